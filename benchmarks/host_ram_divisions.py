@@ -38,7 +38,7 @@ from znnpy.kernels.gpu.host_ram.timeline import Speeds
 from znnpy.kernels.primitive import Primitive, Variant
 from znnpy.kernels.table import find
 from znnpy.machine import Gpu, this_machine
-from znnpy.planner.cost import assumed_rates
+from znnpy.planner.cost_model import assumed_rates
 from znnpy.shapes import ConvShape
 
 GIB = 2**30

@@ -16,7 +16,7 @@ from layer_cases import smaller
 
 from znnpy.kernels.primitive import ConvWeights
 from znnpy.kernels.table import of_kind
-from znnpy.planner.cost import assumed_rates
+from znnpy.planner.cost_model import assumed_rates
 from znnpy.shapes import ConvShape, LayerShape, PoolShape, Precision, Vec3, add, multiply, subtract
 
 if TYPE_CHECKING:

@@ -50,7 +50,7 @@ from znnpy.kernels.crew import SHARES, Crew, shares
 from znnpy.kernels.primitive import ConvWeights
 from znnpy.kernels.table import TABLE
 from znnpy.machine import this_machine
-from znnpy.planner.cost import assumed_rates, seconds
+from znnpy.planner.cost_model import assumed_rates, seconds
 from znnpy.planner.layout import chain, place
 from znnpy.planner.plan import device_of
 from znnpy.run.arena import host_arena

@@ -38,7 +38,7 @@ from znnpy.errors import ShapeError
 from znnpy.kernels.gpu import cudnn_plans
 from znnpy.kernels.table import TABLE
 from znnpy.machine import this_machine
-from znnpy.planner.cost import assumed_rates
+from znnpy.planner.cost_model import assumed_rates
 from znnpy.planner.layout import chain, place
 from znnpy.planner.plan import device_of
 from znnpy.shapes import PRECISIONS, ConvShape, LayerShape, Vec3

@@ -50,7 +50,7 @@ from znnpy.errors import NoPlanError, ShapeError, ZnnpyError
 from znnpy.formats.networks import read_network
 from znnpy.kernels.gpu import device
 from znnpy.machine import Limits, limits_of, parse_bytes, this_machine
-from znnpy.planner.cost import Rates
+from znnpy.planner.cost_model import Rates
 from znnpy.planner.memory import DeviceKind
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan

@@ -24,7 +24,7 @@ from znnpy.errors import VramError
 from znnpy.kernels.gpu.cudnn_plans import is_naive
 from znnpy.kernels.gpu.libraries import Convolution
 from znnpy.kernels.table import TABLE
-from znnpy.planner.cost import assumed_rates
+from znnpy.planner.cost_model import assumed_rates
 from znnpy.shapes import ConvShape, Vec3
 
 if TYPE_CHECKING:

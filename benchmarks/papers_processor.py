@@ -23,7 +23,7 @@ from znnpy.errors import Stopped
 from znnpy.kernels.crew import Crew
 from znnpy.kernels.table import TABLE
 from znnpy.machine import this_machine
-from znnpy.planner.cost import assumed_rates, seconds
+from znnpy.planner.cost_model import assumed_rates, seconds
 from znnpy.shapes import ConvShape, Vec3
 
 if TYPE_CHECKING:

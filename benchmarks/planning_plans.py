@@ -19,7 +19,14 @@ from znnpy.kernels.primitive import Footprint, Primitive, Variant
 from znnpy.kernels.table import TABLE, find
 from znnpy.machine import Limits, Machine
 from znnpy.network import Network, Pool
-from znnpy.planner.candidates import (
+from znnpy.planner.cost_model import Rates
+from znnpy.planner.layer_options import JOINING, KEEPING, Options
+from znnpy.planner.layout import carried_bytes, carried_planes, chain, place
+from znnpy.planner.memory import DeviceKind, context_bytes
+from znnpy.planner.plan import Choice, Plan, device_of, patch_in
+from znnpy.planner.search import make_plan
+from znnpy.planner.tiling_search import FEW, SpaceSearch
+from znnpy.planner.tilings import (
     Candidate,
     Space,
     Span,
@@ -31,13 +38,6 @@ from znnpy.planner.candidates import (
     splits,
     thinned,
 )
-from znnpy.planner.cost import Rates
-from znnpy.planner.layout import carried_bytes, carried_planes, chain, place
-from znnpy.planner.memory import DeviceKind, context_bytes
-from znnpy.planner.options import JOINING, KEEPING, Options
-from znnpy.planner.plan import Choice, Plan, device_of, patch_in
-from znnpy.planner.search import make_plan
-from znnpy.planner.space_search import FEW, SpaceSearch
 from znnpy.shapes import LayerShape, Precision, Vec3, fused, turned, turned_back
 
 MOST_TRIES = 5000  # of random plans, most of which fit nowhere

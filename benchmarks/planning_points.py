@@ -29,7 +29,7 @@ from znnpy.errors import DeviceError, NoPlanError, PlanFileError, ShapeError
 from znnpy.formats.networks import read_network
 from znnpy.machine import parse_bytes
 from znnpy.network import Network
-from znnpy.planner.cost import assumed_rates
+from znnpy.planner.cost_model import assumed_rates
 from znnpy.planner.plan import Plan
 from znnpy.run.devices import Site, opened
 from znnpy.run.shelf import Shelf

@@ -28,7 +28,7 @@ from znnpy.kernels.aligned import aligned_bytes
 from znnpy.kernels.crew import Crew
 from znnpy.kernels.table import TABLE
 from znnpy.machine import this_machine
-from znnpy.planner.cost import assumed_rates, seconds
+from znnpy.planner.cost_model import assumed_rates, seconds
 from znnpy.shapes import FilterShape, PoolShape
 
 if TYPE_CHECKING:

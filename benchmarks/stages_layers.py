@@ -15,7 +15,7 @@ from znnpy.kernels.cpu.conv_fft_lanes import BLOCK, ConvFftLanes, _Sizes, _Step,
 from znnpy.kernels.cpu.native.library import LANES, blocks, library
 from znnpy.kernels.primitive import ConvWeights
 from znnpy.machine import this_machine
-from znnpy.planner.cost import assumed_rates, seconds
+from znnpy.planner.cost_model import assumed_rates, seconds
 from znnpy.shapes import FLOAT32, ConvShape
 
 if TYPE_CHECKING:

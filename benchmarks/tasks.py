@@ -29,7 +29,7 @@ from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import ConvWeights
 from znnpy.kernels.table import find
 from znnpy.machine import this_machine
-from znnpy.planner.cost import assumed_rates, seconds
+from znnpy.planner.cost_model import assumed_rates, seconds
 from znnpy.shapes import ConvShape
 
 if TYPE_CHECKING:

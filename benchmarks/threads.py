@@ -37,7 +37,7 @@ from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import ConvWeights
 from znnpy.kernels.table import of_kind
 from znnpy.machine import this_machine
-from znnpy.planner.cost import assumed_rates, seconds
+from znnpy.planner.cost_model import assumed_rates, seconds
 from znnpy.shapes import ConvShape
 
 if TYPE_CHECKING:

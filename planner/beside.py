@@ -29,11 +29,11 @@ from znnpy.errors import NoPlanError
 from znnpy.machine import Limits
 from znnpy.messages import option
 from znnpy.network import Network
-from znnpy.planner.cells import likely_seconds
+from znnpy.planner.co_execution import likely_seconds
+from znnpy.planner.layer_search import LOST_SECONDS
 from znnpy.planner.memory import MIB, mebibytes, reading_bytes, staging_bytes, writing_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.several import Make, covering
-from znnpy.planner.shape_search import LOST_SECONDS
 from znnpy.shapes import Vec3, text
 from znnpy.units import human_seconds
 

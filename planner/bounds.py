@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from znnpy.planner.candidates import Candidate, Space
-from znnpy.planner.trade import Front, least_cost, relaxed
+from znnpy.planner.pareto import Front, least_cost, relaxed
+from znnpy.planner.tilings import Candidate, Space
 
 FASTER = 0.98  # assumed: per voxel no layer needs less time than this share of the least seen so far
 LEANER = 0.9  # nor less of the arena, or of prepared weights

@@ -16,12 +16,12 @@ from pydantic.dataclasses import dataclass
 from znnpy.kernels.primitive import Primitive, Unit, Variant
 from znnpy.machine import Machine
 from znnpy.messages import excerpt
-from znnpy.planner.cost import Rate, Rates, assumed_rates
-from znnpy.planner.documents import SHOWN, Document
+from znnpy.planner.cost_model import Rate, Rates, assumed_rates
+from znnpy.planner.json_file import SHOWN, Document
 from znnpy.planner.memory import DeviceKind
 from znnpy.planner.plan import device_of
 from znnpy.planner.samples import samples
-from znnpy.planner.sizes import SIZES
+from znnpy.planner.size_trend import SIZES
 from znnpy.shapes import PRECISIONS, LayerShape
 
 FORMAT = 3  # version of the file

@@ -15,7 +15,7 @@ from rich.text import Text
 from znnpy.machine import Machine
 from znnpy.messages import option
 from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Pool
-from znnpy.planner.cells import share
+from znnpy.planner.co_execution import share
 from znnpy.planner.plan import Choice, Plan, RunnerUp
 from znnpy.planner.widths import WideOrNarrow
 from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape, text, turned_back

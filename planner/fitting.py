@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from znnpy.kernels.primitive import Unit, Work
-from znnpy.planner.cost import Rates
-from znnpy.planner.sizes import SIZES, weights_of
+from znnpy.planner.cost_model import Rates
+from znnpy.planner.size_trend import SIZES, weights_of
 
 PRIOR = 1e-2  # of a squared logarithm of a factor, against those of the errors
 SMOOTH, TO_ONE = 2e-2, 1e-3  # the same, of a method's factors: of the difference between two sizes, and of each
@@ -43,7 +43,7 @@ class Run:
 
     work: tuple[Work, ...]
     seconds: float
-    method: str = ""  # of `cost.method`: what ran it
+    method: str = ""  # of `cost_model.method`: what ran it
 
 
 def fitted(rates: Rates, runs: Sequence[Run], *, begins: bool = True) -> Rates:

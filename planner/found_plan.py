@@ -6,11 +6,11 @@ import znnpy
 from znnpy.machine import Limits, Machine
 from znnpy.messages import excerpt
 from znnpy.network import Network
-from znnpy.planner.candidates import Candidate
-from znnpy.planner.cost import Rates
+from znnpy.planner.cost_model import Rates
 from znnpy.planner.memory import Memory
+from znnpy.planner.pareto import Way
 from znnpy.planner.plan import FORMAT, Choice, Plan, Stage, device_of
-from znnpy.planner.trade import Way
+from znnpy.planner.tilings import Candidate
 from znnpy.shapes import turned_back
 
 

@@ -6,8 +6,8 @@ from math import sqrt
 
 from znnpy.network import Network
 from znnpy.planner.beside import idle
-from znnpy.planner.candidates import spans
 from znnpy.planner.plan import Choice, Kind, Plan, RunnerUp
+from znnpy.planner.tilings import spans
 from znnpy.units import human_bytes, human_seconds
 
 ALIKE = 1.005  # times the seconds, below which two plans are as fast

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from znnpy.errors import NoPlanError
 from znnpy.messages import option
 from znnpy.network import Network
-from znnpy.planner.candidates import candidate
+from znnpy.planner.layer_search import Found
 from znnpy.planner.layout import fullest
 from znnpy.planner.memory import mebibytes
-from znnpy.planner.shape_search import Found
-from znnpy.planner.space_search import SpaceSearch
+from znnpy.planner.tiling_search import SpaceSearch
+from znnpy.planner.tilings import candidate
 from znnpy.shapes import text
 
 

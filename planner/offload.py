@@ -6,7 +6,7 @@ gpu-host    One stage after the other. Convolutions of the first stage run on th
 
 Method  For every number of offloaded layers (`cut`) and every number of images that the GPU takes at a time of what is
         handed over, the fastest primitives of both stages are found separately, each exactly within its memory
-        (`trade`): the seconds of the whole grow with those of each. (In the first steps of a column few layers run;
+        (`pareto`): the seconds of the whole grow with those of each. (In the first steps of a column few layers run;
         with overlap and little memory, other primitives may be better there.) Offloaded layers take all images at a
         time.
 Shapes  The search begins with the patches of the best plans of the processor alone and of the GPU alone within the same
@@ -32,19 +32,19 @@ from znnpy.kernels.primitive import Work
 from znnpy.machine import Limits, Machine
 from znnpy.messages import option
 from znnpy.network import Network, Pool
-from znnpy.planner.candidates import Candidate, Space, candidate, splits
-from znnpy.planner.cost import Rates, edge_seconds, seconds
+from znnpy.planner.cost_model import Rates, edge_seconds, seconds
 from znnpy.planner.found_plan import choice_of, plan_of
+from znnpy.planner.layer_options import Options
+from znnpy.planner.layer_search import LOST_SECONDS, Found
 from znnpy.planner.layout import place
 from znnpy.planner.memory import Memory, mebibytes
 from znnpy.planner.offload_sizes import first_steps, next_to
-from znnpy.planner.options import Options
+from znnpy.planner.pareto import Way, total_seconds
 from znnpy.planner.plan import Choice, Plan, Stage, device_of
-from znnpy.planner.shape_search import LOST_SECONDS, Found
 from znnpy.planner.stage_search import StageSearch
 from znnpy.planner.stages import handover_buffers, in_host_ram, stage_needs, two_stage_seconds, upload_wait_seconds
 from znnpy.planner.sublayers import DividedPrimitive, Sublayers
-from znnpy.planner.trade import Way, total_seconds
+from znnpy.planner.tilings import Candidate, Space, candidate, splits
 from znnpy.shapes import LayerShape, Precision, Vec3, text, turned
 
 OffloadMode = Literal["gpu-host", "cpu-to-gpu"]

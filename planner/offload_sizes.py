@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from znnpy.planner.candidates import Candidate, Space, all_sizes, thinned
+from znnpy.planner.tilings import Candidate, Space, all_sizes, thinned
 from znnpy.shapes import Vec3
 
 FEW = 6  # sizes of an axis, or of all axes together

@@ -16,8 +16,8 @@ from znnpy.kernels.primitive import Variant
 from znnpy.machine import Limits
 from znnpy.messages import excerpt
 from znnpy.patches import Box, Column, Cover
-from znnpy.planner.cost import edge_seconds
-from znnpy.planner.documents import Document
+from znnpy.planner.cost_model import edge_seconds
+from znnpy.planner.json_file import Document
 from znnpy.planner.layout import Count, Positive, loops
 from znnpy.planner.layout import Tensor as Tensor
 from znnpy.planner.memory import DeviceKind
@@ -271,9 +271,9 @@ class Plan:
         """
         if self.beside is None:
             return self.preparing_seconds + self.seconds_for(ceil(self.columns / self.devices) / self.columns)
-        from znnpy.planner import cells  # here: it is of plans
+        from znnpy.planner import co_execution  # here: it is of plans
 
-        return cells.seconds(self)
+        return co_execution.seconds(self)
 
     @property
     def cells(self) -> Cover:
@@ -290,9 +290,9 @@ class Plan:
     @property
     def dealt(self) -> int:
         """Cells that the processor computes, if it is as fast as predicted, while GPUs compute the others."""
-        from znnpy.planner import cells  # here: it is of plans
+        from znnpy.planner import co_execution  # here: it is of plans
 
-        return cells.dealt(self)
+        return co_execution.dealt(self)
 
     @property
     def seconds_to_begin(self) -> float:
@@ -407,14 +407,14 @@ class Plan:
                 "the plan's layers run on a GPU, and there is none here; make one for this machine with "
                 "`znnpy plan NETWORK --device cpu`"
             )
-        from znnpy.planner import plan_checks  # here: it is of plans
+        from znnpy.planner import validate  # here: it is of plans
 
-        plan_checks.check_shapes(self, network)
-        footprints = [plan_checks.footprint_of(index, self, machine, table) for index in range(len(self.choices))]
-        plan_checks.check_memory(self, footprints)
+        validate.check_shapes(self, network)
+        footprints = [validate.footprint_of(index, self, machine, table) for index in range(len(self.choices))]
+        validate.check_memory(self, footprints)
         if self.beside is not None:
-            plan_checks.check_beside(self, self.beside, network, machine, table)
-        plan_checks.check_limits(self, machine, ram_bytes, vram_bytes)
+            validate.check_beside(self, self.beside, network, machine, table)
+        validate.check_limits(self, machine, ram_bytes, vram_bytes)
 
 
 def check_stages(plan: Plan) -> None:

@@ -14,9 +14,9 @@ from dataclasses import dataclass, fields
 from math import prod
 
 from znnpy.network import Network, Pool, extent, layer_shape
-from znnpy.planner.candidates import Candidate, Sizes
-from znnpy.planner.shape_search import ShapeSearch
-from znnpy.planner.space_search import SpaceSearch
+from znnpy.planner.layer_search import ShapeSearch
+from znnpy.planner.tiling_search import SpaceSearch
+from znnpy.planner.tilings import Candidate, Sizes
 from znnpy.shapes import LayerShape, PoolShape, Precision, Vec3, add, multiply, subtract
 
 BATCHES = (2, 4)

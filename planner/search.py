@@ -17,20 +17,20 @@ from znnpy.kernels.table import IN_HOST_RAM, TABLE, find
 from znnpy.machine import Limits, Machine
 from znnpy.messages import option
 from znnpy.network import Network
-from znnpy.planner.candidates import Space, all_spaces, splits
-from znnpy.planner.cost import Rates, assumed_rates
+from znnpy.planner.cost_model import Rates, assumed_rates
 from znnpy.planner.found_plan import choice_of, plan_of
 from znnpy.planner.kinds import kind_of
+from znnpy.planner.layer_options import Options
+from znnpy.planner.layer_search import Found
 from znnpy.planner.memory import CONTEXT_BYTES, DeviceKind, baseline_bytes, context_bytes
 from znnpy.planner.nearest_miss import no_plan
 from znnpy.planner.offload import OffloadMode, OffloadSearch
-from znnpy.planner.options import Options
 from znnpy.planner.plan import Kind, Plan, Stage, device_of
 from znnpy.planner.schemes import Scheme, SchemeSearch
 from znnpy.planner.schemes import baselines as baselines_of
-from znnpy.planner.shape_search import Found
-from znnpy.planner.space_search import RUNNERS_UP, SpaceSearch
 from znnpy.planner.sublayers import DividedPrimitive
+from znnpy.planner.tiling_search import RUNNERS_UP, SpaceSearch
+from znnpy.planner.tilings import Space, all_spaces, splits
 from znnpy.shapes import Precision, Vec3, text, turned
 
 ALIKE = 1.03  # times the seconds of the fastest plan: of those that take no longer, the leanest is taken

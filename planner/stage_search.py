@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import inf, prod
 
-from znnpy.planner.candidates import Candidate
+from znnpy.planner.layer_search import Found, ShapeSearch
 from znnpy.planner.layout import aligned, place
 from znnpy.planner.memory import Memory, StageMemory, reading_bytes, staging_bytes, writing_bytes
-from znnpy.planner.shape_search import Found, ShapeSearch
+from znnpy.planner.pareto import Front, Option, front, in_turn, smallest
 from znnpy.planner.stages import host_stage, in_host_ram, last_stage
 from znnpy.planner.sublayers import Sublayers
-from znnpy.planner.trade import Front, Option, front, in_turn, smallest
+from znnpy.planner.tilings import Candidate
 
 
 @dataclass

@@ -16,11 +16,11 @@ from typing import Any, Protocol
 from znnpy.kernels.primitive import Primitive, Variant
 from znnpy.kernels.table import Speeds
 from znnpy.machine import Machine
-from znnpy.planner.candidates import kept_bytes
-from znnpy.planner.cost import Rates
+from znnpy.planner.cost_model import Rates
+from znnpy.planner.layer_options import JOINING, KEEPING, Place
 from znnpy.planner.layout import aligned
-from znnpy.planner.options import JOINING, KEEPING, Place
-from znnpy.planner.trade import Option, Way
+from znnpy.planner.pareto import Option, Way
+from znnpy.planner.tilings import kept_bytes
 from znnpy.shapes import ConvShape, LayerShape, Precision
 
 WITHIN = 0.05  # of the time, by which a division may be slower than the best

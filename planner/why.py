@@ -16,12 +16,12 @@ from rich.table import Table
 from znnpy.kernels.primitive import Footprint, Primitive, Variant
 from znnpy.machine import Machine
 from znnpy.network import Network
-from znnpy.planner.candidates import kept_bytes
-from znnpy.planner.cost import Rates
+from znnpy.planner.cost_model import Rates
+from znnpy.planner.layer_options import JOINING, KEEPING
 from znnpy.planner.layout import place
-from znnpy.planner.options import JOINING, KEEPING
 from znnpy.planner.plan import Choice, Memory, Plan, device_of
 from znnpy.planner.stages import last_stage
+from znnpy.planner.tilings import kept_bytes
 from znnpy.planner.widths import WideOrNarrow, columns_for, indented
 from znnpy.shapes import LayerShape, fused, turned
 from znnpy.units import human_bytes, human_seconds

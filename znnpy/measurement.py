@@ -17,7 +17,7 @@ from znnpy.kernels.table import TABLE
 from znnpy.machine import Limits
 from znnpy.messages import option
 from znnpy.network import Network
-from znnpy.planner.cost import Rate, Rates
+from znnpy.planner.cost_model import Rate, Rates
 from znnpy.planner.costs import Costs
 from znnpy.planner.memory import baseline_bytes
 from znnpy.planner.plan import Plan

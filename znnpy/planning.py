@@ -18,7 +18,7 @@ from znnpy.kernels.table import TABLE
 from znnpy.machine import Limits, this_machine
 from znnpy.network import Network
 from znnpy.planner.beside import Makes
-from znnpy.planner.cost import Rates, assumed_rates
+from znnpy.planner.cost_model import Rates, assumed_rates
 from znnpy.planner.explain import predicted
 from znnpy.planner.kinds import kind_of
 from znnpy.planner.memory import baseline_bytes

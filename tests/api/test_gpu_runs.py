@@ -22,7 +22,7 @@ from znnpy.errors import DeviceError, PlanFileError, ResumeError, VramError
 from znnpy.inference import infer
 from znnpy.machine import Gpu, Machine
 from znnpy.network import Network
-from znnpy.planner.cost import Rates, assumed_rates
+from znnpy.planner.cost_model import Rates, assumed_rates
 from znnpy.planner.plan import Plan
 from znnpy.planning import plan
 from znnpy.report import Report

@@ -15,7 +15,7 @@ from tests.support.emulator import EMULATED_GPU, EmulatedDevice, compiler
 from znnpy.errors import NoPlanError, PlanFileError, ResumeError, VerifyError, VramError
 from znnpy.inference import infer
 from znnpy.machine import Machine, this_machine
-from znnpy.planner.cost import Rates, assumed_rates
+from znnpy.planner.cost_model import Rates, assumed_rates
 from znnpy.planner.memory import staging_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan

@@ -14,7 +14,7 @@ from tests.support.emulator import EMULATED_GPU, EmulatedDevice, compiler
 from znnpy.errors import DeviceError, ResumeError, VramError
 from znnpy.inference import infer
 from znnpy.machine import Machine
-from znnpy.planner.cost import Rates, assumed_rates
+from znnpy.planner.cost_model import Rates, assumed_rates
 from znnpy.planner.plan import Plan
 from znnpy.planning import plan
 from znnpy.report import Report

@@ -19,7 +19,7 @@ from znnpy.errors import DeviceError, NoPlanError, PlanFileError, ResumeError, V
 from znnpy.formats.networks import read_network
 from znnpy.inference import infer
 from znnpy.machine import Limits, Machine, this_machine
-from znnpy.planner.cost import Rates, assumed_rates
+from znnpy.planner.cost_model import Rates, assumed_rates
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
 from znnpy.planning import plan

@@ -22,7 +22,7 @@ from znnpy.kernels.primitive import Work
 from znnpy.kernels.reference import dense_by_fragments
 from znnpy.kernels.table import of_kind
 from znnpy.machine import this_machine
-from znnpy.planner.cost import assumed_rates
+from znnpy.planner.cost_model import assumed_rates
 from znnpy.planner.plan import device_of
 from znnpy.run import devices
 from znnpy.shapes import ConvShape, PoolShape
@@ -168,7 +168,7 @@ def test_shares_of_limits(imported: Callable[[str], Any]) -> None:
 
 
 def test_every_unit_of_a_gpu_has_a_limit(imported: Callable[[str], Any]) -> None:
-    from znnpy.planner.cost import GPU_RATES
+    from znnpy.planner.cost_model import GPU_RATES
 
     assert set(imported("gpu_card").ARITHMETIC) == set(GPU_RATES)
 

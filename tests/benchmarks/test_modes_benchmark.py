@@ -17,7 +17,7 @@ from znnpy.kernels.gpu import device
 from znnpy.kernels.gpu.moves import Moves
 from znnpy.machine import Limits, this_machine
 from znnpy.network import Conv, Network
-from znnpy.planner.cost import assumed_rates
+from znnpy.planner.cost_model import assumed_rates
 from znnpy.planner.search import make_plan
 from znnpy.run import devices, gpu
 

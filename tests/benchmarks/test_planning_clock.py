@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from tests.support.benchmark_networks import NET, OUTPUT, maker_with
 from znnpy.kernels.crew import Crew
 from znnpy.machine import Limits, this_machine
-from znnpy.planner.cost import assumed_rates
+from znnpy.planner.cost_model import assumed_rates
 from znnpy.planner.plan import Choice
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from tests.support.benchmark_networks import NET, OUTPUT, TINY, maker_with
 from tests.support.emulator import EMULATED_GPU, EmulatedDevice
 from znnpy.formats.networks import read_network
 from znnpy.machine import Limits, this_machine
-from znnpy.planner.cost import assumed_rates
+from znnpy.planner.cost_model import assumed_rates
 from znnpy.planner.memory import CONTEXT_BYTES
 from znnpy.planner.plan import Plan
 from znnpy.run import devices

@@ -11,7 +11,7 @@ import pytest
 from tests.support.benchmark_networks import TINY
 from tests.support.emulator import EMULATED_GPU, EmulatedDevice, compiler
 from znnpy.kernels.gpu import device
-from znnpy.planner.cost import assumed_rates
+from znnpy.planner.cost_model import assumed_rates
 from znnpy.run import devices
 
 if TYPE_CHECKING:

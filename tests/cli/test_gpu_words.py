@@ -22,7 +22,7 @@ from znnpy import primitive_list
 from znnpy.errors import DeviceError
 from znnpy.kernels.gpu import device as device_room
 from znnpy.machine import Gpu, Machine
-from znnpy.planner.cost import Rates, assumed_rates
+from znnpy.planner.cost_model import Rates, assumed_rates
 from znnpy.run import choice, devices
 
 MIB = 2**20

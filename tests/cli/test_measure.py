@@ -18,7 +18,7 @@ from znnpy.errors import OutputError
 from znnpy.kernels.primitive import Primitive, Variant
 from znnpy.kernels.table import TABLE, find
 from znnpy.machine import Gpu, this_machine
-from znnpy.planner.cost import Rates, assumed_rates
+from znnpy.planner.cost_model import Rates, assumed_rates
 from znnpy.planner.costs import Costs, versions
 from znnpy.planner.memory import baseline_bytes
 from znnpy.planner.plan import Plan

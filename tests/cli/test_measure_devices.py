@@ -15,7 +15,7 @@ from znnpy import measurement
 from znnpy.errors import DeviceError
 from znnpy.kernels.primitive import Primitive, Variant
 from znnpy.machine import Gpu, Machine, this_machine
-from znnpy.planner.cost import Rates, assumed_rates
+from znnpy.planner.cost_model import Rates, assumed_rates
 from znnpy.planner.costs import Costs
 from znnpy.run import devices
 from znnpy.run.layer import DeviceLayer, Position

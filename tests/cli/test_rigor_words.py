@@ -17,7 +17,7 @@ from znnpy.errors import DeviceError
 from znnpy.kernels.primitive import Primitive, Variant
 from znnpy.kernels.table import find
 from znnpy.machine import this_machine
-from znnpy.planner.cost import assumed_rates
+from znnpy.planner.cost_model import assumed_rates
 from znnpy.planner.plan import Plan
 from znnpy.run import rigor
 from znnpy.run.layer import HostLayer, Position

@@ -20,15 +20,15 @@ from tests.support.simulated_queue import Played
 from znnpy.errors import NoPlanError, PlanFileError
 from znnpy.machine import Limits
 from znnpy.network import Conv, Network
-from znnpy.planner import cells
+from znnpy.planner import co_execution
 from znnpy.planner.beside import _leaving, _next_to, _Trials, _widths, idle, plan_beside
-from znnpy.planner.cells import PACES, likely_seconds, of_a_gpu, seconds, seconds_beside, seconds_without, share
+from znnpy.planner.co_execution import PACES, likely_seconds, of_a_gpu, seconds, seconds_beside, seconds_without, share
 from znnpy.planner.kinds import kind_of
 from znnpy.planner.memory import CONTEXT_BYTES, MIB, DeviceKind, context_bytes
 from znnpy.planner.plan import Plan
-from znnpy.planner.plan_checks import check_beside
 from znnpy.planner.search import make_plan
 from znnpy.planner.several import plan_for
+from znnpy.planner.validate import check_beside
 from znnpy.run.sessions import _shares
 from znnpy.run.shares import Cells
 from znnpy.shapes import Vec3
@@ -363,9 +363,9 @@ def test_a_gpu_has_the_last_cell_from_the_start() -> None:
 def test_a_gpu_waits_for_as_long_as_it_takes_itself(pace: float, ends: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both take 10 seconds for one of two cells."""
     both: Any = SimpleNamespace(cells=range(2))
-    monkeypatch.setattr(cells, "seconds_without", lambda plan, count: 10.0 * (2 - count))
-    monkeypatch.setattr(cells, "seconds_beside", lambda plan, count: 10.0 * count)
-    monkeypatch.setattr(cells, "of_a_gpu", lambda plan: (4.0, 6.0))
+    monkeypatch.setattr(co_execution, "seconds_without", lambda plan, count: 10.0 * (2 - count))
+    monkeypatch.setattr(co_execution, "seconds_beside", lambda plan, count: 10.0 * count)
+    monkeypatch.setattr(co_execution, "of_a_gpu", lambda plan: (4.0, 6.0))
     assert seconds(both, pace) == ends
 
 

@@ -109,7 +109,7 @@ def test_what_the_layout_loses_counts(tiny_network: MakeNetwork, monkeypatch: py
         placed, size = place(tensors)
         return placed, size + lossy
 
-    monkeypatch.setattr("znnpy.planner.shape_search.place", wasteful)
+    monkeypatch.setattr("znnpy.planner.layer_search.place", wasteful)
     after = planned(network, SMALL, limit, **words)
     assert after.memory.peak <= limit
     space = wanted(everything(network, SMALL, FEWER), False, True)
@@ -132,9 +132,9 @@ def test_what_one_layout_loses_another_may_not(tiny_network: MakeNetwork, monkey
         placed, size = place(tensors)
         return placed, size + 2**15 * any(tensor.name == "step0.s0" for tensor in tensors)
 
-    monkeypatch.setattr("znnpy.planner.shape_search.place", wasteful)
+    monkeypatch.setattr("znnpy.planner.layer_search.place", wasteful)
     after = planned(network, SMALL, before.memory.peak, **words)
     assert [plan.choices[0].primitive for plan in (before, after)] == [quick.name, fair.name]
     assert before.memory.peak - 2**15 < after.memory.peak < before.memory.peak
-    monkeypatch.setattr("znnpy.planner.shape_search.LAYOUTS", 1)
+    monkeypatch.setattr("znnpy.planner.layer_search.LAYOUTS", 1)
     assert planned(network, SMALL, before.memory.peak, **words).choices[0].primitive == SLOW.name

@@ -14,7 +14,7 @@ from tests.support.fake_primitives import FAST, GPU, MACHINE, SLOW, WITH_GPU, on
 from znnpy.errors import PlanFileError
 from znnpy.kernels.primitive import Variant
 from znnpy.machine import Machine
-from znnpy.planner.cost import CPU_RATES, CPU_TOUCHING, Rate, assumed_rates
+from znnpy.planner.cost_model import CPU_RATES, CPU_TOUCHING, Rate, assumed_rates
 from znnpy.planner.costs import AGAIN, FORMAT, Costs, Measurement, UnitSpeed
 from znnpy.shapes import ConvShape
 

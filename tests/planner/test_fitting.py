@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from znnpy.kernels.primitive import Work
-from znnpy.planner.cost import CPU_RATES, Rates, seconds
+from znnpy.planner.cost_model import CPU_RATES, Rates, seconds
 from znnpy.planner.fitting import Run, fitted, units_of
-from znnpy.planner.sizes import SIZES, weights_of
+from znnpy.planner.size_trend import SIZES, weights_of
 
 TRUE = (
     Rates()

@@ -16,7 +16,7 @@ from tests.support.fake_primitives import POOL, SLOW, WITH_GPU, on_gpu
 from znnpy.errors import NoPlanError, PlanFileError
 from znnpy.machine import Limits
 from znnpy.network import Conv, Network
-from znnpy.planner.cost import Rate, seconds
+from znnpy.planner.cost_model import Rate, seconds
 from znnpy.planner.memory import mebibytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan

@@ -19,12 +19,12 @@ from tests.support.fake_primitives import WITH_GPU, Fake
 from znnpy.errors import NoPlanError
 from znnpy.kernels.primitive import Variant, Work
 from znnpy.network import Conv, Layer, Network, Pool
-from znnpy.planner.candidates import Candidate, all_sizes, all_spaces, candidate
-from znnpy.planner.cost import Rates
+from znnpy.planner.cost_model import Rates
 from znnpy.planner.layout import ALIGNMENT, carried_planes, loops, place
 from znnpy.planner.memory import reading_bytes, staging_bytes, writing_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.stages import host_stage, last_stage, two_stage_seconds
+from znnpy.planner.tilings import Candidate, all_sizes, all_spaces, candidate
 from znnpy.shapes import LayerShape, Vec3
 
 pytestmark = pytest.mark.usefixtures("sublayers_take_no_longer")

@@ -20,7 +20,7 @@ from znnpy.errors import PlanFileError
 from znnpy.kernels.primitive import Variant
 from znnpy.machine import Limits
 from znnpy.network import Conv, Network, Pool
-from znnpy.planner.documents import MOST_BYTES
+from znnpy.planner.json_file import MOST_BYTES
 from znnpy.planner.layout import Tensor
 from znnpy.planner.memory import StageMemory, reading_bytes, writing_bytes
 from znnpy.planner.plan import FORMAT, Choice, Kind, Memory, Plan, RunnerUp, Stage

@@ -13,10 +13,10 @@ from tests.support.fake_primitives import BOTH, CARRYING, FAST, FILTER, MACHINE,
 from znnpy.formats.networks import read_network
 from znnpy.machine import Limits
 from znnpy.network import Network
-from znnpy.planner.cost import CPU_TOUCHING, assumed_rates
+from znnpy.planner.cost_model import CPU_TOUCHING, assumed_rates
+from znnpy.planner.pareto import Option, fastest_within, total_seconds
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import ALIKE, make_plan
-from znnpy.planner.trade import Option, fastest_within, total_seconds
 
 TABLE: tuple[Fake, ...] = (SLOW, replace(FAST, scale=(1, 4)), BOTH, POOL, FILTER)  # none has an allowance
 MakeNetwork = Callable[..., Network]

@@ -13,10 +13,10 @@ from tests.support.brute_force import AROUND, BASELINE, planned, ways
 from tests.support.fake_primitives import CARRYING, FAKES
 from znnpy.network import Conv, MaxFilter, Maxout, Network, Pool
 from znnpy.patches import cover
-from znnpy.planner.candidates import axis_sizes
-from znnpy.planner.cost import seconds
+from znnpy.planner.cost_model import seconds
 from znnpy.planner.layout import chain, place
 from znnpy.planner.memory import reading_bytes, writing_bytes
+from znnpy.planner.tilings import axis_sizes
 from znnpy.shapes import ConvShape, LayerShape, PoolShape, Vec3
 
 NET = Network(

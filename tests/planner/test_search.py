@@ -14,14 +14,14 @@ from znnpy.errors import NoPlanError, ShapeError
 from znnpy.kernels.primitive import Footprint, Variant
 from znnpy.machine import Limits
 from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Pool
-from znnpy.planner.candidates import axis_sizes, between, thinned
-from znnpy.planner.cost import seconds
+from znnpy.planner.cost_model import seconds
+from znnpy.planner.layer_search import LOST_SECONDS
 from znnpy.planner.layout import chain, live_peak, place
 from znnpy.planner.memory import READER_BYTES, WRITER_BYTES, mebibytes
 from znnpy.planner.plan import Plan, RunnerUp
 from znnpy.planner.search import make_plan
-from znnpy.planner.shape_search import LOST_SECONDS
-from znnpy.planner.space_search import FEW
+from znnpy.planner.tiling_search import FEW
+from znnpy.planner.tilings import axis_sizes, between, thinned
 from znnpy.shapes import LayerShape, Vec3, turned, turned_back
 
 MakeNetwork = Callable[..., Network]

@@ -28,7 +28,7 @@ from tests.support.simulated_timing import (
     rates_of,
 )
 from znnpy.kernels.primitive import Unit, Variant, Work
-from znnpy.planner.cost import GPU_STAGE_SECONDS, Rate, Rates, assumed_rates
+from znnpy.planner.cost_model import GPU_STAGE_SECONDS, Rate, Rates, assumed_rates
 from znnpy.run import calibration
 from znnpy.run.clocks import LONG_SECONDS
 from znnpy.shapes import ConvShape, LayerShape
@@ -134,7 +134,7 @@ def test_no_longer_than_it_may() -> None:
 
 
 def calibration_case(card: Card) -> Any:
-    from znnpy.planner.cost import case
+    from znnpy.planner.cost_model import case
 
     name, shape, variant = card.runs[0]
     return case(next(p for p in TABLE if p.name == name), shape, variant)

@@ -25,10 +25,10 @@ from tests.support.simulated_timing import (
     rates_of,
 )
 from znnpy.errors import DeviceError, NoPlanError, VramError
-from znnpy.planner.cost import GPU_STAGE_SECONDS, assumed_rates
+from znnpy.planner.cost_model import GPU_STAGE_SECONDS, assumed_rates
 from znnpy.planner.costs import FORMAT as COSTS_FORMAT
 from znnpy.planner.costs import Costs, UnitSpeed
-from znnpy.planner.sizes import SIZES
+from znnpy.planner.size_trend import SIZES
 from znnpy.run import calibration
 
 

@@ -34,8 +34,8 @@ from znnpy.machine import Limits
 from znnpy.network import Conv, Network, Pool
 from znnpy.patches import Column
 from znnpy.planner import search
-from znnpy.planner.candidates import Space, splits
 from znnpy.planner.search import make_plan
+from znnpy.planner.tilings import Space, splits
 from znnpy.run.session import Session
 from znnpy.shapes import Vec3, multiply, turned, turned_back
 from znnpy.volume.array import ArrayVolume

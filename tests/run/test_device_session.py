@@ -31,8 +31,8 @@ from tests.support.odd_networks import (
 from tests.support.reference_primitives import STAND_INS
 from znnpy.errors import DeviceError, Stopped, ValuesOverflowError, VramError
 from znnpy.network import Conv, Network, Normalise, Pool
-from znnpy.planner.candidates import splits
 from znnpy.planner.plan import Plan
+from znnpy.planner.tilings import splits
 from znnpy.run import gpu, lane
 from znnpy.shapes import Precision, Vec3, turned, turned_back
 from znnpy.trained import TrainedNetwork

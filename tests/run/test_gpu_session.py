@@ -29,7 +29,7 @@ from znnpy.kernels.gpu.device import Device
 from znnpy.kernels.primitive import Primitive
 from znnpy.kernels.table import TABLE
 from znnpy.network import Conv, Network, Pool
-from znnpy.planner.candidates import splits
+from znnpy.planner.tilings import splits
 from znnpy.run.pipeline import Event
 from znnpy.shapes import Precision, turned, turned_back
 

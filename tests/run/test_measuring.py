@@ -16,12 +16,12 @@ from znnpy.kernels.primitive import Primitive, Variant
 from znnpy.kernels.table import TABLE, find
 from znnpy.machine import Limits, Machine
 from znnpy.network import Conv, Network, Pool
-from znnpy.planner.cost import UNSEEN_UNITS, Rates
+from znnpy.planner.cost_model import UNSEEN_UNITS, Rates
 from znnpy.planner.memory import DeviceKind
 from znnpy.planner.plan import Plan, device_of
 from znnpy.planner.samples import samples
 from znnpy.planner.search import make_plan
-from znnpy.planner.sizes import SIZES
+from znnpy.planner.size_trend import SIZES
 from znnpy.run import clocks
 from znnpy.run.clocks import CLOCK_SECONDS, MOST_TOUCHING, TOUCHED_PART, CpuClock, touching_rate
 from znnpy.run.learning import Learner

@@ -16,10 +16,10 @@ from znnpy.errors import DeviceError, NoPlanError
 from znnpy.kernels.primitive import Primitive, Variant
 from znnpy.machine import Limits
 from znnpy.network import Conv, Network, Pool
-from znnpy.planner.cost import Rates
+from znnpy.planner.cost_model import Rates
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
-from znnpy.planner.sizes import SIZES
+from znnpy.planner.size_trend import SIZES
 from znnpy.run.devices import Site
 from znnpy.run.learning import Known, Learner
 from znnpy.run.rigor import HOPE, Study, rigor_of

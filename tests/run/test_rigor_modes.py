@@ -18,12 +18,12 @@ from znnpy.kernels.primitive import Primitive, Variant
 from znnpy.kernels.table import IN_HOST_RAM, find
 from znnpy.machine import Machine, this_machine
 from znnpy.network import Conv
-from znnpy.planner.candidates import kept_bytes
-from znnpy.planner.cost import Rates, assumed_rates
+from znnpy.planner.cost_model import Rates, assumed_rates
+from znnpy.planner.layer_options import JOINING, KEEPING
 from znnpy.planner.memory import DeviceKind
-from znnpy.planner.options import JOINING, KEEPING
 from znnpy.planner.plan import Plan
-from znnpy.planner.sizes import SIZES
+from znnpy.planner.size_trend import SIZES
+from znnpy.planner.tilings import kept_bytes
 from znnpy.run import choice, devices, modes, rigor
 from znnpy.run.devices import Site, opened
 from znnpy.run.learning import Known

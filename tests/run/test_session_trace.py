@@ -33,8 +33,8 @@ from znnpy.errors import OutputError, ValuesOverflowError, ZnnpyError
 from znnpy.kernels.crew import Crew
 from znnpy.kernels.table import TABLE
 from znnpy.network import Network
-from znnpy.planner.candidates import splits
 from znnpy.planner.plan import Plan
+from znnpy.planner.tilings import splits
 from znnpy.run import gpu
 from znnpy.run.device_trace import ANCHOR_SECONDS, DeviceTrace
 from znnpy.run.session import Session

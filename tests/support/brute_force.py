@@ -14,8 +14,7 @@ from znnpy.kernels.primitive import Footprint, Variant
 from znnpy.machine import Limits
 from znnpy.network import Network
 from znnpy.patches import Cover
-from znnpy.planner.candidates import Candidate, Sizes, Space, all_sizes, all_spaces, candidate, splits
-from znnpy.planner.cost import seconds
+from znnpy.planner.cost_model import seconds
 from znnpy.planner.layout import Tensor, carried_bytes, carried_planes, chain, live_peak, loops, place
 from znnpy.planner.memory import (
     LIBRARIES_BYTES,
@@ -28,6 +27,7 @@ from znnpy.planner.memory import (
 )
 from znnpy.planner.plan import Plan, patch_in
 from znnpy.planner.search import make_plan
+from znnpy.planner.tilings import Candidate, Sizes, Space, all_sizes, all_spaces, candidate, splits
 from znnpy.shapes import LayerShape, Vec3, fused
 
 SMALL: Vec3 = (4, 4, 3)  # an output

@@ -11,7 +11,7 @@ from tests.support.fake_primitives import BOTH, CARRYING, FAST, FILTER, MAXOUT, 
 from znnpy.kernels.primitive import Footprint, Scratch, Variant
 from znnpy.machine import Limits, Machine
 from znnpy.network import Network
-from znnpy.planner.cost import Rate, Rates
+from znnpy.planner.cost_model import Rate, Rates
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
 from znnpy.planner.sublayers import COPIED, WITHIN

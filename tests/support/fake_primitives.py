@@ -11,7 +11,7 @@ from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import Footprint, Kind, Scratch, Step, Unit, Variant, Work, why_not_plain
 from znnpy.machine import Gpu, Limits, Machine
 from znnpy.network import ConvWeights
-from znnpy.planner.cost import Rate, Rates
+from znnpy.planner.cost_model import Rate, Rates
 from znnpy.shapes import ConvShape, LayerShape
 
 MACHINE = Machine("fake", "avx512", 2, 2**40, "openblas SkylakeX", (("numpy", "2"),))

@@ -21,11 +21,11 @@ from znnpy.kernels.primitive import ConvWeights, Footprint, Kind, Primitive, Scr
 from znnpy.kernels.table import IN_HOST_RAM, TABLE
 from znnpy.machine import Limits, Machine
 from znnpy.network import Network, Pool
-from znnpy.planner.candidates import Space, candidate, spans
 from znnpy.planner.layout import place
 from znnpy.planner.memory import Memory, staging_bytes
 from znnpy.planner.plan import FORMAT, Plan, Stage, patch_in
 from znnpy.planner.stages import handover_buffers, stage_needs
+from znnpy.planner.tilings import Space, candidate, spans
 from znnpy.shapes import LayerShape, Precision, Vec3, fused, turned
 
 WITH_GPU = replace(MACHINE, gpu=EMULATED_GPU)

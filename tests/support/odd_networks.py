@@ -22,11 +22,11 @@ from znnpy.kernels.table import TABLE
 from znnpy.machine import Limits, Machine, this_machine
 from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Normalise, Pool
 from znnpy.patches import Box
-from znnpy.planner.candidates import Space, candidate, spans
 from znnpy.planner.layout import place
 from znnpy.planner.memory import DeviceKind
 from znnpy.planner.plan import FORMAT, Choice, Memory, Plan, Stage, patch_in
 from znnpy.planner.stages import last_stage
+from znnpy.planner.tilings import Space, candidate, spans
 from znnpy.run import host, pipeline
 from znnpy.run.session import Session
 from znnpy.shapes import LayerShape, Precision, Vec3, fused, turned

@@ -16,7 +16,7 @@ from tests.support.fake_primitives import WITH_GPU, Fake
 from znnpy.errors import DeviceError
 from znnpy.kernels.primitive import Footprint, Primitive, Scratch, Variant, Work
 from znnpy.machine import Limits
-from znnpy.planner.cost import GPU_STAGE_SECONDS, Rates, assumed_rates
+from znnpy.planner.cost_model import GPU_STAGE_SECONDS, Rates, assumed_rates
 from znnpy.planner.search import make_plan
 from znnpy.run import calibration
 from znnpy.run.calibration import measured_rates

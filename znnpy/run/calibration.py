@@ -3,7 +3,7 @@
 For every layer that a network has, in the precision asked for, whatever looks the fastest is run on a large volume and
 on a small one, until what looks the fastest is something that was measured; then the best of every other kind of units
 that looks nearly as fast, for they are off by factors of their own. The planner takes the layer's own speed from there
-(`planner.cost.Rates.measured`), and takes nothing that the GPU refused to run (`planner.cost.Rates.refused`).
+(`cost_model.Rates.measured`), and takes nothing that the GPU refused to run (`cost_model.Rates.refused`).
 Rates of units are fitted to these layers once more, on top of what `znnpy measure` found: what was not measured is told
 by what is most like it, at another size.
 """
@@ -33,7 +33,7 @@ from znnpy.kernels.table import TABLE
 from znnpy.machine import Machine
 from znnpy.messages import excerpt
 from znnpy.network import Conv, Layer, Network, Pool, extent, layer_shape
-from znnpy.planner.cost import Rate, Rates, assumed_rates, case, method
+from znnpy.planner.cost_model import Rate, Rates, assumed_rates, case, method
 from znnpy.planner.costs import Costs, Measurement
 from znnpy.planner.fitting import Run, fitted
 from znnpy.planner.plan import device_of

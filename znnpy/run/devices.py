@@ -22,7 +22,7 @@ from znnpy.units import human_bytes
 
 if TYPE_CHECKING:
     from znnpy.network import Network
-    from znnpy.planner.cost import Rates
+    from znnpy.planner.cost_model import Rates
     from znnpy.planner.memory import DeviceKind
     from znnpy.planner.plan import Plan
 

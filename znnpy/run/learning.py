@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from znnpy.kernels.primitive import Primitive, Variant
 from znnpy.kernels.table import IN_HOST_RAM, TABLE
-from znnpy.planner.cost import Rates
+from znnpy.planner.cost_model import Rates
 from znnpy.planner.costs import Measurement
 from znnpy.planner.memory import DeviceKind
 from znnpy.planner.plan import Plan

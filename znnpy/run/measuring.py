@@ -22,7 +22,7 @@ from znnpy.kernels.primitive import Primitive, Unit
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Limits, Machine
 from znnpy.messages import option
-from znnpy.planner.cost import UNSEEN_UNITS, Rate, Rates, assumed_rates, method
+from znnpy.planner.cost_model import UNSEEN_UNITS, Rate, Rates, assumed_rates, method
 from znnpy.planner.costs import FORMAT, Costs, Measurement, UnitSpeed, versions
 from znnpy.planner.fitting import Run, fitted
 from znnpy.planner.memory import DeviceKind

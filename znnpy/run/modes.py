@@ -12,7 +12,7 @@ from znnpy.machine import Limits, Machine
 from znnpy.messages import option
 from znnpy.network import Network
 from znnpy.planner.beside import Makes, idle, plan_beside
-from znnpy.planner.cost import Rates
+from znnpy.planner.cost_model import Rates
 from znnpy.planner.explain import offloaded_layers
 from znnpy.planner.memory import DeviceKind
 from znnpy.planner.plan import Plan, device_of

@@ -14,7 +14,7 @@ from znnpy.kernels.primitive import Primitive
 from znnpy.kernels.table import IN_HOST_RAM, TABLE
 from znnpy.machine import Limits
 from znnpy.messages import option
-from znnpy.planner.cost import Rates, assumed_rates
+from znnpy.planner.cost_model import Rates, assumed_rates
 from znnpy.planner.memory import DeviceKind
 from znnpy.planner.plan import Plan
 from znnpy.planner.plan import Rigor as Word

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from znnpy.kernels.crew import Crew
 from znnpy.network import ConvWeights, Network
-from znnpy.planner.cells import of_a_gpu
+from znnpy.planner.co_execution import of_a_gpu
 from znnpy.planner.plan import Plan
 from znnpy.run.devices import Site
 from znnpy.run.lane import Lane

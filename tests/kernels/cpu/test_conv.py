@@ -27,7 +27,7 @@ from znnpy.kernels.cpu import conv_direct
 from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import ConvWeights, Variant
 from znnpy.kernels.table import TABLE, find, of_kind
-from znnpy.planner.cost import Rates, seconds
+from znnpy.planner.cost_model import Rates, seconds
 from znnpy.shapes import ACTIVATIONS, ConvShape, FilterShape, MaxoutShape, PoolShape
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from znnpy.kernels.cpu.task_sizes import bounds, sizes
 from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import Variant
 from znnpy.kernels.table import find
-from znnpy.planner.cost import Rates, seconds
+from znnpy.planner.cost_model import Rates, seconds
 from znnpy.shapes import ConvShape
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from znnpy.kernels.cpu import conv_direct_lanes, conv_fft_lanes, pool_lanes
 from znnpy.kernels.cpu.native import library
 from znnpy.kernels.primitive import Variant
 from znnpy.kernels.table import find
-from znnpy.planner.cost import Rates, seconds
+from znnpy.planner.cost_model import Rates, seconds
 from znnpy.shapes import ConvShape, FilterShape, LayerShape, PoolShape
 
 if TYPE_CHECKING:

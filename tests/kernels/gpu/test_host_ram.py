@@ -21,7 +21,7 @@ from znnpy.kernels.gpu.host_ram.timeline import Speeds
 from znnpy.kernels.primitive import ConvWeights, Variant
 from znnpy.kernels.table import IN_HOST_RAM, TABLE, find
 from znnpy.machine import Gpu
-from znnpy.planner.cost import assumed_rates, seconds
+from znnpy.planner.cost_model import assumed_rates, seconds
 from znnpy.shapes import Activation, ConvShape, PoolShape, Precision
 
 (HOST_RAM,) = IN_HOST_RAM

@@ -20,7 +20,7 @@ from znnpy.kernels.gpu.host_ram.timeline import SUMMED, Speeds, seconds
 from znnpy.kernels.primitive import Footprint, Scratch, Variant
 from znnpy.kernels.table import find
 from znnpy.machine import Gpu
-from znnpy.planner.cost import assumed_rates
+from znnpy.planner.cost_model import assumed_rates
 from znnpy.shapes import ConvShape
 
 ORDERS: tuple[Order, ...] = ("outputs", "inputs")

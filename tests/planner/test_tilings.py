@@ -15,7 +15,8 @@ from tests.support.brute_force import candidates, known, steps_of, ways
 from tests.support.fake_primitives import BOTH, OVER, POOL, SLOW
 from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Pool
 from znnpy.patches import Cover, cover
-from znnpy.planner.candidates import (
+from znnpy.planner.layout import aligned, loops
+from znnpy.planner.tilings import (
     Space,
     all_sizes,
     all_spaces,
@@ -26,7 +27,6 @@ from znnpy.planner.candidates import (
     splits,
     thinned,
 )
-from znnpy.planner.layout import aligned, loops
 from znnpy.shapes import Vec3, turned_back
 
 

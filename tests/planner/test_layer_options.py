@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from tests.support.fake_primitives import MACHINE, POOL, SLOW, Fake
-from znnpy.planner import options
-from znnpy.planner.cost import Rate, Rates
-from znnpy.planner.options import JOINING, KEEPING, Options, Place
-from znnpy.planner.trade import Option
+from znnpy.planner import layer_options
+from znnpy.planner.cost_model import Rate, Rates
+from znnpy.planner.layer_options import JOINING, KEEPING, Options, Place
+from znnpy.planner.pareto import Option
 from znnpy.shapes import ConvShape, LayerShape, PoolShape
 
 READS = replace(SLOW, name="cpu.conv.reads", reads_carried=True)
@@ -39,7 +39,7 @@ def test_carried_planes_cost_time_and_memory(fake: Fake, moved: float) -> None:
 
 
 def test_as_many_fronts_are_remembered_as_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "REMEMBERED", 2)
+    monkeypatch.setattr(layer_options, "REMEMBERED", 2)
     known = Options((SLOW, POOL), MACHINE, 2, RATES, frozenset())
     for place in (replace(WALKING, under=under) for under in (0, 1, 2, 3, 0)):
         assert known.of((CONV,), place) == (only_option(SLOW, place, CONV),)

@@ -1,7 +1,7 @@
 """The search in one space, patches or columns along one axis: the best shape, and what nearly was.
 
 Shapes are gone through in the order of an optimistic bound on the time for the whole output, and those that cannot win
-are skipped; `shape_search` finds the best primitives for a shape.
+are skipped; `layer_search` finds the best primitives for a shape.
 
 Source  Zlateski, Lee, Seung, ZNNi (SC16), section VI.A: loop over input shapes, best primitive per layer within memory.
 """
@@ -14,12 +14,12 @@ from heapq import heapify, heappop, heappush
 from itertools import product
 from math import inf, prod
 
-from znnpy.planner.candidates import Candidate, Sizes, all_sizes, between, candidate, changed, thinned
+from znnpy.planner.layer_options import Place
+from znnpy.planner.layer_search import Found, ShapeSearch
 from znnpy.planner.memory import Memory
-from znnpy.planner.options import Place
+from znnpy.planner.pareto import fastest, smallest
 from znnpy.planner.plan import RunnerUp
-from znnpy.planner.shape_search import Found, ShapeSearch
-from znnpy.planner.trade import fastest, smallest
+from znnpy.planner.tilings import Candidate, Sizes, all_sizes, between, candidate, changed, thinned
 from znnpy.shapes import Vec3
 
 RUNNERS_UP = 3

@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from znnpy.network import Conv, Network
-from znnpy.planner import trade
+from znnpy.planner import pareto
 from znnpy.planner.bounds import FASTER, Bounds, least_priced, least_seconds, needs_of
-from znnpy.planner.candidates import Space, candidate
-from znnpy.planner.trade import (
+from znnpy.planner.pareto import (
     Front,
     Option,
     cheapest,
@@ -27,6 +26,7 @@ from znnpy.planner.trade import (
     total_bytes,
     total_seconds,
 )
+from znnpy.planner.tilings import Space, candidate
 
 
 def option(seconds: int, resident: int, live: int, allowance: int) -> Option:
@@ -71,7 +71,7 @@ def test_cheapest_equals_brute_force(layers: list[list[Option]], price: float) -
 def for_many(fronts: list[Front], room: int, below: float = inf, price: float = 0.0) -> tuple[Option, ...] | None:
     """The choice of `fastest_within` as if there were many spans."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trade, "EXACT_SPANS", 0)
+        patch.setattr(pareto, "EXACT_SPANS", 0)
         return fastest_within(fronts, room, below, price)
 
 
@@ -105,7 +105,7 @@ PLAIN = front([option(1, 10, 5, 0), option(3, 0, 5, 0)])
 def test_a_choice_for_many_spans_is_nearly_the_fastest(fronts: list[Front], room: int) -> None:
     found = for_many(fronts, room)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trade, "EXACT_SPANS", len(fronts))
+        patch.setattr(pareto, "EXACT_SPANS", len(fronts))
         exact = fastest_within(fronts, room)
     assert found is not None
     assert exact is not None

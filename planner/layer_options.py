@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from znnpy.kernels.primitive import Footprint, Primitive, Variant
 from znnpy.machine import Machine
-from znnpy.planner.candidates import kept_bytes
-from znnpy.planner.cost import Rates
+from znnpy.planner.cost_model import Rates
 from znnpy.planner.layout import Fullest, aligned, fullest
-from znnpy.planner.trade import Front, Option, Way, front, in_turn, unbeaten
+from znnpy.planner.pareto import Front, Option, Way, front, in_turn, unbeaten
+from znnpy.planner.tilings import kept_bytes
 from znnpy.shapes import LayerShape, fused
 
 REMEMBERED = 1024  # fronts, for splits of a shape: most of their layers are what they are in others

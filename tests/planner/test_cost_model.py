@@ -13,9 +13,9 @@ from tests.support.brute_force import EDGE_BYTES
 from tests.support.fake_primitives import CARRYING, FAST, GPU, MACHINE, SLOW, limits
 from znnpy.kernels.primitive import Unit, Variant, Work
 from znnpy.network import Conv, Network
-from znnpy.planner.cost import CPU_RATES, GPU_RATES, Rate, Rates, assumed_rates, edge_seconds, seconds
+from znnpy.planner.cost_model import CPU_RATES, GPU_RATES, Rate, Rates, assumed_rates, edge_seconds, seconds
 from znnpy.planner.search import make_plan, options_for
-from znnpy.planner.sizes import SIZES
+from znnpy.planner.size_trend import SIZES
 from znnpy.shapes import ConvShape
 
 ROUND = Rates(

@@ -354,7 +354,7 @@ def candidate(space: Space, patch: Vec3) -> Candidate:
 
 
 def between(sizes: Sequence[int], seen: Sequence[int], size: int) -> tuple[Sequence[int], Sequence[int]]:
-    """`size` and its neighbours in `seen`, of which it is one; and those of `sizes` that lie between them."""
+    """`size` and its neighbours in `seen`, of which it is one; and those of `size_trend` that lie between them."""
     at = seen.index(size)
     beside = seen[max(0, at - 1) : at + 2]
     above = beside[0] if at else sizes[0] + 1

@@ -9,7 +9,7 @@ primitives hold better than the seconds do.
 Where a machine was measured, its primitives have a factor for each size of a layer too, in seconds as the rates give
 them: small layers stay in caches, or wait for each other. What was measured of one layer corrects the estimate of that
 layer at every size: the layer's own speed counts there, between two sizes that were measured the speeds of both, beyond
-them as all variants of the layer go on (`sizes.Trend`), and the primitive's work says how it grows. It corrects the
+them as all variants of the layer go on (`size_trend.Trend`), and the primitive's work says how it grows. It corrects the
 primitive's other variants too, and less surely its other layers, as far as these were not measured themselves.
 """
 
@@ -22,7 +22,7 @@ from statistics import geometric_mean
 from typing import TYPE_CHECKING
 
 from znnpy.kernels.primitive import Unit, Variant, Work
-from znnpy.planner.sizes import Sizes, Trend, interpolated
+from znnpy.planner.size_trend import Sizes, Trend, interpolated
 
 if TYPE_CHECKING:
     from znnpy.kernels.primitive import Primitive

@@ -1,6 +1,6 @@
 """The fastest primitives for one patch or column shape that fit, exactly.
 
-For a fixed shape the best primitives are found exactly (`trade`); layers are worked out one after the other, the large
+For a fixed shape the best primitives are found exactly (`pareto`); layers are worked out one after the other, the large
 ones first, until it is plain that the shape cannot win.
 """
 
@@ -14,14 +14,11 @@ from types import MappingProxyType
 
 from znnpy.machine import Limits
 from znnpy.planner.bounds import NOTHING, Bounds, Needs, Paces, Reached, least_priced, least_seconds, needs_of, reached
-from znnpy.planner.candidates import Candidate, Space, Span, candidate
-from znnpy.planner.cost import edge_seconds
+from znnpy.planner.cost_model import edge_seconds
+from znnpy.planner.layer_options import Options, Place
 from znnpy.planner.layout import Tensor, place
 from znnpy.planner.memory import DeviceKind, Memory, StageMemory, reading_bytes, staging_bytes, writing_bytes
-from znnpy.planner.options import Options, Place
-from znnpy.planner.plan import waste
-from znnpy.planner.stages import last_stage
-from znnpy.planner.trade import (
+from znnpy.planner.pareto import (
     Front,
     Option,
     Way,
@@ -32,6 +29,9 @@ from znnpy.planner.trade import (
     total_bytes,
     total_seconds,
 )
+from znnpy.planner.plan import waste
+from znnpy.planner.stages import last_stage
+from znnpy.planner.tilings import Candidate, Space, Span, candidate
 
 MOST_PIECES = 10**6
 DEAREST = 32.0  # the highest price of memory that is tried, over what memory costs: its logarithm to base 2
