@@ -110,9 +110,9 @@ def planned(plan: Plan) -> dict[str, Any]:
         "output": plan.output,
         "patch_out": plan.patch_out,
         "axis": plan.axis,
-        "column": plan.column,
+        "column": plan.column_planes,
         "columns": plan.columns,
-        "parts": plan.parts,
+        "parts": plan.sub_batches,
         "seconds": plan.seconds,
         "voxels_per_second": plan.voxels_per_second,
         "waste": plan.waste,
@@ -123,5 +123,5 @@ def planned(plan: Plan) -> dict[str, Any]:
         "step_seconds": plan.seconds_per_step,
         "choices": [f"{choice.primitive} {choice.variant}".strip() for choice in plan.choices],
         "layer_seconds": [choice.seconds for choice in plan.choices],
-        "runs": [choice.runs for choice in plan.choices],
+        "runs": [choice.executions for choice in plan.choices],
     }

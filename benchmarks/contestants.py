@@ -120,8 +120,10 @@ def znnpy_steps(request: Request) -> Answer:
         "patch_out": plan.patch_out,
         "ahead_seconds": seconds[: columns.ahead],
         "seconds": seconds[columns.ahead :],
-        "column": plan.column,
-        "steps_of_a_column": max(1, plan.column // plan.patch_out[plan.axis]),  # that give output, in the run planned
+        "column": plan.column_planes,
+        "steps_of_a_column": max(
+            1, plan.column_planes // plan.patch_out[plan.axis]
+        ),  # that give output, in the run planned
         "border_waste": arithmetic_waste(plan),
         "cores_used": used / (ends[-1] - ends[0]),
         "planning_seconds": planned - begin,
@@ -141,7 +143,7 @@ def arithmetic_waste(plan: Plan) -> float:
         shape = choice.shape
         if isinstance(shape, ConvShape):
             each = shape.fin * shape.fout * prod(shape.k)
-            spent += choice.runs * shape.batch * prod(valid(shape.n, shape.k)) * each
+            spent += choice.executions * shape.batch * prod(valid(shape.n, shape.k)) * each
             needed += prod(plan.output) * each
     return spent / needed if needed else 1.0
 

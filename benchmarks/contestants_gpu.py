@@ -214,14 +214,14 @@ def volume_run(request: Request) -> Answer:
 def of_plan(plan: Plan, network: Network) -> Answer:
     return {
         "patch_out": plan.patch_out,
-        "column": plan.column,
+        "column": plan.column_planes,
         "axis": plan.axis,
-        "parts": plan.parts,
+        "parts": plan.sub_batches,
         "steps_without_output": plan.cover(network).ahead,
         "rigor": plan.rigor,
         "choices": [f"{choice.primitive} {choice.variant}".strip() for choice in plan.choices],
         "layers": [str(choice.shape) for choice in plan.choices],
-        "layer_seconds_planned": [choice.seconds * choice.runs for choice in plan.choices],
+        "layer_seconds_planned": [choice.seconds * choice.executions for choice in plan.choices],
         "memory": asdict(plan.memory),
     }
 

@@ -43,8 +43,8 @@ class Seconds:
     def of_output(self, plan: Plan, network: Network) -> float:
         """For the whole output that the plan is for, if everything takes as long each time as it did this time."""
         cover = plan.cover(network)
-        loads, stores = cover.steps(cover.margin), cover.steps(0) * plan.parts[-1]
-        runs = sum(choice.runs * spent for choice, spent in zip(plan.choices, self.layers, strict=True))
+        loads, stores = cover.steps(cover.margin), cover.steps(0) * plan.sub_batches[-1]
+        runs = sum(choice.executions * spent for choice, spent in zip(plan.choices, self.layers, strict=True))
         return runs + loads * self.load + stores * self.store
 
 

@@ -139,7 +139,7 @@ class Taken(Watch):
 
 def to_run(plan: Plan, network: Network, most_seconds: float) -> Plan:
     """For as much of the output as takes so many seconds, or STEPS where two sides overlap; side by side for all."""
-    if plan.beside is not None:
+    if plan.cpu_plan is not None:
         return plan
     part = part_of(plan, network, most_seconds)
     for axis in range(3) if plan.overlaps else ():
@@ -147,7 +147,7 @@ def to_run(plan: Plan, network: Network, most_seconds: float) -> Plan:
             size = min(part[axis] + plan.patch_out[axis], plan.output[axis])
             z, y, x = (size if i == axis else other for i, other in enumerate(part))
             part = z, y, x
-    return plan.covering(part, network, plan.memory)
+    return plan.for_output(part, network, plan.memory)
 
 
 def touch(nbytes: int, threads: int) -> None:

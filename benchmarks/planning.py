@@ -276,7 +276,7 @@ def of_rival(plan: Plan) -> Facts:
     return {
         "seconds": None,
         "whole": False,
-        "predicted": sum(choice.runs * choice.seconds for choice in plan.choices),
+        "predicted": sum(choice.executions * choice.seconds for choice in plan.choices),
         **decided(plan),
     }
 

@@ -103,17 +103,17 @@ class Stopwatch:
         """
         entries = [(choice, planes) for choice, planes in zip(plan.choices, carried(plan), strict=True)]
         known = self._kept.layers
-        entries.sort(key=lambda e: (key_of(*e) not in known, -e[0].runs * e[0].seconds))
+        entries.sort(key=lambda e: (key_of(*e) not in known, -e[0].executions * e[0].seconds))
         spent = 0.0
         for choice, planes in entries:
-            most = (below - spent) / choice.runs
+            most = (below - spent) / choice.executions
             timed = self._layer(choice, planes, most, reading)
             if timed.failure:
                 return Total(spent, whole=False, failure=timed.failure)
             seconds = timed.seconds(reading)
             if seconds == inf:
-                return Total(spent + choice.runs * timed.at_least, whole=False)
-            spent += choice.runs * seconds
+                return Total(spent + choice.executions * timed.at_least, whole=False)
+            spent += choice.executions * seconds
             if spent > below:
                 return Total(spent, whole=choice is entries[-1][0])
         return Total(spent, whole=True)

@@ -32,7 +32,7 @@ from znnpy.kernels.aligned import aligned_bytes
 from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import ConvWeights, Footprint
 from znnpy.kernels.table import find
-from znnpy.planner.layout import chain, place, reads_apart
+from znnpy.planner.layout import chain, place, reads_carry_in_place
 from znnpy.planner.plan import Choice, Plan
 from znnpy.run.arena import Arena, host_arena
 from znnpy.run.host import HostWorkshop
@@ -161,7 +161,7 @@ def bound(choice: Choice, carried: int, room: Room) -> tuple[Run, Run]:
     """What fills the input, and what runs the layer once, its carried planes included."""
     shape, primitive = choice.shape, find(choice.primitive)
     footprint = primitive.footprint(shape, choice.variant, room.threads)
-    apart = reads_apart(footprint, carried)
+    apart = reads_carry_in_place(footprint, carried)
     images, planes, y, x_size, maps = shape.in_shape
     tensors, nbytes = place(chain([(shape, footprint)], planes - carried))
     resident = primitive.prepare(weights_of(shape), choice.variant, room.hands)

@@ -20,23 +20,23 @@ from znnpy.kernels.table import TABLE, find
 from znnpy.machine import Limits, Machine
 from znnpy.network import Network, Pool
 from znnpy.planner.cost_model import Rates
-from znnpy.planner.layer_options import JOINING, KEEPING, Options
+from znnpy.planner.layer_options import CARRY_TRAFFIC, JOIN_TRAFFIC, OptionTable
 from znnpy.planner.layout import carried_bytes, carried_planes, chain, place
 from znnpy.planner.memory import DeviceKind, context_bytes
 from znnpy.planner.plan import Choice, Plan, device_of, patch_in
 from znnpy.planner.search import make_plan
-from znnpy.planner.tiling_search import FEW, SpaceSearch
+from znnpy.planner.tiling_search import SIZES_AT_ONCE, TilingSearch
 from znnpy.planner.tilings import (
-    Candidate,
-    Space,
-    Span,
+    FusionGroup,
+    Tiling,
+    TilingSpace,
     all_spaces,
     axis_sizes,
-    candidate,
-    kept_bytes,
-    spans,
+    carry_bytes,
+    fusion_groups,
+    log_spaced,
     splits,
-    thinned,
+    tiling_of,
 )
 from znnpy.shapes import LayerShape, Precision, Vec3, fused, turned, turned_back
 
@@ -97,7 +97,7 @@ class Ground:
 class Chosen:
     """Who runs one layer, or two in one."""
 
-    layers: Span
+    layers: FusionGroup
     primitive: Primitive
     variant: Variant
 
@@ -131,13 +131,13 @@ class Maker:
     ground: Ground
     network: Network
     pick: Plan
-    _searches: dict[tuple[bool, int], SpaceSearch] = field(default_factory=dict, init=False)
+    _searches: dict[tuple[bool, int], TilingSearch] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         ground = self.ground
-        options = Options(ground.primitives, ground.machine, ground.limits.threads, ground.rates, frozenset())
+        options = OptionTable(ground.primitives, ground.machine, ground.limits.threads, ground.rates, frozenset())
         for space in all_spaces(self.network, self.pick.output, ground.precision):
-            self._searches[space.walks, space.axis] = SpaceSearch(
+            self._searches[space.streams, space.axis] = TilingSearch(
                 space=space,
                 limits=ground.limits,
                 itemsize_in=self.pick.itemsize_in,
@@ -152,7 +152,7 @@ class Maker:
             )
 
     @property
-    def spaces(self) -> list[Space]:
+    def spaces(self) -> list[TilingSpace]:
         return [search.space for search in self._searches.values()]
 
     def recipe(self, plan: Plan) -> Recipe:
@@ -163,7 +163,9 @@ class Maker:
             if isinstance(self.network.layers[choice.layers[1]], Pool):
                 behind = plan.choices[index + 1].shape.batch if index + 1 < len(plan.choices) else 0
                 at_once.append(behind if behind < choice.shape.out_shape[0] else 0)
-        return Recipe(plan.axis, plan.walks, turned(plan.patch_out, plan.axis), plan.column, tuple(at_once), chosen)
+        return Recipe(
+            plan.axis, plan.streams, turned(plan.patch_out, plan.axis), plan.column_planes, tuple(at_once), chosen
+        )
 
     def plan(self, recipe: Recipe) -> Plan | None:
         """A recipe worked out; None where a primitive does not apply, or memory is short."""
@@ -180,44 +182,44 @@ class Maker:
                 return None
             footprint = chosen.primitive.footprint(layer, chosen.variant, self.ground.limits.threads)
             steps.append((chosen, layer, footprint))
-        new = patch_in(network, shape.patch, 0, walks=recipe.walks)[0]
+        new = patch_in(network, shape.patch, 0, streams=recipe.walks)[0]
         tensors, arena = place(chain([(layer, footprint) for _, layer, footprint in steps], new))
         memory = replace(
-            search.around(shape),
+            search.fixed_memory(shape),
             arena=arena,
             carries=carried_bytes([layer for _, layer, _ in steps], new),
-            residents=sum(footprint.resident for _, _, footprint in steps),
+            weights=sum(footprint.resident for _, _, footprint in steps),
             pinned=sum(footprint.host for _, _, footprint in steps),
             allowance=max(footprint.allowance for _, _, footprint in steps),
         )
-        if memory.over(self.ground.limits) != (0, 0):
+        if memory.excess(self.ground.limits) != (0, 0):
             return None
         patch_out = turned_back(recipe.patch, recipe.axis)
         return replace(
             self.pick,
             patch_out=patch_out,
-            patch_in=patch_in(self.network, patch_out, recipe.axis, walks=recipe.walks),
+            patch_in=patch_in(self.network, patch_out, recipe.axis, streams=recipe.walks),
             axis=recipe.axis,
-            column=recipe.column,
+            column_planes=recipe.column,
             choices=tuple(self._choice(shape, *step) for step in steps),
-            tensors=tensors,
+            tensor_bytes=tensors,
             memory=memory,
             columns=len(shape.cover),
             other=None,
             runners_up=(),
-            kinds=(),
+            alternatives=(),
         )
 
-    def shaped(self, recipe: Recipe) -> Candidate:
+    def shaped(self, recipe: Recipe) -> Tiling:
         """Every layer's shape; ShapeError where the patch is none."""
-        shape = candidate(self._searches[recipe.walks, recipe.axis].space, recipe.patch)
-        return replace(shape, column=recipe.column).split(recipe.at_once)
+        shape = tiling_of(self._searches[recipe.walks, recipe.axis].space, recipe.patch)
+        return replace(shape, column_planes=recipe.column).split(recipe.at_once)
 
-    def _choice(self, shape: Candidate, chosen: Chosen, layer: LayerShape, footprint: Footprint) -> Choice:
+    def _choice(self, shape: Tiling, chosen: Chosen, layer: LayerShape, footprint: Footprint) -> Choice:
         primitive, rates = chosen.primitive, self.ground.rates
         moved = 0.0
-        if shape.space.walks:
-            moved = (KEEPING + (0.0 if footprint.reads_carried else JOINING)) * kept_bytes(layer)
+        if shape.space.streams:
+            moved = (CARRY_TRAFFIC + (0.0 if footprint.reads_carried else JOIN_TRAFFIC)) * carry_bytes(layer)
         first, last = chosen.layers
         return Choice(
             layers=chosen.layers,
@@ -226,10 +228,10 @@ class Maker:
             version=primitive.version,
             device=self.ground.device,
             variant=chosen.variant,
-            seconds=rates.seconds(primitive, layer, chosen.variant) + moved / rates.carrying,
-            runs=shape.steps[last] * shape.parts[first],
-            measured=rates.tells(primitive, layer, chosen.variant),
-            fitted=rates.fits(primitive, layer, chosen.variant),
+            seconds=rates.seconds(primitive, layer, chosen.variant) + moved / rates.copy_bandwidth,
+            executions=shape.steps[last] * shape.sub_batches[first],
+            measured=rates.measured_similar(primitive, layer, chosen.variant),
+            fitted=rates.all_fitted(primitive, layer, chosen.variant),
             resident_bytes=footprint.resident,
             working_bytes=footprint.working(layer),
         )
@@ -250,7 +252,7 @@ class Maker:
         return replace(recipe, chosen=tuple(found))
 
 
-def _layer(shape: Candidate, layers: Span) -> LayerShape | None:
+def _layer(shape: Tiling, layers: FusionGroup) -> LayerShape | None:
     first, last = layers
     return shape.shapes[first] if first == last else fused(shape.shapes[first], shape.shapes[last])
 
@@ -291,7 +293,7 @@ def neighbours(maker: Maker) -> Iterator[Rival]:
     except NoPlanError as error:
         yield Rival("neighbour", "the other cover", None, str(error))
     else:
-        yield Rival("neighbour", "columns" if other.walks else "patches", other)
+        yield Rival("neighbour", "columns" if other.streams else "patches", other)
 
 
 def _other_ways(maker: Maker, recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
@@ -311,7 +313,7 @@ def _other_ways(maker: Maker, recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
             if all(ways):
                 two = [Chosen((at, at), *of[0]) for at, of in zip(one.layers, ways, strict=True)]
                 yield f"layers {first} and {last}: one after the other", _swapped(recipe, i, 1, *two)
-        elif (first, first + 1) in spans(shape.space.network):
+        elif (first, first + 1) in fusion_groups(shape.space.network):
             both = _layer(shape, (first, first + 1))
             for way in ground.ways(both) if both else ():
                 yield (
@@ -367,12 +369,12 @@ def random_recipe(maker: Maker, rng: np.random.Generator) -> Recipe:
 
     space = any_of(maker.spaces)
     z, y, x = (
-        int(any_of(thinned(axis_sizes(length, period), FEW)))
+        int(any_of(log_spaced(axis_sizes(length, period), SIZES_AT_ONCE)))
         for length, period in zip(space.output, space.network.period, strict=True)
     )
     column = -(-space.output[0] // z) * z if space.walks else 0
     at_once = any_of(splits(space.network))
-    shape = candidate(space, (z, y, x)).split(at_once)
+    shape = tiling_of(space, (z, y, x)).split(at_once)
     chosen: list[Chosen] = []
     for first, last in space.spans:
         both = _layer(shape, (first, last)) if last > first else None

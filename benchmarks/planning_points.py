@@ -57,7 +57,7 @@ class Point:
 
     def part_seconds(self, plan: Plan) -> float:
         """Predicted, of such a run by a plan."""
-        return plan.covering(part_of(plan, self.network, self.row.point_seconds), self.network, plan.memory).seconds
+        return plan.for_output(part_of(plan, self.network, self.row.point_seconds), self.network, plan.memory).seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ def points(options: argparse.Namespace, rows: dict[tuple[str, str], Row]) -> lis
                 "vram_bytes": made.plan.memory.vram,
                 "context_bytes": want.ground.context,
                 "part": part,
-                "part_seconds": made.plan.covering(part, want.network, made.plan.memory).seconds,
+                "part_seconds": made.plan.for_output(part, want.network, made.plan.memory).seconds,
             }
             found[key] = Point(row, want.network, want.ground, made.plan, part)
         print(f"{Path(key[0]).stem} {key[1]}: {said_of(row)}", flush=True)
@@ -218,7 +218,7 @@ def _made(want: _Wanted) -> _Made:
             return _Made(side, None, time.process_time() - begin, str(error))
         made = _Made(side, plan, time.process_time() - begin)
         part = part_of(plan, want.network, want.point_seconds)
-        if plan.covering(part, want.network, plan.memory).seconds <= 2 * want.point_seconds:
+        if plan.for_output(part, want.network, plan.memory).seconds <= 2 * want.point_seconds:
             break
     return made
 
@@ -253,7 +253,7 @@ def part_of(plan: Plan, network: Network, most_seconds: float) -> Vec3:
         while part[axis] < plan.output[axis]:
             larger = min(part[axis] + plan.patch_out[axis], plan.output[axis])
             z, y, x = (larger if i == axis else side for i, side in enumerate(part))
-            if plan.covering((z, y, x), network, plan.memory).seconds > most_seconds:
+            if plan.for_output((z, y, x), network, plan.memory).seconds > most_seconds:
                 return part
             part = z, y, x
     return part

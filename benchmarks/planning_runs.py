@@ -68,7 +68,7 @@ class Runs:
             "failure": done.failure,
             "output": output,
             "seconds": sum(done.stage_seconds.get(stage, 0.0) for stage in ("computing", "waiting")),
-            "predicted": plan.covering(output, point.network, plan.memory).seconds,
+            "predicted": plan.for_output(output, point.network, plan.memory).seconds,
             "peak_bytes": done.peak_bytes,
             "promised_bytes": done.promised_bytes,
             "start_seconds": done.wall_seconds - done.seconds,
@@ -77,7 +77,7 @@ class Runs:
     def _on_gpu(self, point: Point, plan: Plan, times: int) -> list[Facts]:
         """From memory to memory, after a run that does not count."""
         output = part_for(point, plan)
-        part = plan.covering(output, point.network, plan.memory)
+        part = plan.for_output(output, point.network, plan.memory)
         request = {"plan": part.to_json(), "network": point.row.network, "vram": point.row.limit, "times": times}
         self._child.tell(request)
         said = self._child.line(PREPARING_SECONDS + LATE * (times + 1) * part.seconds, self._end)
@@ -100,7 +100,7 @@ def part_for(point: Point, plan: Plan) -> Vec3:
     Times of the same part compare as they are, whatever is predicted of the rest.
     """
     pick = point.pick
-    alike = (plan.patch_out, plan.axis, plan.column) == (pick.patch_out, pick.axis, pick.column)
+    alike = (plan.patch_out, plan.axis, plan.column_planes) == (pick.patch_out, pick.axis, pick.column)
     return part_of(pick if alike else plan, point.network, point.row.point_seconds)
 
 
@@ -109,8 +109,8 @@ def decided(plan: Plan) -> Facts:
     return {
         "patch_out": list(plan.patch_out),
         "axis": plan.axis,
-        "column": plan.column,
-        "parts": list(plan.parts),
+        "column": plan.column_planes,
+        "parts": list(plan.sub_batches),
         "choices": [f"{c.primitive} {c.variant}".strip() for c in plan.choices],
     }
 

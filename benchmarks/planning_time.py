@@ -84,7 +84,7 @@ def one_plan(name: str, ram: float, side: int, vram: float, mode: Any) -> dict[s
         "layers": len(network.layers),
         "voxels_per_second": plan.voxels_per_second,
         "patch_out": plan.patch_out,
-        "column": plan.column,
+        "column": plan.column_planes,
     }
 
 

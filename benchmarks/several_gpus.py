@@ -114,9 +114,9 @@ def of_plan(made: Plan) -> Facts:
         "limits": asdict(made.limits),
         "patch_out": made.patch_out,
         "axis": made.axis,
-        "column": made.column,
+        "column": made.column_planes,
         "choices": [
-            {"primitive": c.primitive, "variant": str(c.variant), "seconds": c.seconds, "runs": c.runs}
+            {"primitive": c.primitive, "variant": str(c.variant), "seconds": c.seconds, "runs": c.executions}
             for c in made.choices
         ],
         "memory": asdict(made.memory),

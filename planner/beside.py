@@ -29,8 +29,8 @@ from znnpy.errors import NoPlanError
 from znnpy.machine import Limits
 from znnpy.messages import option
 from znnpy.network import Network
-from znnpy.planner.co_execution import likely_seconds
-from znnpy.planner.layer_search import LOST_SECONDS
+from znnpy.planner.co_execution import expected_seconds
+from znnpy.planner.layer_search import MAX_COLUMN_SECONDS
 from znnpy.planner.memory import MIB, mebibytes, reading_bytes, staging_bytes, writing_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.several import Make, covering
@@ -56,7 +56,7 @@ class Makes(Protocol):
 def plan_beside(alone: Plan, make: Make, processor: Makes, network: Network, *, masks: bool) -> Plan:
     """The plan for the GPUs of `alone` and the processor that ends soonest on average (`likely_seconds`).
 
-    `Plan.dealt` is 0 where the processor is not likely to gain anything.
+    `Plan.cpu_items` is 0 where the processor is not likely to gain anything.
 
     alone  the best plan of the GPUs for the output
     make   one GPU's best plan for an output (z, y, x), within limits
@@ -141,12 +141,22 @@ class _Trials:
             self.least = min(self.least, error.needed_bytes or inf)
             return
         other = moving_whole(_in_one_column(other, self.network), self.network, masks=self.masks)
-        memory = replace(gpu.memory, beside=other.memory.peak)
-        plan = replace(gpu, memory=memory, beside=other, alone=self.alone, other=None, runners_up=(), kinds=())
-        if any(memory.over(gpu.limits)):
-            self.least = min(self.least, memory.beside)
-        elif (not other.walks or other.axis == gpu.axis) and (other.seconds_per_step <= LOST_SECONDS or not plan.dealt):
-            self.found[cell], self.likely[cell] = plan, likely_seconds(plan)
+        memory = replace(gpu.memory, cpu_plan=other.memory.peak)
+        plan = replace(
+            gpu,
+            memory=memory,
+            cpu_plan=other,
+            single_device_seconds=self.alone,
+            other=None,
+            runners_up=(),
+            alternatives=(),
+        )
+        if any(memory.excess(gpu.limits)):
+            self.least = min(self.least, memory.cpu_plan)
+        elif (not other.streams or other.axis == gpu.axis) and (
+            other.seconds_per_step <= MAX_COLUMN_SECONDS or not plan.cpu_items
+        ):
+            self.found[cell], self.likely[cell] = plan, expected_seconds(plan)
 
 
 def _no_room(gpu: Plan, needed: float) -> NoPlanError:
@@ -173,9 +183,9 @@ def _of_parts(alone: Plan, make: Make, network: Network, share: float, *, masks:
             part = make((z, y, x), alone.limits)
         except NoPlanError:  # other parts are thicker
             continue
-        if part.walks:  # on, from cell to cell
+        if part.streams:  # on, from cell to cell
             step, length = part.patch_out[part.axis], alone.output[part.axis]
-            part = replace(part, column=ceil(length / step) * step)
+            part = replace(part, column_planes=ceil(length / step) * step)
         found = covering(part, alone.devices, network, alone.output, masks=masks)
         yield moving_whole(replace(found, limits=alone.limits), network, masks=masks)
 
@@ -229,16 +239,16 @@ def _bar(gpu: Plan, cell: Vec3) -> Vec3:
 
 def _in_one_column(plan: Plan, network: Network) -> Plan:
     """However long that takes: each of its cells is kept when it is written."""
-    if not plan.walks:
+    if not plan.streams:
         return plan
     step, length = plan.patch_out[plan.axis], plan.output[plan.axis]
-    return replace(plan, column=ceil(length / step) * step).covering(plan.output, network, plan.memory)
+    return replace(plan, column_planes=ceil(length / step) * step).for_output(plan.output, network, plan.memory)
 
 
 def idle(both: Plan) -> str:
     """Why the processor computes nothing."""
-    assert both.beside is not None, "side by side"
-    first = both.beside.seconds_to_begin + both.beside.seconds_per_step
+    assert both.cpu_plan is not None, "side by side"
+    first = both.cpu_plan.seconds_to_begin + both.cpu_plan.seconds_per_step
     return (
         f"the GPU is done in {human_seconds(both.seconds)}, and of the parts that suit both the processor takes "
         f"{human_seconds(first)} for one"

@@ -8,28 +8,28 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from znnpy.planner.pareto import Front, least_cost, relaxed
-from znnpy.planner.tilings import Candidate, Space
+from znnpy.planner.pareto import ParetoFront, knapsack_bound, least_cost
+from znnpy.planner.tilings import Tiling, TilingSpace
 
 FASTER = 0.98  # assumed: per voxel no layer needs less time than this share of the least seen so far
 LEANER = 0.9  # nor less of the arena, or of prepared weights
 
 # Seconds per voxel computed, bytes of weights, bytes of the arena per byte of input and output: fastest first, none
 # worse in all of them.
-Paces = list[tuple[float, int, float]]
+UnitCosts = list[tuple[float, int, float]]
 Needs = list[tuple[float, int, int]]  # seconds, bytes that stay, bytes of the arena of one span: fastest first
-Reached = Mapping[int, Paces]  # by some spans of a shape
-NOTHING: Mapping[int, Any] = {}
+UnitCostsByGroup = Mapping[int, UnitCosts]  # by some spans of a shape
+NONE_KNOWN: Mapping[int, Any] = {}
 
 
 @dataclass
-class _Learnt:
+class _GroupCosts:
     """What one span of layers reached in the shapes seen so far."""
 
-    paces: dict[int, Paces] = field(default_factory=dict)  # by planes of a step
+    paces: dict[int, UnitCosts] = field(default_factory=dict)  # by planes of a step
     leanest: float = inf  # least bytes of the arena per byte of input and output
 
-    def at(self, planes: int) -> Paces:
+    def at(self, planes: int) -> UnitCosts:
         """The paces of steps that are as thick, or the next thicker that were seen: thin steps are no faster."""
         thicker = [seen for seen in self.paces if seen >= planes]
         return self.paces[min(thicker)] if thicker else [(0.0, 0, 0.0)]
@@ -38,22 +38,22 @@ class _Learnt:
 class Bounds:
     """Assumed lower bounds on the time of the shapes of a space; they get better with every shape learnt from."""
 
-    def __init__(self, space: Space) -> None:
-        self._learnt = [_Learnt() for _ in space.spans]
+    def __init__(self, space: TilingSpace) -> None:
+        self._learnt = [_GroupCosts() for _ in space.groups]
         self._best: dict[int, list[float]] = {}  # least seconds per voxel, by planes of a step, as known now
 
-    def learn(self, shape: Candidate, span: int, options: Front) -> None:
+    def learn(self, shape: Tiling, span: int, options: ParetoFront) -> None:
         """Remember what the options of one span reach; where there are none, that nothing does."""
         learnt = self._learnt[span]
         self._best.clear()
         if not options:
             learnt.paces[shape.patch[0]] = [(inf, 0, 0.0)]
             return
-        found, planes = reached(shape, span, options), shape.patch[0]
+        found, planes = unit_costs(shape, span, options), shape.patch[0]
         learnt.leanest = min(learnt.leanest, *(lean for _, _, lean in found))
-        learnt.paces[planes] = _unbeaten(found + learnt.paces.get(planes, []))
+        learnt.paces[planes] = _undominated(found + learnt.paces.get(planes, []))
 
-    def needs(self, shape: Candidate, whole: Reached = NOTHING) -> list[Needs]:
+    def needs(self, shape: Tiling, whole: UnitCostsByGroup = NONE_KNOWN) -> list[Needs]:
         """What the options of every span need at least.
 
         Spans in `whole` count as fast as the same shape undivided, of which it is a split; the others at the best pace
@@ -61,8 +61,8 @@ class Bounds:
         """
         found = []
         for index, learnt in enumerate(self._learnt):
-            voxels, carried, under = shape.voxels[index], shape.carries[index], shape.under[index]
-            moved = LEANER * shape.moved(index)
+            voxels, carried, under = shape.voxels[index], shape.carries[index], shape.live_elsewhere[index]
+            moved = LEANER * shape.io_bytes(index)
             faster, paces = (1.0, whole[index]) if index in whole else (FASTER, learnt.at(shape.patch[0]))
             found.append(
                 [
@@ -72,7 +72,7 @@ class Bounds:
             )
         return found
 
-    def at_best(self, planes: int, voxels: Sequence[int], paces: Mapping[int, float] = NOTHING) -> float:
+    def lower_bound(self, planes: int, voxels: Sequence[int], paces: Mapping[int, float] = NONE_KNOWN) -> float:
         """The least seconds for so many voxels of each span in steps of so many planes, however much memory there is.
 
         As far as FASTER is right; spans in `paces` take so many seconds per voxel.
@@ -86,19 +86,20 @@ class Bounds:
         """Spans of which no step as thick was learnt from."""
         return [index for index, learnt in enumerate(self._learnt) if planes not in learnt.paces]
 
-    def fastest(self, shape: Candidate) -> tuple[float, int]:
+    def guess(self, shape: Tiling) -> tuple[float, int]:
         """Seconds for the whole output, and bytes, with every span at its best pace so far: no bound, a guess."""
         paces = [learnt.at(shape.patch[0])[0] for learnt in self._learnt]
         seconds = sum(pace * voxels for (pace, _, _), voxels in zip(paces, shape.voxels, strict=True))
         arena = max(
-            shape.under[index] + learnt.leanest * shape.moved(index) for index, learnt in enumerate(self._learnt)
+            shape.live_elsewhere[index] + learnt.leanest * shape.io_bytes(index)
+            for index, learnt in enumerate(self._learnt)
         )
         return seconds, int(arena) + sum(shape.carries) + sum(resident for _, resident, _ in paces)
 
 
-def needs_of(options: Front) -> Needs:
+def needs_of(options: ParetoFront) -> Needs:
     """What the options of one span need."""
-    return [(o.seconds, o.resident, o.live) for o in options]
+    return [(o.seconds, o.resident, o.arena_bytes) for o in options]
 
 
 def least_seconds(spans: Sequence[Needs], room: int, enough: float = inf) -> float:
@@ -126,7 +127,7 @@ def least_seconds(spans: Sequence[Needs], room: int, enough: float = inf) -> flo
             return inf
         pairs.append(kept)
         live = max(live, int(leanest))
-    return relaxed(pairs, room - live, enough)
+    return knapsack_bound(pairs, room - live, enough)
 
 
 def least_priced(spans: Sequence[Needs], price: float) -> float:
@@ -142,16 +143,16 @@ def least_priced(spans: Sequence[Needs], price: float) -> float:
     return least_cost(costs, len(spans), price)[0]
 
 
-def reached(shape: Candidate, span: int, options: Front) -> Paces:
+def unit_costs(shape: Tiling, span: int, options: ParetoFront) -> UnitCosts:
     """What the options of one span reach."""
     voxels, carried = shape.voxels[span], shape.carries[span]
-    under, moved = shape.under[span], shape.moved(span)
-    return [(o.seconds / voxels, o.resident - carried, (o.live - under) / moved) for o in options]
+    under, moved = shape.live_elsewhere[span], shape.io_bytes(span)
+    return [(o.seconds / voxels, o.resident - carried, (o.arena_bytes - under) / moved) for o in options]
 
 
-def _unbeaten(paces: Paces) -> Paces:
+def _undominated(paces: UnitCosts) -> UnitCosts:
     """Those that no other beats, fastest first."""
-    kept: Paces = []
+    kept: UnitCosts = []
     steps: list[tuple[int, float]] = []  # of those, what no other beats in memory: the more stays, the leaner the arena
     for pace, resident, lean in sorted(paces):
         at = bisect_right(steps, (resident, inf))

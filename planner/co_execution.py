@@ -11,7 +11,12 @@ from statistics import fmean
 
 from znnpy.planner.plan import Plan
 
-PACES = (0.85, 1.0, 1.1, 1.25)  # of a processor beside a GPU: seconds for one predicted; 0.84 to 1.24 on two machines
+SLOWDOWNS = (
+    0.85,
+    1.0,
+    1.1,
+    1.25,
+)  # of a processor beside a GPU: seconds for one predicted; 0.84 to 1.24 on two machines
 
 
 def seconds(plan: Plan, pace: float = 1.0) -> float:
@@ -20,81 +25,81 @@ def seconds(plan: Plan, pace: float = 1.0) -> float:
     It begins a first cell as planned; how many more it takes is seen when that is done. A GPU that is done before it
     waits for as long as it takes for the processor's last cell, and then computes that itself.
     """
-    return _seconds(plan, pace, dealt(plan))
+    return _seconds(plan, pace, cpu_items(plan))
 
 
-def likely_seconds(plan: Plan) -> float:
+def expected_seconds(plan: Plan) -> float:
     """The same on average of what a processor beside a GPU may take."""
-    planned = dealt(plan)
-    return fmean(_seconds(plan, pace, planned) for pace in PACES)
+    planned = cpu_items(plan)
+    return fmean(_seconds(plan, pace, planned) for pace in SLOWDOWNS)
 
 
 def _seconds(plan: Plan, pace: float, planned: int) -> float:
     """planned  cells that are the processor's if it is as fast as predicted"""
     if not planned:
-        return seconds_without(plan, 0)
-    count = planned if pace == 1 else max(1, dealt(plan, pace))
-    others, own = seconds_without(plan, count), pace * seconds_beside(plan, count)
-    waits = sum(of_a_gpu(plan))
+        return gpu_seconds(plan, 0)
+    count = planned if pace == 1 else max(1, cpu_items(plan, pace))
+    others, own = gpu_seconds(plan, count), pace * cpu_seconds(plan, count)
+    waits = sum(gpu_item_seconds(plan))
     return max(others, own) if own <= others + waits else others + 2 * waits
 
 
-def dealt(plan: Plan, pace: float = 1.0) -> int:
+def cpu_items(plan: Plan, pace: float = 1.0) -> int:
     """Cells that the processor computes: it begins none that GPUs, with all that is left, are done with before it.
 
     Nor the last one, which a GPU has from the start.
     """
 
     def in_vain(count: int) -> bool:
-        return pace * seconds_beside(plan, count) >= seconds_without(plan, count - 1)
+        return pace * cpu_seconds(plan, count) >= gpu_seconds(plan, count - 1)
 
     return bisect_left(range(1, len(plan.cells)), True, key=in_vain)
 
 
-def seconds_beside(plan: Plan, count: int) -> float:
+def cpu_seconds(plan: Plan, count: int) -> float:
     """Of the processor for so many cells: it goes on from one to the next until the output ends."""
-    assert plan.beside is not None, "only side by side"
+    assert plan.cpu_plan is not None, "only side by side"
     columns = -(-count // plan.cells.counts[plan.axis])
-    return count * plan.beside.seconds_per_step + columns * plan.beside.seconds_to_begin
+    return count * plan.cpu_plan.seconds_per_step + columns * plan.cpu_plan.seconds_to_begin
 
 
-def seconds_without(plan: Plan, count: int) -> float:
+def gpu_seconds(plan: Plan, count: int) -> float:
     """Of GPUs for all but so many cells; each takes whole ones."""
     long, left = plan.cells.counts[plan.axis], len(plan.cells) - count
     if not left:
         return 0.0
     stacks, cut = divmod(count, long)
-    columns = _columns(plan)
-    whole = sum(choice.runs * choice.seconds for choice in plan.choices)
-    spent = sum(columns[stacks:]) / _alone(plan) * whole
+    columns = _columns_per_stack(plan)
+    whole = sum(choice.executions * choice.seconds for choice in plan.choices)
+    spent = sum(columns[stacks:]) / _column_count(plan) * whole
     if cut:
         steps = plan.cells.patch[plan.axis] / plan.patch_out[plan.axis]
         spent -= cut * columns[stacks] * steps * plan.seconds_per_step
     return plan.seconds_for(spent / whole * ceil(left / plan.devices) / left)
 
 
-def share(plan: Plan) -> float:
+def cpu_share(plan: Plan) -> float:
     """Of the output that the processor is to compute."""
     rows, row = (plan.cells.sizes(i) for i in _across(plan))
     stacks, long = [a * b for a in rows for b in row], plan.cells.sizes(plan.axis)
-    whole, cut = divmod(plan.dealt, len(long))
+    whole, cut = divmod(plan.cpu_items, len(long))
     voxels = sum(stacks[:whole]) * sum(long)
     return (voxels + stacks[whole] * sum(long[:cut]) if cut else voxels) / prod(plan.output)
 
 
-def of_a_gpu(plan: Plan) -> tuple[float, float]:
+def gpu_item_seconds(plan: Plan) -> tuple[float, float]:
     """Seconds of a GPU alone, in the first stack: those for a run of cells to begin, and for each of them."""
-    columns, axis = _columns(plan)[0], plan.axis
+    columns, axis = _columns_per_stack(plan)[0], plan.axis
     steps = plan.cells.patch[axis] // plan.patch_out[axis]
     return columns * plan.seconds_to_begin, columns * steps * plan.seconds_per_step
 
 
-def _alone(plan: Plan) -> int:
+def _column_count(plan: Plan) -> int:
     """Columns, or patches behind each other, of a GPU's plan without cells."""
     return prod(ceil(plan.output[i] / plan.patch_out[i]) for i in _across(plan))
 
 
-def _columns(plan: Plan) -> list[int]:
+def _columns_per_stack(plan: Plan) -> list[int]:
     """The same of each stack of cells."""
     rows, row = ([ceil(size / plan.patch_out[i]) for size in plan.cells.sizes(i)] for i in _across(plan))
     return [a * b for a in rows for b in row]

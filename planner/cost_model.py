@@ -9,8 +9,8 @@ primitives hold better than the seconds do.
 Where a machine was measured, its primitives have a factor for each size of a layer too, in seconds as the rates give
 them: small layers stay in caches, or wait for each other. What was measured of one layer corrects the estimate of that
 layer at every size: the layer's own speed counts there, between two sizes that were measured the speeds of both, beyond
-them as all variants of the layer go on (`size_trend.Trend`), and the primitive's work says how it grows. It corrects the
-primitive's other variants too, and less surely its other layers, as far as these were not measured themselves.
+them as all variants of the layer go on (`size_trend.Trend`), and the primitive's work says how it grows. It corrects
+the primitive's other variants too, and less surely its other layers, as far as these were not measured themselves.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FLOPS_OF_AVX512 = {"avx512": 1.0, "avx2": 0.5, "other": 0.125}
 
 LONGEST_SIZE = 1.0  # seconds, from which on layers that were measured are alike
 NEAR = log(1.5)  # between sizes that are about the same
-AT_OTHER_SIZES = 0.25  # of a hope, by its logarithm, what is left where a layer was measured at other sizes
+OPTIMISM_AT_OTHER_SIZES = 0.25  # of a hope, by its logarithm, what is left where a layer was measured at other sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +61,10 @@ CPU_RATES: Mapping[Unit, Rate] = {
     "lane_fft": Rate(flops=300e9, nbytes=40e9),
     "lane_stream": Rate(flops=500e9, nbytes=42e9),
 }
-CPU_TOUCHING = 2.0**30  # assumed bytes per second of new memory: a virtual machine asks its host for each page
+CPU_FIRST_TOUCH = 2.0**30  # assumed bytes per second of new memory: a virtual machine asks its host for each page
 CPU_STAGE_SECONDS = 5e-5  # to hand one stage to the threads and to wait for the last of them
 # Of kernels whose results no card has shown yet: too slow to be chosen, or measured, unless `only` asks for them.
-UNSEEN = Rate(flops=0.5e12, nbytes=0.5e12)
+UNPROVEN = Rate(flops=0.5e12, nbytes=0.5e12)
 # Of an H200: 132 multiprocessors, 4.8 TB/s. The fused tiled FFT's were fitted to runs of 80 to 80 maps, of which
 # benchmarks/results/layers-nvidia-h200-2026-11-21.json keeps k = 2, 3, 5 and 7, and layers_k9-.. 9; those of
 # gpu.conv.implicit_gemm, block and cuconv to layers_gemm-.., layers_first-.., papers_pascal-.. and papers_cuconv-..
@@ -77,7 +77,7 @@ GPU_RATES: Mapping[Unit, Rate] = {
     "gpu_half_product": Rate(flops=215e12, nbytes=2.95e12),
     "gpu_split_product": Rate(flops=300e12, nbytes=2.8e12),
     "gpu_float_product": Rate(flops=37e12, nbytes=3.5e12),
-    "gpu_direct": UNSEEN,
+    "gpu_direct": UNPROVEN,
     "gpu_gemm_float": Rate(flops=8e12, nbytes=3.0e12),  # seen: the kernel was gpu.conv.direct's
     "gpu_gemm_half": Rate(flops=150e12, nbytes=1.0e12),
     "gpu_gemm_split": Rate(flops=250e12, nbytes=1.0e12),
@@ -94,7 +94,7 @@ GPU_RATES: Mapping[Unit, Rate] = {
     "gpu_upload": Rate(flops=25e12, nbytes=50e9),  # scaled as memory is: less than most cards reach
     "gpu_link": Rate(flops=25e12, nbytes=50e9),
 }
-UNSEEN_UNITS = frozenset(unit for unit, rate in GPU_RATES.items() if rate == UNSEEN)
+UNPROVEN_UNITS = frozenset(unit for unit, rate in GPU_RATES.items() if rate == UNPROVEN)
 GPU_STAGE_SECONDS = 3e-5  # to queue a kernel from Python, which is what short ones wait for (2026-11-21: 35 to 50 µs)
 _EDGE_BYTES = 5e9  # assumed, per second: one thread's copies to and from page-locked buffers
 _H200_MULTIPROCESSORS, _H200_BANDWIDTH = 132, 4.8e12
@@ -120,11 +120,11 @@ _TENSOR: frozenset[Unit] = frozenset(
 )
 
 
-Layer = tuple[object, ...]  # what a measurement is of, but for the variant
+LayerGroup = tuple[object, ...]  # what a measurement is of, but for the variant
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class LayerKey:
     """One layer of one network as measured: what fixes its speed but for its size. Axes may be turned."""
 
     primitive: str
@@ -138,19 +138,19 @@ class Case:
     precision: str
 
     @property
-    def method(self) -> Case:
+    def method(self) -> LayerKey:
         """The same without what its variant counts: how much it does at a time."""
         kept = tuple((name, value) for name, value in self.variant.parameters if not isinstance(value, int))
         return replace(self, variant=Variant(kept))
 
     @property
-    def layer(self) -> Layer:
+    def layer(self) -> LayerGroup:
         """All but the variant."""
         return (
             self.primitive, self.version, self.precision, self.kind, self.maps, self.window, self.pool, self.activation
         )  # fmt: skip
 
-    def likeness(self, other: Case) -> tuple[int, float, int] | None:
+    def similarity(self, other: LayerKey) -> tuple[int, float, int] | None:
         """How much a measurement of one says of the other; None: nothing.
 
         First counts that it is the same layer, then how many words are equal, and which part of sizes (a tile that
@@ -171,7 +171,7 @@ class Case:
         return int(self.layer == other.layer), kinds, counts
 
 
-def case(primitive: Primitive, shape: LayerShape, variant: Variant) -> Case:
+def layer_key(primitive: Primitive, shape: LayerShape, variant: Variant) -> LayerKey:
     """What a measurement of `primitive` on `shape` says something of."""
     pool: tuple[int, ...] = ()
     activation = ""
@@ -184,7 +184,7 @@ def case(primitive: Primitive, shape: LayerShape, variant: Variant) -> Case:
         case "maxout":
             window = (shape.of,)
     maps = shape.in_shape[4], shape.out_shape[4]
-    return Case(
+    return LayerKey(
         primitive.name,
         primitive.version,
         variant,
@@ -215,23 +215,25 @@ class Rates:
     stage_seconds: float = CPU_STAGE_SECONDS
     fitted: frozenset[Unit] = frozenset()
     by_size: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    measured: Mapping[Case, Sizes] = field(default_factory=dict)
-    refused: Mapping[Case, str] = field(default_factory=dict)
-    hope: float = 1.0
-    slower: float = 1.0
-    touching: float = inf
-    touching_measured: bool = False
-    _alike: dict[Case, list[tuple[Sizes, Trend]]] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _trends: dict[Layer, Trend] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _kin: dict[Layer, list[Case]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    measured: Mapping[LayerKey, Sizes] = field(default_factory=dict)
+    refused: Mapping[LayerKey, str] = field(default_factory=dict)
+    optimism: float = 1.0
+    slowdown: float = 1.0
+    first_touch: float = inf
+    first_touch_measured: bool = False
+    _alike: dict[LayerKey, list[tuple[Sizes, Trend]]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _trends: dict[LayerGroup, Trend] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _kin: dict[LayerGroup, list[LayerKey]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def of(self, unit: Unit) -> Rate:
         return self.units[unit]
 
     @property
-    def carrying(self) -> float:
+    def copy_bandwidth(self) -> float:
         """Bytes per second, read and written together, of planes that are kept from step to step."""
-        return self.of("gpu_stream" if "gpu_stream" in self.units else "copy").nbytes / self.slower
+        return self.of("gpu_stream" if "gpu_stream" in self.units else "copy").nbytes / self.slowdown
 
     def scaled(self, flops: float, nbytes: float) -> Rates:
         """All rates multiplied."""
@@ -239,26 +241,26 @@ class Rates:
 
     def slowed(self, by: float) -> Rates:
         """All seconds multiplied."""
-        return replace(self, slower=self.slower * by)
+        return replace(self, slowdown=self.slowdown * by)
 
     def replaced(self, **units: Rate) -> Rates:
         """With other rates for some units."""
         return replace(self, units={unit: units.get(unit, rate) for unit, rate in self.units.items()})
 
-    def fits(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> bool:
+    def all_fitted(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> bool:
         """All units that it works with were measured."""
         return all(work.unit in self.fitted for work in primitive.work(shape, variant))
 
     def seconds(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> float:
         """Of one run of `shape`: as measured where that was done, or something like it, else as the rates have it."""
-        if not self.measured and not self.by_size and self.hope == 1:
-            return self.slower * seconds(primitive.work(shape, variant), self)
+        if not self.measured and not self.by_size and self.optimism == 1:
+            return self.slowdown * seconds(primitive.work(shape, variant), self)
         between, working = self._estimate(primitive, shape, variant)
-        wanted = case(primitive, shape, variant)
+        wanted = layer_key(primitive, shape, variant)
         hope = 1.0
-        if self.hope != 1 and not self._near(wanted, working):
-            hope = self.hope**AT_OTHER_SIZES if wanted in self.measured else self.hope
-        return self.slower * (between + hope * self._factor(wanted, working) * working)
+        if self.optimism != 1 and not self._near(wanted, working):
+            hope = self.optimism**OPTIMISM_AT_OTHER_SIZES if wanted in self.measured else self.optimism
+        return self.slowdown * (between + hope * self._factor(wanted, working) * working)
 
     def _estimate(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> tuple[float, float]:
         """As rates and sizes have it: what its stages take to begin, and to work."""
@@ -270,29 +272,29 @@ class Rates:
             return between, working
         return between, working * interpolated(factors, working)
 
-    def _factor(self, wanted: Case, size: float) -> float:
+    def _factor(self, wanted: LayerKey, size: float) -> float:
         """That of the case itself, or the mean of those that are most like it; 1 where none is."""
         known = self.measured.get(wanted)
         if known is not None:
             return self._trend(wanted).at(known, size)
         found = self._alike.get(wanted)
         if found is None:
-            alike: dict[tuple[int, float, int], list[Case]] = {}
+            alike: dict[tuple[int, float, int], list[LayerKey]] = {}
             for other in self._of_primitive(wanted):
-                if (likeness := other.likeness(wanted)) is not None:
+                if (likeness := other.similarity(wanted)) is not None:
                     alike.setdefault(likeness, []).append(other)
             most = alike[max(alike)] if alike else []
             found = self._alike[wanted] = [(self.measured[other], self._trend(other)) for other in most]
         return geometric_mean([trend.at(sizes, size) for sizes, trend in found]) if found else 1.0
 
-    def _of_primitive(self, wanted: Case) -> Sequence[Case]:
+    def _of_primitive(self, wanted: LayerKey) -> Sequence[LayerKey]:
         """Layers that were measured with the same primitive, in the same precision: the others say nothing."""
         if not self._kin:
             for other in self.measured:
                 self._kin.setdefault(other.layer[:3], []).append(other)
         return self._kin.get(wanted.layer[:3], ())
 
-    def _trend(self, of: Case) -> Trend:
+    def _trend(self, of: LayerKey) -> Trend:
         """That of a layer that was measured, all its variants together."""
         layer = of.layer
         found = self._trends.get(layer)
@@ -301,37 +303,37 @@ class Rates:
             found = self._trends[layer] = Trend(measured)
         return found
 
-    def knows(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> bool:
+    def was_measured(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> bool:
         """The layer was measured with this very variant."""
-        return case(primitive, shape, variant) in self.measured
+        return layer_key(primitive, shape, variant) in self.measured
 
-    def knows_size(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> bool:
+    def was_measured_near(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> bool:
         """The layer was measured with this very variant at about this size."""
-        return self._near(case(primitive, shape, variant), self._estimate(primitive, shape, variant)[1])
+        return self._near(layer_key(primitive, shape, variant), self._estimate(primitive, shape, variant)[1])
 
-    def _near(self, wanted: Case, size: float) -> bool:
+    def _near(self, wanted: LayerKey, size: float) -> bool:
         known = self.measured.get(wanted, ())
         return any(abs(log(min(size, LONGEST_SIZE) / min(other, LONGEST_SIZE))) <= NEAR for other, _ in known)
 
     def why_not(self, primitive: Primitive, shape: LayerShape) -> str | None:
         """What the machine said when it refused to run the layer so; None where it did not."""
-        return self.refused.get(case(primitive, shape, Variant(()))) if self.refused else None
+        return self.refused.get(layer_key(primitive, shape, Variant(()))) if self.refused else None
 
-    def tells(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> bool:
+    def measured_similar(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> bool:
         """The layer was measured with a variant that differs from this one in nothing but counts."""
-        wanted = case(primitive, shape, variant)
+        wanted = layer_key(primitive, shape, variant)
         return any(known.method == wanted.method for known in self.measured)
 
-    def learnt(self, primitive: Primitive, shape: LayerShape, variant: Variant, spent: float) -> Rates:
+    def with_measurement(self, primitive: Primitive, shape: LayerShape, variant: Variant, spent: float) -> Rates:
         """With a measurement: `spent` seconds for one run of `shape`, whose stages are there to be started at once."""
-        of, (_, size) = case(primitive, shape, variant), self._estimate(primitive, shape, variant)
+        of, (_, size) = layer_key(primitive, shape, variant), self._estimate(primitive, shape, variant)
         others = [(other, factor) for other, factor in self.measured.get(of, ()) if other != size]
-        here = size, spent / self.slower / size
+        here = size, spent / self.slowdown / size
         return replace(self, measured={**self.measured, of: tuple(sorted([*others, here]))})
 
-    def refusing(self, primitive: Primitive, shape: LayerShape, reason: str) -> Rates:
+    def with_refusal(self, primitive: Primitive, shape: LayerShape, reason: str) -> Rates:
         """With a layer that the machine does not run so."""
-        return replace(self, refused={**self.refused, case(primitive, shape, Variant(())): reason})
+        return replace(self, refused={**self.refused, layer_key(primitive, shape, Variant(())): reason})
 
 
 def method(primitive: Primitive, shape: LayerShape) -> str:
@@ -348,7 +350,7 @@ def assumed_rates(machine: Machine, threads: int, device: DeviceKind = "cpu") ->
         return _gpu_rates(machine.gpu)
     workers = min(threads, machine.cores) / _THREADS
     flops, nbytes = workers * _FLOPS_OF_AVX512[machine.simd], workers**_SHARED
-    rates = Rates(touching=CPU_TOUCHING).scaled(flops, nbytes)
+    rates = Rates(first_touch=CPU_FIRST_TOUCH).scaled(flops, nbytes)
     if machine.blas_warning is None:
         return rates
     return rates.replaced(product=rates.of("product").times(_FLOPS_OF_AVX512["avx2"], 1.0))
@@ -365,7 +367,7 @@ def _gpu_rates(gpu: Gpu) -> Rates:
     )
 
 
-def edge_seconds(device: DeviceKind, nbytes: int) -> float:
+def unhidden_io_seconds(device: DeviceKind, nbytes: int) -> float:
     """While the first patch comes in and the last goes out, `nbytes` together, a GPU has nothing to compute.
 
     A processor computes so much longer that this does not count.

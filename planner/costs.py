@@ -17,7 +17,7 @@ from znnpy.kernels.primitive import Primitive, Unit, Variant
 from znnpy.machine import Machine
 from znnpy.messages import excerpt
 from znnpy.planner.cost_model import Rate, Rates, assumed_rates
-from znnpy.planner.json_file import SHOWN, Document
+from znnpy.planner.json_file import SHOWN, JsonFile
 from znnpy.planner.memory import DeviceKind
 from znnpy.planner.plan import device_of
 from znnpy.planner.samples import samples
@@ -128,11 +128,11 @@ class Costs:
             by_size=self.by_size,
         )
         if self.touching is not None:
-            rates = replace(rates, touching=self.touching, touching_measured=True)
+            rates = replace(rates, first_touch=self.touching, first_touch_measured=True)
         for layer in self.layers:
             primitive = known.get((layer.primitive, layer.version))
             if primitive is not None and layer.runs(primitive, self.machine):
-                rates = rates.learnt(primitive, layer.shape, layer.variant, layer.seconds)
+                rates = rates.with_measurement(primitive, layer.shape, layer.variant, layer.seconds)
         return rates
 
     def _units(self, assumed: Rates) -> Rates:
@@ -224,5 +224,5 @@ def _adapter() -> TypeAdapter[Costs]:
 
 
 @cache
-def _document() -> Document[Costs]:
-    return Document("cost file", "the costs are", FORMAT, AGAIN, "znnpy measure --out", _adapter)
+def _document() -> JsonFile[Costs]:
+    return JsonFile("cost file", "the costs are", FORMAT, AGAIN, "znnpy measure --out", _adapter)

@@ -15,7 +15,7 @@ from rich.text import Text
 from znnpy.machine import Machine
 from znnpy.messages import option
 from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Pool
-from znnpy.planner.co_execution import share
+from znnpy.planner.co_execution import cpu_share
 from znnpy.planner.plan import Choice, Plan, RunnerUp
 from znnpy.planner.widths import WideOrNarrow
 from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape, text, turned_back
@@ -73,13 +73,13 @@ def _cover(plan: Plan, network: Network) -> str:
         if reaches_beyond(plan)
         else ""
     )
-    if not plan.walks:
+    if not plan.streams:
         patches = f"{plan.columns:,} patch{'es' if plan.columns != 1 else ''}"
         return f"{output} {patches}, each {text(plan.patch_in)} in and {text(plan.patch_out)} out ({seen}){beyond}"
     axis, planes = plan.axis, network.field_of_view[plan.axis] - 1
     columns = f"{plan.columns:,} column{'s' if plan.columns != 1 else ''} along {AXES[axis]}"
-    if plan.column < plan.output[axis]:
-        columns += f", each at most {plan.column:,} planes of output,"
+    if plan.column_planes < plan.output[axis]:
+        columns += f", each at most {plan.column_planes:,} planes of output,"
     return (
         f"{output} {columns} in steps of {plan.patch_out[axis]:,} planes, each {text(plan.patch_in)} in and "
         f"{text(plan.patch_out)} out ({seen}); a column reads {planes:,} planes before its output begins, in "
@@ -90,21 +90,21 @@ def _cover(plan: Plan, network: Network) -> str:
 
 def reaches_beyond(plan: Plan) -> bool:
     """Return whether a patch, or a step across its column, is larger than the whole output."""
-    along = (plan.axis,) if plan.walks else ()
+    along = (plan.axis,) if plan.streams else ()
     sizes = zip(plan.patch_out, plan.output, strict=True)
     return any(patch > output for axis, (patch, output) in enumerate(sizes) if axis not in along)
 
 
 def _beside(plan: Plan, network: Network) -> list[RenderableType]:
     """What the processor does beside GPUs."""
-    if (its := plan.beside) is None:
+    if (its := plan.cpu_plan) is None:
         return []
     threads = f"{its.limits.threads} thread{'s' if its.limits.threads != 1 else ''}"
     later = plan.cells.later
     narrower = f"behind the first ones of {text(later)}, " if later and later != plan.cells.patch else ""
     words = (
         f"side by side: the GPU and the processor take cells of {text(plan.cells.patch)} output voxels, {narrower}"
-        f"{len(plan.cells):,} in all, of which the processor is to compute {plan.dealt:,}, "
+        f"{len(plan.cells):,} in all, of which the processor is to compute {plan.cpu_items:,}, "
         f"{human_seconds(its.seconds_per_step)} each, in {_kind(its)} with {threads}"
     )
     return [Text(words), Padding(_layers(its, network), (1, 0))]
@@ -117,7 +117,7 @@ def _layers(plan: Plan, network: Network) -> RenderableType:
 
 def _layers_table(plan: Plan, network: Network, *, stacked: bool = False) -> Table:
     """One row for each choice; `stacked` puts the primitive below the layer, which takes fewer columns."""
-    in_parts = max(plan.parts) > 1
+    in_parts = max(plan.sub_batches) > 1
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 0 if in_parts else 1, 0, 0))  # to fit into 80 columns
     table.add_column("layer and input", no_wrap=True)
     if not stacked:
@@ -127,8 +127,8 @@ def _layers_table(plan: Plan, network: Network, *, stacked: bool = False) -> Tab
     for column in (*(("parts",) if in_parts else ()), "time", "share", "working", "kept"):
         table.add_column(column, justify="right", no_wrap=True)
     widest = max(len(choice.primitive) for choice in plan.choices)
-    total = sum(choice.runs * choice.seconds for choice in plan.choices)
-    for index, (choice, parts) in enumerate(zip(plan.choices, plan.parts, strict=True)):
+    total = sum(choice.executions * choice.seconds for choice in plan.choices)
+    for index, (choice, parts) in enumerate(zip(plan.choices, plan.sub_batches, strict=True)):
         first, last = choice.layers
         fused = f"\n{last} {network.layers[last]}, in one" if last > first else ""
         layer = f"{first} {network.layers[first]}{fused}\n{_input(plan, choice)}"
@@ -138,7 +138,7 @@ def _layers_table(plan: Plan, network: Network, *, stacked: bool = False) -> Tab
             *((_where(plan, index),) if plan.offloaded else ()),
             *((f"{parts}",) if in_parts else ()),
             human_seconds(parts * choice.seconds),
-            f"{choice.runs * choice.seconds / total:.0%}" if total else "",
+            f"{choice.executions * choice.seconds / total:.0%}" if total else "",
             human_bytes(choice.working_bytes),
             human_bytes(choice.resident_bytes),
         )
@@ -159,21 +159,21 @@ def _input(plan: Plan, choice: Choice) -> str:
 
 def _memory(plan: Plan) -> Table:
     """What the process takes, and below it what a GPU does where the layers run there."""
-    memory, limits, what = plan.memory, plan.limits, "steps" if plan.walks else "patches"
+    memory, limits, what = plan.memory, plan.limits, "steps" if plan.streams else "patches"
     every = plan.devices
     around = [
         (f"the process itself, {'with CUDA in it' if plan.device == 'gpu' else 'measured'}", memory.baseline),
         (f"{what} on their way in", every * memory.reading),
         (f"{what} on their way out", every * memory.writing),
         *((("prepared weights that the GPU has no room for", every * memory.pinned),) if memory.pinned else ()),
-        *((("all that the processor computes with beside it", memory.beside),) if memory.beside else ()),
+        *((("all that the processor computes with beside it", memory.cpu_plan),) if memory.cpu_plan else ()),
         *(_offloaded_memory(plan) if plan.offloaded else ()),
     ]
     last = memory.last
     layers = [
         ("arena: activations and scratch", last.arena),
         *((("planes kept from step to step", last.carries),) if last.carries else ()),
-        ("prepared weights", last.residents),
+        ("prepared weights", last.weights),
         ("allowance for libraries", last.allowance),
     ]
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
@@ -206,7 +206,7 @@ def _offloaded_memory(plan: Plan) -> list[tuple[str, int]]:
     rows = [
         ("offloaded layers: arena, activations and scratch", stage.arena),
         ("offloaded layers: planes kept from step to step", stage.carries),
-        ("offloaded layers: prepared weights", stage.residents),
+        ("offloaded layers: prepared weights", stage.weights),
         ("offloaded layers: allowance for libraries", stage.allowance),
         (f"what is handed over{', twice' if plan.overlap else ''}", plan.memory.handover),
     ]
@@ -215,8 +215,8 @@ def _offloaded_memory(plan: Plan) -> list[tuple[str, int]]:
 
 def predicted(plan: Plan) -> str:
     """Write a plan as one line of a log: its patch or column, and its predicted time and memory."""
-    covers = f"{plan.columns:,} {'column' if plan.walks else 'patch'}"
-    plural = "" if plan.columns == 1 else "s" if plan.walks else "es"
+    covers = f"{plan.columns:,} {'column' if plan.streams else 'patch'}"
+    plural = "" if plan.columns == 1 else "s" if plan.streams else "es"
     where = f"{human_bytes(plan.memory.peak)}" + (
         f" and {human_bytes(plan.memory.vram)} of VRAM" * (plan.device == "gpu")
     )
@@ -251,32 +251,33 @@ def _two_stages(plan: Plan) -> str:
 def _prediction(plan: Plan, machine: Machine | None) -> list[str]:
     """The figures, and how far to trust them."""
     each = f"{human_seconds(plan.seconds_per_step)} a patch"
-    if plan.walks:
+    if plan.streams:
         column = human_seconds((plan.seconds - plan.preparing_seconds) / ceil(plan.columns / plan.devices))
         each = f"{human_seconds(plan.seconds_per_step)} a step, {column} a column"
     lines = [
         f"predicted: {plan.voxels_per_second:,.0f} output voxels/s, {each}, {human_seconds(plan.seconds)} in all, "
         + (
             f"on {'the GPU' if plan.devices == 1 else f'{plan.devices} GPUs'} in {plan.precision}"
-            f"{' and on the processor' if plan.beside else ''}"
+            f"{' and on the processor' if plan.cpu_plan else ''}"
             if plan.device == "gpu"
             else f"with {plan.limits.threads} thread{'s' if plan.limits.threads != 1 else ''}"
         )
     ]
-    if plan.alone is not None and plan.beside is not None:
+    if plan.single_device_seconds is not None and plan.cpu_plan is not None:
         lines.append(
-            f"{plan.alone / plan.seconds:.2f} times as fast as without the processor, which computes {share(plan):.1%}"
+            f"{plan.single_device_seconds / plan.seconds:.2f} times as fast as without the processor, "
+            f"which computes {cpu_share(plan):.1%}"
         )
-    elif plan.alone is not None:
+    elif plan.single_device_seconds is not None:
         lines.append(
-            f"{plan.alone / plan.seconds:.2f} times as fast as one GPU alone: {plan.columns} columns or patches for "
-            f"{plan.devices}, each with borders of its own"
+            f"{plan.single_device_seconds / plan.seconds:.2f} times as fast as one GPU alone: "
+            f"{plan.columns} columns or patches for {plan.devices}, each with borders of its own"
         )
     if plan.offloaded:
         lines.append(_two_stages(plan))
     if plan.preparing_seconds:
         prepared = human_bytes(plan.prepared_bytes)
-        rate = "a rate measured there" if plan.elsewhere else "a measured rate"
+        rate = "a rate measured there" if plan.made_for else "a measured rate"
         lines.append(
             f"{human_seconds(plan.preparing_seconds)} of that prepare {prepared} of memory, at "
             f"{rate if plan.preparing_measured else 'an assumed rate'}"
@@ -287,7 +288,7 @@ def _prediction(plan: Plan, machine: Machine | None) -> list[str]:
 
 def _sources(plan: Plan) -> list[str]:
     """Where the seconds of layers come from."""
-    choices = (*plan.choices, *(plan.beside.choices if plan.beside else ()))
+    choices = (*plan.choices, *(plan.cpu_plan.choices if plan.cpu_plan else ()))
     layers, fitted, assumed = (
         sum(1 + choice.layers[1] - choice.layers[0] for choice in some)
         for some in (
@@ -298,7 +299,7 @@ def _sources(plan: Plan) -> list[str]:
     )
     if not fitted + assumed:
         return ["every layer was measured on the machine the plan was made on, at this size or at others"]
-    where = "this machine" if plan.elsewhere is None else "that machine"
+    where = "this machine" if plan.made_for is None else "that machine"
     parts = [f"{fitted} of {layers} layers is estimated from rates measured on {where}"] * (fitted > 0)
     parts += [f"{assumed} of {layers} layers is estimated from assumed rates, not measured on {where}"] * (assumed > 0)
     return [f"the time of {', that of '.join(parts)}; the bytes are promised"]
@@ -307,8 +308,8 @@ def _sources(plan: Plan) -> list[str]:
 def _elsewhere(plan: Plan, machine: Machine) -> list[str]:
     """What `machine` is not that the plan is for."""
     lines = []
-    if plan.elsewhere is not None:
-        lines.append(f"this plan is for another machine, {plan.elsewhere}: it runs only there")
+    if plan.made_for is not None:
+        lines.append(f"this plan is for another machine, {plan.made_for}: it runs only there")
     elif plan.machine != machine.fingerprint:
         lines.append(f"the plan was made on another machine ({plan.machine}; this one is {machine.fingerprint})")
     if plan.limits.ram_bytes > machine.ram_bytes:
@@ -325,34 +326,34 @@ def _gain(plan: Plan) -> str:
     """Work done over work needed, of columns and of patches, and what the better of them gains."""
     line = f"{_kind(plan)}: {plan.voxels_per_second:,.0f} voxels/s, work {plan.waste:.2f} times what the output needs"
     other = plan.other
-    if other is None or plan.kinds:
+    if other is None or plan.alternatives:
         return line
     ratio = plan.voxels_per_second / other.voxels_per_second
-    gain = f"{'columns' if plan.walks else 'patches'} are {ratio:.2f} times as fast" if ratio >= 1.005 else "as fast"
+    gain = f"{'columns' if plan.streams else 'patches'} are {ratio:.2f} times as fast" if ratio >= 1.005 else "as fast"
     return f"{line}; {_kind(other)}: {other.voxels_per_second:,.0f} voxels/s, {other.waste:.2f} times: {gain}"
 
 
 def _kinds(plan: Plan) -> list[str]:
     """The best of every other kind, what it takes, and why it lost."""
     lines = []
-    for kind in plan.kinds:
+    for kind in plan.alternatives:
         where = f"on the {kind.device.upper()}: " if kind.device != plan.device else ""
-        whole = "" if max(kind.best.parts) > 1 or max(plan.parts) == 1 else " without depth first"
+        whole = "" if max(kind.best.sub_batches) > 1 or max(plan.sub_batches) == 1 else " without depth first"
         whole = f", {kind.scheme}" if kind.scheme else whole
         taken = f"{human_bytes(kind.ram_bytes)} of RAM"
         if kind.device == "gpu":
             taken += f" and {human_bytes(kind.vram_bytes)} of VRAM"
         lines.append(
             f"instead: {where}{_kind(kind.best)}{whole}, {kind.best.voxels_per_second:,.0f} voxels/s, work "
-            f"{kind.best.waste:.2f} times, {taken}: {kind.why}"
+            f"{kind.best.waste:.2f} times, {taken}: {kind.reason}"
         )
     return lines
 
 
 def _kind(what: Plan | RunnerUp) -> str:
     """Patches or columns, in words."""
-    depth_first = " depth first" if max(what.parts) > 1 else ""
-    if what.column:
+    depth_first = " depth first" if max(what.sub_batches) > 1 else ""
+    if what.column_planes:
         return f"columns along {AXES[what.axis]} in steps of {text(what.patch_out)}{depth_first}"
     return f"patches of {text(what.patch_out)}{depth_first}"
 
@@ -363,9 +364,9 @@ def _warning(plan: Plan) -> list[str]:
     if waste < MUCH_WASTE:
         return []
     more = max((r for r in plan.runners_up if _over(r)), key=lambda r: r.voxels_per_second, default=None)
-    these = "columns this narrow" if plan.walks else "patches this small"
+    these = "columns this narrow" if plan.streams else "patches this small"
     word = "vram" if plan.device == "gpu" else "ram"
-    advice = f"give larger {'steps' if plan.walks else 'patches'} ({option('patch')}) or more memory ({option(word)})"
+    advice = f"give larger {'steps' if plan.streams else 'patches'} ({option('patch')}) or more memory ({option(word)})"
     if more is not None:
         ratio = more.voxels_per_second / plan.voxels_per_second
         limits = (

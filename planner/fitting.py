@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from znnpy.kernels.primitive import Unit, Work
 from znnpy.planner.cost_model import Rates
-from znnpy.planner.size_trend import SIZES, weights_of
+from znnpy.planner.size_trend import SIZES, interpolation_weights
 
 PRIOR = 1e-2  # of a squared logarithm of a factor, against those of the errors
 SMOOTH, TO_ONE = 2e-2, 1e-3  # the same, of a method's factors: of the difference between two sizes, and of each
@@ -152,7 +152,7 @@ def _factors(working: Floats, beginning: Floats, measured: Floats) -> tuple[floa
     """At SIZES: factors on `working` with which it gives, with `beginning`, what was measured (Gauss and Newton)."""
     hats = np.zeros((len(working), len(SIZES)))
     for row, size in zip(hats, working, strict=True):
-        index, share = weights_of(float(size))
+        index, share = interpolation_weights(float(size))
         row[index], row[index + 1] = 1 - share, share
     steps = np.diff(np.eye(len(SIZES)), axis=0)
     prior = 2 * (SMOOTH * steps.T @ steps + TO_ONE * np.eye(len(SIZES)))

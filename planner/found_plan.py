@@ -8,13 +8,13 @@ from znnpy.messages import excerpt
 from znnpy.network import Network
 from znnpy.planner.cost_model import Rates
 from znnpy.planner.memory import Memory
-from znnpy.planner.pareto import Way
+from znnpy.planner.pareto import LayerRun
 from znnpy.planner.plan import FORMAT, Choice, Plan, Stage, device_of
-from znnpy.planner.tilings import Candidate
+from znnpy.planner.tilings import Tiling
 from znnpy.shapes import turned_back
 
 
-def choice_of(layers: tuple[int, int], way: Way, rates: Rates) -> Choice:
+def choice_of(layers: tuple[int, int], way: LayerRun, rates: Rates) -> Choice:
     """Return the choice for the first to the last of `layers`, and how `rates` know its seconds."""
     known = way.primitive, way.shape, way.variant
     return Choice(
@@ -25,9 +25,9 @@ def choice_of(layers: tuple[int, int], way: Way, rates: Rates) -> Choice:
         device="gpu" if device_of(way.primitive.name) == "gpu" else "cpu",
         variant=way.variant,
         seconds=way.seconds,
-        runs=way.runs,
-        measured=rates.tells(*known),
-        fitted=rates.fits(*known),
+        executions=way.executions,
+        measured=rates.measured_similar(*known),
+        fitted=rates.all_fitted(*known),
         resident_bytes=way.footprint.resident,
         working_bytes=way.footprint.working(way.shape),
     )
@@ -37,7 +37,7 @@ def plan_of(
     network: Network,
     machine: Machine,
     limits: Limits,
-    shape: Candidate,
+    shape: Tiling,
     stages: tuple[Stage, ...],
     memory: Memory,
     *,
@@ -59,9 +59,9 @@ def plan_of(
         limits=limits,
         output=turned_back(space.output, axis),
         patch_out=shape.patch_out,
-        patch_in=turned_back(shape.new, axis),
+        patch_in=turned_back(shape.step_input, axis),
         axis=axis,
-        column=shape.column,
+        column_planes=shape.column_planes,
         stages=stages,
         memory=memory,
         itemsize_in=itemsize_in,

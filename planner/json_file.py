@@ -28,7 +28,7 @@ Content = TypeVar("Content")
 
 
 @dataclass(frozen=True, slots=True)
-class Document(Generic[Content]):
+class JsonFile(Generic[Content]):
     """One kind of file, in words, and what its content is checked by."""
 
     name: str  # "plan": there is no ..

@@ -6,39 +6,41 @@ from math import sqrt
 
 from znnpy.network import Network
 from znnpy.planner.beside import idle
-from znnpy.planner.plan import Choice, Kind, Plan, RunnerUp
-from znnpy.planner.tilings import spans
+from znnpy.planner.plan import Alternative, Choice, Plan, RunnerUp
+from znnpy.planner.tilings import fusion_groups
 from znnpy.units import human_bytes, human_seconds
 
 ALIKE = 1.005  # times the seconds, below which two plans are as fast
 MORE_WASTE = 1.05  # times the waste, from which on borders may be the reason
 
 
-def kind_of(network: Network, best: Plan, other: Plan, scheme: str = "") -> Kind:
+def kind_of(network: Network, best: Plan, other: Plan, scheme: str = "") -> Alternative:
     """`other`, the best plan of its kind, or of a scheme that no session runs, beside the best of all."""
-    over, over_vram = other.memory.over(other.limits)
+    over, over_vram = other.memory.excess(other.limits)
     runner_up = RunnerUp(
         patch_out=other.patch_out,
         axis=other.axis,
-        column=other.column,
-        parts=other.parts,
+        column_planes=other.column_planes,
+        sub_batches=other.sub_batches,
         voxels_per_second=other.voxels_per_second,
         waste=other.waste,
         over_bytes=over,
         over_vram_bytes=over_vram,
     )
-    return Kind(other.device, runner_up, other.memory.peak, other.memory.vram, why_lost(network, best, other), scheme)
+    return Alternative(
+        other.device, runner_up, other.memory.peak, other.memory.vram, why_lost(network, best, other), scheme
+    )
 
 
 def why_lost(network: Network, best: Plan, other: Plan) -> str:
     """A sentence on `other`, which does not fit or is not faster than `best`."""
-    over, over_vram = other.memory.over(other.limits)
+    over, over_vram = other.memory.excess(other.limits)
     if over or over_vram:
         parts = [human_bytes(over)] * (over > 0) + [f"{human_bytes(over_vram)} of VRAM"] * (over_vram > 0)
         return f"does not fit: {' and '.join(parts)} more, at the least"
     ratio = other.seconds / best.seconds
-    if other.beside is not None:
-        if not other.dealt:
+    if other.cpu_plan is not None:
+        if not other.cpu_items:
             return idle(other)
         fast = f"{_times(1 / ratio)} times as fast" if ratio < 1 else f"{_times(ratio)} times as long"
         return f"{fast}, which is not worth an output whose last bits depend on who computed what"
@@ -48,9 +50,9 @@ def why_lost(network: Network, best: Plan, other: Plan) -> str:
         return f"{_times(ratio)} times as long: {_two_memories(other)}"
     if best.offloaded and ratio >= ALIKE:
         return f"{_times(ratio)} times as long, with all layers on the {other.device.upper()}"
-    if best.beside is not None and other.device == "gpu":
+    if best.cpu_plan is not None and other.device == "gpu":
         return f"{_times(ratio)} times as long, without the processor"
-    more = other.memory.held - best.memory.held
+    more = other.memory.device_bytes - best.memory.device_bytes
     if ratio < ALIKE and other.device == best.device and more > 0:
         fast = "as fast" if ratio >= 1 / ALIKE else f"{_times(1 / ratio)} times as fast"
         return f"{fast}, and needs {human_bytes(more)} more"
@@ -89,25 +91,27 @@ def _slowest(network: Network, best: Plan, other: Plan) -> str:
         return f"preparing its memory takes {human_seconds(prepared)} more"
     if more[index] < idle:
         return "nothing is computed while its first patch comes in and its last one goes out"
-    theirs = max(after[index], key=lambda choice: choice.runs * choice.seconds)
-    ours = max(before[index], key=lambda choice: choice.runs * choice.seconds)
+    theirs = max(after[index], key=lambda choice: choice.executions * choice.seconds)
+    ours = max(before[index], key=lambda choice: choice.executions * choice.seconds)
     layer = f"layer {theirs.layers[0]} ({network.layers[theirs.layers[0]]})"
     longer = f"{layer} takes {human_seconds(more[index])} more"
     if theirs.primitive != ours.primitive:
         return f"{longer} with {theirs.primitive}"
     if theirs.resident_bytes < ours.resident_bytes:
-        return f"{longer}, as it needs its kernels again in each of {theirs.runs:,} runs"
-    parts = [choice_parts for choice_parts, choice in zip(other.parts, other.choices, strict=True) if choice is theirs]
-    if parts[0] > 1 and theirs.runs > ours.runs:
+        return f"{longer}, as it needs its kernels again in each of {theirs.executions:,} runs"
+    parts = [
+        choice_parts for choice_parts, choice in zip(other.sub_batches, other.choices, strict=True) if choice is theirs
+    ]
+    if parts[0] > 1 and theirs.executions > ours.executions:
         return f"{longer}, in {parts[0]} parts"
     return longer
 
 
 def _by_span(network: Network, plan: Plan) -> list[list[Choice]]:
     """Choices of each convolution with the pooling behind it, and of every other layer."""
-    return [[c for c in plan.choices if first <= c.layers[0] <= last] for first, last in spans(network)]
+    return [[c for c in plan.choices if first <= c.layers[0] <= last] for first, last in fusion_groups(network)]
 
 
 def _seconds(choices: list[Choice]) -> float:
     """For the whole output."""
-    return sum(choice.runs * choice.seconds for choice in choices)
+    return sum(choice.executions * choice.seconds for choice in choices)

@@ -9,40 +9,40 @@ from typing import NamedTuple
 from znnpy.kernels.primitive import Footprint, Primitive, Variant
 from znnpy.machine import Machine
 from znnpy.planner.cost_model import Rates
-from znnpy.planner.layout import Fullest, aligned, fullest
-from znnpy.planner.pareto import Front, Option, Way, front, in_turn, unbeaten
-from znnpy.planner.tilings import kept_bytes
+from znnpy.planner.layout import ScratchPeaks, aligned, scratch_peaks
+from znnpy.planner.pareto import LayerOption, LayerRun, ParetoFront, in_sequence, pareto_front, undominated
+from znnpy.planner.tilings import carry_bytes
 from znnpy.shapes import LayerShape, fused
 
-REMEMBERED = 1024  # fronts, for splits of a shape: most of their layers are what they are in others
-KEEPING = 2.0  # bytes moved per byte carried: read and written, to be kept for the next step
-JOINING = 2.0  # and in front of the new planes, for primitives that do not read them where they are kept
+CACHED_FRONTS = 1024  # fronts, for splits of a shape: most of their layers are what they are in others
+CARRY_TRAFFIC = 2.0  # bytes moved per byte carried: read and written, to be kept for the next step
+JOIN_TRAFFIC = 2.0  # and in front of the new planes, for primitives that do not read them where they are kept
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LayerContext:
     """Where a span of layers stands in a step, and how often it runs."""
 
-    under: int = 0  # bytes of the arena that stay while it runs
-    x: int = 0  # bytes of its input, unless that stays anyway
-    out: int = 0  # bytes that it writes its output to
-    parts: int = 1  # how often it runs in a step
+    live_elsewhere: int = 0  # bytes of the arena that stay while it runs
+    input_bytes: int = 0  # bytes of its input, unless that stays anyway
+    output_bytes: int = 0  # bytes that it writes its output to
+    sub_batches: int = 1  # how often it runs in a step
     steps: tuple[int, ...] = (1,)  # of the whole output, per layer
-    walks: bool = False  # a part of its input comes from the step before
-    joined: int = 0  # bytes that its input is larger by where that part is put in front of what is new
+    streams: bool = False  # a part of its input comes from the step before
+    join_bytes: int = 0  # bytes that its input is larger by where that part is put in front of what is new
 
 
-class _Alone(NamedTuple):
+class _Candidate(NamedTuple):
     """A primitive for one shape, wherever that stands."""
 
     primitive: Primitive
     variant: Variant
     footprint: Footprint
-    most: Fullest
+    most: ScratchPeaks
     seconds: float  # of one run
 
 
-def _unbeaten(found: Sequence[tuple[Primitive, Variant, Footprint, Fullest, float]]) -> tuple[_Alone, ...]:
+def _undominated(found: Sequence[tuple[Primitive, Variant, Footprint, ScratchPeaks, float]]) -> tuple[_Candidate, ...]:
     """Those than which no other is as good or better in everything, whatever the place; of equal ones the first."""
     ranked = sorted(
         (seconds, (footprint.resident, footprint.host, footprint.allowance, *most), index)
@@ -56,12 +56,12 @@ def _unbeaten(found: Sequence[tuple[Primitive, Variant, Footprint, Fullest, floa
                 break
         else:
             kept.append((a, b, c, d, e, f, g))
-            best.append(_Alone(*found[index]))
+            best.append(_Candidate(*found[index]))
     return tuple(best)
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class OptionTable:
     """Primitives and variants for spans of layers, less those that another beats."""
 
     table: tuple[Primitive, ...]
@@ -69,32 +69,35 @@ class Options:
     threads: int
     rates: Rates
     only: frozenset[str]  # names; where one of them applies to a layer no other primitive is considered
-    _alone: dict[tuple[LayerShape, frozenset[str]], tuple[_Alone, ...]] = field(default_factory=dict)
+    _alone: dict[tuple[LayerShape, frozenset[str]], tuple[_Candidate, ...]] = field(default_factory=dict)
     _applying: dict[LayerShape, frozenset[str]] = field(default_factory=dict)
-    _fronts: dict[tuple[tuple[LayerShape, ...], Place], Front] = field(default_factory=dict)
+    _fronts: dict[tuple[tuple[LayerShape, ...], LayerContext], ParetoFront] = field(default_factory=dict)
 
-    def of(self, layers: tuple[LayerShape, ...], place: Place) -> Front:
+    def front(self, layers: tuple[LayerShape, ...], place: LayerContext) -> ParetoFront:
         """Of a layer, or of a convolution and the pooling behind it: layer by layer, and both in one.
 
         Seconds are those of the whole output, bytes those of a step.
         """
         known = self._fronts.get((layers, place))
         if known is None:
-            if len(self._fronts) == REMEMBERED:
+            if len(self._fronts) == CACHED_FRONTS:
                 self._fronts.clear()
             known = self._fronts[layers, place] = self._front(layers, place)
         return known
 
-    def _front(self, layers: tuple[LayerShape, ...], place: Place) -> Front:
+    def _front(self, layers: tuple[LayerShape, ...], place: LayerContext) -> ParetoFront:
         if len(layers) == 1:
             return self._placed(layers[0], self._names(layers[0]), place, place.steps[0])
         conv, pool = layers
-        first, second = replace(place, out=aligned(pool.in_bytes)), replace(place, x=aligned(pool.in_bytes), joined=0)
-        turns = in_turn(
+        first, second = (
+            replace(place, output_bytes=aligned(pool.in_bytes)),
+            replace(place, input_bytes=aligned(pool.in_bytes), join_bytes=0),
+        )
+        turns = in_sequence(
             self._placed(conv, self._names(conv), first, place.steps[0]),
             self._placed(pool, self._names(pool), second, place.steps[1]),
         )
-        return front((*turns, *self._in_one(conv, pool, place)))
+        return pareto_front((*turns, *self._in_one(conv, pool, place)))
 
     def reads_carried(self, shape: LayerShape) -> bool:
         """A primitive for this layer reads planes that a column carries where they are kept."""
@@ -118,7 +121,7 @@ class Options:
             known = self._applying[shape] = frozenset(names & self.only or names)
         return known
 
-    def _in_one(self, conv: LayerShape, pool: LayerShape, place: Place) -> Front:
+    def _in_one(self, conv: LayerShape, pool: LayerShape, place: LayerContext) -> ParetoFront:
         """Both layers by one primitive, but for those that take a layer from a primitive that was asked for."""
         shape = fused(conv, pool)
         if shape is None:
@@ -127,33 +130,37 @@ class Options:
         both = frozenset(name for name in self._names(shape) if all(name in names or not names for names in asked))
         return self._placed(shape, both, place, place.steps[1])
 
-    def _placed(self, shape: LayerShape, names: frozenset[str], place: Place, steps: int) -> Front:
+    def _placed(self, shape: LayerShape, names: frozenset[str], place: LayerContext, steps: int) -> ParetoFront:
         """Ways to run a shape by the primitives of these names, at a place: those that no other beats."""
-        carried = place.parts * kept_bytes(shape) if place.walks else 0
-        once = carried / self.rates.carrying / place.parts
+        carried = place.sub_batches * carry_bytes(shape) if place.streams else 0
+        once = carried / self.rates.copy_bandwidth / place.sub_batches
         variants = self._variants(shape, names)
         spent = [
-            alone.seconds + (KEEPING if alone.footprint.reads_carried else KEEPING + JOINING) * once
+            alone.seconds + (CARRY_TRAFFIC if alone.footprint.reads_carried else CARRY_TRAFFIC + JOIN_TRAFFIC) * once
             for alone in variants
         ]
         weighed = [
             (
-                seconds * steps * place.parts,
+                seconds * steps * place.sub_batches,
                 footprint.resident + carried,
-                place.under + most.live(place.x, place.out) + (0 if footprint.reads_carried else place.joined),
+                place.live_elsewhere
+                + most.arena_bytes(place.input_bytes, place.output_bytes)
+                + (0 if footprint.reads_carried else place.join_bytes),
                 footprint.allowance,
                 footprint.host,
             )
             for (_, _, footprint, most, _), seconds in zip(variants, spent, strict=True)
         ]
         found = []
-        for index in unbeaten(weighed):
+        for index in undominated(weighed):
             primitive, variant, footprint, _, _ = variants[index]
-            way = Way(shape, primitive, variant, footprint, spent[index], place.parts, steps * place.parts)
-            found.append(Option((way,), *weighed[index][:4]))
+            way = LayerRun(
+                shape, primitive, variant, footprint, spent[index], place.sub_batches, steps * place.sub_batches
+            )
+            found.append(LayerOption((way,), *weighed[index][:4]))
         return tuple(found)
 
-    def _variants(self, shape: LayerShape, names: frozenset[str]) -> tuple[_Alone, ...]:
+    def _variants(self, shape: LayerShape, names: frozenset[str]) -> tuple[_Candidate, ...]:
         """Equal shapes are worked out once. What another variant beats whatever the place is left out."""
         known = self._alone.get((shape, names))
         if known is None:
@@ -164,6 +171,6 @@ class Options:
                 for variant in primitive.variants(shape, self.machine):
                     footprint = primitive.footprint(shape, variant, self.threads)
                     spent = self.rates.seconds(primitive, shape, variant)
-                    found.append((primitive, variant, footprint, fullest(footprint), spent))
-            known = self._alone[shape, names] = _unbeaten(found)
+                    found.append((primitive, variant, footprint, scratch_peaks(footprint), spent))
+            known = self._alone[shape, names] = _undominated(found)
         return known

@@ -13,15 +13,25 @@ from math import inf, prod
 from types import MappingProxyType
 
 from znnpy.machine import Limits
-from znnpy.planner.bounds import NOTHING, Bounds, Needs, Paces, Reached, least_priced, least_seconds, needs_of, reached
-from znnpy.planner.cost_model import edge_seconds
-from znnpy.planner.layer_options import Options, Place
+from znnpy.planner.bounds import (
+    NONE_KNOWN,
+    Bounds,
+    Needs,
+    UnitCosts,
+    UnitCostsByGroup,
+    least_priced,
+    least_seconds,
+    needs_of,
+    unit_costs,
+)
+from znnpy.planner.cost_model import unhidden_io_seconds
+from znnpy.planner.layer_options import LayerContext, OptionTable
 from znnpy.planner.layout import Tensor, place
 from znnpy.planner.memory import DeviceKind, Memory, StageMemory, reading_bytes, staging_bytes, writing_bytes
 from znnpy.planner.pareto import (
-    Front,
-    Option,
-    Way,
+    LayerOption,
+    LayerRun,
+    ParetoFront,
     cheapest,
     fastest,
     fastest_within,
@@ -31,64 +41,66 @@ from znnpy.planner.pareto import (
 )
 from znnpy.planner.plan import waste
 from znnpy.planner.stages import last_stage
-from znnpy.planner.tilings import Candidate, Space, Span, candidate
+from znnpy.planner.tilings import FusionGroup, Tiling, TilingSpace, tiling_of
 
-MOST_PIECES = 10**6
-DEAREST = 32.0  # the highest price of memory that is tried, over what memory costs: its logarithm to base 2
-PRICES = 6  # number of prices of memory that are tried
-LOOKS = 32  # bounds on a shape while its layers are gone through
-LAYOUTS = 16  # of one shape, before what they lose is taken for granted
-LOST_SECONDS = 480.0  # of a column, as predicted: what a run that is killed computes again, in ten minutes at most
+MAX_PIECES = 10**6
+MAX_LOG2_PRICE = 32.0  # the highest price of memory that is tried, over what memory costs: its logarithm to base 2
+PRICE_STEPS = 6  # number of prices of memory that are tried
+BOUND_CHECKS = 32  # bounds on a shape while its layers are gone through
+MAX_LAYOUTS = 16  # of one shape, before what they lose is taken for granted
+MAX_COLUMN_SECONDS = (
+    480.0  # of a column, as predicted: what a run that is killed computes again, in ten minutes at most
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Solution:
     """The best of one shape."""
 
-    candidate: Candidate
-    options: tuple[Option, ...]
+    tiling: Tiling
+    options: tuple[LayerOption, ...]
     tensors: tuple[Tensor, ...]
     memory: Memory
-    edges: float  # seconds in which nothing is computed
+    io_seconds: float  # seconds in which nothing is computed
     preparing: float  # seconds before the first step, in which memory is written to for the first time
 
     @property
     def seconds(self) -> float:
         """For the whole output."""
-        return total_seconds(self.options) + self.edges + self.preparing
+        return total_seconds(self.options) + self.io_seconds + self.preparing
 
     @property
-    def ways(self) -> Iterator[tuple[Span, Way]]:
+    def layer_runs(self) -> Iterator[tuple[FusionGroup, LayerRun]]:
         """All layers of a step, those in one together, each with the first and the last of its layers."""
-        for (first, last), option in zip(self.candidate.space.spans, self.options, strict=True):
-            if len(option.ways) == 1:
-                yield (first, last), option.ways[0]
+        for (first, last), option in zip(self.tiling.space.groups, self.options, strict=True):
+            if len(option.layer_runs) == 1:
+                yield (first, last), option.layer_runs[0]
             else:
-                yield from (((layer, layer), way) for layer, way in enumerate(option.ways, first))
+                yield from (((layer, layer), way) for layer, way in enumerate(option.layer_runs, first))
 
     @property
     def column_seconds(self) -> float:
         """Of one whole column; of one patch where no column walks."""
-        shape = self.candidate
+        shape = self.tiling
         one = replace(shape.cover, size=shape.cover.grid)
-        ahead = shape.space.ahead
-        return sum(way.seconds * way.parts * one.steps(ahead[last]) for (_, last), way in self.ways)
+        ahead = shape.space.warmup_planes
+        return sum(way.seconds * way.sub_batches * one.steps(ahead[last]) for (_, last), way in self.layer_runs)
 
     @property
     def waste(self) -> float:
         """Work done over the work that no border would need."""
-        return waste(self.candidate.space.output, [(way.shape, way.seconds, way.runs) for _, way in self.ways])
+        return waste(self.tiling.space.output, [(way.shape, way.seconds, way.executions) for _, way in self.layer_runs])
 
 
 @dataclass
-class ShapeSearch:
+class LayerSearch:
     """What is asked for in one space, and what is known of the time there."""
 
-    space: Space
+    space: TilingSpace
     limits: Limits
     itemsize_in: int
     itemsize_out: int
-    options: Options
+    options: OptionTable
     device: DeviceKind
     baseline: int
     context: int
@@ -97,35 +109,38 @@ class ShapeSearch:
     bounds: Bounds = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.space.walks:
-            part = replace(self.space, network=self.space.part, stage=None)
-            shapes = candidate(part, part.network.period).shapes
-            apart = (i for i, (first, _) in enumerate(self.space.spans) if self.options.reads_carried(shapes[first]))
-            self.space = replace(self.space, apart=frozenset(apart))
+        if self.space.streams:
+            part = replace(self.space, network=self.space.stage_network, stage=None)
+            shapes = tiling_of(part, part.network.period).shapes
+            apart = (i for i, (first, _) in enumerate(self.space.groups) if self.options.reads_carried(shapes[first]))
+            self.space = replace(self.space, in_place_carries=frozenset(apart))
         self.bounds = Bounds(self.space)
 
-    def may_fit(self, shape: Candidate) -> bool:
+    def may_fit(self, shape: Tiling) -> bool:
         """As far as its size alone tells; up to the first pooling's output every split has all of each tensor."""
-        room = self.room(shape)
-        return shape.undivided <= room and any(shape.split(at_once).largest <= room for at_once in self.splits)
+        room = self.budget(shape)
+        return shape.largest_undivided <= room and any(shape.split(at_once).largest <= room for at_once in self.splits)
 
-    def at_best(self, shape: Candidate, paces: Mapping[int, float] = MappingProxyType({})) -> float:
+    def lower_bound(self, shape: Tiling, paces: Mapping[int, float] = MappingProxyType({})) -> float:
         """The least seconds for the whole output whatever memory there is, and however images are split.
 
         paces  seconds per voxel of spans, where they are known
         """
-        idle, thick, pieces = self.idle(shape), shape.patch[0], 1
-        least = self.bounds.at_best(thick, shape.voxels, paces)
-        while shape.column > thick and self.bounds.at_best(thick, shape.column_voxels, paces) > LOST_SECONDS:
+        idle, thick, pieces = self.idle_seconds(shape), shape.patch[0], 1
+        least = self.bounds.lower_bound(thick, shape.voxels, paces)
+        while (
+            shape.column_planes > thick
+            and self.bounds.lower_bound(thick, shape.column_voxels, paces) > MAX_COLUMN_SECONDS
+        ):
             pieces = _more_pieces(pieces, least / len(shape.cover))
-            shape = shape.cut(pieces)
-            least = self.bounds.at_best(thick, shape.voxels, paces)
+            shape = shape.shortened(pieces)
+            least = self.bounds.lower_bound(thick, shape.voxels, paces)
         return least + idle
 
-    def least_within(self, shape: Candidate) -> float:
+    def bound_within_budget(self, shape: Tiling) -> float:
         """The least seconds for the whole output in the memory that there is, as far as is known; inf: nothing fits."""
-        room, least = self.room(shape), inf
-        ideal = self.idle(shape) + self.bounds.at_best(shape.patch[0], shape.voxels)
+        room, least = self.budget(shape), inf
+        ideal = self.idle_seconds(shape) + self.bounds.lower_bound(shape.patch[0], shape.voxels)
         for at_once in self.splits:
             split = shape.split(at_once)
             least = min(least, self._least(split, self.bounds.needs(split), room, least))
@@ -133,31 +148,31 @@ class ShapeSearch:
                 break  # no split is faster
         return max(least, ideal)
 
-    def _least(self, shape: Candidate, needs: list[Needs], room: int, enough: float = inf) -> float:
+    def _least(self, shape: Tiling, needs: list[Needs], room: int, enough: float = inf) -> float:
         """The least seconds for the whole output of one shape in `room` bytes, where its spans need at least so much.
 
         enough  a bound that is no less is as good as any
         """
         prepared = self.price * shape.largest
-        idle = self.edges(shape) + prepared
+        idle = self.io_seconds(shape) + prepared
         least = idle + least_seconds(needs, room, enough - idle)
         if prepared and least < enough:
-            return max(least, self.edges(shape) + least_priced(needs, self.price))
+            return max(least, self.io_seconds(shape) + least_priced(needs, self.price))
         return least
 
-    def best_split(self, shape: Candidate, below: float) -> Found | None:
+    def best_split(self, shape: Tiling, below: float) -> Solution | None:
         """The fastest way to split one shape; None unless one of them stays below `below` seconds for the output.
 
         Smaller parts only cost, but for the memory that they save: what the shape does not reach undivided in any
         memory, large layers first, no split does.
         """
-        best, room = None, self.room(shape)
-        whole: dict[int, Paces] = {}
+        best, room = None, self.budget(shape)
+        whole: dict[int, UnitCosts] = {}
         least: dict[int, float] = {}
         for number, index in enumerate(_largest_first(shape), 1):
-            whole[index] = reached(shape, index, self._learnt(shape, index))
+            whole[index] = unit_costs(shape, index, self._learnt(shape, index))
             least[index] = min((pace for pace, _, _ in whole[index]), default=inf)
-            if self._looks(number) and self.at_best(shape, least) >= below:
+            if self._looks(number) and self.lower_bound(shape, least) >= below:
                 return None
         for at_once in self.splits:
             split = shape.split(at_once)
@@ -166,28 +181,28 @@ class ShapeSearch:
             found = self._short_enough(split, below, whole)
             if found is not None:
                 best, below = found, found.seconds
-                ideal = total_seconds(fastest(self.fronts(found.candidate)))
+                ideal = total_seconds(fastest(self.fronts(found.tiling)))
                 if not self.price and total_seconds(found.options) <= ideal:
                     break  # nothing was given up for memory: smaller parts only cost
         return best
 
-    def _short_enough(self, shape: Candidate, below: float, whole: Reached) -> Found | None:
+    def _short_enough(self, shape: Tiling, below: float, whole: UnitCostsByGroup) -> Solution | None:
         """`best_of` one shape, with columns of at most LOST_SECONDS as far as they are of several steps."""
-        found, pieces = self.best_of(shape, below, whole), 1
-        while found is not None and found.column_seconds > LOST_SECONDS and shape.column > shape.patch[0]:
-            pieces = _more_pieces(pieces, found.seconds / len(found.candidate.cover))
-            shape = shape.cut(pieces)
-            found = self.best_of(shape, below)
+        found, pieces = self.solve(shape, below, whole), 1
+        while found is not None and found.column_seconds > MAX_COLUMN_SECONDS and shape.column_planes > shape.patch[0]:
+            pieces = _more_pieces(pieces, found.seconds / len(found.tiling.cover))
+            shape = shape.shortened(pieces)
+            found = self.solve(shape, below)
         return found
 
-    def best_of(self, shape: Candidate, below: float, whole: Reached = NOTHING) -> Found | None:
+    def solve(self, shape: Tiling, below: float, whole: UnitCostsByGroup = NONE_KNOWN) -> Solution | None:
         """The fastest primitives for one shape that fit; None unless below `below` seconds for the output.
 
         `whole` is what the same shape undivided takes. Large layers come first: one of them tells most of the shapes
         that cannot win.
         """
-        room = self.room(shape)
-        known: dict[int, Front] = {}
+        room = self.budget(shape)
+        known: dict[int, ParetoFront] = {}
         needs = self.bounds.needs(shape, whole)
         for number, index in enumerate(_largest_first(shape), 1):
             options = known[index] = self._learnt(shape, index)
@@ -198,23 +213,23 @@ class ShapeSearch:
 
     def _looks(self, number: int) -> bool:
         """After so many layers it is asked whether the shape may win: LOOKS times at most, and after the last one."""
-        count = len(self.space.spans)
-        return number % -(-count // LOOKS) == 0 or number == count
+        count = len(self.space.groups)
+        return number % -(-count // BOUND_CHECKS) == 0 or number == count
 
-    def _learnt(self, shape: Candidate, span: int) -> Front:
+    def _learnt(self, shape: Tiling, span: int) -> ParetoFront:
         """Options of one span, which bounds learn from."""
         options = self.front(shape, span)
         self.bounds.learn(shape, span, options)
         return options
 
-    def _within_room(self, shape: Candidate, fronts: list[Front], below: float) -> Found | None:
+    def _within_room(self, shape: Tiling, fronts: list[ParetoFront], below: float) -> Solution | None:
         """The fastest of these options that fit; None unless below `below` seconds for the output.
 
         What a layout loses between tensors is known when it is there: LAYOUTS of the fastest choices are laid out, and
         if none of them fits, others count as losing as much.
         """
-        found: Found | None = None
-        first = islice(self._leaner(shape, fronts, below), LAYOUTS)
+        found: Solution | None = None
+        first = islice(self._leaner(shape, fronts, below), MAX_LAYOUTS)
         for choices in (first, self._leaner(shape, fronts, below, lossy=True)):
             for found in choices:
                 if self.fits(found):  # what the layout loses may cost what others do not take
@@ -225,87 +240,87 @@ class ShapeSearch:
         return found if self.fits(found) and found.seconds < below else None
 
     def _leaner(
-        self, shape: Candidate, fronts: Sequence[Front], below: float, *, lossy: bool = False
-    ) -> Iterator[Found]:
+        self, shape: Tiling, fronts: Sequence[ParetoFront], below: float, *, lossy: bool = False
+    ) -> Iterator[Solution]:
         """Choices below `below` seconds in turn, each the fastest of those that need fewer bytes than the one before.
 
         lossy  what the layout of one loses counts for all that come after it
         """
-        room, most = self.room(shape), below - self.edges(shape)
+        room, most = self.budget(shape), below - self.io_seconds(shape)
         while all(fronts) and (options := fastest_within(fronts, room, most, self.price)) is not None:
             found = self.laid_out(shape, options)
             yield found
-            over = found.memory.over(self.limits)
+            over = found.memory.excess(self.limits)
             most_pinned = max(option.pinned for option in options)
             if most_pinned and over[0]:  # the process has no room for so much
                 fronts = [tuple(option for option in front if option.pinned < most_pinned) for front in fronts]
             elif lossy:
-                room -= max(found.memory.last.arena - max(option.live for option in options), *over)
+                room -= max(found.memory.last.arena - max(option.arena_bytes for option in options), *over)
             else:
                 room = total_bytes(options) - 1
 
-    def front(self, shape: Candidate, span: int) -> Front:
+    def front(self, shape: Tiling, span: int) -> ParetoFront:
         """Options of one span, whether they fit or not."""
-        first, last = self.space.spans[span]
-        return self.options.of(shape.shapes[first : last + 1], self.place(shape, span))
+        first, last = self.space.groups[span]
+        return self.options.front(shape.shapes[first : last + 1], self.layer_context(shape, span))
 
-    def place(self, shape: Candidate, span: int) -> Place:
+    def layer_context(self, shape: Tiling, span: int) -> LayerContext:
         """Where a span stands."""
-        first, last = self.space.spans[span]
-        return Place(
-            under=shape.under[span],
-            x=0 if shape.held[span] else shape.tensors[span],
-            out=shape.tensors[span + 1],
-            parts=shape.parts[first],
+        first, last = self.space.groups[span]
+        return LayerContext(
+            live_elsewhere=shape.live_elsewhere[span],
+            input_bytes=0 if shape.input_stays[span] else shape.tensor_bytes[span],
+            output_bytes=shape.tensor_bytes[span + 1],
+            sub_batches=shape.sub_batches[first],
             steps=shape.steps[first : last + 1],
-            walks=self.space.walks,
-            joined=shape.joined(span),
+            streams=self.space.streams,
+            join_bytes=shape.join_bytes(span),
         )
 
-    def fronts(self, shape: Candidate) -> list[Front]:
+    def fronts(self, shape: Tiling) -> list[ParetoFront]:
         """Options of every span."""
-        return [self.front(shape, index) for index in range(len(self.space.spans))]
+        return [self.front(shape, index) for index in range(len(self.space.groups))]
 
-    def laid_out(self, shape: Candidate, options: tuple[Option, ...]) -> Found:
+    def laid_out(self, shape: Tiling, options: tuple[LayerOption, ...]) -> Solution:
         """With the arena as it will be."""
-        steps = [(way.shape, way.footprint) for option in options for way in option.ways]
-        needs = last_stage(steps, 0, shape.new[0], self.device)
+        steps = [(way.shape, way.footprint) for option in options for way in option.layer_runs]
+        needs = last_stage(steps, 0, shape.step_input[0], self.device)
         tensors, arena = place(needs.tensors)
         stage = replace(needs.memory, arena=arena)
-        memory = replace(self.around(shape), stages=(stage,))
-        prepared = stage.arena + stage.carries + stage.residents
-        return Found(shape, options, tensors, memory, self.edges(shape), self.price * prepared)
+        memory = replace(self.fixed_memory(shape), stages=(stage,))
+        prepared = stage.arena + stage.carries + stage.weights
+        return Solution(shape, options, tensors, memory, self.io_seconds(shape), self.price * prepared)
 
-    def least_memory(self, best: Found, most: float) -> Found:
+    def least_memory(self, best: Solution, most: float) -> Solution:
         """Choose options for the shape of `best` that need less memory within `most` seconds; return `best` if none do.
 
         A higher price of memory gives leaner and slower choices. The highest price within `most` is searched for.
         """
-        shape, fronts = best.candidate, self.fronts(best.candidate)
-        low, high = 0.0, DEAREST
-        for _ in range(PRICES):
+        shape, fronts = best.tiling, self.fronts(best.tiling)
+        low, high = 0.0, MAX_LOG2_PRICE
+        for _ in range(PRICE_STEPS):
             middle = (low + high) / 2
             found = self.laid_out(shape, cheapest(fronts, self.price * 2**middle))
             if found.seconds > most:
                 high = middle
                 continue
             low = middle
-            if self.fits(found) and found.memory.held < best.memory.held:
+            if self.fits(found) and found.memory.device_bytes < best.memory.device_bytes:
                 best = found
         return best
 
     @property
     def price(self) -> float:
         """Seconds before the first step for each byte that the layers keep; 0 on a GPU."""
-        return 1 / self.options.rates.touching if self.device == "cpu" else 0.0
+        return 1 / self.options.rates.first_touch if self.device == "cpu" else 0.0
 
-    def idle(self, shape: Candidate) -> float:
+    def idle_seconds(self, shape: Tiling) -> float:
         """Seconds of a run in which nothing is computed, at the least, however images are split."""
-        return self.edges(shape) + (self.price * shape.undivided if self.price else 0.0)
+        return self.io_seconds(shape) + (self.price * shape.largest_undivided if self.price else 0.0)
 
-    def around(self, shape: Candidate) -> Memory:
+    def fixed_memory(self, shape: Tiling) -> Memory:
         """What a run needs whatever the primitives are."""
-        network, new = self.space.network, shape.new
+        network, new = self.space.network, shape.step_input
         maps_in, maps_out = shape.images * network.input_channels, shape.images * network.output_channels
         reads, writes = shape.steps_of(shape.cover.margin), shape.steps_of(0)
         seen = network.patch_in(shape.patch) if self.masks else None
@@ -319,35 +334,35 @@ class ShapeSearch:
             context=self.context,
         )
 
-    def _patch_bytes(self, shape: Candidate) -> tuple[int, int]:
+    def _patch_bytes(self, shape: Tiling) -> tuple[int, int]:
         """Of what a step reads and of what it writes, as stored."""
         network = self.space.network
-        raw_bytes = shape.images * network.input_channels * prod(shape.new) * self.itemsize_in
+        raw_bytes = shape.images * network.input_channels * prod(shape.step_input) * self.itemsize_in
         return raw_bytes, shape.images * network.output_channels * prod(shape.patch) * self.itemsize_out
 
-    def edges(self, shape: Candidate) -> float:
+    def io_seconds(self, shape: Tiling) -> float:
         """Seconds of a run in which nothing is computed."""
-        return edge_seconds(self.device, sum(self._patch_bytes(shape)))
+        return unhidden_io_seconds(self.device, sum(self._patch_bytes(shape)))
 
     @property
-    def within(self) -> int:
+    def limit(self) -> int:
         """The limit of where the layers run."""
         return self.limits.ram_bytes if self.device == "cpu" else self.limits.vram_bytes or 0
 
-    def fits(self, found: Found) -> bool:
-        return found.memory.over(self.limits) == (0, 0)
+    def fits(self, found: Solution) -> bool:
+        return found.memory.excess(self.limits) == (0, 0)
 
-    def room(self, shape: Candidate) -> int:
+    def budget(self, shape: Tiling) -> int:
         """Bytes for arena, weights, carried planes and allowance; -1 where all else is too much already."""
-        around = self.around(shape)
-        return self.within - around.held if around.over(self.limits) == (0, 0) else -1
+        around = self.fixed_memory(shape)
+        return self.limit - around.device_bytes if around.excess(self.limits) == (0, 0) else -1
 
 
-def _largest_first(shape: Candidate) -> list[int]:
+def _largest_first(shape: Tiling) -> list[int]:
     """Spans, by the bytes of their input and output."""
-    return sorted(range(len(shape.space.spans)), key=shape.moved, reverse=True)
+    return sorted(range(len(shape.space.groups)), key=shape.io_bytes, reverse=True)
 
 
 def _more_pieces(pieces: int, column_seconds: float) -> int:
     """To cut columns into that take so long, cut into `pieces` so far."""
-    return max(pieces + 1, int(min(column_seconds / LOST_SECONDS, MOST_PIECES)))
+    return max(pieces + 1, int(min(column_seconds / MAX_COLUMN_SECONDS, MAX_PIECES)))

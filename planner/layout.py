@@ -65,7 +65,7 @@ def chain(
     tensors = []
     tick, born, images = 0, 0, steps[0][0].batch
     for index, (shape, footprint) in enumerate(steps):
-        parts, planes, apart = images // shape.batch, carried[index], reads_apart(footprint, carried[index])
+        parts, planes, apart = images // shape.batch, carried[index], reads_carry_in_place(footprint, carried[index])
         last = tick + (footprint.stages - 1 if apart else footprint.input_until) if parts == 1 else end
         nbytes = shape.in_bytes // shape.in_shape[1] * (shape.in_shape[1] - planes if apart else shape.in_shape[1])
         tensors.append(Tensor(f"x{first + index}", parts * nbytes, born, last))
@@ -79,7 +79,7 @@ def chain(
     return tuple(tensors)
 
 
-def loops(shapes: Sequence[LayerShape]) -> tuple[int, ...]:
+def sub_batch_counts(shapes: Sequence[LayerShape]) -> tuple[int, ...]:
     """How often each layer runs in a step: once for every part of the images it takes at a time."""
     images, times = shapes[0].batch, []
     for shape in shapes:
@@ -94,18 +94,18 @@ def carried_planes(shapes: Sequence[LayerShape], new: int) -> tuple[int, ...]:
     return tuple(shape.in_shape[1] - planes for shape, planes in zip(shapes, made, strict=True))
 
 
-def reads_apart(footprint: Footprint, planes: int) -> bool:
+def reads_carry_in_place(footprint: Footprint, planes: int) -> bool:
     """The carried planes of a layer's input are not put in front of the new ones: it reads them where they are kept."""
     return footprint.reads_carried and planes > 0
 
 
 def carried_bytes(shapes: Sequence[LayerShape], new: int) -> int:
     """Of all planes that a column keeps from step to step."""
-    carried = zip(loops(shapes), shapes, carried_planes(shapes, new), strict=True)
+    carried = zip(sub_batch_counts(shapes), shapes, carried_planes(shapes, new), strict=True)
     return sum(times * shape.in_bytes // shape.in_shape[1] * planes for times, shape, planes in carried)
 
 
-class Fullest(NamedTuple):
+class ScratchPeaks(NamedTuple):
     """The most scratch that a layer has at a time: in any stage, with its input there, with its output, with both."""
 
     alone: int
@@ -113,13 +113,13 @@ class Fullest(NamedTuple):
     with_output: int
     with_both: int
 
-    def live(self, x_bytes: int, out_bytes: int) -> int:
+    def arena_bytes(self, x_bytes: int, out_bytes: int) -> int:
         """Bytes of the arena in the fullest stage: `live_peak` of the layer's chain, and much faster."""
         x, out = aligned(x_bytes), aligned(out_bytes)
         return max(self.alone, x + self.with_input, out + self.with_output, x + out + self.with_both)
 
 
-def fullest(footprint: Footprint) -> Fullest:
+def scratch_peaks(footprint: Footprint) -> ScratchPeaks:
     """What `footprint` says of the arena; less than nothing where there is no such stage."""
     stages = [0] * footprint.stages
     for _, nbytes, first, last in footprint.scratch:
@@ -129,11 +129,11 @@ def fullest(footprint: Footprint) -> Fullest:
             stages[stage] += occupied
     if footprint.output_from == 0 and footprint.input_until == footprint.stages - 1:
         alone = max(stages)
-        return Fullest(alone, alone, alone, alone)
+        return ScratchPeaks(alone, alone, alone, alone)
     nothing = -(2**62)
     before, after = stages[: footprint.input_until + 1], stages[footprint.output_from :]
     both = stages[footprint.output_from : footprint.input_until + 1]
-    return Fullest(max(stages), max(before), max(after, default=nothing), max(both, default=nothing))
+    return ScratchPeaks(max(stages), max(before), max(after, default=nothing), max(both, default=nothing))
 
 
 def live_peak(tensors: Iterable[Tensor]) -> int:

@@ -36,14 +36,14 @@ class StageMemory:
     device: DeviceKind  # in whose memory the tensors of the stage lie
     arena: Count = 0
     carries: Count = 0  # planes that a column keeps from step to step
-    residents: Count = 0  # prepared weights
+    weights: Count = 0  # prepared weights
     allowance: Count = 0  # what libraries allocate themselves while a layer runs or its weights are prepared
     pinned: Count = 0  # page-locked memory of the process: prepared weights for which the GPU has no room
 
     @property
     def total(self) -> int:
         """Bytes in the memory of the stage's device."""
-        return self.arena + self.carries + self.residents + self.allowance
+        return self.arena + self.carries + self.weights + self.allowance
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Memory:
     context: Count = 0  # of a GPU: what CUDA and its libraries take whatever runs
     handover: Count = 0  # page-locked memory of the process: what the first stage hands over to the second
     devices: Positive = 1  # equal GPUs that run the plan: each takes all of that but the baseline
-    beside: Count = 0  # of the process: what the processor takes that computes beside GPUs
+    cpu_plan: Count = 0  # of the process: what the processor takes that computes beside GPUs
 
     @property
     def device(self) -> DeviceKind:
@@ -83,7 +83,7 @@ class Memory:
     def peak(self) -> int:
         """Bytes of the whole process."""
         moving = self.devices * (self.reading + self.writing + self.pinned)
-        return self.baseline + self.beside + moving + self.handover + self.layers("cpu")
+        return self.baseline + self.cpu_plan + moving + self.handover + self.layers("cpu")
 
     @property
     def vram(self) -> int:
@@ -91,11 +91,11 @@ class Memory:
         return self.layers("gpu") + self.staging + self.context if self.device == "gpu" else 0
 
     @property
-    def held(self) -> int:
+    def device_bytes(self) -> int:
         """Bytes in the memory of the last stage: of the process, or of the GPU."""
         return self.peak if self.device == "cpu" else self.vram
 
-    def over(self, limits: Limits) -> tuple[int, int]:
+    def excess(self, limits: Limits) -> tuple[int, int]:
         """Bytes above the limits, of the process and of the GPU."""
         return max(0, self.peak - limits.ram_bytes), max(0, self.vram - (limits.vram_bytes or 0))
 
@@ -142,7 +142,7 @@ def staging_bytes(raw_bytes: int, out_bytes: int, *, reads: int = STAGED, writes
     return min(STAGED, reads) * aligned(raw_bytes) + min(STAGED, writes) * aligned(out_bytes)
 
 
-def moving_bytes(
+def transfer_bytes(
     network: Network, cover: Cover, patch_in: Vec3, itemsizes: tuple[int, int], *, masks: bool, device: DeviceKind
 ) -> tuple[int, int, int]:
     """All patches on their way: reading, writing, and on a GPU staging, of a run that covers its output so.

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from znnpy.errors import NoPlanError
 from znnpy.messages import option
 from znnpy.network import Network
-from znnpy.planner.layer_search import Found
-from znnpy.planner.layout import fullest
+from znnpy.planner.layer_search import Solution
+from znnpy.planner.layout import scratch_peaks
 from znnpy.planner.memory import mebibytes
-from znnpy.planner.tiling_search import SpaceSearch
-from znnpy.planner.tilings import candidate
+from znnpy.planner.tiling_search import TilingSearch
+from znnpy.planner.tilings import tiling_of
 from znnpy.shapes import text
 
 
-def no_plan(network: Network, searches: Sequence[SpaceSearch], words: str) -> NoPlanError:
+def no_plan(network: Network, searches: Sequence[TilingSearch], words: str) -> NoPlanError:
     """An error that says why nothing fits: the smallest need of all shapes, or a layer that no primitive runs.
 
     words  advice that is added at the end
@@ -25,36 +25,38 @@ def no_plan(network: Network, searches: Sequence[SpaceSearch], words: str) -> No
     if not needs:
         search, layer = found[0]
         assert isinstance(layer, int)
-        refused = candidate(search.space, search.space.network.period).shapes[layer]
+        refused = tiling_of(search.space, search.space.network.period).shapes[layer]
         return NoPlanError(
             f"no primitive runs layer {layer} ({network.layers[layer]}) here: "
             f"{search.options.why_none(refused)}; `znnpy primitives` lists them all"
         )
-    least, search = min(needs, key=lambda need: (sum(need[0].memory.over(need[1].limits)), need[0].memory.held))
+    least, search = min(
+        needs, key=lambda need: (sum(need[0].memory.excess(need[1].limits)), need[0].memory.device_bytes)
+    )
     error = NoPlanError(_nearest_miss(network, search, least) + words)
-    error.needed_bytes, error.needs = least.memory.held, (least.memory.peak, least.memory.vram)
+    error.needed_bytes, error.needs = least.memory.device_bytes, (least.memory.peak, least.memory.vram)
     return error
 
 
-def _nearest_miss(network: Network, search: SpaceSearch, least: Found) -> str:
+def _nearest_miss(network: Network, search: TilingSearch, least: Solution) -> str:
     """Say how far `least`, which needs the least memory, is above the limits, and which limit is enough."""
-    memory, limits, shape = least.memory, search.limits, least.candidate
+    memory, limits, shape = least.memory, search.limits, least.tiling
     most, layer, name = max(
         (
-            fullest(way.footprint).live(way.shape.in_bytes, way.shape.out_bytes) + way.footprint.resident,
+            scratch_peaks(way.footprint).arena_bytes(way.shape.in_bytes, way.shape.out_bytes) + way.footprint.resident,
             first,
             way.primitive.name,
         )
-        for (first, _), way in least.ways
+        for (first, _), way in least.layer_runs
     )
-    kind = f"columns along {'zyx'[search.space.axis]} in steps of" if search.space.walks else "output patches of"
+    kind = f"columns along {'zyx'[search.space.axis]} in steps of" if search.space.streams else "output patches of"
     lacking = [
         (what, limit, need, option(what.lower(), f"{-(-need // 2**20)}M"))
         for what, limit, need, over in zip(
             ("RAM", "VRAM"),
             (limits.ram_bytes, limits.vram_bytes or 0),
             (memory.peak, memory.vram),
-            memory.over(limits),
+            memory.excess(limits),
             strict=True,
         )
         if over

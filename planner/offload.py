@@ -32,43 +32,43 @@ from znnpy.kernels.primitive import Work
 from znnpy.machine import Limits, Machine
 from znnpy.messages import option
 from znnpy.network import Network, Pool
-from znnpy.planner.cost_model import Rates, edge_seconds, seconds
+from znnpy.planner.cost_model import Rates, seconds, unhidden_io_seconds
 from znnpy.planner.found_plan import choice_of, plan_of
-from znnpy.planner.layer_options import Options
-from znnpy.planner.layer_search import LOST_SECONDS, Found
+from znnpy.planner.layer_options import OptionTable
+from znnpy.planner.layer_search import MAX_COLUMN_SECONDS, Solution
 from znnpy.planner.layout import place
 from znnpy.planner.memory import Memory, mebibytes
-from znnpy.planner.offload_sizes import first_steps, next_to
-from znnpy.planner.pareto import Way, total_seconds
+from znnpy.planner.offload_sizes import initial_sizes, neighbouring_sizes
+from znnpy.planner.pareto import LayerRun, total_seconds
 from znnpy.planner.plan import Choice, Plan, Stage, device_of
 from znnpy.planner.stage_search import StageSearch
 from znnpy.planner.stages import handover_buffers, in_host_ram, stage_needs, two_stage_seconds, upload_wait_seconds
 from znnpy.planner.sublayers import DividedPrimitive, Sublayers
-from znnpy.planner.tilings import Candidate, Space, candidate, splits
+from znnpy.planner.tilings import Tiling, TilingSpace, splits, tiling_of
 from znnpy.shapes import LayerShape, Precision, Vec3, text, turned
 
 OffloadMode = Literal["gpu-host", "cpu-to-gpu"]
 
-LENT = 0.75  # share of the GPU's memory beside CUDA's that an offloaded convolution may take
-NEARER = 16  # times that shapes next to the best one are looked at
-LOSING = 2.0  # times the seconds of another plan, or those asked for: no neighbours of a slower plan are looked at
+SUBLAYER_SHARE = 0.75  # share of the GPU's memory beside CUDA's that an offloaded convolution may take
+MAX_MOVES = 16  # times that shapes next to the best one are looked at
+SEED_SLACK = 2.0  # times the seconds of another plan, or those asked for: no neighbours of a slower plan are looked at
 
 
 @dataclass(frozen=True, slots=True)
 class TwoStages:
     """The best of one shape, one cut and one number of images at a time."""
 
-    whole: Candidate
+    tiling: Tiling
     cut: int  # layers of the first stage
-    front: Found
-    back: Found
+    front: Solution
+    back: Solution
     memory: Memory
     stages: tuple[Stage, ...]
     seconds: float  # for the whole output
 
     @property
     def column_seconds(self) -> float:
-        return self.seconds / len(self.whole.cover)
+        return self.seconds / len(self.tiling.cover)
 
 
 @dataclass
@@ -80,8 +80,8 @@ class OffloadSearch:
     machine: Machine
     limits: Limits
     mode: OffloadMode
-    cpu: Options
-    gpu: Options
+    cpu: OptionTable
+    gpu: OptionTable
     itemsize_in: int
     itemsize_out: int
     baseline: int
@@ -94,13 +94,13 @@ class OffloadSearch:
     below: float = inf  # seconds that a plan has to stay below
     sublayers: Sublayers | None = field(init=False)
     _most: float = field(init=False)  # seconds, of a shape that may lead to the best
-    _searches: dict[tuple[Space, tuple[int, int]], StageSearch] = field(default_factory=dict)
-    _seen: set[tuple[Space, Vec3]] = field(default_factory=set)
-    _fronts: dict[Candidate, Found | None] = field(default_factory=dict)
+    _searches: dict[tuple[TilingSpace, tuple[int, int]], StageSearch] = field(default_factory=dict)
+    _seen: set[tuple[TilingSpace, Vec3]] = field(default_factory=set)
+    _fronts: dict[Tiling, Solution | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._most = LOSING * self.below
-        lent = int(LENT * ((self.limits.vram_bytes or 0) - self.context))
+        self._most = SEED_SLACK * self.below
+        lent = int(SUBLAYER_SHARE * ((self.limits.vram_bytes or 0) - self.context))
         self.sublayers = None
         if not self.overlap and self.divided:
             rates = self.cpu.rates, self.gpu.rates
@@ -112,7 +112,7 @@ class OffloadSearch:
     def overlap(self) -> bool:
         return self.mode == "cpu-to-gpu"
 
-    def run(self, spaces: Sequence[Space], patch: Vec3 | None, seeds: Sequence[Plan]) -> Plan:
+    def run(self, spaces: Sequence[TilingSpace], patch: Vec3 | None, seeds: Sequence[Plan]) -> Plan:
         """Return the best plan.
 
         patch  look at this output patch only
@@ -126,51 +126,51 @@ class OffloadSearch:
             found = self._among(space, patches, None)
             if found is not None:
                 begun.append(found)
-                self._most = min(self._most, LOSING * found.seconds)
+                self._most = min(self._most, SEED_SLACK * found.seconds)
         best: TwoStages | None = None
         for found in sorted(begun, key=lambda found: found.seconds):
-            if best is None or found.seconds < LOSING * best.seconds:
+            if best is None or found.seconds < SEED_SLACK * best.seconds:
                 near = self._nearer(found) if patch is None else found
                 best = near if best is None or near.seconds < best.seconds else best
         if self.below < inf and (best is None or best.seconds >= self.below):
             raise NoPlanError(f"mode {self.mode}: no plan was found that takes less than {self.below:.3g} s")
         if best is None:  # what bounds and estimates leave out may still fit
             least = self._least_need(spaces, patch)
-            if least is None or least.memory.over(self.limits) != (0, 0):
+            if least is None or least.memory.excess(self.limits) != (0, 0):
                 raise self._no_plan(least)
             best = least
         return self._plan(best)
 
-    def _starts(self, space: Space, seeds: Sequence[Plan]) -> list[Vec3]:
+    def _starts(self, space: TilingSpace, seeds: Sequence[Plan]) -> list[Vec3]:
         """Return the shapes to begin with in one space."""
-        kind = space.walks, space.axis if space.walks else 0
-        of_seeds = (turned(s.patch_out, space.axis) for s in seeds if (s.walks, s.axis if s.walks else 0) == kind)
-        return [*of_seeds, *first_steps(space)]
+        kind = space.streams, space.axis if space.streams else 0
+        of_seeds = (turned(s.patch_out, space.axis) for s in seeds if (s.streams, s.axis if s.streams else 0) == kind)
+        return [*of_seeds, *initial_sizes(space)]
 
     def _nearer(self, best: TwoStages) -> TwoStages:
         """Move from `best` to the best of the shapes next to it, for as long as one of them is better."""
-        for _ in range(NEARER):
-            better = self._among(best.whole.space, next_to(best.whole), best)
+        for _ in range(MAX_MOVES):
+            better = self._among(best.tiling.space, neighbouring_sizes(best.tiling), best)
             if better is best or better is None:
                 break
             best = better
         return best
 
-    def _among(self, space: Space, patches: Iterable[Vec3], best: TwoStages | None) -> TwoStages | None:
+    def _among(self, space: TilingSpace, patches: Iterable[Vec3], best: TwoStages | None) -> TwoStages | None:
         """Return the best of `best` and of those shapes that were not looked at before."""
         for patch in patches:
             if (space, patch) in self._seen:
                 continue
             self._seen.add((space, patch))
-            best = self._of_shape(candidate(space, patch), best)
+            best = self._of_shape(tiling_of(space, patch), best)
         return best
 
-    def _of_shape(self, whole: Candidate, best: TwoStages | None) -> TwoStages | None:
+    def _of_shape(self, whole: Tiling, best: TwoStages | None) -> TwoStages | None:
         """Return the best of `best` and of one shape. Smaller parts only cost time, except for the memory they save."""
         cuts = []
         for cut in range(1, len(self.network.layers)):
             one, _, front, back = self._stages(whole, cut, (0,))
-            if one.room(front) >= front.largest:
+            if one.budget(front) >= front.largest:
                 cuts.append((self._least(front, back, one.over_link(front)), cut))
         for least, cut in sorted(cuts):
             if least >= self._limit(best):
@@ -190,35 +190,35 @@ class OffloadSearch:
         """Return the seconds below which another plan has to stay."""
         return self._most if best is None else best.seconds
 
-    def _least(self, front: Candidate, back: Candidate, front_seconds: float, back_seconds: float = 0.0) -> float:
+    def _least(self, front: Tiling, back: Tiling, front_seconds: float, back_seconds: float = 0.0) -> float:
         """Return a lower bound on the seconds for the whole output: with overlap, neither stage waits for the other."""
-        upload = back.parts[0] * self._upload_seconds(back)
+        upload = back.sub_batches[0] * self._upload_seconds(back)
         images = front.shapes[-1].out_shape[0]  # the first of which is uploaded before anything is computed
         behind = back_seconds + front.steps[-1] * upload / images
         return max(front_seconds, behind) if self.overlap else front_seconds + behind
 
-    def _short_enough(self, whole: Candidate, cut: int, at_once: tuple[int, ...], below: float) -> TwoStages | None:
+    def _short_enough(self, whole: Tiling, cut: int, at_once: tuple[int, ...], below: float) -> TwoStages | None:
         """Find the fastest of one cut, with columns of several steps shortened to at most LOST_SECONDS."""
         found, pieces = self._of_cut(whole, cut, at_once, below), 1
-        while found is not None and found.column_seconds > LOST_SECONDS and whole.column > whole.patch[0]:
-            pieces = max(pieces + 1, int(found.column_seconds / LOST_SECONDS))
-            whole = whole.cut(pieces)
+        while found is not None and found.column_seconds > MAX_COLUMN_SECONDS and whole.column_planes > whole.patch[0]:
+            pieces = max(pieces + 1, int(found.column_seconds / MAX_COLUMN_SECONDS))
+            whole = whole.shortened(pieces)
             found = self._of_cut(whole, cut, at_once, below)
         return found
 
-    def _of_cut(self, whole: Candidate, cut: int, at_once: tuple[int, ...], below: float) -> TwoStages | None:
+    def _of_cut(self, whole: Tiling, cut: int, at_once: tuple[int, ...], below: float) -> TwoStages | None:
         """Find the fastest primitives of both stages that fit together; None unless faster than `below` seconds.
 
         Where offloaded layers that the GPU computes leave it too little memory, it computes none of them.
         """
         one, other, front, back = self._stages(whole, cut, at_once)
-        if other.quickest(back) >= below or other.room(back) < back.largest:
+        if other.quickest(back) >= below or other.budget(back) < back.largest:
             return None
         ahead = self._ahead(one, front)
         if ahead is None:
             return None
         found = self._fitted(whole, cut, one, other, ahead, back, below)
-        if not self.asked and any(in_host_ram(way.footprint) for _, way in ahead.ways):
+        if not self.asked and any(in_host_ram(way.footprint) for _, way in ahead.layer_runs):
             most = below if found is None else found.seconds
             if found is None or total_seconds(found.back.options) > other.quickest(back):
                 by_host = replace(one, sublayers=None, taken=0)
@@ -228,76 +228,77 @@ class OffloadSearch:
 
     def _fitted(
         self,
-        whole: Candidate,
+        whole: Tiling,
         cut: int,
         one: StageSearch,
         other: StageSearch,
-        ahead: Found,
-        back: Candidate,
+        ahead: Solution,
+        back: Tiling,
         below: float,
     ) -> TwoStages | None:
         """Find the fastest second stage that fits together with the first stage `ahead`."""
-        other.taken = sum(way.footprint.resident for _, way in ahead.ways if in_host_ram(way.footprint))
+        other.taken = sum(way.footprint.resident for _, way in ahead.layer_runs if in_host_ram(way.footprint))
         behind = other.fastest(back, below)
         if behind is not None and behind.memory.pinned:
             one.taken = behind.memory.pinned
-            again = one.fastest(ahead.candidate, below)
+            again = one.fastest(ahead.tiling, below)
             if again is None:
                 return None
             ahead = again
         if behind is None:
             return None
         found = self._two_stages(whole, cut, ahead, behind)
-        return found if found.seconds < below and found.memory.over(self.limits) == (0, 0) else None
+        return found if found.seconds < below and found.memory.excess(self.limits) == (0, 0) else None
 
-    def _ahead(self, one: StageSearch, front: Candidate) -> Found | None:
+    def _ahead(self, one: StageSearch, front: Tiling) -> Solution | None:
         """Find the fastest primitives for offloaded layers, which do not depend on the images that the GPU takes."""
         if front not in self._fronts:
             self._fronts = {front: one.fastest(front)}  # one shape after the other
         return self._fronts[front]
 
-    def _two_stages(self, whole: Candidate, cut: int, front: Found, back: Found) -> TwoStages:
+    def _two_stages(self, whole: Tiling, cut: int, front: Solution, back: Solution) -> TwoStages:
         """Put two stages together, with their memory and the seconds for the whole output."""
-        once = sum(way.parts * way.seconds for _, way in back.ways)
-        wait = upload_wait_seconds(self._upload_seconds(back.candidate), back.candidate.parts[0], once)
+        once = sum(way.sub_batches * way.seconds for _, way in back.layer_runs)
+        wait = upload_wait_seconds(self._upload_seconds(back.tiling), back.tiling.sub_batches[0], once)
         network, patch = whole.space.network, whole.patch
-        edges = self.itemsize_in * network.input_channels * prod(whole.new)
+        edges = self.itemsize_in * network.input_channels * prod(whole.step_input)
         edges += self.itemsize_out * network.output_channels * prod(patch)
         spent = two_stage_seconds(_runs(front), _runs(back), wait, len(whole.cover), overlap=self.overlap)
-        steps = [(way.shape, way.footprint) for found in (front, back) for _, way in found.ways]
+        steps = [(way.shape, way.footprint) for found in (front, back) for _, way in found.layer_runs]
         choices = self._choices(0, front), self._choices(cut, back)
         placed = [
-            (needs.memory, *place(needs.tensors)) for needs in stage_needs(steps, len(choices[0]), whole.new[0], "gpu")
+            (needs.memory, *place(needs.tensors))
+            for needs in stage_needs(steps, len(choices[0]), whole.step_input[0], "gpu")
         ]
         stages = tuple(
             Stage(own.device, chosen, tensors, wait if own.device == "gpu" else 0.0)
             for chosen, (own, tensors, _) in zip(choices, placed, strict=True)
         )
         memory = replace(back.memory, stages=tuple(replace(own, arena=arena) for own, _, arena in placed))
-        return TwoStages(whole, cut, front, back, memory, stages, spent + edge_seconds("gpu", edges))
+        return TwoStages(whole, cut, front, back, memory, stages, spent + unhidden_io_seconds("gpu", edges))
 
-    def _choices(self, first: int, found: Found) -> tuple[Choice, ...]:
+    def _choices(self, first: int, found: Solution) -> tuple[Choice, ...]:
         """Return the choices of a stage, whose first layer is layer `first` of the network."""
-        return tuple(choice_of((first + a, first + b), way, self._rates(way)) for (a, b), way in found.ways)
+        return tuple(choice_of((first + a, first + b), way, self._rates(way)) for (a, b), way in found.layer_runs)
 
-    def _upload_seconds(self, back: Candidate) -> float:
+    def _upload_seconds(self, back: Tiling) -> float:
         """Return the seconds for the upload of one part of what is handed over in a step."""
         shape = back.shapes[0]
-        nbytes = shape.in_bytes // shape.in_shape[1] * back.new[0]
+        nbytes = shape.in_bytes // shape.in_shape[1] * back.step_input[0]
         return seconds((Work("gpu_link", 0.0, float(nbytes)),), self.gpu.rates)
 
     def _stages(
-        self, whole: Candidate, cut: int, at_once: tuple[int, ...]
-    ) -> tuple[StageSearch, StageSearch, Candidate, Candidate]:
+        self, whole: Tiling, cut: int, at_once: tuple[int, ...]
+    ) -> tuple[StageSearch, StageSearch, Tiling, Tiling]:
         """Return the searches and the layers of both stages."""
         one, other = self._search(whole.space, (0, cut)), self._search(whole.space, (cut, len(self.network.layers)))
         front, back = self._front(one.space, whole, cut), self._back(other.space, whole, cut, at_once)
         one.handover = other.handover = handover_buffers(overlap=self.overlap) * front.shapes[-1].out_bytes
-        other.slot = back.shapes[0].in_bytes // back.shapes[0].in_shape[1] * back.new[0]
+        other.slot = back.shapes[0].in_bytes // back.shapes[0].in_shape[1] * back.step_input[0]
         one.taken = other.taken = 0
         return one, other, front, back
 
-    def _search(self, space: Space, stage: tuple[int, int]) -> StageSearch:
+    def _search(self, space: TilingSpace, stage: tuple[int, int]) -> StageSearch:
         """Return the search for the layers of a stage."""
         found = self._searches.get((space, stage))
         if found is None:
@@ -318,12 +319,12 @@ class OffloadSearch:
             )
         return found
 
-    def _front(self, space: Space, whole: Candidate, cut: int) -> Candidate:
+    def _front(self, space: TilingSpace, whole: Tiling, cut: int) -> Tiling:
         """Return the layers of the first stage: all images at a time, in fp32."""
         shapes = tuple(replace(shape, precision="fp32") for shape in whole.shapes[:cut])
-        return Candidate(space, whole.patch, whole.column, shapes, (1,) * cut)
+        return Tiling(space, whole.patch, whole.column_planes, shapes, (1,) * cut)
 
-    def _back(self, space: Space, whole: Candidate, cut: int, at_once: tuple[int, ...]) -> Candidate:
+    def _back(self, space: TilingSpace, whole: Tiling, cut: int, at_once: tuple[int, ...]) -> Tiling:
         """Return the layers of the second stage.
 
         at_once  images at a time of what is handed over, and behind each pooling of these layers; 0: all
@@ -334,22 +335,22 @@ class OffloadSearch:
         before, wanted = images // batch, iter(at_once[1:])
         shapes: list[LayerShape] = []
         parts = []
-        for layer, shape in zip(space.part.layers, whole.shapes[cut:], strict=True):
+        for layer, shape in zip(space.stage_network.layers, whole.shapes[cut:], strict=True):
             shapes.append(replace(shape, batch=batch))
             parts.append(before)
             batch = made = shapes[-1].out_shape[0]
             if isinstance(layer, Pool):
                 batch = min(next(wanted, 0) or made, made)
             before *= made // batch
-        return Candidate(space, whole.patch, whole.column, tuple(shapes), tuple(parts), given.out)
+        return Tiling(space, whole.patch, whole.column_planes, tuple(shapes), tuple(parts), given.out)
 
-    def _images(self, whole: Candidate, cut: int) -> list[tuple[int, ...]]:
+    def _images(self, whole: Tiling, cut: int) -> list[tuple[int, ...]]:
         """Return the numbers of images at a time on the GPU, for `_back`: the most first."""
         images = whole.shapes[cut - 1].out_shape[0]
         if not self.depth_first:
             return [(0,)]
         rest = replace(whole.space, stage=(cut, len(self.network.layers)))
-        later = [at_once for at_once in splits(rest.part)[1:] if any(at_once)]
+        later = [at_once for at_once in splits(rest.stage_network)[1:] if any(at_once)]
         some = [(count,) for count in range(images, 0, -1) if images % count == 0]
         ends = [(images,), (1,)] if images > 1 else [(1,)]
         return [*some, *((*end, *at_once) for end in ends for at_once in later)]
@@ -359,7 +360,7 @@ class OffloadSearch:
             self.network,
             self.machine,
             self.limits,
-            best.whole,
+            best.tiling,
             best.stages,
             best.memory,
             itemsize_in=self.itemsize_in,
@@ -368,14 +369,14 @@ class OffloadSearch:
             feed_threads=self.limits.threads - self.cpu.threads,
         )
 
-    def _rates(self, way: Way) -> Rates:
+    def _rates(self, way: LayerRun) -> Rates:
         return (self.gpu if device_of(way.primitive.name) == "gpu" else self.cpu).rates
 
-    def _least_need(self, spaces: Sequence[Space], patch: Vec3 | None) -> TwoStages | None:
+    def _least_need(self, spaces: Sequence[TilingSpace], patch: Vec3 | None) -> TwoStages | None:
         """Find the smallest need of the smallest shapes; None where no cut leaves layers that both stages run."""
         least: TwoStages | None = None
         for space in spaces:
-            whole = candidate(space, turned(patch, space.axis) if patch else space.network.period)
+            whole = tiling_of(space, turned(patch, space.axis) if patch else space.network.period)
             for cut in range(1, len(self.network.layers)):
                 for at_once in self._images(whole, cut):
                     found = self._leanest(whole, cut, at_once)
@@ -396,22 +397,22 @@ class OffloadSearch:
         error = NoPlanError(
             f"mode {self.mode}: nothing fits in {mebibytes(limits.ram_bytes)} of RAM and "
             f"{mebibytes(limits.vram_bytes or 0)} of VRAM: the smallest need is {mebibytes(needs[0])} and "
-            f"{mebibytes(needs[1])}, with patches of {text(least.whole.patch_out)} and {least.cut} layers on the "
+            f"{mebibytes(needs[1])}, with patches of {text(least.tiling.patch_out)} and {least.cut} layers on the "
             f"host; allow at least {ram} and {vram}"
         )
         error.needs = needs
-        error.needed_bytes = memory.vram if memory.over(limits)[1] else memory.peak
+        error.needed_bytes = memory.vram if memory.excess(limits)[1] else memory.peak
         return error
 
-    def _leanest(self, whole: Candidate, cut: int, at_once: tuple[int, ...]) -> TwoStages | None:
+    def _leanest(self, whole: Tiling, cut: int, at_once: tuple[int, ...]) -> TwoStages | None:
         one, other, front, back = self._stages(whole, cut, at_once)
         ahead, behind = one.leanest(front), other.leanest(back)
         return None if ahead is None or behind is None else self._two_stages(whole, cut, ahead, behind)
 
     def _lacks(self, found: TwoStages) -> tuple[int, int]:
-        return sum(found.memory.over(self.limits)), found.memory.peak + found.memory.vram
+        return sum(found.memory.excess(self.limits)), found.memory.peak + found.memory.vram
 
 
-def _runs(found: Found) -> list[tuple[int, float]]:
+def _runs(found: Solution) -> list[tuple[int, float]]:
     """Return the steps in which each layer runs, and its seconds in one."""
-    return [(way.runs // way.parts, way.parts * way.seconds) for _, way in found.ways]
+    return [(way.executions // way.sub_batches, way.sub_batches * way.seconds) for _, way in found.layer_runs]

@@ -15,14 +15,14 @@ from operator import attrgetter
 from znnpy.kernels.primitive import Footprint, Primitive, Variant
 from znnpy.shapes import LayerShape
 
-EXACT_SPANS = 48  # up to so many spans the choice is exact: the work of the knapsack grows faster than their number
-STEEPEST = 32.0  # logarithm to base 2 of the highest price of weights, over seconds per byte on average
-PRICES = 16  # number of prices of weights that are tried
+EXACT_GROUPS = 48  # up to so many spans the choice is exact: the work of the knapsack grows faster than their number
+MAX_LOG2_PRICE = 32.0  # logarithm to base 2 of the highest price of weights, over seconds per byte on average
+PRICE_STEPS = 16  # number of prices of weights that are tried
 CAPS = 8  # number of limits on the arena, and on allowances, that are tried
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class LayerRun:
     """A primitive for one layer, or for two in one."""
 
     shape: LayerShape
@@ -30,34 +30,34 @@ class Way:
     variant: Variant
     footprint: Footprint
     seconds: float  # of one run
-    parts: int = 1  # runs in a step
-    runs: int = 1  # for the whole output
+    sub_batches: int = 1  # runs in a step
+    executions: int = 1  # for the whole output
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class LayerOption:
     """One way to run the layers of a span, or several one after the other, with all that is weighed."""
 
-    ways: tuple[Way, ...]
+    layer_runs: tuple[LayerRun, ...]
     seconds: float  # for the whole output
     resident: int  # bytes kept between steps: weights, and planes that a column carries
-    live: int  # bytes of the arena in its fullest stage
+    arena_bytes: int  # bytes of the arena in its fullest stage
     allowance: int  # bytes that libraries allocate while it runs
 
     @property
     def pinned(self) -> int:
         """Bytes kept between steps in the process where layers run on a GPU."""
-        return sum(way.footprint.host for way in self.ways)
+        return sum(way.footprint.host for way in self.layer_runs)
 
 
-Front = tuple[Option, ...]  # options of one span that no other beats, fastest first
+ParetoFront = tuple[LayerOption, ...]  # options of one span that no other beats, fastest first
 
 
 # All that is weighed of an option, in the order of its fields, and what is pinned.
-Weighed = tuple[float, int, int, int, int]
+OptionCosts = tuple[float, int, int, int, int]
 
 
-def unbeaten(weighed: Iterable[Weighed]) -> list[int]:
+def undominated(weighed: Iterable[OptionCosts]) -> list[int]:
     """Indices of those that no other beats, fastest first; of equal ones the first. Most of those given are beaten."""
     found: list[int] = []
     kept: list[tuple[int, int, int, int]] = []
@@ -72,51 +72,54 @@ def unbeaten(weighed: Iterable[Weighed]) -> list[int]:
     return found
 
 
-def front(options: Iterable[Option]) -> Front:
+def pareto_front(options: Iterable[LayerOption]) -> ParetoFront:
     """Those that no other beats, fastest first."""
     options = tuple(options)
-    best = unbeaten((o.seconds, o.resident, o.live, o.allowance, o.pinned) for o in options)
+    best = undominated((o.seconds, o.resident, o.arena_bytes, o.allowance, o.pinned) for o in options)
     return tuple(options[index] for index in best)
 
 
-def in_turn(first: Front, second: Front) -> Front:
+def in_sequence(first: ParetoFront, second: ParetoFront) -> ParetoFront:
     """Every option of one layer followed by every option of the next, less those that another beats."""
     pairs = [*product([(a, a.pinned) for a in first], [(b, b.pinned) for b in second])]
     weighed = [
         (
             a.seconds + b.seconds,
             a.resident + b.resident,
-            max(a.live, b.live),
+            max(a.arena_bytes, b.arena_bytes),
             max(a.allowance, b.allowance),
             pinned_a + pinned_b,
         )
         for (a, pinned_a), (b, pinned_b) in pairs
     ]
-    return tuple(Option(pairs[i][0][0].ways + pairs[i][1][0].ways, *weighed[i][:4]) for i in unbeaten(weighed))
+    return tuple(
+        LayerOption(pairs[i][0][0].layer_runs + pairs[i][1][0].layer_runs, *weighed[i][:4])
+        for i in undominated(weighed)
+    )
 
 
-def total_seconds(options: Iterable[Option]) -> float:
+def total_seconds(options: Iterable[LayerOption]) -> float:
     """Of all spans."""
     return sum(option.seconds for option in options)
 
 
-def total_bytes(options: Sequence[Option]) -> int:
+def total_bytes(options: Sequence[LayerOption]) -> int:
     """Prepared weights of all layers, arena and allowance of the fullest."""
     return (
         sum(option.resident for option in options)
-        + max(option.live for option in options)
+        + max(option.arena_bytes for option in options)
         + max(option.allowance for option in options)
     )
 
 
-def fastest(fronts: Sequence[Front]) -> tuple[Option, ...]:
+def fastest(fronts: Sequence[ParetoFront]) -> tuple[LayerOption, ...]:
     """One option per span, whatever they need."""
     return tuple(options[0] for options in fronts)
 
 
 def fastest_within(
-    fronts: Sequence[Front], room: int, below: float = inf, price: float = 0.0
-) -> tuple[Option, ...] | None:
+    fronts: Sequence[ParetoFront], room: int, below: float = inf, price: float = 0.0
+) -> tuple[LayerOption, ...] | None:
     """One option per span: the fastest that need at most `room` bytes together; None unless below `below` seconds.
 
     price  seconds that each byte of weights and of the arena adds
@@ -125,11 +128,11 @@ def fastest_within(
     a knapsack of weights. With more spans it may be a little slower than the fastest.
     """
     chosen = cheapest(fronts, price)
-    if cost(chosen, price) >= below:
+    if priced_seconds(chosen, price) >= below:
         return None
     if total_bytes(chosen) <= room:
         return chosen
-    if len(fronts) > EXACT_SPANS:
+    if len(fronts) > EXACT_GROUPS:
         return _nearly_fastest_within(fronts, room, below, price)
     if price:
         priced = [[(replace(o, seconds=o.seconds + price * o.resident), o) for o in options] for options in fronts]
@@ -140,61 +143,65 @@ def fastest_within(
     return _fastest_within(fronts, room, below, 0.0)
 
 
-def _nearly_fastest_within(fronts: Sequence[Front], room: int, below: float, price: float) -> tuple[Option, ...] | None:
+def _nearly_fastest_within(
+    fronts: Sequence[ParetoFront], room: int, below: float, price: float
+) -> tuple[LayerOption, ...] | None:
     """Make the choice of `fastest_within` for many spans, a little slower than the fastest.
 
-    A few limits on allowances and on the arena are tried; for each of them `_lightened` chooses.
+    A few limits on allowances and on the arena are tried; for each of them `_choose_by_price` chooses.
     """
     best = None
-    for allowance in _some_caps(fronts, _ALLOWANCE, room):
+    for allowance in _few_caps(fronts, _ALLOWANCE, room):
         calm = [tuple(o for o in options if o.allowance <= allowance) for options in fronts]
-        if cost(cheapest(calm, price), price) >= below:
+        if priced_seconds(cheapest(calm, price), price) >= below:
             break  # and slower still below smaller caps
-        for live in _some_caps(calm, _LIVE, room - allowance):
-            allowed = [tuple(o for o in options if o.live <= live) for options in calm]
-            found = _lightened(allowed, room - allowance - live, price)
-            if found is not None and cost(found, price) < below:
-                best, below = found, cost(found, price)
+        for live in _few_caps(calm, _LIVE, room - allowance):
+            allowed = [tuple(o for o in options if o.arena_bytes <= live) for options in calm]
+            found = _choose_by_price(allowed, room - allowance - live, price)
+            if found is not None and priced_seconds(found, price) < below:
+                best, below = found, priced_seconds(found, price)
     return best
 
 
-def _some_caps(fronts: Sequence[Front], what: Callable[[Option], int], most: int) -> list[int]:
+def _few_caps(fronts: Sequence[ParetoFront], what: Callable[[LayerOption], int], most: int) -> list[int]:
     """About CAPS values of `what`, from `most` down, that leave every span an option."""
     floor = max(min(what(option) for option in options) for options in fronts)
     caps = sorted({value for options in fronts for o in options if floor <= (value := what(o)) <= most}, reverse=True)
     return sorted({*caps[:: max(1, len(caps) // CAPS)], *caps[-1:]}, reverse=True)
 
 
-def _lightened(fronts: Sequence[Front], room: int, price: float) -> tuple[Option, ...] | None:
+def _choose_by_price(fronts: Sequence[ParetoFront], room: int, price: float) -> tuple[LayerOption, ...] | None:
     """Choose options whose weights take at most `room` bytes; None where there are none.
 
     Weights get a price, the lowest at which the cheapest options fit. What is then left of `room` is given to the spans
     that save most time with it.
     """
 
-    def chosen(dear: float) -> tuple[Option, ...]:
+    def chosen(dear: float) -> tuple[LayerOption, ...]:
         return tuple(min(options, key=lambda o: (o.seconds + dear * o.resident, o.resident)) for options in fronts)
 
     heavy = chosen(price)
-    if _weights(heavy) <= room:
+    if _resident_bytes(heavy) <= room:
         return heavy
     light = tuple(min(options, key=lambda o: (o.resident, o.seconds)) for options in fronts)
-    if _weights(light) > room:
+    if _resident_bytes(light) > room:
         return None
-    scale, low, high = total_seconds(light) / max(1, room), -STEEPEST, STEEPEST
-    for _ in range(PRICES):
+    scale, low, high = total_seconds(light) / max(1, room), -MAX_LOG2_PRICE, MAX_LOG2_PRICE
+    for _ in range(PRICE_STEPS):
         middle = (low + high) / 2
         found = chosen(price + scale * 2**middle)
-        if _weights(found) > room:
+        if _resident_bytes(found) > room:
             low, heavy = middle, found
         else:
             high, light = middle, found
-    return _filled(light, heavy, room, price)
+    return _spend_rest(light, heavy, room, price)
 
 
-def _filled(light: Sequence[Option], heavy: Sequence[Option], room: int, price: float) -> tuple[Option, ...]:
+def _spend_rest(
+    light: Sequence[LayerOption], heavy: Sequence[LayerOption], room: int, price: float
+) -> tuple[LayerOption, ...]:
     """Replace options of `light` by those of `heavy` as long as weights fit, most time saved for each byte first."""
-    filled, left, gains = list(light), room - _weights(light), []
+    filled, left, gains = list(light), room - _resident_bytes(light), []
     for span, (slow, fast) in enumerate(zip(light, heavy, strict=True)):
         more = fast.resident - slow.resident
         saved = slow.seconds - fast.seconds - price * more
@@ -206,25 +213,27 @@ def _filled(light: Sequence[Option], heavy: Sequence[Option], room: int, price: 
     return tuple(filled)
 
 
-def _weights(options: Iterable[Option]) -> int:
+def _resident_bytes(options: Iterable[LayerOption]) -> int:
     return sum(option.resident for option in options)
 
 
-def _fastest_within(fronts: Sequence[Front], room: int, below: float, price: float) -> tuple[Option, ...] | None:
+def _fastest_within(
+    fronts: Sequence[ParetoFront], room: int, below: float, price: float
+) -> tuple[LayerOption, ...] | None:
     """The choice of `fastest_within`, where `price` is what a byte of the arena adds."""
     best = None
-    for calm, allowance in _capped(fronts, _ALLOWANCE, room):
-        least_live = max(min(option.live for option in options) for options in calm)
+    for calm, allowance in _under_caps(fronts, _ALLOWANCE, room):
+        least_live = max(min(option.arena_bytes for option in options) for options in calm)
         cap = room - allowance
         while cap >= least_live:
-            allowed = [tuple(option for option in options if option.live <= cap) for options in calm]
+            allowed = [tuple(option for option in options if option.arena_bytes <= cap) for options in calm]
             ideal = fastest(allowed)
             if total_seconds(ideal) + price * least_live >= below:
                 break  # and slower still below smaller caps
-            live = max(option.live for option in ideal)
-            found: tuple[Option, ...] | None = ideal
+            live = max(option.arena_bytes for option in ideal)
+            found: tuple[LayerOption, ...] | None = ideal
             if live + sum(option.resident for option in ideal) > room - allowance:
-                live = max(option.live for options in allowed for option in options)
+                live = max(option.arena_bytes for options in allowed for option in options)
                 found = _knapsack(allowed, room - allowance - live, below - price * live)
             if found is not None and total_seconds(found) + price * live < below:
                 best, below = found, total_seconds(found) + price * live
@@ -232,23 +241,25 @@ def _fastest_within(fronts: Sequence[Front], room: int, below: float, price: flo
     return best
 
 
-def cheapest(fronts: Sequence[Front], price: float) -> tuple[Option, ...]:
+def cheapest(fronts: Sequence[ParetoFront], price: float) -> tuple[LayerOption, ...]:
     """Choose one option per span, the cheapest where each byte of weights and of the arena adds `price` seconds.
 
     Any other choice that is faster needs more weights or a larger arena. Exact; allowances are not priced.
     """
-    costs = ((o.live, span, o.seconds + price * o.resident) for span, options in enumerate(fronts) for o in options)
+    costs = (
+        (o.arena_bytes, span, o.seconds + price * o.resident) for span, options in enumerate(fronts) for o in options
+    )
     _, cap = least_cost(costs, len(fronts), price)
 
-    def rank(option: Option) -> tuple[float, float]:
+    def rank(option: LayerOption) -> tuple[float, float]:
         return option.seconds + price * option.resident, option.seconds
 
-    return tuple(min((o for o in options if o.live <= cap), key=rank) for options in fronts)
+    return tuple(min((o for o in options if o.arena_bytes <= cap), key=rank) for options in fronts)
 
 
-def cost(options: Sequence[Option], price: float) -> float:
+def priced_seconds(options: Sequence[LayerOption], price: float) -> float:
     """Return the seconds of all spans, and `price` seconds for each byte of weights and of the arena."""
-    held = sum(option.resident for option in options) + max(option.live for option in options)
+    held = sum(option.resident for option in options) + max(option.arena_bytes for option in options)
     return total_seconds(options) + price * held
 
 
@@ -270,19 +281,19 @@ def least_cost(costs: Iterable[tuple[int, int, float]], spans: int, price: float
     return least, cap
 
 
-def smallest(fronts: Sequence[Front]) -> tuple[Option, ...]:
+def smallest(fronts: Sequence[ParetoFront]) -> tuple[LayerOption, ...]:
     """One option per span: those that need the fewest bytes together."""
-    return min((_lightest(calm) for calm, _ in _capped(fronts, _ALLOWANCE)), key=total_bytes)
+    return min((_least_weights(calm) for calm, _ in _under_caps(fronts, _ALLOWANCE)), key=total_bytes)
 
 
-def _lightest(fronts: Sequence[Front]) -> tuple[Option, ...]:
+def _least_weights(fronts: Sequence[ParetoFront]) -> tuple[LayerOption, ...]:
     """The same without allowances: the least weights under the best limit on the fullest layer."""
-    weights = ((o.live, span, o.resident) for span, options in enumerate(fronts) for o in options)
+    weights = ((o.arena_bytes, span, o.resident) for span, options in enumerate(fronts) for o in options)
     _, limit = least_cost(weights, len(fronts), 1)
-    return tuple(min((o for o in options if o.live <= limit), key=lambda o: o.resident) for options in fronts)
+    return tuple(min((o for o in options if o.arena_bytes <= limit), key=lambda o: o.resident) for options in fronts)
 
 
-def relaxed(layers: Sequence[Sequence[tuple[float, int]]], room: int, enough: float = inf) -> float:
+def knapsack_bound(layers: Sequence[Sequence[tuple[float, int]]], room: int, enough: float = inf) -> float:
     """A lower bound on the seconds of one (seconds, bytes) pair per layer whose bytes add to at most `room`.
 
     The Lagrangian dual of the knapsack: with a price on bytes the layers separate. Infinite when nothing fits.
@@ -292,7 +303,7 @@ def relaxed(layers: Sequence[Sequence[tuple[float, int]]], room: int, enough: fl
     if sum([min([nbytes for _, nbytes in pairs]) for pairs in layers]) > room:
         return inf
     best, low, high, price = 0.0, 0.0, inf, 0.0
-    for _ in range(_PRICES):
+    for _ in range(PRICE_STEPS):
         seconds, nbytes = 0.0, 0
         for pairs in layers:
             spent, held = pairs[0]
@@ -315,17 +326,17 @@ def relaxed(layers: Sequence[Sequence[tuple[float, int]]], room: int, enough: fl
     return best
 
 
-_PRICES = 16  # tried in `relaxed`: the bound is then within a few per cent of the best price's
+PRICE_STEPS = 16  # tried in `knapsack_bound`: the bound is then within a few per cent of the best price's
 
 
-_RANK: Callable[[Option], tuple[float, int]] = attrgetter("seconds", "resident")
-_ALLOWANCE: Callable[[Option], int] = attrgetter("allowance")
-_LIVE: Callable[[Option], int] = attrgetter("live")
+_RANK: Callable[[LayerOption], tuple[float, int]] = attrgetter("seconds", "resident")
+_ALLOWANCE: Callable[[LayerOption], int] = attrgetter("allowance")
+_LIVE: Callable[[LayerOption], int] = attrgetter("live")
 
 
-def _capped(
-    fronts: Sequence[Front], what: Callable[[Option], int], most: float = inf
-) -> Iterator[tuple[list[Front], int]]:
+def _under_caps(
+    fronts: Sequence[ParetoFront], what: Callable[[LayerOption], int], most: float = inf
+) -> Iterator[tuple[list[ParetoFront], int]]:
     """Fronts cut to each cap on `what`, from `most` down, that leaves every span an option; and the cap."""
     for cap in sorted({what(option) for options in fronts for option in options}, reverse=True):
         if cap <= most:
@@ -336,14 +347,14 @@ def _capped(
             fronts = allowed
 
 
-def _knapsack(fronts: Sequence[Front], room: int, below: float) -> tuple[Option, ...] | None:
+def _knapsack(fronts: Sequence[ParetoFront], room: int, below: float) -> tuple[LayerOption, ...] | None:
     """The fastest choice below `below` seconds whose weights fit in `room`: Pareto fronts merged layer by layer."""
     ideal = fastest(fronts)
     if sum(option.resident for option in ideal) <= room:
         return ideal if total_seconds(ideal) < below else None
     lightest = [min(o.resident for o in options) for options in fronts]
     later_bytes, later_seconds = sum(lightest), total_seconds(ideal)
-    states: list[tuple[float, int, tuple[Option, ...]]] = [(0.0, 0, ())]  # seconds, weights, chosen so far
+    states: list[tuple[float, int, tuple[LayerOption, ...]]] = [(0.0, 0, ())]  # seconds, weights, chosen so far
     for options, light in zip(fronts, lightest, strict=True):
         later_bytes -= light
         later_seconds -= options[0].seconds

@@ -16,9 +16,9 @@ from znnpy.kernels.primitive import Variant
 from znnpy.machine import Limits
 from znnpy.messages import excerpt
 from znnpy.patches import Box, Column, Cover
-from znnpy.planner.cost_model import edge_seconds
-from znnpy.planner.json_file import Document
-from znnpy.planner.layout import Count, Positive, loops
+from znnpy.planner.cost_model import unhidden_io_seconds
+from znnpy.planner.json_file import JsonFile
+from znnpy.planner.layout import Count, Positive, sub_batch_counts
 from znnpy.planner.layout import Tensor as Tensor
 from znnpy.planner.memory import DeviceKind
 from znnpy.planner.memory import Memory as Memory
@@ -60,7 +60,7 @@ class Choice:
     device: DeviceKind
     variant: Variant
     seconds: Seconds  # of one run, with what it carries from step to step
-    runs: Positive  # for the whole output
+    executions: Positive  # for the whole output
     measured: bool  # else estimated from work and rates
     fitted: bool  # all rates of its work were measured; else some are assumed
     resident_bytes: Count
@@ -89,8 +89,8 @@ class RunnerUp:
 
     patch_out: Size
     axis: Axis
-    column: Count
-    parts: tuple[Positive, ...]  # as `Plan.parts`
+    column_planes: Count
+    sub_batches: tuple[Positive, ...]  # as `Plan.sub_batches`
     voxels_per_second: Seconds
     waste: Annotated[float, Field(gt=0, allow_inf_nan=False)]  # work done over the work that no border would need
     over_bytes: Count  # of the process above its limit; 0 here and of the GPU: it fits and is slower
@@ -98,14 +98,14 @@ class RunnerUp:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class Alternative:
     """The best plan of another kind: columns or patches, depth first or not, on another device."""
 
     device: DeviceKind
     best: RunnerUp
     ram_bytes: Count  # of the process, above its limit where `best` does not fit
     vram_bytes: Count
-    why: str  # it was not taken, in words
+    reason: str  # it was not taken, in words
     scheme: str = ""  # what is told of patches that no session runs (`schemes`)
 
 
@@ -125,7 +125,7 @@ class Plan:
     patch_out: Size  # dense output of one step
     patch_in: Size  # what a step reads: in a column that walks, only planes that no step before it has read
     axis: Axis  # along which columns walk; shapes of choices have it first
-    column: Count  # output planes of a column along it; 0: patches, each computed for itself
+    column_planes: Count  # output planes of a column along it; 0: patches, each computed for itself
     stages: Annotated[tuple[Stage, ...], Field(min_length=1, max_length=2)]
     memory: Memory
     itemsize_in: Positive  # bytes per voxel of the volume as stored
@@ -134,10 +134,12 @@ class Plan:
     rigor: Rigor
     other: RunnerUp | None  # the best columns where patches are planned, and the best patches where columns are
     runners_up: tuple[RunnerUp, ...]
-    kinds: tuple[Kind, ...] = ()  # as far as they were asked for
-    elsewhere: str | None = None  # name of the machine it was made for, where it was made on another
-    alone: Seconds | None = None  # of several devices: that of one GPU, or of all GPUs without the processor
-    beside: Plan | None = None  # the processor's, for cells of one step that lie behind each other along the axis
+    alternatives: tuple[Alternative, ...] = ()  # as far as they were asked for
+    made_for: str | None = None  # name of the machine it was made for, where it was made on another
+    single_device_seconds: Seconds | None = (
+        None  # of several devices: that of one GPU, or of all GPUs without the processor
+    )
+    cpu_plan: Plan | None = None  # the processor's, for cells of one step that lie behind each other along the axis
     overlap: bool = False  # the first stage computes a step while the second is at the step before
     feed_threads: Annotated[int, Field(ge=0)] = 0  # of the threads allowed: they feed the GPU and compute nothing
     preparing_seconds: Annotated[float, Field(ge=0, lt=1e12)] = 0.0  # before the first step, to touch memory
@@ -146,9 +148,9 @@ class Plan:
     def __post_init__(self) -> None:
         if self.device == "gpu" and self.limits.vram_bytes is None:
             raise ValueError("its layers run on a GPU, and it has no limit for the memory there")
-        if (self.memory.beside > 0) != (self.beside is not None):
+        if (self.memory.cpu_plan > 0) != (self.cpu_plan is not None):
             raise ValueError("memory is promised for a plan beside it exactly where there is one")
-        if self.beside is not None and (self.device, self.beside.device) != ("gpu", "cpu"):
+        if self.cpu_plan is not None and (self.device, self.cpu_plan.device) != ("gpu", "cpu"):
             raise ValueError("beside a plan is one for the processor, and it is for the GPU")
         if self.feed_threads >= self.limits.threads:
             raise ValueError(f"{self.feed_threads} of {self.limits.threads} threads feed the GPU, and none computes")
@@ -160,7 +162,7 @@ class Plan:
 
     def __repr__(self) -> str:
         """One line; `explain` gives the whole plan as text."""
-        how = f"columns in steps of {text(self.patch_out)}" if self.walks else f"patches of {text(self.patch_out)}"
+        how = f"columns in steps of {text(self.patch_out)}" if self.streams else f"patches of {text(self.patch_out)}"
         return (
             f"<Plan of {excerpt(self.network_name, 60)} for {text(self.output)} voxels: {self.columns} {how}, "
             f"{self.seconds:,.3g} s, {self.memory.peak / 2**20:,.0f} MiB, mode {self.mode}>"
@@ -197,14 +199,14 @@ class Plan:
         return self.stages[0].choices[-1].shape.out_bytes if len(self.stages) > 1 else 0
 
     @property
-    def walks(self) -> bool:
+    def streams(self) -> bool:
         """Columns of more than one step: every layer keeps the last planes of its input for the next."""
-        return self.column > 0
+        return self.column_planes > 0
 
     @property
-    def parts(self) -> tuple[int, ...]:
+    def sub_batches(self) -> tuple[int, ...]:
         """How often each choice runs in a step: more than once where a part of the fragments is run at a time."""
-        return loops([choice.shape for choice in self.choices])
+        return sub_batch_counts([choice.shape for choice in self.choices])
 
     @property
     def compute_threads(self) -> int:
@@ -219,14 +221,14 @@ class Plan:
     @property
     def stage_seconds(self) -> tuple[float, ...]:
         """Predicted seconds of each stage in such a step, with its wait for what is handed over."""
-        parts = iter(self.parts)
+        parts = iter(self.sub_batches)
         return tuple(
             stage.wait_seconds
             + sum(times * choice.seconds for choice, times in zip(stage.choices, parts, strict=False))
             for stage in self.stages
         )
 
-    def work_ahead(self, network: Network) -> tuple[float, ...]:
+    def warmup_work(self, network: Network) -> tuple[float, ...]:
         """Of each step of a column before its output begins: its seconds over those of a step in which all layers run.
 
         A layer runs from the first step on of which it computes a plane that the output depends on.
@@ -234,11 +236,11 @@ class Plan:
         margins = [network.margins[choice.layers[1] + 1][self.axis] for choice in self.choices]
         steps = self.cover(network).ahead
         thick = self.patch_out[self.axis]
-        whole = sum(times * choice.seconds for times, choice in zip(self.parts, self.choices, strict=True))
+        whole = sum(times * choice.seconds for times, choice in zip(self.sub_batches, self.choices, strict=True))
         return tuple(
             sum(
                 times * choice.seconds
-                for times, choice, margin in zip(self.parts, self.choices, margins, strict=True)
+                for times, choice, margin in zip(self.sub_batches, self.choices, margins, strict=True)
                 if before * thick < margin + thick
             )
             / whole
@@ -249,7 +251,7 @@ class Plan:
     def prepared_bytes(self) -> int:
         """Bytes of weights and tensors of the last stage that are written to before the first step."""
         stage = self.memory.last
-        return stage.arena + stage.carries + stage.residents
+        return stage.arena + stage.carries + stage.weights
 
     @property
     def devices(self) -> int:
@@ -261,7 +263,7 @@ class Plan:
         """On which devices layers run, and how."""
         if len(self.stages) > 1:
             return "cpu-to-gpu" if self.overlap else "gpu-host"
-        return self.device if self.beside is None else "side-by-side"
+        return self.device if self.cpu_plan is None else "side-by-side"
 
     @property
     def seconds(self) -> float:
@@ -269,7 +271,7 @@ class Plan:
 
         Of several devices, that of the one with the most columns; side by side, of the one that ends last.
         """
-        if self.beside is None:
+        if self.cpu_plan is None:
             return self.preparing_seconds + self.seconds_for(ceil(self.columns / self.devices) / self.columns)
         from znnpy.planner import co_execution  # here: it is of plans
 
@@ -282,27 +284,27 @@ class Plan:
         The first across the axis are as wide as the processor's patch, those behind them as wide as the columns of a
         GPU that fit into it: what no column of a GPU is filled by may be the processor's.
         """
-        assert self.beside is not None, "only side by side"
-        first = self.beside.patch_out
+        assert self.cpu_plan is not None, "only side by side"
+        first = self.cpu_plan.patch_out
         z, y, x = (max(1, size // step) * step for size, step in zip(first, self.patch_out, strict=True))
         return Cover(self.output, first, later=(z, y, x))
 
     @property
-    def dealt(self) -> int:
+    def cpu_items(self) -> int:
         """Cells that the processor computes, if it is as fast as predicted, while GPUs compute the others."""
         from znnpy.planner import co_execution  # here: it is of plans
 
-        return co_execution.dealt(self)
+        return co_execution.cpu_items(self)
 
     @property
     def seconds_to_begin(self) -> float:
         """Predicted for a column before its output begins."""
-        if not self.walks:
+        if not self.streams:
             return 0.0
-        whole, rest = divmod(self.output[self.axis], self.column)
+        whole, rest = divmod(self.output[self.axis], self.column_planes)
         thick, row = self.patch_out[self.axis], whole + (rest > 0)  # columns behind each other
-        steps = whole * (self.column // thick) - (-rest // thick)
-        spent = sum(choice.runs * choice.seconds for choice in self.choices) * row / self.columns
+        steps = whole * (self.column_planes // thick) - (-rest // thick)
+        spent = sum(choice.executions * choice.seconds for choice in self.choices) * row / self.columns
         return max(0.0, spent - steps * self.seconds_per_step) / row
 
     def seconds_for(self, share: float) -> float:
@@ -313,24 +315,30 @@ class Plan:
         last = min(self.devices, self.columns) * self.itemsize_out * maps_out * voxels_out  # one thread writes them all
         edges = images * (self.itemsize_in * maps_in * voxels_in + last)
         if len(self.stages) == 1:
-            return share * sum(c.runs * c.seconds for c in self.choices) + edge_seconds(self.device, edges)
-        ran = [(c.runs // times, times * c.seconds) for times, c in zip(self.parts, self.choices, strict=True)]
+            return share * sum(c.executions * c.seconds for c in self.choices) + unhidden_io_seconds(self.device, edges)
+        ran = [
+            (c.executions // times, times * c.seconds) for times, c in zip(self.sub_batches, self.choices, strict=True)
+        ]
         front, back, wait = ran[: self.offloaded], ran[self.offloaded :], self.stages[1].wait_seconds
-        return two_stage_seconds(front, back, wait, self.columns, overlap=self.overlap) + edge_seconds("gpu", edges)
+        return two_stage_seconds(front, back, wait, self.columns, overlap=self.overlap) + unhidden_io_seconds(
+            "gpu", edges
+        )
 
     @property
     def waste(self) -> float:
         """Work done over the work that no border would need."""
-        return waste(self.output, [(choice.shape, choice.seconds, choice.runs) for choice in self.choices])
+        return waste(self.output, [(choice.shape, choice.seconds, choice.executions) for choice in self.choices])
 
-    def covering(self, output: Vec3, network: Network, memory: Memory) -> Plan:
+    def for_output(self, output: Vec3, network: Network, memory: Memory) -> Plan:
         """The same for an output of another size, in a process that takes other memory."""
-        here = replace(self, output=output, memory=replace(memory, beside=self.memory.beside), alone=None)
+        here = replace(
+            self, output=output, memory=replace(memory, cpu_plan=self.memory.cpu_plan), single_device_seconds=None
+        )
         cover, ahead = here.cover(network), [margin[self.axis] for margin in network.margins]
-        parts = iter(self.parts)
+        parts = iter(self.sub_batches)
 
         def covering(choice: Choice) -> Choice:
-            return replace(choice, runs=next(parts) * cover.steps(ahead[choice.layers[1] + 1]))
+            return replace(choice, executions=next(parts) * cover.steps(ahead[choice.layers[1] + 1]))
 
         return replace(here.with_choices(covering), columns=len(cover))
 
@@ -342,16 +350,16 @@ class Plan:
     def cover(self, network: Network) -> Cover:
         """The columns of a run."""
         margin = network.field_of_view[self.axis] - 1
-        return Cover(self.output, self.patch_out, self.axis, self.column, margin)
+        return Cover(self.output, self.patch_out, self.axis, self.column_planes, margin)
 
-    def within(self, box: Box, network: Network) -> tuple[Column, ...]:
+    def columns_in(self, box: Box, network: Network) -> tuple[Column, ...]:
         """The same for a part of the output."""
         columns = replace(self, output=box.size).cover(network)
         return tuple(column.shifted(box.lo) for column in columns)
 
-    def parts_of(self, network: Network) -> Cover:
+    def work_items(self, network: Network) -> Cover:
         """What a run takes in turn, and records when it is written: columns, or cells side by side."""
-        return self.cover(network) if self.beside is None else self.cells
+        return self.cover(network) if self.cpu_plan is None else self.cells
 
     @property
     def voxels_per_second(self) -> float:
@@ -412,14 +420,14 @@ class Plan:
         validate.check_shapes(self, network)
         footprints = [validate.footprint_of(index, self, machine, table) for index in range(len(self.choices))]
         validate.check_memory(self, footprints)
-        if self.beside is not None:
-            validate.check_beside(self, self.beside, network, machine, table)
+        if self.cpu_plan is not None:
+            validate.check_cpu_plan(self, self.cpu_plan, network, machine, table)
         validate.check_limits(self, machine, ram_bytes, vram_bytes)
 
 
 def check_stages(plan: Plan) -> None:
     """Raise ValueError for two stages that no session runs."""
-    if plan.beside is not None:
+    if plan.cpu_plan is not None:
         raise ValueError(
             "layers are offloaded to the host, and the processor has a plan of its own: choose one of both"
         )
@@ -432,7 +440,7 @@ def check_stages(plan: Plan) -> None:
     front = plan.stages[0].choices
     if plan.overlap and any(choice.device != "cpu" for choice in front):
         raise ValueError("the GPU computes layers of the first stage, so it cannot be at the step before meanwhile")
-    if any(parts > 1 for parts in plan.parts[: len(front)]):
+    if any(parts > 1 for parts in plan.sub_batches[: len(front)]):
         raise ValueError("layers of the first stage take all images at a time")
     if plan.precision == "fp16":
         raise ValueError("what is handed over is in float32, and the plan is in fp16: choose tf32")
@@ -449,10 +457,10 @@ def waste(output: Vec3, layers: Sequence[tuple[LayerShape, float, int]]) -> floa
     return done / needed if needed else 1.0
 
 
-def patch_in(network: Network, out: Vec3, axis: int, *, walks: bool) -> Vec3:
+def patch_in(network: Network, out: Vec3, axis: int, *, streams: bool) -> Vec3:
     """What a step with the dense output `out` reads: of a column that walks along `axis`, only what is new."""
     z, y, x = (
-        size if walks and i == axis else grown
+        size if streams and i == axis else grown
         for i, (size, grown) in enumerate(zip(out, network.patch_in(out), strict=True))
     )
     return z, y, x
@@ -469,5 +477,5 @@ def _adapter() -> TypeAdapter[Plan]:
 
 
 @cache
-def _document() -> Document[Plan]:
-    return Document("plan file", "the plan is", FORMAT, AGAIN, "znnpy plan NETWORK --out", _adapter)
+def _document() -> JsonFile[Plan]:
+    return JsonFile("plan file", "the plan is", FORMAT, AGAIN, "znnpy plan NETWORK --out", _adapter)

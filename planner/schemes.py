@@ -14,9 +14,9 @@ from dataclasses import dataclass, fields
 from math import prod
 
 from znnpy.network import Network, Pool, extent, layer_shape
-from znnpy.planner.layer_search import ShapeSearch
-from znnpy.planner.tiling_search import SpaceSearch
-from znnpy.planner.tilings import Candidate, Sizes
+from znnpy.planner.layer_search import LayerSearch
+from znnpy.planner.tiling_search import TilingSearch
+from znnpy.planner.tilings import Sizes, Tiling
 from znnpy.shapes import LayerShape, PoolShape, Precision, Vec3, add, multiply, subtract
 
 BATCHES = (2, 4)
@@ -75,7 +75,7 @@ def repeats(network: Network, scheme: Scheme) -> int:
 
 
 @dataclass(frozen=True)
-class Schemed(Candidate):
+class Schemed(Tiling):
     """Patches of one shape by a scheme, which are never divided."""
 
     scheme: Scheme = Scheme(1, ())
@@ -94,18 +94,18 @@ class Schemed(Candidate):
 
 
 @dataclass
-class SchemeSearch(SpaceSearch):
+class SchemeSearch(TilingSearch):
     """The search among patches of one scheme."""
 
     scheme: Scheme = Scheme(1, ())
 
     @classmethod
-    def beside(cls, patches: SpaceSearch, scheme: Scheme) -> SchemeSearch:
+    def beside(cls, patches: TilingSearch, scheme: Scheme) -> SchemeSearch:
         """For what `patches` was asked for."""
-        asked = {field.name: getattr(patches, field.name) for field in fields(ShapeSearch) if field.init}
+        asked = {field.name: getattr(patches, field.name) for field in fields(LayerSearch) if field.init}
         return cls(**{**asked, "splits": patches.splits[:1]}, patch=patches.patch, scheme=scheme)
 
-    def shaped(self, patch: Vec3) -> Candidate:
+    def tiling(self, patch: Vec3) -> Tiling:
         space = self.space
         z, y, x = (size // period for size, period in zip(patch, space.network.period, strict=True))
         shapes = shapes_of(space.network, (z, y, x), self.scheme, space.precision)

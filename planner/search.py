@@ -20,17 +20,17 @@ from znnpy.network import Network
 from znnpy.planner.cost_model import Rates, assumed_rates
 from znnpy.planner.found_plan import choice_of, plan_of
 from znnpy.planner.kinds import kind_of
-from znnpy.planner.layer_options import Options
-from znnpy.planner.layer_search import Found
+from znnpy.planner.layer_options import OptionTable
+from znnpy.planner.layer_search import Solution
 from znnpy.planner.memory import CONTEXT_BYTES, DeviceKind, baseline_bytes, context_bytes
 from znnpy.planner.nearest_miss import no_plan
 from znnpy.planner.offload import OffloadMode, OffloadSearch
-from znnpy.planner.plan import Kind, Plan, Stage, device_of
+from znnpy.planner.plan import Alternative, Plan, Stage, device_of
 from znnpy.planner.schemes import Scheme, SchemeSearch
 from znnpy.planner.schemes import baselines as baselines_of
 from znnpy.planner.sublayers import DividedPrimitive
-from znnpy.planner.tiling_search import RUNNERS_UP, SpaceSearch
-from znnpy.planner.tilings import Space, all_spaces, splits
+from znnpy.planner.tiling_search import RUNNERS_UP, TilingSearch
+from znnpy.planner.tilings import TilingSpace, all_spaces, splits
 from znnpy.shapes import Precision, Vec3, text, turned
 
 ALIKE = 1.03  # times the seconds of the fastest plan: of those that take no longer, the leanest is taken
@@ -58,7 +58,7 @@ def make_plan(
     kinds: bool = False,
     baselines: bool = False,
     scheme: Scheme | None = None,
-    options: Options | None = None,
+    options: OptionTable | None = None,
     mode: OffloadMode | None = None,
     host_rates: Rates | None = None,
     than: Plan | None = None,
@@ -133,7 +133,7 @@ def make_plan(
     ranked = _leanest_first(ranked)
     plan = _plan(network, machine, ranked)
     others = [*_kinds(network, machine, plan, searches, ranked)] if kinds else []
-    return replace(plan, kinds=(*others, *(_baselines(network, machine, plan, searches) if baselines else ())))
+    return replace(plan, alternatives=(*others, *(_baselines(network, machine, plan, searches) if baselines else ())))
 
 
 def _offloaded(
@@ -183,7 +183,7 @@ def _offloaded(
         with suppress(NoPlanError):
             alone.append(make_plan(network, output, machine, limits, table=table, options=options, **more, **words))
     if mode == "cpu-to-gpu":
-        host = limits.less_feeders(1)
+        host = limits.without_feed_threads(1)
         host_rates = None if host_rates is None else host_rates.slowed(limits.threads / host.threads)
         cpu = options_for(machine, host, only=own["cpu"], table=table, rates=host_rates, device="cpu")
     spaces = _allowed(all_spaces(network, output, precision, words["patch"]), words["columns"])
@@ -207,21 +207,21 @@ def _offloaded(
         below=inf if than is None else than.seconds,
     )
     plan = search.run(spaces, words["patch"], alone)
-    return replace(plan, kinds=tuple(kind_of(network, plan, other) for other in alone)) if kinds else plan
+    return replace(plan, alternatives=tuple(kind_of(network, plan, other) for other in alone)) if kinds else plan
 
 
 def _searches(
-    spaces: Sequence[Space],
+    spaces: Sequence[TilingSpace],
     patch: Vec3 | None,
     *,
     columns: bool | None,
     depth_first: bool,
     scheme: Scheme | None,
     **asked: Any,
-) -> Sequence[SpaceSearch]:
+) -> Sequence[TilingSearch]:
     """In all spaces that are allowed; `asked` is the same in each."""
     found = [
-        SpaceSearch(
+        TilingSearch(
             space=space,
             patch=None if patch is None else turned(patch, space.axis),
             splits=splits(space.network) if depth_first else splits(space.network)[:1],
@@ -231,12 +231,12 @@ def _searches(
     ]
     if scheme is None:
         return found
-    return [SchemeSearch.beside(patches, scheme) for patches in found if not patches.space.walks]
+    return [SchemeSearch.beside(patches, scheme) for patches in found if not patches.space.streams]
 
 
-def _allowed(spaces: Sequence[Space], columns: bool | None) -> list[Space]:
+def _allowed(spaces: Sequence[TilingSpace], columns: bool | None) -> list[TilingSpace]:
     """Of columns only, or of patches; NoPlanError where there is none of them."""
-    allowed = [space for space in spaces if columns is None or space.walks == columns]
+    allowed = [space for space in spaces if columns is None or space.streams == columns]
     if not allowed:
         raise NoPlanError(
             f"{spaces[0].network.name} sees one voxel along every axis, so that columns have nothing to carry; drop "
@@ -253,17 +253,17 @@ def options_for(
     table: tuple[Primitive, ...] = TABLE,
     rates: Rates | None = None,
     device: DeviceKind = "cpu",
-) -> Options:
+) -> OptionTable:
     """For `make_plan` at several limits in turn: words as there, of `limits` only the threads."""
     rates = rates or assumed_rates(machine, limits.threads, device)
     there = tuple(primitive for primitive in table if device_of(primitive.name) == device)
-    return Options(there, machine, limits.threads, rates, frozenset(only))
+    return OptionTable(there, machine, limits.threads, rates, frozenset(only))
 
 
-Ranked = Sequence[tuple[SpaceSearch, Found]]  # searches that found something, the fastest first
+Ranked = Sequence[tuple[TilingSearch, Solution]]  # searches that found something, the fastest first
 
 
-def _ranked(searches: Sequence[SpaceSearch]) -> Ranked:
+def _ranked(searches: Sequence[TilingSearch]) -> Ranked:
     return sorted(((search, found) for search in searches if (found := search.run())), key=lambda pair: pair[1].seconds)
 
 
@@ -277,21 +277,21 @@ def _leanest_first(ranked: Ranked) -> Ranked:
         return ranked
     most = ALIKE * fastest.seconds
     near = [(search, search.leaner(found, most)) for search, found in ranked if found.seconds <= most]
-    best = min(near, key=lambda pair: (pair[1].memory.held, pair[1].seconds))
+    best = min(near, key=lambda pair: (pair[1].memory.device_bytes, pair[1].seconds))
     return [best, *(pair for pair in ranked if pair[0] is not best[0])]
 
 
 def _kinds(
-    network: Network, machine: Machine, plan: Plan, searches: Sequence[SpaceSearch], ranked: Ranked
-) -> Iterator[Kind]:
+    network: Network, machine: Machine, plan: Plan, searches: Sequence[TilingSearch], ranked: Ranked
+) -> Iterator[Alternative]:
     """Of columns and of patches the best, and the best without depth first; but for the plan itself."""
     for walks in (True, False):
-        of_kind = [search for search in searches if search.space.walks == walks]
-        best = next((pair for pair in ranked if pair[0].space.walks == walks), None)
+        of_kind = [search for search in searches if search.space.streams == walks]
+        best = next((pair for pair in ranked if pair[0].space.streams == walks), None)
         best = best or _least(of_kind)
-        if best is not None and (plan.walks != walks or best[1].memory != plan.memory):
+        if best is not None and (plan.streams != walks or best[1].memory != plan.memory):
             yield kind_of(network, plan, _plan_of(network, machine, *best))
-        if best is None or all(way.parts == 1 for _, way in best[1].ways):
+        if best is None or all(way.sub_batches == 1 for _, way in best[1].layer_runs):
             continue
         whole = [search.undivided() for search in of_kind]
         found = _ranked(whole)
@@ -300,10 +300,12 @@ def _kinds(
             yield kind_of(network, plan, _plan_of(network, machine, *best))
 
 
-def _baselines(network: Network, machine: Machine, plan: Plan, searches: Sequence[SpaceSearch]) -> Iterator[Kind]:
+def _baselines(
+    network: Network, machine: Machine, plan: Plan, searches: Sequence[TilingSearch]
+) -> Iterator[Alternative]:
     """Of every scheme that no session runs the best patches, where patches are allowed."""
     for patches in searches:
-        for scheme in () if patches.space.walks else baselines_of(network):
+        for scheme in () if patches.space.streams else baselines_of(network):
             search = SchemeSearch.beside(patches, scheme)
             found = search.run()
             best = (search, found) if found else _least([search])
@@ -311,10 +313,12 @@ def _baselines(network: Network, machine: Machine, plan: Plan, searches: Sequenc
                 yield kind_of(network, plan, _plan_of(network, machine, *best), scheme.words)
 
 
-def _least(searches: Sequence[SpaceSearch]) -> tuple[SpaceSearch, Found] | None:
+def _least(searches: Sequence[TilingSearch]) -> tuple[TilingSearch, Solution] | None:
     """The smallest need of all shapes, and where it was found; None where there is a layer nobody runs."""
-    found = [(search, least) for search in searches if isinstance(least := search.least(), Found)]
-    return min(found, default=None, key=lambda need: (sum(need[1].memory.over(need[0].limits)), need[1].memory.held))
+    found = [(search, least) for search in searches if isinstance(least := search.least(), Solution)]
+    return min(
+        found, default=None, key=lambda need: (sum(need[1].memory.excess(need[0].limits)), need[1].memory.device_bytes)
+    )
 
 
 def _check_wishes(
@@ -373,7 +377,7 @@ def _narrowing(patch: Vec3 | None, only: Sequence[str], columns: bool | None, de
 def _plan(network: Network, machine: Machine, ranked: Ranked) -> Plan:
     """The best of all spaces as a plan; the others, and what is next best, as its runners-up."""
     search, found = ranked[0]
-    others = [other.runner_up(best) for other, best in ranked if other.space.walks != search.space.walks]
+    others = [other.runner_up(best) for other, best in ranked if other.space.streams != search.space.streams]
     larger = search.next_larger(found.seconds)
     return replace(
         _plan_of(network, machine, search, found),
@@ -382,18 +386,18 @@ def _plan(network: Network, machine: Machine, ranked: Ranked) -> Plan:
     )
 
 
-def _plan_of(network: Network, machine: Machine, search: SpaceSearch, best: Found) -> Plan:
+def _plan_of(network: Network, machine: Machine, search: TilingSearch, best: Solution) -> Plan:
     """What was found as a plan without runners-up."""
-    choices = tuple(choice_of(layers, way, search.options.rates) for layers, way in best.ways)
+    choices = tuple(choice_of(layers, way, search.options.rates) for layers, way in best.layer_runs)
     return plan_of(
         network,
         machine,
         search.limits,
-        best.candidate,
+        best.tiling,
         (Stage(search.device, choices, best.tensors),),
         best.memory,
         itemsize_in=search.itemsize_in,
         itemsize_out=search.itemsize_out,
         preparing_seconds=best.preparing,
-        preparing_measured=best.preparing > 0 and search.options.rates.touching_measured,
+        preparing_measured=best.preparing > 0 and search.options.rates.first_touch_measured,
     )

@@ -20,7 +20,7 @@ from znnpy.errors import NoPlanError
 from znnpy.machine import Limits
 from znnpy.messages import option
 from znnpy.network import Network
-from znnpy.planner.memory import moving_bytes
+from znnpy.planner.memory import transfer_bytes
 from znnpy.planner.plan import Plan
 from znnpy.shapes import Vec3
 
@@ -55,8 +55,8 @@ def plan_for(
         return alone
     found = [alone, *_of_parts(devices, make, output, each)]
     whole = [replace(covering(plan, devices, network, output, masks=masks), limits=limits) for plan in found]
-    fitting = [plan for plan in whole if not any(plan.memory.over(limits))]  # not all of what moves may
-    return replace(min(fitting, key=lambda plan: plan.seconds), alone=alone.seconds)
+    fitting = [plan for plan in whole if not any(plan.memory.excess(limits))]  # not all of what moves may
+    return replace(min(fitting, key=lambda plan: plan.seconds), single_device_seconds=alone.seconds)
 
 
 def _of_parts(devices: int, make: Make, output: Vec3, each: Limits) -> Iterator[Plan]:
@@ -69,9 +69,9 @@ def _of_parts(devices: int, make: Make, output: Vec3, each: Limits) -> Iterator[
             plan = make((z, y, x), each)
         except NoPlanError:  # other parts are thicker
             continue
-        if plan.walks:
+        if plan.streams:
             step = plan.patch_out[plan.axis]
-            plan = replace(plan, column=min(plan.column, -(-(z, y, x)[plan.axis] // step) * step))
+            plan = replace(plan, column_planes=min(plan.column_planes, -(-(z, y, x)[plan.axis] // step) * step))
         yield plan
 
 
@@ -79,7 +79,7 @@ def covering(plan: Plan, devices: int, network: Network, output: Vec3, *, masks:
     """The same for the whole output, on so many GPUs: more patches may be on their way than of a slab."""
     cover = replace(plan, output=output).cover(network)
     itemsizes = plan.itemsize_in, plan.itemsize_out
-    reading, writing, staging = moving_bytes(network, cover, plan.patch_in, itemsizes, masks=masks, device="gpu")
+    reading, writing, staging = transfer_bytes(network, cover, plan.patch_in, itemsizes, masks=masks, device="gpu")
     memory = replace(plan.memory, devices=devices, reading=reading, writing=writing, staging=staging)
     # What else there was is of one GPU, and of a part of the output.
-    return replace(plan.covering(output, network, memory), other=None, runners_up=(), kinds=())
+    return replace(plan.for_output(output, network, memory), other=None, runners_up=(), alternatives=())

@@ -11,12 +11,12 @@ from math import exp, log
 SIZES = (2e-5, 1e-4, 5e-4, 2.5e-3, 1.25e-2, 6.25e-2, 0.3125)
 # Deviations of logarithms of factors: of a measurement, of a variant from others of its layer, of a layer from one of
 # SIZES to the next, and of a layer from 1.
-NOISE, OWN, STEP, FLAT = 0.1, 0.2, 0.4, 1e4
+NOISE, OF_VARIANT, STEP, FLAT = 0.1, 0.2, 0.4, 1e4
 
 Sizes = tuple[tuple[float, float], ...]  # of what was measured: sizes, ascending, and factors
 
 
-def weights_of(size: float) -> tuple[int, float]:
+def interpolation_weights(size: float) -> tuple[int, float]:
     """The index of the last of SIZES below `size` that has another behind it, and the share of that other."""
     index = min(max(bisect_left(SIZES, size) - 1, 0), len(SIZES) - 2)
     share = log(size / SIZES[index]) / log(SIZES[index + 1] / SIZES[index])
@@ -43,12 +43,12 @@ class Trend:
         for variant, sizes in enumerate(measured):
             for size, factor in sizes:
                 row = np.zeros(len(SIZES) + len(measured))
-                index, share = weights_of(size)
+                index, share = interpolation_weights(size)
                 row[index], row[index + 1], row[len(SIZES) + variant] = 1 - share, share, 1.0
                 rows.append(row / NOISE)
                 values.append(log(factor) / NOISE)
         each = np.eye(len(SIZES) + len(measured))
-        prior = [*(each[len(SIZES) :] / OWN), *(np.diff(each[: len(SIZES)], axis=0) / STEP), each[0] / FLAT]
+        prior = [*(each[len(SIZES) :] / OF_VARIANT), *(np.diff(each[: len(SIZES)], axis=0) / STEP), each[0] / FLAT]
         values += [0.0] * len(prior)
         found = np.linalg.lstsq(np.array([*rows, *prior]), np.array(values), rcond=None)[0]
         self._logs: list[float] = found[: len(SIZES)].tolist()
@@ -65,5 +65,5 @@ class Trend:
 
 
 def _between(logs: Sequence[float], size: float) -> float:
-    index, share = weights_of(size)
+    index, share = interpolation_weights(size)
     return (1 - share) * logs[index] + share * logs[index + 1]

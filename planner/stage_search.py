@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import inf, prod
 
-from znnpy.planner.layer_search import Found, ShapeSearch
+from znnpy.planner.layer_search import LayerSearch, Solution
 from znnpy.planner.layout import aligned, place
 from znnpy.planner.memory import Memory, StageMemory, reading_bytes, staging_bytes, writing_bytes
-from znnpy.planner.pareto import Front, Option, front, in_turn, smallest
+from znnpy.planner.pareto import LayerOption, ParetoFront, in_sequence, pareto_front, smallest
 from znnpy.planner.stages import host_stage, in_host_ram, last_stage
 from znnpy.planner.sublayers import Sublayers
-from znnpy.planner.tilings import Candidate
+from znnpy.planner.tilings import Tiling
 
 
 @dataclass
-class StageSearch(ShapeSearch):
+class StageSearch(LayerSearch):
     """The search for one stage of a shape, within the memory that the other stage leaves."""
 
     handover: int = 0  # bytes of all buffers for what is handed over, page-locked
@@ -23,25 +23,25 @@ class StageSearch(ShapeSearch):
     slot: int = 0  # bytes of a part of what is handed over, on the GPU
     sublayers: Sublayers | None = None  # offloaded convolutions that a GPU computes
 
-    def front(self, shape: Candidate, span: int) -> Front:
+    def front(self, shape: Tiling, span: int) -> ParetoFront:
         """Return the options of one span; for offloaded layers also those that a GPU computes."""
         found, lent = super().front(shape, span), self.sublayers
-        first, last = self.space.spans[span]
+        first, last = self.space.groups[span]
         conv, pool = shape.shapes[first], shape.shapes[last]
-        asked = {way.primitive.name for option in found for way in option.ways if way.shape.kind == "conv"}
+        asked = {way.primitive.name for option in found for way in option.layer_runs if way.shape.kind == "conv"}
         if lent is None or conv.kind != "conv" or asked & self.options.only:
             return found
-        place, below = self.place(shape, span), found[-1].seconds if found and not lent.asked else inf
+        place, below = self.layer_context(shape, span), found[-1].seconds if found and not lent.asked else inf
         if first == last:
-            by_gpu = front(lent.options(conv, place, below))
-            return by_gpu if by_gpu and lent.asked else front((*found, *by_gpu))
+            by_gpu = pareto_front(lent.options(conv, place, below))
+            return by_gpu if by_gpu and lent.asked else pareto_front((*found, *by_gpu))
         between = aligned(pool.in_bytes)
-        before = front(lent.options(conv, replace(place, out=between), below))
-        behind = self.options.of((pool,), replace(place, x=between, joined=0, steps=place.steps[1:]))
-        by_gpu = front(in_turn(before, behind))
-        return by_gpu if by_gpu and lent.asked else front((*found, *by_gpu))
+        before = pareto_front(lent.options(conv, replace(place, out=between), below))
+        behind = self.options.front((pool,), replace(place, x=between, joined=0, steps=place.steps[1:]))
+        by_gpu = pareto_front(in_sequence(before, behind))
+        return by_gpu if by_gpu and lent.asked else pareto_front((*found, *by_gpu))
 
-    def edges(self, shape: Candidate) -> float:
+    def io_seconds(self, shape: Tiling) -> float:
         """Return 0: what is read and written belongs to both stages together."""
         del shape
         return 0.0
@@ -51,7 +51,7 @@ class StageSearch(ShapeSearch):
         """Seconds of preparing a byte: always 0, since plans of two stages do not count it."""
         return 0.0
 
-    def around(self, shape: Candidate) -> Memory:
+    def fixed_memory(self, shape: Tiling) -> Memory:
         """Return what a run needs whatever the primitives are, with what the other stage takes of this memory."""
         network = shape.space.network
         reads, writes = shape.steps_of(shape.cover.margin), shape.steps_of(0)
@@ -60,52 +60,52 @@ class StageSearch(ShapeSearch):
         out_bytes = maps_out * prod(shape.patch) * self.itemsize_out
         taken = self.taken if on_gpu else 0
         return Memory(
-            stages=(StageMemory(self.device, residents=taken, pinned=self.taken - taken),),
+            stages=(StageMemory(self.device, weights=taken, pinned=self.taken - taken),),
             baseline=self.baseline,
-            reading=reading_bytes(maps_in, shape.read, self.itemsize_in, steps=reads, seen=seen, device="gpu"),
+            reading=reading_bytes(maps_in, shape.volume_input, self.itemsize_in, steps=reads, seen=seen, device="gpu"),
             writing=writing_bytes(maps_out, shape.patch, self.itemsize_out, steps=writes, device="gpu"),
             staging=staging_bytes(self.slot, out_bytes, writes=writes) if on_gpu else 0,
             context=self.context if on_gpu else 0,
             handover=self.handover,
         )
 
-    def laid_out(self, shape: Candidate, options: tuple[Option, ...]) -> Found:
+    def laid_out(self, shape: Tiling, options: tuple[LayerOption, ...]) -> Solution:
         """Return these options with the arena of the stage as it will be."""
-        steps = [(way.shape, way.footprint) for option in options for way in option.ways]
+        steps = [(way.shape, way.footprint) for option in options for way in option.layer_runs]
         if self.device == "cpu":
-            needs = host_stage(steps, shape.new[0])
+            needs = host_stage(steps, shape.step_input[0])
         else:
-            needs = last_stage(steps, 0, shape.new[0], self.device)
-            needs = replace(needs, memory=replace(needs.memory, carries=shape.parts[0] * needs.memory.carries))
+            needs = last_stage(steps, 0, shape.step_input[0], self.device)
+            needs = replace(needs, memory=replace(needs.memory, carries=shape.sub_batches[0] * needs.memory.carries))
         tensors, arena = place(needs.tensors)
-        around, own = self.around(shape), needs.memory
+        around, own = self.fixed_memory(shape), needs.memory
         stage = replace(
             own,
             arena=arena,
-            residents=around.last.residents + own.residents,
+            weights=around.last.weights + own.weights,
             pinned=around.last.pinned + own.pinned + sum(fp.host for _, fp in steps if in_host_ram(fp)),
         )
-        return Found(shape, options, tensors, replace(around, stages=(stage,)), 0.0, 0.0)
+        return Solution(shape, options, tensors, replace(around, stages=(stage,)), 0.0, 0.0)
 
-    def fastest(self, shape: Candidate, below: float = inf) -> Found | None:
+    def fastest(self, shape: Tiling, below: float = inf) -> Solution | None:
         """Return the fastest primitives within the memory; None unless they take less than `below` seconds in all."""
         fronts = self.fronts(shape)
         return self._within_room(shape, fronts, below) if all(fronts) else None
 
-    def quickest(self, shape: Candidate) -> float:
+    def quickest(self, shape: Tiling) -> float:
         """Return the seconds for the whole output with unlimited memory; inf where some layer runs nowhere."""
         return sum(options[0].seconds if options else inf for options in self.fronts(shape))
 
-    def over_link(self, shape: Candidate) -> float:
+    def over_link(self, shape: Tiling) -> float:
         """Return a lower bound on those seconds: what the processor takes, or the link to the GPU."""
         least, lent = 0.0, self.sublayers
-        for index, (first, _) in enumerate(self.space.spans):
+        for index, (first, _) in enumerate(self.space.groups):
             options = super().front(shape, index)
-            link = inf if lent is None else lent.least(shape.shapes[first]) * shape.steps[first]
+            link = inf if lent is None else lent.link_seconds(shape.shapes[first]) * shape.steps[first]
             least += min(options[0].seconds if options else inf, link)
         return least
 
-    def leanest(self, shape: Candidate) -> Found | None:
+    def leanest(self, shape: Tiling) -> Solution | None:
         """Return the primitives that need the least memory; None where some layer runs nowhere."""
         fronts = self.fronts(shape)
         return self.laid_out(shape, smallest(fronts)) if all(fronts) else None

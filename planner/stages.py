@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from znnpy.kernels.primitive import Footprint
-from znnpy.planner.layout import Tensor, carried_bytes, chain, loops
+from znnpy.planner.layout import Tensor, carried_bytes, chain, sub_batch_counts
 from znnpy.planner.memory import DeviceKind, StageMemory
 from znnpy.shapes import LayerShape
 
@@ -56,7 +56,7 @@ def host_stage(front: Steps, new: int) -> StageNeeds:
     memory = StageMemory(
         "cpu",
         carries=carried_bytes([shape for shape, _ in front], new),
-        residents=sum(footprint.resident for footprint in own),
+        weights=sum(footprint.resident for footprint in own),
         allowance=max((footprint.allowance for footprint in own), default=0),
     )
     return StageNeeds(chain(held, new)[:-1], memory)  # the last tensor is handed over
@@ -77,11 +77,11 @@ def last_stage(back: Steps, first: int, new: int, device: DeviceKind, front: Ste
         tick += footprint.stages
     later = [replace(t, first=t.first + tick, last=t.last + tick) for t in chain(back, new, first=first)]
     every = [footprint for _, footprint in lent] + [footprint for _, footprint in back]
-    times = loops([shape for shape, _ in (*front, *back)])[len(front)]
+    times = sub_batch_counts([shape for shape, _ in (*front, *back)])[len(front)]
     memory = StageMemory(
         device,
         carries=times * carried_bytes([shape for shape, _ in back], new),
-        residents=sum(footprint.resident for footprint in every),
+        weights=sum(footprint.resident for footprint in every),
         allowance=max(footprint.allowance for footprint in every),
         pinned=sum(footprint.host for footprint in every),
     )

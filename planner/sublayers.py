@@ -17,17 +17,17 @@ from znnpy.kernels.primitive import Primitive, Variant
 from znnpy.kernels.table import Speeds
 from znnpy.machine import Machine
 from znnpy.planner.cost_model import Rates
-from znnpy.planner.layer_options import JOINING, KEEPING, Place
+from znnpy.planner.layer_options import CARRY_TRAFFIC, JOIN_TRAFFIC, LayerContext
 from znnpy.planner.layout import aligned
-from znnpy.planner.pareto import Option, Way
-from znnpy.planner.tilings import kept_bytes
+from znnpy.planner.pareto import LayerOption, LayerRun
+from znnpy.planner.tilings import carry_bytes
 from znnpy.shapes import ConvShape, LayerShape, Precision
 
-WITHIN = 0.05  # of the time, by which a division may be slower than the best
+TOLERANCE = 0.05  # of the time, by which a division may be slower than the best
 # What the host needs for a sub-layer beside copies: to launch it (0.2 to 0.7 ms on an H200's host,
 # `host_ram_runs-nvidia-h200-2026-11-22.json`), to look whether it is done, and to hand out copies.
 SUBLAYER_SECONDS = 1e-3
-COPIED = 2.0  # bytes that the host moves for each that goes over the link: to page-locked memory or from it
+HOST_TRAFFIC = 2.0  # bytes that the host moves for each that goes over the link: to page-locked memory or from it
 
 Seconds = Callable[[Primitive, ConvShape, Variant], float]
 
@@ -74,34 +74,39 @@ class Sublayers:
     @property
     def speeds(self) -> Speeds:
         """Speeds as if the link waited for each copy of the host, whose threads copy up and down in turn."""
-        link = 1 / (1 / self.gpu.of("gpu_link").nbytes + COPIED / self.host.of("copy").nbytes)
-        return Speeds(upload=link, download=link, memory=self.gpu.carrying)
+        link = 1 / (1 / self.gpu.of("gpu_link").nbytes + HOST_TRAFFIC / self.host.of("copy").nbytes)
+        return Speeds(upload=link, download=link, memory=self.gpu.copy_bandwidth)
 
-    def least(self, shape: LayerShape) -> float:
+    def link_seconds(self, shape: LayerShape) -> float:
         """Return the seconds of one run that the link takes; inf for what is no convolution."""
         if shape.kind != "conv" or not self.table:
             return inf
         return max(shape.in_bytes / self.speeds.upload, shape.out_bytes / self.speeds.download)
 
-    def options(self, shape: LayerShape, place: Place, below: float = inf) -> Iterator[Option]:
+    def options(self, shape: LayerShape, place: LayerContext, below: float = inf) -> Iterator[LayerOption]:
         """Yield the options of one layer at a place, unless the link alone takes `below` seconds in all."""
         steps = place.steps[0]
-        if shape.kind != "conv" or self.least(shape) * steps * place.parts >= below:
+        if shape.kind != "conv" or self.link_seconds(shape) * steps * place.sub_batches >= below:
             return
         shape = replace(shape, precision=self.precision)
-        carried = place.parts * kept_bytes(shape) if place.walks else 0
+        carried = place.sub_batches * carry_bytes(shape) if place.streams else 0
         for primitive in self.table:
             found = self._fastest(primitive, shape)
             if found is None:
                 continue
             variant, once = found
             footprint = primitive.footprint(shape, variant, self.threads)
-            spent = once + (KEEPING + JOINING) * carried / self.host.carrying / place.parts
-            yield Option(
-                ways=(Way(shape, primitive, variant, footprint, spent, place.parts, steps * place.parts),),
-                seconds=spent * steps * place.parts,
+            spent = once + (CARRY_TRAFFIC + JOIN_TRAFFIC) * carried / self.host.copy_bandwidth / place.sub_batches
+            yield LayerOption(
+                layer_runs=(
+                    LayerRun(shape, primitive, variant, footprint, spent, place.sub_batches, steps * place.sub_batches),
+                ),
+                seconds=spent * steps * place.sub_batches,
                 resident=footprint.host + carried,
-                live=place.under + aligned(place.x) + aligned(place.out) + place.joined,
+                arena_bytes=place.live_elsewhere
+                + aligned(place.input_bytes)
+                + aligned(place.output_bytes)
+                + place.join_bytes,
                 allowance=0,
             )
 
@@ -111,14 +116,14 @@ class Sublayers:
             chosen = None
             if (primitive.why_not(shape, self.machine) or self.gpu.why_not(primitive, shape)) is None:
                 chosen = primitive.fastest(
-                    shape, self.machine, self.vram_bytes, self.speeds, self._seconds, within=WITHIN, few=True
+                    shape, self.machine, self.vram_bytes, self.speeds, self._seconds, within=TOLERANCE, few=True
                 )
             self._known[key] = None if chosen is None else (chosen.variant, self._whole(primitive, shape, chosen))
         return self._known[key]
 
     def _whole(self, primitive: DividedPrimitive, shape: ConvShape, chosen: Any) -> float:
         """Return the seconds of one run: measured, if this division was measured at any size, else predicted."""
-        known = self.gpu.knows(primitive, shape, chosen.variant)
+        known = self.gpu.was_measured(primitive, shape, chosen.variant)
         spent: float = self.gpu.seconds(primitive, shape, chosen.variant) if known else chosen.found.seconds
         return spent
 

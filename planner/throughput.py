@@ -29,9 +29,9 @@ class Point:
         plan = self.plan
         return {
             "device": plan.device,
-            "cover": "columns" if plan.walks else "patches",
+            "cover": "columns" if plan.streams else "patches",
             "limit_bytes": self.limit,
-            "held_bytes": plan.memory.held,
+            "held_bytes": plan.memory.device_bytes,
             "voxels_per_second": plan.voxels_per_second,
             "patch_out": list(plan.patch_out),
             "primitives": [choice.primitive for choice in plan.choices],
@@ -40,7 +40,7 @@ class Point:
 
 def in_order(point: Point) -> tuple[str, bool, int]:
     """A key that brings points of one kind together, the largest limit first."""
-    return point.plan.device, not point.plan.walks, -point.limit
+    return point.plan.device, not point.plan.streams, -point.limit
 
 
 def points(
@@ -99,7 +99,7 @@ class _Curve:
         below = min((other for other in self.plans if other > index), default=None)
         if above is not None:
             larger = self.plans[above]
-            if larger.memory.held <= limit:
+            if larger.memory.device_bytes <= limit:
                 self.plans[index] = larger
                 return larger
             if below is not None and larger.voxels_per_second <= FLAT * self.plans[below].voxels_per_second:

@@ -14,13 +14,13 @@ from znnpy.planner.layout import aligned
 from znnpy.planner.plan import patch_in
 from znnpy.shapes import LayerShape, Precision, Vec3, fused, turned, turned_back
 
-Span = tuple[int, int]  # the first and the last of the layers that one choice may be made for
+FusionGroup = tuple[int, int]  # the first and the last of the layers that one choice may be made for
 Sizes = tuple[Sequence[int], Sequence[int], Sequence[int]]  # along z, y, x, largest first
 
 
-def spans(network: Network) -> tuple[Span, ...]:
+def fusion_groups(network: Network) -> tuple[FusionGroup, ...]:
     """All layers in order: a convolution with the pooling behind it, which may run in one, every other layer alone."""
-    found: list[Span] = []
+    found: list[FusionGroup] = []
     for index, layer in enumerate(network.layers):
         if index and isinstance(layer, Pool) and isinstance(network.layers[index - 1], Conv):
             found[-1] = index - 1, index
@@ -30,19 +30,21 @@ def spans(network: Network) -> tuple[Span, ...]:
 
 
 @dataclass(frozen=True)
-class Space:
+class TilingSpace:
     """Patches, or columns along one axis. All sizes have that axis first, the network too."""
 
     network: Network
     output: Vec3
     axis: int = 0
-    walks: bool = False
+    streams: bool = False
     precision: Precision = "fp32"
-    apart: frozenset[int] = frozenset()  # spans that read planes carried from step to step where they are kept
+    in_place_carries: frozenset[int] = (
+        frozenset()
+    )  # spans that read planes carried from step to step where they are kept
     stage: tuple[int, int] | None = None  # begin and end of the layers of one stage; None: all layers are one stage
 
     @property
-    def begin(self) -> int:
+    def first_layer(self) -> int:
         """Index of the first layer of the stage in the network."""
         return 0 if self.stage is None else self.stage[0]
 
@@ -52,7 +54,7 @@ class Space:
         return self.stage is not None and self.stage[1] < len(self.network.layers)
 
     @cached_property
-    def part(self) -> Network:
+    def stage_network(self) -> Network:
         """The layers of the stage as a network of their own."""
         if self.stage is None:
             return self.network
@@ -60,35 +62,35 @@ class Space:
         return Network(self.network.name, self.network.maps[begin], self.network.layers[begin:end])
 
     @cached_property
-    def spans(self) -> tuple[Span, ...]:
+    def groups(self) -> tuple[FusionGroup, ...]:
         """The spans of the stage, counted from its first layer."""
-        return spans(self.part)
+        return fusion_groups(self.stage_network)
 
     @cached_property
-    def alike(self) -> bool:
+    def isotropic(self) -> bool:
         """The network treats all axes in the same way."""
         return all(len(set(extent(layer))) == 1 for layer in self.network.layers)
 
     @cached_property
-    def ahead(self) -> tuple[int, ...]:
+    def warmup_planes(self) -> tuple[int, ...]:
         """Of every layer, the planes that it computes before the output begins."""
-        margins = self.network.margins[self.begin + 1 : self.begin + 1 + len(self.part.layers)]
+        margins = self.network.margins[self.first_layer + 1 : self.first_layer + 1 + len(self.stage_network.layers)]
         return tuple(margin[0] for margin in margins)
 
 
 def all_spaces(
     network: Network, output: Vec3, precision: Precision = "fp32", patch: Vec3 | None = None
-) -> tuple[Space, ...]:
+) -> tuple[TilingSpace, ...]:
     """Patches first, then columns along each axis, but for axes that are like one before.
 
     patch  of the output, that alone is looked at
     """
-    spaces = [Space(network, output, precision=precision)]
+    spaces = [TilingSpace(network, output, precision=precision)]
     seen = set()
     for axis in range(3):
-        space = Space(network.turned(axis), turned(output, axis), axis, walks=True, precision=precision)
+        space = TilingSpace(network.turned(axis), turned(output, axis), axis, streams=True, precision=precision)
         along, *beside = zip(space.output, turned(patch or output, axis), strict=True)
-        key = (space.network.layers, along, tuple(sorted(beside) if space.alike else beside))
+        key = (space.network.layers, along, tuple(sorted(beside) if space.isotropic else beside))
         if key not in seen and network.field_of_view[axis] > 1:
             seen.add(key)
             spaces.append(space)
@@ -96,15 +98,19 @@ def all_spaces(
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Tiling:
     """One patch or column shape of the layers of a stage, and what its size alone says of work and memory."""
 
-    space: Space
+    space: TilingSpace
     patch: Vec3  # dense output voxels of a step
-    column: int  # output planes that a column writes; 0: patches
+    column_planes: int  # output planes that a column writes; 0: patches
     shapes: tuple[LayerShape, ...]  # of every layer in a step
-    parts: tuple[int, ...]  # how often every layer runs in a step: more than once where it takes a part of the images
-    fed: Vec3 | None = None  # new voxels of each image that the stage before hands over in a step; None: there is none
+    sub_batches: tuple[
+        int, ...
+    ]  # how often every layer runs in a step: more than once where it takes a part of the images
+    handed_over: Vec3 | None = (
+        None  # new voxels of each image that the stage before hands over in a step; None: there is none
+    )
 
     @property
     def images(self) -> int:
@@ -112,19 +118,19 @@ class Candidate:
         return self.shapes[0].batch
 
     @property
-    def new(self) -> Vec3:
+    def step_input(self) -> Vec3:
         """What a step reads of each image: of a column that walks, only what no step before it has read."""
-        return self.fed or self.read
+        return self.handed_over or self.volume_input
 
     @property
-    def read(self) -> Vec3:
+    def volume_input(self) -> Vec3:
         """What a step of the run reads of each image of the volume: the input of the first stage."""
-        return patch_in(self.space.network, self.patch, 0, walks=self.space.walks)
+        return patch_in(self.space.network, self.patch, 0, streams=self.space.streams)
 
     @cached_property
     def cover(self) -> Cover:
         """The columns that cover the output."""
-        return Cover(self.space.output, self.patch, 0, self.column, self.space.network.margins[0][0])
+        return Cover(self.space.output, self.patch, 0, self.column_planes, self.space.network.margins[0][0])
 
     @cached_property
     def steps(self) -> tuple[int, ...]:
@@ -138,7 +144,7 @@ class Candidate:
     def _per_layer(self, steps_of: Callable[[int], int]) -> tuple[int, ...]:
         """What `steps_of` gives for every layer, asked once for those that begin in the same step of a column."""
         thick = self.patch[0]
-        whole = [-(-ahead // thick) for ahead in self.space.ahead]
+        whole = [-(-ahead // thick) for ahead in self.space.warmup_planes]
         steps = {count: steps_of(count * thick) for count in set(whole)}
         return tuple(steps[count] for count in whole)
 
@@ -146,127 +152,130 @@ class Candidate:
     def voxels(self) -> tuple[int, ...]:
         """Of the last output of every span, one map, that are computed for the whole output."""
         steps = self.steps
-        return tuple(steps[last] * once for (_, last), once in zip(self.space.spans, self._in_step, strict=True))
+        return tuple(steps[last] * once for (_, last), once in zip(self.space.groups, self._in_step, strict=True))
 
     @cached_property
     def column_voxels(self) -> tuple[int, ...]:
         """The same of one whole column, or of one patch where no column walks."""
         steps = self._per_layer(replace(self.cover, size=self.cover.grid).steps)
-        return tuple(steps[last] * once for (_, last), once in zip(self.space.spans, self._in_step, strict=True))
+        return tuple(steps[last] * once for (_, last), once in zip(self.space.groups, self._in_step, strict=True))
 
     @cached_property
     def _in_step(self) -> tuple[int, ...]:
         """The same of one step."""
-        return tuple(self.parts[last] * prod(self.shapes[last].out_shape[:4]) for _, last in self.space.spans)
+        return tuple(self.sub_batches[last] * prod(self.shapes[last].out_shape[:4]) for _, last in self.space.groups)
 
     @cached_property
-    def tensors(self) -> tuple[int, ...]:
+    def tensor_bytes(self) -> tuple[int, ...]:
         """Bytes of every activation between spans that is there at a time, the first and the last among them.
 
         Of a convolution and a pooling that may run in one, the input is as large as it has to be then.
         """
         nbytes, images = [], self.images
-        for index, (first, last) in enumerate(self.space.spans):
+        for index, (first, last) in enumerate(self.space.groups):
             whole, kept, _ = _input_bytes(self.shapes[first : last + 1])
-            new = whole - kept if index in self.space.apart else whole
+            new = whole - kept if index in self.space.in_place_carries else whole
             nbytes.append(aligned(images // self.shapes[first].batch * new))
             images = self.shapes[last].out_shape[0]
         return *nbytes, 0 if self.space.hands_over else aligned(
             self.shapes[-1].out_bytes
         )  # handed over: not in the arena
 
-    def joined(self, span: int) -> int:
+    def join_bytes(self, span: int) -> int:
         """Bytes that its input is larger by for a primitive that does not read carried planes where they are kept."""
-        if span not in self.space.apart:
+        if span not in self.space.in_place_carries:
             return 0
-        first, last = self.space.spans[span]
+        first, last = self.space.groups[span]
         images = self.shapes[first - 1].out_shape[0] if first else self.images
         return images // self.shapes[first].batch * _input_bytes(self.shapes[first : last + 1])[1]
 
     @cached_property
-    def held(self) -> tuple[bool, ...]:
+    def input_stays(self) -> tuple[bool, ...]:
         """Of every span: it takes a part of its input at a time, so that the input stays while all layers after run."""
-        before = (self.parts[0], *self.parts)
-        return tuple(self.parts[first] > before[first] for first, _ in self.space.spans)
+        before = (self.sub_batches[0], *self.sub_batches)
+        return tuple(self.sub_batches[first] > before[first] for first, _ in self.space.groups)
 
     @cached_property
-    def under(self) -> tuple[int, ...]:
+    def live_elsewhere(self) -> tuple[int, ...]:
         """Of every span: bytes of the inputs that stay while it runs, its own among them."""
-        return tuple(accumulate(n if held else 0 for n, held in zip(self.tensors, self.held, strict=False)))
+        return tuple(accumulate(n if held else 0 for n, held in zip(self.tensor_bytes, self.input_stays, strict=False)))
 
-    def moved(self, span: int) -> int:
+    def io_bytes(self, span: int) -> int:
         """Bytes of a span's input, unless it is held, and of its output."""
-        return (0 if self.held[span] else self.tensors[span]) + self.tensors[span + 1]
+        return (0 if self.input_stays[span] else self.tensor_bytes[span]) + self.tensor_bytes[span + 1]
 
     @cached_property
     def carries(self) -> tuple[int, ...]:
         """Of every span: bytes that a column keeps from step to step at least, its layers apart or in one."""
-        if not self.column:
-            return (0,) * len(self.space.spans)
-        spans = self.space.spans
-        return tuple(self.parts[first] * _input_bytes(self.shapes[first : last + 1])[2] for first, last in spans)
+        if not self.column_planes:
+            return (0,) * len(self.space.groups)
+        spans = self.space.groups
+        return tuple(self.sub_batches[first] * _input_bytes(self.shapes[first : last + 1])[2] for first, last in spans)
 
     @cached_property
     def largest(self) -> int:
         """Bytes of the largest activation between spans, with those that are held and those that are carried."""
-        own = (under + (0 if held else x) for under, held, x in zip(self.under, self.held, self.tensors, strict=False))
-        return sum(self.carries) + max(*own, self.under[-1] + self.tensors[-1])
+        own = (
+            under + (0 if held else x)
+            for under, held, x in zip(self.live_elsewhere, self.input_stays, self.tensor_bytes, strict=False)
+        )
+        return sum(self.carries) + max(*own, self.live_elsewhere[-1] + self.tensor_bytes[-1])
 
     @cached_property
-    def undivided(self) -> int:
+    def largest_undivided(self) -> int:
         """Bytes of the largest activation up to the output of the first pooling: every split has all of each."""
-        pool = next((i for i, (_, last) in enumerate(self.space.spans) if self.shapes[last].kind == "pool"), 0)
-        return max(self.tensors[: pool + 2])
+        pool = next((i for i, (_, last) in enumerate(self.space.groups) if self.shapes[last].kind == "pool"), 0)
+        return max(self.tensor_bytes[: pool + 2])
 
     @property
     def patch_out(self) -> Vec3:
         """The patch with its axes in the order (z, y, x)."""
         return turned_back(self.patch, self.space.axis)
 
-    def split(self, at_once: Sequence[int]) -> Candidate:
+    def split(self, at_once: Sequence[int]) -> Tiling:
         """The same with so many images at a time behind each pooling; 0: all there are."""
         wanted, images, before, shapes, parts = iter(at_once), 1, 1, [], []
         some = 0
-        for layer, shape in zip(self.space.part.layers, self.shapes, strict=True):
+        for layer, shape in zip(self.space.stage_network.layers, self.shapes, strict=True):
             batch = min(some or images, images)
             before *= images // batch
-            shapes.append(shape if shape.batch == batch else _of_batch(shape, batch))
+            shapes.append(shape if shape.batch == batch else _with_batch(shape, batch))
             parts.append(before)
             images = shapes[-1].out_shape[0]
             some = next(wanted) if isinstance(layer, Pool) else 0
-        return replace(self, shapes=tuple(shapes), parts=tuple(parts))
+        return replace(self, shapes=tuple(shapes), sub_batches=tuple(parts))
 
-    def cut(self, pieces: int) -> Candidate:
+    def shortened(self, pieces: int) -> Tiling:
         """The same with columns that are no longer than if `pieces` covered the output along their axis."""
         thick = self.patch[0]
-        return replace(self, column=-(-self.space.output[0] // (pieces * thick)) * thick)
+        return replace(self, column_planes=-(-self.space.output[0] // (pieces * thick)) * thick)
 
 
 @lru_cache(maxsize=1024)  # splits of a shape have the same few
-def _of_batch(shape: LayerShape, batch: int) -> LayerShape:
+def _with_batch(shape: LayerShape, batch: int) -> LayerShape:
     return replace(shape, batch=batch)
 
 
 @lru_cache(maxsize=1024)
 def _input_bytes(layers: tuple[LayerShape, ...]) -> tuple[int, int, int]:
     """Of a span as one layer: its input, what a column keeps of it, and what it keeps at least, in one or apart."""
-    both, apart = in_one(layers), sum(map(kept_bytes, layers))
-    kept = kept_bytes(both)
+    both, apart = as_one_layer(layers), sum(map(carry_bytes, layers))
+    kept = carry_bytes(both)
     return both.in_bytes, kept, apart if both is layers[0] else min(apart, kept)
 
 
-def in_one(layers: Sequence[LayerShape]) -> LayerShape:
+def as_one_layer(layers: Sequence[LayerShape]) -> LayerShape:
     """A span as one layer: as if a convolution and its pooling ran in one, where they may."""
     both = fused(layers[0], layers[-1]) if len(layers) > 1 else None
     return both or layers[0]
 
 
-def kept_bytes(shape: LayerShape) -> int:
-    """Bytes of `kept_planes` of all images."""
-    return shape.in_bytes // shape.in_shape[1] * kept_planes(shape)
+def carry_bytes(shape: LayerShape) -> int:
+    """Bytes of `carry_planes` of all images."""
+    return shape.in_bytes // shape.in_shape[1] * carry_planes(shape)
 
 
-def kept_planes(shape: LayerShape) -> int:
+def carry_planes(shape: LayerShape) -> int:
     """Planes along z of its input that a layer looks at again in the next step of a column."""
     match shape.kind:
         case "conv":
@@ -287,10 +296,10 @@ def splits(network: Network) -> list[tuple[int, ...]]:
         fragments = prod(layer.window)
         useful = fragments > 1 and index + 1 < len(network.layers)
         sizes = [n for n in range(fragments // 2, 0, -1) if fragments % n == 0] if useful else []
-        if number or len(pools) > MOST_POOLS:
+        if number or len(pools) > MAX_COMBINED_POOLS:
             sizes = sizes[-1:]
         choices.append((0, *sizes))
-    if len(pools) > MOST_POOLS:
+    if len(pools) > MAX_COMBINED_POOLS:
         singles = [
             tuple(n if i == at else 0 for i in range(len(pools))) for at, sizes in enumerate(choices) for n in sizes[1:]
         ]
@@ -298,7 +307,7 @@ def splits(network: Network) -> list[tuple[int, ...]]:
     return sorted(product(*choices), key=lambda at_once: (sum(map(bool, at_once)), [-n for n in at_once]))
 
 
-MOST_POOLS = 4  # of which every combination is looked at
+MAX_COMBINED_POOLS = 4  # of which every combination is looked at
 
 
 def axis_sizes(length: int, period: int) -> tuple[int, ...]:
@@ -317,7 +326,7 @@ def axis_sizes(length: int, period: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def thinned(sizes: Sequence[int], most: int) -> Sequence[int]:
+def log_spaced(sizes: Sequence[int], most: int) -> Sequence[int]:
     """At most `most` of the sizes, spread evenly on a logarithmic scale, the largest and the smallest among them."""
     if len(sizes) <= most:
         return sizes
@@ -329,14 +338,14 @@ def thinned(sizes: Sequence[int], most: int) -> Sequence[int]:
     return tuple(sorted(kept, reverse=True))
 
 
-def all_sizes(space: Space, room: int | None = None) -> Sizes:
+def all_sizes(space: TilingSpace, room: int | None = None) -> Sizes:
     """Every size per axis; with `room`, less those whose largest activation exceeds it whatever the other axes are."""
     sizes = [axis_sizes(length, period) for length, period in zip(space.output, space.network.period, strict=True)]
     thinnest = space.network.period
-    ways = splits(space.part)  # parts hold what they are parts of: the smallest are not always the leanest
+    ways = splits(space.stage_network)  # parts hold what they are parts of: the smallest are not always the leanest
 
     def fitting(axis: int) -> list[int]:
-        shapes = [candidate(space, changed(thinnest, axis, size)) for size in sizes[axis]]
+        shapes = [tiling_of(space, with_size(thinnest, axis, size)) for size in sizes[axis]]
         return [
             shape.patch[axis]
             for shape in shapes
@@ -346,14 +355,14 @@ def all_sizes(space: Space, room: int | None = None) -> Sizes:
     return fitting(0), fitting(1), fitting(2)
 
 
-def candidate(space: Space, patch: Vec3) -> Candidate:
+def tiling_of(space: TilingSpace, patch: Vec3) -> Tiling:
     """Patches of one shape, or columns that write the output along their axis from end to end. Nothing is split."""
-    shapes = space.network.layer_shapes(patch, walks=space.walks, precision=space.precision)
-    column = -(-space.output[0] // patch[0]) * patch[0] if space.walks else 0
-    return Candidate(space, patch, column, shapes, (1,) * len(shapes))
+    shapes = space.network.layer_shapes(patch, streams=space.streams, precision=space.precision)
+    column = -(-space.output[0] // patch[0]) * patch[0] if space.streams else 0
+    return Tiling(space, patch, column, shapes, (1,) * len(shapes))
 
 
-def between(sizes: Sequence[int], seen: Sequence[int], size: int) -> tuple[Sequence[int], Sequence[int]]:
+def sizes_between(sizes: Sequence[int], seen: Sequence[int], size: int) -> tuple[Sequence[int], Sequence[int]]:
     """`size` and its neighbours in `seen`, of which it is one; and those of `size_trend` that lie between them."""
     at = seen.index(size)
     beside = seen[max(0, at - 1) : at + 2]
@@ -362,7 +371,7 @@ def between(sizes: Sequence[int], seen: Sequence[int], size: int) -> tuple[Seque
     return beside, [other for other in sizes if below < other < above and other != size]
 
 
-def changed(patch: Vec3, axis: int, size: int) -> Vec3:
+def with_size(patch: Vec3, axis: int, size: int) -> Vec3:
     """The same but for its size along one axis."""
     z, y, x = (size if axis == i else extent for i, extent in enumerate(patch))
     return z, y, x

@@ -17,7 +17,7 @@ from znnpy.planner.stages import handover_buffers, in_host_ram, stage_needs
 from znnpy.shapes import LayerShape, fused, text, turned
 
 
-def check_beside(
+def check_cpu_plan(
     plan: Plan, beside: Plan, network: Network, machine: Machine, table: Sequence[Primitive] | None
 ) -> None:
     """The plan of the processor beside GPUs runs here too, on cells as thick as whole steps, in promised memory."""
@@ -28,13 +28,13 @@ def check_beside(
             f"the plan's cells of {text(cell)} hold no whole number of its steps of {text(step)} along axis "
             f"{plan.axis}, or are narrower; {AGAIN}"
         )
-    if beside.walks and beside.axis != plan.axis:
+    if beside.streams and beside.axis != plan.axis:
         raise PlanFileError(
             f"the processor's columns are along axis {beside.axis}, and those of the plan along {plan.axis}; {AGAIN}"
         )
-    if plan.memory.beside != beside.memory.peak:
+    if plan.memory.cpu_plan != beside.memory.peak:
         raise PlanFileError(
-            f"the plan promises {plan.memory.beside:,} bytes for the processor, and its plan beside needs "
+            f"the plan promises {plan.memory.cpu_plan:,} bytes for the processor, and its plan beside needs "
             f"{beside.memory.peak:,}; {AGAIN}"
         )
 
@@ -63,17 +63,17 @@ def check_shapes(plan: Plan, network: Network) -> None:
     batches += [plan.choices[-1].shape.batch] * len(network.layers)  # where layers are missing: told below
     try:
         shapes = along.layer_shapes(
-            turned(plan.patch_out, plan.axis), batches=batches, walks=plan.walks, precision=plan.precision
+            turned(plan.patch_out, plan.axis), batches=batches, streams=plan.streams, precision=plan.precision
         )
         on_cpu = [replace(shape, precision="fp32") for shape in shapes]
     except ShapeError as error:
         raise PlanFileError(f"the plan does not fit its network: {error}") from None
-    if plan.column % plan.patch_out[plan.axis]:
+    if plan.column_planes % plan.patch_out[plan.axis]:
         raise PlanFileError(
-            f"the plan's columns of {plan.column} planes are no whole number of steps of "
+            f"the plan's columns of {plan.column_planes} planes are no whole number of steps of "
             f"{plan.patch_out[plan.axis]}; {AGAIN}"
         )
-    needed = patch_in(network, plan.patch_out, plan.axis, walks=plan.walks)
+    needed = patch_in(network, plan.patch_out, plan.axis, streams=plan.streams)
     if plan.patch_in != needed:
         raise PlanFileError(
             f"the plan reads patches of {text(plan.patch_in)}, and {text(plan.patch_out)} voxels out need "
@@ -102,7 +102,7 @@ def check_memory(plan: Plan, footprints: Sequence[Footprint]) -> None:
         where = "" if stage is plan.stages[-1] else " of the stage in the memory of the host"
         _check_tensors(stage.tensors, needs.tensors, memory.arena, f"arena{where}")
         for what, promised, needed in (
-            ("of weights", memory.residents, needs.memory.residents),
+            ("of weights", memory.weights, needs.memory.weights),
             ("of weights in page-locked memory", memory.pinned, needs.memory.pinned),
             ("for the libraries", memory.allowance, needs.memory.allowance),
             ("for carried planes", memory.carries, needs.memory.carries),

@@ -17,11 +17,11 @@ from znnpy.kernels.primitive import Footprint, Primitive, Variant
 from znnpy.machine import Machine
 from znnpy.network import Network
 from znnpy.planner.cost_model import Rates
-from znnpy.planner.layer_options import JOINING, KEEPING
+from znnpy.planner.layer_options import CARRY_TRAFFIC, JOIN_TRAFFIC
 from znnpy.planner.layout import place
 from znnpy.planner.plan import Choice, Memory, Plan, device_of
 from znnpy.planner.stages import last_stage
-from znnpy.planner.tilings import kept_bytes
+from znnpy.planner.tilings import carry_bytes
 from znnpy.planner.widths import WideOrNarrow, columns_for, indented
 from znnpy.shapes import LayerShape, fused, turned
 from znnpy.units import human_bytes, human_seconds
@@ -91,7 +91,7 @@ class _Plan:
         plan = self.plan
         batches = [c.shape.batch for c in plan.choices for _ in c.layers[: 1 + (c.layers[0] < c.layers[1])]]
         shapes = network.turned(plan.axis).layer_shapes(
-            turned(plan.patch_out, plan.axis), batches=batches, walks=plan.walks, precision=plan.precision
+            turned(plan.patch_out, plan.axis), batches=batches, streams=plan.streams, precision=plan.precision
         )
         for index, shape in enumerate(shapes):
             yield from self._of((index, index), shape)
@@ -107,7 +107,7 @@ class _Plan:
     def _row(self, primitive: Primitive, layers: tuple[int, int], shape: LayerShape) -> Considered:
         """Those in the plan have its own seconds."""
         choices = [c for c in self.plan.choices if c.layers[0] <= layers[1] and layers[0] <= c.layers[1]]
-        spent = sum(choice.runs * choice.seconds for choice in choices)
+        spent = sum(choice.executions * choice.seconds for choice in choices)
         if [(c.layers, c.primitive) for c in choices] == [(layers, primitive.name)]:
             return Considered(layers, primitive.name, True, spent, "")
         reason = primitive.why_not(shape, self.machine) or self.rates.why_not(primitive, shape)
@@ -115,17 +115,17 @@ class _Plan:
             return Considered(layers, primitive.name, False, None, reason)
         variants = primitive.variants(shape, self.machine)
         once, variant = min(((self._seconds(primitive, shape, v), v) for v in variants), key=lambda pair: pair[0])
-        seconds = once * choices[-1].runs
+        seconds = once * choices[-1].executions
         why = self._why(primitive, variant, layers, choices, seconds / spent)
         return Considered(layers, primitive.name, False, seconds, why)
 
     def _seconds(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> float:
         """Of one run, with what it carries from step to step."""
         moved = 0.0
-        if self.plan.walks:
+        if self.plan.streams:
             apart = self._footprint(primitive, shape, variant).reads_carried
-            moved = (KEEPING if apart else KEEPING + JOINING) * kept_bytes(shape)
-        return self.rates.seconds(primitive, shape, variant) + moved / self.rates.carrying
+            moved = (CARRY_TRAFFIC if apart else CARRY_TRAFFIC + JOIN_TRAFFIC) * carry_bytes(shape)
+        return self.rates.seconds(primitive, shape, variant) + moved / self.rates.copy_bandwidth
 
     def _why(
         self,
@@ -140,7 +140,7 @@ class _Plan:
             return "another one is asked for"
         if choices[0].layers[0] < layers[0] or layers[1] < choices[-1].layers[1]:
             return f"runs in one with {'the layer before' if choices[0].layers[0] < layers[0] else 'the layer behind'}"
-        over, over_vram = self._with(primitive, variant, layers).over(self.plan.limits)
+        over, over_vram = self._with(primitive, variant, layers).excess(self.plan.limits)
         if over or over_vram:
             parts = [human_bytes(over)] * (over > 0) + [f"{human_bytes(over_vram)} of VRAM"] * (over_vram > 0)
             return f"{ratio:.2f} times as long, and does not fit: {' and '.join(parts)} more"

@@ -305,7 +305,7 @@ class _Run:
             within = human_bytes(plan.limits.vram_bytes or 0)
             sentences.append(f"planned anew within {within} of VRAM: {refused}{rounding}")
             done = self._run(site, plan)
-            columns = plan.parts_of(self.trained.network)
+            columns = plan.work_items(self.trained.network)
             computed = prod(plan.output) - sum(columns[index].voxels for index in before)
             done = replace(done, timings=replace(done.timings, voxels=computed))
         self.output.complete()
@@ -319,7 +319,7 @@ class _Run:
         with self._awake(site, plan, preparing) as (sessions, wisdom):
             before = preparing.done()
             if self.output.header is None:
-                settings, count = settings_of(self.wishes.only, site.machine), len(plan.parts_of(network))
+                settings, count = settings_of(self.wishes.only, site.machine), len(plan.work_items(network))
                 header = JournalHeader(self.job, settings, plan.to_json(), site.machine.blas, count, wisdom=wisdom.used)
                 self.output.begin(header, attributes_of(network, self.source, self.job, plan))
             lanes = lanes_of(plan, sessions, network, self.output.done)
@@ -354,11 +354,11 @@ class _Run:
         if self.wishes.plan is not None:
             raise refused
         ram = plan.limits.ram_bytes if self.wishes.ram is None else parse_bytes(self.wishes.ram)
-        left = ram if begun is None else ram - plan.memory.beside  # the processor's plan stays
+        left = ram if begun is None else ram - plan.memory.cpu_plan  # the processor's plan stays
         wishes = replace(self.wishes, ram=left, vram=site.less_than(plan), threads=plan.limits.threads)
         if begun is not None:
-            only, cover = tuple(begun.settings["only"]), "columns" if plan.walks else "patches"
-            mode = "gpu" if plan.beside else plan.mode
+            only, cover = tuple(begun.settings["only"]), "columns" if plan.streams else "patches"
+            mode = "gpu" if plan.cpu_plan else plan.mode
             wishes = replace(wishes, only=only, cover=cover, patch=plan.patch_out, precision=plan.precision, mode=mode)
         try:
             leaner = choose(
@@ -372,11 +372,13 @@ class _Run:
             )
         except NoPlanError as error:
             raise VramError(f"{refused}; and {error}") from None
-        if begun is not None and plan.beside is not None:
-            memory = replace(leaner.memory, beside=plan.memory.beside)
+        if begun is not None and plan.cpu_plan is not None:
+            memory = replace(leaner.memory, cpu_plan=plan.memory.cpu_plan)
             limits = replace(leaner.limits, ram_bytes=ram)
-            leaner = replace(leaner, limits=limits, memory=memory, beside=plan.beside, alone=leaner.seconds)
-        other = leaner.parts_of(network) != plan.parts_of(network) or leaner.axis != plan.axis
+            leaner = replace(
+                leaner, limits=limits, memory=memory, cpu_plan=plan.cpu_plan, single_device_seconds=leaner.seconds
+            )
+        other = leaner.work_items(network) != plan.work_items(network) or leaner.axis != plan.axis
         if begun is not None and other:  # what is on disk, and columns of the processor, are of other parts
             raise refused
         return leaner
@@ -414,7 +416,7 @@ def _report(
 ) -> Report:
     """`done` is None where nothing was left to do; `notes` say why the device is not another, `doubts` what is odd."""
     timings = done.timings if done else None
-    lacking = slower_here(machine) if plan.device == "cpu" or plan.beside is not None else ()
+    lacking = slower_here(machine) if plan.device == "cpu" or plan.cpu_plan is not None else ()
     return Report(
         output=target,
         voxels=prod(plan.output),

@@ -87,7 +87,7 @@ class Limits:
             return replace(self, ram_bytes=self.ram_bytes // number)
         return replace(self, vram_bytes=self.vram_bytes // number)
 
-    def less_feeders(self, gpus: int) -> Limits:
+    def without_feed_threads(self, gpus: int) -> Limits:
         """Of the processor while GPUs compute: each has a thread that feeds it, and that a core of its own."""
         return replace(self, threads=max(1, self.threads - gpus))
 

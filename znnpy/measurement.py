@@ -71,7 +71,7 @@ class Measured:
 
     def _memory(self) -> list[str]:
         """The rate at which memory is first written to."""
-        measured, assumed = self.costs.touching, self.assumed.touching
+        measured, assumed = self.costs.touching, self.assumed.first_touch
         if measured is None:
             return []
         return [f"memory is first written to at {measured / 2**30:,.3g} GiB/s (assumed: {assumed / 2**30:,.3g})"]
@@ -145,7 +145,7 @@ def measure(
             else:
                 rates, runs = bench.survey(tasks, timing, timer, 1.0 if net is None else SURVEY_SHARE)
             if touching is not None:
-                rates = replace(rates, touching=touching, touching_measured=True)
+                rates = replace(rates, first_touch=touching, first_touch_measured=True)
             if not known:
                 first = bench.costs(rates, runs, [], old)  # there may be no plan for the network
                 write_costs(path, first, overwrite=overwrite or out is None)

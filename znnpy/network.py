@@ -234,12 +234,12 @@ class Network:
         return multiply(ceil_divide(out, self.period), self.period)
 
     def layer_shapes(
-        self, out: Vec3, *, batches: Sequence[int] | None = None, walks: bool = False, precision: Precision = "fp32"
+        self, out: Vec3, *, batches: Sequence[int] | None = None, streams: bool = False, precision: Precision = "fp32"
     ) -> tuple[LayerShape, ...]:
         """Shape of every layer when a patch gives `out` dense output voxels, all poolings as fragments.
 
         batches    images that each layer takes at a time: parts of what the layer before it makes; default: all.
-        walks      `out` is one step along z: a layer's input is what is new since the last step and, before it, the
+        streams      `out` is one step along z: a layer's input is what is new since the last step and, before it, the
                    last planes of what was new then: kernel - 1, or window - 1.
         precision  of every layer.
 
@@ -252,9 +252,9 @@ class Network:
             )
         shapes: list[LayerShape] = []
         z, y, x = self.patch_in(out)
-        n, images = (out[0] if walks else z, y, x), 1
+        n, images = (out[0] if streams else z, y, x), 1
         for index, (maps, layer) in enumerate(zip(self.maps, self.layers, strict=False)):
-            if walks:
+            if streams:
                 n = (n[0] + extent(layer)[0] - 1, *n[1:])
             batch = images if batches is None else batches[index]
             if batch < 1 or images % batch:

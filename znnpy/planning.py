@@ -170,7 +170,7 @@ def _here(
             sites.append(Site(this_machine(), costs=shelf))
             with suppress(NoPlanError):
                 estimated = replace(wanted, study=Study()).plan(sites[1])
-                made = replace(made, kinds=(*made.kinds, kind_of(network, made, estimated)))
+                made = replace(made, alternatives=(*made.alternatives, kind_of(network, made, estimated)))
         log_phase("planned", predicted(made))
         if paranoid:
             check_plan(made, network, site, wanted.study.tell)
@@ -240,7 +240,7 @@ class _Wanted:
         task = self._task(site, limits, known, kinds=kinds, baselines=baselines)
         made, lost = task.best(show=kinds)
         others = [kind_of(task.network, made, other, scheme_of(other)) for other in lost if kinds]
-        return replace(made, kinds=(*made.kinds, *others), rigor=self.study.done)
+        return replace(made, alternatives=(*made.alternatives, *others), rigor=self.study.done)
 
     def _makes(self, site: Site, limits: Limits) -> list[Making]:
         """Who makes the best plan with what is known; before, where that takes many plans, one of a single device."""

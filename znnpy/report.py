@@ -93,7 +93,7 @@ class Report:
         if not self.computed:
             return [f"{self.output}: {text(self.plan.output)}, {self.voxels:,} voxels, complete already: nothing to do"]
         resumed = f", {self.computed:,} of them in this run" if self.computed < self.voxels else ""
-        threads = (self.plan.beside or self.plan).compute_threads
+        threads = (self.plan.cpu_plan or self.plan).compute_threads
         return [
             f"{self.output}: {text(self.plan.output)}, {self.voxels:,} voxels{resumed}",
             f"speed      {self.voxels_per_second:,.0f} voxels/s (plan: {self.predicted_speed:,.0f})",
@@ -197,14 +197,14 @@ class Report:
     def _methods(self) -> str:
         """Primitives in the order in which they first run, with numbers of layers; last those beside GPUs."""
         layers = Counter[str]()
-        for plan in filter(None, (self.plan, self.plan.beside)):
+        for plan in filter(None, (self.plan, self.plan.cpu_plan)):
             for choice in plan.choices:
                 layers[choice.primitive] += 1 + choice.layers[1] - choice.layers[0]
         return ", ".join(f"{name} ({count} layer{'s' if count != 1 else ''})" for name, count in layers.items())
 
     def _cover(self) -> str:
         plan = self.plan
-        if plan.walks:
+        if plan.streams:
             cover = f"columns    {plan.columns} along {AXES[plan.axis]} in steps of {text(plan.patch_out)}"
         else:
             cover = f"patches    {plan.columns} of {text(plan.patch_out)}"
@@ -234,11 +234,11 @@ class Report:
                 "vram_bytes": self.plan.memory.vram,
             },
             "ram_bytes": self.plan.limits.ram_bytes,
-            "threads": (self.plan.beside or self.plan).compute_threads,
+            "threads": (self.plan.cpu_plan or self.plan).compute_threads,
             "patch": list(self.plan.patch_out),
             "columns": self.plan.columns,
             "axis": self.plan.axis,
-            "column": self.plan.column,
+            "column": self.plan.column_planes,
             "primitives": [choice.primitive for choice in self.plan.choices],
             "device": self.plan.device,
             "mode": self.plan.mode,

@@ -152,7 +152,7 @@ def test_the_report_says_what_ran_and_on_what(place: Place) -> None:
     (vram,) = (line for line in lines if line.startswith("VRAM       "))
     assert vram.endswith(", limit: 800 MiB)")
     assert report.vram_bytes is not None
-    assert memory.last.arena + memory.last.residents <= report.vram_bytes <= memory.vram
+    assert memory.last.arena + memory.last.weights <= report.vram_bytes <= memory.vram
     said = report.as_json()
     assert (said["device"], said["gpu"], said["precision"]) == ("gpu", "emulated", "tf32")
     assert (said["vram_bytes"], said["predicted"]["vram_bytes"]) == (report.vram_bytes, memory.vram)

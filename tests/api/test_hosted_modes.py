@@ -62,7 +62,7 @@ def test_the_output_is_the_processors(place: Place, mode: str, cover: str) -> No
     made = report.plan
     assert made.mode == mode
     assert 0 < made.offloaded < len(made.choices)
-    assert made.walks == (cover == "columns")
+    assert made.streams == (cover == "columns")
     assert made.memory.peak <= made.limits.ram_bytes
     assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
     (line,) = (line for line in report.lines() if line.startswith("mode "))
@@ -126,7 +126,7 @@ def test_a_plan_is_run_on_a_volume_of_another_type(place: Place, mode: str) -> N
     words = {"threads": None, "precision": None, "allow_nan": True}
     again = go(place, "auto", plan=file, **words).plan
     assert again.mode == mode
-    part = made.handover_bytes // made.parts[made.offloaded]
+    part = made.handover_bytes // made.sub_batches[made.offloaded]
     writes = made.cover(place.network).steps(0)
     out_bytes = 4 * place.network.output_channels * prod(made.patch_out)
     assert again.memory.staging == staging_bytes(part, out_bytes, writes=writes)
@@ -239,12 +239,12 @@ def test_auto_takes_another_mode_where_the_gpu_alone_has_too_little_memory(
 def test_plan_tells_of_both_modes(place: Place) -> None:
     made = plan(place.folder / "net.yaml", volume=place.volume, device="gpu")
     assert made.mode == "gpu"
-    told = {kind.scheme: kind for kind in made.kinds}
+    told = {kind.scheme: kind for kind in made.alternatives}
     for mode in MODES:
         (kind,) = (kind for scheme, kind in told.items() if scheme.startswith(f"{mode} with"))
         assert kind.best.voxels_per_second <= made.voxels_per_second
         assert kind.best.patch_out == made.patch_out
-        assert "times as long" in kind.why
+        assert "times as long" in kind.reason
         assert f"{mode} with" in made.explain()
 
 
@@ -258,7 +258,7 @@ def test_layers_are_timed_and_held_against_the_definition_where_they_run(
     words |= {"patch": (4, 8, 4)} | ({"only": "gpu.conv.host_ram"} if mode == "gpu-host" else {})
     words |= {"rigor": "measure", "time_limit": 1000.0, "paranoid": True}
     made = plan(place.folder / "net.yaml", tell_progress=lambda progress: told.append(progress.doing), **words)
-    beside = () if made.beside is None else made.beside.choices
+    beside = () if made.cpu_plan is None else made.cpu_plan.choices
     assert (made.mode, made.rigor) == (mode, "measure")
     assert all(chosen.measured for chosen in (*made.choices, *beside))
     checked = [doing for doing in told if doing.startswith("checking ")]

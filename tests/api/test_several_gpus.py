@@ -233,7 +233,7 @@ def test_words_that_are_none(place: Place, words: tuple[str, ...], said: str) ->
 
 def test_a_plan_says_what_several_gain(place: Place) -> None:
     made = plan(place.folder / "net.yaml", shape=(40, 41, 42), device="gpu", gpus=2)
-    assert (made.devices, made.alone is not None) == (2, True)
+    assert (made.devices, made.single_device_seconds is not None) == (2, True)
     result = place.run("plan", place.folder / "net.yaml", "--shape", "40,41,42", "--device", "gpu", "--gpus", "2")
     assert "times as fast as one GPU alone" in result.output
     assert "on 2 GPUs in fp32" in result.output

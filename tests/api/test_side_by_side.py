@@ -65,15 +65,15 @@ def test_both_compute_and_the_output_is_the_same(place: Place, words: dict[str, 
     report = go(place, **words)
     made = report.plan
     assert made.mode == "side-by-side"
-    assert made.beside is not None
-    assert 0 < made.dealt < len(made.cells)
+    assert made.cpu_plan is not None
+    assert 0 < made.cpu_items < len(made.cells)
     assert made.memory.peak <= made.limits.ram_bytes
     assert [lane.name for lane in report.lanes] == (["GPU 0", "GPU 1", "CPU"] if "gpus" in words else ["GPU", "CPU"])
     assert sum(lane.voxels for lane in report.lanes) == report.computed == report.voxels
     (line,) = (line for line in report.lines() if line.startswith("devices"))
     assert "CPU" in line
     (methods,) = (line for line in report.lines() if line.startswith("methods"))
-    assert all(choice.primitive in methods for choice in (*made.choices, *made.beside.choices))
+    assert all(choice.primitive in methods for choice in (*made.choices, *made.cpu_plan.choices))
     together = place.prediction().astype(np.float32)
     most = 1e-3 if "output_dtype" in words else TOLERANCES["fp32"]
     assert np.abs(together - expected(place)).max() <= most
@@ -81,11 +81,11 @@ def test_both_compute_and_the_output_is_the_same(place: Place, words: dict[str, 
 
 def test_the_plan_says_who_computes_what(place: Place) -> None:
     made = go(place, threads=3).plan
-    assert made.beside is not None
-    assert made.beside.limits.threads == made.beside.compute_threads == 2  # one feeds the GPU
+    assert made.cpu_plan is not None
+    assert made.cpu_plan.limits.threads == made.cpu_plan.compute_threads == 2  # one feeds the GPU
     text = " ".join(made.explain().split())
     assert f"take cells of {'x'.join(map(str, made.cells.patch))} output voxels, " in text
-    assert f"{len(made.cells)} in all, of which the processor is to compute {made.dealt}, " in text
+    assert f"{len(made.cells)} in all, of which the processor is to compute {made.cpu_items}, " in text
     assert "without the processor, which computes" in text
     assert Plan.from_json(made.to_json()) == made
 
@@ -100,8 +100,8 @@ def test_a_plan_is_run_as_it_is(place: Place) -> None:
     with pytest.raises(PlanFileError, match="leave out `mode`"):
         go(place, plan=file, mode="gpu", threads=None, precision=None)
     for change, words in (
-        ({"beside": None}, "memory is promised for a plan beside it exactly where there is one"),
-        ({"memory": {**json.loads(made.to_json())["memory"], "beside": 5}}, "and its plan beside needs"),
+        ({"cpu_plan": None}, "memory is promised for a plan beside it exactly where there is one"),
+        ({"memory": {**json.loads(made.to_json())["memory"], "cpu_plan": 5}}, "and its plan beside needs"),
     ):
         file.write_text(json.dumps({**json.loads(made.to_json()), **change}))
         with pytest.raises(PlanFileError, match=words):
@@ -193,8 +193,8 @@ def test_where_the_processor_would_only_wait(place: Place, monkeypatch: pytest.M
 
 def test_auto_takes_what_gains_enough(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     both = go(place).plan
-    assert both.alone is not None
-    ratio = both.seconds / both.alone
+    assert both.single_device_seconds is not None
+    ratio = both.seconds / both.single_device_seconds
     monkeypatch.setattr(modes, "GAIN", 0.0)
     for long, gain, mode in ((0.0, 1.01 * ratio, "side-by-side"), (0.0, 0.99 * ratio, "gpu"), (9e9, 1.0, "gpu")):
         monkeypatch.setattr(modes, "LONG_SECONDS", long)
@@ -228,19 +228,19 @@ def test_words_that_contradict_each_other(place: Place, words: dict[str, Any], s
 
 def test_primitives_of_both_devices(place: Place) -> None:
     made = go(place, only=("gpu.conv.direct", "cpu.conv.direct")).plan
-    assert made.beside is not None
+    assert made.cpu_plan is not None
     assert {c.primitive for c in made.choices if c.shape.kind == "conv"} == {"gpu.conv.direct"}
-    assert {c.primitive for c in made.beside.choices if c.shape.kind == "conv"} == {"cpu.conv.direct"}
+    assert {c.primitive for c in made.cpu_plan.choices if c.shape.kind == "conv"} == {"cpu.conv.direct"}
 
 
 def test_plan_tells_of_every_mode(place: Place) -> None:
     words: dict[str, Any] = {"volume": place.volume, "precision": "fp32", "threads": 2}
     chosen = plan(place.folder / "net.yaml", mode="side-by-side", **words)
     assert chosen.mode == "side-by-side"
-    assert any("without the processor" in kind.why for kind in chosen.kinds)
+    assert any("without the processor" in kind.reason for kind in chosen.alternatives)
     quick = plan(place.folder / "net.yaml", mode="gpu", **words)
     assert quick.mode == "gpu"
-    assert not any(kind.scheme == "with the processor beside it" for kind in quick.kinds)
+    assert not any(kind.scheme == "with the processor beside it" for kind in quick.alternatives)
 
 
 def test_a_plan_for_a_volume_of_another_type(place: Place) -> None:
@@ -252,11 +252,11 @@ def test_a_plan_for_a_volume_of_another_type(place: Place) -> None:
     voxels[3, 4, 5] = np.nan
     place.write_volume(voxels)
     again = go(place, plan=file, mode="auto", threads=None, precision=None, allow_nan=True).plan
-    assert made.beside is not None
-    assert again.beside is not None
-    assert again.beside.itemsize_in == 8
-    assert again.beside.memory.reading > made.beside.memory.reading
-    assert again.memory.beside == again.beside.memory.peak
+    assert made.cpu_plan is not None
+    assert again.cpu_plan is not None
+    assert again.cpu_plan.itemsize_in == 8
+    assert again.cpu_plan.memory.reading > made.cpu_plan.memory.reading
+    assert again.memory.cpu_plan == again.cpu_plan.memory.peak
     assert np.isnan(place.prediction()).any()
 
 
@@ -307,7 +307,7 @@ def test_a_leaner_plan_along_another_axis_is_refused(place: Place, monkeypatch: 
         go(place, patch=(2, 4, 4))
     assert len(chosen) == 2
     first, leaner = chosen
-    assert leaner.limits.ram_bytes == first.limits.ram_bytes - first.memory.beside
+    assert leaner.limits.ram_bytes == first.limits.ram_bytes - first.memory.cpu_plan
 
 
 def test_the_gpu_gives_no_memory_while_it_runs(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

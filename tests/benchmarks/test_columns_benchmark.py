@@ -116,7 +116,7 @@ def test_scaling_counts_what_a_run_does(imported: Callable[[str], Any], columns:
     """Seconds of the output are those of every load, layer and store that a run over it makes."""
     layer_by_layer = imported("layer_by_layer")
     plan = in_parts((60, 44, 103), (32, 44, 56), columns)
-    assert max(plan.parts) > 1
+    assert max(plan.sub_batches) > 1
     cover = plan.cover(NET)
     assert len(cover) > 1
     counts = [0.0] * (len(plan.choices) + 2)

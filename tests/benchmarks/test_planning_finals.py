@@ -18,7 +18,7 @@ def test_plans_in_the_steps_of_the_pick_run_its_part(imported: Callable[[str], A
     pick = maker.pick
     z, y, x = (2 * side if axis == pick.axis else side for axis, side in enumerate(pick.patch_out))
     part = z, y, x
-    most = pick.covering(part, NET, pick.memory).seconds
+    most = pick.for_output(part, NET, pick.memory).seconds
     point = points.Point(tables.Row("net", "1G", point_seconds=most), NET, maker.ground, pick, pick.output)
     faster = replace(pick, choices=tuple(replace(c, seconds=c.seconds / 2) for c in pick.choices))
     assert points.part_of(faster, NET, most) > part

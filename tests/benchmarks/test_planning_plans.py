@@ -22,7 +22,16 @@ if TYPE_CHECKING:
 
 
 def decided(plan: Plan) -> tuple[Any, ...]:
-    return plan.patch_out, plan.patch_in, plan.axis, plan.column, plan.choices, plan.memory, plan.tensors, plan.columns
+    return (
+        plan.patch_out,
+        plan.patch_in,
+        plan.axis,
+        plan.column_planes,
+        plan.choices,
+        plan.memory,
+        plan.tensors,
+        plan.columns,
+    )
 
 
 OVER = {"only": ["cpu.conv.over"], "columns": False}  # some of its layers need memory of the libraries, poolings none

@@ -117,15 +117,15 @@ def test_a_part_of_a_long_run(imported: Callable[[str], Any]) -> None:
         assert points.part_of(pick, NET, 0.0) == (4, 12, 12)
         times = [[n if axis == pick.axis else 1 for axis in range(3)] for n in (2, 3)]
         sizes = [(4 * z, 12 * y, 12 * x) for z, y, x in times]
-        one, two = (pick.covering(size, NET, pick.memory).seconds for size in sizes)
+        one, two = (pick.for_output(size, NET, pick.memory).seconds for size in sizes)
         assert points.part_of(pick, NET, (one + two) / 2) == sizes[0]
         rest = [axis for axis in range(3) if axis != pick.axis]
         wide = [OUTPUT[axis] if axis != rest[1] else pick.patch_out[axis] for axis in range(3)]
-        whole = pick.covering(tuple(wide), NET, pick.memory).seconds
+        whole = pick.for_output(tuple(wide), NET, pick.memory).seconds
         assert points.part_of(pick, NET, whole) == tuple(wide), "columns along one more axis"
         long = [side if axis == pick.axis else pick.patch_out[axis] for axis, side in enumerate(OUTPUT)]
         long[pick.axis] -= 1
-        part = points.part_of(pick, NET, pick.covering(tuple(long), NET, pick.memory).seconds - 1e-9)
+        part = points.part_of(pick, NET, pick.for_output(tuple(long), NET, pick.memory).seconds - 1e-9)
         assert all(part[axis] == pick.patch_out[axis] for axis in rest), "none across before the column is whole"
 
 

@@ -246,8 +246,8 @@ def test_the_cpu_is_compared_where_both_may_be_taken(place: Place, card: Callabl
     card()
     place.write_small_volume()
     document = json.loads(place.run(*plan_words(place, "--json")).stdout)
-    assert {kind["device"] for kind in document["plan"]["kinds"]} == {"cpu", "gpu"}
-    kind = document["plan"]["kinds"][-1]
+    assert {kind["device"] for kind in document["plan"]["alternatives"]} == {"cpu", "gpu"}
+    kind = document["plan"]["alternatives"][-1]
     alone = json.loads(place.run(*plan_words(place, "--json", "--device", "cpu")).stdout)
     assert kind["device"] == "cpu"
     assert kind["best"]["voxels_per_second"] == alone["voxels_per_second"]
@@ -257,7 +257,7 @@ def test_the_cpu_is_compared_where_both_may_be_taken(place: Place, card: Callabl
     for words in (("--device", "gpu"), ("--vram", "1G")):
         assert {
             kind["device"]
-            for kind in json.loads(place.run(*plan_words(place, "--json", *words)).stdout)["plan"]["kinds"]
+            for kind in json.loads(place.run(*plan_words(place, "--json", *words)).stdout)["plan"]["alternatives"]
         } <= {"gpu"}
 
 

@@ -101,7 +101,7 @@ def test_costs_are_measured_stored_and_planned_with(here: Place) -> None:
     assert 0 < other < one
     made = Plan.from_json(json.dumps(after["plan"]))
     rates = here_truly(this_machine().cores)
-    truly = sum(c.runs * rates.seconds(find(c.primitive), c.shape, c.variant) for c in made.choices)
+    truly = sum(c.executions * rates.seconds(find(c.primitive), c.shape, c.variant) for c in made.choices)
     truly += made.prepared_bytes / 2**32
     assert after["seconds"] == pytest.approx(truly, rel=0.01)
     assert after["seconds"] - other > 1.2 * (before["seconds"] - one)
@@ -253,7 +253,7 @@ def test_plans_for_a_machine_that_is_not_here_run_only_there(here: Place) -> Non
     assert result.exit_code == 0
     assert "this plan is for another machine, another: it runs only there" in result.stdout
     made = Plan.load(plan)
-    assert made.elsewhere == "another"
+    assert made.made_for == "another"
     assert made.fitted
     assert made.limits.ram_bytes == int(0.75 * 2**40)
     sentence = here.refusal(*here.words, "--plan", plan)
@@ -262,7 +262,7 @@ def test_plans_for_a_machine_that_is_not_here_run_only_there(here: Place) -> Non
         "`znnpy plan`, without --machine"
     )
     assert not here.out.exists()
-    assert json.loads(here.run(*words, "--json").stdout)["plan"]["elsewhere"] == "another"
+    assert json.loads(here.run(*words, "--json").stdout)["plan"]["made_for"] == "another"
 
 
 def test_threads_that_a_file_is_not_of(here: Place) -> None:
@@ -295,7 +295,7 @@ def test_a_plan_for_the_machine_that_is_here_is_none_for_another(here: Place) ->
     assert here.run("measure", "--device", "cpu", "--export", path).exit_code == 0
     words = ("plan", here.folder / "net.yaml", "--volume", here.volume, "--machine", path, "--out", plan)
     assert here.run(*words).exit_code == 0
-    assert Plan.load(plan).elsewhere is None
+    assert Plan.load(plan).made_for is None
     assert here.infer("--plan", plan).exit_code == 0
 
 
@@ -316,7 +316,7 @@ def test_a_gpu_that_is_not_here_is_planned_for(here: Place) -> None:
     assert here.run(*words, "--out", plan).exit_code == 0
     made = Plan.load(plan)
     assert made.device == "gpu"
-    assert made.elsewhere == "made up beside another"
+    assert made.made_for == "made up beside another"
     assert made.limits.vram_bytes == int(0.9 * H200.memory_bytes)
     sentence = here.refusal(*here.words, "--plan", plan)
     assert sentence.startswith("the plan was made for another machine (made up beside another)")

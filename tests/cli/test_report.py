@@ -76,7 +76,7 @@ def test_columns_are_called_columns(place: Place) -> None:
     )
     found = columns.as_json()
     assert found["columns"] == plan.columns < 80
-    assert (found["axis"], found["column"], found["patch"]) == (plan.axis, plan.column, [4, 4, 4])
+    assert (found["axis"], found["column"], found["patch"]) == (plan.axis, plan.column_planes, [4, 4, 4])
     assert found["column"] == -(-plan.output[plan.axis] // 4) * 4
     assert found.keys() == patches.as_json().keys()
 
@@ -84,10 +84,10 @@ def test_columns_are_called_columns(place: Place) -> None:
 def test_a_patch_larger_than_the_output_is_explained(place: Place, report: Report) -> None:
     """15x16x19 output voxels are one patch of 16x16x20, a multiple of the period 2x2x1."""
     assert report.plan.output == (15, 16, 19)
-    rounded = replace(report, plan=replace(report.plan, patch_out=(16, 16, 19), column=0, columns=1))
+    rounded = replace(report, plan=replace(report.plan, patch_out=(16, 16, 19), column_planes=0, columns=1))
     line = "patches    1 of 16x16x19 output voxels (rounded up to whole periods of the network), computed by "
     assert any(found.startswith(line) for found in rounded.lines())
-    exact = replace(report, plan=replace(report.plan, patch_out=(8, 16, 19), column=0, columns=2))
+    exact = replace(report, plan=replace(report.plan, patch_out=(8, 16, 19), column_planes=0, columns=2))
     assert not any("rounded" in found for found in exact.lines())
     said = place.run("plan", place.folder / "net.yaml", "--volume", place.volume, "--patch", "16,16,19")
     assert "reaches beyond the 15x16x19 voxels of the output" in " ".join(said.stdout.split())
@@ -318,14 +318,14 @@ def test_work_of_a_run_is_what_its_steps_do(place: Place) -> None:
         progress=events.append,
     )
     plan = report.plan
-    assert plan.walks
+    assert plan.streams
     cover = plan.cover(place.network)
     assert events[0].work_done == events[0].steps_done == 0
     assert events[-1].work_done == 1
     assert events[-1].steps_done == events[-1].steps == sum(len(column.steps) for column in cover)
     done = [event.work_done for event in events]
     assert done == sorted(done)
-    ahead = plan.work_ahead(place.network)
+    ahead = plan.warmup_work(place.network)
     assert len(ahead) == cover.ahead > 1
     assert 0 <= ahead[0] < ahead[-1] <= 1  # the first may bring in voxels for no layer to run yet
     assert list(ahead) == sorted(ahead)

@@ -155,7 +155,7 @@ def test_columns_and_patches_give_the_same_prediction(place: Place, axis: int) -
 def test_no_depth_first_keeps_all_fragments_together(place: Place) -> None:
     words = ("plan", "fib25_boundary", "--shape", "330,330,330", "--patch", "176,176,176", "--ram", "1100M", "--json")
     split = json.loads(place.run(*words).stdout)["plan"]
-    assert max(Plan.from_json(json.dumps(split)).parts) > 1
+    assert max(Plan.from_json(json.dumps(split)).sub_batches) > 1
     sentence = place.refusal(*words, "--no-depth-first", "--cover", "patches")
     assert "nothing fits in 1,100.0 MiB of RAM: " in sentence
     assert sentence.endswith(", or drop --patch, or drop --cover, or drop --no-depth-first")
@@ -188,13 +188,13 @@ def test_plan_of_columns_runs_on_another_volume(place: Place, size: tuple[int, i
     words = ("plan", place.folder / "net.yaml", "--volume", place.volume, "--cover", "columns", "--patch", "4,6,4")
     assert place.run(*words, "--out", plan).exit_code == 0
     made = Plan.load(plan)
-    assert made.walks
+    assert made.streams
     place.write_volume(np.random.default_rng(9).integers(0, 256, size, np.uint8))
     result = place.infer("--plan", plan, "--json")
     assert result.exit_code == 0
     report = json.loads(result.stdout)
-    assert (report["axis"], report["column"], report["patch"]) == (made.axis, made.column, [4, 6, 4])
-    assert report["columns"] == len(made.covering(report["shape"], place.network, made.memory).cover(place.network))
+    assert (report["axis"], report["column"], report["patch"]) == (made.axis, made.column_planes, [4, 6, 4])
+    assert report["columns"] == len(made.for_output(report["shape"], place.network, made.memory).cover(place.network))
     found = place.prediction()
     assert place.infer("--cover", "patches", "--overwrite").exit_code == 0
     np.testing.assert_allclose(found, place.prediction(), atol=1e-5)

@@ -182,7 +182,7 @@ def test_the_planes_of_a_column_add_up(chain: list[Layer], times: int, cross: tu
     network = Network("a", 1, tuple(chain))
     thick = times * network.period[0]
     out = (thick, cross[0] * network.period[1], cross[1] * network.period[2])
-    shapes = network.layer_shapes(out, walks=True)
+    shapes = network.layer_shapes(out, streams=True)
     view = network.margins[0][0]
     steps = 4
     for step, layers in enumerate(walked(network, thick, steps)):
@@ -207,7 +207,7 @@ def test_the_planes_of_a_column_add_up(chain: list[Layer], times: int, cross: tu
 def test_planes_of_a_column_by_hand() -> None:
     network = Network("a", 1, (Conv((3, 2, 1), 5), Pool((2, 1, 3)), MaxFilter((2, 2, 2)), Maxout(5)))
     assert network.margins == ((5, 2, 5), (3, 1, 5), (2, 1, 3), (0, 0, 0), (0, 0, 0))
-    shapes = network.layer_shapes((4, 7, 6), walks=True)
+    shapes = network.layer_shapes((4, 7, 6), streams=True)
     assert [shape.in_shape for shape in shapes] == [
         (1, 4 + 2, 9, 11, 1),
         (1, 4 + 1, 8, 11, 5),
@@ -231,8 +231,8 @@ def test_images_in_parts() -> None:
     for part, all_images in zip(parts, whole, strict=True):
         assert part.in_shape[1:] == all_images.in_shape[1:]
     for walks in (False, True):
-        assert network.layer_shapes(out, walks=walks, batches=(1, 1, 6, 6, 12)) == network.layer_shapes(
-            out, walks=walks
+        assert network.layer_shapes(out, streams=walks, batches=(1, 1, 6, 6, 12)) == network.layer_shapes(
+            out, streams=walks
         )
 
 

@@ -228,7 +228,7 @@ def test_plans(numbers: range) -> None:
         def use() -> None:
             made = Plan.from_json(text)
             made.check_runs(network, machine, ram_bytes=2**40, table=table)
-            there = made.covering(plan.output, network, made.memory)
+            there = made.for_output(plan.output, network, made.memory)
             there.explain(machine)
             assert there.seconds > 0
 

@@ -22,13 +22,21 @@ from znnpy.machine import Limits
 from znnpy.network import Conv, Network
 from znnpy.planner import co_execution
 from znnpy.planner.beside import _leaving, _next_to, _Trials, _widths, idle, plan_beside
-from znnpy.planner.co_execution import PACES, likely_seconds, of_a_gpu, seconds, seconds_beside, seconds_without, share
+from znnpy.planner.co_execution import (
+    SLOWDOWNS,
+    cpu_seconds,
+    cpu_share,
+    expected_seconds,
+    gpu_item_seconds,
+    gpu_seconds,
+    seconds,
+)
 from znnpy.planner.kinds import kind_of
 from znnpy.planner.memory import CONTEXT_BYTES, MIB, DeviceKind, context_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
 from znnpy.planner.several import plan_for
-from znnpy.planner.validate import check_beside
+from znnpy.planner.validate import check_cpu_plan
 from znnpy.run.sessions import _shares
 from znnpy.run.shares import Cells
 from znnpy.shapes import Vec3
@@ -78,12 +86,12 @@ def test_both_end_together(columns: bool, processor: float, gpus: int) -> None:
     """Where the GPU has many steps to take."""
     alone, both = beside(processor, columns=columns, gpus=gpus, limits=LITTLE)
     assert both.mode == "side-by-side"
-    assert both.beside is not None
-    assert both.alone == alone.seconds
+    assert both.cpu_plan is not None
+    assert both.single_device_seconds == alone.seconds
     assert both.devices == gpus
-    own = seconds_beside(both, both.dealt)
-    assert both.seconds == max(own, seconds_without(both, both.dealt))
-    assert seconds_beside(both, both.dealt + 1) >= seconds_without(both, both.dealt), "another would end it no sooner"
+    own = cpu_seconds(both, both.cpu_items)
+    assert both.seconds == max(own, gpu_seconds(both, both.cpu_items))
+    assert cpu_seconds(both, both.cpu_items + 1) >= gpu_seconds(both, both.cpu_items), "another would end it no sooner"
     gain = alone.seconds / both.seconds - 1
     assert (0.4 * processor / gpus if columns else 0) <= gain <= 1.3 * processor / gpus
     both.check_runs(MIXED, WITH_GPU, table=TABLE)
@@ -94,9 +102,9 @@ def test_seconds_of_the_processor() -> None:
     """Of all cells behind each other, step by step."""
     for columns in (True, False):
         _, both = beside(0.5, columns=columns, limits=LITTLE)
-        own = both.beside
+        own = both.cpu_plan
         assert own is not None
-        ahead = own.work_ahead(MIXED) if columns else ()
+        ahead = own.warmup_work(MIXED) if columns else ()
         steps = ceil(own.output[both.axis] / own.patch_out[both.axis])
         assert own.seconds_to_begin == pytest.approx(sum(ahead) * own.seconds_per_step, rel=1e-6)
         assert own.seconds == pytest.approx((sum(ahead) + steps) * own.seconds_per_step, rel=1e-6)
@@ -108,14 +116,14 @@ def test_seconds_of_the_gpu(wider: int) -> None:
     gpu, processor = on("gpu", 1.0, MIXED, columns=True), on("cpu", 0.1, MIXED, columns=True)
     alone = gpu(OUTPUT, LITTLE, patch=(4, 6, 6))
     both = plan_beside(alone, gpu, processor, MIXED, masks=False)
-    assert both.beside is not None
+    assert both.cpu_plan is not None
     z, y, x = (side if i == both.axis else side + wider for i, side in enumerate((8, 18, 18)))  # not even
-    both = replace(both, beside=replace(both.beside, patch_out=(z, y, x)))
+    both = replace(both, cpu_plan=replace(both.cpu_plan, patch_out=(z, y, x)))
     axis, step, long = both.axis, both.patch_out[both.axis], both.cells.counts[both.axis]
     assert both.patch_out == (4, 6, 6)
     assert long > 1
-    assert both.column >= both.output[axis]
-    steps, ahead = ceil(both.output[axis] / step), sum(both.work_ahead(MIXED))
+    assert both.column_planes >= both.output[axis]
+    steps, ahead = ceil(both.output[axis] / step), sum(both.warmup_work(MIXED))
     others = [i for i in range(3) if i != axis]
     rows, row = ([ceil(size / both.patch_out[i]) for size in both.cells.sizes(i)] for i in others)
     for count in range(len(both.cells)):
@@ -124,9 +132,9 @@ def test_seconds_of_the_gpu(wider: int) -> None:
             stack, depth = divmod(index, long)  # along the axis first
             columns[stack] -= both.cells.patch[axis] // step if depth < long - 1 else columns[stack].copy()
         each = sum(there.sum() for there in columns)
-        spent = seconds_without(both, count)
+        spent = gpu_seconds(both, count)
         assert spent == pytest.approx(each * both.seconds_per_step, rel=0.02), "the edges of a run are little"
-    begins, one = np.array(of_a_gpu(both)) / both.seconds_per_step / rows[0] / row[0]
+    begins, one = np.array(gpu_item_seconds(both)) / both.seconds_per_step / rows[0] / row[0]
     assert begins == pytest.approx(ahead, rel=0.02)
     assert one == pytest.approx(both.cells.patch[axis] // step)
 
@@ -134,14 +142,14 @@ def test_seconds_of_the_gpu(wider: int) -> None:
 def test_cells_hold_whole_steps_of_the_gpu() -> None:
     """Along the axis, and across it but for the first: of what the GPU takes alone none is for a part of a step."""
     _, both = beside(0.3)
-    assert both.beside is not None
+    assert both.cpu_plan is not None
     assert both.cells.patch[both.axis] % both.patch_out[both.axis] == 0
     assert both.cells.later is not None
     assert not any(cell % step for cell, step in zip(both.cells.later, both.patch_out, strict=True))
     box = both.cells[len(both.cells) - 1].steps[0].write
-    for plan in (both, both.beside):
+    for plan in (both, both.cpu_plan):
         written = np.zeros(OUTPUT, int)
-        for column in plan.within(box, MIXED):
+        for column in plan.columns_in(box, MIXED):
             for step in column.steps:
                 written[step.write.slices] += 1
         assert written[box.slices].min() == written[box.slices].max() == 1
@@ -174,9 +182,9 @@ def test_the_share_of_the_processor_is_of_voxels() -> None:
     cut = set()
     for times in (0.05, 0.1, 0.2, 0.3, 0.4):
         both = plan_beside(alone, gpu, on("cpu", times, MIXED, columns=True), MIXED, masks=False)
-        assert both.beside is not None
+        assert both.cpu_plan is not None
         z, y, x = (side if i == both.axis else side + 2 for i, side in enumerate((8, 18, 18)))
-        both = replace(both, beside=replace(both.beside, patch_out=(z, y, x)))
+        both = replace(both, cpu_plan=replace(both.cpu_plan, patch_out=(z, y, x)))
         long = both.cells.counts[both.axis]
         stacks: dict[Vec3, list[int]] = {}
         for cell in both.cells:
@@ -184,9 +192,9 @@ def test_the_share_of_the_processor_is_of_voxels() -> None:
             stacks.setdefault((z, y, x), []).append(cell.voxels)
         assert {len(stack) for stack in stacks.values()} == {long}
         in_order = [voxels for stack in stacks.values() for voxels in stack]
-        assert share(both) == pytest.approx(sum(in_order[: both.dealt]) / prod(both.output))
-        assert f"which computes {share(both):.1%}" in both.explain()
-        cut.add(both.dealt % long > 0)
+        assert cpu_share(both) == pytest.approx(sum(in_order[: both.cpu_items]) / prod(both.output))
+        assert f"which computes {cpu_share(both):.1%}" in both.explain()
+        cut.add(both.cpu_items % long > 0)
     assert True in cut, "not whole stacks alone"
 
 
@@ -226,14 +234,14 @@ def test_sizes_next_to_a_cell() -> None:
 
 def test_the_queue_knows_what_each_takes() -> None:
     _, both = beside(0.3, columns=True, limits=LITTLE)
-    assert both.beside is not None
-    sessions: Any = {"GPU": SimpleNamespace(plan=both), "CPU": SimpleNamespace(plan=both.beside)}
+    assert both.cpu_plan is not None
+    sessions: Any = {"GPU": SimpleNamespace(plan=both), "CPU": SimpleNamespace(plan=both.cpu_plan)}
     queue = _shares(both, sessions, MIXED, frozenset())
     assert isinstance(queue, Cells)
     gpu, cpu = queue._hands["GPU"], queue._hands["CPU"]
-    assert (gpu.begins, gpu.seconds) == of_a_gpu(both)
+    assert (gpu.begins, gpu.seconds) == gpu_item_seconds(both)
     assert gpu.begins > 0
-    assert (cpu.begins, cpu.seconds) == (both.beside.seconds_to_begin, both.beside.seconds_per_step)
+    assert (cpu.begins, cpu.seconds) == (both.cpu_plan.seconds_to_begin, both.cpu_plan.seconds_per_step)
     assert (gpu.runs, cpu.runs, cpu.walks) == (True, False, True)
 
 
@@ -241,32 +249,32 @@ def test_an_output_narrower_than_a_cell_counts_as_what_it_is() -> None:
     """As a plan is that is run on a smaller volume than it was made for."""
     _, both = beside(0.5, columns=True, limits=LITTLE)
     z, y, x = (whole if i == both.axis else both.patch_out[i] for i, whole in enumerate(both.output))
-    there = both.covering((z, y, x), MIXED, both.memory)
+    there = both.for_output((z, y, x), MIXED, both.memory)
     assert there.cells.patch != there.patch_out
-    sessions: Any = {"GPU": SimpleNamespace(plan=there), "CPU": SimpleNamespace(plan=there.beside)}
+    sessions: Any = {"GPU": SimpleNamespace(plan=there), "CPU": SimpleNamespace(plan=there.cpu_plan)}
     queue = _shares(there, sessions, MIXED, frozenset())
     assert isinstance(queue, Cells)
     assert set(queue._wide.values()) == {1.0}
-    begins, each = of_a_gpu(there)
+    begins, each = gpu_item_seconds(there)
     assert begins + queue._free() * each == pytest.approx(there.seconds_for(1.0), rel=0.02)
 
 
 def test_a_slow_processor_only_waits() -> None:
     alone, both = beside(1e-6)
-    assert both.dealt == 0
+    assert both.cpu_items == 0
     assert both.seconds == pytest.approx(alone.seconds, rel=1e-6)
     assert idle(both).startswith("the GPU is done in ")
     kind = kind_of(MIXED, alone, both, "beside")
-    assert kind.why == idle(both)
+    assert kind.reason == idle(both)
     assert kind.ram_bytes == both.memory.peak
 
 
 def test_memory_is_of_both() -> None:
     alone, both = beside(0.5, output=SMALL, masks=True)
-    assert both.beside is not None
-    assert both.memory.beside == both.beside.memory.peak > 0
-    assert both.beside.memory.baseline == 0
-    assert both.memory.peak == replace(both.memory, beside=0).peak + both.memory.beside
+    assert both.cpu_plan is not None
+    assert both.memory.cpu_plan == both.cpu_plan.memory.peak > 0
+    assert both.cpu_plan.memory.baseline == 0
+    assert both.memory.peak == replace(both.memory, cpu_plan=0).peak + both.memory.cpu_plan
     most = alone.memory.peak + 100
     with pytest.raises(NoPlanError, match=r"and the processor needs at least [\d.]+ MiB; allow at least ram="):
         beside(0.5, output=SMALL, limits=replace(PLENTY, ram_bytes=most), masks=True)
@@ -287,7 +295,7 @@ def test_narrower_columns_where_wide_ones_do_not_fit() -> None:
     alone = gpu(OUTPUT, LITTLE, patch=(4, 4, 4))
     both = plan_beside(alone, gpu, narrow, MIXED, masks=False)
     assert both.cells.patch[1:] == (4, 4)
-    assert both.dealt > 0
+    assert both.cpu_items > 0
 
 
 def trials_beside(processor: float) -> _Trials:
@@ -305,8 +313,8 @@ def test_one_cell_may_be_all_that_the_processor_computes() -> None:
     """In four it would take a third longer."""
     trials = trials_beside(1.0)
     trials.run()
-    best = min(trials.found.values(), key=likely_seconds)
-    assert best.dealt == 1
+    best = min(trials.found.values(), key=expected_seconds)
+    assert best.cpu_items == 1
     assert best.seconds == pytest.approx(0.58 * trials.alone, rel=0.02)
 
 
@@ -316,9 +324,9 @@ def test_cells_suit_a_processor_that_is_slower_than_it_seems() -> None:
     best = plan_beside(trials.gpu, on("gpu", 1.0, trials.network), trials.processor, trials.network, masks=False)
     trials.run()
     hoped = min(trials.found.values(), key=seconds)
-    assert seconds(hoped, PACES[-1]) > trials.alone
-    assert seconds(best, PACES[-1]) < 0.97 * trials.alone
-    assert likely_seconds(best) < 0.99 * likely_seconds(hoped)
+    assert seconds(hoped, SLOWDOWNS[-1]) > trials.alone
+    assert seconds(best, SLOWDOWNS[-1]) < 0.97 * trials.alone
+    assert expected_seconds(best) < 0.99 * expected_seconds(hoped)
 
 
 @pytest.mark.parametrize("cell", [(40, 11, 12), (40, 22, 12), (40, 22, 24)])
@@ -326,20 +334,20 @@ def test_cells_suit_a_processor_that_is_slower_than_it_seems() -> None:
 def test_it_ends_when_the_queue_does(processor: float, cell: Vec3) -> None:
     """Dealt on a clock, to a processor that is faster or slower than predicted."""
     _, both = beside(processor, columns=True, limits=LITTLE)
-    own = both.beside
+    own = both.cpu_plan
     assert own is not None
     times = prod(cell) / prod(own.patch_out)
     slower = own.with_choices(lambda choice: replace(choice, seconds=times * choice.seconds))
-    both = replace(both, beside=replace(slower, patch_out=cell))
-    begins, each = of_a_gpu(both)
+    both = replace(both, cpu_plan=replace(slower, patch_out=cell))
+    begins, each = gpu_item_seconds(both)
     ends = []
-    for pace in (*PACES, 2.0):
+    for pace in (*SLOWDOWNS, 2.0):
         seen = {"GPU": 1e3 * each, "CPU": 1e3 * times * own.seconds_per_step}  # nobody looks for some seconds
         begin = {"GPU": 1e3 * begins, "CPU": 1e3 * times * own.seconds_to_begin}
         played = Played(both.cells, both.axis, seen | {"CPU": pace * seen["CPU"]}, seen, begin)
         ends.append(max(played.ends().values()) / 1e3)
         assert seconds(both, pace) == pytest.approx(ends[-1], rel=1e-4 if pace == 1 else 0.1)
-    assert likely_seconds(both) == pytest.approx(np.mean(ends[:-1]), rel=0.05)
+    assert expected_seconds(both) == pytest.approx(np.mean(ends[:-1]), rel=0.05)
 
 
 @pytest.mark.parametrize("times", [0.5, 2.0])
@@ -356,16 +364,16 @@ def test_the_best_of_all_plans_of_the_gpu_is_taken(times: float, monkeypatch: py
 def test_a_gpu_has_the_last_cell_from_the_start() -> None:
     """However fast the processor is."""
     _, both = beside(50.0, columns=True, limits=LITTLE)
-    assert both.dealt == len(both.cells) - 1 > 0
+    assert both.cpu_items == len(both.cells) - 1 > 0
 
 
 @pytest.mark.parametrize(("pace", "ends"), [(1.0, 10.0), (1.9, 19.0), (2.1, 30.0), (2.9, 30.0)])
 def test_a_gpu_waits_for_as_long_as_it_takes_itself(pace: float, ends: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both take 10 seconds for one of two cells."""
     both: Any = SimpleNamespace(cells=range(2))
-    monkeypatch.setattr(co_execution, "seconds_without", lambda plan, count: 10.0 * (2 - count))
-    monkeypatch.setattr(co_execution, "seconds_beside", lambda plan, count: 10.0 * count)
-    monkeypatch.setattr(co_execution, "of_a_gpu", lambda plan: (4.0, 6.0))
+    monkeypatch.setattr(co_execution, "gpu_seconds", lambda plan, count: 10.0 * (2 - count))
+    monkeypatch.setattr(co_execution, "cpu_seconds", lambda plan, count: 10.0 * count)
+    monkeypatch.setattr(co_execution, "gpu_item_seconds", lambda plan: (4.0, 6.0))
     assert seconds(both, pace) == ends
 
 
@@ -380,14 +388,14 @@ def test_no_size_next_to_the_best_is_better() -> None:
             if not around:
                 patched.setattr(_Trials, "_look_around", lambda _: None)
             trials.run()
-        found.append(min(trials.found.values(), key=likely_seconds))
-    assert likely_seconds(found[1]) < likely_seconds(found[0])
+        found.append(min(trials.found.values(), key=expected_seconds))
+    assert expected_seconds(found[1]) < expected_seconds(found[0])
     assert set(_next_to(alone, found[1].cells.patch)) <= trials.found.keys()
 
 
 def test_why_the_gpu_alone_lost() -> None:
     alone, both = beside(0.5)
-    why = kind_of(MIXED, both, alone).why
+    why = kind_of(MIXED, both, alone).reason
     assert re.fullmatch(r"1\.\d+ times as long, without the processor", why)
     text = both.explain()
     assert f"{alone.seconds / both.seconds:.2f} times as fast as without the processor" in text
@@ -398,21 +406,21 @@ def test_for_a_larger_volume() -> None:
     """As a plan is that is run on another volume than it was made for."""
     _, both = beside(0.3)
     larger: Vec3 = (80, 44, 48)
-    there = both.covering(larger, MIXED, both.memory)
-    assert there.beside == both.beside
+    there = both.for_output(larger, MIXED, both.memory)
+    assert there.cpu_plan == both.cpu_plan
     assert len(there.cells) == prod(map(ceil, np.array(larger) / both.cells.patch))
     assert there.seconds == pytest.approx(both.seconds * len(there.cells) / len(both.cells), rel=0.3)
 
 
 def test_cells_of_another_grid_are_refused() -> None:
     _, both = beside(0.3)
-    assert both.beside is not None
-    z, y, x = both.beside.patch_out
-    for patch in ((z + 1, y, x), (z, both.beside.patch_out[1] + 1, x)):
+    assert both.cpu_plan is not None
+    z, y, x = both.cpu_plan.patch_out
+    for patch in ((z + 1, y, x), (z, both.cpu_plan.patch_out[1] + 1, x)):
         with pytest.raises(PlanFileError, match=r"hold no whole number of its steps of .*, or are narrower"):
-            check_beside(replace(both, patch_out=patch), both.beside, MIXED, WITH_GPU, TABLE)
+            check_cpu_plan(replace(both, patch_out=patch), both.cpu_plan, MIXED, WITH_GPU, TABLE)
     _, both = beside(0.3, columns=True)
-    assert both.beside is not None
+    assert both.cpu_plan is not None
     other = replace(both, axis=(both.axis + 1) % 3)
     with pytest.raises(PlanFileError, match="the processor's columns are along axis"):
-        check_beside(other, both.beside, MIXED, WITH_GPU, TABLE)
+        check_cpu_plan(other, both.cpu_plan, MIXED, WITH_GPU, TABLE)

@@ -136,5 +136,5 @@ def test_what_one_layout_loses_another_may_not(tiny_network: MakeNetwork, monkey
     after = planned(network, SMALL, before.memory.peak, **words)
     assert [plan.choices[0].primitive for plan in (before, after)] == [quick.name, fair.name]
     assert before.memory.peak - 2**15 < after.memory.peak < before.memory.peak
-    monkeypatch.setattr("znnpy.planner.layer_search.LAYOUTS", 1)
+    monkeypatch.setattr("znnpy.planner.layer_search.MAX_LAYOUTS", 1)
     assert planned(network, SMALL, before.memory.peak, **words).choices[0].primitive == SLOW.name

@@ -13,7 +13,7 @@ from tests.support.brute_force import EDGE_BYTES
 from tests.support.fake_primitives import CARRYING, FAST, GPU, MACHINE, SLOW, limits
 from znnpy.kernels.primitive import Unit, Variant, Work
 from znnpy.network import Conv, Network
-from znnpy.planner.cost_model import CPU_RATES, GPU_RATES, Rate, Rates, assumed_rates, edge_seconds, seconds
+from znnpy.planner.cost_model import CPU_RATES, GPU_RATES, Rate, Rates, assumed_rates, seconds, unhidden_io_seconds
 from znnpy.planner.search import make_plan, options_for
 from znnpy.planner.size_trend import SIZES
 from znnpy.shapes import ConvShape
@@ -76,12 +76,12 @@ def test_rates_of_a_gpu_scale_with_what_it_says_of_itself() -> None:
     assert older.of("gpu_direct").flops > 0.5 * full.of("gpu_direct").flops
     assert newer == rates(capability=(12, 1)) == rates(capability=(13, 0)), "as the newest that is known"
     assert rates(capability=(7, 5)) == rates(capability=(8, 0)), "as the oldest"
-    assert full.carrying == full.of("gpu_stream").nbytes
+    assert full.copy_bandwidth == full.of("gpu_stream").nbytes
 
 
 def test_the_edges_of_a_gpu_run_count() -> None:
-    assert edge_seconds("gpu", 10**9) == 10**9 / EDGE_BYTES
-    assert edge_seconds("cpu", 10**9) == 0
+    assert unhidden_io_seconds("gpu", 10**9) == 10**9 / EDGE_BYTES
+    assert unhidden_io_seconds("cpu", 10**9) == 0
 
 
 def test_a_measurement_corrects_every_size_of_a_layer() -> None:
@@ -89,9 +89,9 @@ def test_a_measurement_corrects_every_size_of_a_layer() -> None:
     rates = Rates(ROUND.units, stage_seconds=0.5)
     shape, variant = ConvShape(1, 2, 3, (9, 9, 9), (2, 2, 2)), Variant.of(scale=1)
     plain = rates.seconds(SLOW, shape, variant)
-    assert not rates.knows(SLOW, shape, variant)
-    taught = rates.learnt(SLOW, shape, variant, 2 * plain)
-    assert taught.knows(SLOW, shape, variant)
+    assert not rates.was_measured(SLOW, shape, variant)
+    taught = rates.with_measurement(SLOW, shape, variant, 2 * plain)
+    assert taught.was_measured(SLOW, shape, variant)
     assert taught.seconds(SLOW, shape, variant) == pytest.approx(0.5 + 2 * plain)
     large = replace(shape, batch=7, n=(30, 9, 20))
     assert taught.seconds(SLOW, large, variant) == pytest.approx(
@@ -100,7 +100,9 @@ def test_a_measurement_corrects_every_size_of_a_layer() -> None:
     assert taught.seconds(FAST, large, variant) == rates.seconds(FAST, large, variant)
     other = Variant.of(scale=2)
     before = taught.seconds(SLOW, shape, other)
-    assert taught.learnt(SLOW, shape, other, 5 * before).seconds(SLOW, shape, other) == pytest.approx(0.5 + 5 * before)
+    assert taught.with_measurement(SLOW, shape, other, 5 * before).seconds(SLOW, shape, other) == pytest.approx(
+        0.5 + 5 * before
+    )
 
 
 def sized(seconds: float) -> ConvShape:
@@ -131,21 +133,21 @@ def test_fewer_threads_take_longer_for_everything() -> None:
     shape, variant = sized(8.0), Variant.of(scale=1)
     plain = Rates({"product": Rate(100.0, 1e9), "copy": Rate(1e9, 300.0)}, stage_seconds=0.25)
     by_size = replace(plain, by_size={f"{SLOW.name} fp32": (3.0,) * len(SIZES)})
-    learnt = by_size.learnt(SLOW, sized(20.0), variant, 7.0)
-    for rates in (plain, by_size, learnt, replace(learnt, hope=0.5)):
+    learnt = by_size.with_measurement(SLOW, sized(20.0), variant, 7.0)
+    for rates in (plain, by_size, learnt, replace(learnt, optimism=0.5)):
         fewer = rates.slowed(1.25).slowed(1.2)
         assert fewer.seconds(SLOW, shape, variant) == pytest.approx(1.5 * rates.seconds(SLOW, shape, variant))
-        assert fewer.carrying == pytest.approx(200.0)
-        taught = fewer.learnt(SLOW, shape, variant, 6.0).seconds(SLOW, shape, variant)
+        assert fewer.copy_bandwidth == pytest.approx(200.0)
+        taught = fewer.with_measurement(SLOW, shape, variant, 6.0).seconds(SLOW, shape, variant)
         assert taught == pytest.approx(1.5 * 0.25 + 6.0), "what was measured was measured with fewer"
 
 
 def test_between_two_sizes_of_a_layer_count_the_speeds_of_both() -> None:
     variant = Variant.of(scale=1)
-    rates = ROUND.learnt(SLOW, sized(4), variant, 8.0).learnt(SLOW, sized(100), variant, 100.0)
+    rates = ROUND.with_measurement(SLOW, sized(4), variant, 8.0).with_measurement(SLOW, sized(100), variant, 100.0)
     for size, factor in ((2, 2.0), (4, 2.0), (20, 2**0.5), (100, 1.0), (300, 1.0)):
         assert rates.seconds(SLOW, sized(size), variant) == pytest.approx(factor * size)
-    again = rates.learnt(SLOW, sized(4), variant, 4.0)
+    again = rates.with_measurement(SLOW, sized(4), variant, 4.0)
     assert again.seconds(SLOW, sized(20), variant) == pytest.approx(20.0), "the last measurement counts"
 
 
@@ -153,20 +155,20 @@ def test_what_was_measured_at_another_size_is_not_known_at_this_one() -> None:
     """But for layers of a second and more, which are alike."""
     variant = Variant.of(scale=1)
     fast = replace(ROUND, units={"product": Rate(1e4, 1.0)})
-    rates = fast.learnt(SLOW, sized(10), variant, 8.0)
-    assert rates.knows_size(SLOW, sized(14), variant)
-    assert not rates.knows_size(SLOW, sized(16), variant)
-    assert not rates.knows_size(FAST, sized(100), variant)
-    assert rates.knows(SLOW, sized(16), variant)
-    long = ROUND.learnt(SLOW, sized(2), variant, 8.0)
-    assert long.knows_size(SLOW, sized(1000), variant)
+    rates = fast.with_measurement(SLOW, sized(10), variant, 8.0)
+    assert rates.was_measured_near(SLOW, sized(14), variant)
+    assert not rates.was_measured_near(SLOW, sized(16), variant)
+    assert not rates.was_measured_near(FAST, sized(100), variant)
+    assert rates.was_measured(SLOW, sized(16), variant)
+    long = ROUND.with_measurement(SLOW, sized(2), variant, 8.0)
+    assert long.was_measured_near(SLOW, sized(1000), variant)
 
 
 def test_with_hope_what_is_not_known_may_take_less() -> None:
     variant = Variant.of(scale=1)
-    rates = replace(ROUND, units={"product": Rate(1e4, 1.0)}, hope=0.5, stage_seconds=1.0)
+    rates = replace(ROUND, units={"product": Rate(1e4, 1.0)}, optimism=0.5, stage_seconds=1.0)
     assert rates.seconds(SLOW, sized(100), variant) == pytest.approx(1.0 + 0.5)
-    known = rates.learnt(SLOW, sized(100), variant, 3.0)
+    known = rates.with_measurement(SLOW, sized(100), variant, 3.0)
     assert known.seconds(SLOW, sized(100), variant) == pytest.approx(1.0 + 3.0)
     assert known.seconds(SLOW, sized(10), variant) == pytest.approx(1.0 + 0.5**0.25 * 0.3)
     assert known.seconds(FAST, sized(100), variant) == rates.seconds(FAST, sized(100), variant)
@@ -183,9 +185,9 @@ def test_plans_say_what_was_measured(tiny_network: Callable[..., Network]) -> No
     network = tiny_network(Conv((2, 2, 2), 3), Conv((2, 2, 2), 3), Conv((3, 3, 3), 2))
     shape, variant = ConvShape(1, 3, 3, (9, 9, 9), (2, 2, 2)), Variant.of(scale=1)
     words: dict[str, Any] = {"table": (SLOW,), "baseline": 0}
-    first, some, every = CARRYING, CARRYING.learnt(SLOW, shape, variant, 1.0), CARRYING
+    first, some, every = CARRYING, CARRYING.with_measurement(SLOW, shape, variant, 1.0), CARRYING
     for fin, fout, k in ((1, 3, 2), (3, 3, 2), (3, 2, 3)):
-        every = every.learnt(SLOW, ConvShape(1, fin, fout, (9, 9, 9), (k, k, k)), variant, 1.0)
+        every = every.with_measurement(SLOW, ConvShape(1, fin, fout, (9, 9, 9), (k, k, k)), variant, 1.0)
     plans = [
         make_plan(network, (6, 5, 4), MACHINE, limits(2**30), rates=rates, **words) for rates in (first, some, every)
     ]

@@ -14,7 +14,7 @@ from tests.support.fake_primitives import FAST, GPU, MACHINE, SLOW, WITH_GPU, on
 from znnpy.errors import PlanFileError
 from znnpy.kernels.primitive import Variant
 from znnpy.machine import Machine
-from znnpy.planner.cost_model import CPU_RATES, CPU_TOUCHING, Rate, assumed_rates
+from znnpy.planner.cost_model import CPU_FIRST_TOUCH, CPU_RATES, Rate, assumed_rates
 from znnpy.planner.costs import AGAIN, FORMAT, Costs, Measurement, UnitSpeed
 from znnpy.shapes import ConvShape
 
@@ -45,7 +45,7 @@ def test_a_file_holds_what_was_measured() -> None:
     rates = costs().rates(TABLE)
     assert rates.of("product") == Rate(3e11, 2e10)
     assert rates.fitted == {"product"}
-    assert rates.knows(SLOW, SHAPE, Variant.of(scale=1))
+    assert rates.was_measured(SLOW, SHAPE, Variant.of(scale=1))
     assert rates.stage_seconds == 3e-5
     assert rates.seconds(SLOW, SHAPE, Variant.of(scale=1)) == pytest.approx(0.25 + rates.stage_seconds)
     fast, variant = ConvShape(1, 2, 3, (9, 9, 9), (3, 2, 2)), Variant.of(scale=1)
@@ -56,11 +56,11 @@ def test_a_file_holds_what_was_measured() -> None:
 
 def test_the_rate_of_new_memory_is_as_measured_or_assumed() -> None:
     measured = Costs.from_json(costs(touching=3e9).to_json()).rates(TABLE)
-    assert (measured.touching, measured.touching_measured) == (3e9, True)
+    assert (measured.first_touch, measured.first_touch_measured) == (3e9, True)
     content = json.loads(costs().to_json())
     content.pop("touching")
     before = Costs.from_json(json.dumps(content)).rates(TABLE)  # a file that was written before it was measured
-    assert (before.touching, before.touching_measured) == (CPU_TOUCHING, False)
+    assert (before.first_touch, before.first_touch_measured) == (CPU_FIRST_TOUCH, False)
 
 
 def test_units_that_were_not_measured_are_as_much_slower_as_the_others() -> None:
@@ -75,8 +75,8 @@ def test_units_that_were_not_measured_are_as_much_slower_as_the_others() -> None
     assert rates.of("pool") == CPU_RATES["pool"].times(0.5, 0.5), "the median of 0.5, 0.25 and 0.8"
     assert rates.of("product") == Rate(speeds["product"].flops, speeds["product"].nbytes)
     pooled, shape, variant = replace(SLOW, unit="pool"), ConvShape(1, 2, 3, (9, 9, 9), (2, 2, 2)), Variant.of(scale=1)
-    assert rates.fits(SLOW, shape, variant)
-    assert not rates.fits(pooled, shape, variant)
+    assert rates.all_fitted(SLOW, shape, variant)
+    assert not rates.all_fitted(pooled, shape, variant)
 
 
 def test_layers_of_primitives_that_are_gone_tell_nothing() -> None:

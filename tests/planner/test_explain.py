@@ -45,7 +45,7 @@ def runner_up(patch: Vec3, speed: float, over: int = 0, **words: Any) -> RunnerU
     """Of patches, unless `words` say more."""
     return RunnerUp(
         patch,
-        **{"axis": 0, "column": 0, "parts": (1, 1, 1), "waste": 2.0, "over_vram_bytes": 0, **words},
+        **{"axis": 0, "column_planes": 0, "sub_batches": (1, 1, 1), "waste": 2.0, "over_vram_bytes": 0, **words},
         voxels_per_second=speed,
         over_bytes=over,
     )
@@ -72,7 +72,7 @@ def test_every_figure_is_there(plan: Plan) -> None:
         assert human_seconds(choice.seconds) in said
         assert f"{choice.seconds / plan.seconds_per_step:.0%}" in said
         assert human_bytes(choice.working_bytes) in said
-    for nbytes in (plan.memory.last.arena, plan.memory.last.residents, plan.memory.reading, plan.memory.writing):
+    for nbytes in (plan.memory.last.arena, plan.memory.last.weights, plan.memory.reading, plan.memory.writing):
         assert human_bytes(nbytes) in said
     assert f"peak, of the limit of {human_bytes(LIMIT)} {human_bytes(plan.memory.peak)}" in said
     assert f"predicted: {plan.voxels_per_second:,.0f} output voxels/s" in said
@@ -86,7 +86,7 @@ def test_every_figure_is_there(plan: Plan) -> None:
 
 def test_columns_are_told_in_words(columns: Plan) -> None:
     said = words(columns)
-    assert (columns.axis, columns.column) == (1, 50)
+    assert (columns.axis, columns.column_planes) == (1, 50)
     assert "60x50x40 output voxels in 50 columns along y in steps of 10 planes, each 12x10x16 in and 6x10x8 out" in said
     assert "a column reads 7 planes before its output begins, in 1 of its steps" in said
     assert f"the last planes of its input for the next step, {human_bytes(columns.memory.last.carries)} in all" in said
@@ -100,23 +100,23 @@ def test_columns_are_told_in_words(columns: Plan) -> None:
     for choice in columns.choices:
         images, *n, maps = choice.shape.in_shape
         assert text((images, *turned_back((n[0], n[1], n[2]), 1), maps)) in said  # z, y, x
-        assert f"{choice.runs * choice.seconds / columns.seconds:.0%}" in said
+        assert f"{choice.executions * choice.seconds / columns.seconds:.0%}" in said
 
 
 def test_columns_shorter_than_the_output_are_told(columns: Plan) -> None:
     memory = columns.memory
-    longer = columns.covering((60, 120, 40), NETWORK, memory)
+    longer = columns.for_output((60, 120, 40), NETWORK, memory)
     assert "in 150 columns along y, each at most 50 planes of output, in steps of 10 planes, each" in words(longer)
-    one = columns.covering((6, 9, 8), NETWORK, memory)
+    one = columns.for_output((6, 9, 8), NETWORK, memory)
     assert "in 1 column along y in steps of 10 planes, each" in words(one)
 
 
 def test_depth_first_is_told(plan: Plan) -> None:
     parts = (1, 1, 4)
     last = plan.choices[2]
-    split = replace(last, shape=replace(last.shape, batch=2), runs=4 * last.runs)
+    split = replace(last, shape=replace(last.shape, batch=2), executions=4 * last.executions)
     deep = replace(plan, stages=(replace(plan.stages[0], choices=(*plan.choices[:2], split)),))
-    assert deep.parts == parts
+    assert deep.sub_batches == parts
     (header,) = [line for line in printed(deep).splitlines() if "layer and input" in line]
     assert header.split() == ["layer", "and", "input", "primitive", "parts", "time", "share", "working", "kept"]
     rows = [line.split() for line in printed(deep).splitlines() if "cpu." in line]
@@ -219,7 +219,7 @@ def test_the_gain_of_columns_and_of_patches_is_told(plan: Plan, columns: Plan, r
 
 def test_what_wins_is_compared_with_the_best_of_the_other_kind() -> None:
     both = planned((60, 50, 40), limits(LIMIT))
-    alone = planned((60, 50, 40), limits(LIMIT), columns=not both.walks)
+    alone = planned((60, 50, 40), limits(LIMIT), columns=not both.streams)
     assert both.other is not None
     assert both.other.voxels_per_second == alone.voxels_per_second <= both.voxels_per_second
     assert both.other.waste == pytest.approx(alone.waste)
@@ -246,7 +246,7 @@ def test_border_waste_of_one_column() -> None:
         replace(p, flops=1e9) for p in FAKES if p.name == "cpu.conv.slow"
     )  # beside it moving planes is nothing
     plan = planned((10, 10, 10), limits(2**30), network, table=table, columns=True, patch=(5, 10, 10))
-    assert (plan.columns, [choice.runs for choice in plan.choices]) == (1, [3, 2])
+    assert (plan.columns, [choice.executions for choice in plan.choices]) == (1, [3, 2])
     assert plan.waste == pytest.approx((15 * 14**2 + 10**3) / (2 * 10**3), rel=1e-6)
 
 
@@ -295,7 +295,7 @@ def test_patches_of_nearly_nothing_but_border_are_warned_of(plan: Plan) -> None:
     assert "warning: patches this small do 365 times the work that the output needs; give larger patches" in said(1)
     slower, larger = runner_up((2, 2, 2), 1e3), runner_up((4, 8, 8), 1e11, 3 * 2**20 + 1)
     assert "; already with ram='1028M' patches of 4x8x8 would be " in said(1, larger, slower)
-    wide = replace(larger, column=40)
+    wide = replace(larger, column_planes=40)
     assert "warning: columns this narrow do " in said(1, columns=True)
     assert "give larger steps (`patch`) or more memory (`ram`)" in said(1, columns=True)
     assert "ram='1028M' columns along z in steps of 4x8x8 would be " in said(1, wide, columns=True)
@@ -335,7 +335,7 @@ def test_a_plan_for_a_gpu_tells_what_the_process_and_the_gpu_take(cover: bool) -
         (f"{what} on their way out", memory.writing),
         ("peak, of the limit of 2.00 GiB", memory.peak),
         ("GPU: arena: activations and scratch", memory.last.arena),
-        ("GPU: prepared weights", memory.last.residents),
+        ("GPU: prepared weights", memory.last.weights),
         (f"GPU: {what} on their way in and out", memory.staging),
         ("GPU: CUDA and its libraries", memory.context + memory.last.allowance),
         ("GPU: all, of the limit of 1.00 GiB", memory.vram),
@@ -348,7 +348,7 @@ def test_a_plan_for_a_gpu_tells_what_the_process_and_the_gpu_take(cover: bool) -
         (
             memory.last.arena,
             memory.last.carries,
-            memory.last.residents,
+            memory.last.weights,
             memory.staging,
             memory.context,
             memory.last.allowance,

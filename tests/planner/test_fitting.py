@@ -11,7 +11,7 @@ import pytest
 from znnpy.kernels.primitive import Work
 from znnpy.planner.cost_model import CPU_RATES, Rates, seconds
 from znnpy.planner.fitting import Run, fitted, units_of
-from znnpy.planner.size_trend import SIZES, weights_of
+from znnpy.planner.size_trend import SIZES, interpolation_weights
 
 TRUE = (
     Rates()
@@ -68,7 +68,7 @@ def sized(small: float, large: float, name: str, seed: int = 20261121) -> list[R
     rng = np.random.default_rng(seed)
     runs = []
     for size in np.exp(rng.uniform(np.log(1e-6), 0.0, 60)):
-        index, share = weights_of(float(size))
+        index, share = interpolation_weights(float(size))
         along = (index + share) / (len(SIZES) - 1)
         factor = small ** (1 - along) * large**along
         runs.append(Run((Work("product", CPU_RATES["product"].flops * float(size), 0.0),), factor * float(size), name))
@@ -81,7 +81,7 @@ def test_sizes_of_a_primitive_have_factors_of_their_own() -> None:
     for name, small in (("one", 3.0), ("other", 0.5)):
         for run in sized(small, 1.0, name, seed=11):
             (work,) = run.work
-            index, share = weights_of(work.flops / found.of("product").flops)
+            index, share = interpolation_weights(work.flops / found.of("product").flops)
             below, above = found.by_size[name][index : index + 2]
             predicted = work.flops / found.of("product").flops * below ** (1 - share) * above**share
             assert predicted == pytest.approx(run.seconds, rel=0.1)

@@ -56,9 +56,9 @@ def line(name: str, side: int, ram: str, plan: Plan) -> str:
     """
     methods = " ".join(
         choice.primitive.rpartition(".")[2] + (f"/{parts}" if parts > 1 else "")
-        for choice, parts in zip(plan.choices, plan.parts, strict=True)
+        for choice, parts in zip(plan.choices, plan.sub_batches, strict=True)
     )
-    column = f"columns of {plan.column} along {'zyx'[plan.axis]} by " if plan.walks else ""
+    column = f"columns of {plan.column_planes} along {'zyx'[plan.axis]} by " if plan.streams else ""
     return f"{name} {side}^3 {ram}: {column}{text(plan.patch_out)}: {methods}"
 
 
@@ -78,7 +78,7 @@ def test_gpu_plans_are_as_they_were(name: str, side: int, vram: str, precision: 
     label = f"{vram} {precision} on a GPU"
     expected = next(kept for kept in GOLDEN.read_text().splitlines() if kept.startswith(f"{name} {side}^3 {label}:"))
     assert line(name, side, label, plan) == expected
-    assert plan.memory.over(plan.limits) == (0, 0)
+    assert plan.memory.excess(plan.limits) == (0, 0)
     plan.check_runs(read_network(name).network, replace(MACHINE, gpu=H200))
 
 

@@ -73,7 +73,7 @@ def test_equals_brute_force_at_every_limit(
             except NoPlanError:
                 assert sure == inf, f"nothing at {ram_bytes} bytes and {vram_bytes} on the GPU"
             else:
-                assert plan.memory.over(Limits(ram_bytes, 2, vram_bytes)) == (0, 0)
+                assert plan.memory.excess(Limits(ram_bytes, 2, vram_bytes)) == (0, 0)
                 assert least * (1 - 1e-12) <= plan.seconds <= sure * (1 + 1e-12), (ram_bytes, vram_bytes)
                 plan.check_runs(network, WITH_GPU, ram_bytes=ram_bytes, vram_bytes=vram_bytes, table=fakes)
                 missed += plan.seconds > least * (1 + 1e-12) and sure < inf
@@ -92,10 +92,10 @@ def test_what_is_promised_where(plan: Plan) -> None:
     assert memory.writing == writing_bytes(2, plan.patch_out, 4, steps=steps, device="gpu")
     assert memory.peak == BASELINE + memory.reading + memory.writing
     assert memory.vram == CONTEXT + memory.staging + memory.last.total
-    assert memory.held == memory.vram
-    assert memory.over(Limits(memory.peak - 3, 1, memory.vram - 7)) == (3, 7)
+    assert memory.device_bytes == memory.vram
+    assert memory.excess(Limits(memory.peak - 3, 1, memory.vram - 7)) == (3, 7)
     on_host = replace(memory, stages=(replace(memory.last, device="cpu"),))
-    assert (on_host.vram, on_host.held) == (0, on_host.peak)
+    assert (on_host.vram, on_host.device_bytes) == (0, on_host.peak)
     assert on_host.peak == memory.peak + memory.last.total
 
 
@@ -290,7 +290,7 @@ def test_large_volumes_are_planned_quickly() -> None:
         start = time.process_time()
         plan = planned_on_gpu(network, (side,) * 3, 2**38, vram, table=table, precision="tf32")
         assert time.process_time() - start < 9
-        assert plan.memory.over(plan.limits) == (0, 0)
+        assert plan.memory.excess(plan.limits) == (0, 0)
         plan.check_runs(network, WITH_GPU, table=table)
 
 

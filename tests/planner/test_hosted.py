@@ -41,7 +41,7 @@ def test_what_is_promised_where(plan: Plan) -> None:
     front = plan.choices[: plan.offloaded]
     assert (plan.device, plan.overlap, memory.baseline, memory.context) == ("gpu", True, BASELINE, CONTEXT)
     assert memory.handover == 2 * front[-1].shape.out_bytes == 2 * plan.handover_bytes
-    assert memory.stages[0].residents == sum(choice.resident_bytes for choice in front)
+    assert memory.stages[0].weights == sum(choice.resident_bytes for choice in front)
     assert memory.stages[0].arena == max(
         tensor.offset + -(-tensor.nbytes // 256) * 256 for tensor in plan.stages[0].tensors
     )
@@ -49,7 +49,7 @@ def test_what_is_promised_where(plan: Plan) -> None:
     hosted_bytes = memory.stages[0].total
     assert memory.peak == around + hosted_bytes + memory.handover
     assert memory.vram == CONTEXT + memory.staging + memory.last.total
-    assert memory.over(Limits(memory.peak - 3, 1, memory.vram - 7)) == (3, 7)
+    assert memory.excess(Limits(memory.peak - 3, 1, memory.vram - 7)) == (3, 7)
 
 
 def test_seconds_of_both_sides(plan: Plan) -> None:
@@ -58,7 +58,7 @@ def test_seconds_of_both_sides(plan: Plan) -> None:
     in_turn = replace(plan, overlap=False)
     assert in_turn.seconds_per_step == pytest.approx(front + back)
     assert plan.seconds < in_turn.seconds
-    parts = plan.parts[plan.offloaded]
+    parts = plan.sub_batches[plan.offloaded]
     upload, once = plan.handover_bytes / parts / UPLOAD, back - plan.stages[1].wait_seconds
     assert plan.stages[1].wait_seconds == pytest.approx(upload + (parts - 1) * max(0.0, upload - once / parts))
 
@@ -75,7 +75,7 @@ def test_a_plan_is_read_as_it_was_written(plan: Plan) -> None:
         (("stages", 1), ..., "damaged: .*memory is promised for stages on"),
         (("overlap",), False, "for what is handed over"),
         (("memory", "stages", 0, "arena"), 0, "arena of the stage in the memory of the host"),
-        (("memory", "stages", 0, "residents"), 1, "of weights of the stage in the memory of the host"),
+        (("memory", "stages", 0, "weights"), 1, "of weights of the stage in the memory of the host"),
         ((*TENSORS_AT, 0, "offset"), 64, "not aligned to 256"),
         (("stages", 1, "wait_seconds"), -1.0, "damaged: stages.1.wait_seconds"),
     ]
@@ -87,13 +87,13 @@ def test_a_plan_is_read_as_it_was_written(plan: Plan) -> None:
 def test_what_is_asked_for_is_kept() -> None:
     some_patch: Vec3 = (2, 2, 4)
     plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, patch=some_patch, columns=True, depth_first=False)
-    assert (plan.patch_out, plan.walks, max(plan.parts)) == (some_patch, True, 1)
+    assert (plan.patch_out, plan.streams, max(plan.sub_batches)) == (some_patch, True, 1)
     only = ("cpu.conv.slow", "gpu.conv.over")
     plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, only=only)
     names = {choice.primitive for choice in plan.choices if choice.shape.kind == "conv"}
     assert names <= set(only)
     plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, kinds=True, precision="tf32")
-    assert {kind.device for kind in plan.kinds} == {"cpu", "gpu"}
+    assert {kind.device for kind in plan.alternatives} == {"cpu", "gpu"}
     assert plan.precision == "tf32"
     assert {choice.shape.precision for choice in plan.choices[: plan.offloaded]} == {"fp32"}
 
@@ -123,7 +123,7 @@ def test_the_nearest_miss(plan: Plan) -> None:
     ram_bytes, vram_bytes = caught.value.needs
     need = re.escape(f"the smallest need is {mebibytes(ram_bytes)} and {mebibytes(vram_bytes)}, with ")
     assert re.search(rf"{need}.* allow at least ram='\d+M' and vram='\d+M'$", str(caught.value))
-    assert hosted(MIXED, (20, 11, 8), ram_bytes, vram_bytes).memory.over(Limits(ram_bytes, 2, vram_bytes)) == (0, 0)
+    assert hosted(MIXED, (20, 11, 8), ram_bytes, vram_bytes).memory.excess(Limits(ram_bytes, 2, vram_bytes)) == (0, 0)
     with pytest.raises(NoPlanError):
         hosted(MIXED, (20, 11, 8), ram_bytes - 1, vram_bytes - 1)
 
@@ -142,7 +142,7 @@ def test_who_feeds_the_gpu_while_others_compute_has_a_core(mode: str) -> None:
         work = table[choice.primitive].work(choice.shape, choice.variant)
         assert choice.seconds >= (1 - 1e-9) * slower * seconds(work, HOST_RATES)
     plan.check_runs(WIDE, WITH_GPU, table=(*ON_CPU, *ON_GPU))
-    (alone,) = (kind.best for kind in plan.kinds if kind.device == "cpu")
+    (alone,) = (kind.best for kind in plan.alternatives if kind.device == "cpu")
     words |= {"mode": None, "rates": HOST_RATES, "host_rates": None}
     of_all = make_plan(WIDE, (20, 12, 9), WITH_GPU, limits, device="cpu", **words)
     assert alone.voxels_per_second == of_all.voxels_per_second
@@ -189,7 +189,7 @@ def test_images_go_up_while_others_are_computed() -> None:
     words: dict[str, Any] = {"patch": (20, 12, 10), "columns": False, "table": (*ON_CPU, *on_gpu(SLOW, POOL))}
     plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, **words)
     assert plan.choices[plan.offloaded].shape.batch == 1
-    assert plan.parts[plan.offloaded] == 4
+    assert plan.sub_batches[plan.offloaded] == 4
     assert plan.stages[1].wait_seconds == pytest.approx(plan.handover_bytes / 4 / UPLOAD)
 
 
@@ -206,5 +206,5 @@ def test_the_gpu_takes_fewer_images_where_it_has_less_memory() -> None:
         except NoPlanError:
             break
         assert plan.memory.vram <= room
-        parts.add(plan.parts[plan.offloaded])
+        parts.add(plan.sub_batches[plan.offloaded])
     assert len(parts) > 1, parts

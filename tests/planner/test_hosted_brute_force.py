@@ -20,16 +20,16 @@ from znnpy.errors import NoPlanError
 from znnpy.kernels.primitive import Variant, Work
 from znnpy.network import Conv, Layer, Network, Pool
 from znnpy.planner.cost_model import Rates
-from znnpy.planner.layout import ALIGNMENT, carried_planes, loops, place
+from znnpy.planner.layout import ALIGNMENT, carried_planes, place, sub_batch_counts
 from znnpy.planner.memory import reading_bytes, staging_bytes, writing_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.stages import host_stage, last_stage, two_stage_seconds
-from znnpy.planner.tilings import Candidate, all_sizes, all_spaces, candidate
+from znnpy.planner.tilings import Tiling, all_sizes, all_spaces, tiling_of
 from znnpy.shapes import LayerShape, Vec3
 
 pytestmark = pytest.mark.usefixtures("sublayers_take_no_longer")
 
-FEWER = replace(HOST_RATES, slower=(THREADS + 1) / THREADS)
+FEWER = replace(HOST_RATES, slowdown=(THREADS + 1) / THREADS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +67,11 @@ def half(runs: Sequence[Run], new: int, times: Sequence[int], rates: Rates, arou
     for run, parts, kept in zip(runs, times, carried_planes([run.shape for run in runs], new), strict=True):
         own = GPU_RATES if run.primitive is IN_HOST else rates
         moved = (2 if run.footprint.reads_carried else 4) * kept * run.shape.in_bytes / run.shape.in_shape[1]
-        each = own.seconds(run.primitive, run.shape, run.variant) + moved / rates.carrying
+        each = own.seconds(run.primitive, run.shape, run.variant) + moved / rates.copy_bandwidth
         each += link(run.shape) if run.primitive is IN_HOST else 0.0
         ran.append((run.steps, parts * each))
     peak = around + place(side.tensors)[1] + times[0] * side.memory.carries
-    peak += side.memory.residents + side.memory.allowance
+    peak += side.memory.weights + side.memory.allowance
     return Half(peak, tuple(ran), sum(footprint.resident for footprint in lent))
 
 
@@ -95,16 +95,16 @@ def cuts(network: Network, output: Vec3, overlaps: bool) -> list[Cut]:
     found: list[Cut] = []
     for space in all_spaces(network, output):
         for patch in product(*all_sizes(space)):
-            whole = candidate(space, patch)
+            whole = tiling_of(space, patch)
             for theta in range(1, len(network.layers)):
                 ways_behind = divided(space.network, whole.shapes, theta)
                 found.extend(cut(whole, theta, behind, overlaps=overlaps) for behind in ways_behind)
     return found
 
 
-def cut(whole: Candidate, theta: int, behind: Sequence[LayerShape], *, overlaps: bool) -> Cut:
-    network, new = whole.space.network, whole.new
-    steps = [steps_of(whole.cover, ahead) for ahead in whole.space.ahead]
+def cut(whole: Tiling, theta: int, behind: Sequence[LayerShape], *, overlaps: bool) -> Cut:
+    network, new = whole.space.network, whole.step_input
+    steps = [steps_of(whole.cover, ahead) for ahead in whole.space.warmup_planes]
     reads, writes = whole.cover.steps(whole.cover.margin), whole.cover.steps(0)
     handed = whole.shapes[theta - 1].out_bytes
     part = behind[0].in_bytes // behind[0].in_shape[1] * whole.shapes[theta - 1].out[0]
@@ -119,7 +119,7 @@ def cut(whole: Candidate, theta: int, behind: Sequence[LayerShape], *, overlaps:
         for runs in ways(whole.shapes[:theta], steps[:theta], ON_CPU if overlaps else (*ON_CPU, IN_HOST))
     )  # fmt: skip
     for runs in ways(behind, steps[theta:], ON_GPU):
-        times = loops([*whole.shapes[:theta], *(run.shape for run in runs)])[theta:]
+        times = sub_batch_counts([*whole.shapes[:theta], *(run.shape for run in runs)])[theta:]
         fed = whole.shapes[theta - 1].out[0]
         back.append(half(runs, fed, times, GPU_RATES, vram, on_gpu=True))
     return Cut(front, tuple(back), upload, parts, len(whole.cover), (raw_bytes + out_bytes) / EDGE_BYTES)
@@ -166,7 +166,7 @@ def test_equals_brute_force_at_every_limit(network: Network, mode: str) -> None:
             assert best == inf, f"nothing at {ram_bytes} and {vram_bytes}"
             continue
         plan.check_runs(network, WITH_GPU, ram_bytes=ram_bytes, vram_bytes=vram_bytes, table=table)
-        assert plan.memory.over(plan.limits) == (0, 0)
+        assert plan.memory.excess(plan.limits) == (0, 0)
         assert plan.seconds >= best * (1 - 1e-9), (ram_bytes, vram_bytes)
         assert plan.seconds <= (1 + 1e-9) * least(known, ram_bytes - slack, vram_bytes - slack, overlaps=overlaps)
         missed += plan.seconds > best * (1 + 1e-9)

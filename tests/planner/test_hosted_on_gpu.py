@@ -33,7 +33,7 @@ def test_layers_of_the_host_that_a_gpu_computes() -> None:
     assert not plan.overlap
     assert plan.memory.pinned == 200 * len(lent)
     rest = sum(choice.resident_bytes for choice in plan.choices[plan.offloaded :])
-    assert plan.memory.last.residents == 100 * len(lent) + rest
+    assert plan.memory.last.weights == 100 * len(lent) + rest
     names = [tensor.name for tensor in plan.stages[-1].tensors if "host_ram" in tensor.name]
     assert len(names) == 2 * len(lent)
     assert plan.memory.handover == plan.handover_bytes

@@ -34,9 +34,9 @@ def times_longer(plan: Plan, index: int, factor: float, **changes: Any) -> Plan:
 def test_each_kind_is_what_its_words_find(network: Network, output: Vec3, room: int) -> None:
     """Every kind is there once, as the search finds it where nothing else is allowed; the plan itself is not."""
     plan = planned(network, output, AROUND + room, kinds=True)
-    assert replace(plan, kinds=()) == planned(network, output, AROUND + room)
-    found = {plan.voxels_per_second, *(kind.best.voxels_per_second for kind in plan.kinds)}
-    assert len(found) == len(plan.kinds) + 1
+    assert replace(plan, alternatives=()) == planned(network, output, AROUND + room)
+    found = {plan.voxels_per_second, *(kind.best.voxels_per_second for kind in plan.alternatives)}
+    assert len(found) == len(plan.alternatives) + 1
     expected = set()
     for columns in (True, False):
         for depth_first in (True, False):
@@ -50,10 +50,10 @@ def test_kinds_that_do_not_fit_say_by_how_much(room: int, columns: bool, depth_f
     """By as much as the search misses where nothing else is allowed."""
     limit, output = AROUND + room, (60, 60, 60)
     plan = planned(WIDE, output, limit, kinds=True)
-    lost = [kind for kind in plan.kinds if kind.best.over_bytes]
-    assert sorted(kind.best.column > 0 for kind in lost) == [False, True]
-    (kind,) = [kind for kind in lost if (kind.best.column > 0) == columns]
-    assert kind.why == f"does not fit: {human_bytes(kind.best.over_bytes)} more, at the least"
+    lost = [kind for kind in plan.alternatives if kind.best.over_bytes]
+    assert sorted(kind.best.column_planes > 0 for kind in lost) == [False, True]
+    (kind,) = [kind for kind in lost if (kind.best.column_planes > 0) == columns]
+    assert kind.reason == f"does not fit: {human_bytes(kind.best.over_bytes)} more, at the least"
     assert kind.ram_bytes == limit + kind.best.over_bytes
     with pytest.raises(NoPlanError) as refused:
         planned(WIDE, output, limit, columns=columns, depth_first=depth_first)
@@ -62,10 +62,10 @@ def test_kinds_that_do_not_fit_say_by_how_much(room: int, columns: bool, depth_f
 
 
 def test_words_that_narrow_the_choice_narrow_the_kinds() -> None:
-    assert planned(MIXED, (20, 31, 8), AROUND + 2**19, kinds=True, columns=False, depth_first=False).kinds == ()
-    for kind in planned(WIDE, (31, 20, 9), AROUND + 600_000, kinds=True, columns=True).kinds:
-        assert kind.best.column
-        assert max(kind.best.parts) == 1
+    assert planned(MIXED, (20, 31, 8), AROUND + 2**19, kinds=True, columns=False, depth_first=False).alternatives == ()
+    for kind in planned(WIDE, (31, 20, 9), AROUND + 600_000, kinds=True, columns=True).alternatives:
+        assert kind.best.column_planes
+        assert max(kind.best.sub_batches) == 1
 
 
 def test_why_a_plan_is_slower() -> None:
@@ -85,8 +85,10 @@ def test_why_a_plan_is_slower() -> None:
     assert why_lost(MIXED, keeping, again).endswith(", as it needs its kernels again in each of 1 runs")
     deep = in_parts()
     choices = tuple(
-        replace(choice, runs=choice.runs // parts, shape=replace(choice.shape, batch=parts * choice.shape.batch))
-        for choice, parts in zip(deep.choices, deep.parts, strict=True)
+        replace(
+            choice, executions=choice.executions // parts, shape=replace(choice.shape, batch=parts * choice.shape.batch)
+        )
+        for choice, parts in zip(deep.choices, deep.sub_batches, strict=True)
     )
     together = replace(deep, stages=(replace(deep.stages[0], choices=choices),))
     slow = times_longer(deep, 2, 1e6)
@@ -98,7 +100,7 @@ def test_waste_is_the_reason_where_it_costs_the_most() -> None:
     other = planned(WIDE, (60, 60, 60), AROUND + 2**22, columns=False, patch=(2, 2, 2))
     assert other.waste > 2 * best.waste
     kind = kind_of(WIDE, best, other)
-    assert kind.why.endswith(f": {other.waste / best.waste:.1f} times the waste")
+    assert kind.reason.endswith(f": {other.waste / best.waste:.1f} times the waste")
     assert kind.best.waste == other.waste
     assert kind.best.voxels_per_second == prod(other.output) / other.seconds
 
@@ -118,9 +120,9 @@ def test_a_plan_explains_itself_from_its_file(make: Any) -> None:
 
 def test_kinds_are_told_with_speed_memory_and_reason() -> None:
     plan = planned(WIDE, (60, 60, 60), AROUND + 300_000, kinds=True)
-    assert plan.kinds
+    assert plan.alternatives
     told = " ".join(plan.explain().split())
-    for kind in plan.kinds:
+    for kind in plan.alternatives:
         speed, taken = f"{kind.best.voxels_per_second:,.0f} voxels/s", human_bytes(kind.ram_bytes)
-        assert f", {speed}, work {kind.best.waste:.2f} times, {taken} of RAM: {kind.why}" in told
+        assert f", {speed}, work {kind.best.waste:.2f} times, {taken} of RAM: {kind.reason}" in told
     assert Plan.from_json(plan.to_json()) == plan

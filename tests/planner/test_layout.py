@@ -17,11 +17,11 @@ from znnpy.planner.layout import (
     carried_bytes,
     carried_planes,
     chain,
-    fullest,
     live_peak,
-    loops,
     place,
-    reads_apart,
+    reads_carry_in_place,
+    scratch_peaks,
+    sub_batch_counts,
 )
 from znnpy.shapes import ConvShape, FilterShape, LayerShape, PoolShape, Vec3
 
@@ -127,7 +127,7 @@ def test_ticks_of_images_in_parts() -> None:
         FilterShape(2, 5, (1, 1, 1), (1, 1, 1)),
         ConvShape(1, 5, 7, (1, 1, 1), (1, 1, 1)),  # and 1 of those
     ]
-    assert loops(shapes) == (1, 2, 2, 4)
+    assert sub_batch_counts(shapes) == (1, 2, 2, 4)
     assert ticks(chain([(shape, footprint) for shape in shapes])) == {
         "x0": (4 * 9 * 3, 0, 0),
         "step0.s": (100, 1, 1),
@@ -146,7 +146,7 @@ NETWORK = Network("a", 2, (Conv((3, 1, 2), 4), Pool((2, 1, 1)), MaxFilter((3, 1,
 
 def test_planes_and_bytes_that_are_carried() -> None:
     """Steps of 4 planes: 2 fragments get 2 new planes each. In (z, y, x): 4x3x5 out, 4x4x7 in."""
-    shapes = NETWORK.layer_shapes((4, 3, 5), walks=True)
+    shapes = NETWORK.layer_shapes((4, 3, 5), streams=True)
     assert [shape.in_shape for shape in shapes] == [
         (1, 4 + 2, 4, 7, 2),
         (1, 4 + 1, 4, 6, 4),
@@ -157,8 +157,8 @@ def test_planes_and_bytes_that_are_carried() -> None:
     assert carried_planes(shapes, 4) == (2, 1, 2, 0, 1)
     planes = [2 * 4 * 7 * 2, 1 * 4 * 6 * 4, 2 * 2 * 4 * 6 * 4, 0, 2 * 1 * 4 * 6 * 2]
     assert carried_bytes(shapes, 4) == 4 * sum(planes)
-    split = NETWORK.layer_shapes((4, 3, 5), walks=True, batches=(1, 1, 1, 1, 1))
-    assert loops(split) == (1, 1, 2, 2, 2)
+    split = NETWORK.layer_shapes((4, 3, 5), streams=True, batches=(1, 1, 1, 1, 1))
+    assert sub_batch_counts(split) == (1, 1, 2, 2, 2)
     assert carried_planes(split, 4) == (2, 1, 2, 0, 1)
     assert carried_bytes(split, 4) == 4 * sum(planes), "of all images, in whatever parts they run"
     patch = NETWORK.layer_shapes((4, 3, 5))
@@ -168,7 +168,7 @@ def test_planes_and_bytes_that_are_carried() -> None:
 
 
 def test_a_convolution_that_pools_carries_for_both() -> None:
-    shapes = NETWORK.layer_shapes((4, 3, 5), walks=True)
+    shapes = NETWORK.layer_shapes((4, 3, 5), streams=True)
     conv, pool = shapes[:2]
     assert isinstance(conv, ConvShape)
     assert isinstance(pool, PoolShape)
@@ -180,7 +180,7 @@ def test_a_convolution_that_pools_carries_for_both() -> None:
 
 def test_inputs_of_layers_that_read_carried_planes_where_they_are_kept() -> None:
     """They are as large as what is new, and stay until planes are kept of them: to the end of the layer."""
-    shapes = NETWORK.layer_shapes((4, 3, 5), walks=True)
+    shapes = NETWORK.layer_shapes((4, 3, 5), streams=True)
     joins = Footprint(stages=3, output_from=1)
     reads = Footprint(stages=3, output_from=1, reads_carried=True)
     plane = [4 * 4 * 7 * 2, 4 * 4 * 6 * 4, 4 * 4 * 6 * 4, 4 * 4 * 6 * 4, 4 * 4 * 6 * 2]
@@ -202,7 +202,11 @@ def test_inputs_of_layers_that_read_carried_planes_where_they_are_kept() -> None
     ]
     patch = NETWORK.layer_shapes((4, 3, 5))
     assert chain([(shape, reads) for shape in patch]) == chain([(shape, joins) for shape in patch])
-    assert [reads_apart(reads, 2), reads_apart(reads, 0), reads_apart(joins, 2)] == [True, False, False]
+    assert [reads_carry_in_place(reads, 2), reads_carry_in_place(reads, 0), reads_carry_in_place(joins, 2)] == [
+        True,
+        False,
+        False,
+    ]
 
 
 @st.composite
@@ -234,7 +238,7 @@ def chains(draw: st.DrawFn) -> tuple[list[tuple[LayerShape, Footprint]], int]:
         batches.append(draw(st.sampled_from([n for n in range(1, images + 1) if images % n == 0])))
         p: Vec3 = layer.window if isinstance(layer, Pool) else (1, 1, 1)
         images = batches[-1] * p[0] * p[1] * p[2]
-    shapes = network.layer_shapes(out, walks=walks, batches=batches)
+    shapes = network.layer_shapes(out, streams=walks, batches=batches)
     return [(shape, draw(footprints())) for shape in shapes], out[0] if walks else network.patch_in(out)[0]
 
 
@@ -277,7 +281,7 @@ def test_a_step_overwrites_nothing_that_it_still_needs(built: tuple[list[tuple[L
         shape, footprint = steps[index]
         x, out, parts = f"x{index}", f"x{index + 1}", images // shape.in_shape[0]
         scratch = {f"step{index}.{s.name}": s for s in footprint.scratch}
-        stays = parts > 1 or reads_apart(footprint, carried[index])
+        stays = parts > 1 or reads_carry_in_place(footprint, carried[index])
         for _ in range(parts):
             done[index] += 1
             for stage in range(footprint.stages):
@@ -293,14 +297,16 @@ def test_a_step_overwrites_nothing_that_it_still_needs(built: tuple[list[tuple[L
             go_on(index + 1, shape.out_shape[0], (*held, x) if parts > 1 else held)
 
     go_on(0, images, ())
-    assert tuple(done) == loops(shapes)
+    assert tuple(done) == sub_batch_counts(shapes)
 
 
 @given(footprints(), st.integers(0, 999), st.integers(0, 999))
 def test_the_fullest_stage_of_one_layer(footprint: Footprint, maps: int, more: int) -> None:
     """In a number or two, whatever the sizes of input and output: equal to the peak of its chain."""
     shape = ConvShape(1, 1 + maps, 1 + more, (1, 1, 1), (1, 1, 1))
-    assert fullest(footprint).live(shape.in_bytes, shape.out_bytes) == live_peak(chain([(shape, footprint)]))
+    assert scratch_peaks(footprint).arena_bytes(shape.in_bytes, shape.out_bytes) == live_peak(
+        chain([(shape, footprint)])
+    )
 
 
 def test_working_bytes_are_those_of_the_contract() -> None:
@@ -309,7 +315,7 @@ def test_working_bytes_are_those_of_the_contract() -> None:
     for primitive in (SLOW, FAST, OVER):
         for variant in primitive.variants(shape, MACHINE):
             footprint = primitive.footprint(shape, variant, 2)
-            live = fullest(footprint).live(shape.in_bytes, shape.out_bytes)
+            live = scratch_peaks(footprint).arena_bytes(shape.in_bytes, shape.out_bytes)
             assert live == live_peak(chain([(shape, footprint)]))
             excess = live + footprint.allowance - footprint.working(shape)
             assert 0 <= excess < ALIGNMENT * (2 + len(footprint.scratch))

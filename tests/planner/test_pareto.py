@@ -14,26 +14,26 @@ from znnpy.network import Conv, Network
 from znnpy.planner import pareto
 from znnpy.planner.bounds import FASTER, Bounds, least_priced, least_seconds, needs_of
 from znnpy.planner.pareto import (
-    Front,
-    Option,
+    LayerOption,
+    ParetoFront,
     cheapest,
-    cost,
     fastest_within,
-    front,
-    in_turn,
-    relaxed,
+    in_sequence,
+    knapsack_bound,
+    pareto_front,
+    priced_seconds,
     smallest,
     total_bytes,
     total_seconds,
 )
-from znnpy.planner.tilings import Space, candidate
+from znnpy.planner.tilings import TilingSpace, tiling_of
 
 
-def option(seconds: int, resident: int, live: int, allowance: int) -> Option:
-    return Option((), float(seconds), resident, live, allowance)
+def option(seconds: int, resident: int, live: int, allowance: int) -> LayerOption:
+    return LayerOption((), float(seconds), resident, live, allowance)
 
 
-def replace_all(options: Front, factor: float) -> Front:
+def replace_all(options: ParetoFront, factor: float) -> ParetoFront:
     """Options whose seconds are multiplied."""
     return tuple(replace(o, seconds=factor * o.seconds) for o in options)
 
@@ -43,14 +43,14 @@ OPTIONS = st.lists(st.builds(option, SMALL, SMALL, SMALL, SMALL), min_size=1, ma
 LAYERS = st.lists(OPTIONS, min_size=1, max_size=4)
 
 
-def beats(a: Option, b: Option) -> bool:
+def beats(a: LayerOption, b: LayerOption) -> bool:
     """Worse in nothing."""
     return all(getattr(a, f) <= getattr(b, f) for f in ("seconds", "resident", "live", "allowance"))
 
 
 @given(LAYERS, st.integers(0, 40), st.sampled_from([inf, 4.0, 9.0]))
-def test_fastest_within_equals_brute_force(layers: list[list[Option]], room: int, below: float) -> None:
-    found = fastest_within([front(options) for options in layers], room, below)
+def test_fastest_within_equals_brute_force(layers: list[list[LayerOption]], room: int, below: float) -> None:
+    found = fastest_within([pareto_front(options) for options in layers], room, below)
     fitting = [total_seconds(c) for c in product(*layers) if total_bytes(c) <= room and total_seconds(c) < below]
     if not fitting:
         assert found is None
@@ -62,50 +62,57 @@ def test_fastest_within_equals_brute_force(layers: list[list[Option]], room: int
 
 
 @given(LAYERS, st.sampled_from([0.0, 0.02, 0.5, 3.0]))
-def test_cheapest_equals_brute_force(layers: list[list[Option]], price: float) -> None:
-    found = cheapest([front(options) for options in layers], price)
-    assert cost(found, price) == pytest.approx(min(cost(chosen, price) for chosen in product(*layers)))
+def test_cheapest_equals_brute_force(layers: list[list[LayerOption]], price: float) -> None:
+    found = cheapest([pareto_front(options) for options in layers], price)
+    assert priced_seconds(found, price) == pytest.approx(
+        min(priced_seconds(chosen, price) for chosen in product(*layers))
+    )
     assert all(o in options for o, options in zip(found, layers, strict=True))
 
 
-def for_many(fronts: list[Front], room: int, below: float = inf, price: float = 0.0) -> tuple[Option, ...] | None:
+def for_many(
+    fronts: list[ParetoFront], room: int, below: float = inf, price: float = 0.0
+) -> tuple[LayerOption, ...] | None:
     """The choice of `fastest_within` as if there were many spans."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pareto, "EXACT_SPANS", 0)
+        patch.setattr(pareto, "EXACT_GROUPS", 0)
         return fastest_within(fronts, room, below, price)
 
 
 @given(LAYERS, st.integers(0, 40), st.sampled_from([0.0, 0.02]))
 def test_a_choice_for_many_spans_is_found_wherever_there_is_one(
-    layers: list[list[Option]], room: int, price: float
+    layers: list[list[LayerOption]], room: int, price: float
 ) -> None:
-    fronts = [front(options) for options in layers]
+    fronts = [pareto_front(options) for options in layers]
     found, exact = for_many(fronts, room, inf, price), fastest_within(fronts, room, inf, price)
     assert (found is None) == (exact is None)
     if found is not None and exact is not None:
         assert total_bytes(found) <= room
-        assert cost(exact, price) <= cost(found, price) * (1 + 1e-9)
-        assert for_many(fronts, room, cost(found, price), price) is None
-        assert cost(found, price) <= cost(smallest(fronts), price) * (1 + 1e-9)
+        assert priced_seconds(exact, price) <= priced_seconds(found, price) * (1 + 1e-9)
+        assert for_many(fronts, room, priced_seconds(found, price), price) is None
+        assert priced_seconds(found, price) <= priced_seconds(smallest(fronts), price) * (1 + 1e-9)
 
 
-PLAIN = front([option(1, 10, 5, 0), option(3, 0, 5, 0)])
+PLAIN = pareto_front([option(1, 10, 5, 0), option(3, 0, 5, 0)])
 
 
 @pytest.mark.parametrize(
     ("fronts", "room"),
     [
-        ([front([option(1, 10 + i % 3, 5, 0), option(3 + i % 7, 0, 5, 0)]) for i in range(60)], 305),
+        ([pareto_front([option(1, 10 + i % 3, 5, 0), option(3 + i % 7, 0, 5, 0)]) for i in range(60)], 305),
         ([PLAIN] * 60, 595),  # equal layers: no one price of weights takes half of them
         ([replace_all(PLAIN, 1 + i / 1e4) for i in range(60)], 595),
-        ([front([option(1, 0, 10, 200), option(2, 1, 10, 0), option(100, 0, 10, 0)])] * 49, 100),  # allowances
-        ([PLAIN] * 48 + [front([option(1, 0, 1000, 0), option(3, 0, 999, 0), option(1000, 0, 10, 0)])], 999),  # arenas
+        ([pareto_front([option(1, 0, 10, 200), option(2, 1, 10, 0), option(100, 0, 10, 0)])] * 49, 100),  # allowances
+        (
+            [PLAIN] * 48 + [pareto_front([option(1, 0, 1000, 0), option(3, 0, 999, 0), option(1000, 0, 10, 0)])],
+            999,
+        ),  # arenas
     ],
 )
-def test_a_choice_for_many_spans_is_nearly_the_fastest(fronts: list[Front], room: int) -> None:
+def test_a_choice_for_many_spans_is_nearly_the_fastest(fronts: list[ParetoFront], room: int) -> None:
     found = for_many(fronts, room)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pareto, "EXACT_SPANS", len(fronts))
+        patch.setattr(pareto, "EXACT_GROUPS", len(fronts))
         exact = fastest_within(fronts, room)
     assert found is not None
     assert exact is not None
@@ -114,22 +121,22 @@ def test_a_choice_for_many_spans_is_nearly_the_fastest(fronts: list[Front], room
 
 
 @given(LAYERS)
-def test_smallest_equals_brute_force(layers: list[list[Option]]) -> None:
-    found = smallest([front(options) for options in layers])
+def test_smallest_equals_brute_force(layers: list[list[LayerOption]]) -> None:
+    found = smallest([pareto_front(options) for options in layers])
     assert total_bytes(found) == min(map(total_bytes, product(*layers)))
 
 
 @given(OPTIONS)
-def test_a_front_loses_nothing_of_use(options: list[Option]) -> None:
-    kept: Front = front(options)
+def test_a_front_loses_nothing_of_use(options: list[LayerOption]) -> None:
+    kept: ParetoFront = pareto_front(options)
     assert all(any(beats(k, o) for k in kept) for o in options)
     assert not any(beats(a, b) for a in kept for b in kept if a is not b)
     assert list(kept) == sorted(kept, key=lambda o: o.seconds)
 
 
 @given(LAYERS, st.integers(0, 25))
-def test_relaxed_is_a_lower_bound(layers: list[list[Option]], room: int) -> None:
-    found = relaxed([[(o.seconds, o.resident) for o in options] for options in layers], room)
+def test_relaxed_is_a_lower_bound(layers: list[list[LayerOption]], room: int) -> None:
+    found = knapsack_bound([[(o.seconds, o.resident) for o in options] for options in layers], room)
     fitting = [total_seconds(c) for c in product(*layers) if sum(o.resident for o in c) <= room]
     assert found <= min(fitting, default=inf) + 1e-9
     assert bool(fitting) == (found < inf)
@@ -137,11 +144,11 @@ def test_relaxed_is_a_lower_bound(layers: list[list[Option]], room: int) -> None
 
 @given(LAYERS, st.integers(0, 25), st.integers(0, 25))
 def test_a_bound_that_is_enough_is_no_more_than_the_whole_one(
-    layers: list[list[Option]], room: int, enough: int
+    layers: list[list[LayerOption]], room: int, enough: int
 ) -> None:
     """Where prices stop being tried, the bound is as good as it had to be."""
     pairs = [[(o.seconds, o.resident) for o in options] for options in layers]
-    whole, found = relaxed(pairs, room), relaxed(pairs, room, enough)
+    whole, found = knapsack_bound(pairs, room), knapsack_bound(pairs, room, enough)
     assert found <= whole
     assert (found >= enough) == (whole >= enough)
 
@@ -149,32 +156,32 @@ def test_a_bound_that_is_enough_is_no_more_than_the_whole_one(
 def test_relaxed_is_close() -> None:
     """Many small choices: the bound is the linear relaxation, 3 of 10 layers get their weights."""
     pairs = [(10.0, 0), (2.0, 100)]
-    assert relaxed([pairs] * 10, room=10_000) == 20.0
-    assert relaxed([pairs] * 10, room=350) == pytest.approx(100 - 8 * 3.5, rel=0.02)
+    assert knapsack_bound([pairs] * 10, room=10_000) == 20.0
+    assert knapsack_bound([pairs] * 10, room=350) == pytest.approx(100 - 8 * 3.5, rel=0.02)
 
 
 @given(OPTIONS, OPTIONS, OPTIONS, st.integers(0, 40))
 def test_two_layers_as_one_lose_nothing(
-    first: list[Option], second: list[Option], both: list[Option], room: int
+    first: list[LayerOption], second: list[LayerOption], both: list[LayerOption], room: int
 ) -> None:
     """A span of two layers, run one after the other or in one: its front is all that a limit can ask for."""
     ways = [[a, b] for a in first for b in second] + [[c] for c in both]
-    found = fastest_within([front([*in_turn(front(first), front(second)), *both])], room)
+    found = fastest_within([pareto_front([*in_sequence(pareto_front(first), pareto_front(second)), *both])], room)
     fitting = [total_seconds(way) for way in ways if total_bytes(way) <= room]
     assert (None if found is None else total_seconds(found)) == min(fitting, default=None)
 
 
 def test_weights_are_traded_where_they_are_cheapest() -> None:
     """Two layers, room for one set of transformed weights: it goes to the layer that gains more."""
-    gains_little = front([option(10, 0, 5, 0), option(8, 100, 5, 0)])
-    gains_much = front([option(10, 0, 5, 0), option(2, 100, 5, 0)])
+    gains_little = pareto_front([option(10, 0, 5, 0), option(8, 100, 5, 0)])
+    gains_much = pareto_front([option(10, 0, 5, 0), option(2, 100, 5, 0)])
     chosen = fastest_within([gains_little, gains_much], room=110)
     assert chosen is not None
     assert [o.seconds for o in chosen] == [10.0, 2.0]
 
 
 def test_no_option_no_choice() -> None:
-    assert fastest_within([front([option(1, 50, 0, 0)])], room=49) is None
+    assert fastest_within([pareto_front([option(1, 50, 0, 0)])], room=49) is None
     with pytest.raises(ValueError, match="empty"):
         smallest([()])
 
@@ -182,7 +189,10 @@ def test_no_option_no_choice() -> None:
 def test_what_finds_no_room_does_not_count() -> None:
     """A bound on a shape's seconds leaves out options whose arena and weights are too much beside the least weights."""
     full, heavy = option(1, 0, 901, 0), option(2, 300, 601, 0)
-    spans = [needs_of(front([full, heavy, option(9, 0, 600, 0)])), needs_of(front([option(4, 100, 500, 0)]))]
+    spans = [
+        needs_of(pareto_front([full, heavy, option(9, 0, 600, 0)])),
+        needs_of(pareto_front([option(4, 100, 500, 0)])),
+    ]
     assert least_seconds(spans, 1001) == 5.0
     assert least_seconds(spans, 1000) >= 9.0
     assert least_seconds(spans, 700) == 13.0
@@ -190,25 +200,27 @@ def test_what_finds_no_room_does_not_count() -> None:
 
 
 @given(fronts=st.lists(OPTIONS, min_size=1, max_size=4), price=st.sampled_from([0.001, 0.02, 0.5]))
-def test_a_bound_with_a_price_for_memory_is_what_the_fastest_take(fronts: list[list[Option]], price: float) -> None:
+def test_a_bound_with_a_price_for_memory_is_what_the_fastest_take(
+    fronts: list[list[LayerOption]], price: float
+) -> None:
     """Options that may win with room for all are kept, and all others are left out."""
-    spans = [front([replace(o, allowance=0) for o in options]) for options in fronts]
+    spans = [pareto_front([replace(o, allowance=0) for o in options]) for options in fronts]
     chosen = fastest_within(spans, 10**9, inf, price)
     assert chosen is not None
-    spent = total_seconds(chosen) + price * (sum(o.resident for o in chosen) + max(o.live for o in chosen))
+    spent = total_seconds(chosen) + price * (sum(o.resident for o in chosen) + max(o.arena_bytes for o in chosen))
     assert least_priced([needs_of(options) for options in spans], price) == pytest.approx(spent)
 
 
 @given(seen=st.lists(OPTIONS, min_size=1, max_size=6))
-def test_a_bound_is_no_more_than_what_was_learnt(seen: list[list[Option]]) -> None:
+def test_a_bound_is_no_more_than_what_was_learnt(seen: list[list[LayerOption]]) -> None:
     """Whatever options the same layer had in shapes seen before: each bounds the time in the memory that it takes."""
-    space = Space(Network("one", 1, (Conv((2, 2, 2), 2),)), (4, 4, 3))
-    bounds, shape = Bounds(space), candidate(space, (4, 4, 3))
+    space = TilingSpace(Network("one", 1, (Conv((2, 2, 2), 2),)), (4, 4, 3))
+    bounds, shape = Bounds(space), tiling_of(space, (4, 4, 3))
     for options in seen:
-        bounds.learn(shape, 0, front(options))
+        bounds.learn(shape, 0, pareto_front(options))
     known = [o for options in seen for o in options]
     for o in known:
-        assert least_seconds(bounds.needs(shape), o.resident + o.live) <= o.seconds
+        assert least_seconds(bounds.needs(shape), o.resident + o.arena_bytes) <= o.seconds
     least = FASTER * min(o.seconds for o in known)
     assert least_seconds(bounds.needs(shape), 2**40) == pytest.approx(least)
-    assert bounds.at_best(4, shape.voxels) == pytest.approx(least)
+    assert bounds.lower_bound(4, shape.voxels) == pytest.approx(least)

@@ -23,7 +23,7 @@ from znnpy.network import Conv, Network, Pool
 from znnpy.planner.json_file import MOST_BYTES
 from znnpy.planner.layout import Tensor
 from znnpy.planner.memory import StageMemory, reading_bytes, writing_bytes
-from znnpy.planner.plan import FORMAT, Choice, Kind, Memory, Plan, RunnerUp, Stage
+from znnpy.planner.plan import FORMAT, Alternative, Choice, Memory, Plan, RunnerUp, Stage
 from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape, Vec3, add, multiply, subtract
 
 COUNT = st.integers(1, 9)
@@ -67,7 +67,7 @@ AXES = st.integers(0, 2)
 COLUMNS = st.integers(0, 9999)
 PARTS = st.lists(COUNT, max_size=4).map(tuple)
 RUNNERS_UP = st.builds(RunnerUp, SIZE, AXES, COLUMNS, PARTS, SECONDS, SECONDS, BYTES, BYTES)
-KINDS = st.builds(Kind, st.sampled_from(["cpu", "gpu"]), RUNNERS_UP, BYTES, BYTES, TEXT)
+KINDS = st.builds(Alternative, st.sampled_from(["cpu", "gpu"]), RUNNERS_UP, BYTES, BYTES, TEXT)
 PLANS = st.builds(
     Plan,
     format=st.just(FORMAT),
@@ -80,7 +80,7 @@ PLANS = st.builds(
     patch_out=SIZE,
     patch_in=SIZE,
     axis=AXES,
-    column=COLUMNS,
+    column_planes=COLUMNS,
     stages=st.tuples(
         st.builds(
             Stage,
@@ -96,7 +96,7 @@ PLANS = st.builds(
     rigor=st.sampled_from(["estimate", "measure", "exhaustive"]),
     other=st.none() | RUNNERS_UP,
     runners_up=st.lists(RUNNERS_UP, max_size=3).map(tuple),
-    kinds=st.lists(KINDS, max_size=3).map(tuple),
+    alternatives=st.lists(KINDS, max_size=3).map(tuple),
 )
 
 
@@ -159,11 +159,11 @@ DAMAGED: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
     "size in quotes": (("columns",), "3", "columns: .*valid integer"),
     "half a column": (("columns",), 1.5, "columns: .*valid integer"),
     "no column": (("columns",), 0, "columns: .*greater than or equal to 1"),
-    "column of fewer planes than none": (("column",), -4, "column: .*greater than or equal to 0"),
+    "column of fewer planes than none": (("column_planes",), -4, "column_planes: .*greater than or equal to 0"),
     "fourth axis": (("axis",), 3, "axis: .*less than or equal to 2"),
     "axis in words": (("axis",), "z", "axis: .*valid integer"),
     "no axis": (("axis",), ..., "axis: .*required"),
-    "no runs": ((*CHOICES_AT, 0, "runs"), 0, "stages.0.choices.0.runs: .*greater than or equal to 1"),
+    "no runs": ((*CHOICES_AT, 0, "executions"), 0, "stages.0.choices.0.executions: .*greater than or equal to 1"),
     "missing device": (("memory", "stages", 0, "device"), ..., "memory.stages.0.device: .*required"),
     "negative carries": (
         ("memory", "stages", 0, "carries"),
@@ -171,7 +171,7 @@ DAMAGED: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
         "memory.stages.0.carries: .*greater than or equal to 0",
     ),
     "no waste": (("runners_up", 0, "waste"), 0.0, "runners_up.0.waste: .*greater than 0"),
-    "empty part": (("runners_up", 0, "parts", 0), 0, "runners_up.0.parts.0: .*greater than or equal to 1"),
+    "empty part": (("runners_up", 0, "sub_batches", 0), 0, "runners_up.0.sub_batches.0: .*greater than or equal to 1"),
     "something else than columns": (("other",), "columns", "other: "),
     "no seconds": ((*CHOICES_AT, 0, "seconds"), None, "stages.0.choices.0.seconds"),
     "zero seconds": ((*CHOICES_AT, 0, "seconds"), 0.0, "stages.0.choices.0.seconds"),
@@ -235,7 +235,7 @@ DAMAGED: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
         [1] * 10**6,
         "it holds more than 200,000 values",
     ),
-    "lists within each other": (("kinds",), [[[[[[[[[0]]]]]]]]], "kinds"),
+    "lists within each other": (("alternatives",), [[[[[[[[[0]]]]]]]]], "alternatives"),
 }
 
 
@@ -310,7 +310,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_prediction(plan: Plan, split: Plan) -> None:
-    twice = plan.with_choices(lambda c: replace(c, runs=2 * c.runs))
+    twice = plan.with_choices(lambda c: replace(c, executions=2 * c.executions))
     assert twice.seconds == 2 * plan.seconds
     assert twice.voxels_per_second == plan.voxels_per_second / 2
     assert twice.waste == 2 * plan.waste
@@ -326,7 +326,7 @@ def test_waste_is_what_borders_cost(network: Network, plan: Plan, column: Plan) 
         needed = 0.0
         for choice in made.choices:
             values = prod(choice.shape.out_shape[:4])
-            done += choice.runs * choice.seconds
+            done += choice.executions * choice.seconds
             needed += choice.seconds / values * prod(made.output)
         assert made.waste == pytest.approx(done / needed, rel=1e-12)
         assert made.waste > 1
@@ -342,21 +342,21 @@ def test_the_same_columns_for_another_output(
     """Runs and columns are counted again, from patches and steps one by one; the rest stays."""
     for made, of in ((plan, network), (column, network), (split, wide)):
         memory = replace(made.memory, baseline=77)
-        here = made.covering(output, of, memory)
+        here = made.for_output(output, of, memory)
         columns = here.cover(of)
         assert (columns.size, columns.patch, columns.axis, columns.column) == (
-            output, made.patch_out, made.axis, made.column,
+            output, made.patch_out, made.axis, made.column_planes,
         )  # fmt: skip
         assert columns.margin == of.field_of_view[made.axis] - 1
         assert sum(c.voxels for c in columns) == prod(output)
         assert here.columns == len(list(columns))
-        for choice, before, parts in zip(here.choices, made.choices, made.parts, strict=True):
+        for choice, before, parts in zip(here.choices, made.choices, made.sub_batches, strict=True):
             ahead = of.margins[choice.layers[1] + 1][made.axis]
-            assert choice == replace(before, runs=parts * steps_of(columns, ahead))
+            assert choice == replace(before, executions=parts * steps_of(columns, ahead))
         stages = (replace(made.stages[0], choices=here.choices),)
         assert here == replace(made, output=output, memory=memory, stages=stages, columns=here.columns)
         here.check_runs(of, MACHINE, table=FAKES)
-        assert here.covering(made.output, of, made.memory) == made
+        assert here.for_output(made.output, of, made.memory) == made
 
 
 def test_two_layers_in_one_run_from_where_the_second_one_does() -> None:
@@ -366,11 +366,11 @@ def test_two_layers_in_one_run_from_where_the_second_one_does() -> None:
     assert [choice.layers for choice in made.choices] == [(0, 1), (2, 2)]
     assert (made.axis, [margin[0] for margin in network.margins]) == (0, [2, 1, 0, 0])
     for planes, steps in ((8, 4), (9, 5), (1, 1)):
-        here = made.covering((planes, 6, 5), network, made.memory)
+        here = made.for_output((planes, 6, 5), network, made.memory)
         assert here.cover(network).ahead == 1
-        assert [choice.runs for choice in here.choices] == [steps, steps], "none of them ahead of the output"
+        assert [choice.executions for choice in here.choices] == [steps, steps], "none of them ahead of the output"
         here.check_runs(network, MACHINE, table=FAKES)
-    assert made.covering(made.output, network, made.memory) == made
+    assert made.for_output(made.output, network, made.memory) == made
 
 
 def test_buffers_of_a_column_that_reads_twice_and_writes_once() -> None:
@@ -383,15 +383,15 @@ def test_buffers_of_a_column_that_reads_twice_and_writes_once() -> None:
 
 def test_runs_that_were_edited_are_counted_again(column: Plan, network: Network) -> None:
     """They are predictions: `check_runs` leaves them, and whoever covers an output counts anew."""
-    wrong = replace(column.with_choices(lambda c: replace(c, runs=7 * c.runs)), columns=99)
+    wrong = replace(column.with_choices(lambda c: replace(c, executions=7 * c.executions)), columns=99)
     wrong.check_runs(network, MACHINE, table=FAKES)
-    assert wrong.covering(column.output, network, column.memory) == column
+    assert wrong.for_output(column.output, network, column.memory) == column
 
 
 def test_work_of_steps_that_give_no_output(column: Plan, network: Network, plan: Plan) -> None:
     """Layers begin one after the other; from the first step with output on all of them run."""
-    assert plan.work_ahead(network) == ()
-    ahead = column.work_ahead(network)
+    assert plan.warmup_work(network) == ()
+    ahead = column.warmup_work(network)
     margins = [margin[1] for margin in network.margins[1:]]
     assert margins == [2, 2, 2, 1, 0]  # planes that each layer is ahead, in steps of one plane
     seconds = [choice.seconds for choice in column.choices]

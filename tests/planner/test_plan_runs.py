@@ -82,7 +82,7 @@ EDITED: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
     "a tensor twice": ((*TENSORS_AT, 0, "name"), "x1", "lacks, repeats or invents tensors"),
     "smaller arena": ((*MEMORY_AT, "arena"), 64, "outside the arena of 64"),
     "larger arena": ((*MEMORY_AT, "arena"), 2**25, r"tensors end at byte [\d,]+ and the arena at 33,554,432"),
-    "fewer weights": ((*MEMORY_AT, "residents"), 3, "promises 3 bytes of weights"),
+    "fewer weights": ((*MEMORY_AT, "weights"), 3, "promises 3 bytes of weights"),
     "another patch": (("patch_out", 0), 2, "entry 0 of the plan is layer 0|reads patches"),
     "patch off the period": (("patch_out", 0), 3, "multiple of the pooling period"),
     "another input": (("patch_in", 2), 77, "reads patches of .*x77"),
@@ -97,8 +97,8 @@ EDITED: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
     "fewer images for the last": ((*CHOICES_AT, 4, "shape", "batch"), 2, "gives x4 [0-9,]+ bytes in ticks"),
     "carried planes": ((*MEMORY_AT, "carries"), 64, "promises 64 bytes for carried planes, .* need 0"),
     "less for libraries": ((*MEMORY_AT, "allowance"), 3, "promises 3 bytes for the libraries"),
-    "columns of a patch": (("column",), 20, "entry 0 of the plan is layer 0|reads patches"),
-    "columns of half a step": (("column",), 7, "columns of 7 planes are no whole number of steps|reads patches"),
+    "columns of a patch": (("column_planes",), 20, "entry 0 of the plan is layer 0|reads patches"),
+    "columns of half a step": (("column_planes",), 7, "columns of 7 planes are no whole number of steps|reads patches"),
 }  # fmt: skip
 
 
@@ -110,7 +110,7 @@ def test_a_hand_edited_plan_corrupts_nothing(plan: Plan, network: Network, what:
 
 WALKS: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
     "no carried planes": ((*MEMORY_AT, "carries"), 0, r"promises 0 bytes for carried planes, and its steps need"),
-    "a patch": (("column",), 0, "reads patches of .*, and 10x1x8 voxels out need 13x4x12"),
+    "a patch": (("column_planes",), 0, "reads patches of .*, and 10x1x8 voxels out need 13x4x12"),
     "another axis": (("axis",), 0, "columns of 31 planes are no whole number of steps of 10;"),
     "reads all that a step depends on": (("patch_in",), [13, 4, 12], "reads patches of 13x4x12, and 10x1x8 .* 13x1x12"),
     "reads less than a step": (("patch_in", 0), 12, "reads patches of 12x1x12"),
@@ -134,9 +134,9 @@ def test_a_hand_edited_plan_of_columns(column: Plan, network: Network, what: str
 def test_a_column_of_another_length(column: Plan, network: Network) -> None:
     """Steps stay as they are: any whole number of them runs."""
     for planes in (1, 7, 62):
-        other = Plan.from_json(edited(column, "column", to=planes))
+        other = Plan.from_json(edited(column, "column_planes", to=planes))
         other.check_runs(network, MACHINE, table=FAKES)
-        assert other.covering(column.output, network, column.memory).columns == 2 * ceil(31 / planes)
+        assert other.for_output(column.output, network, column.memory).columns == 2 * ceil(31 / planes)
 
 
 def test_most_layers_left_out(column: Plan, network: Network) -> None:

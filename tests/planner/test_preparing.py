@@ -13,8 +13,8 @@ from tests.support.fake_primitives import BOTH, CARRYING, FAST, FILTER, MACHINE,
 from znnpy.formats.networks import read_network
 from znnpy.machine import Limits
 from znnpy.network import Network
-from znnpy.planner.cost_model import CPU_TOUCHING, assumed_rates
-from znnpy.planner.pareto import Option, fastest_within, total_seconds
+from znnpy.planner.cost_model import CPU_FIRST_TOUCH, assumed_rates
+from znnpy.planner.pareto import LayerOption, fastest_within, total_seconds
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import ALIKE, make_plan
 
@@ -25,7 +25,7 @@ GIB = 2**30
 
 def prepared(plan: Plan) -> int:
     """Bytes that are written to before the first step."""
-    return plan.memory.last.arena + plan.memory.last.carries + plan.memory.last.residents
+    return plan.memory.last.arena + plan.memory.last.carries + plan.memory.last.weights
 
 
 @pytest.mark.parametrize("touching", [1e9, 1e11])
@@ -36,11 +36,11 @@ def test_no_plan_of_all_is_faster_by_more_than_what_is_alike(tiny_network: MakeN
     def whole_seconds(known: Known) -> float:
         return known.seconds + (known.peak - known.around) / touching
 
-    rates = replace(CARRYING, touching=touching)
+    rates = replace(CARRYING, first_touch=touching)
     fastest = min(every, key=lambda known: (whole_seconds(known), known.peak))
     plan = planned(network, SMALL, 2**40, table=TABLE, rates=rates)
     assert plan.preparing_seconds == pytest.approx(prepared(plan) / touching)
-    assert plan.seconds == pytest.approx(plan.preparing_seconds + sum(c.runs * c.seconds for c in plan.choices))
+    assert plan.seconds == pytest.approx(plan.preparing_seconds + sum(c.executions * c.seconds for c in plan.choices))
     assert whole_seconds(fastest) * (1 - 1e-9) <= plan.seconds <= ALIKE * whole_seconds(fastest) * (1 + 1e-9)
     assert plan.memory.peak <= fastest.peak
     free = planned(network, SMALL, 2**40, table=TABLE)
@@ -52,7 +52,7 @@ def test_what_preparing_costs_decides(tiny_network: MakeNetwork) -> None:
     """The more it costs the less memory is taken, and the more slowly layers run."""
     network = tiny_network()
     plans = [
-        planned(network, (40, 40, 40), 2**40, table=TABLE, rates=replace(CARRYING, touching=touching))
+        planned(network, (40, 40, 40), 2**40, table=TABLE, rates=replace(CARRYING, first_touch=touching))
         for touching in (1e9, 1e11, 1e13)
     ]
     assert prepared(plans[0]) < prepared(plans[1]) < prepared(plans[2])
@@ -61,7 +61,7 @@ def test_what_preparing_costs_decides(tiny_network: MakeNetwork) -> None:
 
 
 def test_a_gpu_prepares_nothing_that_counts(tiny_network: MakeNetwork) -> None:
-    network, rates = tiny_network(), replace(CARRYING, touching=1e9)
+    network, rates = tiny_network(), replace(CARRYING, first_touch=1e9)
     words = {"table": on_gpu(*TABLE)}
     plan = planned_on_gpu(network, SMALL, 2**40, 2**40, rates=rates, **words)
     assert plan == planned_on_gpu(network, SMALL, 2**40, 2**40, **words)
@@ -69,8 +69,8 @@ def test_a_gpu_prepares_nothing_that_counts(tiny_network: MakeNetwork) -> None:
 
 
 def test_rates_that_are_assumed_have_a_price_for_memory() -> None:
-    assert assumed_rates(MACHINE, 2).touching == CPU_TOUCHING
-    assert assumed_rates(MACHINE, 8).touching == CPU_TOUCHING, "the host of a virtual machine is not asked faster"
+    assert assumed_rates(MACHINE, 2).first_touch == CPU_FIRST_TOUCH
+    assert assumed_rates(MACHINE, 8).first_touch == CPU_FIRST_TOUCH, "the host of a virtual machine is not asked faster"
 
 
 def test_a_small_volume_takes_no_gigabytes() -> None:
@@ -84,10 +84,10 @@ def test_a_small_volume_takes_no_gigabytes() -> None:
 
 
 def test_a_plan_keeps_and_tells_what_preparing_takes(tiny_network: MakeNetwork) -> None:
-    plan = planned(tiny_network(), (40, 40, 40), 2**40, table=TABLE, rates=replace(CARRYING, touching=1e9))
+    plan = planned(tiny_network(), (40, 40, 40), 2**40, table=TABLE, rates=replace(CARRYING, first_touch=1e9))
     assert Plan.from_json(plan.to_json()) == plan
     assert "of memory, at an assumed rate" in plan.explain()
-    rates = replace(CARRYING, touching=1e9, touching_measured=True)
+    rates = replace(CARRYING, first_touch=1e9, first_touch_measured=True)
     measured = planned(tiny_network(), (40, 40, 40), 2**40, table=TABLE, rates=rates)
     assert measured == replace(plan, preparing_measured=True)
     assert "of memory, at a measured rate" in measured.explain()
@@ -97,8 +97,8 @@ def test_a_plan_keeps_and_tells_what_preparing_takes(tiny_network: MakeNetwork) 
 def test_a_byte_of_the_arena_is_paid_once_and_one_of_weights_for_each_layer() -> None:
     """Two layers, two options each: prices decide between few seconds and few bytes."""
 
-    def option(seconds: float, resident: int, live: int) -> Option:
-        return Option((), seconds, resident, live, 0)
+    def option(seconds: float, resident: int, live: int) -> LayerOption:
+        return LayerOption((), seconds, resident, live, 0)
 
     fronts = [(option(1.0, 0, 100), option(3.0, 0, 10)), (option(1.0, 50, 100), option(2.0, 0, 10))]
     fast = (fronts[0][0], fronts[1][0])

@@ -70,12 +70,12 @@ def test_baselines_are_the_best_of_all(images: int, plain: bool, words: str) -> 
     peaks = sorted({peak for peak, _ in every})
     fitting = 0
     for ram_bytes in (*peaks[:: max(1, len(peaks) // 12)], peaks[-1], peaks[-1] + 2**20):
-        kinds = planned(NET, OUTPUT, max(ram_bytes, AROUND + 30_000), baselines=True).kinds
+        kinds = planned(NET, OUTPUT, max(ram_bytes, AROUND + 30_000), baselines=True).alternatives
         (kind,) = [kind for kind in kinds if kind.scheme == words]
         least = min((s for peak, s in every if peak <= max(ram_bytes, AROUND + 30_000)), default=inf)
         assert prod(OUTPUT) / kind.best.voxels_per_second == pytest.approx(least, rel=1e-12)
         assert kind.best.over_bytes == 0
-        assert kind.why
+        assert kind.reason
         fitting += 1
     assert fitting > 10
 
@@ -83,16 +83,16 @@ def test_baselines_are_the_best_of_all(images: int, plain: bool, words: str) -> 
 def test_baselines_that_do_not_fit_say_by_how_much() -> None:
     least = min(peak for peak, _ in every_plan(4, False))
     limit = least - 1
-    (kind,) = [kind for kind in planned(NET, OUTPUT, limit, baselines=True).kinds if kind.best.over_bytes]
+    (kind,) = [kind for kind in planned(NET, OUTPUT, limit, baselines=True).alternatives if kind.best.over_bytes]
     assert kind.scheme == "4 at a time"
     assert kind.best.over_bytes == 1
-    assert kind.why.startswith("does not fit")
+    assert kind.reason.startswith("does not fit")
 
 
 def test_without_poolings_or_without_patches_there_is_less_to_tell(tiny_network: Callable[..., Network]) -> None:
     flat = tiny_network(Conv((2, 2, 2), 3), Conv((2, 1, 2), 2))
-    schemes = [kind.scheme for kind in planned(flat, (4, 4, 3), 2**30, baselines=True).kinds]
+    schemes = [kind.scheme for kind in planned(flat, (4, 4, 3), 2**30, baselines=True).alternatives]
     assert schemes == ["2 at a time", "4 at a time"]
-    assert planned(flat, (4, 4, 3), 2**30, baselines=True, columns=True).kinds == ()
+    assert planned(flat, (4, 4, 3), 2**30, baselines=True, columns=True).alternatives == ()
     assert ", 2 at a time, " not in " ".join(planned(flat, (4, 4, 3), 2**30, kinds=True).explain().split())
     assert ", 2 at a time, " in " ".join(planned(flat, (4, 4, 3), 2**30, baselines=True).explain().split())

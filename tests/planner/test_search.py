@@ -15,13 +15,13 @@ from znnpy.kernels.primitive import Footprint, Variant
 from znnpy.machine import Limits
 from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Pool
 from znnpy.planner.cost_model import seconds
-from znnpy.planner.layer_search import LOST_SECONDS
+from znnpy.planner.layer_search import MAX_COLUMN_SECONDS
 from znnpy.planner.layout import chain, live_peak, place
 from znnpy.planner.memory import READER_BYTES, WRITER_BYTES, mebibytes
 from znnpy.planner.plan import Plan, RunnerUp
 from znnpy.planner.search import make_plan
-from znnpy.planner.tiling_search import FEW
-from znnpy.planner.tilings import axis_sizes, between, thinned
+from znnpy.planner.tiling_search import SIZES_AT_ONCE
+from znnpy.planner.tilings import axis_sizes, log_spaced, sizes_between
 from znnpy.shapes import LayerShape, Vec3, turned, turned_back
 
 MakeNetwork = Callable[..., Network]
@@ -59,13 +59,13 @@ def test_the_plan_adds_up(
     shapes = [c.shape for c in plan.choices]
     assert {c.device for c in plan.choices} == {"cpu"}
     assert [c.working_bytes for c in plan.choices] == [f.working(s) for f, s in zip(footprints, shapes, strict=True)]
-    assert (max(plan.parts) > 1) == split
+    assert (max(plan.sub_batches) > 1) == split
 
     memory = plan.memory
     tensors, arena = place(chain(list(zip(shapes, footprints, strict=True))))
     assert plan.stages[-1].tensors == tensors
     assert memory.last.arena == arena >= live_peak(tensors)
-    assert memory.last.residents == sum(f.resident for f in footprints)
+    assert memory.last.weights == sum(f.resident for f in footprints)
     assert memory.last.allowance == max(f.allowance for f in footprints)
     assert memory.reading == 2 * 2 * prod(plan.patch_in) * 2 + READER_BYTES
     assert memory.writing == 2 * network.output_channels * prod(plan.patch_out) * 1 + WRITER_BYTES
@@ -73,31 +73,31 @@ def test_the_plan_adds_up(
 
     columns = plan.cover(network)
     assert plan.columns == len(columns)
-    assert plan.walks == walks
+    assert plan.streams == walks
     # what is new in a step along the axis, of every choice; the rest of its input is carried
     periods = [1]
     for layer in network.turned(plan.axis).layers:
         periods.append(periods[-1] * (layer.window[0] if isinstance(layer, Pool) else 1))
     carries, spent = 0, 0.0
-    for choice, parts in zip(plan.choices, plan.parts, strict=True):
+    for choice, parts in zip(plan.choices, plan.sub_batches, strict=True):
         ahead = network.margins[choice.layers[1] + 1][plan.axis]
         kept = 0
-        if plan.walks:
+        if plan.streams:
             kept = choice.shape.in_shape[1] - plan.patch_out[plan.axis] // periods[choice.layers[0]]
         moved = choice.shape.in_bytes // choice.shape.in_shape[1] * kept
         once = (
             seconds(by_name[choice.primitive].work(choice.shape, choice.variant), CARRYING)
-            + 4 * moved / CARRYING.carrying
+            + 4 * moved / CARRYING.copy_bandwidth
         )
         assert choice.seconds == pytest.approx(once, rel=1e-12)
-        assert choice.runs == parts * steps_of(columns, ahead)
+        assert choice.executions == parts * steps_of(columns, ahead)
         carries += parts * moved
-        spent += choice.runs * choice.seconds
+        spent += choice.executions * choice.seconds
     assert memory.last.carries == carries
     assert plan.seconds == pytest.approx(spent, rel=1e-12)
     assert plan.voxels_per_second == prod(output) / plan.seconds
     whole = network.patch_in(plan.patch_out)
-    walked = [plan.walks and axis == plan.axis for axis in range(3)]
+    walked = [plan.streams and axis == plan.axis for axis in range(3)]
     assert plan.patch_in == tuple(p if w else n for p, n, w in zip(plan.patch_out, whole, walked, strict=True))
     plan.check_runs(network, MACHINE, table=FAKES)
 
@@ -117,7 +117,7 @@ def test_columns_walk_along_the_long_axis(tiny_network: MakeNetwork) -> None:
                 plan.seconds,
                 plan.memory,
                 turned(plan.patch_out, axis),
-                plan.column,
+                plan.column_planes,
                 plan.choices,
                 plan.stages[-1].tensors,
             )
@@ -191,7 +191,7 @@ def test_forced_patch(tiny_network: MakeNetwork) -> None:
     along = {0: 3 * 5, 1: 5 * 5, 2: 5 * 3}
     plan = planned(network, (30, 30, 30), 2**30, patch=(6, 10, 7), columns=True)
     assert plan.patch_out == (6, 10, 7)
-    assert plan.column == (30, 30, 35)[plan.axis]
+    assert plan.column_planes == (30, 30, 35)[plan.axis]
     assert plan.columns == along[plan.axis]
     with pytest.raises(ShapeError, match="multiple of the pooling period 2x2x1, not 5x10x7; the next larger one is 6x"):
         planned(network, (30, 30, 30), 2**30, patch=(5, 10, 7))
@@ -275,7 +275,7 @@ def test_runners_up_say_why_they_lost(tiny_network: MakeNetwork, columns: bool, 
         assert forced.voxels_per_second >= runner_up.voxels_per_second
         if forced.axis == runner_up.axis:
             assert forced.voxels_per_second == runner_up.voxels_per_second
-            assert (forced.column, forced.parts) == (runner_up.column, runner_up.parts)
+            assert (forced.column_planes, forced.sub_batches) == (runner_up.column_planes, runner_up.sub_batches)
             assert forced.waste == pytest.approx(runner_up.waste, rel=1e-12)
 
 
@@ -290,14 +290,14 @@ def test_the_other_way_to_cover_is_told(tiny_network: MakeNetwork) -> None:
         (wide, (31, 20, 9), 360_000),
     ):
         plan = planned(network, output, AROUND + room)
-        losing = planned(network, output, AROUND + room, columns=not plan.walks)
-        kinds.add(plan.walks)
-        parts = max(parts, *losing.parts)
+        losing = planned(network, output, AROUND + room, columns=not plan.streams)
+        kinds.add(plan.streams)
+        parts = max(parts, *losing.sub_batches)
         assert plan.other == RunnerUp(
             patch_out=losing.patch_out,
             axis=losing.axis,
-            column=losing.column,
-            parts=losing.parts,
+            column_planes=losing.column_planes,
+            sub_batches=losing.sub_batches,
             voxels_per_second=losing.voxels_per_second,
             waste=plan.other.waste if plan.other else 0.0,
             over_bytes=0,
@@ -305,7 +305,7 @@ def test_the_other_way_to_cover_is_told(tiny_network: MakeNetwork) -> None:
         )
         assert plan.other.waste == pytest.approx(losing.waste, rel=1e-12)
         assert plan.seconds <= losing.seconds
-        only = planned(network, output, AROUND + room, columns=plan.walks)
+        only = planned(network, output, AROUND + room, columns=plan.streams)
         assert (only.other, only.patch_out, only.choices) == (None, plan.patch_out, plan.choices)
     assert kinds == {True, False}
     assert parts > 1
@@ -316,7 +316,7 @@ def test_nothing_to_carry(tiny_network: MakeNetwork) -> None:
     network = tiny_network(Conv((1, 4, 1), 2), Pool((1, 1, 2)))
     assert planned(network, (50, 9, 9), 2**30, columns=True).axis in (1, 2)
     blind = tiny_network(Conv((1, 1, 1), 2))
-    assert not planned(blind, (50, 9, 9), 2**30).walks
+    assert not planned(blind, (50, 9, 9), 2**30).streams
     with pytest.raises(NoPlanError, match="along every axis, so that columns have nothing to carry; drop `cover`"):
         planned(blind, (50, 9, 9), 2**30, columns=True)
 
@@ -326,8 +326,8 @@ def column_seconds(plan: Plan, network: Network) -> float:
     longest = max(plan.cover(network), key=lambda column: len(column.steps))
     alone = replace(plan.cover(network), size=plan.patch_out)
     size = list(alone.size)
-    size[plan.axis] = min(plan.column, len(longest.steps) * plan.patch_out[plan.axis])
-    return plan.covering((size[0], size[1], size[2]), network, plan.memory).seconds
+    size[plan.axis] = min(plan.column_planes, len(longest.steps) * plan.patch_out[plan.axis])
+    return plan.for_output((size[0], size[1], size[2]), network, plan.memory).seconds
 
 
 SLOWER = [
@@ -343,8 +343,8 @@ def test_a_column_takes_no_longer_than_may_be_lost(tiny_network: MakeNetwork, ou
     network = tiny_network()
     for room in (150_000, 600_000):
         plan = planned(network, output, AROUND + room, columns=True, rates=CARRYING.scaled(slow, slow))
-        steps = ceil(min(plan.column, plan.output[plan.axis]) / plan.patch_out[plan.axis])
-        assert steps == 1 or column_seconds(plan, network) <= LOST_SECONDS
+        steps = ceil(min(plan.column_planes, plan.output[plan.axis]) / plan.patch_out[plan.axis])
+        assert steps == 1 or column_seconds(plan, network) <= MAX_COLUMN_SECONDS
         plan.check_runs(network, MACHINE, table=FAKES)
 
 
@@ -353,13 +353,13 @@ def test_columns_are_cut_no_shorter_than_they_must(tiny_network: MakeNetwork) ->
     network = tiny_network()
     output = (2000, 30, 20)
     whole = planned(network, output, AROUND + 600_000, columns=True)
-    assert whole.column >= 2000 > whole.column - whole.patch_out[0]
+    assert whole.column_planes >= 2000 > whole.column_planes - whole.patch_out[0]
     assert whole.columns == ceil(30 / whole.patch_out[1]) * ceil(20 / whole.patch_out[2])
     slow = planned(network, output, AROUND + 600_000, columns=True, rates=CARRYING.scaled(1e-7, 1e-7))
-    pieces = ceil(2000 / slow.column)
+    pieces = ceil(2000 / slow.column_planes)
     assert pieces > 1
     assert slow.columns == pieces * ceil(30 / slow.patch_out[1]) * ceil(20 / slow.patch_out[2])
-    assert column_seconds(slow, network) > LOST_SECONDS / 2
+    assert column_seconds(slow, network) > MAX_COLUMN_SECONDS / 2
     assert slow.waste > 1
 
 
@@ -379,9 +379,9 @@ def test_the_best_size_may_be_far_from_the_best_of_a_few(tiny_network: MakeNetwo
     """All sizes of one axis are looked at, not only those beside the best of the few that are combined at first."""
     network = tiny_network(Conv((2, 1, 1), 1))
     sizes = axis_sizes(120, 1)
-    few = thinned(sizes, FEW)
+    few = log_spaced(sizes, SIZES_AT_ONCE)
     assert 4 in few
-    assert 24 not in (*few, *between(sizes, few, 4)[1])
+    assert 24 not in (*few, *sizes_between(sizes, few, 4)[1])
     fair = Choosy("cpu.conv.fair", "conv", flops=20.0, size=4)
     quick = Choosy("cpu.conv.quick", "conv", flops=1.0, size=24)
     plan = planned(network, (120, 1, 1), AROUND + 2**19, table=(SLOW, fair, quick), columns=walks)
@@ -394,7 +394,7 @@ def test_masks_are_counted(tiny_network: MakeNetwork) -> None:
         plan = planned(network, (30, 4, 3), AROUND + 60_000, masks=True, columns=columns)
         seen = prod(network.patch_in(plan.patch_out))  # all that a step depends on, new or carried
         masks = 2 * prod(plan.patch_in) + (3 if columns else 2) * seen  # in, out, and one that a column keeps
-        assert plan.walks == columns == (seen > prod(plan.patch_in))
+        assert plan.streams == columns == (seen > prod(plan.patch_in))
         assert plan.memory.reading == 2 * 2 * prod(plan.patch_in) + masks + READER_BYTES
 
 

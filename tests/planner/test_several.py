@@ -45,13 +45,13 @@ def several(
 def test_one_is_as_ever() -> None:
     plan = several(1)
     assert plan == make(MIXED, OUTPUT, PLENTY)
-    assert (plan.devices, plan.alone) == (1, None)
+    assert (plan.devices, plan.single_device_seconds) == (1, None)
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3])
 def test_the_last_patches_of_all_are_written_by_one_thread(devices: int) -> None:
     plan = several(devices)
-    computing = sum(choice.runs * choice.seconds for choice in plan.choices) / plan.columns
+    computing = sum(choice.executions * choice.seconds for choice in plan.choices) / plan.columns
     edges = plan.seconds - computing * ceil(plan.columns / devices)
     last = min(devices, plan.columns) * 4 * MIXED.output_channels * prod(plan.patch_out)
     nbytes = MIXED.input_channels * prod(plan.patch_in) + last
@@ -67,9 +67,9 @@ def test_columns_for_all(devices: int, columns: bool) -> None:
     assert plan.columns > devices / 2
     assert plan.output == OUTPUT
     assert plan.devices == plan.memory.devices == devices
-    assert plan.alone == alone.seconds
+    assert plan.single_device_seconds == alone.seconds
     assert 1 / devices <= plan.seconds / alone.seconds < 1.7 / devices
-    whole = sum(choice.runs * choice.seconds for choice in plan.choices)
+    whole = sum(choice.executions * choice.seconds for choice in plan.choices)
     rounds = -(-plan.columns // devices)
     assert plan.seconds == pytest.approx(whole * rounds / plan.columns, rel=1e-3), "the edges beside"
     plan.check_runs(MIXED, WITH_GPU, table=TABLE)
@@ -79,9 +79,9 @@ def test_columns_for_all(devices: int, columns: bool) -> None:
 
 def test_it_is_cut_where_borders_cost_least() -> None:
     plan = several(2, DEEP, (24, 24, 24))
-    assert plan.patch_out[0] == 24 or plan.column >= 24, "not along z"
-    assert plan.alone is not None
-    assert plan.alone / plan.seconds == pytest.approx(2, rel=0.01)
+    assert plan.patch_out[0] == 24 or plan.column_planes >= 24, "not along z"
+    assert plan.single_device_seconds is not None
+    assert plan.single_device_seconds / plan.seconds == pytest.approx(2, rel=0.01)
 
 
 def test_memory_is_promised_for_all() -> None:
@@ -113,5 +113,5 @@ def test_each_has_its_part_of_the_process() -> None:
 def test_more_gpus_than_planes() -> None:
     plan = several(64, output=(3, 3, 3))
     assert plan.devices == 64
-    assert plan.alone is not None
-    assert plan.seconds <= plan.alone
+    assert plan.single_device_seconds is not None
+    assert plan.seconds <= plan.single_device_seconds

@@ -39,15 +39,15 @@ def test_each_point_is_the_best_plan_within_its_limit(columns: bool) -> None:
     for limit in limits[1:-1]:
         assert 2 * log2(limit) == pytest.approx(round(2 * log2(limit)), abs=1e-5)
     for point in found:
-        assert point.plan.memory.held <= point.limit
-        assert point.plan.walks == columns
+        assert point.plan.memory.device_bytes <= point.limit
+        assert point.plan.streams == columns
         best = planned(WIDE, (30, 21, 17), point.limit, columns=columns)
         assert point.plan.voxels_per_second == best.voxels_per_second
     for larger, smaller in pairwise(found[:-1]):
         if larger.limit > 1.5 * smaller.limit and larger.limit != MOST:
             assert larger.plan.voxels_per_second <= FLAT * smaller.plan.voxels_per_second
     least = found[-1].plan
-    assert least.memory.held == limits[-1]
+    assert least.memory.device_bytes == limits[-1]
     with pytest.raises(NoPlanError):
         planned(WIDE, (30, 21, 17), limits[-1] - 1, columns=columns)
     assert len(asked) == len(set(asked))

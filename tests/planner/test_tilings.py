@@ -15,17 +15,17 @@ from tests.support.brute_force import candidates, known, steps_of, ways
 from tests.support.fake_primitives import BOTH, OVER, POOL, SLOW
 from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Pool
 from znnpy.patches import Cover, cover
-from znnpy.planner.layout import aligned, loops
+from znnpy.planner.layout import aligned, sub_batch_counts
 from znnpy.planner.tilings import (
-    Space,
+    TilingSpace,
     all_sizes,
     all_spaces,
     axis_sizes,
-    between,
-    candidate,
-    spans,
+    fusion_groups,
+    log_spaced,
+    sizes_between,
     splits,
-    thinned,
+    tiling_of,
 )
 from znnpy.shapes import Vec3, turned_back
 
@@ -48,54 +48,56 @@ def test_axis_sizes_of_a_paper_network() -> None:
 
 def test_thinned_keeps_both_ends() -> None:
     sizes = tuple(range(1000, 0, -1))
-    kept = thinned(sizes, 4)
+    kept = log_spaced(sizes, 4)
     assert kept == (1000, 100, 10, 1)
-    assert thinned(sizes[:3], 4) == sizes[:3]
+    assert log_spaced(sizes[:3], 4) == sizes[:3]
 
 
 def test_between_neighbours_seen() -> None:
     sizes = (512, 256, 176, 128, 104, 88, 80)
     seen = (512, 128, 80)
-    assert between(sizes, seen, 128) == ((512, 128, 80), [256, 176, 104, 88])
-    assert between(sizes, seen, 512) == ((512, 128), [256, 176])
-    assert between(sizes, seen, 80) == ((128, 80), [104, 88])
-    assert between(sizes, sizes, 128) == ((176, 128, 104), [])
+    assert sizes_between(sizes, seen, 128) == ((512, 128, 80), [256, 176, 104, 88])
+    assert sizes_between(sizes, seen, 512) == ((512, 128), [256, 176])
+    assert sizes_between(sizes, seen, 80) == ((128, 80), [104, 88])
+    assert sizes_between(sizes, sizes, 128) == ((176, 128, 104), [])
 
 
 def test_a_patch_counts_what_the_network_says(tiny_network: Callable[..., Network]) -> None:
-    space = Space(tiny_network(), (9, 7, 5))
+    space = TilingSpace(tiny_network(), (9, 7, 5))
     found = list(candidates(space, all_sizes(space)))
     assert len({c.patch for c in found}) == len(found) > 20
     for c in found:
         shapes = space.network.layer_shapes(c.patch)
         assert c.shapes == shapes
-        assert (c.column, c.patch_out) == (0, c.patch)
-        assert c.parts == (1, 1, 1, 1)
+        assert (c.column_planes, c.patch_out) == (0, c.patch)
+        assert c.sub_batches == (1, 1, 1, 1)
         count = len(cover((9, 7, 5), c.patch))
         assert c.steps == (count,) * 4
         # conv, pool, conv, conv: what the first gives need not be written if it is pooled at once
         assert c.voxels == tuple(count * prod(s.out_shape[:4]) for s in shapes[1:])
-        assert c.tensors == tuple(
+        assert c.tensor_bytes == tuple(
             aligned(n) for n in (*(s.in_bytes for s in (shapes[0], *shapes[2:])), shapes[-1].out_bytes)
         )
-        assert c.largest == max(c.tensors)
-        assert [c.moved(span) for span in range(3)] == [c.tensors[span] + c.tensors[span + 1] for span in range(3)]
+        assert c.largest == max(c.tensor_bytes)
+        assert [c.io_bytes(span) for span in range(3)] == [
+            c.tensor_bytes[span] + c.tensor_bytes[span + 1] for span in range(3)
+        ]
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_a_column_counts_what_its_steps_compute(tiny_network: Callable[..., Network], axis: int) -> None:
     network, output = tiny_network(), (9, 7, 5)
-    space = next(space for space in all_spaces(network, output) if space.walks and space.axis == axis)
+    space = next(space for space in all_spaces(network, output) if space.streams and space.axis == axis)
     for c in candidates(space, all_sizes(space)):
-        assert c.shapes == network.turned(axis).layer_shapes(c.patch, walks=True)
-        assert c.column % c.patch[0] == 0
-        assert c.column - c.patch[0] < output[axis] <= c.column
+        assert c.shapes == network.turned(axis).layer_shapes(c.patch, streams=True)
+        assert c.column_planes % c.patch[0] == 0
+        assert c.column_planes - c.patch[0] < output[axis] <= c.column_planes
         beside = [i for i in range(3) if i != axis]
         assert c.patch_out[axis] == c.patch[0]
         assert len(c.cover) == prod(ceil(output[i] / c.patch_out[i]) for i in beside)
         for layer, steps in enumerate(c.steps):
             first = ceil(network.margins[layer + 1][axis] / c.patch[0])  # steps before the first that gives output
-            assert steps == len(c.cover) * (first + c.column // c.patch[0])
+            assert steps == len(c.cover) * (first + c.column_planes // c.patch[0])
         assert c.voxels[-1] == c.steps[-1] * prod(c.patch)
 
 
@@ -104,16 +106,16 @@ def test_what_a_column_keeps_by_hand() -> None:
     wide = Network(
         "wide", 1, (Conv((3, 2, 2), 8), Pool((2, 1, 1)), Maxout(4), MaxFilter((4, 1, 1)), Conv((1, 3, 3), 2))
     )
-    c = candidate(Space(wide, (40, 6, 6), walks=True), (4, 6, 6))
+    c = tiling_of(TilingSpace(wide, (40, 6, 6), streams=True), (4, 6, 6))
     plane = [4 * side * side * maps for side, maps in ((9, 1), (8, 8), (8, 8), (8, 2), (8, 2))]
     # in one: 3 planes of 1 map are less than 2 of 1 map and 1 of 8 maps; then 2 fragments of 4 - 1 planes
     assert c.carries == (3 * plane[0], 0, 2 * 3 * plane[3], 0)
     x = (7 * plane[0], 2 * 2 * plane[2], 2 * 5 * plane[3], 2 * 2 * plane[4], 2 * 2 * 4 * 36 * 2)
-    assert c.tensors == tuple(map(aligned, x))
+    assert c.tensor_bytes == tuple(map(aligned, x))
     thin = Network("thin", 64, (Conv((3, 2, 2), 1), Pool((2, 1, 1))))
-    c = candidate(Space(thin, (40, 6, 6), walks=True), (4, 6, 6))
+    c = tiling_of(TilingSpace(thin, (40, 6, 6), streams=True), (4, 6, 6))
     assert c.carries == (4 * (2 * 49 * 64 + 36),)
-    assert c.largest == c.carries[0] + max(c.tensors)
+    assert c.largest == c.carries[0] + max(c.tensor_bytes)
 
 
 def test_inputs_of_spans_that_read_carried_planes_where_they_are_kept() -> None:
@@ -121,28 +123,36 @@ def test_inputs_of_spans_that_read_carried_planes_where_they_are_kept() -> None:
     network = Network(
         "n", 1, (Conv((3, 2, 2), 8), Pool((2, 1, 1)), Maxout(4), MaxFilter((4, 1, 1)), Conv((1, 3, 3), 2))
     )
-    space = Space(network, (40, 6, 6), walks=True, apart=frozenset({0, 2}))
+    space = TilingSpace(network, (40, 6, 6), streams=True, in_place_carries=frozenset({0, 2}))
     plane = [4 * side * side * maps for side, maps in ((9, 1), (8, 8), (8, 8), (8, 2), (8, 2))]
-    c = candidate(space, (4, 6, 6))
+    c = tiling_of(space, (4, 6, 6))
     out = 2 * 2 * 4 * 36 * 2
-    assert c.tensors == tuple(map(aligned, (4 * plane[0], 2 * 2 * plane[2], 2 * 2 * plane[3], 2 * 2 * plane[4], out)))
-    assert [c.joined(span) for span in range(4)] == [3 * plane[0], 0, 2 * 3 * plane[3], 0]
+    assert c.tensor_bytes == tuple(
+        map(aligned, (4 * plane[0], 2 * 2 * plane[2], 2 * 2 * plane[3], 2 * 2 * plane[4], out))
+    )
+    assert [c.join_bytes(span) for span in range(4)] == [3 * plane[0], 0, 2 * 3 * plane[3], 0]
     one = c.split((1,))  # of two fragments at a time
-    assert one.parts == (1, 1, 2, 2, 2)
-    assert one.tensors == tuple(map(aligned, (4 * plane[0], 2 * 2 * plane[2], 2 * plane[3], 2 * plane[4], out // 2)))
-    assert [one.joined(span) for span in range(4)] == [3 * plane[0], 0, 3 * plane[3], 0]
+    assert one.sub_batches == (1, 1, 2, 2, 2)
+    assert one.tensor_bytes == tuple(
+        map(aligned, (4 * plane[0], 2 * 2 * plane[2], 2 * plane[3], 2 * plane[4], out // 2))
+    )
+    assert [one.join_bytes(span) for span in range(4)] == [3 * plane[0], 0, 3 * plane[3], 0]
     assert one.carries == c.carries == (3 * plane[0], 0, 2 * 3 * plane[3], 0)
     behind = Network("behind", 1, (Conv((3, 2, 2), 8), Pool((2, 1, 1)), Conv((2, 1, 1), 2)))
-    halves = candidate(Space(behind, (40, 6, 6), walks=True, apart=frozenset({1})), (4, 6, 6)).split((1,))
-    assert (halves.parts, halves.joined(1)) == ((1, 1, 2), 2 * 4 * 36 * 8), "both halves of its input are there"
-    together = replace(space, apart=frozenset())
-    assert [candidate(together, (4, 6, 6)).joined(span) for span in range(4)] == [0, 0, 0, 0]
+    halves = tiling_of(TilingSpace(behind, (40, 6, 6), streams=True, in_place_carries=frozenset({1})), (4, 6, 6)).split(
+        (1,)
+    )
+    assert (halves.sub_batches, halves.join_bytes(1)) == ((1, 1, 2), 2 * 4 * 36 * 8), (
+        "both halves of its input are there"
+    )
+    together = replace(space, in_place_carries=frozenset())
+    assert [tiling_of(together, (4, 6, 6)).join_bytes(span) for span in range(4)] == [0, 0, 0, 0]
 
 
 def test_a_convolution_and_the_pooling_behind_it_are_one_span(tiny_network: Callable[..., Network]) -> None:
     conv, pool = Conv((1, 1, 1), 2), Pool((2, 2, 2))
     network = tiny_network(pool, conv, pool, pool, conv, conv, pool, MaxFilter((2, 1, 1)))
-    assert spans(network) == ((0, 0), (1, 2), (3, 3), (4, 4), (5, 6), (7, 7))
+    assert fusion_groups(network) == ((0, 0), (1, 2), (3, 3), (4, 4), (5, 6), (7, 7))
 
 
 ALIKE = (Conv((3, 3, 3), 2), Pool((2, 2, 2)), Conv((2, 2, 2), 2), Maxout(2))
@@ -166,10 +176,10 @@ def test_columns_along_axes_that_differ(
 ) -> None:
     network = tiny_network(*layers)
     first, *columns = all_spaces(network, output)
-    assert first == Space(network, output)
+    assert first == TilingSpace(network, output)
     assert [space.axis for space in columns] == axes
     for space in columns:
-        assert space.walks
+        assert space.streams
         assert space.network == network.turned(space.axis)
         assert space.output[0] == output[space.axis]
 
@@ -200,12 +210,14 @@ LAYERS = st.one_of(
 def test_parts_make_the_whole(layers: list[Layer], walks: bool, data: st.DataObject) -> None:
     """Every image goes through every layer once, in whatever parts."""
     network = Network("a", 1, tuple(layers))
-    whole = candidate(Space(network, (13, 9, 7), walks=walks), network.period)
+    whole = tiling_of(TilingSpace(network, (13, 9, 7), streams=walks), network.period)
     at_once = data.draw(st.sampled_from(splits(network)))
     split = whole.split(at_once)
-    assert split.shapes == network.layer_shapes(whole.patch, walks=walks, batches=[s.in_shape[0] for s in split.shapes])
-    assert split.parts == loops(split.shapes)
-    for parts, shape, all_images in zip(split.parts, split.shapes, whole.shapes, strict=True):
+    assert split.shapes == network.layer_shapes(
+        whole.patch, streams=walks, batches=[s.in_shape[0] for s in split.shapes]
+    )
+    assert split.sub_batches == sub_batch_counts(split.shapes)
+    for parts, shape, all_images in zip(split.sub_batches, split.shapes, whole.shapes, strict=True):
         assert parts * shape.in_shape[0] == all_images.in_shape[0]
         assert parts * shape.out_shape[0] == all_images.out_shape[0]
     asked = dict(zip((i for i, layer in enumerate(layers) if isinstance(layer, Pool)), at_once, strict=True))
@@ -214,7 +226,7 @@ def test_parts_make_the_whole(layers: list[Layer], walks: bool, data: st.DataObj
         wanted = asked.get(index - 1, 0)
         assert shape.in_shape[0] == (wanted or images)
         images = shape.out_shape[0]
-    assert (split.voxels, split.steps, split.column) == (whole.voxels, whole.steps, whole.column)
+    assert (split.voxels, split.steps, split.column_planes) == (whole.voxels, whole.steps, whole.column_planes)
     assert split.carries == whole.carries
     assert whole.split((0,) * len(at_once)) == whole
 
@@ -223,23 +235,23 @@ def test_what_is_held_while_parts_run_by_hand() -> None:
     network = Network(
         "a", 1, (Pool((2, 1, 1)), Conv((1, 1, 2), 3), Pool((1, 1, 2)), MaxFilter((1, 2, 1)), Conv((1, 1, 1), 1))
     )
-    whole = candidate(Space(network, (2, 16, 64)), (2, 16, 64))
+    whole = tiling_of(TilingSpace(network, (2, 16, 64)), (2, 16, 64))
     x = (4 * 3 * 17 * 66, 2 * 4 * 17 * 66, 4 * 4 * 17 * 32 * 3, 4 * 4 * 16 * 32 * 3, 4 * 4 * 16 * 32)
-    assert whole.tensors == tuple(map(aligned, x))
-    assert whole.held == (False,) * 4
-    assert whole.under == (0,) * 4
+    assert whole.tensor_bytes == tuple(map(aligned, x))
+    assert whole.input_stays == (False,) * 4
+    assert whole.live_elsewhere == (0,) * 4
     first = whole.split((1, 0))  # one of 2 images goes on: the rest waits, and so does the whole of it
-    assert first.tensors == tuple(map(aligned, (x[0], x[1], x[2] // 2, x[3] // 2, x[4] // 2)))
-    assert first.held == (False, True, False, False)
-    assert first.under == (0, *[aligned(x[1])] * 3)
-    assert first.moved(1) == aligned(x[2] // 2)
-    assert first.moved(2) == aligned(x[2] // 2) + aligned(x[3] // 2)
+    assert first.tensor_bytes == tuple(map(aligned, (x[0], x[1], x[2] // 2, x[3] // 2, x[4] // 2)))
+    assert first.input_stays == (False, True, False, False)
+    assert first.live_elsewhere == (0, *[aligned(x[1])] * 3)
+    assert first.io_bytes(1) == aligned(x[2] // 2)
+    assert first.io_bytes(2) == aligned(x[2] // 2) + aligned(x[3] // 2)
     both = whole.split((1, 1))  # and of the 2 images that it makes, one
-    assert both.tensors == tuple(map(aligned, (x[0], x[1], x[2] // 2, x[3] // 4, x[4] // 4)))
-    assert both.held == (False, True, True, False)
-    assert both.under == (0, aligned(x[1]), *[aligned(x[1]) + aligned(x[2] // 2)] * 2)
-    assert both.parts == (1, 2, 2, 4, 4)
-    assert both.largest == max(aligned(x[0]), both.under[-1] + max(both.tensors[3:]))
+    assert both.tensor_bytes == tuple(map(aligned, (x[0], x[1], x[2] // 2, x[3] // 4, x[4] // 4)))
+    assert both.input_stays == (False, True, True, False)
+    assert both.live_elsewhere == (0, aligned(x[1]), *[aligned(x[1]) + aligned(x[2] // 2)] * 2)
+    assert both.sub_batches == (1, 2, 2, 4, 4)
+    assert both.largest == max(aligned(x[0]), both.live_elsewhere[-1] + max(both.tensor_bytes[3:]))
 
 
 @pytest.mark.parametrize("layers", [(), ALIKE[:3]], ids=["tiny", "alike"])
@@ -251,12 +263,12 @@ def test_no_plan_needs_less_than_the_largest(
 
     A convolution that a pooling follows counts with the input that both in one need.
     """
-    space = next(space for space in all_spaces(tiny_network(*layers), (4, 6, 5)) if space.walks == walks)
+    space = next(space for space in all_spaces(tiny_network(*layers), (4, 6, 5)) if space.streams == walks)
     tried = 0
     for whole in candidates(space, all_sizes(space)):
         for at_once in splits(space.network):
             shape = whole.split(at_once)
-            steps = [steps_of(shape.cover, ahead) for ahead in space.ahead]
+            steps = [steps_of(shape.cover, ahead) for ahead in space.warmup_planes]
             for runs in ways(shape.shapes, steps, (SLOW, OVER, BOTH, POOL)):
                 plan = known(space, shape, runs, "cpu", split=any(at_once))
                 assert shape.largest <= plan.assumed - plan.around
@@ -270,7 +282,7 @@ def test_room_leaves_out_what_cannot_fit(tiny_network: Callable[..., Network], r
     """Sizes that are left out are of no use, whatever the sizes along other axes and the parts that images come in."""
     for layers in ((), ALIKE):
         network = tiny_network(*layers)
-        space = next(space for space in all_spaces(network, (40, 30, 50)) if space.walks == walks)
+        space = next(space for space in all_spaces(network, (40, 30, 50)) if space.streams == walks)
         sizes, fitting = all_sizes(space), all_sizes(space, room)
         useful = [
             c.patch
@@ -310,11 +322,11 @@ def test_steps_by_hand() -> None:
 
 
 def test_shorter_columns(tiny_network: Callable[..., Network]) -> None:
-    whole = candidate(Space(tiny_network(), (50, 6, 5), walks=True), (4, 6, 5))
-    assert whole.column == 52
-    assert [whole.cut(pieces).column for pieces in (1, 2, 3, 4, 13, 99)] == [52, 28, 20, 16, 4, 4]
+    whole = tiling_of(TilingSpace(tiny_network(), (50, 6, 5), streams=True), (4, 6, 5))
+    assert whole.column_planes == 52
+    assert [whole.shortened(pieces).column_planes for pieces in (1, 2, 3, 4, 13, 99)] == [52, 28, 20, 16, 4, 4]
     for pieces in range(1, 20):
-        cut = whole.cut(pieces)
+        cut = whole.shortened(pieces)
         assert cut.shapes == whole.shapes
-        assert len(cut.cover) == ceil(50 / cut.column) <= pieces
+        assert len(cut.cover) == ceil(50 / cut.column_planes) <= pieces
         assert sum(column.voxels for column in cut.cover) == 50 * 6 * 5

@@ -33,7 +33,7 @@ def test_every_primitive_of_the_device_is_there_once_for_every_layer(plan: Plan,
         names = sorted(p.name for p in TABLE if p.kind == layer.type and p.name.startswith("cpu."))
         assert sorted(row.primitive for row in rows if row.layers == (index, index)) == names
     taken = [(row.layers, row.primitive, row.seconds) for row in rows if row.taken]
-    assert taken == [(c.layers, c.primitive, c.runs * c.seconds) for c in plan.choices]
+    assert taken == [(c.layers, c.primitive, c.executions * c.seconds) for c in plan.choices]
     for row in rows:
         assert (row.why == "") == row.taken
         if row.primitive == REFUSING.name:
@@ -52,12 +52,12 @@ def test_seconds_are_those_of_the_plan_where_the_same_is_taken(plan: Plan, netwo
             AROUND + 2**24,
             patch=plan.patch_out,
             only=[name],
-            columns=plan.walks,
-            depth_first=max(plan.parts) > 1,
+            columns=plan.streams,
+            depth_first=max(plan.sub_batches) > 1,
         )
-        if (whole.parts, whole.axis, whole.column) != (plan.parts, plan.axis, plan.column):
+        if (whole.sub_batches, whole.axis, whole.column_planes) != (plan.sub_batches, plan.axis, plan.column_planes):
             continue
-        seconds = {c.layers: c.runs * c.seconds for c in whole.choices if c.primitive == name}
+        seconds = {c.layers: c.executions * c.seconds for c in whole.choices if c.primitive == name}
         rows = [row for row in rows_of(plan, network) if row.primitive == name and row.layers in seconds]
         assert rows
         for row in rows:

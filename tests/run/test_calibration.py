@@ -52,11 +52,11 @@ def test_what_looks_fastest_is_measured_until_it_is_the_fastest() -> None:
     for n in (9, 40):
         shape = ConvShape(3, 1, 6, (n, n, n), (3, 2, 2), "relu", precision="tf32")
         for primitive in (PRAISED, PLAIN):
-            assert rates.knows(primitive, shape, variant)
+            assert rates.was_measured(primitive, shape, variant)
             assert rates.seconds(primitive, shape, variant) == pytest.approx(
                 GPU_STAGE_SECONDS + FACTORS[primitive.name] * own(primitive, shape, variant), rel=0.1
             )
-        assert not rates.knows(LAZY, shape, variant)
+        assert not rates.was_measured(LAZY, shape, variant)
 
 
 def test_the_link_is_timed_by_itself_and_once_for_a_host(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +106,7 @@ def test_rates_of_units_are_fitted_to_the_layers() -> None:
     assumed = assumed_rates(WITH_GPU, 1, "gpu")
     other = ConvShape(1, 7, 9, (30, 30, 30), (5, 5, 5), "none", precision="tf32")
     (variant,) = PLAIN.variants(other, WITH_GPU)
-    assert not rates.knows(PLAIN, other, variant)
+    assert not rates.was_measured(PLAIN, other, variant)
     assert rates.seconds(PLAIN, other, variant) == pytest.approx(1.5 * assumed.seconds(PLAIN, other, variant), rel=0.1)
     assert rates.of("gpu_gemm_float").flops < 0.9 * assumed.of("gpu_gemm_float").flops
 
@@ -114,14 +114,14 @@ def test_rates_of_units_are_fitted_to_the_layers() -> None:
 def test_a_kernel_turned_to_another_axis_is_the_same_layer() -> None:
     rates = rates_of(Card())
     turned = ConvShape(3, 1, 6, (9, 9, 9), (2, 3, 2), "relu", precision="tf32")
-    assert rates.knows(PLAIN, turned, Variant.of(tile=(1, 1, 1), group=1))
+    assert rates.was_measured(PLAIN, turned, Variant.of(tile=(1, 1, 1), group=1))
     for other in (
         replace(turned, precision="fp32"),
         replace(turned, fout=7),
         replace(turned, k=(3, 3, 2)),
         replace(turned, activation="none"),
     ):
-        assert not rates.knows(PLAIN, other, Variant.of(tile=(1, 1, 1), group=1))
+        assert not rates.was_measured(PLAIN, other, Variant.of(tile=(1, 1, 1), group=1))
 
 
 def test_no_longer_than_it_may() -> None:
@@ -134,10 +134,10 @@ def test_no_longer_than_it_may() -> None:
 
 
 def calibration_case(card: Card) -> Any:
-    from znnpy.planner.cost_model import case
+    from znnpy.planner.cost_model import layer_key
 
     name, shape, variant = card.runs[0]
-    return case(next(p for p in TABLE if p.name == name), shape, variant)
+    return layer_key(next(p for p in TABLE if p.name == name), shape, variant)
 
 
 def test_long_layers_on_small_volumes() -> None:
@@ -191,7 +191,7 @@ def test_slabs_are_measured_where_another_tile_suits_them() -> None:
     seen = {(shape.out, str(variant)) for name, shape, variant in card.runs if name == tiled.name}
     assert seen == {((10, 10, 10), "group=1 tile=5x5x5"), ((2, 20, 20), "group=1 tile=2x10x10")}
     shape = ConvShape(1, 1, 6, (9, 9, 9), (3, 2, 2), "relu", precision="tf32")
-    assert all(rates.knows(tiled, shape, variant) for variant in tiled.variants(shape, WITH_GPU))
+    assert all(rates.was_measured(tiled, shape, variant) for variant in tiled.variants(shape, WITH_GPU))
 
 
 def test_every_kind_of_units_that_looks_nearly_as_fast_is_measured() -> None:
@@ -236,8 +236,8 @@ def test_likeness_of_what_was_not_measured() -> None:
     def factor(of: Rates, shape: ConvShape, variant: Variant) -> float:
         return of.seconds(many, shape, variant) / rates.seconds(many, shape, variant)
 
-    taught = rates.learnt(many, shape, small, 3 * rates.seconds(many, shape, small))
-    taught = taught.learnt(many, shape, large, 12 * rates.seconds(many, shape, large))
+    taught = rates.with_measurement(many, shape, small, 3 * rates.seconds(many, shape, small))
+    taught = taught.with_measurement(many, shape, large, 12 * rates.seconds(many, shape, large))
     assert factor(taught, shape, small) == pytest.approx(3)
     assert factor(taught, shape, Variant.of(tile=(1, 1, 1), group=8)) == pytest.approx(3, rel=0.05)
     both = factor(taught, shape, Variant.of(tile=(3, 3, 3), group=1))
@@ -247,7 +247,7 @@ def test_likeness_of_what_was_not_measured() -> None:
     wide = replace(shape, fin=8)
     assert factor(taught, wide, large) == pytest.approx(12)
     assert factor(taught, replace(wide, precision="fp16"), large) == 1
-    taught = taught.learnt(many, wide, large, 50 * rates.seconds(many, wide, large))
+    taught = taught.with_measurement(many, wide, large, 50 * rates.seconds(many, wide, large))
     assert factor(taught, wide, small) == pytest.approx(50), (
         "the layer itself, however it was run, before another layer"
     )

@@ -104,24 +104,24 @@ def test_a_given_plan_of_columns_covers_another_volume(place: Place, size: Vec3)
     plan = chosen(place, "u1", cover="columns")
     here = chosen(place, "u1", plan, size=size)
     assert here.output == place.network.dense_size(size)
-    assert (here.axis, here.column, here.patch_out) == (plan.axis, plan.column, plan.patch_out)
+    assert (here.axis, here.column_planes, here.patch_out) == (plan.axis, plan.column_planes, plan.patch_out)
     cover = here.cover(place.network)
     assert here.columns == len(cover)
     assert sum(column.voxels for column in cover) == prod(here.output)
     margins = [place.network.margins[c.layers[1] + 1][plan.axis] for c in plan.choices]
-    for made, margin, parts in zip(here.choices, margins, plan.parts, strict=True):
+    for made, margin, parts in zip(here.choices, margins, plan.sub_batches, strict=True):
         runs = sum(
             step.out.hi[plan.axis] > column.steps[cover.ahead].out.lo[plan.axis] - margin
             for column in cover
             for step in column.steps
         )
-        assert made.runs == parts * runs
-    assert here.seconds == pytest.approx(plan.preparing_seconds + sum(c.runs * c.seconds for c in here.choices))
+        assert made.executions == parts * runs
+    assert here.seconds == pytest.approx(plan.preparing_seconds + sum(c.executions * c.seconds for c in here.choices))
 
 
 def test_words_on_columns_and_on_parts_are_those_of_the_planner(place: Place) -> None:
-    assert chosen(place, "u1", cover="columns").walks
-    assert not chosen(place, "u1", cover="patches").walks
+    assert chosen(place, "u1", cover="columns").streams
+    assert not chosen(place, "u1", cover="patches").streams
     assert [choice.columns_only(word) for word in (None, "columns", "patches")] == [None, True, False]
     with pytest.raises(ValueError, match="there is no cover 'rows'; choose one of columns, patches"):
         choice.columns_only("rows")
@@ -150,7 +150,7 @@ def test_a_given_plan_takes_no_other_words(place: Place, words: dict[str, Any], 
 def test_a_run_that_goes_on_may_not_be_asked_for_what_its_plan_is_not() -> None:
     ram = process_bytes() + (950 << 20)  # whatever tests before this one left in the process
     plan = znnpy.plan("fib25_boundary", shape=(330, 330, 330), patch=(176, 176, 176), ram=ram, cover="patches")
-    assert max(plan.parts) > 1
+    assert max(plan.sub_batches) > 1
     begun = JournalHeader({}, {"only": []}, plan.to_json(), "", plan.columns)
     none = choice.Wishes(None, None, None, None, ())
     for kept in (none, replace(none, cover="patches"), replace(none, patch=(176, 176, 176))):
@@ -160,8 +160,8 @@ def test_a_run_that_goes_on_may_not_be_asked_for_what_its_plan_is_not() -> None:
     with pytest.raises(ResumeError, match=r"began with cover='patches', and now it is cover='columns'; leave it out"):
         choice.check_wishes(replace(none, cover="columns"), begun, plan)
     together = znnpy.plan("fib25_boundary", shape=(60, 60, 60), depth_first=False, cover="columns")
-    assert together.walks
-    assert max(together.parts) == 1
+    assert together.streams
+    assert max(together.sub_batches) == 1
     choice.check_wishes(replace(none, depth_first=False, cover="columns"), begun, together)
 
 
@@ -177,7 +177,7 @@ def test_networks_that_are_called_take_the_same_words(place: Place, monkeypatch:
     net = load_network(place.folder / "net.yaml")
     array = np.random.default_rng(2).integers(0, 256, (31, 23, 25), np.uint8)
     columns, patches = (net(array, cover=cover, depth_first=False, patch=(4, 4, 4)) for cover in choice.COVERS)
-    assert [plan.walks for plan in plans] == [True, False]
+    assert [plan.streams for plan in plans] == [True, False]
     np.testing.assert_allclose(columns, patches, atol=1e-5)
     with pytest.raises(ValueError, match="there is no cover 'rows'"):
         net(array, cover="rows")

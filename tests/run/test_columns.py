@@ -35,7 +35,7 @@ from znnpy.network import Conv, Network, Pool
 from znnpy.patches import Column
 from znnpy.planner import search
 from znnpy.planner.search import make_plan
-from znnpy.planner.tilings import Space, splits
+from znnpy.planner.tilings import TilingSpace, splits
 from znnpy.run.session import Session
 from znnpy.shapes import Vec3, multiply, turned, turned_back
 from znnpy.volume.array import ArrayVolume
@@ -88,7 +88,7 @@ def test_parts_of_the_fragments_equal_the_sliding_window(network: Network, axis:
     for seed, at_once in enumerate(splits(network.turned(axis))[:: 1 if axis == 0 else 2]):
         column = (2 * thick if seed % 2 else 1000 * thick) if seed % 4 < 3 else 0
         plan = planned(network, output, patch, axis=axis, column=column, at_once=at_once, ways=Ways(seed))
-        assert max(plan.parts) > 1 or not any(at_once)
+        assert max(plan.sub_batches) > 1 or not any(at_once)
         assert_dense(ran(plan, net, volume), exact)
 
 
@@ -239,9 +239,9 @@ def test_no_plane_is_computed_twice(network: Network, axis: int, in_one: bool) -
         for number, step in enumerate(column):
             planes = (number - cover.ahead + 1) * thick  # of output up to this step, negative before the column
             assert step == [n if planes + more > 0 else 0 for n, more in zip(needed, ahead, strict=True)], number
-    for choice, parts, n, more, values in zip(plan.choices, plan.parts, needed, ahead, written, strict=True):
-        assert values == n * cover.steps(more) == choice.runs * prod(choice.shape.out_shape[:4])
-        assert choice.runs == parts * cover.steps(more)
+    for choice, parts, n, more, values in zip(plan.choices, plan.sub_batches, needed, ahead, written, strict=True):
+        assert values == n * cover.steps(more) == choice.executions * prod(choice.shape.out_shape[:4])
+        assert choice.executions == parts * cover.steps(more)
     assert [step.written for step in watched] == written
 
 
@@ -261,13 +261,13 @@ def test_the_search_makes_columns_and_parts_that_run(axis: int, monkeypatch: pyt
     network = ODDER[5]  # several poolings
     net, volume = trained(network), some_volume(network, seed=30, more=(14, 9, 15))
     output = network.dense_size(volume.shape[1:])
-    space = Space(network.turned(axis), turned(output, axis), axis, walks=True)
+    space = TilingSpace(network.turned(axis), turned(output, axis), axis, streams=True)
     monkeypatch.setattr(search, "all_spaces", lambda *of: (space,))
     monkeypatch.setattr(search, "splits", lambda network: [splits(network)[-1]])
     for patch in (network.period, multiply(network.period, (1, 3, 2))):
         plan = make_plan(network, output, MACHINE, Limits(2**32, 2), patch=patch, columns=True)
         plan.check_runs(network, MACHINE)
-        assert (plan.walks, plan.axis, max(plan.parts)) == (True, axis, prod(network.period))
+        assert (plan.streams, plan.axis, max(plan.sub_batches)) == (True, axis, prod(network.period))
         assert_dense(ran(plan, net, volume), definition(net, volume))
 
 
@@ -279,7 +279,7 @@ def test_the_plan_that_is_best_equals_the_sliding_window(network: Network, colum
     net, volume = trained(network), some_volume(network, seed=31)
     output = network.dense_size(volume.shape[1:])
     plan = make_plan(network, output, MACHINE, Limits(2**32, 2), columns=columns)
-    assert plan.walks == columns
+    assert plan.streams == columns
     assert_dense(ran(plan, net, volume), definition(net, volume))
 
 

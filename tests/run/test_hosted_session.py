@@ -59,7 +59,7 @@ def ran(plan: Plan, net: TrainedNetwork, volume: npt.NDArray[Any], device: Emula
         pipeline.run(session, session.crew, source, output, plan.cover(network))
         steps = plan.cover(network).steps
         ahead = [network.margins[choice.layers[1] + 1][plan.axis] for choice in plan.choices]
-        for choice, more, parts, values in zip(plan.choices, ahead, plan.parts, session.written, strict=True):
+        for choice, more, parts, values in zip(plan.choices, ahead, plan.sub_batches, session.written, strict=True):
             assert values == parts * steps(more) * np.prod(choice.shape.out_shape[:4])
     assert (output.times == 1).all()
     assert no_feeder_is_left()
@@ -162,7 +162,7 @@ def test_a_session_holds_what_its_plan_says(device: EmulatedDevice, monkeypatch:
             with Session(plan, network, net.weights, crew, EVERY, device=device):  # type: ignore[arg-type]
                 memory = plan.memory
                 words = 4 * (2 + sum(choice.shape.kind == "conv" for choice in plan.choices[plan.offloaded :]))
-                staging = 2 * (plan.handover_bytes // plan.parts[plan.offloaded])
+                staging = 2 * (plan.handover_bytes // plan.sub_batches[plan.offloaded])
                 staging += 2 * 4 * network.output_channels * int(np.prod(plan.patch_out))
                 assert staging <= memory.staging
                 assert device.allocated == memory.last.arena + memory.last.carries + staging + 2 * words
@@ -207,7 +207,7 @@ def test_uploads_may_be_ahead_of_all_else(device: EmulatedDevice, monkeypatch: p
     monkeypatch.setattr(device, "copy_async", copying)
     for column in (0, 4):
         plan, net, volume = a_plan(column=column, images=1)
-        assert plan.parts[-1] == 4
+        assert plan.sub_batches[-1] == 4
         assert_dense(ran(plan, net, volume, device), definition(net, volume))
 
 

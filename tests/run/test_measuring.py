@@ -16,7 +16,7 @@ from znnpy.kernels.primitive import Primitive, Variant
 from znnpy.kernels.table import TABLE, find
 from znnpy.machine import Limits, Machine
 from znnpy.network import Conv, Network, Pool
-from znnpy.planner.cost_model import UNSEEN_UNITS, Rates
+from znnpy.planner.cost_model import UNPROVEN_UNITS, Rates
 from znnpy.planner.memory import DeviceKind
 from znnpy.planner.plan import Plan, device_of
 from znnpy.planner.samples import samples
@@ -82,7 +82,7 @@ def test_every_unit_that_a_primitive_names_is_measured(device: DeviceKind) -> No
     }
     found = tasks(device)
     assert {work.unit for task in found for work in task.primitive.work(task.shape, task.variant)} == (
-        named - UNSEEN_UNITS
+        named - UNPROVEN_UNITS
     )
     assert {device_of(task.primitive.name) for task in found} == {device}
 
@@ -199,7 +199,7 @@ def test_the_layers_of_the_best_plans_are_measured_until_all_are_known() -> None
     layers = bench.deepen(bench.assumed, made, clock, timer(clock))
     rates = bench.assumed
     for layer in layers:
-        rates = rates.learnt(
+        rates = rates.with_measurement(
             next(p for p in FAKES if p.name == layer.primitive), layer.shape, layer.variant, layer.seconds
         )
     for columns in (None, True, False):
@@ -276,7 +276,7 @@ def test_new_memory_is_measured_within_what_is_free_and_kept(monkeypatch: pytest
     assert bench.touched(None, again=False) == 5e9
     plain = bench.costs(bench.assumed, {"product": 1}, [], None)
     assert plain.touching is None, "what is assumed is not kept as measured"
-    old = bench.costs(replace(bench.assumed, touching=4e9, touching_measured=True), {"product": 1}, [], None)
+    old = bench.costs(replace(bench.assumed, first_touch=4e9, first_touch_measured=True), {"product": 1}, [], None)
     assert old.touching == 4e9
     assert bench.touched(old, again=False) == 4e9
     assert bench.touched(old, again=True) == 5e9

@@ -101,7 +101,7 @@ def test_exhaustive_finds_what_is_faster_than_its_estimate() -> None:
     study = clock.study("exhaustive")
     rates = study.rates(SITE, LIMITS, KNOWN, made)
     assert study.done == "exhaustive"
-    assert rates["cpu"].hope == 1
+    assert rates["cpu"].optimism == 1
     assert primitives(made(rates)) == primitives(made({"cpu": clock.truth})) == {THIRD.name, POOL.name}
     assert SLOW.name not in {name for name, _, _ in clock.runs}, f"it takes more than {1 / HOPE} times the best"
 

@@ -19,11 +19,11 @@ from znnpy.kernels.table import IN_HOST_RAM, find
 from znnpy.machine import Machine, this_machine
 from znnpy.network import Conv
 from znnpy.planner.cost_model import Rates, assumed_rates
-from znnpy.planner.layer_options import JOINING, KEEPING
+from znnpy.planner.layer_options import CARRY_TRAFFIC, JOIN_TRAFFIC
 from znnpy.planner.memory import DeviceKind
 from znnpy.planner.plan import Plan
 from znnpy.planner.size_trend import SIZES
-from znnpy.planner.tilings import kept_bytes
+from znnpy.planner.tilings import carry_bytes
 from znnpy.run import choice, devices, modes, rigor
 from znnpy.run.devices import Site, opened
 from znnpy.run.learning import Known
@@ -175,12 +175,12 @@ def test_what_columns_carry_comes_on_top_of_what_was_measured(place: Place, go: 
     place.write_network(layers=[asdict(layer) for layer in (thick, thick, thick)])
     clocks = Clocks({HOST_RAM.name: 2.0})
     made = go("gpu-host", clocks, only=HOST_RAM.name, cover="columns")
-    assert made.walks
+    assert made.streams
     hosted = [chosen for chosen in made.choices[: made.offloaded] if chosen.primitive == HOST_RAM.name]
     assert hosted
     for chosen in hosted:
         told = clocks.rates(Where("gpu", 3)).seconds(HOST_RAM, chosen.shape, chosen.variant)
-        carried = (KEEPING + JOINING) * kept_bytes(chosen.shape) / cpu_rates().carrying
+        carried = (CARRY_TRAFFIC + JOIN_TRAFFIC) * carry_bytes(chosen.shape) / cpu_rates().copy_bandwidth
         assert chosen.seconds == pytest.approx(told + carried, rel=1e-9)
         assert chosen.seconds > 1.0001 * told
 

@@ -156,7 +156,7 @@ def assert_every_layer_once(case: Case, spans: Sequence[Span], session: Session)
             ran[index, span.facts["step"]] += range(span.facts["first"], span.facts["last"] + 1)
     every = list(case.steps())
     for index, choice in enumerate(plan.choices):
-        images = plan.parts[index] * choice.shape.in_shape[0]
+        images = plan.sub_batches[index] * choice.shape.in_shape[0]
         runs = [step for step in range(len(every)) if (index, step) in ran]
         assert set(runs) >= {step for step, (_, out, _, _) in enumerate(every) if out is not None}
         assert all(ran[index, step] == list(range(images)) for step in runs)

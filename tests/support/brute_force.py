@@ -15,7 +15,7 @@ from znnpy.machine import Limits
 from znnpy.network import Network
 from znnpy.patches import Cover
 from znnpy.planner.cost_model import seconds
-from znnpy.planner.layout import Tensor, carried_bytes, carried_planes, chain, live_peak, loops, place
+from znnpy.planner.layout import Tensor, carried_bytes, carried_planes, chain, live_peak, place, sub_batch_counts
 from znnpy.planner.memory import (
     LIBRARIES_BYTES,
     READER_BYTES,
@@ -27,7 +27,7 @@ from znnpy.planner.memory import (
 )
 from znnpy.planner.plan import Plan, patch_in
 from znnpy.planner.search import make_plan
-from znnpy.planner.tilings import Candidate, Sizes, Space, all_sizes, all_spaces, candidate, splits
+from znnpy.planner.tilings import Sizes, Tiling, TilingSpace, all_sizes, all_spaces, splits, tiling_of
 from znnpy.shapes import LayerShape, Vec3, fused
 
 SMALL: Vec3 = (4, 4, 3)  # an output
@@ -78,10 +78,10 @@ class Known:
     choices: int
 
 
-def candidates(space: Space, sizes: Sizes) -> Iterator[Candidate]:
+def candidates(space: TilingSpace, sizes: Sizes) -> Iterator[Tiling]:
     """All combinations of sizes."""
     for z, y, x in product(*sizes):
-        yield candidate(space, (z, y, x))
+        yield tiling_of(space, (z, y, x))
 
 
 @cache
@@ -92,7 +92,7 @@ def everything(network: Network, output: Vec3, table: tuple[Fake, ...], device: 
         for shape in candidates(space, all_sizes(space)):
             for at_once in splits(space.network):
                 split = shape.split(at_once)
-                steps = [steps_of(split.cover, ahead) for ahead in space.ahead]
+                steps = [steps_of(split.cover, ahead) for ahead in space.warmup_planes]
                 runs = ways(split.shapes, steps, table)
                 found.extend(known(space, split, way, device, split=any(at_once)) for way in runs)
     return found
@@ -126,10 +126,10 @@ def alone(layer: LayerShape, steps: int, table: Sequence[Fake]) -> list[Run]:
     return [Run(layer, p, v, steps) for p in applying for v in p.variants(layer, WITH_GPU)]
 
 
-def known(space: Space, shape: Candidate, runs: Sequence[Run], device: DeviceKind, *, split: bool) -> Known:
+def known(space: TilingSpace, shape: Tiling, runs: Sequence[Run], device: DeviceKind, *, split: bool) -> Known:
     """Bytes and seconds of one plan, from the parts it is made of."""
     network = space.network
-    new = patch_in(network, shape.patch, 0, walks=space.walks)
+    new = patch_in(network, shape.patch, 0, streams=space.streams)
     shapes = [run.shape for run in runs]
     tensors, arena = place(chain([(run.shape, run.footprint) for run in runs], new[0]))
     reads, writes = shape.cover.steps(shape.cover.margin), shape.cover.steps(0)
@@ -144,17 +144,17 @@ def known(space: Space, shape: Candidate, runs: Sequence[Run], device: DeviceKin
         + max(run.footprint.allowance for run in runs)
     )
     spent = 0.0
-    for run, times, kept in zip(runs, loops(shapes), carried_planes(shapes, new[0]), strict=True):
+    for run, times, kept in zip(runs, sub_batch_counts(shapes), carried_planes(shapes, new[0]), strict=True):
         times_moved = 2 if run.footprint.reads_carried else 4  # read and written to be kept, and to be put in front
         moved = times_moved * kept * run.shape.in_bytes / run.shape.in_shape[1]
-        once = seconds(run.primitive.work(run.shape, run.variant), CARRYING) + moved / CARRYING.carrying
+        once = seconds(run.primitive.work(run.shape, run.variant), CARRYING) + moved / CARRYING.copy_bandwidth
         spent += run.steps * times * once
     assumed = max(arena, live_peak(widened(tensors, shapes)))
     if device == "gpu":
         spent += (raw_bytes + out_bytes) / EDGE_BYTES
     peak = around + beside + arena
     host = peak if device == "cpu" else host
-    return Known(peak, around, host, around + beside + assumed, spent, space.walks, split, len(runs))
+    return Known(peak, around, host, around + beside + assumed, spent, space.streams, split, len(runs))
 
 
 def widened(tensors: Sequence[Tensor], shapes: Sequence[LayerShape]) -> list[Tensor]:

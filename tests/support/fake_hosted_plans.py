@@ -14,7 +14,7 @@ from znnpy.network import Network
 from znnpy.planner.cost_model import Rate, Rates
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
-from znnpy.planner.sublayers import COPIED, WITHIN
+from znnpy.planner.sublayers import HOST_TRAFFIC, TOLERANCE
 from znnpy.shapes import ConvShape, LayerShape, Vec3
 
 PLENTY = 2**40
@@ -22,7 +22,7 @@ UPLOAD = 5e12  # bytes per second
 ON_CPU = (SLOW, replace(FAST, scale=(1, 4)), BOTH, POOL, FILTER, MAXOUT)
 ON_GPU = on_gpu(SLOW, replace(OVER, reads_carried=True), BOTH, POOL, FILTER, MAXOUT)
 HOST_RATES = CARRYING
-LINK = 1 / (1 / UPLOAD + COPIED / HOST_RATES.of("copy").nbytes)  # bytes per second, those that the host copies
+LINK = 1 / (1 / UPLOAD + HOST_TRAFFIC / HOST_RATES.of("copy").nbytes)  # bytes per second, those that the host copies
 GPU_RATES = Rates({**CARRYING.scaled(1.5, 1.0).units, "gpu_link": Rate(flops=1e12, nbytes=UPLOAD)}, stage_seconds=0.0)
 
 
@@ -47,7 +47,7 @@ class InHostRam(Fake):
         within: float,
         few: bool,
     ) -> Any:
-        assert (speeds.upload, speeds.memory, within, few) == (LINK, GPU_RATES.carrying, WITHIN, True)
+        assert (speeds.upload, speeds.memory, within, few) == (LINK, GPU_RATES.copy_bandwidth, TOLERANCE, True)
         assert shape.precision == "fp32"
         if vram_bytes < self.least_bytes:
             return None

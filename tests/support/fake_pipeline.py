@@ -49,7 +49,7 @@ class Session:
         self._axis = columns.axis if isinstance(columns, Cover) else 0
         patch = columns.patch if isinstance(columns, Cover) else PATCH
         walks = isinstance(columns, Cover) and columns.column > 0
-        step = patch_in(network, patch, self._axis, walks=walks)
+        step = patch_in(network, patch, self._axis, streams=walks)
         self.plan: Any = SimpleNamespace(
             device="cpu",
             patch_in=step,

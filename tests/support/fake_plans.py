@@ -32,8 +32,8 @@ def patches() -> Plan:
 def walking() -> Plan:
     """Of MIXED, columns along y in steps of one plane."""
     found = planned(MIXED, (20, 31, 8), AROUND + 100_000, columns=True)
-    assert (found.axis, found.patch_out, found.column) == (1, (10, 1, 8), 31)
-    assert found.parts == (1, 1, 1, 1, 1)
+    assert (found.axis, found.patch_out, found.column_planes) == (1, (10, 1, 8), 31)
+    assert found.sub_batches == (1, 1, 1, 1, 1)
     return found
 
 
@@ -41,7 +41,7 @@ def walking() -> Plan:
 def in_parts() -> Plan:
     """Of WIDE, columns along z, of whose 4 fragments one goes on at a time."""
     found = planned(WIDE, (31, 20, 9), AROUND + 600_000, columns=True, patch=(4, 10, 10))
-    assert (found.axis, found.parts) == (0, (1, 1, 4, 4, 4))
+    assert (found.axis, found.sub_batches) == (0, (1, 1, 4, 4, 4))
     return found
 
 

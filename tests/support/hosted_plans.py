@@ -25,7 +25,7 @@ from znnpy.planner.layout import place
 from znnpy.planner.memory import Memory, staging_bytes
 from znnpy.planner.plan import FORMAT, Plan, Stage, patch_in
 from znnpy.planner.stages import handover_buffers, stage_needs
-from znnpy.planner.tilings import Space, candidate, spans
+from znnpy.planner.tilings import TilingSpace, fusion_groups, tiling_of
 from znnpy.shapes import LayerShape, Precision, Vec3, fused, turned
 
 WITH_GPU = replace(MACHINE, gpu=EMULATED_GPU)
@@ -128,8 +128,8 @@ def hosted_plan(
     later      the same behind each of its poolings; 0: all there are
     with_host  computes the hosted convolutions, its cheapest variant or `variant`; None: the processor does
     """
-    space = Space(network.turned(axis), turned(output, axis), axis, walks=column > 0, precision=precision)
-    shapes = list(candidate(space, turned(patch, axis)).shapes)
+    space = TilingSpace(network.turned(axis), turned(output, axis), axis, streams=column > 0, precision=precision)
+    shapes = list(tiling_of(space, turned(patch, axis)).shapes)
     some = images
     for index in range(theta, len(shapes)):
         shapes[index] = replace(shapes[index], batch=some)
@@ -139,7 +139,10 @@ def hosted_plan(
     cut = Network("cut", network.input_channels, space.network.layers[:theta])
     rest = Network("rest", network.maps[theta], space.network.layers[theta:])
     chosen: list[tuple[tuple[int, int], LayerShape, Primitive, Variant]] = []
-    for ways, begin, part in ((front or fronts(), 0, spans(cut)), (back or backs(), theta, spans(rest))):
+    for ways, begin, part in (
+        (front or fronts(), 0, fusion_groups(cut)),
+        (back or backs(), theta, fusion_groups(rest)),
+    ):
         for first, last in ((begin + a, begin + b) for a, b in part):
             both = fused(shapes[first], shapes[last]) if last > first and ways.in_one else None
             way = ways.of(both) if both and not (with_host and begin == 0) else None
@@ -156,9 +159,9 @@ def hosted_plan(
                 chosen.append(((layer, layer), shape, *way))
     hosted = sum(last < theta for (_, last), _, _, _ in chosen)
     limits = Limits(2**32, threads, 2**32)
-    crew = (limits.less_feeders(1) if overlaps else limits).threads
+    crew = (limits.without_feed_threads(1) if overlaps else limits).threads
     footprints = [primitive.footprint(shape, of, crew) for _, shape, primitive, of in chosen]
-    step = patch_in(network, patch, axis, walks=column > 0)
+    step = patch_in(network, patch, axis, streams=column > 0)
     steps = [(way[1], footprint) for way, footprint in zip(chosen, footprints, strict=True)]
     placed = [(needs.memory, *place(needs.tensors)) for needs in stage_needs(steps, hosted, step[axis], "gpu")]
     choices = tuple(choice_of(*way, footprint) for way, footprint in zip(chosen, footprints, strict=True))
@@ -184,7 +187,7 @@ def hosted_plan(
         patch_out=patch,
         patch_in=step,
         axis=axis,
-        column=column,
+        column_planes=column,
         stages=tuple(
             Stage(own.device, some, tensors)
             for (own, tensors, _), some in zip(placed, (choices[:hosted], choices[hosted:]), strict=True)
@@ -197,6 +200,6 @@ def hosted_plan(
         other=None,
         runners_up=(),
         overlap=overlaps,
-    ).covering(output, network, memory)
+    ).for_output(output, network, memory)
     plan.check_runs(network, WITH_GPU, table=EVERY)
     return plan

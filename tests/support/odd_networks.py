@@ -26,7 +26,7 @@ from znnpy.planner.layout import place
 from znnpy.planner.memory import DeviceKind
 from znnpy.planner.plan import FORMAT, Choice, Memory, Plan, Stage, patch_in
 from znnpy.planner.stages import last_stage
-from znnpy.planner.tilings import Space, candidate, spans
+from znnpy.planner.tilings import TilingSpace, fusion_groups, tiling_of
 from znnpy.run import host, pipeline
 from znnpy.run.session import Session
 from znnpy.shapes import LayerShape, Precision, Vec3, fused, turned
@@ -152,10 +152,10 @@ def planned(
     at_once  images that layers take at a time behind each pooling; 0: all there are.
     """
     ways = ways or Ways()
-    space = Space(network.turned(axis), turned(output, axis), axis, walks=column > 0, precision=precision)
-    shapes = candidate(space, turned(patch, axis)).split(at_once or (0,) * len(network.layers)).shapes
+    space = TilingSpace(network.turned(axis), turned(output, axis), axis, streams=column > 0, precision=precision)
+    shapes = tiling_of(space, turned(patch, axis)).split(at_once or (0,) * len(network.layers)).shapes
     chosen: list[tuple[tuple[int, int], LayerShape, Primitive, Variant]] = []
-    for first, last in spans(space.network):
+    for first, last in fusion_groups(space.network):
         both = fused(shapes[first], shapes[last]) if last > first and ways.in_one else None
         way = ways.of(both) if both else None
         if both and way:
@@ -166,7 +166,7 @@ def planned(
             assert way is not None
             chosen.append(((layer, layer), shapes[layer], *way))
     footprints = [primitive.footprint(shape, variant, threads) for _, shape, primitive, variant in chosen]
-    step = patch_in(network, patch, axis, walks=column > 0)
+    step = patch_in(network, patch, axis, streams=column > 0)
     steps = [(way[1], footprint) for way, footprint in zip(chosen, footprints, strict=True)]
     needs = last_stage(steps, 0, step[axis], ways.device)
     tensors, nbytes = place(needs.tensors)
@@ -183,7 +183,7 @@ def planned(
         patch_out=patch,
         patch_in=step,
         axis=axis,
-        column=column,
+        column_planes=column,
         stages=(Stage(ways.device, choices, tensors),),
         memory=memory,
         itemsize_in=1,
@@ -192,7 +192,7 @@ def planned(
         rigor="estimate",
         other=None,
         runners_up=(),
-    ).covering(output, network, memory)
+    ).for_output(output, network, memory)
     plan.check_runs(network, ways.machine, table=ways.table)
     return plan
 
@@ -208,7 +208,7 @@ def choice_of(
         device="gpu" if primitive.name.startswith("gpu") else "cpu",
         variant=variant,
         seconds=1.0,
-        runs=1,
+        executions=1,
         measured=False,
         fitted=False,
         resident_bytes=footprint.resident,

@@ -58,7 +58,7 @@ def _draw_diagram(axes: Axes, chosen: Plan, found: Sequence[Point], kinds: Seque
         own = sorted((p.limit, p.plan.voxels_per_second) for p in found if _kind(p.plan) == kind)
         limits, speeds = [limit for limit, _ in own], [speed for _, speed in own]
         axes.plot(limits, speeds, "o-", color=COLOURS[kind], label=_name(kind))
-    at = [chosen.memory.held], [chosen.voxels_per_second]
+    at = [chosen.memory.device_bytes], [chosen.voxels_per_second]
     axes.plot(*at, "o", markersize=12.0, fillstyle="none", color="black", label="the chosen plan")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
@@ -92,7 +92,7 @@ def _draw_table(axes: Axes, plans: Sequence[tuple[str, Plan]], layers: int) -> N
 def _primitives(plan: Plan, layers: int) -> list[str]:
     """Return the primitive of every layer, without device and kind, and the number of parts it runs in."""
     names = [""] * layers
-    for choice, parts in zip(plan.choices, plan.parts, strict=True):
+    for choice, parts in zip(plan.choices, plan.sub_batches, strict=True):
         name = choice.primitive.rpartition(".")[2] + (f" in {parts}" if parts > 1 else "")
         first, last = choice.layers
         names[first] = name
@@ -113,7 +113,7 @@ def _best_of(kind: Kind, chosen: Plan, found: Sequence[Point]) -> Plan | None:
 
 
 def _kind(plan: Plan) -> Kind:
-    return plan.device, plan.walks
+    return plan.device, plan.streams
 
 
 def _name(kind: Kind) -> str:

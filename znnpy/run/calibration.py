@@ -33,7 +33,7 @@ from znnpy.kernels.table import TABLE
 from znnpy.machine import Machine
 from znnpy.messages import excerpt
 from znnpy.network import Conv, Layer, Network, Pool, extent, layer_shape
-from znnpy.planner.cost_model import Rate, Rates, assumed_rates, case, method
+from znnpy.planner.cost_model import Rate, Rates, assumed_rates, layer_key, method
 from znnpy.planner.costs import Costs, Measurement
 from znnpy.planner.fitting import Run, fitted
 from znnpy.planner.plan import device_of
@@ -114,7 +114,7 @@ def measured_rates(
     kept = _of_these(_read(path, facts), known)
     assumed = assumed_rates(machine, 1, "gpu") if stored is None else replace(stored, layers=()).rates(table)
     for no in kept.refusals:
-        assumed = assumed.refusing(known[no.primitive], no.shape, no.reason)
+        assumed = assumed.with_refusal(known[no.primitive], no.shape, no.reason)
     before = () if stored is None else tuple(old for old in stored.layers if old.primitive in known)
     rates = _learnt(assumed, (*before, *kept.measurements), known)
     layers = tuple(_layers(network, precision))
@@ -146,12 +146,12 @@ def measured_rates(
                 device.synchronize()  # refused too where a kernel failed: that is the end, and nobody's fault to keep
                 _log.info("%s does not run %s here: %s", primitive.name, shape, error)
                 refused = Refusal(primitive.name, primitive.version, shape, str(error)[:MOST_WORDS])
-                assumed, rates = (by.refusing(primitive, shape, refused.reason) for by in (assumed, rates))
+                assumed, rates = (by.with_refusal(primitive, shape, refused.reason) for by in (assumed, rates))
                 (short if isinstance(error, VramError) else refusals).append(refused)
                 continue
             spent += (1 + REPEATS) * took
             found.append(Measurement(primitive.name, primitive.version, variant, shape, took))
-            rates = rates.learnt(primitive, shape, variant, took)
+            rates = rates.with_measurement(primitive, shape, variant, took)
     settled = kept.settled if short or spent > seconds else {**kept.settled, name: vram_bytes}
     now = _Remembered(facts, (*kept.measurements, *found), (*kept.refusals, *refusals), settled, links)
     if now != kept:
@@ -191,8 +191,8 @@ def _fitted(assumed: Rates, measurements: Sequence[Measurement], known: Mapping[
 
 def _learnt(rates: Rates, measurements: Sequence[Measurement], known: Mapping[str, Primitive]) -> Rates:
     for old in measurements:
-        if not rates.knows_size(known[old.primitive], old.shape, old.variant):
-            rates = rates.learnt(known[old.primitive], old.shape, old.variant, old.seconds)
+        if not rates.was_measured_near(known[old.primitive], old.shape, old.variant):
+            rates = rates.with_measurement(known[old.primitive], old.shape, old.variant, old.seconds)
     return rates
 
 
@@ -285,9 +285,9 @@ def _wanted(
         if not ways or (least > long and shape is not samples[-1]):
             continue
         best = ways[told.index(least)]
-        if not rates.knows_size(*best):
+        if not rates.was_measured_near(*best):
             return best
-        met = {_units(*way) for way in ways if rates.knows_size(*way)}
+        met = {_units(*way) for way in ways if rates.was_measured_near(*way)}
         others = [(rates.seconds(*way), order) for order, way in enumerate(ways) if _units(*way) not in met]
         spent, order = min(others, default=(inf, 0))
         return ways[order] if spent <= NEARLY * least else None
@@ -301,9 +301,9 @@ def _units(primitive: Primitive, shape: LayerShape, variant: Variant) -> tuple[s
 
 def _can_be_told(primitive: Primitive, shape: LayerShape, variant: Variant, machine: Machine, rates: Rates) -> bool:
     """It was measured, or one that differs from it in counts only, and in work: in how much is done at a time."""
-    return rates.knows(primitive, shape, variant) or any(
-        rates.knows(primitive, shape, other)
-        and case(primitive, shape, other).method == case(primitive, shape, variant).method
+    return rates.was_measured(primitive, shape, variant) or any(
+        rates.was_measured(primitive, shape, other)
+        and layer_key(primitive, shape, other).method == layer_key(primitive, shape, variant).method
         and primitive.work(shape, other) != primitive.work(shape, variant)
         for other in primitive.variants(shape, machine)
     )

@@ -22,8 +22,8 @@ from znnpy.planner.memory import (
     baseline_bytes,
     context_bytes,
     mebibytes,
-    moving_bytes,
     staging_bytes,
+    transfer_bytes,
 )
 from znnpy.planner.plan import AGAIN, Choice, Plan
 from znnpy.planner.search import make_plan
@@ -176,10 +176,14 @@ def _known_to_run(
     held = baseline_bytes() + site.later_bytes + source.volume.extra_bytes + result_bytes
     cover = replace(plan, output=source.output).cover(network)
     itemsizes = source.dtype.itemsize, output_dtype.itemsize
-    reading, writing, staging = moving_bytes(network, cover, plan.patch_in, itemsizes, masks=masks, device=plan.device)
+    reading, writing, staging = transfer_bytes(
+        network, cover, plan.patch_in, itemsizes, masks=masks, device=plan.device
+    )
     if plan.offloaded:  # no patch goes to the GPU, but what is handed over
         out_bytes = network.output_channels * prod(plan.patch_out) * itemsizes[1]
-        staging = staging_bytes(plan.handover_bytes // plan.parts[plan.offloaded], out_bytes, writes=cover.steps(0))
+        staging = staging_bytes(
+            plan.handover_bytes // plan.sub_batches[plan.offloaded], out_bytes, writes=cover.steps(0)
+        )
     context = context_bytes(site.context_bytes) if plan.device == "gpu" else 0
     memory = replace(
         plan.memory,
@@ -190,13 +194,13 @@ def _known_to_run(
         context=max(context, plan.memory.context),
         devices=site.devices,
     )
-    here = plan.covering(source.output, network, memory)
+    here = plan.for_output(source.output, network, memory)
     here = replace(here, itemsize_in=itemsizes[0], itemsize_out=itemsizes[1])
-    if plan.beside is not None:
-        moved = replace(plan.beside, itemsize_in=itemsizes[0], itemsize_out=itemsizes[1])
+    if plan.cpu_plan is not None:
+        moved = replace(plan.cpu_plan, itemsize_in=itemsizes[0], itemsize_out=itemsizes[1])
         beside = moving_whole(moved, network, masks=masks)
         here = moving_whole(here, network, masks=masks)
-        here = replace(here, beside=beside, memory=replace(here.memory, beside=beside.memory.peak))
+        here = replace(here, cpu_plan=beside, memory=replace(here.memory, cpu_plan=beside.memory.peak))
     ram_bytes = plan.limits.ram_bytes if wishes.ram is None else parse_bytes(wishes.ram)
     vram_bytes = plan.limits.vram_bytes if wishes.vram is None else parse_bytes(wishes.vram)
     here.check_runs(network, site.machine, ram_bytes=ram_bytes, vram_bytes=vram_bytes)
@@ -233,7 +237,7 @@ def plan_begun(
             raise ResumeError(
                 f"the run began with {option('mode', plan.mode)}, which runs on one GPU; leave out {option('gpus')}"
             )
-        plan = replace(plan, memory=replace(plan.memory, devices=devices), alone=None)
+        plan = replace(plan, memory=replace(plan.memory, devices=devices), single_device_seconds=None)
         plan.check_runs(network, machine, ram_bytes=plan.limits.ram_bytes)
     except PlanFileError as error:
         raise ResumeError(
@@ -244,7 +248,7 @@ def plan_begun(
             f"the run began with a plan for {text(plan.output)} voxels, and its output has {text(output)}; start again "
             f"with {option('overwrite', True)}"
         )
-    if (columns := len(plan.parts_of(network))) != begun.columns:
+    if (columns := len(plan.work_items(network))) != begun.columns:
         raise ResumeError(
             f"the journal of the run counts {begun.columns} columns, and its plan has {columns}; start again with "
             f"{option('overwrite', True)}"
@@ -310,7 +314,7 @@ def check_wishes(wishes: Wishes, begun: JournalHeader, plan: Plan) -> None:
     for word, before, now in (
         ("threads", plan.limits.threads, wishes.threads),
         ("patch", plan.patch_out, wishes.patch and tuple(wishes.patch)),
-        ("cover", "columns" if plan.walks else "patches", wishes.cover),
+        ("cover", "columns" if plan.streams else "patches", wishes.cover),
         ("device", plan.device, None if wishes.device == "auto" else wishes.device),
         ("mode", plan.mode, None if wishes.mode == "auto" else wishes.mode),
         ("precision", plan.precision, wishes.precision if plan.device == "gpu" else None),
@@ -319,7 +323,7 @@ def check_wishes(wishes: Wishes, begun: JournalHeader, plan: Plan) -> None:
         if now is not None and before != now:
             kept = option(word, before) if before else f"no {option(word)}"
             raise ResumeError(f"the run began with {kept}, and now it is {option(word, now)}; leave it out, or {again}")
-    if not wishes.depth_first and max(plan.parts) > 1:
+    if not wishes.depth_first and max(plan.sub_batches) > 1:
         raise ResumeError(
             "the run began with layers that take their fragments in parts, and now it is "
             f"{option('depth_first', False)}; leave it out, or {again}"
@@ -347,7 +351,7 @@ def limits_taken(wishes: Wishes, plan: Plan) -> list[str]:
 def _what_runs(plan: Plan) -> list[tuple[Vec3, int, int, list[Choice]]]:
     """What decides the bytes of an output; not how often layers run, which depends on the volume."""
     return [
-        (one.patch_out, one.axis, one.column, [replace(choice, runs=1) for choice in one.choices])
-        for one in (plan, plan.beside)
+        (one.patch_out, one.axis, one.column_planes, [replace(choice, executions=1) for choice in one.choices])
+        for one in (plan, plan.cpu_plan)
         if one is not None
     ]

@@ -259,9 +259,9 @@ def elsewhere(costs: Shelf, device: str, precision: str | None, gpus: int | None
 
 def check_here(plan: Plan) -> None:
     """PlanFileError when `plan` was made for another machine, by what was measured there, and this is not it."""
-    if plan.elsewhere is not None and not _is_here(plan.machine, plan.device):
+    if plan.made_for is not None and not _is_here(plan.machine, plan.device):
         raise PlanFileError(
-            f"the plan was made for another machine ({plan.elsewhere}) and runs only there; make one for this machine "
+            f"the plan was made for another machine ({plan.made_for}) and runs only there; make one for this machine "
             f"with `znnpy plan`, without {option('machine')}"
         )
 
@@ -270,7 +270,7 @@ def for_elsewhere(plan: Plan, costs: Shelf) -> Plan:
     """`plan`, marked as of the machine that a file of costs is of, unless that is this one."""
     named = costs.named
     assert named is not None, "a machine that is not here is known by its costs"
-    return plan if _is_here(plan.machine, plan.device) else replace(plan, elsewhere=named.name)
+    return plan if _is_here(plan.machine, plan.device) else replace(plan, made_for=named.name)
 
 
 def _is_here(fingerprint: str, device: DeviceKind) -> bool:

@@ -183,7 +183,7 @@ class GpuWorkshop:
         raw_bytes = network.input_channels * prod(plan.patch_in) * plan.itemsize_in
         out_bytes = network.output_channels * prod(plan.patch_out) * plan.itemsize_out
         if plan.offloaded:
-            part = plan.handover_bytes // plan.parts[plan.offloaded]
+            part = plan.handover_bytes // plan.sub_batches[plan.offloaded]
             slots = [device.allocate(part, "what is handed over") for _ in range(STAGED)]
             self._handed.extend((slot, device.event()) for slot in slots)
         else:

@@ -175,7 +175,7 @@ class Effort:
     """What the steps of columns cost, as a plan has it: the voxels that come out, less where few layers run."""
 
     def __init__(self, plan: Plan, network: Network) -> None:
-        self._ahead = plan.work_ahead(network) if plan.walks else ()
+        self._ahead = plan.warmup_work(network) if plan.streams else ()
         self._whole = float(prod(plan.patch_out))
 
     def of(self, number: int) -> float:

@@ -81,7 +81,7 @@ class Learner:
 
     def hope(self, hope: float) -> None:
         """As if layers that are not known took this share of their estimate; 1: as estimated."""
-        self.rates = {device: replace(rates, hope=hope) for device, rates in self.rates.items()}
+        self.rates = {device: replace(rates, optimism=hope) for device, rates in self.rates.items()}
 
     def _rates(self, where: Where) -> Rates:
         """Of layers that run there."""
@@ -95,13 +95,13 @@ class Learner:
             return
         rates, primitive = self._rates(where), task.primitive
         if isinstance(spent, str):
-            rates = rates.refusing(primitive, task.shape, spent)
+            rates = rates.with_refusal(primitive, task.shape, spent)
         else:
             stages = 0 if where == ON_GPU else len(primitive.work(task.shape, task.variant))  # its clock begins later
-            seconds = max(spent - stages * rates.slower * rates.stage_seconds, LEAST_WORKING * spent)
+            seconds = max(spent - stages * rates.slowdown * rates.stage_seconds, LEAST_WORKING * spent)
             self.found.append(Measurement(primitive.name, primitive.version, task.variant, task.shape, seconds))
-            rates = rates.learnt(*task.case, seconds)
-        self.rates[where.device] = replace(rates, slower=self.rates[where.device].slower)
+            rates = rates.with_measurement(*task.case, seconds)
+        self.rates[where.device] = replace(rates, slowdown=self.rates[where.device].slowdown)
 
     def _tasks(self, plan: Plan) -> dict[Where, list[Task]]:
         """The layers of a plan that are not known at their size, each once; long and large ones on fewer images."""
@@ -124,7 +124,7 @@ class Learner:
     def _task(self, where: Where, primitive: Primitive, shape: LayerShape, variant: Variant) -> Task | None:
         """None where it is known, was tried, or does not fit."""
         rates = self._rates(where)
-        if rates.knows_size(primitive, shape, variant):
+        if rates.was_measured_near(primitive, shape, variant):
             return None
         spent = rates.seconds(primitive, shape, variant)
         images = max(1, min(shape.batch, int(shape.batch * MOST_LAYER_SECONDS / spent)))

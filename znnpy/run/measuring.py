@@ -22,7 +22,7 @@ from znnpy.kernels.primitive import Primitive, Unit
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Limits, Machine
 from znnpy.messages import option
-from znnpy.planner.cost_model import UNSEEN_UNITS, Rate, Rates, assumed_rates, method
+from znnpy.planner.cost_model import UNPROVEN_UNITS, Rate, Rates, assumed_rates, method
 from znnpy.planner.costs import FORMAT, Costs, Measurement, UnitSpeed, versions
 from znnpy.planner.fitting import Run, fitted
 from znnpy.planner.memory import DeviceKind
@@ -92,7 +92,7 @@ def _variants(
     for variant in primitive.variants(shape, machine):
         units = frozenset(work.unit for work in primitive.work(shape, variant))
         spent = rates.seconds(primitive, shape, variant)
-        if units & UNSEEN_UNITS or spent > most:
+        if units & UNPROVEN_UNITS or spent > most:
             continue
         if bytes_of(primitive, shape, variant, threads) > room_bytes:
             continue
@@ -188,7 +188,7 @@ class Bench:
             by_size=dict(rates.by_size),  # they belong to rates that were fitted with them
             stage_seconds=rates.stage_seconds,
             layers=(*kept, *layers),
-            touching=rates.touching if rates.touching_measured else None,
+            touching=rates.first_touch if rates.first_touch_measured else None,
         )
 
 

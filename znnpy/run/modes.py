@@ -93,7 +93,7 @@ def processor_plans(
     names = names_on("cpu", only, "side-by-side")
 
     def make(output: Vec3, limits: Limits, *, patch: Vec3 | None = None) -> Plan:
-        known, here = rates or processor_rates(machine, limits), limits.less_feeders(site.devices)
+        known, here = rates or processor_rates(machine, limits), limits.without_feed_threads(site.devices)
         known = None if known is None else known.slowed(limits.threads / here.threads)
         return make_plan(network, output, machine, here, patch=patch, only=names, rates=known, baseline=0, **words)
 
@@ -146,7 +146,7 @@ class Task:
             return alone, []
         if self.mode == "side-by-side":
             both = self._beside(alone)
-            if not both.dealt:
+            if not both.cpu_items:
                 raise NoPlanError(f"{idle(both)}: choose {option('mode', 'gpu')}, or a larger volume")
             return both, [alone]
         is_long = alone.seconds >= LONG_SECONDS
@@ -189,22 +189,22 @@ class Task:
             except NoPlanError:
                 if show:
                     with suppress(NoPlanError):
-                        yield self._hosted(mode, patch=alone.patch_out, columns=alone.walks, kinds=False)
+                        yield self._hosted(mode, patch=alone.patch_out, columns=alone.streams, kinds=False)
 
 
 def scheme_of(plan: Plan) -> str:
     """Words on a plan that is not of one device alone; empty where it is."""
-    if plan.beside is not None:
+    if plan.cpu_plan is not None:
         return "with the processor beside it"
     return f"{plan.mode} with {offloaded_layers(plan)}" if plan.offloaded else ""
 
 
 def _gains(plan: Plan, alone: Plan) -> bool:
     """Enough to be taken where nobody asked for it: predictions for two devices are not as good as for one."""
-    if plan.beside is None:
+    if plan.cpu_plan is None:
         known = all(choice.measured or choice.fitted for choice in plan.choices[: plan.offloaded])
         return plan.seconds < (GAIN if known else ASSUMED_GAIN) * alone.seconds
-    return plan.seconds < BESIDE_GAIN * alone.seconds and plan.dealt > 0
+    return plan.seconds < BESIDE_GAIN * alone.seconds and plan.cpu_items > 0
 
 
 def _fastest(plans: Sequence[Plan]) -> Plan:

@@ -46,7 +46,7 @@ class Preparing:
     def _tell(self, nbytes: int) -> None:
         assert self._progress is not None, "told only where there is somebody to tell"
         self._touched += nbytes
-        parts, plan = self._plan.parts_of(self._network), self._plan
+        parts, plan = self._plan.work_items(self._network), self._plan
         voxels = sum(parts[index].voxels for index in self._finished)
         steps, now = [len(part.steps) for part in parts], time.perf_counter()
         event = Event(

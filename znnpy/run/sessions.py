@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from znnpy.kernels.crew import Crew
 from znnpy.network import ConvWeights, Network
-from znnpy.planner.co_execution import of_a_gpu
+from znnpy.planner.co_execution import gpu_item_seconds
 from znnpy.planner.plan import Plan
 from znnpy.run.devices import Site
 from znnpy.run.lane import Lane
@@ -38,10 +38,10 @@ def sessions_of(
     numbered = {f"GPU {gpu.number}": gpu for gpu in site.gpus}
     devices = numbered if site.others else {plan.device.upper(): site.gpu}
     plans = {name: (plan, device) for name, device in devices.items()}
-    if plan.beside is not None:
-        plans["CPU"] = plan.beside, None
+    if plan.cpu_plan is not None:
+        plans["CPU"] = plan.cpu_plan, None
     with ExitStack() as stack:
-        crews = {its.device: stack.enter_context(Crew(its.compute_threads)) for its in (plan, plan.beside) if its}
+        crews = {its.device: stack.enter_context(Crew(its.compute_threads)) for its in (plan, plan.cpu_plan) if its}
         sessions: dict[str, Session] = {}
         for name, (its, device) in plans.items():
             session = Session(
@@ -61,16 +61,16 @@ def lanes_of(plan: Plan, sessions: Sessions, network: Network, done: Set[int] = 
 
 
 def _shares(plan: Plan, sessions: Sessions, network: Network, done: Set[int]) -> Queue:
-    if plan.beside is None:
+    if plan.cpu_plan is None:
         return Shares(plan.cover(network), done)
-    beside = plan.beside
-    begins, each = of_a_gpu(plan)
+    beside = plan.cpu_plan
+    begins, each = gpu_item_seconds(plan)
     hands = {
         name: Hand(
-            partial(session.plan.within, network=network),
+            partial(session.plan.columns_in, network=network),
             beside.seconds_per_step if session.plan is beside else each,
             runs=session.plan is not beside,
-            walks=session.plan is beside and beside.walks,
+            walks=session.plan is beside and beside.streams,
             begins=beside.seconds_to_begin if session.plan is beside else begins,
         )
         for name, session in sessions.items()

@@ -12,7 +12,7 @@ import numpy as np
 from znnpy.kernels.primitive import Primitive
 from znnpy.kernels.table import find
 from znnpy.network import ConvWeights, Network
-from znnpy.planner.layout import carried_planes, reads_apart
+from znnpy.planner.layout import carried_planes, reads_carry_in_place
 from znnpy.planner.plan import Choice, Plan
 from znnpy.run.workshop import Workshop, dtype_of
 from znnpy.shapes import turn
@@ -93,7 +93,7 @@ class StageRunner:
         shapes = [choice.shape for choice in choices]
         new = plan.choices[part.start - 1].shape.out[0] if part.start else plan.patch_in[plan.axis]
         carried = carried_planes(shapes, new)
-        apart = [reads_apart(footprint, planes) for footprint, planes in zip(footprints, carried, strict=True)]
+        apart = [reads_carry_in_place(footprint, planes) for footprint, planes in zip(footprints, carried, strict=True)]
         xs, news, images = [], [], shapes[0].batch
         for i, shape in enumerate(shapes):
             joined = 0 if apart[i] else carried[i]
@@ -122,7 +122,7 @@ class StageRunner:
             return None
         shape = self.plan.choices[index].shape
         images, _, y, x, f = shape.in_shape
-        return self._shop.room((self.plan.parts[index] * images, planes, y, x, f), dtype_of(shape))
+        return self._shop.room((self.plan.sub_batches[index] * images, planes, y, x, f), dtype_of(shape))
 
     def step(self, raw: Any, out: Any | None, *, begins: bool) -> bool:
         """Run a step of the first stage from raw voxels; return whether its last choice ran.
@@ -167,7 +167,7 @@ class StageRunner:
 
     def _steps_before(self, margin: int) -> int:
         """Steps of a column that come before its output and matter to an activation that is `margin` planes larger."""
-        return -(-margin // self.plan.patch_out[self.plan.axis]) if self.plan.walks else 0
+        return -(-margin // self.plan.patch_out[self.plan.axis]) if self.plan.streams else 0
 
     def _advance(self, index: int, first: int, out: Any | None) -> None:
         """Carry on from the input of choice `index` of these: `first` counts all images up to those that are there."""

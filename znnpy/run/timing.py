@@ -48,8 +48,8 @@ def layers_of(plan: Plan) -> Iterator[tuple[Where, Choice]]:
     for index, choice in enumerate(plan.choices):
         on_host = choice.device == "cpu" or index < plan.offloaded
         yield Where(choice.device, plan.compute_threads if on_host else 0), choice
-    if plan.beside is not None:
-        yield from layers_of(plan.beside)
+    if plan.cpu_plan is not None:
+        yield from layers_of(plan.cpu_plan)
 
 
 class Clock(Protocol):
