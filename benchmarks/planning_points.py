@@ -31,6 +31,7 @@ from znnpy.machine import parse_bytes
 from znnpy.network import Network
 from znnpy.planner.cost_model import assumed_rates
 from znnpy.planner.plan import Plan
+from znnpy.planner.validate import check_runs
 from znnpy.run.devices import Site, opened
 from znnpy.run.shelf import Shelf
 from znnpy.shapes import FLOAT32, Vec3
@@ -196,7 +197,7 @@ def _taken_up(row: Row | None, network: Network, ground: Ground) -> Point | None
         return None
     try:
         pick = Plan.from_json(json.dumps(row.plan))
-        pick.check_runs(network, ground.machine)
+        check_runs(pick, network, ground.machine)
     except PlanFileError as error:
         print(f"{network.name} {row.limit} begins anew: {error}", flush=True)
         return None

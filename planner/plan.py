@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter
 
-from znnpy.errors import PlanFileError
 from znnpy.kernels.primitive import Variant
 from znnpy.machine import Limits
 from znnpy.messages import excerpt
@@ -26,7 +25,6 @@ from znnpy.planner.stages import two_stage_seconds
 from znnpy.shapes import LayerShape, Precision, Vec3, text
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import Primitive
     from znnpy.machine import Machine
     from znnpy.network import Network
 
@@ -384,45 +382,6 @@ class Plan:
     def load(path: Path) -> Plan:
         """The plan in a file; PlanFileError names the file."""
         return _document().load(path)
-
-    def check_runs(
-        self,
-        network: Network,
-        machine: Machine,
-        *,
-        ram_bytes: int | None = None,
-        vram_bytes: int | None = None,
-        table: Sequence[Primitive] | None = None,
-    ) -> None:
-        """PlanFileError unless this plan, which may have been made elsewhere or edited, runs here as it stands.
-
-        It must be of this network; its primitives must be here, in the same version, and apply; its bytes must fit
-        this machine, its GPU, `ram_bytes` and `vram_bytes`; and tensors must have the sizes and lifetimes that the
-        primitives ask for, at offsets where none overwrites another. Speed is not checked: fewer cores run it slower.
-        """
-        if table is None:
-            from znnpy.kernels.table import IN_HOST_RAM, TABLE  # here: it loads numpy, and plans are readable without
-
-            table = (*TABLE, *IN_HOST_RAM)
-        if self.network != network.sha256:
-            raise PlanFileError(
-                f"the plan is of another network ({excerpt(self.network_name, 60)}, {self.network[:12]}) than the one "
-                f"given ({excerpt(network.name, 60)}, {network.sha256[:12]}); make a plan of this network with "
-                "`znnpy plan`"
-            )
-        if self.device == "gpu" and machine.gpu is None:
-            raise PlanFileError(
-                "the plan's layers run on a GPU, and there is none here; make one for this machine with "
-                "`znnpy plan NETWORK --device cpu`"
-            )
-        from znnpy.planner import validate  # here: it is of plans
-
-        validate.check_shapes(self, network)
-        footprints = [validate.footprint_of(index, self, machine, table) for index in range(len(self.choices))]
-        validate.check_memory(self, footprints)
-        if self.cpu_plan is not None:
-            validate.check_cpu_plan(self, self.cpu_plan, network, machine, table)
-        validate.check_limits(self, machine, ram_bytes, vram_bytes)
 
 
 def check_stages(plan: Plan) -> None:

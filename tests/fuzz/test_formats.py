@@ -36,6 +36,7 @@ from znnpy.planner.costs import Costs, Measurement
 from znnpy.planner.memory import DeviceKind
 from znnpy.planner.plan import Plan
 from znnpy.planner.samples import samples
+from znnpy.planner.validate import check_runs
 from znnpy.run.trace import Trace, read_spans
 from znnpy.timeline import read_timeline
 
@@ -227,7 +228,7 @@ def test_plans(numbers: range) -> None:
 
         def use() -> None:
             made = Plan.from_json(text)
-            made.check_runs(network, machine, ram_bytes=2**40, table=table)
+            check_runs(made, network, machine, ram_bytes=2**40, table=table)
             there = made.for_output(plan.output, network, made.memory)
             there.explain(machine)
             assert there.seconds > 0

@@ -36,7 +36,7 @@ from znnpy.planner.memory import CONTEXT_BYTES, MIB, DeviceKind, context_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
 from znnpy.planner.several import plan_for
-from znnpy.planner.validate import check_cpu_plan
+from znnpy.planner.validate import check_cpu_plan, check_runs
 from znnpy.run.sessions import _shares
 from znnpy.run.shares import Cells
 from znnpy.shapes import Vec3
@@ -94,7 +94,7 @@ def test_both_end_together(columns: bool, processor: float, gpus: int) -> None:
     assert cpu_seconds(both, both.cpu_items + 1) >= gpu_seconds(both, both.cpu_items), "another would end it no sooner"
     gain = alone.seconds / both.seconds - 1
     assert (0.4 * processor / gpus if columns else 0) <= gain <= 1.3 * processor / gpus
-    both.check_runs(MIXED, WITH_GPU, table=TABLE)
+    check_runs(both, MIXED, WITH_GPU, table=TABLE)
     assert Plan.from_json(both.to_json()) == both
 
 

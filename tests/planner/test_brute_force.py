@@ -14,6 +14,7 @@ from tests.support.fake_primitives import BOTH, FAST, FILTER, OVER, POOL, SLOW, 
 from znnpy.errors import NoPlanError
 from znnpy.network import Conv, Layer, MaxFilter, Network, Pool
 from znnpy.planner.layout import Tensor, place
+from znnpy.planner.validate import check_runs
 from znnpy.shapes import Vec3
 
 MakeNetwork = Callable[..., Network]
@@ -68,7 +69,7 @@ def test_equals_brute_force_at_every_limit(tiny_network: MakeNetwork, name: str)
                 assert plan.memory.peak <= ram_bytes
                 assert least * (1 - 1e-12) <= plan.seconds <= sure * (1 + 1e-12), (ram_bytes, columns, depth_first)
                 assert columns is not False or plan.seconds == pytest.approx(least, rel=1e-12)
-                plan.check_runs(network, WITH_GPU, table=table)
+                check_runs(plan, network, WITH_GPU, table=table)
                 missed += plan.seconds > least * (1 + 1e-12) and sure < inf
                 planned_at += 1
     assert planned_at > 90

@@ -16,6 +16,7 @@ from znnpy.kernels.cpu.native import library as native
 from znnpy.machine import Gpu, Limits, Machine
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
+from znnpy.planner.validate import check_runs
 from znnpy.shapes import PRECISIONS, Precision, text
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "plans.txt"
@@ -69,7 +70,7 @@ def test_plans_are_as_they_were(name: str, side: int, ram: str) -> None:
     expected = next(kept for kept in GOLDEN.read_text().splitlines() if kept.startswith(f"{name} {side}^3 {ram}:"))
     assert line(name, side, ram, plan) == expected
     assert plan.memory.peak <= plan.limits.ram_bytes
-    plan.check_runs(read_network(name).network, MACHINE)
+    check_runs(plan, read_network(name).network, MACHINE)
 
 
 @pytest.mark.parametrize(("name", "side", "vram", "precision"), GPU_CASES)
@@ -79,7 +80,7 @@ def test_gpu_plans_are_as_they_were(name: str, side: int, vram: str, precision: 
     expected = next(kept for kept in GOLDEN.read_text().splitlines() if kept.startswith(f"{name} {side}^3 {label}:"))
     assert line(name, side, label, plan) == expected
     assert plan.memory.excess(plan.limits) == (0, 0)
-    plan.check_runs(read_network(name).network, replace(MACHINE, gpu=H200))
+    check_runs(plan, read_network(name).network, replace(MACHINE, gpu=H200))
 
 
 def lines() -> Iterator[str]:

@@ -37,6 +37,7 @@ from znnpy.network import Conv, Network, Pool
 from znnpy.planner.memory import MIB, Memory, context_bytes, mebibytes, reading_bytes, staging_bytes, writing_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
+from znnpy.planner.validate import check_runs
 from znnpy.shapes import PRECISIONS, ConvShape, Precision
 
 MakeNetwork = Callable[..., Network]
@@ -75,7 +76,7 @@ def test_equals_brute_force_at_every_limit(
             else:
                 assert plan.memory.excess(Limits(ram_bytes, 2, vram_bytes)) == (0, 0)
                 assert least * (1 - 1e-12) <= plan.seconds <= sure * (1 + 1e-12), (ram_bytes, vram_bytes)
-                plan.check_runs(network, WITH_GPU, ram_bytes=ram_bytes, vram_bytes=vram_bytes, table=fakes)
+                check_runs(plan, network, WITH_GPU, ram_bytes=ram_bytes, vram_bytes=vram_bytes, table=fakes)
                 missed += plan.seconds > least * (1 + 1e-12) and sure < inf
                 planned_at += 1
     assert planned_at > 20
@@ -106,7 +107,7 @@ def test_weights_that_are_streamed_count_in_the_process() -> None:
 
     def memory_within(ram_bytes: int) -> Memory:
         plan = planned_on_gpu(MIXED, (20, 11, 8), ram_bytes, PLENTY, table=table, columns=False)
-        plan.check_runs(MIXED, WITH_GPU, ram_bytes=ram_bytes, vram_bytes=PLENTY, table=table)
+        check_runs(plan, MIXED, WITH_GPU, ram_bytes=ram_bytes, vram_bytes=PLENTY, table=table)
         memory = plan.memory
         weights = [
             c.shape.fin * c.shape.fout * prod(c.shape.k)
@@ -162,22 +163,22 @@ def test_a_plan_is_read_as_it_was_written(plan: Plan) -> None:
     read = Plan.from_json(plan.to_json())
     assert read == plan
     assert (read.device, read.precision, read.limits.vram_bytes) == ("gpu", "fp16", CONTEXT + 2**20)
-    read.check_runs(MIXED, WITH_GPU, ram_bytes=plan.memory.peak, vram_bytes=plan.memory.vram, table=EVERY)
+    check_runs(read, MIXED, WITH_GPU, ram_bytes=plan.memory.peak, vram_bytes=plan.memory.vram, table=EVERY)
 
 
 def test_a_gpu_that_is_not_here_or_too_small(plan: Plan) -> None:
     with pytest.raises(
         PlanFileError, match=r"run on a GPU, and there is none here; .* `znnpy plan NETWORK --device cpu`"
     ):
-        plan.check_runs(MIXED, MACHINE, table=EVERY)
+        check_runs(plan, MIXED, MACHINE, table=EVERY)
     vram = plan.memory.vram
     small = replace(MACHINE, gpu=replace(GPU, memory_bytes=vram - 10))
     with pytest.raises(PlanFileError, match=rf"needs {vram:,} bytes of VRAM, 10 more than the GPU has .*--vram \d+M`"):
-        plan.check_runs(MIXED, small, table=EVERY)
+        check_runs(plan, MIXED, small, table=EVERY)
     with pytest.raises(PlanFileError, match="bytes of VRAM, 70 more than the limit allows"):
-        plan.check_runs(MIXED, WITH_GPU, vram_bytes=vram - 70, table=EVERY)
+        check_runs(plan, MIXED, WITH_GPU, vram_bytes=vram - 70, table=EVERY)
     with pytest.raises(PlanFileError, match="bytes of RAM, 70 more than the limit allows"):
-        plan.check_runs(MIXED, WITH_GPU, ram_bytes=plan.memory.peak - 70, table=EVERY)
+        check_runs(plan, MIXED, WITH_GPU, ram_bytes=plan.memory.peak - 70, table=EVERY)
 
 
 def test_hand_edited_devices(plan: Plan) -> None:
@@ -199,7 +200,7 @@ def test_hand_edited_devices(plan: Plan) -> None:
     ]  # fmt: skip
     for path, to, said in edits:
         with pytest.raises(PlanFileError, match=said):
-            Plan.from_json(edited(plan, *path, to=to)).check_runs(MIXED, WITH_GPU, table=EVERY)
+            check_runs(Plan.from_json(edited(plan, *path, to=to)), MIXED, WITH_GPU, table=EVERY)
 
 
 def test_nearest_miss_on_the_gpu(tiny_network: MakeNetwork) -> None:
@@ -291,7 +292,7 @@ def test_large_volumes_are_planned_quickly() -> None:
         plan = planned_on_gpu(network, (side,) * 3, 2**38, vram, table=table, precision="tf32")
         assert time.process_time() - start < 9
         assert plan.memory.excess(plan.limits) == (0, 0)
-        plan.check_runs(network, WITH_GPU, table=table)
+        check_runs(plan, network, WITH_GPU, table=table)
 
 
 def test_pooling_in_float16() -> None:
@@ -300,4 +301,4 @@ def test_pooling_in_float16() -> None:
     made = planned_on_gpu(network, (8, 6, 5), PLENTY, PLENTY, table=EVERY, only=["gpu.conv.both"], precision="fp16")
     assert [choice.layers for choice in made.choices] == [(0, 1), (2, 2)]
     assert made.choices[0].shape.precision == "fp16"
-    made.check_runs(network, WITH_GPU, table=EVERY)
+    check_runs(made, network, WITH_GPU, table=EVERY)

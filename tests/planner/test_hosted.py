@@ -20,6 +20,7 @@ from znnpy.planner.cost_model import Rate, seconds
 from znnpy.planner.memory import mebibytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
+from znnpy.planner.validate import check_runs
 from znnpy.shapes import Vec3
 
 pytestmark = pytest.mark.usefixtures("sublayers_take_no_longer")
@@ -67,9 +68,9 @@ def test_a_plan_is_read_as_it_was_written(plan: Plan) -> None:
     table = (*ON_CPU, *ON_GPU)
     read = Plan.from_json(plan.to_json())
     assert read == plan
-    read.check_runs(MIXED, WITH_GPU, ram_bytes=plan.memory.peak, vram_bytes=plan.memory.vram, table=table)
+    check_runs(read, MIXED, WITH_GPU, ram_bytes=plan.memory.peak, vram_bytes=plan.memory.vram, table=table)
     with pytest.raises(PlanFileError, match="bytes of RAM, 70 more than the limit allows"):
-        plan.check_runs(MIXED, WITH_GPU, ram_bytes=plan.memory.peak - 70, table=table)
+        check_runs(plan, MIXED, WITH_GPU, ram_bytes=plan.memory.peak - 70, table=table)
     edits: list[tuple[tuple[str | int, ...], Any, str]] = [
         (("stages",), [], "damaged: stages: .*at least 1 item"),
         (("stages", 1), ..., "damaged: .*memory is promised for stages on"),
@@ -81,7 +82,7 @@ def test_a_plan_is_read_as_it_was_written(plan: Plan) -> None:
     ]
     for path, to, said in edits:
         with pytest.raises(PlanFileError, match=said):
-            Plan.from_json(edited(plan, *path, to=to)).check_runs(MIXED, WITH_GPU, table=table)
+            check_runs(Plan.from_json(edited(plan, *path, to=to)), MIXED, WITH_GPU, table=table)
 
 
 def test_what_is_asked_for_is_kept() -> None:
@@ -141,7 +142,7 @@ def test_who_feeds_the_gpu_while_others_compute_has_a_core(mode: str) -> None:
     for choice in plan.choices[: plan.offloaded]:
         work = table[choice.primitive].work(choice.shape, choice.variant)
         assert choice.seconds >= (1 - 1e-9) * slower * seconds(work, HOST_RATES)
-    plan.check_runs(WIDE, WITH_GPU, table=(*ON_CPU, *ON_GPU))
+    check_runs(plan, WIDE, WITH_GPU, table=(*ON_CPU, *ON_GPU))
     (alone,) = (kind.best for kind in plan.alternatives if kind.device == "cpu")
     words |= {"mode": None, "rates": HOST_RATES, "host_rates": None}
     of_all = make_plan(WIDE, (20, 12, 9), WITH_GPU, limits, device="cpu", **words)

@@ -25,6 +25,7 @@ from znnpy.planner.memory import reading_bytes, staging_bytes, writing_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.stages import host_stage, last_stage, two_stage_seconds
 from znnpy.planner.tilings import Tiling, all_sizes, all_spaces, tiling_of
+from znnpy.planner.validate import check_runs
 from znnpy.shapes import LayerShape, Vec3
 
 pytestmark = pytest.mark.usefixtures("sublayers_take_no_longer")
@@ -165,7 +166,7 @@ def test_equals_brute_force_at_every_limit(network: Network, mode: str) -> None:
         except NoPlanError:
             assert best == inf, f"nothing at {ram_bytes} and {vram_bytes}"
             continue
-        plan.check_runs(network, WITH_GPU, ram_bytes=ram_bytes, vram_bytes=vram_bytes, table=table)
+        check_runs(plan, network, WITH_GPU, ram_bytes=ram_bytes, vram_bytes=vram_bytes, table=table)
         assert plan.memory.excess(plan.limits) == (0, 0)
         assert plan.seconds >= best * (1 - 1e-9), (ram_bytes, vram_bytes)
         assert plan.seconds <= (1 + 1e-9) * least(known, ram_bytes - slack, vram_bytes - slack, overlaps=overlaps)

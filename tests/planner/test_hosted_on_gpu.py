@@ -18,6 +18,7 @@ from znnpy.network import Conv, Network
 from znnpy.planner import sublayers
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
+from znnpy.planner.validate import check_runs
 
 pytestmark = pytest.mark.usefixtures("sublayers_take_no_longer")
 
@@ -37,7 +38,7 @@ def test_layers_of_the_host_that_a_gpu_computes() -> None:
     names = [tensor.name for tensor in plan.stages[-1].tensors if "host_ram" in tensor.name]
     assert len(names) == 2 * len(lent)
     assert plan.memory.handover == plan.handover_bytes
-    plan.check_runs(WIDE, WITH_GPU, table=(*ON_CPU, *ON_GPU, IN_HOST))
+    check_runs(plan, WIDE, WITH_GPU, table=(*ON_CPU, *ON_GPU, IN_HOST))
     assert Plan.from_json(plan.to_json()) == plan
 
 
@@ -82,5 +83,5 @@ def test_a_real_plan_of_layers_of_the_host() -> None:
     )  # fmt: skip
     lent = [choice for choice in plan.choices[: plan.offloaded] if choice.shape.kind == "conv"]
     assert {choice.primitive for choice in lent} == {"gpu.conv.host_ram"}
-    plan.check_runs(network, WITH_GPU)
+    check_runs(plan, network, WITH_GPU)
     assert Plan.from_json(plan.to_json()) == plan

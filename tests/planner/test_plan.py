@@ -24,6 +24,7 @@ from znnpy.planner.json_file import MOST_BYTES
 from znnpy.planner.layout import Tensor
 from znnpy.planner.memory import StageMemory, reading_bytes, writing_bytes
 from znnpy.planner.plan import FORMAT, Alternative, Choice, Memory, Plan, RunnerUp, Stage
+from znnpy.planner.validate import check_runs
 from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape, Vec3, add, multiply, subtract
 
 COUNT = st.integers(1, 9)
@@ -138,7 +139,7 @@ def test_a_real_plan_survives_and_runs(
         file.write_text(made.to_json())
         read = Plan.load(file)
         assert read == made
-        read.check_runs(of, MACHINE, ram_bytes=made.memory.peak, table=FAKES)
+        check_runs(read, of, MACHINE, ram_bytes=made.memory.peak, table=FAKES)
 
 
 DAMAGED: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
@@ -355,7 +356,7 @@ def test_the_same_columns_for_another_output(
             assert choice == replace(before, executions=parts * steps_of(columns, ahead))
         stages = (replace(made.stages[0], choices=here.choices),)
         assert here == replace(made, output=output, memory=memory, stages=stages, columns=here.columns)
-        here.check_runs(of, MACHINE, table=FAKES)
+        check_runs(here, of, MACHINE, table=FAKES)
         assert here.for_output(made.output, of, made.memory) == made
 
 
@@ -369,7 +370,7 @@ def test_two_layers_in_one_run_from_where_the_second_one_does() -> None:
         here = made.for_output((planes, 6, 5), network, made.memory)
         assert here.cover(network).ahead == 1
         assert [choice.executions for choice in here.choices] == [steps, steps], "none of them ahead of the output"
-        here.check_runs(network, MACHINE, table=FAKES)
+        check_runs(here, network, MACHINE, table=FAKES)
     assert made.for_output(made.output, network, made.memory) == made
 
 
@@ -384,7 +385,7 @@ def test_buffers_of_a_column_that_reads_twice_and_writes_once() -> None:
 def test_runs_that_were_edited_are_counted_again(column: Plan, network: Network) -> None:
     """They are predictions: `check_runs` leaves them, and whoever covers an output counts anew."""
     wrong = replace(column.with_choices(lambda c: replace(c, executions=7 * c.executions)), columns=99)
-    wrong.check_runs(network, MACHINE, table=FAKES)
+    check_runs(wrong, network, MACHINE, table=FAKES)
     assert wrong.for_output(column.output, network, column.memory) == column
 
 

@@ -15,6 +15,7 @@ from znnpy.errors import PlanFileError
 from znnpy.network import Network
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
+from znnpy.planner.validate import check_runs
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def split() -> Plan:
 def refused(plan: Plan, network: Network, said: str, **words: Any) -> None:
     settings: dict[str, Any] = {"machine": MACHINE, "table": FAKES} | words
     with pytest.raises(PlanFileError, match=said):
-        plan.check_runs(network, **settings)
+        check_runs(plan, network, **settings)
 
 
 def test_another_network(plan: Plan, network: Network) -> None:
@@ -88,7 +89,7 @@ EDITED: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
     "another input": (("patch_in", 2), 77, "reads patches of .*x77"),
     "another shape": ((*CHOICES_AT, 0, "shape", "fout"), 7, "entry 0 of the plan is layer 0"),
     "another order": ((*CHOICES_AT, 1, "layers"), [2, 2], "entry 1 .* is layer 2"),
-    "a layer less": ((*CHOICES_AT, 4), ..., "chooses for 4 layers, and the network has 5"),
+    "a layer less": ((*CHOICES_AT, 4), ..., "has choices for 4 layers, and the network has 5"),
     "another kind": ((*CHOICES_AT, 0, "primitive"), "cpu.pool.fragments", "layer 0.* is a conv and runs"),
     "another variant": ((*CHOICES_AT, 0, "variant", "parameters"), [["scale", 3]], "has no variant scale=3"),
     "more images than there are": ((*CHOICES_AT, 0, "shape", "batch"), 2, "gets 1 images, .*no multiple of 2"),
@@ -128,21 +129,21 @@ WALKS: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
 def test_a_hand_edited_plan_of_columns(column: Plan, network: Network, what: str) -> None:
     path, to, said = WALKS[what]
     with pytest.raises(PlanFileError, match=said):
-        Plan.from_json(edited(column, *path, to=to)).check_runs(network, MACHINE, table=FAKES)
+        check_runs(Plan.from_json(edited(column, *path, to=to)), network, MACHINE, table=FAKES)
 
 
 def test_a_column_of_another_length(column: Plan, network: Network) -> None:
     """Steps stay as they are: any whole number of them runs."""
     for planes in (1, 7, 62):
         other = Plan.from_json(edited(column, "column_planes", to=planes))
-        other.check_runs(network, MACHINE, table=FAKES)
+        check_runs(other, network, MACHINE, table=FAKES)
         assert other.for_output(column.output, network, column.memory).columns == 2 * ceil(31 / planes)
 
 
 def test_most_layers_left_out(column: Plan, network: Network) -> None:
     for choices in (1, 2, 3):
         fewer = replace(column, stages=(replace(column.stages[0], choices=column.choices[:choices]),))
-        refused(fewer, network, f"chooses for {choices} layers, and the network has 5|gets 4 images")
+        refused(fewer, network, f"has choices for {choices} layers, and the network has 5|gets 4 images")
 
 
 def taking(plan: Plan, *images: int) -> Plan:
@@ -192,7 +193,7 @@ FUSED: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
         "cpu.conv.slow",
         "0 and 1 .*does not pool into fragments",
     ),
-    "the last left out": ((*CHOICES_AT, 3), ..., "chooses for 4 layers, and the network has 5"),
+    "the last left out": ((*CHOICES_AT, 3), ..., "has choices for 4 layers, and the network has 5"),
 }
 
 
@@ -202,10 +203,10 @@ def test_a_hand_edited_plan_of_two_layers_in_one(network: Network, what: str) ->
     plan = make_plan(
         network, (20, 11, 8), MACHINE, limits(2**30), table=table, rates=RATES, baseline=5000, columns=False
     )
-    plan.check_runs(network, MACHINE, table=table)
+    check_runs(plan, network, MACHINE, table=table)
     path, to, said = FUSED[what]
     with pytest.raises(PlanFileError, match=said):
-        Plan.from_json(edited(plan, *path, to=to)).check_runs(network, MACHINE, table=table)
+        check_runs(Plan.from_json(edited(plan, *path, to=to)), network, MACHINE, table=table)
 
 
 def overlaps(plan: Plan) -> Iterator[tuple[int, int]]:
@@ -225,4 +226,4 @@ def test_no_tensor_may_move_onto_another(plan: Plan, network: Network) -> None:
 
 def test_the_table_is_the_real_one_unless_told(plan: Plan, network: Network) -> None:
     with pytest.raises(PlanFileError, match="which is not here"):
-        plan.check_runs(network, MACHINE)
+        check_runs(plan, network, MACHINE)

@@ -22,6 +22,7 @@ from znnpy.planner.plan import Plan, RunnerUp
 from znnpy.planner.search import make_plan
 from znnpy.planner.tiling_search import SIZES_AT_ONCE
 from znnpy.planner.tilings import axis_sizes, log_spaced, sizes_between
+from znnpy.planner.validate import check_runs
 from znnpy.shapes import LayerShape, Vec3, turned, turned_back
 
 MakeNetwork = Callable[..., Network]
@@ -99,7 +100,7 @@ def test_the_plan_adds_up(
     whole = network.patch_in(plan.patch_out)
     walked = [plan.streams and axis == plan.axis for axis in range(3)]
     assert plan.patch_in == tuple(p if w else n for p, n, w in zip(plan.patch_out, whole, walked, strict=True))
-    plan.check_runs(network, MACHINE, table=FAKES)
+    check_runs(plan, network, MACHINE, table=FAKES)
 
 
 def test_columns_walk_along_the_long_axis(tiny_network: MakeNetwork) -> None:
@@ -150,7 +151,7 @@ def test_every_kind_of_network(tiny_network: MakeNetwork, layers: tuple[Layer, .
     network = tiny_network(*layers)
     plan = planned(network, output, 2**28)
     assert all(p % q == 0 for p, q in zip(plan.patch_out, network.period, strict=True))
-    plan.check_runs(network, MACHINE, table=FAKES)
+    check_runs(plan, network, MACHINE, table=FAKES)
 
 
 def test_only_where_it_applies(tiny_network: MakeNetwork) -> None:
@@ -345,7 +346,7 @@ def test_a_column_takes_no_longer_than_may_be_lost(tiny_network: MakeNetwork, ou
         plan = planned(network, output, AROUND + room, columns=True, rates=CARRYING.scaled(slow, slow))
         steps = ceil(min(plan.column_planes, plan.output[plan.axis]) / plan.patch_out[plan.axis])
         assert steps == 1 or column_seconds(plan, network) <= MAX_COLUMN_SECONDS
-        plan.check_runs(network, MACHINE, table=FAKES)
+        check_runs(plan, network, MACHINE, table=FAKES)
 
 
 def test_columns_are_cut_no_shorter_than_they_must(tiny_network: MakeNetwork) -> None:

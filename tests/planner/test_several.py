@@ -19,6 +19,7 @@ from znnpy.planner.memory import MIB, reading_bytes, staging_bytes, writing_byte
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
 from znnpy.planner.several import plan_for
+from znnpy.planner.validate import check_runs
 from znnpy.shapes import Vec3
 
 TABLE = on_gpu(FAST, POOL, FILTER, MAXOUT)
@@ -72,7 +73,7 @@ def test_columns_for_all(devices: int, columns: bool) -> None:
     whole = sum(choice.executions * choice.seconds for choice in plan.choices)
     rounds = -(-plan.columns // devices)
     assert plan.seconds == pytest.approx(whole * rounds / plan.columns, rel=1e-3), "the edges beside"
-    plan.check_runs(MIXED, WITH_GPU, table=TABLE)
+    check_runs(plan, MIXED, WITH_GPU, table=TABLE)
     assert Plan.from_json(plan.to_json()) == plan
     assert f"{alone.seconds / plan.seconds:.2f} times as fast as one GPU alone" in plan.explain()
 

@@ -36,6 +36,7 @@ from znnpy.patches import Column
 from znnpy.planner import search
 from znnpy.planner.search import make_plan
 from znnpy.planner.tilings import TilingSpace, splits
+from znnpy.planner.validate import check_runs
 from znnpy.run.session import Session
 from znnpy.shapes import Vec3, multiply, turned, turned_back
 from znnpy.volume.array import ArrayVolume
@@ -266,7 +267,7 @@ def test_the_search_makes_columns_and_parts_that_run(axis: int, monkeypatch: pyt
     monkeypatch.setattr(search, "splits", lambda network: [splits(network)[-1]])
     for patch in (network.period, multiply(network.period, (1, 3, 2))):
         plan = make_plan(network, output, MACHINE, Limits(2**32, 2), patch=patch, columns=True)
-        plan.check_runs(network, MACHINE)
+        check_runs(plan, network, MACHINE)
         assert (plan.streams, plan.axis, max(plan.sub_batches)) == (True, axis, prod(network.period))
         assert_dense(ran(plan, net, volume), definition(net, volume))
 

@@ -26,6 +26,7 @@ from znnpy.network import Conv, Network, Pool
 from znnpy.planner.offload import OffloadMode
 from znnpy.planner.plan import Plan, Stage
 from znnpy.planner.search import make_plan
+from znnpy.planner.validate import check_runs
 from znnpy.run import host, pipeline
 from znnpy.run.session import Session
 from znnpy.shapes import turned, turned_back
@@ -222,7 +223,7 @@ def test_what_is_planned_runs(device: EmulatedDevice, mode: OffloadMode, columns
         SMALL, output, WITH_GPU, limits, mode=mode, columns=columns, patch=(4, 4, 5), baseline=0, context=0,
         table=(*ON_CPU, *STAND_INS), only=only,
     )  # fmt: skip
-    plan.check_runs(SMALL, WITH_GPU, table=EVERY)
+    check_runs(plan, SMALL, WITH_GPU, table=EVERY)
     assert [choice.device for choice in plan.choices[: plan.offloaded]].count("gpu") == (mode == "gpu-host")
     assert_dense(ran(plan, net, volume, device), definition(net, volume))
 
@@ -267,4 +268,4 @@ def test_plans_that_no_session_runs() -> None:
     ]
     for words, said in edits:
         with pytest.raises(PlanFileError, match=said):
-            replace(plan, **words).check_runs(SMALL, WITH_GPU, table=EVERY)
+            check_runs(replace(plan, **words), SMALL, WITH_GPU, table=EVERY)

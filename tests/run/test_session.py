@@ -15,6 +15,7 @@ from znnpy.kernels.table import TABLE, find
 from znnpy.machine import Limits, this_machine
 from znnpy.network import Conv, Network, Normalise, Pool
 from znnpy.planner.search import make_plan
+from znnpy.planner.validate import check_runs
 from znnpy.run.session import Session
 from znnpy.trained import TrainedNetwork, load_network
 
@@ -53,7 +54,7 @@ def run_one_patch(trained: TrainedNetwork, table: tuple[Primitive, ...], raw: np
     network = trained.network
     size = network.dense_size(raw.shape[1:])
     plan = make_plan(network, size, this_machine(), Limits(2**32, threads), table=table, patch=size, columns=False)
-    plan.check_runs(network, this_machine())
+    check_runs(plan, network, this_machine())
     pooled = sum(isinstance(layer, Pool) for layer in network.layers)
     alone = any(primitive.kind == "pool" for primitive in table)
     assert len(plan.choices) == len(network.layers) - (0 if alone else pooled)

@@ -26,6 +26,7 @@ from znnpy.planner.memory import Memory, staging_bytes
 from znnpy.planner.plan import FORMAT, Plan, Stage, patch_in
 from znnpy.planner.stages import handover_buffers, stage_needs
 from znnpy.planner.tilings import TilingSpace, fusion_groups, tiling_of
+from znnpy.planner.validate import check_runs
 from znnpy.shapes import LayerShape, Precision, Vec3, fused, turned
 
 WITH_GPU = replace(MACHINE, gpu=EMULATED_GPU)
@@ -201,5 +202,5 @@ def hosted_plan(
         runners_up=(),
         overlap=overlaps,
     ).for_output(output, network, memory)
-    plan.check_runs(network, WITH_GPU, table=EVERY)
+    check_runs(plan, network, WITH_GPU, table=EVERY)
     return plan

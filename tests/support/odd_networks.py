@@ -27,6 +27,7 @@ from znnpy.planner.memory import DeviceKind
 from znnpy.planner.plan import FORMAT, Choice, Memory, Plan, Stage, patch_in
 from znnpy.planner.stages import last_stage
 from znnpy.planner.tilings import TilingSpace, fusion_groups, tiling_of
+from znnpy.planner.validate import check_runs
 from znnpy.run import host, pipeline
 from znnpy.run.session import Session
 from znnpy.shapes import LayerShape, Precision, Vec3, fused, turned
@@ -193,7 +194,7 @@ def planned(
         other=None,
         runners_up=(),
     ).for_output(output, network, memory)
-    plan.check_runs(network, ways.machine, table=ways.table)
+    check_runs(plan, network, ways.machine, table=ways.table)
     return plan
 
 

@@ -27,6 +27,7 @@ from znnpy.planner.memory import (
 )
 from znnpy.planner.plan import AGAIN, Choice, Plan
 from znnpy.planner.search import make_plan
+from znnpy.planner.validate import check_runs
 from znnpy.run.devices import Site
 from znnpy.run.modes import Task, names_on, processor_plans
 from znnpy.shapes import Vec3, text
@@ -172,7 +173,7 @@ def _known_to_run(
         raise PlanFileError(
             f"the plan is of {option('mode', plan.mode)}, which runs on one GPU: leave out {option('gpus')}"
         )
-    plan.check_runs(network, site.machine)  # before its layers and columns are counted for this output
+    check_runs(plan, network, site.machine)  # before its layers and columns are counted for this output
     held = baseline_bytes() + site.later_bytes + source.volume.extra_bytes + result_bytes
     cover = replace(plan, output=source.output).cover(network)
     itemsizes = source.dtype.itemsize, output_dtype.itemsize
@@ -203,7 +204,7 @@ def _known_to_run(
         here = replace(here, cpu_plan=beside, memory=replace(here.memory, cpu_plan=beside.memory.peak))
     ram_bytes = plan.limits.ram_bytes if wishes.ram is None else parse_bytes(wishes.ram)
     vram_bytes = plan.limits.vram_bytes if wishes.vram is None else parse_bytes(wishes.vram)
-    here.check_runs(network, site.machine, ram_bytes=ram_bytes, vram_bytes=vram_bytes)
+    check_runs(here, network, site.machine, ram_bytes=ram_bytes, vram_bytes=vram_bytes)
     site.check_free(here)
     return here
 
@@ -238,7 +239,7 @@ def plan_begun(
                 f"the run began with {option('mode', plan.mode)}, which runs on one GPU; leave out {option('gpus')}"
             )
         plan = replace(plan, memory=replace(plan.memory, devices=devices), single_device_seconds=None)
-        plan.check_runs(network, machine, ram_bytes=plan.limits.ram_bytes)
+        check_runs(plan, network, machine, ram_bytes=plan.limits.ram_bytes)
     except PlanFileError as error:
         raise ResumeError(
             f"the plan that the run began with: {_why(error)}; start again with {option('overwrite', True)}"
