@@ -175,13 +175,13 @@ def test_weights_are_traded_where_they_are_cheapest() -> None:
     """Two layers, room for one set of transformed weights: it goes to the layer that gains more."""
     gains_little = pareto_front([option(10, 0, 5, 0), option(8, 100, 5, 0)])
     gains_much = pareto_front([option(10, 0, 5, 0), option(2, 100, 5, 0)])
-    chosen = fastest_within([gains_little, gains_much], room=110)
+    chosen = fastest_within([gains_little, gains_much], budget=110)
     assert chosen is not None
     assert [o.seconds for o in chosen] == [10.0, 2.0]
 
 
 def test_no_option_no_choice() -> None:
-    assert fastest_within([pareto_front([option(1, 50, 0, 0)])], room=49) is None
+    assert fastest_within([pareto_front([option(1, 50, 0, 0)])], budget=49) is None
     with pytest.raises(ValueError, match="empty"):
         smallest([()])
 
