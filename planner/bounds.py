@@ -90,7 +90,7 @@ class Bounds:
         return [index for index, learnt in enumerate(self._learnt) if planes not in learnt.costs]
 
     def guess(self, shape: Tiling) -> tuple[float, int]:
-        """Guess the seconds for the whole output, and the bytes, with every group at its best so far, without a margin."""
+        """Guess the seconds for the whole output, and the bytes, with every group at its best so far."""
         costs = [learnt.at(shape.patch[0])[0] for learnt in self._learnt]
         seconds = sum(
             seconds_per_voxel * voxels for (seconds_per_voxel, _, _), voxels in zip(costs, shape.voxels, strict=True)

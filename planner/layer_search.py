@@ -212,7 +212,7 @@ class LayerSearch:
         return self._within_room(shape, [known[index] for index in range(len(known))], below)
 
     def _checks_bound(self, number: int) -> bool:
-        """Return whether to check the bound after so many layers: BOUND_CHECKS times at most, and after the last one."""
+        """Return whether to check the bound after so many layers: BOUND_CHECKS times at most, and after the last."""
         count = len(self.space.groups)
         return number % -(-count // BOUND_CHECKS) == 0 or number == count
 
@@ -353,7 +353,7 @@ class LayerSearch:
         return found.memory.excess(self.limits) == (0, 0)
 
     def budget(self, shape: Tiling) -> int:
-        """Return the bytes left for arena, weights, carried planes and allowance; -1 if all else is too much already."""
+        """Return the bytes left for arena, weights, carried planes and allowance; -1 if the rest is too much."""
         around = self.fixed_memory(shape)
         return self.limit - around.device_bytes if around.excess(self.limits) == (0, 0) else -1
 

@@ -81,7 +81,7 @@ class Schemed(Tiling):
     scheme: Scheme = Scheme(1, ())
 
     @property
-    def new(self) -> Vec3:
+    def step_input(self) -> Vec3:
         z, y, x = self.shapes[0].in_shape[1:4]
         return z, y, x
 

@@ -186,7 +186,7 @@ class TilingSearch(LayerSearch):
         return sum(grown.excess(self.limits)), grown.device_bytes
 
     def least(self) -> Solution | int | None:
-        """Return the shape with the smallest need of some small ones; or the index of a layer that no primitive runs."""
+        """Return the smallest need of some small tilings; or the index of a layer that no primitive runs."""
         least: Solution | None = None
         few = self._shapes(_few(self._sizes(None)))
         shapes = sorted(
