@@ -202,7 +202,7 @@ class Maker:
             axis=recipe.axis,
             column_planes=recipe.column,
             choices=tuple(self._choice(shape, *step) for step in steps),
-            tensor_bytes=tensors,
+            tensors=tensors,
             memory=memory,
             columns=len(shape.cover),
             other=None,
