@@ -162,7 +162,7 @@ def test_the_processor_takes_what_fills_no_column_of_the_gpu() -> None:
     its = on("cpu", 1.0, MIXED)(SMALL, LITTLE)
     rests = set()
     for width in _widths(gpu, (2, 2, 2), 0.05 * prod(gpu.output)):
-        both = replace(gpu, beside=replace(its, patch_out=width), memory=replace(gpu.memory, beside=1))
+        both = replace(gpu, cpu_plan=replace(its, patch_out=width), memory=replace(gpu.memory, cpu_plan=1))
         for axis in {0, 1, 2} - {both.axis}:
             first, *others, last = both.cells.sizes(axis)
             assert first == width[axis]
