@@ -189,7 +189,7 @@ def test_runners_up_say_why(plan: Plan) -> None:
     speed = plan.voxels_per_second
     others = (
         runner_up((60, 50, 40), 1.5 * speed, 3 * 2**20),
-        runner_up((30, 50, 40), 0.75 * speed, axis=2, column=40),
+        runner_up((30, 50, 40), 0.75 * speed, axis=2, column_planes=40),
         runner_up((20, 50, 40), speed, sub_batches=(1, 1, 4)),
     )
     said = words(replace(plan, runners_up=others))
