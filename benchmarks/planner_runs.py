@@ -193,7 +193,7 @@ def plan(request: Facts) -> Facts:
 def facts_of(made: Any) -> Facts:
     """Return what `planner.py` needs to know of a `znnpy.Plan`; `decisions` are the same where two plans run alike."""
     primitives = [choice.primitive for choice in made.choices]
-    sizes: Facts = {"patch_out": made.patch_out, "axis": made.axis, "column": made.column}
+    sizes: Facts = {"patch_out": made.patch_out, "axis": made.axis, "column": made.column_planes}
     ways = [f"{choice.primitive} {choice.variant} {choice.shape.batch}" for choice in made.choices]
     return {
         "plan": made.to_json(),

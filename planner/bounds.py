@@ -1,4 +1,4 @@
-"""What patch shapes not yet worked out can reach at best, from what the layers of others reached."""
+"""Optimistic bounds on tilings not yet worked out, from what the layers of other tilings reached."""
 
 from __future__ import annotations
 
@@ -11,111 +11,116 @@ from typing import Any
 from znnpy.planner.pareto import ParetoFront, knapsack_bound, least_cost
 from znnpy.planner.tilings import Tiling, TilingSpace
 
-FASTER = 0.98  # assumed: per voxel no layer needs less time than this share of the least seen so far
-LEANER = 0.9  # nor less of the arena, or of prepared weights
+FASTER = 0.98  # assumed: no layer takes less time per voxel than this share of the least seen so far
+LEANER = 0.9  # assumed: nor less of the arena or of prepared weights
 
-# Seconds per voxel computed, bytes of weights, bytes of the arena per byte of input and output: fastest first, none
-# worse in all of them.
+# Seconds per voxel computed, bytes of weights, and bytes of the arena per byte of input and output: non-dominated,
+# fastest first.
 UnitCosts = list[tuple[float, int, float]]
-Needs = list[tuple[float, int, int]]  # seconds, bytes that stay, bytes of the arena of one span: fastest first
-UnitCostsByGroup = Mapping[int, UnitCosts]  # by some spans of a shape
+Needs = list[tuple[float, int, int]]  # seconds, resident bytes and arena bytes of one group: fastest first
+UnitCostsByGroup = Mapping[int, UnitCosts]  # of some groups of a tiling
 NONE_KNOWN: Mapping[int, Any] = {}
 
 
 @dataclass
 class _GroupCosts:
-    """What one span of layers reached in the shapes seen so far."""
+    """What one group reached in the tilings seen so far."""
 
-    paces: dict[int, UnitCosts] = field(default_factory=dict)  # by planes of a step
+    costs: dict[int, UnitCosts] = field(default_factory=dict)  # by planes of a step
     leanest: float = inf  # least bytes of the arena per byte of input and output
 
     def at(self, planes: int) -> UnitCosts:
-        """The paces of steps that are as thick, or the next thicker that were seen: thin steps are no faster."""
-        thicker = [seen for seen in self.paces if seen >= planes]
-        return self.paces[min(thicker)] if thicker else [(0.0, 0, 0.0)]
+        """Return the costs in steps as thick, or in the next thicker ones seen: thin steps are no faster."""
+        thicker = [seen for seen in self.costs if seen >= planes]
+        return self.costs[min(thicker)] if thicker else [(0.0, 0, 0.0)]
 
 
 class Bounds:
-    """Assumed lower bounds on the time of the shapes of a space; they get better with every shape learnt from."""
+    """Assumed lower bounds on the time of the tilings of a space; each tiling learnt from improves them."""
 
     def __init__(self, space: TilingSpace) -> None:
         self._learnt = [_GroupCosts() for _ in space.groups]
-        self._best: dict[int, list[float]] = {}  # least seconds per voxel, by planes of a step, as known now
+        self._best: dict[int, list[float]] = {}  # least known seconds per voxel, by planes of a step
 
-    def learn(self, shape: Tiling, span: int, options: ParetoFront) -> None:
-        """Remember what the options of one span reach; where there are none, that nothing does."""
-        learnt = self._learnt[span]
+    def learn(self, shape: Tiling, group: int, options: ParetoFront) -> None:
+        """Remember what the options of one group reach, or that it has none."""
+        learnt = self._learnt[group]
         self._best.clear()
         if not options:
-            learnt.paces[shape.patch[0]] = [(inf, 0, 0.0)]
+            learnt.costs[shape.patch[0]] = [(inf, 0, 0.0)]
             return
-        found, planes = unit_costs(shape, span, options), shape.patch[0]
+        found, planes = unit_costs(shape, group, options), shape.patch[0]
         learnt.leanest = min(learnt.leanest, *(lean for _, _, lean in found))
-        learnt.paces[planes] = _undominated(found + learnt.paces.get(planes, []))
+        learnt.costs[planes] = _undominated(found + learnt.costs.get(planes, []))
 
     def needs(self, shape: Tiling, whole: UnitCostsByGroup = NONE_KNOWN) -> list[Needs]:
-        """What the options of every span need at least.
+        """Return what the options of every group need at least.
 
-        Spans in `whole` count as fast as the same shape undivided, of which it is a split; the others at the best pace
-        seen so far, less what FASTER and LEANER allow.
+        Groups in `whole` count as fast as in the undivided tiling that `shape` is a split of; the others count at the
+        best costs seen so far, lowered by FASTER and LEANER.
         """
         found = []
         for index, learnt in enumerate(self._learnt):
             voxels, carried, under = shape.voxels[index], shape.carries[index], shape.live_elsewhere[index]
             moved = LEANER * shape.io_bytes(index)
-            faster, paces = (1.0, whole[index]) if index in whole else (FASTER, learnt.at(shape.patch[0]))
+            faster, costs = (1.0, whole[index]) if index in whole else (FASTER, learnt.at(shape.patch[0]))
             found.append(
                 [
-                    (faster * pace * voxels, carried + int(LEANER * resident), under + int(lean * moved))
-                    for pace, resident, lean in paces
+                    (faster * seconds_per_voxel * voxels, carried + int(LEANER * resident), under + int(lean * moved))
+                    for seconds_per_voxel, resident, lean in costs
                 ]
             )
         return found
 
-    def lower_bound(self, planes: int, voxels: Sequence[int], paces: Mapping[int, float] = NONE_KNOWN) -> float:
-        """The least seconds for so many voxels of each span in steps of so many planes, however much memory there is.
+    def lower_bound(self, planes: int, voxels: Sequence[int], costs: Mapping[int, float] = NONE_KNOWN) -> float:
+        """Return the least seconds for so many voxels of each group in steps of so many planes, in any memory.
 
-        As far as FASTER is right; spans in `paces` take so many seconds per voxel.
+        It is a bound if FASTER holds. Groups in `costs` take that many seconds per voxel.
         """
         best = self._best.get(planes)
         if best is None:
             best = self._best[planes] = [FASTER * learnt.at(planes)[0][0] for learnt in self._learnt]
-        return sum(count * paces.get(index, pace) for index, (pace, count) in enumerate(zip(best, voxels, strict=True)))
+        return sum(
+            count * costs.get(index, seconds_per_voxel)
+            for index, (seconds_per_voxel, count) in enumerate(zip(best, voxels, strict=True))
+        )
 
     def unknown(self, planes: int) -> list[int]:
-        """Spans of which no step as thick was learnt from."""
-        return [index for index, learnt in enumerate(self._learnt) if planes not in learnt.paces]
+        """Return the groups with nothing learnt from steps as thick."""
+        return [index for index, learnt in enumerate(self._learnt) if planes not in learnt.costs]
 
     def guess(self, shape: Tiling) -> tuple[float, int]:
-        """Seconds for the whole output, and bytes, with every span at its best pace so far: no bound, a guess."""
-        paces = [learnt.at(shape.patch[0])[0] for learnt in self._learnt]
-        seconds = sum(pace * voxels for (pace, _, _), voxels in zip(paces, shape.voxels, strict=True))
+        """Guess the seconds for the whole output, and the bytes, with every group at its best so far."""
+        costs = [learnt.at(shape.patch[0])[0] for learnt in self._learnt]
+        seconds = sum(
+            seconds_per_voxel * voxels for (seconds_per_voxel, _, _), voxels in zip(costs, shape.voxels, strict=True)
+        )
         arena = max(
             shape.live_elsewhere[index] + learnt.leanest * shape.io_bytes(index)
             for index, learnt in enumerate(self._learnt)
         )
-        return seconds, int(arena) + sum(shape.carries) + sum(resident for _, resident, _ in paces)
+        return seconds, int(arena) + sum(shape.carries) + sum(resident for _, resident, _ in costs)
 
 
 def needs_of(options: ParetoFront) -> Needs:
-    """What the options of one span need."""
+    """Return what the options of one group need."""
     return [(o.seconds, o.resident, o.arena_bytes) for o in options]
 
 
-def least_seconds(spans: Sequence[Needs], room: int, enough: float = inf) -> float:
-    """A lower bound on the seconds of one option per span within `room` bytes; infinite when nothing fits.
+def least_seconds(groups: Sequence[Needs], budget: int, enough: float = inf) -> float:
+    """Return a lower bound on the seconds of one option per group within `budget` bytes; infinite if nothing fits.
 
-    What finds no room for its arena and weights beside the least weights of the others does not count.
+    Options whose arena and weights do not fit beside the least weights of the others are ignored.
 
-    enough  a bound that is no less is as good as any
+    enough  stop at a bound that is no less
     """
-    fastest = [needs[0] for needs in spans]
-    if sum([resident for _, resident, _ in fastest]) + max([arena for _, _, arena in fastest]) <= room:
+    fastest = [needs[0] for needs in groups]
+    if sum([resident for _, resident, _ in fastest]) + max([arena for _, _, arena in fastest]) <= budget:
         return sum([seconds for seconds, _, _ in fastest])
-    least = [min([resident for _, resident, _ in needs]) for needs in spans]
-    spare = room - sum(least)  # for the arena, and for weights beyond the least
+    least = [min([resident for _, resident, _ in needs]) for needs in groups]
+    spare = budget - sum(least)  # for the arena, and for weights beyond the least
     pairs, live = [], 0
-    for needs, light in zip(spans, least, strict=True):
+    for needs, light in zip(groups, least, strict=True):
         most, leanest, kept = spare + light, inf, list[tuple[float, int]]()
         for seconds, resident, arena in needs:
             if arena + resident <= most:
@@ -127,37 +132,37 @@ def least_seconds(spans: Sequence[Needs], room: int, enough: float = inf) -> flo
             return inf
         pairs.append(kept)
         live = max(live, int(leanest))
-    return knapsack_bound(pairs, room - live, enough)
+    return knapsack_bound(pairs, budget - live, enough)
 
 
-def least_priced(spans: Sequence[Needs], price: float) -> float:
-    """The least seconds of one option per span where every byte of weights and of the arena adds `price` seconds.
+def least_priced(groups: Sequence[Needs], price: float) -> float:
+    """Return the least seconds of one option per group, each byte of weights and of the arena adding `price` seconds.
 
-    The arena is as large as the largest of the options' arenas. Exact, but that all bytes find room.
+    The arena is the largest of the options' arenas. This is exact if memory is unlimited.
     """
     costs = (
-        (arena, span, seconds + price * resident)
-        for span, needs in enumerate(spans)
+        (arena, group, seconds + price * resident)
+        for group, needs in enumerate(groups)
         for seconds, resident, arena in needs
     )
-    return least_cost(costs, len(spans), price)[0]
+    return least_cost(costs, len(groups), price)[0]
 
 
-def unit_costs(shape: Tiling, span: int, options: ParetoFront) -> UnitCosts:
-    """What the options of one span reach."""
-    voxels, carried = shape.voxels[span], shape.carries[span]
-    under, moved = shape.live_elsewhere[span], shape.io_bytes(span)
+def unit_costs(shape: Tiling, group: int, options: ParetoFront) -> UnitCosts:
+    """Return what the options of one group reach, per voxel and per byte."""
+    voxels, carried = shape.voxels[group], shape.carries[group]
+    under, moved = shape.live_elsewhere[group], shape.io_bytes(group)
     return [(o.seconds / voxels, o.resident - carried, (o.arena_bytes - under) / moved) for o in options]
 
 
-def _undominated(paces: UnitCosts) -> UnitCosts:
-    """Those that no other beats, fastest first."""
+def _undominated(costs: UnitCosts) -> UnitCosts:
+    """Return the non-dominated costs, fastest first."""
     kept: UnitCosts = []
-    steps: list[tuple[int, float]] = []  # of those, what no other beats in memory: the more stays, the leaner the arena
-    for pace, resident, lean in sorted(paces):
+    steps: list[tuple[int, float]] = []  # the non-dominated ones in memory: more resident bytes, a leaner arena
+    for seconds_per_voxel, resident, lean in sorted(costs):
         at = bisect_right(steps, (resident, inf))
         if not at or steps[at - 1][1] > lean:
-            kept.append((pace, resident, lean))
+            kept.append((seconds_per_voxel, resident, lean))
             beaten = sum(other >= lean for _, other in steps[at:])  # the next ones
             steps[at : at + beaten] = [(resident, lean)]
     return kept

@@ -1,6 +1,6 @@
-"""What a processor and GPUs side by side are predicted to compute of an output, cell by cell.
+"""Prediction of how a processor and GPUs share an output, cell by cell.
 
-The processor takes cells from the front, those behind each other as one column; GPUs all others (`run.shares.Cells`).
+The processor takes cells from the front, consecutive ones as one column; GPUs take the others (`run.shares.Cells`).
 """
 
 from __future__ import annotations
@@ -16,55 +16,56 @@ SLOWDOWNS = (
     1.0,
     1.1,
     1.25,
-)  # of a processor beside a GPU: seconds for one predicted; 0.84 to 1.24 on two machines
+)  # of a processor beside GPUs, against the prediction; 0.84 to 1.24 on two machines
 
 
-def seconds(plan: Plan, pace: float = 1.0) -> float:
-    """Until both are done, where the processor takes `pace` times as long as predicted.
+def seconds(plan: Plan, slowdown: float = 1.0) -> float:
+    """Return the seconds until both are done, if the processor takes `slowdown` times as long as predicted.
 
-    It begins a first cell as planned; how many more it takes is seen when that is done. A GPU that is done before it
-    waits for as long as it takes for the processor's last cell, and then computes that itself.
+    It begins a first cell as planned; how many more it takes is decided when that is done. A GPU that finishes earlier
+    waits for as long as the processor's last cell takes a GPU, and then computes that cell itself.
     """
-    return _seconds(plan, pace, cpu_items(plan))
+    return _seconds(plan, slowdown, cpu_items(plan))
 
 
 def expected_seconds(plan: Plan) -> float:
-    """The same on average of what a processor beside a GPU may take."""
+    """Return the mean of these seconds over the slowdowns that a processor may have."""
     planned = cpu_items(plan)
-    return fmean(_seconds(plan, pace, planned) for pace in SLOWDOWNS)
+    return fmean(_seconds(plan, slowdown, planned) for slowdown in SLOWDOWNS)
 
 
-def _seconds(plan: Plan, pace: float, planned: int) -> float:
-    """planned  cells that are the processor's if it is as fast as predicted"""
+def _seconds(plan: Plan, slowdown: float, planned: int) -> float:
+    """Return the seconds until both are done; `planned` cells are the processor's if it is as fast as predicted."""
     if not planned:
         return gpu_seconds(plan, 0)
-    count = planned if pace == 1 else max(1, cpu_items(plan, pace))
-    others, own = gpu_seconds(plan, count), pace * cpu_seconds(plan, count)
+    count = planned if slowdown == 1 else max(1, cpu_items(plan, slowdown))
+    others, own = gpu_seconds(plan, count), slowdown * cpu_seconds(plan, count)
     waits = sum(gpu_item_seconds(plan))
     return max(others, own) if own <= others + waits else others + 2 * waits
 
 
-def cpu_items(plan: Plan, pace: float = 1.0) -> int:
-    """Cells that the processor computes: it begins none that GPUs, with all that is left, are done with before it.
+def cpu_items(plan: Plan, slowdown: float = 1.0) -> int:
+    """Return the number of cells that the processor computes.
 
-    Nor the last one, which a GPU has from the start.
+    It begins no cell that the GPUs, with everything left, would finish before it, and never the last one, which a GPU
+    has from the start.
     """
 
     def in_vain(count: int) -> bool:
-        return pace * cpu_seconds(plan, count) >= gpu_seconds(plan, count - 1)
+        return slowdown * cpu_seconds(plan, count) >= gpu_seconds(plan, count - 1)
 
     return bisect_left(range(1, len(plan.cells)), True, key=in_vain)
 
 
 def cpu_seconds(plan: Plan, count: int) -> float:
-    """Of the processor for so many cells: it goes on from one to the next until the output ends."""
+    """Return the processor's seconds for so many cells; it streams from one to the next until the output ends."""
     assert plan.cpu_plan is not None, "only side by side"
     columns = -(-count // plan.cells.counts[plan.axis])
     return count * plan.cpu_plan.seconds_per_step + columns * plan.cpu_plan.seconds_to_begin
 
 
 def gpu_seconds(plan: Plan, count: int) -> float:
-    """Of GPUs for all but so many cells; each takes whole ones."""
+    """Return the GPUs' seconds for all but so many cells; each takes whole ones."""
     long, left = plan.cells.counts[plan.axis], len(plan.cells) - count
     if not left:
         return 0.0
@@ -79,7 +80,7 @@ def gpu_seconds(plan: Plan, count: int) -> float:
 
 
 def cpu_share(plan: Plan) -> float:
-    """Of the output that the processor is to compute."""
+    """Return the share of the output that the processor is to compute."""
     rows, row = (plan.cells.sizes(i) for i in _across(plan))
     stacks, long = [a * b for a in rows for b in row], plan.cells.sizes(plan.axis)
     whole, cut = divmod(plan.cpu_items, len(long))
@@ -88,24 +89,24 @@ def cpu_share(plan: Plan) -> float:
 
 
 def gpu_item_seconds(plan: Plan) -> tuple[float, float]:
-    """Seconds of a GPU alone, in the first stack: those for a run of cells to begin, and for each of them."""
+    """Return a GPU's seconds in the first stack: to begin a run of cells, and for each cell."""
     columns, axis = _columns_per_stack(plan)[0], plan.axis
     steps = plan.cells.patch[axis] // plan.patch_out[axis]
     return columns * plan.seconds_to_begin, columns * steps * plan.seconds_per_step
 
 
 def _column_count(plan: Plan) -> int:
-    """Columns, or patches behind each other, of a GPU's plan without cells."""
+    """Return the number of columns, or stacks of patches, of a GPU's plan without cells."""
     return prod(ceil(plan.output[i] / plan.patch_out[i]) for i in _across(plan))
 
 
 def _columns_per_stack(plan: Plan) -> list[int]:
-    """The same of each stack of cells."""
+    """Return the number of GPU columns in each stack of cells."""
     rows, row = ([ceil(size / plan.patch_out[i]) for size in plan.cells.sizes(i)] for i in _across(plan))
     return [a * b for a in rows for b in row]
 
 
 def _across(plan: Plan) -> tuple[int, int]:
-    """The axes that it does not walk along."""
+    """Return the two axes across the columns."""
     a, b = (i for i in range(3) if i != plan.axis)
     return a, b

@@ -1,16 +1,16 @@
 """Seconds of a layer: its work, stage by stage, divided by the rates of the machine; or measured there.
 
-Rates are assumed where nothing was measured. Those of CPUs were fitted on 2 cores of a Zen 5 processor with AVX-512 and
+Rates are assumed if nothing was measured. Those of CPUs were fitted on 2 cores of a Zen 5 processor with AVX-512 and
 2 threads (2026-11-20: 27 runs of convolutions, 1 to 80 maps, k = 3 to 9, within 40 %, most within 20 %; 20 of poolings,
 max-filters and maxouts, windows of 2 to 5, within a factor of 1.5), and are scaled by threads and by the width of the
 vector instructions. Those of GPUs are what an H200 reached, scaled by what a card says of itself. Ratios between
 primitives hold better than the seconds do.
 
-Where a machine was measured, its primitives have a factor for each size of a layer too, in seconds as the rates give
-them: small layers stay in caches, or wait for each other. What was measured of one layer corrects the estimate of that
+On a measured machine primitives also have a factor for each size of a layer (its seconds as the rates give them): small
+layers stay in caches, or wait for each other. What was measured of one layer corrects the estimate of that
 layer at every size: the layer's own speed counts there, between two sizes that were measured the speeds of both, beyond
-them as all variants of the layer go on (`size_trend.Trend`), and the primitive's work says how it grows. It corrects the
-primitive's other variants too, and less surely its other layers, as far as these were not measured themselves.
+them as all variants of the layer go on (`size_trend.Trend`), and the primitive's work says how it grows. It corrects
+the primitive's other variants too, and less surely its other layers, as far as these were not measured themselves.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     from znnpy.planner.memory import DeviceKind
     from znnpy.shapes import LayerShape
 
-_THREADS = 2  # of the run that the CPU rates come from
+_THREADS = 2  # threads of the runs that the CPU rates come from
 _SHARED = 0.8  # traffic grows with threads to this power: 14 GB/s of copies with 1 thread, 25 with 2
 # 16 lanes, 8, and 4 with no fused multiply-add
 _FLOPS_OF_AVX512 = {"avx512": 1.0, "avx2": 0.5, "other": 0.125}
 
 
-LONGEST_SIZE = 1.0  # seconds, from which on layers that were measured are alike
-NEAR = log(1.5)  # between sizes that are about the same
-OPTIMISM_AT_OTHER_SIZES = 0.25  # of a hope, by its logarithm, what is left where a layer was measured at other sizes
+LONGEST_SIZE = 1.0  # seconds from which on measured layers count as equally large
+NEAR = log(1.5)  # log of the ratio below which two sizes count as the same
+OPTIMISM_AT_OTHER_SIZES = 0.25  # exponent of the optimism for layers measured at other sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +61,9 @@ CPU_RATES: Mapping[Unit, Rate] = {
     "lane_fft": Rate(flops=300e9, nbytes=40e9),
     "lane_stream": Rate(flops=500e9, nbytes=42e9),
 }
-CPU_FIRST_TOUCH = 2.0**30  # assumed bytes per second of new memory: a virtual machine asks its host for each page
+CPU_FIRST_TOUCH = 2.0**30  # assumed bytes per second of first writes: a virtual machine asks its host for each page
 CPU_STAGE_SECONDS = 5e-5  # to hand one stage to the threads and to wait for the last of them
-# Of kernels whose results no card has shown yet: too slow to be chosen, or measured, unless `only` asks for them.
+# Rate of kernels not yet proven on any card: too slow to be chosen or measured, unless `only` asks for them.
 UNPROVEN = Rate(flops=0.5e12, nbytes=0.5e12)
 # Of an H200: 132 multiprocessors, 4.8 TB/s. The fused tiled FFT's were fitted to runs of 80 to 80 maps, of which
 # benchmarks/results/layers-nvidia-h200-2026-11-21.json keeps k = 2, 3, 5 and 7, and layers_k9-.. 9; those of
@@ -95,7 +95,7 @@ GPU_RATES: Mapping[Unit, Rate] = {
     "gpu_link": Rate(flops=25e12, nbytes=50e9),
 }
 UNPROVEN_UNITS = frozenset(unit for unit, rate in GPU_RATES.items() if rate == UNPROVEN)
-GPU_STAGE_SECONDS = 3e-5  # to queue a kernel from Python, which is what short ones wait for (2026-11-21: 35 to 50 µs)
+GPU_STAGE_SECONDS = 3e-5  # to queue a kernel from Python, which short kernels wait for (2026-11-21: 35 to 50 µs)
 _EDGE_BYTES = 5e9  # assumed, per second: one thread's copies to and from page-locked buffers
 _H200_MULTIPROCESSORS, _H200_BANDWIDTH = 132, 4.8e12
 # Of one multiprocessor against one of an H200, by capability: arithmetic in float32, and on tensor cores.
@@ -120,12 +120,12 @@ _TENSOR: frozenset[Unit] = frozenset(
 )
 
 
-LayerGroup = tuple[object, ...]  # what a measurement is of, but for the variant
+LayerGroup = tuple[object, ...]  # a `LayerKey` without its variant
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKey:
-    """One layer of one network as measured: what fixes its speed but for its size. Axes may be turned."""
+    """Everything that determines the speed of a layer except its size. Axes are interchangeable."""
 
     primitive: str
     version: int
@@ -139,22 +139,22 @@ class LayerKey:
 
     @property
     def method(self) -> LayerKey:
-        """The same without what its variant counts: how much it does at a time."""
+        """The same key without the counts in its variant, such as how much is done at a time."""
         kept = tuple((name, value) for name, value in self.variant.parameters if not isinstance(value, int))
         return replace(self, variant=Variant(kept))
 
     @property
     def layer(self) -> LayerGroup:
-        """All but the variant."""
+        """The key without the variant."""
         return (
             self.primitive, self.version, self.precision, self.kind, self.maps, self.window, self.pool, self.activation
         )  # fmt: skip
 
     def similarity(self, other: LayerKey) -> tuple[int, float, int] | None:
-        """How much a measurement of one says of the other; None: nothing.
+        """Return how much a measurement of this key says about `other`, as a sortable rank; None: nothing.
 
-        First counts that it is the same layer, then how many words are equal, and which part of sizes (a tile that
-        differs along one axis is more like it than one that differs along all), then how many counts are.
+        The same layer ranks first, then the number of equal names plus the share of equal sizes (a tile that differs
+        along one axis is closer than one that differs along all), then the number of equal counts.
         """
         mine, its = (self.primitive, self.version, self.precision), (other.primitive, other.version, other.precision)
         if mine != its:
@@ -172,7 +172,7 @@ class LayerKey:
 
 
 def layer_key(primitive: Primitive, shape: LayerShape, variant: Variant) -> LayerKey:
-    """What a measurement of `primitive` on `shape` says something of."""
+    """Return the key of a measurement of `primitive` on `shape`."""
     pool: tuple[int, ...] = ()
     activation = ""
     window: tuple[int, ...]
@@ -199,16 +199,16 @@ def layer_key(primitive: Primitive, shape: LayerShape, variant: Variant) -> Laye
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Speed of a machine with a given number of threads, or of a GPU: per kind of unit, and of layers measured there.
+    """Speed of a machine with a number of threads, or of a GPU: per kind of unit, and of layers measured there.
 
-    fitted    units whose rates were fitted to runs on the machine; of the others they are assumed
-    by_size   primitives that were measured, by their names and precision: factors on their seconds at SIZES
-    measured  of each layer, sizes in seconds as the rates give them, ascending, and the factors measured there
-    refused   layers, of any variant, that a primitive would not run when it was to be measured, and its words
-    hope      factor on the seconds of layers that were not measured at about their size: below 1, what they may take
-    slower    factor on all seconds: fewer threads compute than did when it was measured
-    touching  bytes per second at which new memory is written to for the first time; inf: this takes no time
-    touching_measured  on the machine; else it is assumed
+    fitted    units whose rates were fitted to runs on the machine; the others are assumed
+    by_size   for each measured primitive and precision, factors on its seconds at SIZES
+    measured  for each layer, sizes (seconds as the rates give them), ascending, and the factors measured there
+    refused   layers, of any variant, that a primitive refused to run when measured, with its message
+    optimism  factor, at most 1, on the seconds of layers not measured at about their size
+    slowdown  factor on all seconds: fewer threads compute than when it was measured
+    first_touch  bytes per second of the first write to new memory; inf: it takes no time
+    first_touch_measured  whether that was measured on the machine; else it is assumed
     """
 
     units: Mapping[Unit, Rate] = field(default_factory=lambda: CPU_RATES)
@@ -232,27 +232,27 @@ class Rates:
 
     @property
     def copy_bandwidth(self) -> float:
-        """Bytes per second, read and written together, of planes that are kept from step to step."""
+        """Bytes per second, read and written together, of copying carried planes."""
         return self.of("gpu_stream" if "gpu_stream" in self.units else "copy").nbytes / self.slowdown
 
     def scaled(self, flops: float, nbytes: float) -> Rates:
-        """All rates multiplied."""
+        """Return these rates with arithmetic and traffic multiplied."""
         return replace(self, units={unit: rate.times(flops, nbytes) for unit, rate in self.units.items()})
 
     def slowed(self, by: float) -> Rates:
-        """All seconds multiplied."""
+        """Return these rates with all seconds multiplied."""
         return replace(self, slowdown=self.slowdown * by)
 
     def replaced(self, **units: Rate) -> Rates:
-        """With other rates for some units."""
+        """Return these rates with others for some units."""
         return replace(self, units={unit: units.get(unit, rate) for unit, rate in self.units.items()})
 
     def all_fitted(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> bool:
-        """All units that it works with were measured."""
+        """Return whether the rates of all units that it works with were measured."""
         return all(work.unit in self.fitted for work in primitive.work(shape, variant))
 
     def seconds(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> float:
-        """Of one run of `shape`: as measured where that was done, or something like it, else as the rates have it."""
+        """Return the seconds of one run of `shape`, from measurements of it or of similar layers, else from rates."""
         if not self.measured and not self.by_size and self.optimism == 1:
             return self.slowdown * seconds(primitive.work(shape, variant), self)
         between, working = self._estimate(primitive, shape, variant)
@@ -263,7 +263,7 @@ class Rates:
         return self.slowdown * (between + hope * self._factor(wanted, working) * working)
 
     def _estimate(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> tuple[float, float]:
-        """As rates and sizes have it: what its stages take to begin, and to work."""
+        """Return the estimated seconds that the stages take to begin, and those that they work."""
         work = primitive.work(shape, variant)
         between = len(work) * self.stage_seconds
         working = seconds(work, self) - between
@@ -273,7 +273,7 @@ class Rates:
         return between, working * interpolated(factors, working)
 
     def _factor(self, wanted: LayerKey, size: float) -> float:
-        """That of the case itself, or the mean of those that are most like it; 1 where none is."""
+        """Return the factor of the key itself, or the mean over the most similar ones; 1 if there is none."""
         known = self.measured.get(wanted)
         if known is not None:
             return self._trend(wanted).at(known, size)
@@ -288,14 +288,14 @@ class Rates:
         return geometric_mean([trend.at(sizes, size) for sizes, trend in found]) if found else 1.0
 
     def _of_primitive(self, wanted: LayerKey) -> Sequence[LayerKey]:
-        """Layers that were measured with the same primitive, in the same precision: the others say nothing."""
+        """Return the measured keys of the same primitive and precision; others say nothing."""
         if not self._kin:
             for other in self.measured:
                 self._kin.setdefault(other.layer[:3], []).append(other)
         return self._kin.get(wanted.layer[:3], ())
 
     def _trend(self, of: LayerKey) -> Trend:
-        """That of a layer that was measured, all its variants together."""
+        """Return the trend of a measured layer, from all its variants."""
         layer = of.layer
         found = self._trends.get(layer)
         if found is None:
@@ -304,11 +304,11 @@ class Rates:
         return found
 
     def was_measured(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> bool:
-        """The layer was measured with this very variant."""
+        """Return whether the layer was measured with this very variant."""
         return layer_key(primitive, shape, variant) in self.measured
 
     def was_measured_near(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> bool:
-        """The layer was measured with this very variant at about this size."""
+        """Return whether the layer was measured with this very variant at about this size."""
         return self._near(layer_key(primitive, shape, variant), self._estimate(primitive, shape, variant)[1])
 
     def _near(self, wanted: LayerKey, size: float) -> bool:
@@ -316,33 +316,33 @@ class Rates:
         return any(abs(log(min(size, LONGEST_SIZE) / min(other, LONGEST_SIZE))) <= NEAR for other, _ in known)
 
     def why_not(self, primitive: Primitive, shape: LayerShape) -> str | None:
-        """What the machine said when it refused to run the layer so; None where it did not."""
+        """Return the machine's message when it refused to run the layer; None if it did not."""
         return self.refused.get(layer_key(primitive, shape, Variant(()))) if self.refused else None
 
     def measured_similar(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> bool:
-        """The layer was measured with a variant that differs from this one in nothing but counts."""
+        """Return whether the layer was measured with this variant or one that differs only in counts."""
         wanted = layer_key(primitive, shape, variant)
         return any(known.method == wanted.method for known in self.measured)
 
     def with_measurement(self, primitive: Primitive, shape: LayerShape, variant: Variant, spent: float) -> Rates:
-        """With a measurement: `spent` seconds for one run of `shape`, whose stages are there to be started at once."""
+        """Return these rates with a measurement: `spent` seconds of one run of `shape`, with no wait between stages."""
         of, (_, size) = layer_key(primitive, shape, variant), self._estimate(primitive, shape, variant)
         others = [(other, factor) for other, factor in self.measured.get(of, ()) if other != size]
         here = size, spent / self.slowdown / size
         return replace(self, measured={**self.measured, of: tuple(sorted([*others, here]))})
 
     def with_refusal(self, primitive: Primitive, shape: LayerShape, reason: str) -> Rates:
-        """With a layer that the machine does not run so."""
+        """Return these rates with a layer that the machine refuses to run."""
         return replace(self, refused={**self.refused, layer_key(primitive, shape, Variant(())): reason})
 
 
 def method(primitive: Primitive, shape: LayerShape) -> str:
-    """Whose seconds have factors by size: a primitive in one precision, as "cpu.conv.direct fp32"."""
+    """Return the name that factors by size are kept under, as "cpu.conv.direct fp32"."""
     return f"{primitive.name} {shape.precision}"
 
 
 def assumed_rates(machine: Machine, threads: int, device: DeviceKind = "cpu") -> Rates:
-    """Rates of a machine, or of its GPU, that was not measured.
+    """Return the rates of a machine, or of its GPU, that was not measured.
 
     On a CPU arithmetic grows with the threads, up to the cores; memory traffic less, as cores share the memory.
     """
@@ -357,7 +357,7 @@ def assumed_rates(machine: Machine, threads: int, device: DeviceKind = "cpu") ->
 
 
 def _gpu_rates(gpu: Gpu) -> Rates:
-    """By multiprocessors and what one of them does, and by the bandwidth of the memory."""
+    """Scale an H200's rates by multiprocessors and their speed, and by memory bandwidth."""
     size, nbytes = gpu.multiprocessors / _H200_MULTIPROCESSORS, gpu.bandwidth / _H200_BANDWIDTH
     older = [capability for capability in _FLOPS_OF_H200 if capability <= gpu.capability]
     plain, tensor = _FLOPS_OF_H200[max(older, default=(8, 0))]
@@ -368,15 +368,15 @@ def _gpu_rates(gpu: Gpu) -> Rates:
 
 
 def unhidden_io_seconds(device: DeviceKind, nbytes: int) -> float:
-    """While the first patch comes in and the last goes out, `nbytes` together, a GPU has nothing to compute.
+    """Return the seconds in which a GPU idles while the first patch is read and the last written, `nbytes` in all.
 
-    A processor computes so much longer that this does not count.
+    On a processor this is negligible.
     """
     return nbytes / _EDGE_BYTES if device == "gpu" else 0.0
 
 
 def seconds(work: Sequence[Work], rates: Rates) -> float:
-    """Time of all stages, one after the other; each takes as long as its arithmetic or its traffic, the longer one."""
+    """Return the seconds of all stages in sequence; each takes the longer of its arithmetic and its traffic."""
     total, units, begin = 0.0, rates.units, rates.stage_seconds
     for stage in work:
         rate = units[stage.unit]

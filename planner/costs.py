@@ -1,4 +1,4 @@
-"""What `znnpy measure` found out about one machine, as a value that saves itself and says whom it is for."""
+"""The costs that `znnpy measure` found on one machine, as data that saves itself and checks that it applies."""
 
 from __future__ import annotations
 
@@ -97,14 +97,14 @@ class Costs:
     format: int
     znnpy_version: str
     device: DeviceKind
-    threads: Annotated[int, Field(ge=1, le=2**12)]  # that ran the layers; on a GPU none does
+    threads: Annotated[int, Field(ge=1, le=2**12)]  # threads that ran the layers; unused on a GPU
     machine: Annotated[Machine, AfterValidator(_checked_machine)]
-    primitives: dict[str, int]  # versions of those that ran there
+    primitives: dict[str, int]  # versions of the primitives that ran there
     units: Annotated[dict[Unit, UnitSpeed], Field(min_length=1)]
     by_size: dict[str, Annotated[tuple[Factor, ...], Field(min_length=len(SIZES), max_length=len(SIZES))]]
-    stage_seconds: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)]  # that a stage takes to begin
-    layers: tuple[Measurement, ...]  # of networks, as their plans run them
-    touching: Speed | None = None  # bytes per second of memory that is first written to; None: it was not measured
+    stage_seconds: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)]  # seconds that a stage takes to begin
+    layers: tuple[Measurement, ...]  # layers of networks, as their plans run them
+    touching: Speed | None = None  # bytes per second of first writes to new memory; None: not measured
 
     def __post_init__(self) -> None:
         if (self.device == "gpu") != (self.machine.gpu is not None):
@@ -136,7 +136,7 @@ class Costs:
         return rates
 
     def _units(self, assumed: Rates) -> Rates:
-        """Rates as measured; of units that were not, the assumed ones times the median factor of those that were."""
+        """Return measured rates; for other units the assumed rates times the median factor of the measured ones."""
         factors = [
             max(speed.flops / assumed.of(unit).flops, speed.nbytes / assumed.of(unit).nbytes, key=_distance)
             for unit, speed in self.units.items()
@@ -147,7 +147,7 @@ class Costs:
         return assumed.scaled(factor, factor).replaced(**measured)
 
     def why_not(self, machine: Machine, threads: int, table: Sequence[Primitive]) -> str | None:
-        """None if this is of `machine`, its libraries, these primitives and so many threads; else what differs."""
+        """Return None if the costs apply to `machine`, its libraries, primitives and threads; else what differs."""
         here = facts(machine, self.device, threads, table)
         there = _facts(self.machine, self.device, self.threads, self.primitives)
         for name in (*there, *(name for name in here if name not in there)):
@@ -161,27 +161,27 @@ class Costs:
 
     @staticmethod
     def from_json(text: str) -> Costs:
-        """The costs that `to_json` wrote; PlanFileError when they are damaged or of another format."""
+        """Read costs that `to_json` wrote; PlanFileError if they are damaged or of another format."""
         return _document().parsed(text)
 
     @staticmethod
     def load(path: Path) -> Costs:
-        """The costs in a file; PlanFileError names the file."""
+        """Read the costs in a file; PlanFileError names the file."""
         return _document().load(path)
 
 
 def _distance(factor: float) -> float:
-    """From 1; of arithmetic and traffic the one that moved further is what the runs depended on."""
+    """Return how far a factor is from 1: runs depended on arithmetic or traffic, whichever moved further."""
     return abs(log(factor))
 
 
 def facts(machine: Machine, device: DeviceKind, threads: int, table: Sequence[Primitive]) -> dict[str, str]:
-    """What decides how fast layers run, in words: field by field, with the versions of all primitives that apply."""
+    """Return what determines how fast layers run, by name, with the versions of all primitives that apply."""
     return _facts(machine, device, threads, versions(machine, device, table))
 
 
 def versions(machine: Machine, device: DeviceKind, table: Sequence[Primitive]) -> dict[str, int]:
-    """Of the primitives of a device that run any of the layers that are measured."""
+    """Return the versions of a device's primitives that run any of the sample layers."""
     shapes = [shape for precision in PRECISIONS for shape in samples(device, precision)]
     return {
         p.name: p.version

@@ -265,12 +265,13 @@ def _prediction(plan: Plan, machine: Machine | None) -> list[str]:
     ]
     if plan.single_device_seconds is not None and plan.cpu_plan is not None:
         lines.append(
-            f"{plan.single_device_seconds / plan.seconds:.2f} times as fast as without the processor, which computes {cpu_share(plan):.1%}"
+            f"{plan.single_device_seconds / plan.seconds:.2f} times as fast as without the processor, "
+            f"which computes {cpu_share(plan):.1%}"
         )
     elif plan.single_device_seconds is not None:
         lines.append(
-            f"{plan.single_device_seconds / plan.seconds:.2f} times as fast as one GPU alone: {plan.columns} columns or patches for "
-            f"{plan.devices}, each with borders of its own"
+            f"{plan.single_device_seconds / plan.seconds:.2f} times as fast as one GPU alone: "
+            f"{plan.columns} columns or patches for {plan.devices}, each with borders of its own"
         )
     if plan.offloaded:
         lines.append(_two_stages(plan))

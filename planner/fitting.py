@@ -1,4 +1,4 @@
-"""Rates of units, and how primitives keep to them by size, fitted to runs of whole layers.
+"""Fit the rates of units, and factors of primitives by size, to runs of whole layers.
 
 Method  Every unit has a factor on its arithmetic and one on its traffic, and what a stage takes to begin has one. Those
         that predict the runs best are searched for along one direction after the other, with steps that halve where
@@ -39,7 +39,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one run of a layer did and took."""
+    """The work and the seconds of one run of a layer."""
 
     work: tuple[Work, ...]
     seconds: float
@@ -47,7 +47,7 @@ class Run:
 
 
 def fitted(rates: Rates, runs: Sequence[Run], *, begins: bool = True) -> Rates:
-    """Rates that predict the runs best; as they were for units that no run names.
+    """Return the rates that predict the runs best; units that no run uses keep theirs.
 
     begins  the runs count what stages take to begin; else that is left out of them, and stays as it was
     """
@@ -72,7 +72,7 @@ def fitted(rates: Rates, runs: Sequence[Run], *, begins: bool = True) -> Rates:
 
 
 def units_of(runs: Sequence[Run]) -> tuple[Unit, ...]:
-    """Units that the runs name, in the order of their first."""
+    """Return the units that the runs use, in the order of first use."""
     return tuple(dict.fromkeys(work.unit for run in runs for work in run.work))
 
 
@@ -92,13 +92,13 @@ class _Problem:
         self._begins = begins
 
     def working(self, logs: Floats) -> Floats:
-        """Seconds of every run but for what its stages take to begin."""
+        """Return the seconds of every run, without what its stages take to begin."""
         flops, nbytes = np.exp(-logs[: self._units]), np.exp(-logs[self._units : -1])
         spent = np.maximum(self._flops * flops[self._unit], self._nbytes * nbytes[self._unit])
         return np.bincount(self._run, spent, len(self._begin)).astype(np.float64)
 
     def beginning(self, logs: Floats) -> Floats:
-        """Seconds that they take to begin."""
+        """Return the seconds that the stages of every run take to begin."""
         return np.asarray(np.exp(logs[-1]) * self._begin)
 
     def loss(self, logs: Floats) -> float:
@@ -126,7 +126,7 @@ class _Problem:
         return logs
 
     def _directions(self) -> Iterator[Floats]:
-        """All units together, each unit's arithmetic and traffic together, and each logarithm for itself.
+        """Yield the directions: all units together, each unit's arithmetic and traffic together, each logarithm alone.
 
         A stage takes as long as the longer of the two: where they are equal neither helps alone.
         """
@@ -137,7 +137,7 @@ class _Problem:
 
 
 def _by_size(runs: Sequence[Run], problem: _Problem, logs: Floats) -> dict[str, tuple[float, ...]]:
-    """Of every method, the factors on its seconds at SIZES that its own runs ask for."""
+    """Return the factors on the seconds of every method at SIZES, fitted to its own runs."""
     working, beginning = problem.working(logs), problem.beginning(logs)
     measured = np.array([run.seconds for run in runs])
     found = {}
@@ -149,7 +149,7 @@ def _by_size(runs: Sequence[Run], problem: _Problem, logs: Floats) -> dict[str, 
 
 
 def _factors(working: Floats, beginning: Floats, measured: Floats) -> tuple[float, ...]:
-    """At SIZES: factors on `working` with which it gives, with `beginning`, what was measured (Gauss and Newton)."""
+    """Fit factors at SIZES such that `working` times them plus `beginning` is what was measured (Gauss-Newton)."""
     hats = np.zeros((len(working), len(SIZES)))
     for row, size in zip(hats, working, strict=True):
         index, share = interpolation_weights(float(size))

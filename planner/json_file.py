@@ -1,4 +1,4 @@
-"""Files of JSON that hold a plan or costs: read whole, of one format and within bounds, or refused in one sentence."""
+"""JSON files that hold a plan or costs: read whole, in one format and within bounds, or refused in one sentence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 MOST_BYTES = 2**22
-MOST_VALUES = 200_000  # numbers, texts, lists and objects; a plan of as many layers as there may be has half as many
+MOST_VALUES = 200_000  # numbers, texts, lists and objects; the largest legal plan has half as many
 MOST_NUMBER = 2**60  # on either side of 0; products of ten such numbers still fit into a float
 MOST_TEXT = 2000  # characters of one text
 MOST_DEPTH = 32  # lists and objects within each other
@@ -29,17 +29,17 @@ Content = TypeVar("Content")
 
 @dataclass(frozen=True, slots=True)
 class JsonFile(Generic[Content]):
-    """One kind of file, in words, and what its content is checked by."""
+    """One kind of file: its names in messages, and the adapter that checks its content."""
 
     name: str  # "plan": there is no ..
     content: str  # "the plan is": .. damaged
     format: int  # that is read
-    again: str  # what to do about one that cannot be read
+    again: str  # advice for a file that cannot be read
     written_by: str  # the command, its file left out
     adapter: Callable[[], TypeAdapter[Content]]
 
     def parsed(self, text: str) -> Content:
-        """PlanFileError when it is damaged or of another format."""
+        """Parse the content of a file; PlanFileError if it is damaged or of another format."""
         self._check_format(text)
         try:
             return self.adapter().validate_json(text)
@@ -50,7 +50,7 @@ class JsonFile(Generic[Content]):
             raise self._refused(f"{self.content} damaged: {where}: {excerpt(first['msg'])}{more}") from None
 
     def load(self, path: Path) -> Content:
-        """Of a file; PlanFileError names it."""
+        """Read a file; PlanFileError names it."""
         try:
             content = read_regular(path, MOST_BYTES + 1)
             if len(content) > MOST_BYTES:
@@ -67,7 +67,7 @@ class JsonFile(Generic[Content]):
             raise error.with_context(str(path)) from None
 
     def _check_format(self, text: str) -> None:
-        """A clear word for files of another version or beyond the bounds, before their fields are compared."""
+        """Refuse files of another version or beyond the bounds, before their fields are checked."""
         content: Any
         try:
             content = json.loads(text)
@@ -86,9 +86,10 @@ class JsonFile(Generic[Content]):
         self._check_bounds(content)
 
     def _check_bounds(self, content: Any) -> None:
-        """PlanFileError for more values, larger numbers or longer texts than a file of this kind holds.
+        """Raise PlanFileError for more values, larger numbers or longer texts than such a file holds.
 
-        Without the first, a list of a million wrong entries makes a million errors, which take minutes and gigabytes.
+        Without a limit on values, a list of a million wrong entries makes a million errors, which take minutes and
+        gigabytes.
         """
         level: list[Any] = [content]
         count = depth = 0

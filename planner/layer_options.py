@@ -1,4 +1,4 @@
-"""What may run each layer, and each convolution together with the pooling behind it."""
+"""Options for each layer, and for each convolution together with the pooling behind it."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from znnpy.planner.pareto import LayerOption, LayerRun, ParetoFront, in_sequence
 from znnpy.planner.tilings import carry_bytes
 from znnpy.shapes import LayerShape, fused
 
-CACHED_FRONTS = 1024  # fronts, for splits of a shape: most of their layers are what they are in others
-CARRY_TRAFFIC = 2.0  # bytes moved per byte carried: read and written, to be kept for the next step
-JOIN_TRAFFIC = 2.0  # and in front of the new planes, for primitives that do not read them where they are kept
+CACHED_FRONTS = 1024  # fronts kept: splits of a tiling have most layers in common
+CARRY_TRAFFIC = 2.0  # bytes moved per byte carried: read and written to be kept for the next step
+JOIN_TRAFFIC = 2.0  # the same for putting them in front of the new planes, unless read where they are kept
 
 
 @dataclass(frozen=True, slots=True)
 class LayerContext:
-    """Where a span of layers stands in a step, and how often it runs."""
+    """What surrounds a group of layers in a step, and how often it runs."""
 
-    live_elsewhere: int = 0  # bytes of the arena that stay while it runs
-    input_bytes: int = 0  # bytes of its input, unless that stays anyway
-    output_bytes: int = 0  # bytes that it writes its output to
-    sub_batches: int = 1  # how often it runs in a step
-    steps: tuple[int, ...] = (1,)  # of the whole output, per layer
+    live_elsewhere: int = 0  # bytes of the arena that stay live while it runs
+    input_bytes: int = 0  # bytes of its input, unless counted above
+    output_bytes: int = 0  # bytes of its output
+    sub_batches: int = 1  # executions in a step
+    steps: tuple[int, ...] = (1,)  # for the whole output, per layer
     streams: bool = False  # a part of its input comes from the step before
-    join_bytes: int = 0  # bytes that its input is larger by where that part is put in front of what is new
+    join_bytes: int = 0  # extra bytes of its input if that part is put in front of the new planes
 
 
 class _Candidate(NamedTuple):
-    """A primitive for one shape, wherever that stands."""
+    """A primitive and variant for one shape, in any context."""
 
     primitive: Primitive
     variant: Variant
@@ -43,7 +43,7 @@ class _Candidate(NamedTuple):
 
 
 def _undominated(found: Sequence[tuple[Primitive, Variant, Footprint, ScratchPeaks, float]]) -> tuple[_Candidate, ...]:
-    """Those than which no other is as good or better in everything, whatever the place; of equal ones the first."""
+    """Drop candidates that another matches or beats in every cost, in any context. Ties keep the first."""
     ranked = sorted(
         (seconds, (footprint.resident, footprint.host, footprint.allowance, *most), index)
         for index, (_, _, footprint, most, seconds) in enumerate(found)
@@ -62,78 +62,78 @@ def _undominated(found: Sequence[tuple[Primitive, Variant, Footprint, ScratchPea
 
 @dataclass(frozen=True, slots=True)
 class OptionTable:
-    """Primitives and variants for spans of layers, less those that another beats."""
+    """The non-dominated primitives and variants for groups of layers."""
 
     table: tuple[Primitive, ...]
     machine: Machine
     threads: int
     rates: Rates
-    only: frozenset[str]  # names; where one of them applies to a layer no other primitive is considered
+    only: frozenset[str]  # names: if one applies to a layer, no other primitive is considered
     _alone: dict[tuple[LayerShape, frozenset[str]], tuple[_Candidate, ...]] = field(default_factory=dict)
     _applying: dict[LayerShape, frozenset[str]] = field(default_factory=dict)
     _fronts: dict[tuple[tuple[LayerShape, ...], LayerContext], ParetoFront] = field(default_factory=dict)
 
-    def front(self, layers: tuple[LayerShape, ...], place: LayerContext) -> ParetoFront:
-        """Of a layer, or of a convolution and the pooling behind it: layer by layer, and both in one.
+    def front(self, layers: tuple[LayerShape, ...], context: LayerContext) -> ParetoFront:
+        """Return the options of a layer, or of a convolution and the pooling behind it, fused and not.
 
-        Seconds are those of the whole output, bytes those of a step.
+        Seconds are for the whole output, bytes for a step.
         """
-        known = self._fronts.get((layers, place))
+        known = self._fronts.get((layers, context))
         if known is None:
             if len(self._fronts) == CACHED_FRONTS:
                 self._fronts.clear()
-            known = self._fronts[layers, place] = self._front(layers, place)
+            known = self._fronts[layers, context] = self._front(layers, context)
         return known
 
-    def _front(self, layers: tuple[LayerShape, ...], place: LayerContext) -> ParetoFront:
+    def _front(self, layers: tuple[LayerShape, ...], context: LayerContext) -> ParetoFront:
         if len(layers) == 1:
-            return self._placed(layers[0], self._names(layers[0]), place, place.steps[0])
+            return self._placed(layers[0], self._names(layers[0]), context, context.steps[0])
         conv, pool = layers
         first, second = (
-            replace(place, output_bytes=aligned(pool.in_bytes)),
-            replace(place, input_bytes=aligned(pool.in_bytes), join_bytes=0),
+            replace(context, output_bytes=aligned(pool.in_bytes)),
+            replace(context, input_bytes=aligned(pool.in_bytes), join_bytes=0),
         )
-        turns = in_sequence(
-            self._placed(conv, self._names(conv), first, place.steps[0]),
-            self._placed(pool, self._names(pool), second, place.steps[1]),
+        separate = in_sequence(
+            self._placed(conv, self._names(conv), first, context.steps[0]),
+            self._placed(pool, self._names(pool), second, context.steps[1]),
         )
-        return pareto_front((*turns, *self._in_one(conv, pool, place)))
+        return pareto_front((*separate, *self._in_one(conv, pool, context)))
 
     def reads_carried(self, shape: LayerShape) -> bool:
-        """A primitive for this layer reads planes that a column carries where they are kept."""
+        """Return whether some primitive for this layer reads carried planes where they are kept."""
         names = self._names(shape)
         return any(alone.footprint.reads_carried for alone in self._variants(shape, names))
 
     def why_none(self, layer: LayerShape) -> str:
-        """Every primitive's reason not to run a layer."""
+        """Return every primitive's reason not to run a layer."""
         reasons = (f"{p.name}: {self._why_not(p, layer)}" for p in self.table if p.kind == layer.kind)
         return "; ".join(reasons) or f"there is none for a {layer.kind}"
 
     def _why_not(self, primitive: Primitive, shape: LayerShape) -> str | None:
-        """Its own reason, or that of the machine where it was tried."""
+        """Return the primitive's own reason, or that of the machine where it was tried."""
         return primitive.why_not(shape, self.machine) or self.rates.why_not(primitive, shape)
 
     def _names(self, shape: LayerShape) -> frozenset[str]:
-        """Primitives that apply; only those asked for where one of them does."""
+        """Return the names of primitives that apply; only requested ones if one of them does."""
         known = self._applying.get(shape)
         if known is None:
             names = {p.name for p in self.table if p.kind == shape.kind and self._why_not(p, shape) is None}
             known = self._applying[shape] = frozenset(names & self.only or names)
         return known
 
-    def _in_one(self, conv: LayerShape, pool: LayerShape, place: LayerContext) -> ParetoFront:
-        """Both layers by one primitive, but for those that take a layer from a primitive that was asked for."""
+    def _in_one(self, conv: LayerShape, pool: LayerShape, context: LayerContext) -> ParetoFront:
+        """Return the options that fuse both layers, unless a requested primitive would lose a layer to them."""
         shape = fused(conv, pool)
         if shape is None:
             return ()
         asked = [self._names(layer) & self.only for layer in (conv, pool)]
         both = frozenset(name for name in self._names(shape) if all(name in names or not names for names in asked))
-        return self._placed(shape, both, place, place.steps[1])
+        return self._placed(shape, both, context, context.steps[1])
 
-    def _placed(self, shape: LayerShape, names: frozenset[str], place: LayerContext, steps: int) -> ParetoFront:
-        """Ways to run a shape by the primitives of these names, at a place: those that no other beats."""
-        carried = place.sub_batches * carry_bytes(shape) if place.streams else 0
-        once = carried / self.rates.copy_bandwidth / place.sub_batches
+    def _placed(self, shape: LayerShape, names: frozenset[str], context: LayerContext, steps: int) -> ParetoFront:
+        """Return the non-dominated options of a shape in a context, by the primitives of these names."""
+        carried = context.sub_batches * carry_bytes(shape) if context.streams else 0
+        once = carried / self.rates.copy_bandwidth / context.sub_batches
         variants = self._variants(shape, names)
         spent = [
             alone.seconds + (CARRY_TRAFFIC if alone.footprint.reads_carried else CARRY_TRAFFIC + JOIN_TRAFFIC) * once
@@ -141,11 +141,11 @@ class OptionTable:
         ]
         weighed = [
             (
-                seconds * steps * place.sub_batches,
+                seconds * steps * context.sub_batches,
                 footprint.resident + carried,
-                place.live_elsewhere
-                + most.arena_bytes(place.input_bytes, place.output_bytes)
-                + (0 if footprint.reads_carried else place.join_bytes),
+                context.live_elsewhere
+                + most.arena_bytes(context.input_bytes, context.output_bytes)
+                + (0 if footprint.reads_carried else context.join_bytes),
                 footprint.allowance,
                 footprint.host,
             )
@@ -155,13 +155,13 @@ class OptionTable:
         for index in undominated(weighed):
             primitive, variant, footprint, _, _ = variants[index]
             way = LayerRun(
-                shape, primitive, variant, footprint, spent[index], place.sub_batches, steps * place.sub_batches
+                shape, primitive, variant, footprint, spent[index], context.sub_batches, steps * context.sub_batches
             )
             found.append(LayerOption((way,), *weighed[index][:4]))
         return tuple(found)
 
     def _variants(self, shape: LayerShape, names: frozenset[str]) -> tuple[_Candidate, ...]:
-        """Equal shapes are worked out once. What another variant beats whatever the place is left out."""
+        """Return the candidates for a shape that are not dominated in every context; each shape is worked out once."""
         known = self._alone.get((shape, names))
         if known is None:
             found = []

@@ -1,7 +1,7 @@
-"""The fastest primitives for one patch or column shape that fit, exactly.
+"""Search for the fastest primitives for one tiling that fit in memory.
 
-For a fixed shape the best primitives are found exactly (`pareto`); layers are worked out one after the other, the large
-ones first, until it is plain that the shape cannot win.
+For a fixed tiling the best primitives are found exactly (`pareto`). Layers are worked out one after the other, the
+large ones first, until the tiling is known to lose.
 """
 
 from __future__ import annotations
@@ -44,34 +44,32 @@ from znnpy.planner.stages import last_stage
 from znnpy.planner.tilings import FusionGroup, Tiling, TilingSpace, tiling_of
 
 MAX_PIECES = 10**6
-MAX_LOG2_PRICE = 32.0  # the highest price of memory that is tried, over what memory costs: its logarithm to base 2
+MAX_LOG2_PRICE = 32.0  # log2 of the highest price of memory that is tried, relative to what memory costs
 PRICE_STEPS = 6  # number of prices of memory that are tried
-BOUND_CHECKS = 32  # bounds on a shape while its layers are gone through
-MAX_LAYOUTS = 16  # of one shape, before what they lose is taken for granted
-MAX_COLUMN_SECONDS = (
-    480.0  # of a column, as predicted: what a run that is killed computes again, in ten minutes at most
-)
+BOUND_CHECKS = 32  # most bounds on a tiling computed while its layers are worked out
+MAX_LAYOUTS = 16  # arenas laid out for a tiling before all are assumed to lose as much to fragmentation
+MAX_COLUMN_SECONDS = 480.0  # predicted: a killed run computes a column again, within ten minutes
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """The best of one shape."""
+    """The best primitives for one tiling."""
 
     tiling: Tiling
     options: tuple[LayerOption, ...]
     tensors: tuple[Tensor, ...]
     memory: Memory
-    io_seconds: float  # seconds in which nothing is computed
-    preparing: float  # seconds before the first step, in which memory is written to for the first time
+    io_seconds: float  # of reading and writing, in which nothing is computed
+    preparing: float  # seconds before the first step, to write to memory for the first time
 
     @property
     def seconds(self) -> float:
-        """For the whole output."""
+        """Predicted seconds for the whole output."""
         return total_seconds(self.options) + self.io_seconds + self.preparing
 
     @property
     def layer_runs(self) -> Iterator[tuple[FusionGroup, LayerRun]]:
-        """All layers of a step, those in one together, each with the first and the last of its layers."""
+        """Yield how the layers of a step run, fused ones together, each with its first and last layer."""
         for (first, last), option in zip(self.tiling.space.groups, self.options, strict=True):
             if len(option.layer_runs) == 1:
                 yield (first, last), option.layer_runs[0]
@@ -80,7 +78,7 @@ class Solution:
 
     @property
     def column_seconds(self) -> float:
-        """Of one whole column; of one patch where no column walks."""
+        """Seconds of one whole column, or of one patch."""
         shape = self.tiling
         one = replace(shape.cover, size=shape.cover.grid)
         ahead = shape.space.warmup_planes
@@ -88,13 +86,13 @@ class Solution:
 
     @property
     def waste(self) -> float:
-        """Work done over the work that no border would need."""
+        """Work done, relative to the work without borders."""
         return waste(self.tiling.space.output, [(way.shape, way.seconds, way.executions) for _, way in self.layer_runs])
 
 
 @dataclass
 class LayerSearch:
-    """What is asked for in one space, and what is known of the time there."""
+    """The search for primitives in one tiling space: the request, and the bounds on time known so far."""
 
     space: TilingSpace
     limits: Limits
@@ -117,77 +115,79 @@ class LayerSearch:
         self.bounds = Bounds(self.space)
 
     def may_fit(self, shape: Tiling) -> bool:
-        """As far as its size alone tells; up to the first pooling's output every split has all of each tensor."""
-        room = self.budget(shape)
-        return shape.largest_undivided <= room and any(shape.split(at_once).largest <= room for at_once in self.splits)
+        """Return whether a tiling may fit, judged by its size alone. Up to the first pooling no split saves memory."""
+        budget = self.budget(shape)
+        return shape.largest_undivided <= budget and any(
+            shape.split(at_once).largest <= budget for at_once in self.splits
+        )
 
-    def lower_bound(self, shape: Tiling, paces: Mapping[int, float] = MappingProxyType({})) -> float:
-        """The least seconds for the whole output whatever memory there is, and however images are split.
+    def lower_bound(self, shape: Tiling, costs: Mapping[int, float] = MappingProxyType({})) -> float:
+        """Return a lower bound on the seconds for the whole output, in any memory and for any split of the images.
 
-        paces  seconds per voxel of spans, where they are known
+        costs  seconds per voxel of groups, where they are known
         """
         idle, thick, pieces = self.idle_seconds(shape), shape.patch[0], 1
-        least = self.bounds.lower_bound(thick, shape.voxels, paces)
+        least = self.bounds.lower_bound(thick, shape.voxels, costs)
         while (
             shape.column_planes > thick
-            and self.bounds.lower_bound(thick, shape.column_voxels, paces) > MAX_COLUMN_SECONDS
+            and self.bounds.lower_bound(thick, shape.column_voxels, costs) > MAX_COLUMN_SECONDS
         ):
             pieces = _more_pieces(pieces, least / len(shape.cover))
             shape = shape.shortened(pieces)
-            least = self.bounds.lower_bound(thick, shape.voxels, paces)
+            least = self.bounds.lower_bound(thick, shape.voxels, costs)
         return least + idle
 
     def bound_within_budget(self, shape: Tiling) -> float:
-        """The least seconds for the whole output in the memory that there is, as far as is known; inf: nothing fits."""
-        room, least = self.budget(shape), inf
+        """Return a lower bound on the seconds for the whole output within the memory; inf: nothing fits."""
+        budget, least = self.budget(shape), inf
         ideal = self.idle_seconds(shape) + self.bounds.lower_bound(shape.patch[0], shape.voxels)
         for at_once in self.splits:
             split = shape.split(at_once)
-            least = min(least, self._least(split, self.bounds.needs(split), room, least))
+            least = min(least, self._least(split, self.bounds.needs(split), budget, least))
             if least <= ideal:
                 break  # no split is faster
         return max(least, ideal)
 
-    def _least(self, shape: Tiling, needs: list[Needs], room: int, enough: float = inf) -> float:
-        """The least seconds for the whole output of one shape in `room` bytes, where its spans need at least so much.
+    def _least(self, shape: Tiling, needs: list[Needs], budget: int, enough: float = inf) -> float:
+        """Return a lower bound on the seconds for the whole output within `budget` bytes, given the groups' needs.
 
-        enough  a bound that is no less is as good as any
+        enough  stop at a bound that is no less
         """
         prepared = self.price * shape.largest
         idle = self.io_seconds(shape) + prepared
-        least = idle + least_seconds(needs, room, enough - idle)
+        least = idle + least_seconds(needs, budget, enough - idle)
         if prepared and least < enough:
             return max(least, self.io_seconds(shape) + least_priced(needs, self.price))
         return least
 
     def best_split(self, shape: Tiling, below: float) -> Solution | None:
-        """The fastest way to split one shape; None unless one of them stays below `below` seconds for the output.
+        """Find the fastest split of one tiling; None unless it takes less than `below` seconds for the output.
 
-        Smaller parts only cost, but for the memory that they save: what the shape does not reach undivided in any
-        memory, large layers first, no split does.
+        Smaller parts only cost time, except for the memory they save: a time that the undivided tiling does not reach
+        in unlimited memory, checked with large layers first, no split reaches.
         """
-        best, room = None, self.budget(shape)
+        best, budget = None, self.budget(shape)
         whole: dict[int, UnitCosts] = {}
         least: dict[int, float] = {}
         for number, index in enumerate(_largest_first(shape), 1):
             whole[index] = unit_costs(shape, index, self._learnt(shape, index))
-            least[index] = min((pace for pace, _, _ in whole[index]), default=inf)
-            if self._looks(number) and self.lower_bound(shape, least) >= below:
+            least[index] = min((cost for cost, _, _ in whole[index]), default=inf)
+            if self._checks_bound(number) and self.lower_bound(shape, least) >= below:
                 return None
         for at_once in self.splits:
             split = shape.split(at_once)
-            if self._least(split, self.bounds.needs(split, whole), room, below) >= below:
+            if self._least(split, self.bounds.needs(split, whole), budget, below) >= below:
                 continue
             found = self._short_enough(split, below, whole)
             if found is not None:
                 best, below = found, found.seconds
                 ideal = total_seconds(fastest(self.fronts(found.tiling)))
                 if not self.price and total_seconds(found.options) <= ideal:
-                    break  # nothing was given up for memory: smaller parts only cost
+                    break  # memory cost no time, so smaller parts cannot be faster
         return best
 
     def _short_enough(self, shape: Tiling, below: float, whole: UnitCostsByGroup) -> Solution | None:
-        """`best_of` one shape, with columns of at most LOST_SECONDS as far as they are of several steps."""
+        """Solve for one tiling, with columns of several steps shortened to at most MAX_COLUMN_SECONDS."""
         found, pieces = self.solve(shape, below, whole), 1
         while found is not None and found.column_seconds > MAX_COLUMN_SECONDS and shape.column_planes > shape.patch[0]:
             pieces = _more_pieces(pieces, found.seconds / len(found.tiling.cover))
@@ -196,43 +196,43 @@ class LayerSearch:
         return found
 
     def solve(self, shape: Tiling, below: float, whole: UnitCostsByGroup = NONE_KNOWN) -> Solution | None:
-        """The fastest primitives for one shape that fit; None unless below `below` seconds for the output.
+        """Find the fastest primitives for one tiling that fit; None unless below `below` seconds for the output.
 
-        `whole` is what the same shape undivided takes. Large layers come first: one of them tells most of the shapes
-        that cannot win.
+        `whole` holds the costs of the same tiling undivided. Large layers come first, as one of them rules out most
+        losing tilings.
         """
-        room = self.budget(shape)
+        budget = self.budget(shape)
         known: dict[int, ParetoFront] = {}
         needs = self.bounds.needs(shape, whole)
         for number, index in enumerate(_largest_first(shape), 1):
             options = known[index] = self._learnt(shape, index)
             needs[index] = needs_of(options)
-            if not options or (self._looks(number) and self._least(shape, needs, room, below) >= below):
+            if not options or (self._checks_bound(number) and self._least(shape, needs, budget, below) >= below):
                 return None
         return self._within_room(shape, [known[index] for index in range(len(known))], below)
 
-    def _looks(self, number: int) -> bool:
-        """After so many layers it is asked whether the shape may win: LOOKS times at most, and after the last one."""
+    def _checks_bound(self, number: int) -> bool:
+        """Return whether to check the bound after so many layers: BOUND_CHECKS times at most, and after the last."""
         count = len(self.space.groups)
         return number % -(-count // BOUND_CHECKS) == 0 or number == count
 
-    def _learnt(self, shape: Tiling, span: int) -> ParetoFront:
-        """Options of one span, which bounds learn from."""
-        options = self.front(shape, span)
-        self.bounds.learn(shape, span, options)
+    def _learnt(self, shape: Tiling, group: int) -> ParetoFront:
+        """Return the options of one group, after the bounds have learnt from them."""
+        options = self.front(shape, group)
+        self.bounds.learn(shape, group, options)
         return options
 
     def _within_room(self, shape: Tiling, fronts: list[ParetoFront], below: float) -> Solution | None:
-        """The fastest of these options that fit; None unless below `below` seconds for the output.
+        """Find the fastest of these options that fit; None unless below `below` seconds for the output.
 
-        What a layout loses between tensors is known when it is there: LAYOUTS of the fastest choices are laid out, and
-        if none of them fits, others count as losing as much.
+        Fragmentation of the arena is known only after layout: MAX_LAYOUTS of the fastest choices are laid out, and if
+        none of them fits, others are assumed to lose as much.
         """
         found: Solution | None = None
         first = islice(self._leaner(shape, fronts, below), MAX_LAYOUTS)
         for choices in (first, self._leaner(shape, fronts, below, lossy=True)):
             for found in choices:
-                if self.fits(found):  # what the layout loses may cost what others do not take
+                if self.fits(found):  # fragmentation may cost more than other tilings take
                     return found if not self.price or found.seconds < below else None
         if found is None:
             return None
@@ -242,47 +242,47 @@ class LayerSearch:
     def _leaner(
         self, shape: Tiling, fronts: Sequence[ParetoFront], below: float, *, lossy: bool = False
     ) -> Iterator[Solution]:
-        """Choices below `below` seconds in turn, each the fastest of those that need fewer bytes than the one before.
+        """Yield choices below `below` seconds, each the fastest of those that need fewer bytes than the one before.
 
-        lossy  what the layout of one loses counts for all that come after it
+        lossy  assume that later choices lose as many bytes to fragmentation
         """
-        room, most = self.budget(shape), below - self.io_seconds(shape)
-        while all(fronts) and (options := fastest_within(fronts, room, most, self.price)) is not None:
+        budget, most = self.budget(shape), below - self.io_seconds(shape)
+        while all(fronts) and (options := fastest_within(fronts, budget, most, self.price)) is not None:
             found = self.laid_out(shape, options)
             yield found
             over = found.memory.excess(self.limits)
             most_pinned = max(option.pinned for option in options)
-            if most_pinned and over[0]:  # the process has no room for so much
+            if most_pinned and over[0]:  # the process has no memory for so much
                 fronts = [tuple(option for option in front if option.pinned < most_pinned) for front in fronts]
             elif lossy:
-                room -= max(found.memory.last.arena - max(option.arena_bytes for option in options), *over)
+                budget -= max(found.memory.last.arena - max(option.arena_bytes for option in options), *over)
             else:
-                room = total_bytes(options) - 1
+                budget = total_bytes(options) - 1
 
-    def front(self, shape: Tiling, span: int) -> ParetoFront:
-        """Options of one span, whether they fit or not."""
-        first, last = self.space.groups[span]
-        return self.options.front(shape.shapes[first : last + 1], self.context(shape, span))
+    def front(self, shape: Tiling, group: int) -> ParetoFront:
+        """Return the options of one group, whether they fit or not."""
+        first, last = self.space.groups[group]
+        return self.options.front(shape.shapes[first : last + 1], self.layer_context(shape, group))
 
-    def context(self, shape: Tiling, span: int) -> LayerContext:
-        """Where a span stands."""
-        first, last = self.space.groups[span]
+    def layer_context(self, shape: Tiling, group: int) -> LayerContext:
+        """Return what surrounds a group."""
+        first, last = self.space.groups[group]
         return LayerContext(
-            live_elsewhere=shape.live_elsewhere[span],
-            input_bytes=0 if shape.input_stays[span] else shape.tensor_bytes[span],
-            output_bytes=shape.tensor_bytes[span + 1],
+            live_elsewhere=shape.live_elsewhere[group],
+            input_bytes=0 if shape.input_stays[group] else shape.tensor_bytes[group],
+            output_bytes=shape.tensor_bytes[group + 1],
             sub_batches=shape.sub_batches[first],
             steps=shape.steps[first : last + 1],
             streams=self.space.streams,
-            join_bytes=shape.join_bytes(span),
+            join_bytes=shape.join_bytes(group),
         )
 
     def fronts(self, shape: Tiling) -> list[ParetoFront]:
-        """Options of every span."""
+        """Return the options of every group."""
         return [self.front(shape, index) for index in range(len(self.space.groups))]
 
     def laid_out(self, shape: Tiling, options: tuple[LayerOption, ...]) -> Solution:
-        """With the arena as it will be."""
+        """Return these options with the arena laid out."""
         steps = [(way.shape, way.footprint) for option in options for way in option.layer_runs]
         needs = last_stage(steps, 0, shape.step_input[0], self.device)
         tensors, arena = place(needs.tensors)
@@ -311,15 +311,15 @@ class LayerSearch:
 
     @property
     def price(self) -> float:
-        """Seconds before the first step for each byte that the layers keep; 0 on a GPU."""
+        """Seconds of preparing each byte of memory before the first step; 0 on a GPU."""
         return 1 / self.options.rates.first_touch if self.device == "cpu" else 0.0
 
     def idle_seconds(self, shape: Tiling) -> float:
-        """Seconds of a run in which nothing is computed, at the least, however images are split."""
+        """Return the least seconds of a run in which nothing is computed, for any split of the images."""
         return self.io_seconds(shape) + (self.price * shape.largest_undivided if self.price else 0.0)
 
     def fixed_memory(self, shape: Tiling) -> Memory:
-        """What a run needs whatever the primitives are."""
+        """Return the memory that a run needs whatever the primitives are."""
         network, new = self.space.network, shape.step_input
         maps_in, maps_out = shape.images * network.input_channels, shape.images * network.output_channels
         reads, writes = shape.steps_of(shape.cover.margin), shape.steps_of(0)
@@ -335,34 +335,34 @@ class LayerSearch:
         )
 
     def _patch_bytes(self, shape: Tiling) -> tuple[int, int]:
-        """Of what a step reads and of what it writes, as stored."""
+        """Return the bytes that a step reads and the bytes that it writes, as stored."""
         network = self.space.network
         raw_bytes = shape.images * network.input_channels * prod(shape.step_input) * self.itemsize_in
         return raw_bytes, shape.images * network.output_channels * prod(shape.patch) * self.itemsize_out
 
     def io_seconds(self, shape: Tiling) -> float:
-        """Seconds of a run in which nothing is computed."""
+        """Return the seconds of reading and writing in which nothing is computed."""
         return unhidden_io_seconds(self.device, sum(self._patch_bytes(shape)))
 
     @property
     def limit(self) -> int:
-        """The limit of where the layers run."""
+        """The limit on the memory of the device that runs the layers."""
         return self.limits.ram_bytes if self.device == "cpu" else self.limits.vram_bytes or 0
 
     def fits(self, found: Solution) -> bool:
         return found.memory.excess(self.limits) == (0, 0)
 
     def budget(self, shape: Tiling) -> int:
-        """Bytes for arena, weights, carried planes and allowance; -1 where all else is too much already."""
+        """Return the bytes left for arena, weights, carried planes and allowance; -1 if the rest is too much."""
         around = self.fixed_memory(shape)
         return self.limit - around.device_bytes if around.excess(self.limits) == (0, 0) else -1
 
 
 def _largest_first(shape: Tiling) -> list[int]:
-    """Spans, by the bytes of their input and output."""
+    """Return the groups, those with most bytes of input and output first."""
     return sorted(range(len(shape.space.groups)), key=shape.io_bytes, reverse=True)
 
 
 def _more_pieces(pieces: int, column_seconds: float) -> int:
-    """To cut columns into that take so long, cut into `pieces` so far."""
+    """Return the number of pieces to cut columns into that take so long, now cut into `pieces`."""
     return max(pieces + 1, int(min(column_seconds / MAX_COLUMN_SECONDS, MAX_PIECES)))

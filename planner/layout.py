@@ -1,7 +1,7 @@
-"""Where every tensor of a step lies in the arena: offsets from lifetimes. Pure arithmetic, no arrays.
+"""Place every tensor of a step in the arena: offsets from lifetimes. This is pure arithmetic, without arrays.
 
-The problem is NP-hard (dynamic storage allocation), the instances are small chains: greedy best fit, retried with
-whatever sticks out placed first, reaches the lower bound, the peak of live bytes, on almost all of them.
+The problem (dynamic storage allocation) is NP-hard, but the instances are small chains: greedy best fit, retried with
+the topmost tensor placed first, reaches the lower bound, the peak of live bytes, on almost all of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ALIGNMENT = 256  # bytes, of every tensor: what CUDA aligns to, and on a CPU a m
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One array of the arena: alive from tick `first` to tick `last` of a step, both included."""
+    """One array of the arena, alive from tick `first` to tick `last` of a step, both included."""
 
     name: str
     nbytes: Count
@@ -33,31 +33,31 @@ class Tensor:
 
     @property
     def end(self) -> int:
-        """First byte of the arena that no longer belongs to it."""
+        """First byte of the arena behind this tensor."""
         return self.offset + self.nbytes
 
     def meets(self, other: Tensor) -> bool:
-        """Both are alive in some tick."""
+        """Return whether both are alive in some tick."""
         return self.first <= other.last and other.first <= self.last
 
 
 def aligned(nbytes: int) -> int:
-    """Rounded up to what a tensor occupies."""
+    """Round up to the bytes that a tensor occupies."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def chain(
     steps: Sequence[tuple[LayerShape, Footprint]], new: int | None = None, *, first: int = 0
 ) -> tuple[Tensor, ...]:
-    """The tensors of a step, not yet placed: activations x0, x1, .. between layers and each layer's scratch.
+    """Return the tensors of a step, not yet placed: activations x0, x1, .. between layers and each layer's scratch.
 
     Stage t of layer i is tick T_i + t, T_0 = 0, T_{i+1} = T_i + stages_i. x0 is there from the start; x{i+1} is alive
     from T_i + output_from to T_{i+1} + input_until, and the last one through one more tick, in which it is recombined.
-    An activation of which the next layer takes a part at a time, and with it all layers after it, is alive to the end.
+    An activation that the next layer takes in parts is alive to the end, as all later layers run once for each part.
 
-    new    planes that a step of a column reads; None: no column walks. Carried planes lie in front of the others, but
-           for layers that read them where they are kept; these layers' inputs stay until they are done, as planes are
-           kept of them then.
+    new    planes that a step of a column reads; None: patches. Carried planes lie in front of the new ones, except for
+           layers that read them where they are kept. The inputs of these layers stay until the layer is done, when
+           planes of them are saved.
     first  number of the first layer, for names.
     """
     end = sum(footprint.stages for _, footprint in steps)
@@ -80,7 +80,7 @@ def chain(
 
 
 def sub_batch_counts(shapes: Sequence[LayerShape]) -> tuple[int, ...]:
-    """How often each layer runs in a step: once for every part of the images it takes at a time."""
+    """Return how often each layer runs in a step: once for every part of the images it takes at a time."""
     images, times = shapes[0].batch, []
     for shape in shapes:
         times.append(images // shape.batch)
@@ -89,24 +89,24 @@ def sub_batch_counts(shapes: Sequence[LayerShape]) -> tuple[int, ...]:
 
 
 def carried_planes(shapes: Sequence[LayerShape], new: int) -> tuple[int, ...]:
-    """Planes along z of each layer's input that come from the step before; `new` are those that a step reads."""
+    """Return the planes along z of each layer's input that come from the step before; a step reads `new` planes."""
     made = (new, *(shape.out[0] for shape in shapes[:-1]))
     return tuple(shape.in_shape[1] - planes for shape, planes in zip(shapes, made, strict=True))
 
 
 def reads_carry_in_place(footprint: Footprint, planes: int) -> bool:
-    """The carried planes of a layer's input are not put in front of the new ones: it reads them where they are kept."""
+    """Return whether a layer reads carried planes where they are kept, instead of in front of the new ones."""
     return footprint.reads_carried and planes > 0
 
 
 def carried_bytes(shapes: Sequence[LayerShape], new: int) -> int:
-    """Of all planes that a column keeps from step to step."""
+    """Return the bytes of all planes that a column keeps from step to step."""
     carried = zip(sub_batch_counts(shapes), shapes, carried_planes(shapes, new), strict=True)
     return sum(times * shape.in_bytes // shape.in_shape[1] * planes for times, shape, planes in carried)
 
 
 class ScratchPeaks(NamedTuple):
-    """The most scratch that a layer has at a time: in any stage, with its input there, with its output, with both."""
+    """The peak of a layer's scratch: over all stages, while its input is live, while its output is, while both are."""
 
     alone: int
     with_input: int
@@ -114,13 +114,13 @@ class ScratchPeaks(NamedTuple):
     with_both: int
 
     def arena_bytes(self, x_bytes: int, out_bytes: int) -> int:
-        """Bytes of the arena in the fullest stage: `live_peak` of the layer's chain, and much faster."""
+        """Return the peak bytes of the arena: `live_peak` of the layer's chain, but much faster."""
         x, out = aligned(x_bytes), aligned(out_bytes)
         return max(self.alone, x + self.with_input, out + self.with_output, x + out + self.with_both)
 
 
 def scratch_peaks(footprint: Footprint) -> ScratchPeaks:
-    """What `footprint` says of the arena; less than nothing where there is no such stage."""
+    """Return the scratch peaks of a footprint; negative where there is no such stage."""
     stages = [0] * footprint.stages
     for _, nbytes, first, last in footprint.scratch:
         occupied = aligned(nbytes)
@@ -137,7 +137,7 @@ def scratch_peaks(footprint: Footprint) -> ScratchPeaks:
 
 
 def live_peak(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the fullest tick: no arena is smaller."""
+    """Return the bytes live in the fullest tick, a lower bound on the arena."""
     change: dict[int, int] = {}
     for tensor in tensors:
         change[tensor.first] = change.get(tensor.first, 0) + aligned(tensor.nbytes)
@@ -150,7 +150,7 @@ def live_peak(tensors: Iterable[Tensor]) -> int:
 
 
 def place(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], int]:
-    """Offsets for all tensors, in the order given, and the bytes of the arena that holds them.
+    """Return all tensors with offsets, in the order given, and the bytes of the arena that holds them.
 
     Offsets are multiples of ALIGNMENT. Two tensors share bytes only when no tick needs both. Of 1,000 random chains of
     up to 10 layers 99 % reach the lower bound, the worst is 9 % above it (2026-11-20, tests/planner/test_layout.py).
@@ -168,7 +168,7 @@ def place(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], int]:
                 best, size = placed, end
             if size <= bound or top is None or order[0].name == top.name:
                 break
-            # What sticks out is placed first in the next round.
+            # The topmost tensor is placed first in the next round.
             order.sort(key=lambda tensor: tensor.name != top.name)
         if size <= bound:
             break
@@ -183,7 +183,7 @@ _ROUNDS = 20
 
 
 def _best_fit(ordered: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Each tensor in turn into the smallest gap that holds it between those placed before and alive with it."""
+    """Place each tensor in turn into the smallest gap that holds it between placed tensors alive with it."""
     placed: dict[str, Tensor] = {}
     for tensor in ordered:
         need = aligned(tensor.nbytes)

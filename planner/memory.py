@@ -1,4 +1,4 @@
-"""What a run takes of the process and of a GPU, and what it needs beside arena and weights to begin with."""
+"""Memory that a run takes in the process and on a GPU."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from znnpy.shapes import Vec3
 DeviceKind = Literal["cpu", "gpu"]
 
 MIB = 2**20
-BUFFERS = 2  # patches on their way in, and as many on their way out: one is filled while the other is used
-PINNED = 3  # the same for a GPU: a third one is copied to it or from it meanwhile
-STAGED = 2  # of each on a GPU
+BUFFERS = 2  # input patches, and as many output patches: one is filled while the other is used
+PINNED = 3  # the same for a GPU: a third one is copied meanwhile
+STAGED = 2  # input patches, and as many output patches, on a GPU
 READER_BYTES = 16 * MIB  # chunk cache of the volume, decompression, one chunk at a time
 WRITER_BYTES = 6 * MIB  # buffers of the output
 MARGIN_BYTES = 8 * MIB  # threads, allocators that keep what was freed, modules that are loaded later
-CONTEXT_BYTES = 512 * MIB  # of a GPU: what CUDA takes there as soon as it is asked for
-LIBRARIES_BYTES = 256 * MIB  # and later: kernels, handles and tables of its libraries
+CONTEXT_BYTES = 512 * MIB  # of a GPU: what CUDA takes when it is initialised
+LIBRARIES_BYTES = 256 * MIB  # of a GPU: kernels, handles and tables that libraries load later
 _GRAIN = 4 * MIB  # the baseline is rounded up to it, so that equal runs make equal plans
-_GPU_GRAIN = 32 * MIB  # and so is what CUDA takes
+_GPU_GRAIN = 32 * MIB  # the same for what CUDA takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +48,17 @@ class StageMemory:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Promised bytes: of the whole process, and of everything that it takes on a GPU."""
+    """The promised bytes of the whole process, and of everything that it takes on a GPU."""
 
     stages: Annotated[tuple[StageMemory, ...], Field(min_length=1)]
     baseline: Count  # interpreter and libraries, measured
-    reading: Count  # patches on their way in: queue and reader
-    writing: Count  # patches on their way out
-    staging: Count = 0  # of a GPU: patches on their way in and out
-    context: Count = 0  # of a GPU: what CUDA and its libraries take whatever runs
+    reading: Count  # input patches: queue and reader
+    writing: Count  # output patches
+    staging: Count = 0  # of a GPU: input and output patches
+    context: Count = 0  # of a GPU: what CUDA and its libraries take for any plan
     handover: Count = 0  # page-locked memory of the process: what the first stage hands over to the second
-    devices: Positive = 1  # equal GPUs that run the plan: each takes all of that but the baseline
-    cpu_plan: Count = 0  # of the process: what the processor takes that computes beside GPUs
+    devices: Positive = 1  # equal GPUs that run the plan: each takes all but the baseline
+    cpu_plan: Count = 0  # of the process: for the processor's plan beside GPUs
 
     @property
     def device(self) -> DeviceKind:
@@ -96,12 +96,12 @@ class Memory:
         return self.peak if self.device == "cpu" else self.vram
 
     def excess(self, limits: Limits) -> tuple[int, int]:
-        """Bytes above the limits, of the process and of the GPU."""
+        """Return the bytes above the limits, of the process and of the GPU."""
         return max(0, self.peak - limits.ram_bytes), max(0, self.vram - (limits.vram_bytes or 0))
 
 
 def buffers(device: DeviceKind) -> int:
-    """Patches in the memory of the process that are on their way in, and as many that are on their way out."""
+    """Return the number of input patches in the process, and as many output patches."""
     return BUFFERS if device == "cpu" else PINNED
 
 
@@ -114,9 +114,9 @@ def reading_bytes(
     seen: Vec3 | None = None,
     device: DeviceKind = "cpu",
 ) -> int:
-    """Raw input patches (c, z, y, x) of the volume's dtype, and the reader.
+    """Return the bytes of raw input patches (c, z, y, x) of the volume's dtype, and of the reader.
 
-    steps  that read, in all: the buffers of a run of one are not all touched
+    steps  steps that read, in all: a run of one step does not touch all buffers
     seen   size of a mask (z, y, x) bool of the voxels that are not finite, of all that the output of a step depends on,
            where they are counted: one for each patch on its way out, and one that a column keeps where it is more than
            `patch_in`. Each patch on its way in has one of its own size.
@@ -129,12 +129,12 @@ def reading_bytes(
 
 
 def writing_bytes(maps: int, patch_out: Vec3, itemsize: int, *, steps: int = PINNED, device: DeviceKind = "cpu") -> int:
-    """Dense output patches (maps, z, y, x) of the output's dtype, and the writer; `steps` give output in all."""
+    """Return the bytes of dense output patches (maps, z, y, x) and of the writer; `steps` give output in all."""
     return min(buffers(device), steps) * maps * prod(patch_out) * itemsize + WRITER_BYTES
 
 
 def staging_bytes(raw_bytes: int, out_bytes: int, *, reads: int = STAGED, writes: int = STAGED) -> int:
-    """On a GPU, patches as the volume stores them and as the output does, each on an alignment of its own.
+    """Return the bytes on a GPU of input and output patches as stored, each aligned.
 
     raw_bytes, out_bytes  of one patch
     reads, writes         steps that read and that give output, in all
@@ -145,10 +145,10 @@ def staging_bytes(raw_bytes: int, out_bytes: int, *, reads: int = STAGED, writes
 def transfer_bytes(
     network: Network, cover: Cover, patch_in: Vec3, itemsizes: tuple[int, int], *, masks: bool, device: DeviceKind
 ) -> tuple[int, int, int]:
-    """All patches on their way: reading, writing, and on a GPU staging, of a run that covers its output so.
+    """Return the bytes of a run's patches in transfer: reading, writing, and staging on a GPU.
 
     itemsizes  bytes per voxel of the volume and of the output, as stored
-    masks      of input voxels that are not finite
+    masks      count masks of input voxels that are not finite
     """
     channels, maps, patch_out = network.input_channels, network.output_channels, cover.patch
     reads, writes = cover.steps(cover.margin), cover.steps(0)
@@ -162,17 +162,17 @@ def transfer_bytes(
 
 
 def context_bytes(taken: int) -> int:
-    """What CUDA and its libraries will take of a GPU when CUDA took `taken` bytes as it was asked for."""
+    """Return what CUDA and its libraries will take of a GPU if CUDA took `taken` bytes when initialised."""
     return -(-(taken + LIBRARIES_BYTES) // _GPU_GRAIN) * _GPU_GRAIN
 
 
 def baseline_bytes() -> int:
-    """Resident memory of this process with its libraries and whatever the caller holds, plus a margin; measured now."""
+    """Measure the resident memory of this process, with its libraries and what the caller holds, and add a margin."""
     import h5py  # noqa: F401 - a run loads it: it counts
 
     return -(-(process_bytes() + MARGIN_BYTES) // _GRAIN) * _GRAIN
 
 
 def mebibytes(nbytes: float) -> str:
-    """Bytes in MiB, the unit of `--ram 600M`, rounded up to a tenth: `120.5 MiB`."""
+    """Return bytes in MiB, the unit of `--ram 600M`, rounded up to a tenth: `120.5 MiB`."""
     return f"{ceil(nbytes * 10 / MIB) / 10:,.1f} MiB"

@@ -254,7 +254,7 @@ class OffloadSearch:
     def _two_stages(self, whole: Tiling, cut: int, front: Solution, back: Solution) -> TwoStages:
         """Put two stages together, with their memory and the seconds for the whole output."""
         once = sum(way.sub_batches * way.seconds for _, way in back.layer_runs)
-        wait = upload_wait_seconds(self._upload_seconds(back.tiling), back.tiling.parts[0], once)
+        wait = upload_wait_seconds(self._upload_seconds(back.tiling), back.tiling.sub_batches[0], once)
         network, patch = whole.space.network, whole.patch
         edges = self.request.itemsize_in * network.input_channels * prod(whole.step_input)
         edges += self.request.itemsize_out * network.output_channels * prod(patch)
@@ -410,4 +410,4 @@ class OffloadSearch:
 
 def _runs(found: Solution) -> list[tuple[int, float]]:
     """Return the steps in which each layer runs, and its seconds in one."""
-    return [(way.executions // way.sub_batches, way.parts * way.seconds) for _, way in found.layer_runs]
+    return [(way.executions // way.sub_batches, way.sub_batches * way.seconds) for _, way in found.layer_runs]

@@ -1,4 +1,4 @@
-"""A plan: patches or columns, a choice per layer, memory, prediction. Pure data that prints and saves itself."""
+"""A plan: the tiling, a choice per layer, memory and prediction, as data that prints and saves itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter
 
-from znnpy.errors import PlanFileError
 from znnpy.kernels.contract import Variant
 from znnpy.machine import Limits
 from znnpy.messages import excerpt
@@ -27,12 +26,11 @@ from znnpy.planner.stages import two_stage_seconds
 from znnpy.shapes import LayerShape, Precision, Vec3, text
 
 if TYPE_CHECKING:
-    from znnpy.kernels.contract import Primitive
     from znnpy.machine import Machine
     from znnpy.network import Network
 
 FORMAT = 9  # version of plan.json
-MOST_THREADS = 2**12  # that a plan may ask for: a run begins so many
+MOST_THREADS = 2**12  # most threads of a plan: a run starts that many
 AGAIN = "make it again with `znnpy plan NETWORK --out plan.json`"
 
 Size = tuple[Positive, Positive, Positive]  # a Vec3 with no empty axis
@@ -50,24 +48,24 @@ def _checked_limits(limits: Limits) -> Limits:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How one layer runs, or two in one."""
+    """How one layer runs, or two fused ones."""
 
     layers: tuple[Count, Count]  # first and last index in the network
-    shape: Annotated[LayerShape, Field(discriminator="kind")]  # of the images run at a time, the plan's axis first
+    shape: Annotated[LayerShape, Field(discriminator="kind")]  # of the images run at a time, with the plan's axis first
     primitive: str
     version: int  # of the primitive
     device: DeviceKind
     variant: Variant
-    seconds: Seconds  # of one run, with what it carries from step to step
+    seconds: Seconds  # of one execution, saving carried planes included
     executions: Positive  # for the whole output
-    measured: bool  # else estimated from work and rates
-    fitted: bool  # all rates of its work were measured; else some are assumed
+    measured: bool  # seconds are measured; else estimated from work and rates
+    fitted: bool  # all rates of its work are measured; else some are assumed
     resident_bytes: Count
     working_bytes: Count
 
     @property
     def where(self) -> str:
-        """Its layers in words."""
+        """The layers in words."""
         first, last = self.layers
         return f"layer {first}" if first == last else f"layers {first} and {last}"
 
@@ -84,33 +82,33 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class RunnerUp:
-    """The best that another patch shape offers, or another way to cover the output."""
+    """The best plan with another patch shape, or with another way to cover the output."""
 
     patch_out: Size
     axis: Axis
     column_planes: Count
-    sub_batches: tuple[Positive, ...]  # as `Plan.parts`
+    sub_batches: tuple[Positive, ...]  # as `Plan.sub_batches`
     voxels_per_second: Seconds
-    waste: Annotated[float, Field(gt=0, allow_inf_nan=False)]  # work done over the work that no border would need
-    over_bytes: Count  # of the process above its limit; 0 here and of the GPU: it fits and is slower
+    waste: Annotated[float, Field(gt=0, allow_inf_nan=False)]  # work done, relative to the work without borders
+    over_bytes: Count  # of the process above its limit; if both are 0, it fits and is slower
     over_vram_bytes: Count  # of the GPU above its limit
 
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """The best plan of another kind: columns or patches, depth first or not, on another device."""
+    """The best plan of another kind: columns or patches, depth first or not, or on another device."""
 
     device: DeviceKind
     best: RunnerUp
-    ram_bytes: Count  # of the process, above its limit where `best` does not fit
+    ram_bytes: Count  # of the process; above its limit if `best` does not fit
     vram_bytes: Count
-    reason: str  # it was not taken, in words
-    scheme: str = ""  # what is told of patches that no session runs (`schemes`)
+    reason: str  # why it was not taken
+    scheme: str = ""  # description of patches that no session runs (`schemes`)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything a run needs to know beside network, weights and volume. Owns nothing."""
+    """Everything a run needs to know besides network, weights and volume."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)  # of its parts too
 
@@ -122,9 +120,9 @@ class Plan:
     limits: Annotated[Limits, AfterValidator(_checked_limits)]
     output: Size  # dense output it was made for
     patch_out: Size  # dense output of one step
-    patch_in: Size  # what a step reads: in a column that walks, only planes that no step before it has read
-    axis: Axis  # along which columns walk; shapes of choices have it first
-    column_planes: Count  # output planes of a column along it; 0: patches, each computed for itself
+    patch_in: Size  # what a step reads: in a column only planes that no earlier step has read
+    axis: Axis  # along which columns stream; shapes of choices have it first
+    column_planes: Count  # output planes of a column along the axis; 0: independent patches
     stages: Annotated[tuple[Stage, ...], Field(min_length=1, max_length=2)]
     memory: Memory
     itemsize_in: Positive  # bytes per voxel of the volume as stored
@@ -133,16 +131,14 @@ class Plan:
     rigor: RigorLevel
     other: RunnerUp | None  # the best columns where patches are planned, and the best patches where columns are
     runners_up: tuple[RunnerUp, ...]
-    alternatives: tuple[Alternative, ...] = ()  # as far as they were asked for
-    made_for: str | None = None  # name of the machine it was made for, where it was made on another
-    single_device_seconds: Seconds | None = (
-        None  # of several devices: that of one GPU, or of all GPUs without the processor
-    )
-    cpu_plan: Plan | None = None  # the processor's, for cells of one step that lie behind each other along the axis
+    alternatives: tuple[Alternative, ...] = ()  # if they were asked for
+    made_for: str | None = None  # name of the machine it is for, if made on another
+    single_device_seconds: Seconds | None = None  # of one GPU, or of all GPUs without the processor
+    cpu_plan: Plan | None = None  # the processor's plan beside GPUs, for cells along the axis
     overlap: bool = False  # the first stage computes a step while the second is at the step before
-    feed_threads: Annotated[int, Field(ge=0)] = 0  # of the threads allowed: they feed the GPU and compute nothing
+    feed_threads: Annotated[int, Field(ge=0)] = 0  # threads within the limit that feed the GPU and compute nothing
     preparing_seconds: Annotated[float, Field(ge=0, lt=1e12)] = 0.0  # before the first step, to touch memory
-    preparing_measured: bool = False  # the rate of it, on the machine; else it is assumed
+    preparing_measured: bool = False  # from a rate measured on the machine; else assumed
 
     def __post_init__(self) -> None:
         if self.device == "gpu" and self.limits.vram_bytes is None:
@@ -184,12 +180,12 @@ class Plan:
 
     @property
     def fitted(self) -> bool:
-        """No layer's seconds come from rates that were assumed."""
+        """Whether no layer's seconds come from assumed rates."""
         return all(choice.measured or choice.fitted for choice in self.choices)
 
     @property
     def precision(self) -> Precision:
-        """Of all layers, but for those that the processor computes for a GPU: these are in fp32."""
+        """The precision of all layers, except offloaded ones on the processor, which are in fp32."""
         return self.choices[-1].shape.precision
 
     @property
@@ -199,12 +195,12 @@ class Plan:
 
     @property
     def streams(self) -> bool:
-        """Columns of more than one step: every layer keeps the last planes of its input for the next."""
+        """Whether columns stream: every layer keeps the last planes of its input for the next step."""
         return self.column_planes > 0
 
     @property
     def sub_batches(self) -> tuple[int, ...]:
-        """How often each choice runs in a step: more than once where a part of the fragments is run at a time."""
+        """How often each choice runs in a step: more than once if it runs a part of the fragments at a time."""
         return sub_batch_counts([choice.shape for choice in self.choices])
 
     @property
@@ -228,9 +224,9 @@ class Plan:
         )
 
     def warmup_work(self, network: Network) -> tuple[float, ...]:
-        """Of each step of a column before its output begins: its seconds over those of a step in which all layers run.
+        """Return, for each step of a column before its output begins, its share of the seconds of a full step.
 
-        A layer runs from the first step on of which it computes a plane that the output depends on.
+        A layer runs from the first step in which it computes a plane that the output depends on.
         """
         margins = [network.margins[choice.layers[1] + 1][self.axis] for choice in self.choices]
         steps = self.cover(network).ahead
@@ -248,13 +244,13 @@ class Plan:
 
     @property
     def prepared_bytes(self) -> int:
-        """Bytes of weights and tensors of the last stage that are written to before the first step."""
+        """Bytes of the last stage's weights and tensors, which are written to before the first step."""
         stage = self.memory.last
         return stage.arena + stage.carries + stage.weights
 
     @property
     def devices(self) -> int:
-        """Equal GPUs that take its columns in turn; 1 on a CPU."""
+        """Number of equal GPUs that take columns in turn; 1 on a CPU."""
         return self.memory.devices
 
     @property
@@ -266,9 +262,9 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Predicted for the whole output, preparing included, reading and writing hidden but for the edges.
+        """Predicted seconds for the whole output, with preparing, and with the first read and last write, not hidden.
 
-        Of several devices, that of the one with the most columns; side by side, of the one that ends last.
+        With several devices it is the time of the one that ends last.
         """
         if self.cpu_plan is None:
             return self.preparing_seconds + self.seconds_for(ceil(self.columns / self.devices) / self.columns)
@@ -278,10 +274,10 @@ class Plan:
 
     @property
     def cells(self) -> Cover:
-        """What the processor and GPUs side by side take in turn.
+        """The cells that the processor and GPUs side by side take in turn.
 
-        The first across the axis are as wide as the processor's patch, those behind them as wide as the columns of a
-        GPU that fit into it: what no column of a GPU is filled by may be the processor's.
+        The first across the axis are as wide as the processor's patch; later ones are as wide as the GPU columns that
+        fit into it, so that a remainder that fills no GPU column may go to the processor.
         """
         assert self.cpu_plan is not None, "only side by side"
         first = self.cpu_plan.patch_out
@@ -290,14 +286,14 @@ class Plan:
 
     @property
     def cpu_items(self) -> int:
-        """Cells that the processor computes, if it is as fast as predicted, while GPUs compute the others."""
+        """Number of cells that the processor computes, if it is as fast as predicted; GPUs compute the others."""
         from znnpy.planner import co_execution  # here: it is of plans
 
         return co_execution.cpu_items(self)
 
     @property
     def seconds_to_begin(self) -> float:
-        """Predicted for a column before its output begins."""
+        """Predicted seconds of a column before its output begins."""
         if not self.streams:
             return 0.0
         whole, rest = divmod(self.output[self.axis], self.column_planes)
@@ -307,7 +303,7 @@ class Plan:
         return max(0.0, spent - steps * self.seconds_per_step) / row
 
     def seconds_for(self, share: float) -> float:
-        """Of one device, for so much of the output."""
+        """Return the predicted seconds of one device for a share of the output."""
         voxels_in, voxels_out = prod(self.patch_in), prod(self.patch_out)
         maps_in, maps_out = self.choices[0].shape.in_shape[4], self.choices[-1].shape.out_shape[4]
         images = self.choices[0].shape.batch
@@ -329,7 +325,7 @@ class Plan:
         return waste(self.output, [(choice.shape, choice.seconds, choice.executions) for choice in self.choices])
 
     def for_output(self, output: Vec3, network: Network, memory: Memory) -> Plan:
-        """The same for an output of another size, in a process that takes other memory."""
+        """Return this plan for an output of another size, in a process that takes other memory."""
         here = replace(
             self, output=output, memory=replace(memory, cpu_plan=self.memory.cpu_plan), single_device_seconds=None
         )
@@ -347,26 +343,26 @@ class Plan:
         return replace(self, stages=tuple(stages))
 
     def cover(self, network: Network) -> Cover:
-        """The columns of a run."""
+        """Return the columns that cover the output."""
         margin = network.field_of_view[self.axis] - 1
         return Cover(self.output, self.patch_out, self.axis, self.column_planes, margin)
 
     def columns_in(self, box: Box, network: Network) -> tuple[Column, ...]:
-        """The same for a part of the output."""
+        """Return the columns that cover a part of the output."""
         columns = replace(self, output=box.size).cover(network)
         return tuple(column.shifted(box.lo) for column in columns)
 
     def work_items(self, network: Network) -> Cover:
-        """What a run takes in turn, and records when it is written: columns, or cells side by side."""
+        """Return the work items of a run, recorded when written: columns, or cells side by side."""
         return self.cover(network) if self.cpu_plan is None else self.cells
 
     @property
     def voxels_per_second(self) -> float:
-        """Predicted output voxels written per second, last partial patches counted."""
+        """Predicted output voxels written per second, last partial patches included."""
         return float(prod(self.output)) / self.seconds
 
     def explain(self, machine: Machine | None = None) -> str:
-        """What `znnpy plan` prints, as text; with words on how it suits `machine` where one is given."""
+        """Return what `znnpy plan` prints, with how the plan suits `machine` if one is given."""
         from znnpy.planner.explain import as_text  # here, because it loads rich
 
         return as_text(self, machine)
@@ -376,52 +372,13 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """The plan that `to_json` wrote; PlanFileError when it is damaged or of another format."""
+        """Read a plan that `to_json` wrote; PlanFileError if it is damaged or of another format."""
         return _document().parsed(text)
 
     @staticmethod
     def load(path: Path) -> Plan:
-        """The plan in a file; PlanFileError names the file."""
+        """Read the plan in a file; PlanFileError names the file."""
         return _document().load(path)
-
-    def check_runs(
-        self,
-        network: Network,
-        machine: Machine,
-        *,
-        ram_bytes: int | None = None,
-        vram_bytes: int | None = None,
-        table: Sequence[Primitive] | None = None,
-    ) -> None:
-        """PlanFileError unless this plan, which may have been made elsewhere or edited, runs here as it stands.
-
-        It must be of this network; its primitives must be here, in the same version, and apply; its bytes must fit
-        this machine, its GPU, `ram_bytes` and `vram_bytes`; and tensors must have the sizes and lifetimes that the
-        primitives ask for, at offsets where none overwrites another. Speed is not checked: fewer cores run it slower.
-        """
-        if table is None:
-            from znnpy.kernels.table import IN_HOST_RAM, TABLE  # here: it loads numpy, and plans are readable without
-
-            table = (*TABLE, *IN_HOST_RAM)
-        if self.network != network.sha256:
-            raise PlanFileError(
-                f"the plan is of another network ({excerpt(self.network_name, 60)}, {self.network[:12]}) than the one "
-                f"given ({excerpt(network.name, 60)}, {network.sha256[:12]}); make a plan of this network with "
-                "`znnpy plan`"
-            )
-        if self.device == "gpu" and machine.gpu is None:
-            raise PlanFileError(
-                "the plan's layers run on a GPU, and there is none here; make one for this machine with "
-                "`znnpy plan NETWORK --device cpu`"
-            )
-        from znnpy.planner import validate  # here: it is of plans
-
-        validate.check_shapes(self, network)
-        footprints = [validate.footprint_of(index, self, machine, table) for index in range(len(self.choices))]
-        validate.check_memory(self, footprints)
-        if self.cpu_plan is not None:
-            validate.check_cpu_plan(self, self.cpu_plan, network, machine, table)
-        validate.check_limits(self, machine, ram_bytes, vram_bytes)
 
 
 def check_stages(plan: Plan) -> None:
@@ -446,10 +403,10 @@ def check_stages(plan: Plan) -> None:
 
 
 def waste(output: Vec3, layers: Sequence[tuple[LayerShape, float, int]]) -> float:
-    """Work done over the work that no border would need: how often an average output of a layer is computed.
+    """Return the work done relative to the work without borders: how often an average output value is computed.
 
-    layers  shape, seconds and runs of every layer: they are weighed by their seconds. Without borders every layer
-            computes one value per output voxel and map, spread over its fragments.
+    layers  shape, seconds and executions of every layer, weighted by the seconds. Without borders every layer computes
+            one value per output voxel and map, spread over its fragments.
     """
     done = sum(seconds * runs for _, seconds, runs in layers)
     needed = sum(seconds * prod(output) / prod(shape.out_shape[:4]) for shape, seconds, _ in layers)
@@ -457,7 +414,7 @@ def waste(output: Vec3, layers: Sequence[tuple[LayerShape, float, int]]) -> floa
 
 
 def patch_in(network: Network, out: Vec3, axis: int, *, streams: bool) -> Vec3:
-    """What a step with the dense output `out` reads: of a column that walks along `axis`, only what is new."""
+    """Return what a step with the dense output `out` reads; in a column along `axis` only the new planes."""
     z, y, x = (
         size if streams and i == axis else grown
         for i, (size, grown) in enumerate(zip(out, network.patch_in(out), strict=True))
@@ -466,7 +423,7 @@ def patch_in(network: Network, out: Vec3, axis: int, *, streams: bool) -> Vec3:
 
 
 def device_of(primitive: str) -> str:
-    """Where a primitive runs, `cpu` or `gpu`: the first part of its name."""
+    """Return where a primitive runs, `cpu` or `gpu`: the first part of its name."""
     return primitive.partition(".")[0]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from znnpy.planner.memory import DeviceKind
 from znnpy.shapes import ConvShape, FilterShape, LayerShape, MaxoutShape, PoolShape, Precision, Vec3
 
-SIDES: dict[DeviceKind, tuple[int, ...]] = {"cpu": (48, 24, 12, 6), "gpu": (144, 64, 24, 8)}  # of one image out
+SIDES: dict[DeviceKind, tuple[int, ...]] = {"cpu": (48, 24, 12, 6), "gpu": (144, 64, 24, 8)}  # side of one output image
 CONVS: tuple[tuple[int, int, int, int], ...] = (  # maps in and out, kernel, window of a pooling in one with it
     (1, 16, 5, 1),
     (1, 80, 3, 2),
@@ -18,14 +18,14 @@ CONVS: tuple[tuple[int, int, int, int], ...] = (  # maps in and out, kernel, win
     (32, 32, 7, 1),
     (80, 3, 1, 1),
 )
-# On a CPU also layers beyond all caches, of which there is time for a few: side of an image out, maps, kernel.
+# A few layers larger than all caches, on a CPU: side of an output image, maps, kernel.
 LARGE: tuple[tuple[int, int, int], ...] = ((112, 80, 3), (96, 80, 5))
 LARGE_POOLED = 64, 80, 2  # side of a fragment, maps, window
 POOLED: tuple[tuple[int, int], ...] = ((16, 2), (80, 2), (16, 3))  # maps, window
 
 
 def samples(device: DeviceKind, precision: Precision) -> Iterator[LayerShape]:
-    """All of them, the large ones first; between them they name every unit of every primitive that applies."""
+    """Yield all sample layers, large ones first; together they use every unit of every primitive that applies."""
     if device == "cpu":
         yield from _large(precision)
     for side in SIDES[device]:

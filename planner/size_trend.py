@@ -1,4 +1,4 @@
-"""Factors on the seconds of layers by their size, the seconds of one run as the rates of a machine give them."""
+"""Factors on the seconds of layers by size; the size is the seconds of one run as a machine's rates give them."""
 
 from __future__ import annotations
 
@@ -6,34 +6,33 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from math import exp, log
 
-# Without what stages take to begin: between two of them factors are interpolated by their logarithms, beyond them they
-# stay as they are.
+# Sizes exclude what stages take to begin. Log factors are interpolated between them and constant beyond.
 SIZES = (2e-5, 1e-4, 5e-4, 2.5e-3, 1.25e-2, 6.25e-2, 0.3125)
-# Deviations of logarithms of factors: of a measurement, of a variant from others of its layer, of a layer from one of
+# Standard deviations of log factors: of a measurement, of a variant from others of its layer, of a layer from one of
 # SIZES to the next, and of a layer from 1.
 NOISE, OF_VARIANT, STEP, FLAT = 0.1, 0.2, 0.4, 1e4
 
-Sizes = tuple[tuple[float, float], ...]  # of what was measured: sizes, ascending, and factors
+Sizes = tuple[tuple[float, float], ...]  # measured sizes, ascending, and their factors
 
 
 def interpolation_weights(size: float) -> tuple[int, float]:
-    """The index of the last of SIZES below `size` that has another behind it, and the share of that other."""
+    """Return the index of the last of SIZES below `size` that has a successor, and the successor's weight."""
     index = min(max(bisect_left(SIZES, size) - 1, 0), len(SIZES) - 2)
     share = log(size / SIZES[index]) / log(SIZES[index + 1] / SIZES[index])
     return index, min(max(share, 0.0), 1.0)
 
 
 def interpolated(factors: tuple[float, ...], size: float) -> float:
-    """Of factors at SIZES, the one at `size`."""
+    """Interpolate factors at SIZES to `size`."""
     return exp(_between([log(factor) for factor in factors], size))
 
 
 class Trend:
-    """How the factor of one layer changes with its size, as all measurements of it have it, whatever the variant.
+    """How the factor of one layer changes with its size, fitted to all measurements of all its variants.
 
-    A variant that was measured on a small volume is worth little on a large one for itself: with the trend it is.
-    Logarithms of factors are sums of what is the variant's own and of what is the size's, by least squares; neither is
-    large (NOISE, OWN, STEP), so that a difference between two variants at one size is no trend.
+    A variant measured on a small volume alone says little about a large one; the trend helps. The fit is by least
+    squares: log(factor) = variant effect + size effect, both shrunk to zero (NOISE, OF_VARIANT, STEP), so that a
+    difference between two variants at one size is not read as a trend.
     """
 
     def __init__(self, measured: Sequence[Sizes]) -> None:
@@ -54,7 +53,7 @@ class Trend:
         self._logs: list[float] = found[: len(SIZES)].tolist()
 
     def at(self, known: Sizes, size: float) -> float:
-        """The factor of a variant: between sizes at which it was measured as they have it, beyond as the trend has."""
+        """Return a variant's factor: interpolated between its measured sizes, extrapolated beyond them by the trend."""
         index = bisect_left(known, (size,))
         if index in (0, len(known)):
             nearest, factor = known[max(0, index - 1)]

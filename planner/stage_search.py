@@ -23,21 +23,21 @@ class StageSearch(LayerSearch):
     slot: int = 0  # bytes of a part of what is handed over, on the GPU
     sublayers: Sublayers | None = None  # offloaded convolutions that a GPU computes
 
-    def front(self, shape: Tiling, span: int) -> ParetoFront:
-        """Return the options of one span; for offloaded layers also those that a GPU computes."""
-        found, lent = super().front(shape, span), self.sublayers
-        first, last = self.space.groups[span]
+    def front(self, shape: Tiling, group: int) -> ParetoFront:
+        """Return the options of one group; for offloaded layers also those that a GPU computes."""
+        found, lent = super().front(shape, group), self.sublayers
+        first, last = self.space.groups[group]
         conv, pool = shape.shapes[first], shape.shapes[last]
         asked = {way.primitive.name for option in found for way in option.layer_runs if way.shape.kind == "conv"}
         if lent is None or conv.kind != "conv" or asked & self.options.only:
             return found
-        place, below = self.context(shape, span), found[-1].seconds if found and not lent.asked else inf
+        place, below = self.layer_context(shape, group), found[-1].seconds if found and not lent.asked else inf
         if first == last:
             by_gpu = pareto_front(lent.options(conv, place, below))
             return by_gpu if by_gpu and lent.asked else pareto_front((*found, *by_gpu))
         between = aligned(pool.in_bytes)
-        before = pareto_front(lent.options(conv, replace(place, out=between), below))
-        behind = self.options.front((pool,), replace(place, x=between, joined=0, steps=place.steps[1:]))
+        before = pareto_front(lent.options(conv, replace(place, output_bytes=between), below))
+        behind = self.options.front((pool,), replace(place, input_bytes=between, join_bytes=0, steps=place.steps[1:]))
         by_gpu = pareto_front(in_sequence(before, behind))
         return by_gpu if by_gpu and lent.asked else pareto_front((*found, *by_gpu))
 

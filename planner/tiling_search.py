@@ -1,7 +1,7 @@
-"""The search in one space, patches or columns along one axis: the best shape, and what nearly was.
+"""Search of one space, patches or columns along one axis, for the best tiling and its runners-up.
 
-Shapes are gone through in the order of an optimistic bound on the time for the whole output, and those that cannot win
-are skipped; `layer_search` finds the best primitives for a shape.
+This is branch and bound: tilings are taken in the order of an optimistic bound on the time for the whole output, and
+those that cannot win are skipped. `layer_search` finds the best primitives for a tiling.
 
 Source  Zlateski, Lee, Seung, ZNNi (SC16), section VI.A: loop over input shapes, best primitive per layer within memory.
 """
@@ -23,38 +23,37 @@ from znnpy.planner.tilings import Sizes, Tiling, all_sizes, log_spaced, sizes_be
 from znnpy.shapes import Vec3
 
 RUNNERS_UP = 3
-TRIES = 2 * RUNNERS_UP  # shapes that are looked at for them
-LEARNING_STEPS = 32  # times that layers of one thickness are learnt from: a part of all layers each time
-LEANER_SHARE = 0.75  # of the memory of one plan: another that is as fast is looked for within it
-LEANER_TRIES = 8  # shapes that are looked at for it
-MAX_LEAST_LAYERS = 2**13  # number of layers, of all shapes together, that are looked at for the least memory
-SIZES_AT_ONCE = 8  # sizes per axis that are combined at once; where an axis has no more, every combination is looked at
+TRIES = 2 * RUNNERS_UP  # tilings that are tried for them
+LEARNING_STEPS = 32  # times that bounds learn from steps of one thickness, a part of the layers each time
+LEANER_SHARE = 0.75  # share of a plan's memory within which another as fast is searched
+LEANER_TRIES = 8  # tilings that are tried for it
+MAX_LEAST_LAYERS = 2**13  # layers, of all tilings together, that are tried for the least memory
+SIZES_AT_ONCE = 8  # sizes per axis that are combined at once; axes with no more sizes are searched fully
 
-# The least seconds as far as is known, what breaks ties, whether the memory that there is was weighed, and the shape.
+# Lower bound on the seconds, two tie breakers, whether the bound considers memory, and the tiling.
 QueueEntry = tuple[float, int, int, bool, Tiling]
 
 
 @dataclass
 class TilingSearch(LayerSearch):
-    """The same, and the shapes that were looked at so far."""
+    """The search of one space, with the tilings that were tried so far."""
 
-    patch: Vec3 | None  # this one only
-    rejected: list[Tiling] = field(default_factory=list)  # shapes that are not the best
-    _seen: set[tuple[int, ...]] = field(default_factory=set)  # counts and sizes of patches that were looked at
+    patch: Vec3 | None  # the only patch that is tried, if any
+    rejected: list[Tiling] = field(default_factory=list)  # tilings that are not the best
+    _seen: set[tuple[int, ...]] = field(default_factory=set)  # counts and sizes of patches that were tried
     _across: Sequence[tuple[int, int]] = ()  # sizes of steps across the first axis, the widest first
-    _widest: dict[int, Tiling] = field(default_factory=dict)  # steps that may fit, by thickness
+    _widest: dict[int, Tiling] = field(default_factory=dict)  # widest steps that may fit, by thickness
 
     def run(self) -> Solution | None:
-        """The best shape; None when nothing fits.
+        """Find the best tiling; None if nothing fits.
 
-        First over a few sizes per axis in all combinations, then again and again over a few more around the best, and
-        over all sizes of one axis with those of the others as they are there.
-        In networks that treat all axes alike patches that are turned to other axes cost nearly the same: one of them is
-        looked at, and of the best all are.
+        The search tries a few sizes per axis in all combinations, then repeatedly a few more around the best, and all
+        sizes of one axis with the best's sizes of the others. In networks that treat all axes alike, patches with
+        permuted axes cost nearly the same: one of them is tried, but for the best all are.
         """
         sizes = self._sizes(self.limit - (self.baseline if self.device == "cpu" else self.context))
         best = self._among(sizes) if all(sizes) else None
-        if best is None:  # what bounds and estimates leave out may still fit
+        if best is None:  # a tiling that bounds and estimates exclude may still fit
             least = self.least()
             return least if isinstance(least, Solution) and self.fits(least) else None
         patch = best.tiling.patch
@@ -63,7 +62,7 @@ class TilingSearch(LayerSearch):
         return self._through([shape for shape in turned if self._key(shape.patch) == self._key(patch)], best)
 
     def undivided(self) -> TilingSearch:
-        """The same where all images go through a layer before any goes through the next."""
+        """Return this search without sub-batches: all images go through a layer before any goes through the next."""
         search = replace(self, splits=self.splits[:1], rejected=[], _seen=set(), _widest={})
         search.bounds = self.bounds  # what is known of the time holds there too
         return search
@@ -72,11 +71,11 @@ class TilingSearch(LayerSearch):
         return tiling_of(self.space, patch)
 
     def _shapes(self, sizes: Sizes) -> Iterator[Tiling]:
-        """All combinations of sizes."""
+        """Yield the tilings of all combinations of sizes."""
         return map(self.tiling, product(*sizes))
 
     def _among(self, sizes: Sizes) -> Solution | None:
-        """The best shape of these sizes."""
+        """Find the best tiling of these sizes."""
         seen = _few(sizes)
         self._across = sorted(product(seen[1], seen[2]), key=prod, reverse=True)
         best = self._through(self._new(self._shapes(seen)), None)
@@ -93,23 +92,23 @@ class TilingSearch(LayerSearch):
         return best
 
     def _lines(self, sizes: Sizes, patch: Vec3) -> Iterator[Tiling]:
-        """Shapes that differ from this one along one axis."""
+        """Yield the tilings that differ from a patch along one axis."""
         for axis, along in enumerate(sizes):
             yield from (self.tiling(with_size(patch, axis, size)) for size in along)
 
     def _beside(self, sizes: Sizes, seen: Sizes, best: Solution) -> tuple[Sizes, Sizes] | None:
-        """A few more sizes around the best shape, and all that were looked at then; None: there are no more."""
+        """Return a few more sizes around the best tiling, and all sizes tried after them; None: there are no more."""
         near = [sizes_between(*axis) for axis in zip(sizes, seen, best.tiling.patch, strict=True)]
         more = _few((near[0][1], near[1][1], near[2][1]))
         return (_merged((near[0][0], near[1][0], near[2][0]), more), _merged(seen, more)) if any(more) else None
 
     def _key(self, patch: Vec3) -> tuple[int, ...]:
-        """Equal for patches that differ in the order of axes which make no difference to speak of."""
+        """Return a key that is equal for patches that differ only in the order of equivalent axes."""
         fixed = 1 if self.space.streams else 0
         return (*patch[:fixed], *sorted(patch[fixed:])) if self.space.isotropic else patch
 
     def _new(self, shapes: Iterable[Tiling]) -> list[Tiling]:
-        """Those that were not looked at, nor turned to other axes where that makes no difference to speak of."""
+        """Return the tilings that were not tried, not even with equivalent axes permuted."""
         new = []
         for shape in shapes:
             key = (len(shape.cover), *self._key(shape.patch))
@@ -119,7 +118,7 @@ class TilingSearch(LayerSearch):
         return new
 
     def _through(self, shapes: Iterable[Tiling], best: Solution | None) -> Solution | None:
-        """The best of `best` and of all shapes."""
+        """Return the best of `best` and of all these tilings."""
         queue = self._queue(shapes)
         while shape := self._next(queue, best.seconds if best else inf):
             found = self.best_split(shape, best.seconds if best else inf)
@@ -131,15 +130,15 @@ class TilingSearch(LayerSearch):
         return best
 
     def _queue(self, shapes: Iterable[Tiling]) -> list[QueueEntry]:
-        """Shapes in the order of the least seconds that they take; the larger ones first, of equal ones."""
+        """Return a heap of tilings by their lower bound on the seconds; of equal ones the larger comes first."""
         queue = [(self.lower_bound(shape), -prod(shape.patch), i, False, shape) for i, shape in enumerate(shapes)]
         heapify(queue)
         return queue
 
     def _next(self, queue: list[QueueEntry], below: float) -> Tiling | None:
-        """The shape that may be the fastest; None where none may take less than `below` seconds.
+        """Pop the tiling that may be the fastest; None if none may take less than `below` seconds.
 
-        What is learnt of one, its time in the memory that there is, or of steps as thick, sends it back in the queue.
+        A tiling whose bound rises, by its memory or by steps as thick, goes back into the queue.
         """
         while queue:
             bound, volume, index, weighed, shape = heappop(queue)
@@ -169,27 +168,25 @@ class TilingSearch(LayerSearch):
             steps = (self.tiling((thick, y, x)) for y, x in self._across)
             self._widest[thick] = next(filter(self.may_fit, steps), shape)
         widest = self._widest[thick]
-        at_once = -(
-            -len(self.space.groups) // LEARNING_STEPS
-        )  # else long networks would be gone through once for each layer
-        for span in sorted(spans, key=widest.io_bytes, reverse=True)[:at_once]:
-            self.bounds.learn(widest, span, self.front(widest, span))
+        at_once = -(-len(self.space.groups) // LEARNING_STEPS)  # else long networks take one pass for each layer
+        for group in sorted(spans, key=widest.io_bytes, reverse=True)[:at_once]:
+            self.bounds.learn(widest, group, self.front(widest, group))
         return True
 
-    def _sizes(self, room: int | None) -> Sizes:
-        """Patch sizes to look at along each axis."""
+    def _sizes(self, budget: int | None) -> Sizes:
+        """Return the patch sizes to try along each axis."""
         if self.patch is None:
-            return all_sizes(self.space, room)
+            return all_sizes(self.space, budget)
         z, y, x = self.patch
         return [z], [y], [x]
 
     def _need(self, memory: Memory, more: int = 0) -> tuple[int, int]:
-        """Bytes above the limits, and bytes held, if its layers took `more` bytes more: the least first."""
+        """Return the bytes above the limits and the bytes in all, if the layers took `more` bytes more."""
         grown = replace(memory, stages=(replace(memory.last, arena=memory.last.arena + more),))
         return sum(grown.excess(self.limits)), grown.device_bytes
 
     def least(self) -> Solution | int | None:
-        """Return the shape with the smallest need of some small ones; or the index of a layer that nobody runs."""
+        """Return the smallest need of some small tilings; or the index of a layer that no primitive runs."""
         least: Solution | None = None
         few = self._shapes(_few(self._sizes(None)))
         shapes = sorted(
@@ -232,7 +229,7 @@ class TilingSearch(LayerSearch):
         return search
 
     def first(self, shapes: Iterable[Tiling], below: float) -> Solution | None:
-        """The first of these shapes that fits and takes less than `below` seconds; None after LEANER_TRIES of them."""
+        """Return the first of these tilings that fits and takes less than `below` seconds; None after LEANER_TRIES."""
         queue = self._queue(shapes)
         for _ in range(LEANER_TRIES):
             shape = self._next(queue, below)
@@ -256,7 +253,7 @@ class TilingSearch(LayerSearch):
         )
 
     def slower(self, best: Solution, most: int) -> list[RunnerUp]:
-        """Of the shapes that look fastest behind the best, turned to other axes or not, some that fit."""
+        """Return some tilings that fit and look fastest after the best; equivalent axes are not permuted."""
         shapes = {self._key(shape.patch): shape for shape in self.rejected}
         shapes.pop(self._key(best.tiling.patch), None)
         queue, found = self._queue(shapes.values()), list[Solution]()
@@ -267,12 +264,12 @@ class TilingSearch(LayerSearch):
         return [self.runner_up(other) for other in sorted(found, key=lambda other: other.seconds)]
 
     def next_larger(self, seconds: float) -> list[RunnerUp]:
-        """The shape nearest to the limit that would be faster by 5 % or more, run the fastest way."""
+        """Return the tiling nearest to the limit that would be faster by 5 % or more, with its fastest primitives."""
         faster = []
-        for lost in (shape for shape in self.rejected if self.lower_bound(shape) < 0.95 * seconds):
-            guesses = [(self.bounds.guess(shape), shape) for shape in map(lost.split, self.splits)]
-            most = 0.95 * seconds - self.io_seconds(lost)
-            needs = [(need + self.fixed_memory(s).held, s) for (ideal, need), s in guesses if ideal < most]
+        for rejected in (shape for shape in self.rejected if self.lower_bound(shape) < 0.95 * seconds):
+            guesses = [(self.bounds.guess(shape), shape) for shape in map(rejected.split, self.splits)]
+            most = 0.95 * seconds - self.io_seconds(rejected)
+            needs = [(need + self.fixed_memory(s).device_bytes, s) for (ideal, need), s in guesses if ideal < most]
             faster.extend(sorted(needs, key=lambda need: need[0])[:1])
         for _, shape in sorted(faster, key=lambda need: need[0])[:RUNNERS_UP]:
             fronts = self.fronts(shape)

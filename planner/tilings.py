@@ -1,4 +1,4 @@
-"""Patch and column shapes worth a look: every axis cut into equal parts, in all combinations."""
+"""Tilings of the output into patches or columns: each axis is cut into equal parts, in all combinations."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from znnpy.planner.layout import aligned
 from znnpy.planner.plan import patch_in
 from znnpy.shapes import LayerShape, Precision, Vec3, fused, turned, turned_back
 
-FusionGroup = tuple[int, int]  # the first and the last of the layers that one choice may be made for
+FusionGroup = tuple[int, int]  # first and last of the layers that one primitive may run together
 Sizes = tuple[Sequence[int], Sequence[int], Sequence[int]]  # along z, y, x, largest first
 
 
 def fusion_groups(network: Network) -> tuple[FusionGroup, ...]:
-    """All layers in order: a convolution with the pooling behind it, which may run in one, every other layer alone."""
+    """Group each convolution with the pooling behind it, as they may be fused; other layers are groups of their own."""
     found: list[FusionGroup] = []
     for index, layer in enumerate(network.layers):
         if index and isinstance(layer, Pool) and isinstance(network.layers[index - 1], Conv):
@@ -31,17 +31,15 @@ def fusion_groups(network: Network) -> tuple[FusionGroup, ...]:
 
 @dataclass(frozen=True)
 class TilingSpace:
-    """Patches, or columns along one axis. All sizes have that axis first, the network too."""
+    """The tilings into patches, or into columns along one axis. All sizes, and the network, have that axis first."""
 
     network: Network
     output: Vec3
     axis: int = 0
     streams: bool = False
     precision: Precision = "fp32"
-    in_place_carries: frozenset[int] = (
-        frozenset()
-    )  # spans that read planes carried from step to step where they are kept
-    stage: tuple[int, int] | None = None  # begin and end of the layers of one stage; None: all layers are one stage
+    in_place_carries: frozenset[int] = frozenset()  # groups that read carried planes where they are kept
+    stage: tuple[int, int] | None = None  # half-open range of layers of one stage; None: all
 
     @property
     def first_layer(self) -> int:
@@ -50,7 +48,7 @@ class TilingSpace:
 
     @property
     def hands_over(self) -> bool:
-        """Another stage follows."""
+        """Whether another stage follows."""
         return self.stage is not None and self.stage[1] < len(self.network.layers)
 
     @cached_property
@@ -63,17 +61,17 @@ class TilingSpace:
 
     @cached_property
     def groups(self) -> tuple[FusionGroup, ...]:
-        """The spans of the stage, counted from its first layer."""
+        """The fusion groups of the stage, counted from its first layer."""
         return fusion_groups(self.stage_network)
 
     @cached_property
     def isotropic(self) -> bool:
-        """The network treats all axes in the same way."""
+        """Whether the network treats all axes in the same way."""
         return all(len(set(extent(layer))) == 1 for layer in self.network.layers)
 
     @cached_property
     def warmup_planes(self) -> tuple[int, ...]:
-        """Of every layer, the planes that it computes before the output begins."""
+        """The planes that each layer computes before the output begins."""
         margins = self.network.margins[self.first_layer + 1 : self.first_layer + 1 + len(self.stage_network.layers)]
         return tuple(margin[0] for margin in margins)
 
@@ -81,9 +79,9 @@ class TilingSpace:
 def all_spaces(
     network: Network, output: Vec3, precision: Precision = "fp32", patch: Vec3 | None = None
 ) -> tuple[TilingSpace, ...]:
-    """Patches first, then columns along each axis, but for axes that are like one before.
+    """Return the space of patches, then those of columns along each axis, without axes equivalent to an earlier one.
 
-    patch  of the output, that alone is looked at
+    patch  the only output patch that is considered, if any
     """
     spaces = [TilingSpace(network, output, precision=precision)]
     seen = set()
@@ -99,32 +97,30 @@ def all_spaces(
 
 @dataclass(frozen=True)
 class Tiling:
-    """One patch or column shape of the layers of a stage, and what its size alone says of work and memory."""
+    """One tiling for the layers of a stage, with the work and memory that follow from its size alone."""
 
     space: TilingSpace
     patch: Vec3  # dense output voxels of a step
     column_planes: int  # output planes that a column writes; 0: patches
-    shapes: tuple[LayerShape, ...]  # of every layer in a step
+    shapes: tuple[LayerShape, ...]  # of each layer in a step
     sub_batches: tuple[
         int, ...
-    ]  # how often every layer runs in a step: more than once where it takes a part of the images
-    handed_over: Vec3 | None = (
-        None  # new voxels of each image that the stage before hands over in a step; None: there is none
-    )
+    ]  # executions of each layer in a step: more than one where it takes a part of the images
+    handed_over: Vec3 | None = None  # new voxels per image from the stage before, in a step; None: first stage
 
     @property
     def images(self) -> int:
-        """Patches in a step."""
+        """Number of patches in a step."""
         return self.shapes[0].batch
 
     @property
     def step_input(self) -> Vec3:
-        """What a step reads of each image: of a column that walks, only what no step before it has read."""
+        """Voxels per image that a step takes in; in a column only those that no earlier step has read."""
         return self.handed_over or self.volume_input
 
     @property
     def volume_input(self) -> Vec3:
-        """What a step of the run reads of each image of the volume: the input of the first stage."""
+        """Voxels per image that a step reads from the volume: the input of the first stage."""
         return patch_in(self.space.network, self.patch, 0, streams=self.space.streams)
 
     @cached_property
@@ -134,15 +130,15 @@ class Tiling:
 
     @cached_property
     def steps(self) -> tuple[int, ...]:
-        """Steps of all columns in which every layer runs."""
+        """For each layer the number of steps, of all columns, in which it runs."""
         return self._per_layer(self.steps_of)
 
     def steps_of(self, ahead: int) -> int:
-        """Steps of all columns in which something is computed that begins `ahead` planes before the output does."""
+        """Return the number of steps, of all columns, of work that begins `ahead` planes before the output does."""
         return self.cover.steps(ahead)
 
     def _per_layer(self, steps_of: Callable[[int], int]) -> tuple[int, ...]:
-        """What `steps_of` gives for every layer, asked once for those that begin in the same step of a column."""
+        """Return `steps_of` for every layer, called once for layers that begin in the same step of a column."""
         thick = self.patch[0]
         whole = [-(-ahead // thick) for ahead in self.space.warmup_planes]
         steps = {count: steps_of(count * thick) for count in set(whole)}
@@ -150,26 +146,26 @@ class Tiling:
 
     @cached_property
     def voxels(self) -> tuple[int, ...]:
-        """Of the last output of every span, one map, that are computed for the whole output."""
+        """Voxels (one map) of each group's output that are computed for the whole output."""
         steps = self.steps
         return tuple(steps[last] * once for (_, last), once in zip(self.space.groups, self._in_step, strict=True))
 
     @cached_property
     def column_voxels(self) -> tuple[int, ...]:
-        """The same of one whole column, or of one patch where no column walks."""
+        """Voxels (one map) of each group's output that one whole column takes, or one patch."""
         steps = self._per_layer(replace(self.cover, size=self.cover.grid).steps)
         return tuple(steps[last] * once for (_, last), once in zip(self.space.groups, self._in_step, strict=True))
 
     @cached_property
     def _in_step(self) -> tuple[int, ...]:
-        """The same of one step."""
+        """Voxels (one map) of each group's output in one step."""
         return tuple(self.sub_batches[last] * prod(self.shapes[last].out_shape[:4]) for _, last in self.space.groups)
 
     @cached_property
     def tensor_bytes(self) -> tuple[int, ...]:
-        """Bytes of every activation between spans that is there at a time, the first and the last among them.
+        """Bytes of every activation between groups, the input and the output included.
 
-        Of a convolution and a pooling that may run in one, the input is as large as it has to be then.
+        The input of a convolution and a pooling that may be fused is as large as fusion needs.
         """
         nbytes, images = [], self.images
         for index, (first, last) in enumerate(self.space.groups):
@@ -181,40 +177,40 @@ class Tiling:
             self.shapes[-1].out_bytes
         )  # handed over: not in the arena
 
-    def join_bytes(self, span: int) -> int:
-        """Bytes that its input is larger by for a primitive that does not read carried planes where they are kept."""
-        if span not in self.space.in_place_carries:
+    def join_bytes(self, group: int) -> int:
+        """Return the extra input bytes of a primitive that does not read carried planes where they are kept."""
+        if group not in self.space.in_place_carries:
             return 0
-        first, last = self.space.groups[span]
+        first, last = self.space.groups[group]
         images = self.shapes[first - 1].out_shape[0] if first else self.images
         return images // self.shapes[first].batch * _input_bytes(self.shapes[first : last + 1])[1]
 
     @cached_property
     def input_stays(self) -> tuple[bool, ...]:
-        """Of every span: it takes a part of its input at a time, so that the input stays while all layers after run."""
+        """Whether each group takes its input in parts, so that the input stays while all later layers run."""
         before = (self.sub_batches[0], *self.sub_batches)
         return tuple(self.sub_batches[first] > before[first] for first, _ in self.space.groups)
 
     @cached_property
     def live_elsewhere(self) -> tuple[int, ...]:
-        """Of every span: bytes of the inputs that stay while it runs, its own among them."""
+        """Bytes of the inputs that stay while each group runs, its own included."""
         return tuple(accumulate(n if held else 0 for n, held in zip(self.tensor_bytes, self.input_stays, strict=False)))
 
-    def io_bytes(self, span: int) -> int:
-        """Bytes of a span's input, unless it is held, and of its output."""
-        return (0 if self.input_stays[span] else self.tensor_bytes[span]) + self.tensor_bytes[span + 1]
+    def io_bytes(self, group: int) -> int:
+        """Return the bytes of a group's output and of its input, unless the input stays anyway."""
+        return (0 if self.input_stays[group] else self.tensor_bytes[group]) + self.tensor_bytes[group + 1]
 
     @cached_property
     def carries(self) -> tuple[int, ...]:
-        """Of every span: bytes that a column keeps from step to step at least, its layers apart or in one."""
+        """The least bytes that a column keeps from step to step for each group, fused or not."""
         if not self.column_planes:
             return (0,) * len(self.space.groups)
-        spans = self.space.groups
-        return tuple(self.sub_batches[first] * _input_bytes(self.shapes[first : last + 1])[2] for first, last in spans)
+        groups = self.space.groups
+        return tuple(self.sub_batches[first] * _input_bytes(self.shapes[first : last + 1])[2] for first, last in groups)
 
     @cached_property
     def largest(self) -> int:
-        """Bytes of the largest activation between spans, with those that are held and those that are carried."""
+        """Bytes of the largest activation between groups, together with inputs that stay and carried planes."""
         own = (
             under + (0 if held else x)
             for under, held, x in zip(self.live_elsewhere, self.input_stays, self.tensor_bytes, strict=False)
@@ -223,17 +219,17 @@ class Tiling:
 
     @cached_property
     def largest_undivided(self) -> int:
-        """Bytes of the largest activation up to the output of the first pooling: every split has all of each."""
+        """Bytes of the largest activation up to the output of the first pooling, which no split makes smaller."""
         pool = next((i for i, (_, last) in enumerate(self.space.groups) if self.shapes[last].kind == "pool"), 0)
         return max(self.tensor_bytes[: pool + 2])
 
     @property
     def patch_out(self) -> Vec3:
-        """The patch with its axes in the order (z, y, x)."""
+        """The patch in the axis order (z, y, x)."""
         return turned_back(self.patch, self.space.axis)
 
     def split(self, at_once: Sequence[int]) -> Tiling:
-        """The same with so many images at a time behind each pooling; 0: all there are."""
+        """Return this tiling with so many images at a time behind each pooling; 0: all."""
         wanted, images, before, shapes, parts = iter(at_once), 1, 1, [], []
         some = 0
         for layer, shape in zip(self.space.stage_network.layers, self.shapes, strict=True):
@@ -246,7 +242,7 @@ class Tiling:
         return replace(self, shapes=tuple(shapes), sub_batches=tuple(parts))
 
     def shortened(self, pieces: int) -> Tiling:
-        """The same with columns that are no longer than if `pieces` covered the output along their axis."""
+        """Return this tiling with columns no longer than if `pieces` of them covered the output along their axis."""
         thick = self.patch[0]
         return replace(self, column_planes=-(-self.space.output[0] // (pieces * thick)) * thick)
 
@@ -258,25 +254,25 @@ def _with_batch(shape: LayerShape, batch: int) -> LayerShape:
 
 @lru_cache(maxsize=1024)
 def _input_bytes(layers: tuple[LayerShape, ...]) -> tuple[int, int, int]:
-    """Of a span as one layer: its input, what a column keeps of it, and what it keeps at least, in one or apart."""
+    """Return a group's input bytes as one layer, what a column keeps of them, and the least kept, fused or not."""
     both, apart = as_one_layer(layers), sum(map(carry_bytes, layers))
     kept = carry_bytes(both)
     return both.in_bytes, kept, apart if both is layers[0] else min(apart, kept)
 
 
 def as_one_layer(layers: Sequence[LayerShape]) -> LayerShape:
-    """A span as one layer: as if a convolution and its pooling ran in one, where they may."""
+    """Return a group as one layer: fused if it may be, else its first layer."""
     both = fused(layers[0], layers[-1]) if len(layers) > 1 else None
     return both or layers[0]
 
 
 def carry_bytes(shape: LayerShape) -> int:
-    """Bytes of `carry_planes` of all images."""
+    """Return the bytes of `carry_planes` of all images."""
     return shape.in_bytes // shape.in_shape[1] * carry_planes(shape)
 
 
 def carry_planes(shape: LayerShape) -> int:
-    """Planes along z of its input that a layer looks at again in the next step of a column."""
+    """Return the planes along z of its input that a layer needs again in the next step of a column."""
     match shape.kind:
         case "conv":
             return shape.k[0] + shape.pool[0] - 2
@@ -287,7 +283,7 @@ def carry_planes(shape: LayerShape) -> int:
 
 
 def splits(network: Network) -> list[tuple[int, ...]]:
-    """Ways to run images in parts, for `Candidate.split`: nothing first, then larger parts before smaller ones."""
+    """Return the ways to split images for `Tiling.split`: no split first, then larger parts before smaller ones."""
     pools = [index for index, layer in enumerate(network.layers) if isinstance(layer, Pool)]
     choices: list[tuple[int, ...]] = []
     for number, index in enumerate(pools):
@@ -307,11 +303,11 @@ def splits(network: Network) -> list[tuple[int, ...]]:
     return sorted(product(*choices), key=lambda at_once: (sum(map(bool, at_once)), [-n for n in at_once]))
 
 
-MAX_COMBINED_POOLS = 4  # of which every combination is looked at
+MAX_COMBINED_POOLS = 4  # number of poolings of which every combination is tried
 
 
 def axis_sizes(length: int, period: int) -> tuple[int, ...]:
-    """Patch sizes, largest first, that cover `length` with 1, 2, 3, .. nearly equal patches, down to the period.
+    """Return patch sizes, largest first, that cover `length` with 1, 2, 3, .. nearly equal patches, to the period.
 
     A size in between takes as many patches as the next smaller one here and does more work in each.
     """
@@ -327,7 +323,7 @@ def axis_sizes(length: int, period: int) -> tuple[int, ...]:
 
 
 def log_spaced(sizes: Sequence[int], most: int) -> Sequence[int]:
-    """At most `most` of the sizes, spread evenly on a logarithmic scale, the largest and the smallest among them."""
+    """Return at most `most` of the sizes, evenly spaced on a log scale, the largest and the smallest included."""
     if len(sizes) <= most:
         return sizes
     largest, smallest = sizes[0], sizes[-1]
@@ -338,32 +334,32 @@ def log_spaced(sizes: Sequence[int], most: int) -> Sequence[int]:
     return tuple(sorted(kept, reverse=True))
 
 
-def all_sizes(space: TilingSpace, room: int | None = None) -> Sizes:
-    """Every size per axis; with `room`, less those whose largest activation exceeds it whatever the other axes are."""
+def all_sizes(space: TilingSpace, budget: int | None = None) -> Sizes:
+    """Return every size per axis; with `budget`, drop those whose largest activation always exceeds it."""
     sizes = [axis_sizes(length, period) for length, period in zip(space.output, space.network.period, strict=True)]
     thinnest = space.network.period
-    ways = splits(space.stage_network)  # parts hold what they are parts of: the smallest are not always the leanest
+    ways = splits(space.stage_network)  # outputs of all parts stay live: the smallest parts are not always the leanest
 
     def fitting(axis: int) -> list[int]:
         shapes = [tiling_of(space, with_size(thinnest, axis, size)) for size in sizes[axis]]
         return [
             shape.patch[axis]
             for shape in shapes
-            if room is None or any(shape.split(at_once).largest <= room for at_once in ways)
+            if budget is None or any(shape.split(at_once).largest <= budget for at_once in ways)
         ]
 
     return fitting(0), fitting(1), fitting(2)
 
 
 def tiling_of(space: TilingSpace, patch: Vec3) -> Tiling:
-    """Patches of one shape, or columns that write the output along their axis from end to end. Nothing is split."""
+    """Return the tiling into patches of one size, or columns from end to end of the output, with no images split."""
     shapes = space.network.layer_shapes(patch, streams=space.streams, precision=space.precision)
     column = -(-space.output[0] // patch[0]) * patch[0] if space.streams else 0
     return Tiling(space, patch, column, shapes, (1,) * len(shapes))
 
 
 def sizes_between(sizes: Sequence[int], seen: Sequence[int], size: int) -> tuple[Sequence[int], Sequence[int]]:
-    """`size` and its neighbours in `seen`, of which it is one; and those of `size_trend` that lie between them."""
+    """Return `size` with its neighbours in `seen`, which contains it, and those of `sizes` between them."""
     at = seen.index(size)
     beside = seen[max(0, at - 1) : at + 2]
     above = beside[0] if at else sizes[0] + 1
@@ -372,6 +368,6 @@ def sizes_between(sizes: Sequence[int], seen: Sequence[int], size: int) -> tuple
 
 
 def with_size(patch: Vec3, axis: int, size: int) -> Vec3:
-    """The same but for its size along one axis."""
+    """Return the patch with another size along one axis."""
     z, y, x = (size if axis == i else extent for i, extent in enumerate(patch))
     return z, y, x

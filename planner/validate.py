@@ -1,4 +1,4 @@
-"""Whether a plan, which may have been made elsewhere or edited, runs here: PlanFileError says why it does not."""
+"""Check that a plan, which may have been made elsewhere or edited, runs here; PlanFileError says why it does not."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from operator import lt
 
 from znnpy.errors import PlanFileError, ShapeError
 from znnpy.kernels.contract import Footprint, Primitive
+from znnpy.kernels.table import IN_HOST_RAM, TABLE
 from znnpy.machine import Machine
 from znnpy.messages import excerpt
 from znnpy.network import Network
@@ -17,30 +18,61 @@ from znnpy.planner.stages import handover_buffers, in_host_ram, stage_needs
 from znnpy.shapes import LayerShape, fused, text, turned
 
 
-def check_cpu_plan(
-    plan: Plan, beside: Plan, network: Network, machine: Machine, table: Sequence[Primitive] | None
+def check_runs(
+    plan: Plan,
+    network: Network,
+    machine: Machine,
+    *,
+    ram_bytes: int | None = None,
+    vram_bytes: int | None = None,
+    table: Sequence[Primitive] = (*TABLE, *IN_HOST_RAM),
 ) -> None:
-    """The plan of the processor beside GPUs runs here too, on cells as thick as whole steps, in promised memory."""
-    beside.check_runs(network, machine, table=table)
-    cell, step = beside.patch_out, plan.patch_out
+    """Raise PlanFileError unless a plan, which may have been made elsewhere or edited, runs here as it stands.
+
+    It must be for this network; its primitives must be here, in the same version, and apply; its bytes must fit this
+    machine, its GPU, `ram_bytes` and `vram_bytes`; and tensors must have the sizes and lifetimes that the primitives
+    ask for, at offsets where none overwrites another. Speed is not checked: fewer cores run it slower.
+    """
+    if plan.network != network.sha256:
+        raise PlanFileError(
+            f"the plan is of another network ({excerpt(plan.network_name, 60)}, {plan.network[:12]}) than the one "
+            f"given ({excerpt(network.name, 60)}, {network.sha256[:12]}); make a plan of this network with "
+            "`znnpy plan`"
+        )
+    if plan.device == "gpu" and machine.gpu is None:
+        raise PlanFileError(
+            "the plan's layers run on a GPU, and there is none here; make one for this machine with "
+            "`znnpy plan NETWORK --device cpu`"
+        )
+    _check_shapes(plan, network)
+    _check_memory(plan, [_footprint_of(index, plan, machine, table) for index in range(len(plan.choices))])
+    if plan.cpu_plan is not None:
+        check_cpu_plan(plan, plan.cpu_plan, network, machine, table)
+    _check_limits(plan, machine, ram_bytes, vram_bytes)
+
+
+def check_cpu_plan(plan: Plan, cpu_plan: Plan, network: Network, machine: Machine, table: Sequence[Primitive]) -> None:
+    """Check that the processor's plan beside GPUs runs here, on cells of whole steps and in the promised memory."""
+    check_runs(cpu_plan, network, machine, table=table)
+    cell, step = cpu_plan.patch_out, plan.patch_out
     if cell[plan.axis] % step[plan.axis] or any(map(lt, cell, step)):
         raise PlanFileError(
             f"the plan's cells of {text(cell)} hold no whole number of its steps of {text(step)} along axis "
             f"{plan.axis}, or are narrower; {AGAIN}"
         )
-    if beside.streams and beside.axis != plan.axis:
+    if cpu_plan.streams and cpu_plan.axis != plan.axis:
         raise PlanFileError(
-            f"the processor's columns are along axis {beside.axis}, and those of the plan along {plan.axis}; {AGAIN}"
+            f"the processor's columns are along axis {cpu_plan.axis}, and those of the plan along {plan.axis}; {AGAIN}"
         )
-    if plan.memory.cpu_plan != beside.memory.peak:
+    if plan.memory.cpu_plan != cpu_plan.memory.peak:
         raise PlanFileError(
             f"the plan promises {plan.memory.cpu_plan:,} bytes for the processor, and its plan beside needs "
-            f"{beside.memory.peak:,}; {AGAIN}"
+            f"{cpu_plan.memory.peak:,}; {AGAIN}"
         )
 
 
-def check_limits(plan: Plan, machine: Machine, ram_bytes: int | None, vram_bytes: int | None) -> None:
-    """What it takes is there, and allowed."""
+def _check_limits(plan: Plan, machine: Machine, ram_bytes: int | None, vram_bytes: int | None) -> None:
+    """Check that the memory the plan needs is there and is allowed."""
     card = None if machine.gpu is None else machine.gpu.memory_bytes
     for limit, what, needed, kind, word in (
         (machine.ram_bytes, "this process may use", plan.memory.peak, "RAM", "ram"),
@@ -56,11 +88,11 @@ def check_limits(plan: Plan, machine: Machine, ram_bytes: int | None, vram_bytes
             )
 
 
-def check_shapes(plan: Plan, network: Network) -> None:
-    """Every layer of the network has its choice, with the sizes that it has there."""
+def _check_shapes(plan: Plan, network: Network) -> None:
+    """Check that every layer of the network has a choice, with the sizes that it has there."""
     along = network.turned(plan.axis)
     batches = [c.shape.batch for c in plan.choices for _ in c.layers[: 1 + (c.layers[0] < c.layers[1])]]
-    batches += [plan.choices[-1].shape.batch] * len(network.layers)  # where layers are missing: told below
+    batches += [plan.choices[-1].shape.batch] * len(network.layers)  # for missing layers, which are refused below
     try:
         shapes = along.layer_shapes(
             turned(plan.patch_out, plan.axis), batches=batches, streams=plan.streams, precision=plan.precision
@@ -79,7 +111,7 @@ def check_shapes(plan: Plan, network: Network) -> None:
             f"the plan reads patches of {text(plan.patch_in)}, and {text(plan.patch_out)} voxels out need "
             f"{text(needed)}; {AGAIN}"
         )
-    begun = 0  # layers that are chosen for
+    begun = 0  # number of layers with a choice so far
     for index, choice in enumerate(plan.choices):
         first, last = choice.layers
         known = on_cpu if index < plan.offloaded and choice.device == "cpu" else shapes
@@ -91,11 +123,11 @@ def check_shapes(plan: Plan, network: Network) -> None:
             )
         begun = last + 1
     if begun != len(shapes):
-        raise PlanFileError(f"the plan chooses for {begun} layers, and the network has {len(shapes)}; {AGAIN}")
+        raise PlanFileError(f"the plan has choices for {begun} layers, and the network has {len(shapes)}; {AGAIN}")
 
 
-def check_memory(plan: Plan, footprints: Sequence[Footprint]) -> None:
-    """The tensors of each arena are those the primitives need; alive together they lie apart and inside it."""
+def _check_memory(plan: Plan, footprints: Sequence[Footprint]) -> None:
+    """Check that each arena holds the tensors that the primitives need, without overlaps between live ones."""
     steps = [(c.shape, f) for c, f in zip(plan.choices, footprints, strict=True)]
     wanted = stage_needs(steps, plan.offloaded, plan.patch_in[plan.axis], plan.device)
     for stage, memory, needs in zip(plan.stages, plan.memory.stages, wanted, strict=True):
@@ -118,7 +150,7 @@ def _check_promise(promised: int, needed: int, what: str) -> None:
 
 
 def _check_tensors(tensors: Sequence[Tensor], needed: Sequence[Tensor], nbytes: int, arena: str) -> None:
-    """PlanFileError unless these are the tensors that are needed, laid in an arena of so many bytes."""
+    """Raise PlanFileError unless these are the needed tensors, placed within an arena of `nbytes` bytes."""
     wanted, found = {t.name: t for t in needed}, {t.name: t for t in tensors}
     if found.keys() != wanted.keys() or len(tensors) != len(found):
         names = excerpt(", ".join(sorted(found.keys() ^ wanted.keys()) or sorted(t.name for t in tensors)))
@@ -148,14 +180,14 @@ def _check_tensors(tensors: Sequence[Tensor], needed: Sequence[Tensor], nbytes: 
 
 
 def _shape_of(shapes: Sequence[LayerShape], first: int, last: int) -> LayerShape | None:
-    """What one choice computes that spans layers first..last; None where no choice may."""
+    """Return the shape of one choice for layers first..last; None if no choice may span them."""
     if last >= len(shapes) or last - first not in (0, 1):
         return None
     return shapes[first] if first == last else fused(shapes[first], shapes[last])
 
 
-def footprint_of(index: int, plan: Plan, machine: Machine, table: Sequence[Primitive]) -> Footprint:
-    """What the chosen primitive needs here; PlanFileError when it is not the one the plan was made with."""
+def _footprint_of(index: int, plan: Plan, machine: Machine, table: Sequence[Primitive]) -> Footprint:
+    """Return what the chosen primitive needs here; PlanFileError if the plan was made with another one."""
     choice = plan.choices[index]
     primitive = next((p for p in table if p.name == choice.primitive), None)
     where, name = f"{choice.where} of the plan", excerpt(choice.primitive, 60)
@@ -178,7 +210,7 @@ def footprint_of(index: int, plan: Plan, machine: Machine, table: Sequence[Primi
     known = with_host or choice.variant in primitive.variants(choice.shape, machine)
     try:
         footprint = primitive.footprint(choice.shape, choice.variant, plan.compute_threads) if known else None
-    except (KeyError, TypeError, ValueError):  # a layer that lives with the host may be divided in ways of any kind
+    except (KeyError, TypeError, ValueError):  # an offloaded layer may have a variant of any kind
         if not with_host:
             raise
         footprint = None

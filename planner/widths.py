@@ -17,7 +17,7 @@ STEP = 2  # columns by which each further paragraph moves in
 
 @dataclass(frozen=True, slots=True)
 class WideOrNarrow:
-    """Prints one layout where there are enough columns for it, and otherwise the other.
+    """Print one layout if there are enough columns for it, else the other.
 
     least  columns that the wide one needs; None: as many as it takes if no line of it is wrapped.
     """
@@ -34,13 +34,10 @@ class WideOrNarrow:
 
 
 def columns_for(*cells: Iterable[str], sentences: int) -> int:
-    """Columns for a table with these cells, which are not wrapped, column by column, and some columns of sentences."""
+    """Return the width of a table with these cells, which are not wrapped, and some columns of sentences."""
     return sum(max(map(len, column), default=0) + BESIDE for column in cells) + sentences * (SENTENCE + BESIDE)
 
 
 def indented(paragraphs: Sequence[str]) -> list[Padding]:
-    """Paragraphs one below the other, each STEP columns further to the right and wrapped there between words.
-
-    An empty one takes no line.
-    """
+    """Stack paragraphs, each indented STEP columns further and wrapped between words. Empty ones take no line."""
     return [Padding(Text(words), (0, 0, 0, STEP * depth)) for depth, words in enumerate(paragraphs) if words]

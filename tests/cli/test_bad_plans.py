@@ -41,9 +41,9 @@ def test_plan_whose_needs_are_not_met(place: Place) -> None:
     [
         ("axis", 3, "the plan is damaged: axis: Input should be less than or equal to 2"),
         ("axis", "z", "the plan is damaged: axis: Input should be a valid integer"),
-        ("column", -4, "the plan is damaged: column: Input should be greater than or equal to 0"),
-        ("column", 5, "the plan's columns of 5 planes are no whole number of steps of 4"),
-        ("column", 0, "; make it again with `znnpy plan NETWORK --out plan.json`"),
+        ("column_planes", -4, "the plan is damaged: column_planes: Input should be greater than or equal to 0"),
+        ("column_planes", 5, "the plan's columns of 5 planes are no whole number of steps of 4"),
+        ("column_planes", 0, "; make it again with `znnpy plan NETWORK --out plan.json`"),
         ("axis", 1, "; make it again with `znnpy plan NETWORK --out plan.json`"),
         ("patch_in", [8, 8, 8], "the plan reads patches of 8x8x8, and 4x6x4 voxels out need 4x13x10"),
     ],
@@ -53,7 +53,7 @@ def test_plan_of_columns_that_was_edited(place: Place, field: str, value: object
     words = ("plan", place.folder / "net.yaml", "--shape", "60,20,20", "--cover", "columns", "--patch", "4,6,4")
     assert place.run(*words, "--out", path).exit_code == 0
     plan = json.loads(path.read_text())
-    assert (plan["axis"], plan["column"]) == (0, 56)
+    assert (plan["axis"], plan["column_planes"]) == (0, 56)
     path.write_text(json.dumps({**plan, field: value}))
     assert said in place.refusal(*place.words, "--plan", path)
 

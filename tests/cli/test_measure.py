@@ -265,7 +265,7 @@ def test_plans_for_a_machine_that_is_not_here_run_only_there(here: Place) -> Non
         "`znnpy plan`, without --machine"
     )
     assert not here.out.exists()
-    assert json.loads(here.run(*words, "--json").stdout)["plan"]["elsewhere"] == "another"
+    assert json.loads(here.run(*words, "--json").stdout)["plan"]["made_for"] == "another"
 
 
 def test_threads_that_a_file_is_not_of(here: Place) -> None:

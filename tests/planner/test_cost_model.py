@@ -147,7 +147,7 @@ def test_between_two_sizes_of_a_layer_count_the_speeds_of_both() -> None:
     rates = ROUND.with_measurement(SLOW, sized(4), variant, 8.0).with_measurement(SLOW, sized(100), variant, 100.0)
     for size, factor in ((2, 2.0), (4, 2.0), (20, 2**0.5), (100, 1.0), (300, 1.0)):
         assert rates.seconds(SLOW, sized(size), variant) == pytest.approx(factor * size)
-    again = rates.learnt(SLOW, sized(4), variant, 4.0)
+    again = rates.with_measurement(SLOW, sized(4), variant, 4.0)
     assert again.seconds(SLOW, sized(20), variant) == pytest.approx(20.0), "the last measurement counts"
 
 

@@ -45,7 +45,7 @@ def runner_up(patch: Vec3, speed: float, over: int = 0, **words: Any) -> RunnerU
     """Of patches, unless `words` say more."""
     return RunnerUp(
         patch,
-        **{"axis": 0, "column": 0, "parts": (1, 1, 1), "waste": 2.0, "over_vram_bytes": 0, **words},
+        **{"axis": 0, "column_planes": 0, "sub_batches": (1, 1, 1), "waste": 2.0, "over_vram_bytes": 0, **words},
         voxels_per_second=speed,
         over_bytes=over,
     )
@@ -189,8 +189,8 @@ def test_runners_up_say_why(plan: Plan) -> None:
     speed = plan.voxels_per_second
     others = (
         runner_up((60, 50, 40), 1.5 * speed, 3 * 2**20),
-        runner_up((30, 50, 40), 0.75 * speed, axis=2, column=40),
-        runner_up((20, 50, 40), speed, parts=(1, 1, 4)),
+        runner_up((30, 50, 40), 0.75 * speed, axis=2, column_planes=40),
+        runner_up((20, 50, 40), speed, sub_batches=(1, 1, 4)),
     )
     said = words(replace(plan, runners_up=others))
     assert f"runner-up: patches of 60x50x40, {1.5 * speed:,.0f} voxels/s: 1.50 times as fast, 3.00 MiB over" in said
@@ -209,7 +209,7 @@ def test_the_gain_of_columns_and_of_patches_is_told(plan: Plan, columns: Plan, r
         f"needs; patches of 30x50x40: {speed / ratio:,.0f} voxels/s, 3.80 times: {'columns ' * (ratio > 1.005)}{said}"
     )
     speed = plan.voxels_per_second
-    other = runner_up((30, 50, 40), speed / ratio, waste=3.804, axis=1, column=50, parts=(1, 4, 4))
+    other = runner_up((30, 50, 40), speed / ratio, waste=3.804, axis=1, column_planes=50, sub_batches=(1, 4, 4))
     assert words(replace(plan, other=other)).count(
         f"patches of {text(plan.patch_out)}: {speed:,.0f} voxels/s, work {plan.waste:.2f} times what the output "
         f"needs; columns along y in steps of 30x50x40 depth first: {speed / ratio:,.0f} voxels/s, 3.80 times: "

@@ -45,7 +45,7 @@ LAYERS = st.lists(OPTIONS, min_size=1, max_size=4)
 
 def beats(a: LayerOption, b: LayerOption) -> bool:
     """Worse in nothing."""
-    return all(getattr(a, f) <= getattr(b, f) for f in ("seconds", "resident", "live", "allowance"))
+    return all(getattr(a, f) <= getattr(b, f) for f in ("seconds", "resident", "arena_bytes", "allowance"))
 
 
 @given(LAYERS, st.integers(0, 40), st.sampled_from([inf, 4.0, 9.0]))
@@ -156,8 +156,8 @@ def test_a_bound_that_is_enough_is_no_more_than_the_whole_one(
 def test_relaxed_is_close() -> None:
     """Many small choices: the bound is the linear relaxation, 3 of 10 layers get their weights."""
     pairs = [(10.0, 0), (2.0, 100)]
-    assert knapsack_bound([pairs] * 10, room=10_000) == 20.0
-    assert knapsack_bound([pairs] * 10, room=350) == pytest.approx(100 - 8 * 3.5, rel=0.02)
+    assert knapsack_bound([pairs] * 10, budget=10_000) == 20.0
+    assert knapsack_bound([pairs] * 10, budget=350) == pytest.approx(100 - 8 * 3.5, rel=0.02)
 
 
 @given(OPTIONS, OPTIONS, OPTIONS, st.integers(0, 40))
@@ -175,13 +175,13 @@ def test_weights_are_traded_where_they_are_cheapest() -> None:
     """Two layers, room for one set of transformed weights: it goes to the layer that gains more."""
     gains_little = pareto_front([option(10, 0, 5, 0), option(8, 100, 5, 0)])
     gains_much = pareto_front([option(10, 0, 5, 0), option(2, 100, 5, 0)])
-    chosen = fastest_within([gains_little, gains_much], room=110)
+    chosen = fastest_within([gains_little, gains_much], budget=110)
     assert chosen is not None
     assert [o.seconds for o in chosen] == [10.0, 2.0]
 
 
 def test_no_option_no_choice() -> None:
-    assert fastest_within([pareto_front([option(1, 50, 0, 0)])], room=49) is None
+    assert fastest_within([pareto_front([option(1, 50, 0, 0)])], budget=49) is None
     with pytest.raises(ValueError, match="empty"):
         smallest([()])
 

@@ -81,7 +81,7 @@ PLANS = st.builds(
     patch_out=SIZE,
     patch_in=SIZE,
     axis=AXES,
-    column=COLUMNS,
+    column_planes=COLUMNS,
     stages=st.tuples(
         st.builds(
             Stage,
@@ -97,7 +97,7 @@ PLANS = st.builds(
     rigor=st.sampled_from(["estimate", "measure", "exhaustive"]),
     other=st.none() | RUNNERS_UP,
     runners_up=st.lists(RUNNERS_UP, max_size=3).map(tuple),
-    kinds=st.lists(KINDS, max_size=3).map(tuple),
+    alternatives=st.lists(KINDS, max_size=3).map(tuple),
 )
 
 
@@ -135,11 +135,11 @@ DAMAGED: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
     "size in quotes": (("columns",), "3", "columns: .*valid integer"),
     "half a column": (("columns",), 1.5, "columns: .*valid integer"),
     "no column": (("columns",), 0, "columns: .*greater than or equal to 1"),
-    "column of fewer planes than none": (("column",), -4, "column: .*greater than or equal to 0"),
+    "column of fewer planes than none": (("column_planes",), -4, "column_planes: .*greater than or equal to 0"),
     "fourth axis": (("axis",), 3, "axis: .*less than or equal to 2"),
     "axis in words": (("axis",), "z", "axis: .*valid integer"),
     "no axis": (("axis",), ..., "axis: .*required"),
-    "no runs": ((*CHOICES_AT, 0, "runs"), 0, "stages.0.choices.0.runs: .*greater than or equal to 1"),
+    "no runs": ((*CHOICES_AT, 0, "executions"), 0, "stages.0.choices.0.executions: .*greater than or equal to 1"),
     "missing device": (("memory", "stages", 0, "device"), ..., "memory.stages.0.device: .*required"),
     "negative carries": (
         ("memory", "stages", 0, "carries"),
@@ -147,7 +147,7 @@ DAMAGED: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
         "memory.stages.0.carries: .*greater than or equal to 0",
     ),
     "no waste": (("runners_up", 0, "waste"), 0.0, "runners_up.0.waste: .*greater than 0"),
-    "empty part": (("runners_up", 0, "parts", 0), 0, "runners_up.0.parts.0: .*greater than or equal to 1"),
+    "empty part": (("runners_up", 0, "sub_batches", 0), 0, "runners_up.0.sub_batches.0: .*greater than or equal to 1"),
     "something else than columns": (("other",), "columns", "other: "),
     "no seconds": ((*CHOICES_AT, 0, "seconds"), None, "stages.0.choices.0.seconds"),
     "zero seconds": ((*CHOICES_AT, 0, "seconds"), 0.0, "stages.0.choices.0.seconds"),
@@ -211,7 +211,7 @@ DAMAGED: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
         [1] * 10**6,
         "it holds more than 200,000 values",
     ),
-    "lists within each other": (("kinds",), [[[[[[[[[0]]]]]]]]], "kinds"),
+    "lists within each other": (("alternatives",), [[[[[[[[[0]]]]]]]]], "alternatives"),
 }
 
 

@@ -125,7 +125,7 @@ def test_nothing_is_worked_out_between_plans_that_are_as_fast() -> None:
             error = NoPlanError("nothing fits")
             error.needed_bytes = 2**10
             raise error
-        return SimpleNamespace(memory=SimpleNamespace(held=nbytes), voxels_per_second=float(min(nbytes, 2**18)))
+        return SimpleNamespace(memory=SimpleNamespace(device_bytes=nbytes), voxels_per_second=float(min(nbytes, 2**18)))
 
     found = sorted(point.limit for point in points(Within(make), 2**30))
     assert [limit for limit in found if limit > 2**19] == [2**22, 2**26, 2**30]

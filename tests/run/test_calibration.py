@@ -247,7 +247,7 @@ def test_likeness_of_what_was_not_measured() -> None:
     wide = replace(shape, fin=8)
     assert factor(taught, wide, large) == pytest.approx(12)
     assert factor(taught, replace(wide, precision="fp16"), large) == 1
-    taught = taught.learnt(many, wide, large, 50 * rates.seconds(many, wide, large))
+    taught = taught.with_measurement(many, wide, large, 50 * rates.seconds(many, wide, large))
     assert factor(taught, wide, small) == pytest.approx(50), (
         "the layer itself, however it was run, before another layer"
     )
