@@ -124,3 +124,9 @@ def _by_span(network: Network, plan: Plan) -> list[list[Choice]]:
 def _seconds(choices: list[Choice]) -> float:
     """For the whole output."""
     return sum(choice.executions * choice.seconds for choice in choices)
+
+
+def offloaded_layers(plan: Plan) -> str:
+    """Say how many layers have their tensors in the memory of the host."""
+    count = 1 + plan.stages[0].choices[-1].layers[1]
+    return f"{count} layer{'s' if count > 1 else ''} in the memory of the host"

@@ -10,8 +10,7 @@ from znnpy.errors import NoPlanError
 from znnpy.messages import option
 from znnpy.option_values import OFFLOAD_MODES, Cover
 from znnpy.planner.beside import plan_beside
-from znnpy.planner.explain import offloaded_layers
-from znnpy.planner.kinds import idle, kind_of
+from znnpy.planner.kinds import idle, kind_of, offloaded_layers
 from znnpy.planner.offload import plan_offloaded
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import CostModel, PlanRequest

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter
 
+from znnpy.json_file import JsonFile
 from znnpy.kernels.contract import Variant
 from znnpy.machine import Limits
 from znnpy.messages import excerpt
 from znnpy.option_values import Mode, RigorLevel
 from znnpy.patches import Box, Column, Cover
+from znnpy.planner import co_execution
 from znnpy.planner.cost_model import unhidden_io_seconds
-from znnpy.planner.json_file import JsonFile
 from znnpy.planner.layout import Count, Positive, sub_batch_counts
 from znnpy.planner.layout import Tensor as Tensor
 from znnpy.planner.memory import DeviceKind
@@ -26,7 +27,6 @@ from znnpy.planner.stages import two_stage_seconds
 from znnpy.shapes import LayerShape, Precision, Vec3, text
 
 if TYPE_CHECKING:
-    from znnpy.machine import Machine
     from znnpy.network import Network
 
 FORMAT = 9  # version of plan.json
@@ -156,7 +156,7 @@ class Plan:
             check_stages(self)
 
     def __repr__(self) -> str:
-        """One line; `explain` gives the whole plan as text."""
+        """One line; `znnpy.explain` gives the whole plan as text."""
         how = f"columns in steps of {text(self.patch_out)}" if self.streams else f"patches of {text(self.patch_out)}"
         return (
             f"<Plan of {excerpt(self.network_name, 60)} for {text(self.output)} voxels: {self.columns} {how}, "
@@ -268,8 +268,6 @@ class Plan:
         """
         if self.cpu_plan is None:
             return self.preparing_seconds + self.seconds_for(ceil(self.columns / self.devices) / self.columns)
-        from znnpy.planner import co_execution  # here: it is of plans
-
         return co_execution.seconds(self)
 
     @property
@@ -287,8 +285,6 @@ class Plan:
     @property
     def cpu_items(self) -> int:
         """Number of cells that the processor computes, if it is as fast as predicted; GPUs compute the others."""
-        from znnpy.planner import co_execution  # here: it is of plans
-
         return co_execution.cpu_items(self)
 
     @property
@@ -360,12 +356,6 @@ class Plan:
     def voxels_per_second(self) -> float:
         """Predicted output voxels written per second, last partial patches included."""
         return float(prod(self.output)) / self.seconds
-
-    def explain(self, machine: Machine | None = None) -> str:
-        """Return what `znnpy plan` prints, with how the plan suits `machine` if one is given."""
-        from znnpy.planner.explain import as_text  # here, because it loads rich
-
-        return as_text(self, machine)
 
     def to_json(self) -> str:
         return _adapter().dump_json(self, indent=1).decode() + "\n"

@@ -57,6 +57,7 @@ __all__ = [
     "VramError",
     "ZnnpyError",
     "apply",
+    "explain",
     "find_gpu",
     "infer",
     "load_network",
@@ -92,14 +93,15 @@ if TYPE_CHECKING:
     from znnpy.kernels.table import find as primitive
     from znnpy.kernels.thread_pool import ThreadPool
     from znnpy.machine import Gpu
+    from znnpy.measure.timing import Progress
     from znnpy.network import Conv, ConvWeights, MaxFilter, Maxout, Network, Normalise, Pool
     from znnpy.planner.plan import Plan
     from znnpy.planner.throughput import Point
-    from znnpy.planner.why import Considered
     from znnpy.planning import plan
-    from znnpy.report import Report
+    from znnpy.report.plan_text import explain
+    from znnpy.report.rejected import Considered
+    from znnpy.report.run_report import Report
     from znnpy.run.pipeline import Event
-    from znnpy.run.timing import Progress
     from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape
     from znnpy.trained import TrainedNetwork, load_network
 else:
@@ -119,11 +121,12 @@ else:
         "znnpy.network": "Conv ConvWeights MaxFilter Maxout Network Normalise Pool",
         "znnpy.planner.plan": "Plan",
         "znnpy.planner.throughput": "Point",
-        "znnpy.planner.why": "Considered",
+        "znnpy.report.plan_text": "explain",
+        "znnpy.report.rejected": "Considered",
         "znnpy.planning": "plan",
-        "znnpy.report": "Report",
+        "znnpy.report.run_report": "Report",
         "znnpy.run.pipeline": "Event",
-        "znnpy.run.timing": "Progress",
+        "znnpy.measure.timing": "Progress",
         "znnpy.shapes": "ConvShape FilterShape MaxoutShape PoolShape",
         "znnpy.trained": "TrainedNetwork load_network",
     }

@@ -15,19 +15,19 @@ import numpy as np
 import numpy.typing as npt
 
 from znnpy.errors import NoPlanError, ShapeError, VolumeError, VramError
+from znnpy.measure.shelf import Shelf
+from znnpy.measure.wisdom import wisdom_kept
 from znnpy.messages import excerpt, option
 from znnpy.network import ConvWeights, Network
 from znnpy.option_values import Border
 from znnpy.options import RunOptions
 from znnpy.patches import Box
-from znnpy.planner.explain import predicted
 from znnpy.planner.plan import Plan
+from znnpy.report.plan_text import predicted
 from znnpy.run import pipeline
 from znnpy.run.asked import devices_asked
 from znnpy.run.choice import Work, choose, given_plan, leaner_options
-from znnpy.run.shelf import Shelf
 from znnpy.run.target import OpenTarget, Targets, check_here
-from znnpy.run.wisdom import wisdom_kept
 from znnpy.run.workers import Sessions, forgetful, sessions_of, workers_of
 from znnpy.run_log import log_once, log_phase
 from znnpy.shapes import FLOAT32

@@ -82,10 +82,10 @@ def plan(asked: PlanCommand) -> None:
     _check_primitives(asked)
     import znnpy.planning
     from znnpy.kernels.cpu.native.library import why_not
-    from znnpy.planner.explain import explain
     from znnpy.planner.throughput import Point, in_order
-    from znnpy.planner.why import Considered, why_table
     from znnpy.progress import curves, measuring
+    from znnpy.report.plan_text import plan_renderable
+    from znnpy.report.rejected import Considered, why_table
     from znnpy.run.target import machine_of
 
     file = read_network(asked.network)
@@ -127,7 +127,7 @@ def plan(asked: PlanCommand) -> None:
         print_json({**predicted, **promised, **told, "plan": json.loads(chosen.to_json())})
     else:
         machine = machine_of(chosen, machine_file)
-        print_table(explain(chosen, file.network, machine))
+        print_table(plan_renderable(chosen, file.network, machine))
         if asked.why:
             print_table(why_table(rows, file.network))
         if chosen.device == "cpu" and (lacking := why_not(machine)):

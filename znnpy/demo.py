@@ -30,7 +30,7 @@ from znnpy.shapes import Vec3, text
 if TYPE_CHECKING:
     from PIL import Image
 
-    from znnpy.report import Report
+    from znnpy.report.run_report import Report
     from znnpy.run.pipeline import Event
 
 Floats = npt.NDArray[np.float32]

@@ -23,22 +23,22 @@ from znnpy.formats.networks import read_network
 from znnpy.job import attributes_of, job_of, roi_text, settings_of
 from znnpy.kernels.cpu.fft import Wisdom
 from znnpy.machine import Machine, parse_bytes, this_machine
+from znnpy.measure.shelf import Shelf
+from znnpy.measure.wisdom import wisdom_begun, wisdom_kept
 from znnpy.messages import option
 from znnpy.option_declarations import function_of
 from znnpy.option_values import AskedMode, Cover, Device
 from znnpy.options import InferOptions, RunOptions
-from znnpy.planner.explain import predicted
 from znnpy.planner.plan import Plan
-from znnpy.report import Report
+from znnpy.report.plan_text import predicted
+from znnpy.report.run_report import Report
 from znnpy.run import pipeline
 from znnpy.run.asked import devices_asked
 from znnpy.run.choice import Work, choose, given_plan, leaner_options
 from znnpy.run.preparing import Preparing
 from znnpy.run.resume import check_options, device_begun, limits_taken, plan_begun, plan_finished
-from znnpy.run.shelf import Shelf
 from znnpy.run.target import OpenTarget, Targets, check_here
 from znnpy.run.trace import Trace
-from znnpy.run.wisdom import wisdom_begun, wisdom_kept
 from znnpy.run.workers import Sessions, forgetful, sessions_of, workers_of
 from znnpy.run_log import log_phase
 from znnpy.run_warnings import half_missing, slower_here

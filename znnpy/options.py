@@ -36,11 +36,11 @@ from znnpy.shapes import PRECISIONS, Precision, Vec3
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from znnpy.measure.timing import Clock, Progress
     from znnpy.planner.plan import Plan
     from znnpy.planner.throughput import Point
-    from znnpy.planner.why import Considered
+    from znnpy.report.rejected import Considered
     from znnpy.run.pipeline import Event
-    from znnpy.run.timing import Clock, Progress
     from znnpy.volume.sliceable import Assignable, Sliceable
 
 MOST_THREADS = 2**12

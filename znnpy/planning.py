@@ -14,21 +14,21 @@ from znnpy.errors import NoPlanError, ShapeError
 from znnpy.formats.networks import read_network
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Limits, this_machine
+from znnpy.measure.rigor import Study, rigor_of
+from znnpy.measure.shelf import Shelf
 from znnpy.option_declarations import function_of
 from znnpy.option_values import COVERS
 from znnpy.options import PlanOptions
 from znnpy.planner.cost_model import Rates, assumed_rates
-from znnpy.planner.explain import predicted
 from znnpy.planner.kinds import kind_of
 from znnpy.planner.modes import make_plan
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import CostModel, PlanRequest, Rigor
 from znnpy.planner.throughput import DevicePlans, Point, points
-from znnpy.planner.why import considered
+from znnpy.report.plan_text import predicted
+from znnpy.report.rejected import considered
 from znnpy.run.asked import AskedDevices, devices_asked
 from znnpy.run.choice import Work, request_for
-from znnpy.run.rigor import Study, rigor_of
-from znnpy.run.shelf import Shelf
 from znnpy.run.target import OpenTarget, Targets, elsewhere, for_elsewhere
 from znnpy.run_log import log_phase
 from znnpy.self_check import check_plan

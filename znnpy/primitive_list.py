@@ -14,7 +14,7 @@ from znnpy.kernels.contract import Kind, Primitive
 from znnpy.kernels.cpu.native.library import why_not
 from znnpy.kernels.table import TABLE
 from znnpy.machine import this_machine
-from znnpy.planner.widths import WideOrNarrow, columns_for, indented
+from znnpy.report.wide_table import WideOrNarrow, columns_for, indented
 from znnpy.run.target import DRIVER
 from znnpy.shapes import ConvShape, FilterShape, LayerShape, MaxoutShape, PoolShape, Vec3
 

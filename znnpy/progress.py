@@ -13,9 +13,9 @@ from znnpy.stopping import check_stopped
 from znnpy.units import human_bytes, human_seconds
 
 if TYPE_CHECKING:
+    from znnpy.measure.timing import Progress
     from znnpy.planner.throughput import Point
     from znnpy.run.pipeline import Event
-    from znnpy.run.timing import Progress
 
 SECONDS_BETWEEN_LINES = 10.0
 BAR_WIDTH = 10  # characters at least; the bar takes the room that the text leaves

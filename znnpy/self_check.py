@@ -18,16 +18,16 @@ from znnpy.kernels.contract import ConvWeights
 from znnpy.kernels.reference import convolve, max_filter, maxout
 from znnpy.kernels.table import find
 from znnpy.kernels.thread_pool import ThreadPool
+from znnpy.measure.layer import DeviceLayer, HostLayer, HostRamLayer, Position, Values
+from znnpy.measure.timing import Progress, Rooms, Where, lacking, layers_of
+from znnpy.measure.wisdom import wisdom_kept
 from znnpy.messages import option
 from znnpy.network import Network
 from znnpy.patches import Box
 from znnpy.planner.plan import Choice, Plan
-from znnpy.run.layer import DeviceLayer, HostLayer, HostRamLayer, Position, Values
 from znnpy.run.pipeline import Writes
 from znnpy.run.session import ALL
 from znnpy.run.target import OpenTarget
-from znnpy.run.timing import Progress, Rooms, Where, lacking, layers_of
-from znnpy.run.wisdom import wisdom_kept
 from znnpy.shapes import ConvShape, FilterShape, LayerShape, MaxoutShape, PoolShape, Vec3
 from znnpy.trained import TrainedNetwork
 from znnpy.units import human_bytes

@@ -25,7 +25,7 @@ from znnpy.network import Network
 from znnpy.planner.cost_model import Rates, assumed_rates
 from znnpy.planner.plan import Plan
 from znnpy.planning import plan
-from znnpy.report import Report
+from znnpy.report.run_report import Report
 from znnpy.run import target
 from znnpy.run.pipeline import Event
 from znnpy.shapes import Precision

@@ -16,15 +16,16 @@ from tests.support.emulator import EmulatedDevice, needs_compiler
 from znnpy.errors import NoPlanError, PlanFileError, ResumeError, VerifyError, VramError
 from znnpy.inference import infer
 from znnpy.machine import Machine, this_machine
+from znnpy.measure.layer import HostRamLayer, Position
 from znnpy.option_values import OFFLOAD_MODES, AskedMode, OffloadMode
 from znnpy.planner import modes
 from znnpy.planner.cost_model import Rates, assumed_rates
 from znnpy.planner.memory import staging_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planning import plan
-from znnpy.report import Report
+from znnpy.report.plan_text import explain
+from znnpy.report.run_report import Report
 from znnpy.run import pipeline, target
-from znnpy.run.layer import HostRamLayer, Position
 from znnpy.trained import load_network
 from znnpy.verify import TOLERANCES
 
@@ -206,7 +207,7 @@ def test_the_plan_says_where_layers_run(place: Place, mode: OffloadMode) -> None
     assert made.mode == mode
     assert not why
     assert any("not of mode" in sentence for sentence in told)
-    assert "runs on" in made.explain()
+    assert "runs on" in explain(made)
 
 
 def slow(device: Any, machine: Machine, *asked: object, **words: object) -> Rates:
@@ -269,7 +270,7 @@ def test_plan_tells_of_both_modes(place: Place) -> None:
         assert kind.best.voxels_per_second <= made.voxels_per_second
         assert kind.best.patch_out == made.patch_out
         assert "times as long" in kind.reason
-        assert f"{mode} with" in made.explain()
+        assert f"{mode} with" in explain(made)
 
 
 @pytest.mark.parametrize("mode", [*MODES, "side-by-side"])

@@ -16,7 +16,7 @@ from znnpy.errors import DeviceError, ResumeError, VramError
 from znnpy.inference import infer
 from znnpy.planner.plan import Plan
 from znnpy.planning import plan
-from znnpy.report import Report
+from znnpy.report.run_report import Report
 from znnpy.verify import TOLERANCES
 
 pytestmark = [pytest.mark.slow, needs_compiler]

@@ -25,7 +25,8 @@ from znnpy.planner.cost_model import Rates, assumed_rates
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import CostModel, PlanRequest, Target
 from znnpy.planning import plan
-from znnpy.report import Report
+from znnpy.report.plan_text import explain
+from znnpy.report.run_report import Report
 from znnpy.run import choice, pipeline
 from znnpy.run.session import Session
 from znnpy.verify import TOLERANCES
@@ -81,7 +82,7 @@ def test_the_plan_says_who_computes_what(place: Place) -> None:
     made = go(place, threads=3).plan
     assert made.cpu_plan is not None
     assert made.cpu_plan.limits.threads == made.cpu_plan.compute_threads == 2  # one feeds the GPU
-    text = " ".join(made.explain().split())
+    text = " ".join(explain(made).split())
     assert f"take cells of {'x'.join(map(str, made.cells.patch))} output voxels, " in text
     assert f"{len(made.cells)} in all, of which the processor is to compute {made.cpu_items}, " in text
     assert "without the processor, which computes" in text

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from znnpy.inference import infer
-from znnpy.report import Report
+from znnpy.report.run_report import Report
 from znnpy.shapes import Precision
 from znnpy.verify import verify
 

@@ -18,12 +18,12 @@ from znnpy.errors import OutputError
 from znnpy.kernels.contract import Primitive, Variant
 from znnpy.kernels.table import TABLE, find
 from znnpy.machine import Gpu, this_machine
+from znnpy.measure import shelf
+from znnpy.measure.costs import Costs, versions
+from znnpy.measure.shelf import stored_path
 from znnpy.planner.cost_model import Rates, assumed_rates
-from znnpy.planner.costs import Costs, versions
 from znnpy.planner.memory import baseline_bytes
 from znnpy.planner.plan import Plan
-from znnpy.run import shelf
-from znnpy.run.shelf import stored_path
 from znnpy.shapes import LayerShape
 
 pytestmark = pytest.mark.slow
@@ -55,7 +55,7 @@ def here(place: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
         yield Clock()
 
     monkeypatch.setattr(measurement, "_clock", clock)
-    monkeypatch.setattr("znnpy.run.measuring.touching_rate", lambda threads, nbytes: 2.0**32)
+    monkeypatch.setattr("znnpy.measure.measuring.touching_rate", lambda threads, nbytes: 2.0**32)
     return place
 
 

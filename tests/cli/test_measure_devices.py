@@ -16,10 +16,10 @@ from znnpy import measurement
 from znnpy.errors import DeviceError
 from znnpy.kernels.contract import Primitive, Variant
 from znnpy.machine import Gpu, this_machine
+from znnpy.measure.costs import Costs
+from znnpy.measure.layer import DeviceLayer, Position
+from znnpy.measure.shelf import stored_path
 from znnpy.options import MeasureOptions
-from znnpy.planner.costs import Costs
-from znnpy.run.layer import DeviceLayer, Position
-from znnpy.run.shelf import stored_path
 from znnpy.shapes import LayerShape
 
 pytestmark = pytest.mark.slow

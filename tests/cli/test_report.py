@@ -14,7 +14,7 @@ import pytest
 from tests.support.cli import Place
 from znnpy import progress
 from znnpy.progress import BAR_WIDTH
-from znnpy.report import Report
+from znnpy.report.run_report import Report
 from znnpy.run.pipeline import Event
 from znnpy.run.trace import Span, read_spans
 

@@ -17,10 +17,10 @@ from znnpy.errors import DeviceError
 from znnpy.kernels.contract import Primitive, Variant
 from znnpy.kernels.table import find
 from znnpy.machine import this_machine
+from znnpy.measure import rigor
+from znnpy.measure.layer import HostLayer, Position
 from znnpy.planner.cost_model import assumed_rates
 from znnpy.planner.plan import Plan
-from znnpy.run import rigor
-from znnpy.run.layer import HostLayer, Position
 from znnpy.shapes import LayerShape
 
 pytestmark = pytest.mark.slow

@@ -31,12 +31,13 @@ from znnpy.formats.networks import SHIPPED, read_network
 from znnpy.formats.weights import random_weights, read_weights
 from znnpy.kernels.table import IN_HOST_RAM, TABLE
 from znnpy.machine import Machine
+from znnpy.measure.costs import Costs, Measurement
+from znnpy.measure.samples import samples
 from znnpy.network import Conv, Network, Pool
-from znnpy.planner.costs import Costs, Measurement
 from znnpy.planner.memory import DeviceKind
 from znnpy.planner.plan import Plan
-from znnpy.planner.samples import samples
 from znnpy.planner.validate import check_runs
+from znnpy.report.plan_text import explain
 from znnpy.run.trace import Trace, read_spans
 from znnpy.timeline import read_timeline
 
@@ -232,7 +233,7 @@ def test_plans(numbers: range) -> None:
             made = Plan.from_json(text)
             check_runs(made, network, machine, ram_bytes=2**40, table=table)
             there = made.for_output(plan.output, network, made.memory)
-            there.explain(machine)
+            explain(there, machine)
             assert there.seconds > 0
 
         return use
@@ -297,7 +298,7 @@ import numpy as np
 from tests.support.damage import damaged_bytes, damaged_json
 from znnpy.kernels.cpu import fft
 from znnpy.machine import this_machine
-from znnpy.run import wisdom as kept
+from znnpy.measure import wisdom as kept
 
 fft.TRANSFORM_SECONDS = kept.LEARNING_SECONDS = 60.0
 machine = this_machine()
@@ -342,7 +343,7 @@ from znnpy.errors import ResumeError
 from znnpy.inference import infer
 from znnpy.kernels.cpu import fft
 from znnpy.network import Conv, Network
-from znnpy.run import wisdom as kept
+from znnpy.measure import wisdom as kept
 
 fft.TRANSFORM_SECONDS = kept.LEARNING_SECONDS = 60.0
 kept.SHORT_SECONDS, kept.LEARNING_PART = 0.0, 1e9

@@ -38,6 +38,7 @@ from znnpy.planner.plan import Plan
 from znnpy.planner.request import CostModel, PlanRequest
 from znnpy.planner.several import plan_on_devices
 from znnpy.planner.validate import check_cpu_plan, check_runs
+from znnpy.report.plan_text import explain
 from znnpy.run.balanced_queue import BalancedQueue
 from znnpy.run.workers import _shares
 from znnpy.shapes import Vec3
@@ -208,7 +209,7 @@ def test_the_share_of_the_processor_is_of_voxels() -> None:
         assert {len(stack) for stack in stacks.values()} == {long}
         in_order = [voxels for stack in stacks.values() for voxels in stack]
         assert cpu_share(both) == pytest.approx(sum(in_order[: both.cpu_items]) / prod(both.output))
-        assert f"which computes {cpu_share(both):.1%}" in both.explain()
+        assert f"which computes {cpu_share(both):.1%}" in explain(both)
         cut.add(both.cpu_items % long > 0)
     assert True in cut, "not whole stacks alone"
 
@@ -425,7 +426,7 @@ def test_why_the_gpu_alone_lost() -> None:
     alone, both = beside(0.5)
     why = kind_of(MIXED, both, alone).reason
     assert re.fullmatch(r"1\.\d+ times as long, without the processor", why)
-    text = both.explain()
+    text = explain(both)
     assert f"{alone.seconds / both.seconds:.2f} times as fast as without the processor" in text
     assert "all that the processor computes with beside it" in text
 

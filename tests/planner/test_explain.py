@@ -15,9 +15,9 @@ from tests.support.flat_requests import make_plan
 from znnpy.formats.networks import read_network
 from znnpy.machine import Limits, Machine
 from znnpy.network import Conv, Network, Pool
-from znnpy.planner.explain import explain
 from znnpy.planner.memory import READER_BYTES, WRITER_BYTES
 from znnpy.planner.plan import Plan, RunnerUp
+from znnpy.report.plan_text import plan_renderable
 from znnpy.shapes import Vec3, text, turned_back
 from znnpy.units import human_bytes, human_seconds
 
@@ -53,7 +53,7 @@ def runner_up(patch: Vec3, speed: float, over: int = 0, **words: Any) -> RunnerU
 
 def printed(plan: Plan, machine: Machine = MACHINE, width: int = 100) -> str:
     stream = io.StringIO()
-    Console(width=width, file=stream).print(explain(plan, NETWORK, machine))
+    Console(width=width, file=stream).print(plan_renderable(plan, NETWORK, machine))
     return stream.getvalue()
 
 
@@ -144,7 +144,7 @@ def test_a_real_plan_fits_into_80_columns_and_more(cover: bool) -> None:
     )
     for width in (80, 120, 200):
         stream = io.StringIO()
-        Console(width=width, file=stream).print(explain(made, network, AVX512))
+        Console(width=width, file=stream).print(plan_renderable(made, network, AVX512))
         said = stream.getvalue()
         assert max(len(line.rstrip()) for line in said.splitlines()) <= width
         assert "…" not in said
@@ -287,7 +287,7 @@ def test_patches_of_nearly_nothing_but_border_are_warned_of(plan: Plan) -> None:
     def said(patch: int, *others: RunnerUp, columns: bool = False) -> str:
         forced = planned((40, 40, 40), limits(2**30), network, patch=(patch,) * 3, table=table, columns=columns)
         stream = io.StringIO()
-        Console(width=100, file=stream).print(explain(replace(forced, runners_up=others), network, MACHINE))
+        Console(width=100, file=stream).print(plan_renderable(replace(forced, runners_up=others), network, MACHINE))
         return " ".join(stream.getvalue().split())
 
     assert "warning" not in words(plan)
@@ -326,7 +326,7 @@ def test_a_plan_for_a_gpu_tells_what_the_process_and_the_gpu_take(cover: bool) -
         patch=(6, 10, 8),
     )
     stream = io.StringIO()
-    Console(width=100, file=stream).print(explain(plan, network, WITH_GPU))
+    Console(width=100, file=stream).print(plan_renderable(plan, network, WITH_GPU))
     said, memory = " ".join(stream.getvalue().split()), plan.memory
     what = "steps" if cover else "patches"
     for row, nbytes in (

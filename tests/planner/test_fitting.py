@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from znnpy.kernels.contract import Work
+from znnpy.measure.fitting import Run, fitted, units_of
 from znnpy.planner.cost_model import CPU_RATES, Rates, seconds
-from znnpy.planner.fitting import Run, fitted, units_of
 from znnpy.planner.size_trend import SIZES, interpolation_weights
 
 TRUE = (

@@ -21,6 +21,7 @@ from znnpy.planner.cost_model import Rate, seconds
 from znnpy.planner.memory import mebibytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.validate import check_runs
+from znnpy.report.plan_text import explain
 from znnpy.shapes import Vec3
 
 pytestmark = pytest.mark.usefixtures("sublayers_take_no_longer")
@@ -155,7 +156,7 @@ def test_who_feeds_the_gpu_while_others_compute_has_a_core(mode: str) -> None:
 def test_a_plan_tells_where_its_layers_run(mode: str) -> None:
     """Layer by layer, in both memories, and which side waits for the other."""
     plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, mode=mode)
-    told = plan.explain()
+    told = explain(plan)
     assert max(map(len, told.splitlines())) <= 120
     for choice in plan.choices[: plan.offloaded]:
         where = "GPU, from RAM" if choice.device == "gpu" else "CPU"
@@ -178,7 +179,7 @@ def test_a_plan_tells_where_its_layers_run(mode: str) -> None:
 def test_the_side_that_waits_is_told() -> None:
     plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY)
     assert "the CPU waits 100% of the time" in " ".join(
-        replace(plan, stages=(plan.stages[0], replace(plan.stages[1], wait_seconds=9.0))).explain().split()
+        explain(replace(plan, stages=(plan.stages[0], replace(plan.stages[1], wait_seconds=9.0)))).split()
     )
 
 

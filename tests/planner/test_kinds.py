@@ -13,9 +13,9 @@ from tests.support.fake_plans import MIXED, WIDE, in_parts, patches, walking
 from tests.support.fake_primitives import MACHINE, WITH_GPU
 from znnpy.errors import NoPlanError
 from znnpy.network import Network
-from znnpy.planner.explain import network_of
 from znnpy.planner.kinds import kind_of, why_lost
 from znnpy.planner.plan import Plan
+from znnpy.report.plan_text import explain, network_of
 from znnpy.shapes import Vec3
 from znnpy.units import human_bytes
 
@@ -113,11 +113,11 @@ def test_a_plan_explains_itself_from_its_file(make: Any) -> None:
     plan = make()
     network = WIDE if make is in_parts else MIXED
     assert network_of(plan) == network
-    told = Plan.from_json(plan.to_json()).explain()
+    told = explain(Plan.from_json(plan.to_json()))
     assert f"field of view {'x'.join(map(str, network.field_of_view))}" in " ".join(told.split())
     assert "another machine" not in " ".join(told.split())
-    assert "another machine" not in plan.explain(WITH_GPU)
-    assert "another machine" in plan.explain(MACHINE)
+    assert "another machine" not in explain(plan, WITH_GPU)
+    assert "another machine" in explain(plan, MACHINE)
     assert max(map(len, told.splitlines())) <= 120
 
 
@@ -125,7 +125,7 @@ def test_a_plan_explains_itself_from_its_file(make: Any) -> None:
 def test_kinds_are_told_with_speed_memory_and_reason() -> None:
     plan = planned(WIDE, (60, 60, 60), AROUND + 300_000, kinds=True)
     assert plan.alternatives
-    told = " ".join(plan.explain().split())
+    told = " ".join(explain(plan).split())
     for kind in plan.alternatives:
         speed, taken = f"{kind.best.voxels_per_second:,.0f} voxels/s", human_bytes(kind.ram_bytes)
         assert f", {speed}, work {kind.best.waste:.2f} times, {taken} of RAM: {kind.reason}" in told

@@ -17,10 +17,10 @@ from tests.support.brute_force import AROUND, planned, steps_of
 from tests.support.fake_plans import CHOICES_AT, MIXED, TENSORS_AT, edited
 from tests.support.fake_primitives import FAKES, MACHINE
 from znnpy.errors import PlanFileError
+from znnpy.json_file import MOST_BYTES
 from znnpy.kernels.contract import Variant
 from znnpy.machine import Limits
 from znnpy.network import Conv, Network, Pool
-from znnpy.planner.json_file import MOST_BYTES
 from znnpy.planner.layout import Tensor
 from znnpy.planner.memory import StageMemory, reading_bytes, writing_bytes
 from znnpy.planner.plan import FORMAT, Alternative, Choice, Memory, Plan, RunnerUp, Stage

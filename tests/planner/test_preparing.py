@@ -18,6 +18,7 @@ from znnpy.planner.cost_model import CPU_FIRST_TOUCH, assumed_rates
 from znnpy.planner.pareto import LayerOption, fastest_within, total_seconds
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import ALIKE
+from znnpy.report.plan_text import explain
 
 TABLE: tuple[Fake, ...] = (SLOW, replace(FAST, scale=(1, 4)), BOTH, POOL, FILTER)  # none has an allowance
 MakeNetwork = Callable[..., Network]
@@ -91,11 +92,11 @@ def test_a_small_volume_takes_no_gigabytes() -> None:
 def test_a_plan_keeps_and_tells_what_preparing_takes(tiny_network: MakeNetwork) -> None:
     plan = planned(tiny_network(), (40, 40, 40), 2**40, table=TABLE, rates=replace(CARRYING, first_touch=1e9))
     assert Plan.from_json(plan.to_json()) == plan
-    assert "of memory, at an assumed rate" in plan.explain()
+    assert "of memory, at an assumed rate" in explain(plan)
     rates = replace(CARRYING, first_touch=1e9, first_touch_measured=True)
     measured = planned(tiny_network(), (40, 40, 40), 2**40, table=TABLE, rates=rates)
     assert measured == replace(plan, preparing_measured=True)
-    assert "of memory, at a measured rate" in measured.explain()
+    assert "of memory, at a measured rate" in explain(measured)
     assert plan.voxels_per_second == pytest.approx(40**3 / plan.seconds)
 
 

@@ -17,6 +17,7 @@ from znnpy.planner.cost_model import seconds
 from znnpy.planner.layout import chain, place
 from znnpy.planner.memory import reading_bytes, writing_bytes
 from znnpy.planner.tilings import axis_sizes
+from znnpy.report.plan_text import explain
 from znnpy.shapes import ConvShape, LayerShape, PoolShape, Vec3
 
 NET = Network(
@@ -96,5 +97,5 @@ def test_without_poolings_or_without_patches_there_is_less_to_tell(tiny_network:
     schemes = [kind.scheme for kind in planned(flat, (4, 4, 3), 2**30, baselines=True).alternatives]
     assert schemes == ["2 at a time", "4 at a time"]
     assert planned(flat, (4, 4, 3), 2**30, baselines=True, columns=True).alternatives == ()
-    assert ", 2 at a time, " not in " ".join(planned(flat, (4, 4, 3), 2**30, kinds=True).explain().split())
-    assert ", 2 at a time, " in " ".join(planned(flat, (4, 4, 3), 2**30, baselines=True).explain().split())
+    assert ", 2 at a time, " not in " ".join(explain(planned(flat, (4, 4, 3), 2**30, kinds=True)).split())
+    assert ", 2 at a time, " in " ".join(explain(planned(flat, (4, 4, 3), 2**30, baselines=True)).split())

@@ -19,6 +19,7 @@ from znnpy.planner.memory import MIB, reading_bytes, staging_bytes, writing_byte
 from znnpy.planner.plan import Plan
 from znnpy.planner.several import plan_on_devices
 from znnpy.planner.validate import check_runs
+from znnpy.report.plan_text import explain
 from znnpy.shapes import Vec3
 
 TABLE = on_gpu(FAST, POOL, FILTER, MAXOUT)
@@ -75,7 +76,7 @@ def test_columns_for_all(devices: int, columns: bool) -> None:
     assert plan.seconds == pytest.approx(whole * rounds / plan.columns, rel=1e-3), "the edges beside"
     check_runs(plan, MIXED, WITH_GPU, table=TABLE)
     assert Plan.from_json(plan.to_json()) == plan
-    assert f"{alone.seconds / plan.seconds:.2f} times as fast as one GPU alone" in plan.explain()
+    assert f"{alone.seconds / plan.seconds:.2f} times as fast as one GPU alone" in explain(plan)
 
 
 @pytest.mark.slow

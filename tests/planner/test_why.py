@@ -15,7 +15,7 @@ from tests.support.fake_plans import MIXED, WIDE, in_parts, patches, walking
 from tests.support.fake_primitives import CARRYING, FAKES, WITH_GPU, Fake, on_gpu
 from znnpy.network import Network
 from znnpy.planner.plan import Plan
-from znnpy.planner.why import Considered, considered, why_table
+from znnpy.report.rejected import Considered, considered, why_table
 
 REFUSING = Fake("cpu.conv.refusing", "conv", refuse="runs on Tuesdays")
 HUNGRY = Fake("cpu.conv.hungry", "conv", flops=0.1, scratch=(90.0,))

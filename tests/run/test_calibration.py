@@ -28,9 +28,9 @@ from tests.support.simulated_timing import (
     rates_of,
 )
 from znnpy.kernels.contract import Unit, Variant, Work
+from znnpy.measure import calibration
+from znnpy.measure.clocks import LONG_SECONDS
 from znnpy.planner.cost_model import GPU_STAGE_SECONDS, Rate, Rates, assumed_rates
-from znnpy.run import calibration
-from znnpy.run.clocks import LONG_SECONDS
 from znnpy.shapes import ConvShape, LayerShape
 
 

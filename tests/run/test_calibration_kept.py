@@ -25,11 +25,11 @@ from tests.support.simulated_timing import (
     rates_of,
 )
 from znnpy.errors import DeviceError, NoPlanError, VramError
+from znnpy.measure import calibration
+from znnpy.measure.costs import FORMAT as COSTS_FORMAT
+from znnpy.measure.costs import Costs, UnitSpeed
 from znnpy.planner.cost_model import GPU_STAGE_SECONDS, assumed_rates
-from znnpy.planner.costs import FORMAT as COSTS_FORMAT
-from znnpy.planner.costs import Costs, UnitSpeed
 from znnpy.planner.size_trend import SIZES
-from znnpy.run import calibration
 
 
 @pytest.fixture(autouse=True)

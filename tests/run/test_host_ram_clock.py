@@ -15,9 +15,9 @@ from znnpy.kernels.contract import Variant
 from znnpy.kernels.reference import convolve
 from znnpy.kernels.table import IN_HOST_RAM
 from znnpy.kernels.thread_pool import ThreadPool
-from znnpy.run.clocks import CpuClock, GpuClock, HostRamClock, clock_of
-from znnpy.run.layer import HostRamLayer
-from znnpy.run.timing import ON_GPU, Where
+from znnpy.measure.clocks import CpuClock, GpuClock, HostRamClock, clock_of
+from znnpy.measure.layer import HostRamLayer
+from znnpy.measure.timing import ON_GPU, Where
 from znnpy.shapes import ConvShape
 
 pytestmark = pytest.mark.slow

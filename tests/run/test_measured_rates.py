@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from tests.support.fake_primitives import WITH_GPU
+from znnpy.measure import calibration
+from znnpy.measure.calibration import measured_rates
+from znnpy.measure.clocks import LONG_SECONDS
 from znnpy.network import Conv, Network, Pool
-from znnpy.run import calibration
-from znnpy.run.calibration import measured_rates
-from znnpy.run.clocks import LONG_SECONDS
 from znnpy.shapes import PRECISIONS, Precision
 
 

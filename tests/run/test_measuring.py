@@ -16,6 +16,12 @@ from znnpy.kernels.contract import Primitive, Variant
 from znnpy.kernels.table import TABLE, find
 from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.machine import Limits, Machine
+from znnpy.measure import clocks
+from znnpy.measure.clocks import CLOCK_SECONDS, MOST_TOUCHING, TOUCHED_PART, CpuClock, touching_rate
+from znnpy.measure.learning import Learner
+from znnpy.measure.measuring import FAR, SHORT_SECONDS, Bench, sample_tasks
+from znnpy.measure.samples import samples
+from znnpy.measure.timing import Progress, Rooms, Task, Timer
 from znnpy.network import Conv, Network, Pool
 from znnpy.option_values import COVERS, Cover
 from znnpy.planner.cost_model import UNPROVEN_UNITS, Rates
@@ -23,13 +29,7 @@ from znnpy.planner.memory import DeviceKind
 from znnpy.planner.modes import make_plan
 from znnpy.planner.plan import Plan, device_of
 from znnpy.planner.request import Constraints, CostModel
-from znnpy.planner.samples import samples
 from znnpy.planner.size_trend import SIZES
-from znnpy.run import clocks
-from znnpy.run.clocks import CLOCK_SECONDS, MOST_TOUCHING, TOUCHED_PART, CpuClock, touching_rate
-from znnpy.run.learning import Learner
-from znnpy.run.measuring import FAR, SHORT_SECONDS, Bench, sample_tasks
-from znnpy.run.timing import Progress, Rooms, Task, Timer
 from znnpy.shapes import PRECISIONS, ConvShape, LayerShape
 
 LIMITS = Limits(2**34, 2, 2**34)
@@ -277,7 +277,7 @@ def test_new_memory_is_measured_within_what_is_free_and_kept(monkeypatch: pytest
         asked.append((threads, nbytes))
         return 5e9
 
-    monkeypatch.setattr("znnpy.run.measuring.touching_rate", rate)
+    monkeypatch.setattr("znnpy.measure.measuring.touching_rate", rate)
     bench = Bench(MACHINE, "cpu", LIMITS, 2**34, FAKES)
     assert bench.touched(None, again=False) == 5e9
     plain = bench.costs(bench.assumed, {"product": 1}, [], None)

@@ -23,7 +23,7 @@ from znnpy.errors import ResumeError
 from znnpy.formats.networks import read_network
 from znnpy.inference import infer
 from znnpy.planner.plan import FORMAT, Plan
-from znnpy.report import Report
+from znnpy.report.run_report import Report
 from znnpy.run.pipeline import Event
 from znnpy.shapes import Vec3, turned_back
 

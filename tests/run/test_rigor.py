@@ -16,6 +16,9 @@ from tests.support.flat_requests import request_of
 from znnpy.errors import DeviceError, NoPlanError
 from znnpy.kernels.contract import Primitive, Variant
 from znnpy.machine import Limits
+from znnpy.measure.learning import Learner
+from znnpy.measure.rigor import HOPE, Study, _in_turn, _learnt, rigor_of
+from znnpy.measure.timing import Progress, Timer, Where, bytes_of
 from znnpy.network import Conv, Network, Pool
 from znnpy.option_values import RigorLevel
 from znnpy.options import PlanOptions
@@ -24,10 +27,7 @@ from znnpy.planner.modes import make_plan
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import Constraints, CostModel, KnownRates, PlanRequest, Rigor
 from znnpy.planner.size_trend import SIZES
-from znnpy.run.learning import Learner
-from znnpy.run.rigor import HOPE, Study, _in_turn, _learnt, rigor_of
 from znnpy.run.target import OpenTarget
-from znnpy.run.timing import Progress, Timer, Where, bytes_of
 from znnpy.shapes import LayerShape
 
 NETWORK = Network("three", 1, (Conv((2, 2, 2), 3), Pool((2, 2, 2)), Conv((2, 2, 2), 2)))

@@ -17,6 +17,9 @@ from znnpy.errors import DeviceError
 from znnpy.kernels.contract import Primitive, Variant
 from znnpy.kernels.table import IN_HOST_RAM, find
 from znnpy.machine import Machine, this_machine
+from znnpy.measure import rigor
+from znnpy.measure.rigor import Study
+from znnpy.measure.timing import ON_GPU, Progress, Where, bytes_of, lacking, layers_of
 from znnpy.network import Conv
 from znnpy.option_values import AskedMode
 from znnpy.planner import modes
@@ -27,12 +30,10 @@ from znnpy.planner.plan import Plan
 from znnpy.planner.request import KnownRates
 from znnpy.planner.size_trend import SIZES
 from znnpy.planner.tilings import carry_bytes
-from znnpy.run import rigor, target
+from znnpy.run import target
 from znnpy.run.asked import AskedDevices
-from znnpy.run.rigor import Study
 from znnpy.run.session import ALL
 from znnpy.run.target import OpenTarget, Targets
-from znnpy.run.timing import ON_GPU, Progress, Where, bytes_of, lacking, layers_of
 from znnpy.shapes import ConvShape, LayerShape
 
 if TYPE_CHECKING:

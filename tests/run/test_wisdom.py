@@ -22,11 +22,11 @@ from znnpy.inference import infer
 from znnpy.kernels.cpu import fft
 from znnpy.kernels.cpu.fft import Transform, Wisdom, like
 from znnpy.machine import this_machine
+from znnpy.measure import wisdom as kept
+from znnpy.measure.wisdom import cache_folder, learning_seconds, wisdom_kept
 from znnpy.network import Conv, Network
-from znnpy.report import Report
-from znnpy.run import wisdom as kept
+from znnpy.report.run_report import Report
 from znnpy.run.pipeline import Event
-from znnpy.run.wisdom import cache_folder, learning_seconds, wisdom_kept
 
 MACHINE = this_machine()
 LONG = 3600.0  # seconds: such a run may learn

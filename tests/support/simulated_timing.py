@@ -17,10 +17,10 @@ from tests.support.flat_requests import make_plan
 from znnpy.errors import DeviceError
 from znnpy.kernels.contract import Footprint, Primitive, Scratch, Variant, Work
 from znnpy.machine import Limits
+from znnpy.measure import calibration
+from znnpy.measure.calibration import measured_rates
+from znnpy.measure.clocks import LONG_SECONDS
 from znnpy.planner.cost_model import GPU_STAGE_SECONDS, Rates, assumed_rates
-from znnpy.run import calibration
-from znnpy.run.calibration import measured_rates
-from znnpy.run.clocks import LONG_SECONDS
 from znnpy.shapes import ConvShape, LayerShape
 
 REFUSES = "gpu.conv.stubborn"

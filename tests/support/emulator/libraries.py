@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -13,8 +13,18 @@ from znnpy.kernels import reference
 from znnpy.kernels.gpu.libraries import Convolution, Kind, RefusedError, work_bytes
 from znnpy.shapes import valid
 
-if TYPE_CHECKING:
-    from tests.support.emulator.device import EmulatedDevice
+
+class Queue(Protocol):
+    """A stream of an emulated device."""
+
+    def queue(self, work: Callable[[], object]) -> None: ...
+
+
+class HasStream(Protocol):
+    """An emulated device."""
+
+    @property
+    def stream(self) -> Queue: ...
 
 
 @dataclass(frozen=True)
@@ -33,7 +43,7 @@ class Offer:
 class NumpyLibraries:
     """`Libraries` over numpy: see there."""
 
-    def __init__(self, device: EmulatedDevice) -> None:
+    def __init__(self, device: HasStream) -> None:
         self._device = device
         self.offers = [Offer()]
         self.asked: list[Convolution] = []
@@ -53,7 +63,7 @@ class NumpyLibraries:
 
 
 class NumpyLines:
-    def __init__(self, device: EmulatedDevice, kind: Kind, n: int, count: int) -> None:
+    def __init__(self, device: HasStream, kind: Kind, n: int, count: int) -> None:
         self._device, self._kind, self._n = device, kind, n
         self._shape = (count, n // 2 + 1 if kind == "real" else n)
 
@@ -83,7 +93,7 @@ class NumpyLines:
 
 
 class NumpyConvolution:
-    def __init__(self, device: EmulatedDevice, problem: Convolution, offer: Offer) -> None:
+    def __init__(self, device: HasStream, problem: Convolution, offer: Offer) -> None:
         self._device, self._problem, self.offer = device, problem, offer
         self.name, self.workspace_bytes = offer.name, offer.workspace_bytes
 

@@ -17,9 +17,9 @@ from znnpy.errors import DeviceError, DeviceLostError, VramError
 from znnpy.kernels.aligned import aligned_bytes, touch
 from znnpy.kernels.contract import Primitive, Variant
 from znnpy.kernels.thread_pool import ThreadPool
-from znnpy.run.layer import DeviceLayer, HostLayer, HostRamLayer
-from znnpy.run.timing import Clock, Where
-from znnpy.run.wisdom import wisdom_kept
+from znnpy.measure.layer import DeviceLayer, HostLayer, HostRamLayer
+from znnpy.measure.timing import Clock, Where
+from znnpy.measure.wisdom import wisdom_kept
 from znnpy.shapes import LayerShape
 
 if TYPE_CHECKING:

@@ -31,14 +31,14 @@ from znnpy.files import read_regular, replace_file
 from znnpy.kernels.contract import Primitive, Unit, Variant
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Machine
+from znnpy.measure.clocks import LONG_SECONDS, REPEATS, measure
+from znnpy.measure.costs import Costs, Measurement
+from znnpy.measure.fitting import Run, fitted
+from znnpy.measure.wisdom import cache_folder
 from znnpy.messages import excerpt
 from znnpy.network import Conv, Layer, Network, Pool, extent, layer_shape
 from znnpy.planner.cost_model import Rate, Rates, assumed_rates, layer_key, method
-from znnpy.planner.costs import Costs, Measurement
-from znnpy.planner.fitting import Run, fitted
 from znnpy.planner.plan import device_of
-from znnpy.run.clocks import LONG_SECONDS, REPEATS, measure
-from znnpy.run.wisdom import cache_folder
 from znnpy.shapes import ConvShape, LayerShape, Precision, Vec3, fused
 
 if TYPE_CHECKING:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from znnpy.messages import excerpt
-from znnpy.planner.explain import AXES, offloaded_layers, reaches_beyond
+from znnpy.planner.kinds import offloaded_layers
 from znnpy.planner.plan import Plan
+from znnpy.report.plan_text import AXES, reaches_beyond
 from znnpy.shapes import Precision, text
 from znnpy.units import human_bytes, human_seconds
 

@@ -11,16 +11,16 @@ from math import inf
 
 from znnpy.errors import NoPlanError
 from znnpy.machine import Limits
+from znnpy.measure.clocks import clock_of
+from znnpy.measure.learning import Learner
+from znnpy.measure.timing import Clock, Progress, Timer, Where
 from znnpy.messages import option
 from znnpy.option_values import OFFLOAD_MODES, RigorLevel
 from znnpy.planner.cost_model import Rates, assumed_rates
 from znnpy.planner.memory import DeviceKind
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import CostModel, KnownRates, PlanRequest, Rigor
-from znnpy.run.clocks import clock_of
-from znnpy.run.learning import Learner
 from znnpy.run.target import OpenTarget
-from znnpy.run.timing import Clock, Progress, Timer, Where
 from znnpy.units import human_bytes
 
 TIME_LIMIT = 60.0  # seconds that "measure" may take where nobody said how long

@@ -16,11 +16,11 @@ from znnpy.files import write_asked
 from znnpy.kernels.contract import Primitive
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Machine
+from znnpy.measure.costs import AGAIN, Costs
+from znnpy.measure.wisdom import cache_folder
 from znnpy.messages import option
 from znnpy.option_values import Device
-from znnpy.planner.costs import AGAIN, Costs
 from znnpy.planner.memory import DeviceKind
-from znnpy.run.wisdom import cache_folder
 
 
 class Shelf:

@@ -22,7 +22,7 @@ from znnpy.planner.layout import place
 from znnpy.planner.plan import Choice, Memory, Plan, device_of
 from znnpy.planner.stages import last_stage
 from znnpy.planner.tilings import carry_bytes
-from znnpy.planner.widths import WideOrNarrow, columns_for, indented
+from znnpy.report.wide_table import WideOrNarrow, columns_for, indented
 from znnpy.shapes import LayerShape, fused, turned
 from znnpy.units import human_bytes, human_seconds
 

@@ -13,14 +13,14 @@ from typing import Annotated
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
+from znnpy.json_file import SHOWN, JsonFile
 from znnpy.kernels.contract import Primitive, Unit, Variant
 from znnpy.machine import Machine
+from znnpy.measure.samples import samples
 from znnpy.messages import excerpt
 from znnpy.planner.cost_model import Rate, Rates, assumed_rates
-from znnpy.planner.json_file import SHOWN, JsonFile
 from znnpy.planner.memory import DeviceKind
 from znnpy.planner.plan import device_of
-from znnpy.planner.samples import samples
 from znnpy.planner.size_trend import SIZES
 from znnpy.shapes import PRECISIONS, LayerShape
 

@@ -15,13 +15,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 from znnpy.kernels.contract import Primitive, Variant
+from znnpy.measure.costs import Measurement
+from znnpy.measure.timing import ON_GPU, Clock, Rooms, Task, Timer, Where, lacking, layers_of
 from znnpy.planner.cost_model import Rates
-from znnpy.planner.costs import Measurement
 from znnpy.planner.memory import DeviceKind
 from znnpy.planner.modes import make_plan
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import CostModel, PlanRequest
-from znnpy.run.timing import ON_GPU, Clock, Rooms, Task, Timer, Where, lacking, layers_of
 from znnpy.shapes import LayerShape
 
 MOST_LAYER_SECONDS = 2.0  # of one run, as estimated: what takes longer runs on fewer images

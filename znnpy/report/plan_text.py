@@ -17,7 +17,7 @@ from znnpy.messages import option
 from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Pool
 from znnpy.planner.co_execution import cpu_share
 from znnpy.planner.plan import Choice, Plan, RunnerUp
-from znnpy.planner.widths import WideOrNarrow
+from znnpy.report.wide_table import WideOrNarrow
 from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape, text, turned_back
 from znnpy.units import human_bytes, human_seconds
 
@@ -26,8 +26,8 @@ AXES = "zyx"
 MUCH_WASTE = 20.0  # times the work without borders, from which on more memory is the better advice
 
 
-def explain(plan: Plan, network: Network, machine: Machine | None) -> RenderableType:
-    """Everything `znnpy plan` prints: cover, layers, memory, prediction, runners-up; `machine` is where it prints."""
+def plan_renderable(plan: Plan, network: Network, machine: Machine | None) -> RenderableType:
+    """Return everything that `znnpy plan` prints: cover, layers, memory, prediction and runners-up."""
     told = (*_prediction(plan, machine), _gain(plan), *_kinds(plan), *_warning(plan), *_runners_up(plan))
     return Group(
         Text(_cover(plan, network)),
@@ -38,10 +38,14 @@ def explain(plan: Plan, network: Network, machine: Machine | None) -> Renderable
     )
 
 
-def as_text(plan: Plan, machine: Machine | None = None) -> str:
-    """The same as text, WIDTH columns wide; without words on the machine where none is given."""
+def explain(plan: Plan, machine: Machine | None = None) -> str:
+    """Return what `znnpy plan` prints as text of WIDTH columns, with how the plan suits `machine` if one is given.
+
+    plan     a Plan
+    machine  a Machine; None: nothing is said of it
+    """
     stream = io.StringIO()
-    Console(width=WIDTH, file=stream).print(explain(plan, network_of(plan), machine))
+    Console(width=WIDTH, file=stream).print(plan_renderable(plan, network_of(plan), machine))
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"
 
 
@@ -221,12 +225,6 @@ def predicted(plan: Plan) -> str:
         f" and {human_bytes(plan.memory.vram)} of VRAM" * (plan.device == "gpu")
     )
     return f"{covers}{plural} of {plan.network_name}: {human_seconds(plan.seconds)} and {where} predicted"
-
-
-def offloaded_layers(plan: Plan) -> str:
-    """Say how many layers have their tensors in the memory of the host."""
-    count = 1 + plan.stages[0].choices[-1].layers[1]
-    return f"{count} layer{'s' if count > 1 else ''} in the memory of the host"
 
 
 def _two_stages(plan: Plan) -> str:
