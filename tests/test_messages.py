@@ -63,7 +63,7 @@ NAMED_THERE = {
     "doors.py",
     "messages.py",
 }  # modules of the command line
-COMPILERS = {"modules.py"}  # options of CUDA's compiler
+COMPILERS = {"kernel_source.py"}  # options of CUDA's compiler
 
 
 def literals(module: Path) -> Iterator[tuple[int, str]]:

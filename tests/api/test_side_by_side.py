@@ -99,8 +99,8 @@ def test_a_plan_is_run_as_it_is(place: Place) -> None:
     with pytest.raises(PlanFileError, match="leave out `mode`"):
         go(place, plan=file, mode="gpu", threads=None, precision=None)
     for change, words in (
-        ({"beside": None}, "memory is promised for a plan beside it exactly where there is one"),
-        ({"memory": {**json.loads(made.to_json())["memory"], "beside": 5}}, "and its plan beside needs"),
+        ({"cpu_plan": None}, "memory is promised for a plan beside it exactly where there is one"),
+        ({"memory": {**json.loads(made.to_json())["memory"], "cpu_plan": 5}}, "and its plan beside needs"),
     ):
         file.write_text(json.dumps({**json.loads(made.to_json()), **change}))
         with pytest.raises(PlanFileError, match=words):

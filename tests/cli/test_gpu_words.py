@@ -20,7 +20,7 @@ from tests.support.cli import Place
 from tests.support.emulated_gpus import EmulatedGpus, show_traces_of_cuda
 from tests.support.emulator import EMULATED_GPU, EmulatedDevice
 from znnpy.errors import DeviceError
-from znnpy.kernels.gpu import device as device_room
+from znnpy.kernels.gpu import device as gpu_device
 from znnpy.machine import Gpu
 from znnpy.run import target
 
@@ -66,7 +66,7 @@ def answer(patch: pytest.MonkeyPatch, cuda: Cuda | None) -> None:
             raise DeviceError("a GPU is driven through CuPy, which cannot be imported: pip install 'znnpy[gpu]'")
         return SimpleNamespace(cuda=SimpleNamespace(runtime=cuda))
 
-    patch.setattr(device_room, "_cupy", cupy)
+    patch.setattr(gpu_device, "import_cupy", cupy)
 
 
 @pytest.fixture(autouse=True)
@@ -242,8 +242,8 @@ def test_the_cpu_is_compared_where_both_may_be_taken(place: Place, card: Callabl
     card()
     place.write_small_volume()
     document = json.loads(place.run(*plan_words(place, "--json")).stdout)
-    assert {kind["device"] for kind in document["plan"]["kinds"]} == {"cpu", "gpu"}
-    kind = document["plan"]["kinds"][-1]
+    assert {kind["device"] for kind in document["plan"]["alternatives"]} == {"cpu", "gpu"}
+    kind = document["plan"]["alternatives"][-1]
     alone = json.loads(place.run(*plan_words(place, "--json", "--device", "cpu")).stdout)
     assert kind["device"] == "cpu"
     assert kind["best"]["voxels_per_second"] == alone["voxels_per_second"]
@@ -253,7 +253,7 @@ def test_the_cpu_is_compared_where_both_may_be_taken(place: Place, card: Callabl
     for words in (("--device", "gpu"), ("--vram", "1G")):
         assert {
             kind["device"]
-            for kind in json.loads(place.run(*plan_words(place, "--json", *words)).stdout)["plan"]["kinds"]
+            for kind in json.loads(place.run(*plan_words(place, "--json", *words)).stdout)["plan"]["alternatives"]
         } <= {"gpu"}
 
 

@@ -80,7 +80,7 @@ def planned(place: Place, *words: object) -> dict[str, Any]:
 
 def fitted(document: dict[str, Any]) -> list[bool]:
     """Of every layer of a plan."""
-    return [choice["fitted"] for choice in document["plan"]["choices"]]
+    return [choice["fitted"] for choice in document["plan"]["stages"][0]["choices"]]
 
 
 def test_costs_are_measured_stored_and_planned_with(here: Place) -> None:
@@ -117,7 +117,7 @@ def test_layers_of_a_network_are_measured_as_its_plans_run_them(here: Place, mon
     document = json.loads(here.run("measure", here.folder / "net.yaml", "--device", "cpu", "--json").stdout)
     assert document["layers"] == len(Costs.load(stored()).layers) > 0
     assert document["path"] == str(stored())
-    assert any(choice["measured"] for choice in planned(here)["plan"]["choices"])
+    assert any(choice["measured"] for choice in planned(here)["plan"]["stages"][0]["choices"])
     assert document["units"], "the machine was not measured before"
     deeper = json.loads(here.run("measure", here.folder / "net.yaml", "--device", "cpu", "--json").stdout)
     assert (deeper["units"], deeper["layers"]) == ({}, 0), "nothing is measured again"

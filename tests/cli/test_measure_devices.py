@@ -86,8 +86,8 @@ def test_stale_costs_of_the_cpu_are_said_where_the_gpu_is_taken(place: Place) ->
     words = ("plan", place.folder / "net.yaml", "--volume", place.volume, "--json")
     fresh = json.loads(place.run(*words).stdout)
     assert fresh["notes"] == []
-    assert fresh["plan"]["memory"]["device"] == "gpu"
-    assert "cpu" in {kind["device"] for kind in fresh["plan"]["kinds"]}
+    assert fresh["plan"]["stages"][-1]["device"] == "gpu"
+    assert "cpu" in {kind["device"] for kind in fresh["plan"]["alternatives"]}
     content = json.loads(costs_of_the_cpu().read_text())
     content["machine"]["blas"] = "mkl none"
     costs_of_the_cpu().write_text(json.dumps(content))

@@ -72,10 +72,10 @@ def test_layers_are_timed_before_a_plan_is_given(place: Place, monkeypatch: pyte
 
 
 def test_what_does_not_run_is_named_with_its_reason(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = json.loads(place.run(*words(place, "--json")).stdout)["plan"]["choices"][0]["primitive"]
+    first = json.loads(place.run(*words(place, "--json")).stdout)["plan"]["stages"][0]["choices"][0]["primitive"]
     timed_by(Clock(refuses=first), monkeypatch)
     document = json.loads(place.run(*words(place, "--json", "--rigor", "measure")).stdout)
-    assert first not in {choice["primitive"] for choice in document["plan"]["choices"]}
+    assert first not in {choice["primitive"] for choice in document["plan"]["stages"][0]["choices"]}
     assert "not today" in {row["why"] for row in document["why_not"] if row["primitive"] == first}
 
 
@@ -85,7 +85,7 @@ def test_what_is_not_timed_within_the_limit_is_said(place: Place, monkeypatch: p
     (note,) = document["notes"]
     assert note.startswith("the time limit of 1e-06 s was up after 0 layers were measured")
     assert document["plan"]["rigor"] == "measure"
-    assert not any(choice["measured"] for choice in document["plan"]["choices"])
+    assert not any(choice["measured"] for choice in document["plan"]["stages"][0]["choices"])
 
 
 def test_words_that_contradict_each_other(place: Place) -> None:

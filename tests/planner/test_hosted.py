@@ -72,7 +72,7 @@ def test_a_plan_is_read_as_it_was_written(plan: Plan) -> None:
         (("stages", 1), ..., "damaged: .*memory is promised for stages on"),
         (("overlap",), False, "for what is handed over"),
         (("memory", "stages", 0, "arena"), 0, "arena of the stage in the memory of the host"),
-        (("memory", "stages", 0, "residents"), 1, "of weights of the stage in the memory of the host"),
+        (("memory", "stages", 0, "weights"), 1, "of weights of the stage in the memory of the host"),
         ((*TENSORS_AT, 0, "offset"), 64, "not aligned to 256"),
         (("stages", 1, "wait_seconds"), -1.0, "damaged: stages.1.wait_seconds"),
     ]

@@ -190,7 +190,7 @@ def test_other_processor(stopped: Place) -> None:
 def test_other_version_of_a_primitive(stopped: Place) -> None:
     def older(header: dict[str, Any]) -> None:
         plan = json.loads(header["plan"])
-        plan["choices"][0]["version"] += 1
+        plan["stages"][0]["choices"][0]["version"] += 1
         header["plan"] = json.dumps(plan)
 
     stopped.edit_journal(older)

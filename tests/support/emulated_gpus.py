@@ -1,4 +1,4 @@
-"""GPUs of the machine, replaced by emulated ones or taken away: only this module changes `znnpy.run.target.DRIVER`."""
+"""GPUs of the machine, replaced by emulated ones or taken away: only this module changes what finds and opens them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import pytest
 
 from tests.support.emulator import EMULATED_GPU, EmulatedDevice
 from znnpy.errors import DeviceError
+from znnpy.kernels import apply
+from znnpy.kernels.gpu.device import Device, find_gpu
 from znnpy.machine import Gpu, Machine
 from znnpy.planner.cost_model import Rates, assumed_rates
 from znnpy.run import target
@@ -36,6 +38,7 @@ class EmulatedGpus:
     ) -> None:
         """Let the machine have `count` equal GPUs; `device` opens one, `rates` stands in for measuring it."""
         DRIVER.find = lambda: gpu
+        vars(apply)["find_gpu"] = DRIVER.find
         DRIVER.find_all = lambda: dict.fromkeys(range(count), gpu)
         self.open_as(device)
         self.measure_as(rates)
@@ -43,6 +46,7 @@ class EmulatedGpus:
     def open_as(self, device: Callable[..., Any]) -> None:
         """Open each GPU as `device(gpu, number)`."""
         DRIVER.open = device
+        vars(apply)["Device"] = device
 
     def measure_as(self, rates: Callable[..., Rates]) -> None:
         """Call `rates` where layers of a network would be measured on a GPU."""
@@ -55,11 +59,13 @@ class EmulatedGpus:
             raise DeviceError(why)
 
         DRIVER.find = none
+        vars(apply)["find_gpu"] = none
 
     def restore(self) -> None:
         """Let znnpy find, open and measure the GPUs of the machine again."""
         for field in fields(Driver):
             setattr(DRIVER, field.name, field.default)
+        vars(apply).update(find_gpu=find_gpu, Device=Device)
 
 
 def show_traces_of_cuda(monkeypatch: pytest.MonkeyPatch, *, cupy: bool, drivers: tuple[Path, ...] = ()) -> None:

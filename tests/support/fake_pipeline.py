@@ -57,8 +57,8 @@ class Session:
             patch_in=step,
             patch_out=patch,
             axis=self._axis,
-            walks=walks,
-            work_ahead=lambda network: (0.0, 0.5),
+            streams=walks,
+            warmup_work=lambda network: (0.0, 0.5),
         )
         self._read = np.full((2, *network.patch_in(patch)), np.nan)
         self._hook, self._crew, self._count = hook, crew, 0

@@ -199,7 +199,7 @@ def test_the_naive_plan_for_all_where_smaller_parts_do_not_help(
     assert_close(run(device, SHAPE, x, weights), x, weights, SHAPE)
     assert parts_tried(device) == [6, 5, 3]
     offers[:] = [Offer("eng0", refuses=lambda problem: problem.n[0] in (5, 6))]
-    with pytest.raises(DeviceError, match=r"no plan for 2x8->16 @6x7x9 .*; refused to run: eng0, eng0; take"):
+    with pytest.raises(DeviceError, match=r"no plan for 2x8->16 @6x7x9 .*; refused to run: eng0, eng0; choose"):
         run(device, SHAPE, x, weights)
     monkeypatch.setattr(conv_cudnn, "MOST_VALUES", plane)
     with pytest.raises(
@@ -280,7 +280,7 @@ def test_a_plan_that_computes_something_else_is_skipped_and_remembered(device: A
 
 def test_without_a_plan_it_says_what_it_looked_for(device: Any, offers: list[Offer]) -> None:
     offers[:] = [Offer("wrong", fault=0.01), Offer("greedy", 2**20 + 1)]
-    words = r"no plan for 2x8->16 @6x7x9 k3x2x4 fp32 within 1048576 bytes.*: wrong, wrong; take"
+    words = r"no plan for 2x8->16 @6x7x9 k3x2x4 fp32 within 1048576 bytes.*: wrong, wrong; choose"
     with pytest.raises(DeviceError, match=words):
         run(device, SHAPE, random_input(SHAPE), random_weights(SHAPE))
 
