@@ -191,9 +191,14 @@ def plan(request: Facts) -> Facts:
 
 
 def facts_of(made: Any) -> Facts:
-    """Return what `planner.py` needs to know of a `znnpy.Plan`; `decisions` are the same where two plans run alike."""
+    """Return what `planner.py` needs to know of a `znnpy.Plan`; `decisions` are the same where two plans run alike.
+
+    `made` may come from an older source tree (see `--against`), whose plans call two fields by other names.
+    """
+    older = not hasattr(made, "alternatives")
+    column, alternatives = (made.column, made.kinds) if older else (made.column_planes, made.alternatives)
     primitives = [choice.primitive for choice in made.choices]
-    sizes: Facts = {"patch_out": made.patch_out, "axis": made.axis, "column": made.column_planes}
+    sizes: Facts = {"patch_out": made.patch_out, "axis": made.axis, "column": column}
     ways = [f"{choice.primitive} {choice.variant} {choice.shape.batch}" for choice in made.choices]
     return {
         "plan": made.to_json(),
@@ -202,7 +207,7 @@ def facts_of(made: Any) -> Facts:
         "output": made.output,
         "primitives": primitives,
         "decisions": f"{sizes} {ways}",
-        "schemes": {kind.scheme: kind.best.voxels_per_second for kind in made.kinds if kind.scheme},
+        "schemes": {kind.scheme: kind.best.voxels_per_second for kind in alternatives if kind.scheme},
         **sizes,
     }
 

@@ -94,7 +94,9 @@ def _run_all(audit: Audited, folder: Path, cache: Path) -> None:
         audit.run(f"resume {suffix}", *infer, "--resume", writes=[out, cache])
         audit.run(f"refused {suffix}", *infer, writes=[out], code=1)
         audit.run(f"verify {suffix}", "verify", out, place.volume, *given[:2], "--samples", 5, writes=[])
-    audit.run("timeline", "timeline", trace, "--out", timeline, writes=[timeline])
+    audit.run(
+        "timeline", "timeline", trace, "--out", timeline, writes=[timeline, cache]
+    )  # Matplotlib keeps its list of fonts
     audit.run("demo", "demo", "--folder", demo, "--size", 32, writes=[demo, cache])
 
 

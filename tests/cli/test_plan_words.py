@@ -22,7 +22,9 @@ def test_in_words_and_as_json(place: Place) -> None:
     words = ("plan", place.folder / "net.yaml", "--volume", place.volume, "--device", "cpu")
     document = json.loads(place.run(*words, "--json").stdout)
     rows = document["why_not"]
-    assert [row["primitive"] for row in rows if row["taken"]] == [c["primitive"] for c in document["plan"]["stages"][0]["choices"]]
+    assert [row["primitive"] for row in rows if row["taken"]] == [
+        c["primitive"] for c in document["plan"]["stages"][0]["choices"]
+    ]
     told = place.run(*words, "--why").stdout
     for row in rows:
         assert row["primitive"] in told

@@ -266,7 +266,7 @@ def test_a_plan_that_was_off_is_explained(report: Report, stages: dict[str, floa
     choices = tuple(replace(choice, measured=True) for choice in report.plan.choices)
     of_memory = why.startswith("preparing")  # which has a rate of its own
     changes: list[tuple[dict[str, Any], bool]] = [
-        ({"choices": choices}, not of_memory),
+        ({"stages": (replace(report.plan.stages[0], choices=choices),)}, not of_memory),
         ({"preparing_measured": True}, of_memory),
     ]
     for words, measured in changes:

@@ -58,23 +58,23 @@ EDITED: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
     "a tensor twice": ((*TENSORS_AT, 0, "name"), "x1", "lacks, repeats or invents tensors"),
     "smaller arena": ((*MEMORY_AT, "arena"), 64, "outside the arena of 64"),
     "larger arena": ((*MEMORY_AT, "arena"), 2**25, r"tensors end at byte [\d,]+ and the arena at 33,554,432"),
-    "fewer weights": ((*MEMORY_AT, "residents"), 3, "promises 3 bytes of weights"),
+    "fewer weights": ((*MEMORY_AT, "weights"), 3, "promises 3 bytes of weights"),
     "another patch": (("patch_out", 0), 2, "entry 0 of the plan is layer 0|reads patches"),
     "patch off the period": (("patch_out", 0), 3, "multiple of the pooling period"),
     "another input": (("patch_in", 2), 77, "reads patches of .*x77"),
     "another shape": ((*CHOICES_AT, 0, "shape", "fout"), 7, "entry 0 of the plan is layer 0"),
     "another order": ((*CHOICES_AT, 1, "layers"), [2, 2], "entry 1 .* is layer 2"),
-    "a layer less": ((*CHOICES_AT, 4), ..., "chooses for 4 layers, and the network has 5"),
+    "a layer less": ((*CHOICES_AT, 4), ..., "has choices for 4 layers, and the network has 5"),
     "another kind": ((*CHOICES_AT, 0, "primitive"), "cpu.pool.fragments", "layer 0.* is a conv and runs"),
     "another variant": ((*CHOICES_AT, 0, "variant", "parameters"), [["scale", 3]], "has no variant scale=3"),
-    "more images than there are": ((*CHOICES_AT, 0, "shape", "batch"), 2, "gets 1 images, .*no multiple of 2"),
-    "images that do not divide": ((*CHOICES_AT, 2, "shape", "batch"), 3, "gets 4 images, .*no multiple of 3"),
-    "fewer images for one layer": ((*CHOICES_AT, 2, "shape", "batch"), 2, "gets 2 images, .*no multiple of 4"),
+    "more images than there are": ((*CHOICES_AT, 0, "shape", "batch"), 2, "gets 1 images, .*not a multiple of 2"),
+    "images that do not divide": ((*CHOICES_AT, 2, "shape", "batch"), 3, "gets 4 images, .*not a multiple of 3"),
+    "fewer images for one layer": ((*CHOICES_AT, 2, "shape", "batch"), 2, "gets 2 images, .*not a multiple of 4"),
     "fewer images for the last": ((*CHOICES_AT, 4, "shape", "batch"), 2, "gives x4 [0-9,]+ bytes in ticks"),
     "carried planes": ((*MEMORY_AT, "carries"), 64, "promises 64 bytes for carried planes, .* need 0"),
     "less for libraries": ((*MEMORY_AT, "allowance"), 3, "promises 3 bytes for the libraries"),
-    "columns of a patch": (("column",), 20, "entry 0 of the plan is layer 0|reads patches"),
-    "columns of half a step": (("column",), 7, "columns of 7 planes are no whole number of steps|reads patches"),
+    "columns of a patch": (("column_planes",), 20, "entry 0 of the plan is layer 0|reads patches"),
+    "columns of half a step": (("column_planes",), 7, "columns of 7 planes are no whole number of steps|reads patches"),
 }  # fmt: skip
 
 
@@ -86,7 +86,7 @@ def test_a_hand_edited_plan_corrupts_nothing(plan: Plan, network: Network, what:
 
 WALKS: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
     "no carried planes": ((*MEMORY_AT, "carries"), 0, r"promises 0 bytes for carried planes, and its steps need"),
-    "a patch": (("column",), 0, "reads patches of .*, and 10x1x8 voxels out need 13x4x12"),
+    "a patch": (("column_planes",), 0, "reads patches of .*, and 10x1x8 voxels out need 13x4x12"),
     "another axis": (("axis",), 0, "columns of 31 planes are no whole number of steps of 10;"),
     "reads all that a step depends on": (("patch_in",), [13, 4, 12], "reads patches of 13x4x12, and 10x1x8 .* 13x1x12"),
     "reads less than a step": (("patch_in", 0), 12, "reads patches of 12x1x12"),
@@ -95,7 +95,7 @@ WALKS: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
     "patch off the period": (("patch_out", 0), 9, "multiple of the pooling period 1x2x2, not 1x9x8"),
     "fewer planes": ((*CHOICES_AT, 0, "shape", "n", 0), 3, "entry 0 of the plan is layer 0"),
     "axes not turned": ((*CHOICES_AT, 0, "shape", "k"), [3, 2, 2], "damaged|entry 0 of the plan is layer 0"),
-    "images that do not divide": ((*CHOICES_AT, 3, "shape", "batch"), 3, "gets 4 images, .* no multiple of 3"),
+    "images that do not divide": ((*CHOICES_AT, 3, "shape", "batch"), 3, "gets 4 images, .* not a multiple of 3"),
     "smaller input": ((*TENSORS_AT, 0, "nbytes"), 64, "gives x0 64 bytes in ticks 0 to 0, and it needs"),
 }  # fmt: skip
 
@@ -110,7 +110,7 @@ def test_a_hand_edited_plan_of_columns(column: Plan, network: Network, what: str
 def test_a_column_of_another_length(column: Plan, network: Network) -> None:
     """Steps stay as they are: any whole number of them runs."""
     for planes in (1, 7, 62):
-        other = Plan.from_json(edited(column, "column", to=planes))
+        other = Plan.from_json(edited(column, "column_planes", to=planes))
         check_runs(other, network, MACHINE, table=FAKES)
         assert other.for_output(column.output, network, column.memory).columns == 2 * ceil(31 / planes)
 
@@ -118,7 +118,7 @@ def test_a_column_of_another_length(column: Plan, network: Network) -> None:
 def test_most_layers_left_out(column: Plan, network: Network) -> None:
     for choices in (1, 2, 3):
         fewer = replace(column, stages=(replace(column.stages[0], choices=column.choices[:choices]),))
-        refused(fewer, network, f"chooses for {choices} layers, and the network has 5|gets 4 images")
+        refused(fewer, network, f"has choices for {choices} layers, and the network has 5|gets 4 images")
 
 
 def taking(plan: Plan, *images: int) -> Plan:
@@ -129,9 +129,9 @@ def taking(plan: Plan, *images: int) -> Plan:
 @pytest.mark.parametrize(
     ("images", "said"),
     [
-        ((1, 1, 3, 3, 3), "layer 2 .* gets 4 images.* no multiple of 3"),
-        ((1, 1, 2, 1, 4), "layer 4 .* gets 1 images.* no multiple of 4"),
-        ((1, 1, 8, 8, 8), "layer 2 .* gets 4 images.* no multiple of 8"),
+        ((1, 1, 3, 3, 3), "layer 2 .* gets 4 images.* not a multiple of 3"),
+        ((1, 1, 2, 1, 4), "layer 4 .* gets 1 images.* not a multiple of 4"),
+        ((1, 1, 8, 8, 8), "layer 2 .* gets 4 images.* not a multiple of 8"),
         ((1, 1, 4, 4, 4), r"gives x2 [\d,]+ bytes in ticks \d to \d, and it needs"),
         ((1, 1, 2, 2, 2), r"gives step2.s0 [\d,]+ bytes in ticks \d to \d, and it needs"),
         ((1, 1, 4, 4, 1), r"gives x2 [\d,]+ bytes in ticks \d to \d, and it needs"),
@@ -147,7 +147,7 @@ FUSED: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
     "one layer of the two": (
         (*CHOICES_AT, 0, "layers"),
         [0, 0],
-        "fit its network: layer 1 .* 1 images.* no multiple of 4",
+        "fit its network: layer 1 .* 1 images.* not a multiple of 4",
     ),
     "three layers": ((*CHOICES_AT, 0, "layers"), [0, 2], "entry 0 of the plan is layers 0 and 2"),
     "layers twice": ((*CHOICES_AT, 1, "layers"), [1, 2], "entry 1 of the plan is layers 1 and 2"),
@@ -166,9 +166,9 @@ FUSED: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
     "a primitive that cannot": (
         (*CHOICES_AT, 0, "primitive"),
         "cpu.conv.slow",
-        "0 and 1 .*does not pool into fragments",
+        "0 and 1 .*does not fuse pooling into fragments",
     ),
-    "the last left out": ((*CHOICES_AT, 3), ..., "chooses for 4 layers, and the network has 5"),
+    "the last left out": ((*CHOICES_AT, 3), ..., "has choices for 4 layers, and the network has 5"),
 }
 
 
