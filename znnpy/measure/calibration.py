@@ -3,7 +3,7 @@
 For every layer that a network has, in the precision asked for, whatever looks the fastest is run on a large volume and
 on a small one, until what looks the fastest is something that was measured; then the best of every other kind of units
 that looks nearly as fast, for they are off by factors of their own. The planner takes the layer's own speed from there
-(`planner.cost_model.Rates.measured`), and takes nothing that the GPU refused to run (`planner.cost_model.Rates.refused`).
+(`planner.cost_model.Rates.measured`), and takes nothing that the GPU refused to run (`Rates.refused` there).
 Rates of units are fitted to these layers once more, on top of what `znnpy measure` found: what was not measured is told
 by what is most like it, at another size.
 """

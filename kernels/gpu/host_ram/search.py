@@ -10,7 +10,7 @@ padding). Most of the time is spent on querying the inner primitive about sub-la
 sizes.
 
 Source  ZNNi VII-A for the heuristics; bounds are first principles (best-first branch and bound).
-Tested  tests/kernels/gpu/test_host_ram_division.py, against a simulation of all candidates; benchmarks/host_ram_divisions.py
+Tested  tests/kernels/gpu/test_host_ram_division.py, against a simulation of all candidates
 """
 
 from __future__ import annotations
