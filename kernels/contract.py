@@ -335,3 +335,8 @@ def why_not_on_gpu(shape: LayerShape, machine: Machine, *, softmax: bool = True)
     if as_conv(shape).activation == "softmax" and not softmax:
         return "softmax needs all maps of a voxel in one place: see gpu.conv.direct"
     return None
+
+
+def device_of(primitive: str) -> str:
+    """Return where a primitive runs, `cpu` or `gpu`: the first part of its name."""
+    return primitive.partition(".")[0]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import znnpy
+from znnpy.costs.model import Rates
+from znnpy.kernels.contract import device_of
 from znnpy.machine import Limits, Machine
 from znnpy.messages import excerpt
 from znnpy.network import Network
-from znnpy.planner.cost_model import Rates
 from znnpy.planner.memory import Memory
 from znnpy.planner.pareto import LayerRun
-from znnpy.planner.plan import FORMAT, Choice, Plan, Stage, device_of
+from znnpy.planner.plan import FORMAT, Choice, Plan, Stage
 from znnpy.planner.tilings import Tiling
 from znnpy.shapes import turned_back
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from znnpy.costs.model import Rates
 from znnpy.kernels.contract import Footprint, Primitive, Variant
 from znnpy.machine import Machine
-from znnpy.planner.cost_model import Rates
 from znnpy.planner.layout import ScratchPeaks, aligned, scratch_peaks
 from znnpy.planner.pareto import LayerOption, LayerRun, ParetoFront, in_sequence, pareto_front, undominated
 from znnpy.planner.tilings import carry_bytes

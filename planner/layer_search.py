@@ -12,7 +12,9 @@ from itertools import islice
 from math import inf, prod
 from types import MappingProxyType
 
+from znnpy.costs.model import unhidden_io_seconds
 from znnpy.machine import Limits
+from znnpy.option_values import DeviceKind
 from znnpy.planner.bounds import (
     NONE_KNOWN,
     Bounds,
@@ -24,10 +26,9 @@ from znnpy.planner.bounds import (
     needs_of,
     unit_costs,
 )
-from znnpy.planner.cost_model import unhidden_io_seconds
 from znnpy.planner.layer_options import LayerContext, OptionTable
 from znnpy.planner.layout import Tensor, place
-from znnpy.planner.memory import DeviceKind, Memory, StageMemory, reading_bytes, staging_bytes, writing_bytes
+from znnpy.planner.memory import Memory, StageMemory, reading_bytes, staging_bytes, writing_bytes
 from znnpy.planner.pareto import (
     LayerOption,
     LayerRun,

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil, prod
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
 from znnpy.machine import Limits, process_bytes
 from znnpy.network import Network
+from znnpy.option_values import DeviceKind
 from znnpy.patches import Cover
 from znnpy.planner.layout import Count, Positive, aligned
 from znnpy.shapes import Vec3
-
-DeviceKind = Literal["cpu", "gpu"]
 
 MIB = 2**20
 BUFFERS = 2  # input patches, and as many output patches: one is filled while the other is used

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from znnpy.errors import NoPlanError
 from znnpy.messages import option
 from znnpy.option_values import OFFLOAD_MODES, Cover
-from znnpy.planner.beside import plan_beside
-from znnpy.planner.kinds import idle, kind_of, offloaded_layers
+from znnpy.planner.alternatives import idle, kind_of, offloaded_layers
+from znnpy.planner.multi_gpu import plan_on_devices
 from znnpy.planner.offload import plan_offloaded
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import CostModel, PlanRequest
-from znnpy.planner.several import plan_on_devices
+from znnpy.planner.side_by_side import plan_beside
 
 
 @dataclass(frozen=True, slots=True)

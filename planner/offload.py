@@ -9,7 +9,7 @@ from math import inf
 from znnpy.errors import NoPlanError
 from znnpy.messages import option
 from znnpy.option_values import OFFLOAD_MODES
-from znnpy.planner.kinds import kind_of
+from znnpy.planner.alternatives import kind_of
 from znnpy.planner.offload_search import OffloadSearch
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import CostModel, PlanRequest

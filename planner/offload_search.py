@@ -26,13 +26,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, prod
 
+from znnpy.costs.model import Rates, seconds, unhidden_io_seconds
 from znnpy.errors import NoPlanError
-from znnpy.kernels.contract import Work
+from znnpy.kernels.contract import Work, device_of
 from znnpy.machine import Limits
 from znnpy.messages import option
 from znnpy.network import Network, Pool
 from znnpy.option_values import OffloadMode
-from znnpy.planner.cost_model import Rates, seconds, unhidden_io_seconds
 from znnpy.planner.found_plan import choice_of, plan_of
 from znnpy.planner.layer_options import OptionTable
 from znnpy.planner.layer_search import MAX_COLUMN_SECONDS, Solution
@@ -40,7 +40,7 @@ from znnpy.planner.layout import place
 from znnpy.planner.memory import Memory, context_bytes, mebibytes
 from znnpy.planner.offload_sizes import initial_sizes, neighbouring_sizes
 from znnpy.planner.pareto import LayerRun, total_seconds
-from znnpy.planner.plan import Choice, Plan, Stage, device_of
+from znnpy.planner.plan import Choice, Plan, Stage
 from znnpy.planner.request import PlanRequest
 from znnpy.planner.stage_search import StageSearch
 from znnpy.planner.stages import handover_buffers, in_host_ram, stage_needs, two_stage_seconds, upload_wait_seconds

@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter
 
+from znnpy.costs.model import unhidden_io_seconds
 from znnpy.json_file import JsonFile
 from znnpy.kernels.contract import Variant
 from znnpy.machine import Limits
 from znnpy.messages import excerpt
-from znnpy.option_values import Mode, RigorLevel
+from znnpy.option_values import DeviceKind, Mode, RigorLevel
 from znnpy.patches import Box, Column, Cover
 from znnpy.planner import co_execution
-from znnpy.planner.cost_model import unhidden_io_seconds
 from znnpy.planner.layout import Count, Positive, sub_batch_counts
 from znnpy.planner.layout import Tensor as Tensor
-from znnpy.planner.memory import DeviceKind
 from znnpy.planner.memory import Memory as Memory
 from znnpy.planner.stages import two_stage_seconds
 from znnpy.shapes import LayerShape, Precision, Vec3, text
@@ -410,11 +409,6 @@ def patch_in(network: Network, out: Vec3, axis: int, *, streams: bool) -> Vec3:
         for i, (size, grown) in enumerate(zip(out, network.patch_in(out), strict=True))
     )
     return z, y, x
-
-
-def device_of(primitive: str) -> str:
-    """Return where a primitive runs, `cpu` or `gpu`: the first part of its name."""
-    return primitive.partition(".")[0]
 
 
 @cache

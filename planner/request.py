@@ -9,15 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from znnpy.kernels.contract import Primitive
+from znnpy.costs.model import Rates, assumed_rates
+from znnpy.kernels.contract import Primitive, device_of
 from znnpy.kernels.table import IN_HOST_RAM, TABLE
 from znnpy.machine import Limits, Machine
 from znnpy.network import Network
-from znnpy.option_values import AskedMode, Cover, RigorLevel
-from znnpy.planner.cost_model import Rates, assumed_rates
+from znnpy.option_values import AskedMode, Cover, DeviceKind, RigorLevel
 from znnpy.planner.layer_options import OptionTable
-from znnpy.planner.memory import CONTEXT_BYTES, DeviceKind, baseline_bytes
-from znnpy.planner.plan import device_of
+from znnpy.planner.memory import CONTEXT_BYTES, baseline_bytes
 from znnpy.planner.sublayers import DividedPrimitive
 from znnpy.shapes import Precision, Vec3
 

@@ -9,21 +9,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from znnpy.errors import NoPlanError, ShapeError
-from znnpy.kernels.contract import Primitive
+from znnpy.kernels.contract import Primitive, device_of
 from znnpy.kernels.table import find
 from znnpy.machine import Machine
 from znnpy.messages import option
 from znnpy.network import Network
+from znnpy.planner.alternatives import kind_of
+from znnpy.planner.baselines import Scheme, SchemeSearch
+from znnpy.planner.baselines import baselines as baselines_of
 from znnpy.planner.found_plan import choice_of, plan_of
-from znnpy.planner.kinds import kind_of
 from znnpy.planner.layer_options import OptionTable
 from znnpy.planner.layer_search import Solution
 from znnpy.planner.memory import context_bytes
 from znnpy.planner.nearest_miss import no_plan
-from znnpy.planner.plan import Alternative, Plan, Stage, device_of
+from znnpy.planner.plan import Alternative, Plan, Stage
 from znnpy.planner.request import Constraints, CostModel, PlanRequest
-from znnpy.planner.schemes import Scheme, SchemeSearch
-from znnpy.planner.schemes import baselines as baselines_of
 from znnpy.planner.tiling_search import RUNNERS_UP, TilingSearch
 from znnpy.planner.tilings import TilingSpace, all_spaces, splits
 from znnpy.shapes import text, turned

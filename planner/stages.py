@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from znnpy.kernels.contract import Footprint
+from znnpy.option_values import DeviceKind
 from znnpy.planner.layout import Tensor, carried_bytes, chain, sub_batch_counts
-from znnpy.planner.memory import DeviceKind, StageMemory
+from znnpy.planner.memory import StageMemory
 from znnpy.shapes import LayerShape
 
 Steps = Sequence[tuple[LayerShape, Footprint]]

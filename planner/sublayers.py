@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, Protocol
 
+from znnpy.costs.model import Rates
 from znnpy.kernels.contract import Primitive, Variant
 from znnpy.kernels.table import Speeds
 from znnpy.machine import Machine
-from znnpy.planner.cost_model import Rates
 from znnpy.planner.layer_options import CARRY_TRAFFIC, JOIN_TRAFFIC, LayerContext
 from znnpy.planner.layout import aligned
 from znnpy.planner.pareto import LayerOption, LayerRun

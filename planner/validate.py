@@ -7,13 +7,13 @@ from dataclasses import replace
 from operator import lt
 
 from znnpy.errors import PlanFileError, ShapeError
-from znnpy.kernels.contract import Footprint, Primitive
+from znnpy.kernels.contract import Footprint, Primitive, device_of
 from znnpy.kernels.table import IN_HOST_RAM, TABLE
 from znnpy.machine import Machine
 from znnpy.messages import excerpt
 from znnpy.network import Network
 from znnpy.planner.layout import ALIGNMENT, Tensor, aligned
-from znnpy.planner.plan import AGAIN, Plan, device_of, patch_in
+from znnpy.planner.plan import AGAIN, Plan, patch_in
 from znnpy.planner.stages import handover_buffers, in_host_ram, stage_needs
 from znnpy.shapes import LayerShape, fused, text, turned
 

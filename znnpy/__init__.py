@@ -96,8 +96,8 @@ if TYPE_CHECKING:
     from znnpy.measure.timing import Progress
     from znnpy.network import Conv, ConvWeights, MaxFilter, Maxout, Network, Normalise, Pool
     from znnpy.planner.plan import Plan
-    from znnpy.planner.throughput import Point
     from znnpy.planning import plan
+    from znnpy.report.memory_sweep import Point
     from znnpy.report.plan_text import explain
     from znnpy.report.rejected import Considered
     from znnpy.report.run_report import Report
@@ -120,7 +120,7 @@ else:
         "znnpy.machine": "Gpu",
         "znnpy.network": "Conv ConvWeights MaxFilter Maxout Network Normalise Pool",
         "znnpy.planner.plan": "Plan",
-        "znnpy.planner.throughput": "Point",
+        "znnpy.report.memory_sweep": "Point",
         "znnpy.report.plan_text": "explain",
         "znnpy.report.rejected": "Considered",
         "znnpy.planning": "plan",

@@ -82,8 +82,8 @@ def plan(asked: PlanCommand) -> None:
     _check_primitives(asked)
     import znnpy.planning
     from znnpy.kernels.cpu.native.library import why_not
-    from znnpy.planner.throughput import Point, in_order
     from znnpy.progress import curves, measuring
+    from znnpy.report.memory_sweep import Point, in_order
     from znnpy.report.plan_text import plan_renderable
     from znnpy.report.rejected import Considered, why_table
     from znnpy.run.target import machine_of

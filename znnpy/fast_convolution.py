@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from znnpy.costs.model import assumed_rates
 from znnpy.errors import ValuesOverflowError
 from znnpy.kernels.aligned import aligned_bytes
 from znnpy.kernels.table import TABLE
 from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.machine import this_machine
-from znnpy.planner.cost_model import assumed_rates
 from znnpy.shapes import ConvShape, Vec3
 
 if TYPE_CHECKING:

@@ -11,19 +11,19 @@ from typing import Any
 
 from rich.table import Table
 
+from znnpy.costs.cost_file import Costs
+from znnpy.costs.model import Rate, Rates
 from znnpy.formats.networks import read_network
 from znnpy.kernels.contract import Unit
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Limits
 from znnpy.measure.clocks import clock_of
-from znnpy.measure.costs import Costs
 from znnpy.measure.measuring import SURVEY_SHARE, Bench, rate_words, sample_tasks, units_of
 from znnpy.measure.shelf import stored, stored_path, write_costs
 from znnpy.measure.timing import ON_GPU, Clock, Timer, Where
 from znnpy.messages import option
 from znnpy.network import Network
 from znnpy.options import MeasureOptions
-from znnpy.planner.cost_model import Rate, Rates
 from znnpy.planner.memory import baseline_bytes
 from znnpy.planner.request import PlanRequest
 from znnpy.run.asked import AskedDevices

@@ -22,6 +22,8 @@ COVERS: tuple[Cover, ...] = get_args(Cover)
 Device = Literal["auto", "cpu", "gpu"]
 DEVICES: tuple[Device, ...] = get_args(Device)
 
+DeviceKind = Literal["cpu", "gpu"]  # what a plan may be for
+
 OffloadMode = Literal["gpu-host", "cpu-to-gpu"]  # one GPU; the tensors of the first layers lie in host memory
 OFFLOAD_MODES: tuple[OffloadMode, ...] = get_args(OffloadMode)
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from znnpy.measure.timing import Clock, Progress
     from znnpy.planner.plan import Plan
-    from znnpy.planner.throughput import Point
+    from znnpy.report.memory_sweep import Point
     from znnpy.report.rejected import Considered
     from znnpy.run.pipeline import Event
     from znnpy.volume.sliceable import Assignable, Sliceable

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from znnpy.costs.model import Rates, assumed_rates
 from znnpy.errors import NoPlanError, ShapeError
 from znnpy.formats.networks import read_network
 from znnpy.kernels.table import TABLE
@@ -19,12 +20,11 @@ from znnpy.measure.shelf import Shelf
 from znnpy.option_declarations import function_of
 from znnpy.option_values import COVERS
 from znnpy.options import PlanOptions
-from znnpy.planner.cost_model import Rates, assumed_rates
-from znnpy.planner.kinds import kind_of
+from znnpy.planner.alternatives import kind_of
 from znnpy.planner.modes import make_plan
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import CostModel, PlanRequest, Rigor
-from znnpy.planner.throughput import DevicePlans, Point, points
+from znnpy.report.memory_sweep import DevicePlans, Point, points
 from znnpy.report.plan_text import predicted
 from znnpy.report.rejected import considered
 from znnpy.run.asked import AskedDevices, devices_asked

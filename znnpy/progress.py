@@ -14,7 +14,7 @@ from znnpy.units import human_bytes, human_seconds
 
 if TYPE_CHECKING:
     from znnpy.measure.timing import Progress
-    from znnpy.planner.throughput import Point
+    from znnpy.report.memory_sweep import Point
     from znnpy.run.pipeline import Event
 
 SECONDS_BETWEEN_LINES = 10.0

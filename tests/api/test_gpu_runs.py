@@ -18,11 +18,11 @@ from tests.support.cli import Place
 from tests.support.emulated_gpus import EmulatedGpus
 from tests.support.emulator import EMULATED_GPU, EmulatedDevice, needs_compiler
 from znnpy import inference
+from znnpy.costs.model import Rates, assumed_rates
 from znnpy.errors import DeviceError, PlanFileError, ResumeError, VramError
 from znnpy.inference import infer
 from znnpy.machine import Machine
 from znnpy.network import Network
-from znnpy.planner.cost_model import Rates, assumed_rates
 from znnpy.planner.plan import Plan
 from znnpy.planning import plan
 from znnpy.report.run_report import Report

@@ -13,13 +13,13 @@ import pytest
 from tests.support.cli import Place
 from tests.support.emulated_gpus import EmulatedGpus
 from tests.support.emulator import EmulatedDevice, needs_compiler
+from znnpy.costs.model import Rates, assumed_rates
 from znnpy.errors import NoPlanError, PlanFileError, ResumeError, VerifyError, VramError
 from znnpy.inference import infer
 from znnpy.machine import Machine, this_machine
 from znnpy.measure.layer import HostRamLayer, Position
 from znnpy.option_values import OFFLOAD_MODES, AskedMode, OffloadMode
 from znnpy.planner import modes
-from znnpy.planner.cost_model import Rates, assumed_rates
 from znnpy.planner.memory import staging_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planning import plan

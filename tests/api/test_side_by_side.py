@@ -15,15 +15,15 @@ from tests.support.cli import Place
 from tests.support.emulated_gpus import EmulatedGpus, assumed_gpu_rates
 from tests.support.emulator import EMULATED_GPU, EmulatedDevice, needs_compiler
 from znnpy import inference
+from znnpy.costs.model import Rates, assumed_rates
 from znnpy.errors import DeviceError, NoPlanError, PlanFileError, ResumeError, VramError
 from znnpy.formats.networks import read_network
 from znnpy.inference import infer
 from znnpy.machine import Limits, Machine, this_machine
 from znnpy.planner import modes
-from znnpy.planner.beside import Processor
-from znnpy.planner.cost_model import Rates, assumed_rates
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import CostModel, PlanRequest, Target
+from znnpy.planner.side_by_side import Processor
 from znnpy.planning import plan
 from znnpy.report.plan_text import explain
 from znnpy.report.run_report import Report

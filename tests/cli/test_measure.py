@@ -14,14 +14,14 @@ import pytest
 
 from tests.support.cli import Place
 from znnpy import measurement
+from znnpy.costs.cost_file import Costs, versions
+from znnpy.costs.model import Rates, assumed_rates
 from znnpy.errors import OutputError
 from znnpy.kernels.contract import Primitive, Variant
 from znnpy.kernels.table import TABLE, find
 from znnpy.machine import Gpu, this_machine
 from znnpy.measure import shelf
-from znnpy.measure.costs import Costs, versions
 from znnpy.measure.shelf import stored_path
-from znnpy.planner.cost_model import Rates, assumed_rates
 from znnpy.planner.memory import baseline_bytes
 from znnpy.planner.plan import Plan
 from znnpy.shapes import LayerShape

@@ -12,8 +12,8 @@ from PIL import Image
 import znnpy
 from tests.support.cli import Place
 from znnpy import progress
-from znnpy.planner.throughput import Point
 from znnpy.plots.figures import DPI, WIDTH
+from znnpy.report.memory_sweep import Point
 
 pytestmark = pytest.mark.slow
 

@@ -13,13 +13,13 @@ import pytest
 
 from tests.support.cli import Place
 from znnpy import planning, self_check, verify
+from znnpy.costs.model import assumed_rates
 from znnpy.errors import DeviceError
 from znnpy.kernels.contract import Primitive, Variant
 from znnpy.kernels.table import find
 from znnpy.machine import this_machine
 from znnpy.measure import rigor
 from znnpy.measure.layer import HostLayer, Position
-from znnpy.planner.cost_model import assumed_rates
 from znnpy.planner.plan import Plan
 from znnpy.shapes import LayerShape
 

@@ -21,20 +21,20 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from tests.planner.test_costs import TABLE as COSTS_TABLE
-from tests.planner.test_costs import costs
+from tests.costs.test_cost_file import TABLE as COSTS_TABLE
+from tests.costs.test_cost_file import costs
 from tests.support.brute_force import planned, planned_on_gpu
 from tests.support.damage import VALUES, damaged_bytes, damaged_json, damaged_text, ended
 from tests.support.fake_plans import MIXED, WIDE, in_parts, patches, walking
 from tests.support.fake_primitives import FAKES, MACHINE, WITH_GPU
+from znnpy.costs.cost_file import Costs, Measurement
+from znnpy.costs.samples import samples
 from znnpy.formats.networks import SHIPPED, read_network
 from znnpy.formats.weights import random_weights, read_weights
 from znnpy.kernels.table import IN_HOST_RAM, TABLE
 from znnpy.machine import Machine
-from znnpy.measure.costs import Costs, Measurement
-from znnpy.measure.samples import samples
 from znnpy.network import Conv, Network, Pool
-from znnpy.planner.memory import DeviceKind
+from znnpy.option_values import DeviceKind
 from znnpy.planner.plan import Plan
 from znnpy.planner.validate import check_runs
 from znnpy.report.plan_text import explain

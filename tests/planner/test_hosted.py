@@ -14,10 +14,10 @@ from tests.support.fake_hosted_plans import GPU_RATES, HOST_RATES, ON_CPU, ON_GP
 from tests.support.fake_plans import MIXED, TENSORS_AT, WIDE, edited
 from tests.support.fake_primitives import POOL, SLOW, WITH_GPU, on_gpu
 from tests.support.flat_requests import make_plan
+from znnpy.costs.model import Rate, seconds
 from znnpy.errors import NoPlanError, PlanFileError
 from znnpy.machine import Limits
 from znnpy.network import Conv, Network
-from znnpy.planner.cost_model import Rate, seconds
 from znnpy.planner.memory import mebibytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.validate import check_runs

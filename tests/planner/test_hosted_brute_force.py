@@ -16,10 +16,10 @@ from tests.planner.test_brute_force import some
 from tests.support.brute_force import AROUND, BASELINE, CONTEXT, EDGE_BYTES, SMALL, THREADS, Run, steps_of, ways
 from tests.support.fake_hosted_plans import GPU_RATES, HOST_RATES, IN_HOST, ON_CPU, ON_GPU, PLENTY, UPLOAD, hosted, link
 from tests.support.fake_primitives import WITH_GPU, Fake
+from znnpy.costs.model import Rates
 from znnpy.errors import NoPlanError
 from znnpy.kernels.contract import Variant, Work
 from znnpy.network import Conv, Layer, Network, Pool
-from znnpy.planner.cost_model import Rates
 from znnpy.planner.layout import ALIGNMENT, carried_planes, place, sub_batch_counts
 from znnpy.planner.memory import reading_bytes, staging_bytes, writing_bytes
 from znnpy.planner.plan import Plan

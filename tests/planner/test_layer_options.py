@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from tests.support.fake_primitives import MACHINE, POOL, SLOW, Fake
+from znnpy.costs.model import Rate, Rates
 from znnpy.planner import layer_options
-from znnpy.planner.cost_model import Rate, Rates
 from znnpy.planner.layer_options import CARRY_TRAFFIC, JOIN_TRAFFIC, LayerContext, OptionTable
 from znnpy.planner.pareto import LayerOption
 from znnpy.shapes import ConvShape, LayerShape, PoolShape

@@ -11,10 +11,10 @@ import pytest
 from tests.support.brute_force import SMALL, Known, everything, planned, planned_on_gpu
 from tests.support.fake_primitives import BOTH, CARRYING, FAST, FILTER, MACHINE, POOL, SLOW, Fake, on_gpu
 from tests.support.flat_requests import make_plan
+from znnpy.costs.model import CPU_FIRST_TOUCH, assumed_rates
 from znnpy.formats.networks import read_network
 from znnpy.machine import Limits
 from znnpy.network import Network
-from znnpy.planner.cost_model import CPU_FIRST_TOUCH, assumed_rates
 from znnpy.planner.pareto import LayerOption, fastest_within, total_seconds
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import ALIKE

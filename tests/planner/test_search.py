@@ -11,11 +11,11 @@ import pytest
 from tests.support.brute_force import AROUND, BASELINE, SMALL, planned, steps_of
 from tests.support.fake_primitives import BOTH, CARRYING, FAKES, FAST, FILTER, MACHINE, OVER, POOL, SLOW, Fake, limits
 from tests.support.flat_requests import make_plan
+from znnpy.costs.model import seconds
 from znnpy.errors import NoPlanError, ShapeError
 from znnpy.kernels.contract import Footprint, Variant
 from znnpy.machine import Limits
 from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Pool
-from znnpy.planner.cost_model import seconds
 from znnpy.planner.layer_search import MAX_COLUMN_SECONDS
 from znnpy.planner.layout import chain, live_peak, place
 from znnpy.planner.memory import READER_BYTES, WRITER_BYTES, mebibytes

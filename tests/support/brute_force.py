@@ -11,17 +11,17 @@ from typing import Any
 
 from tests.support.fake_primitives import CARRYING, FAKES, WITH_GPU, Fake
 from tests.support.flat_requests import make_plan
+from znnpy.costs.model import seconds
 from znnpy.kernels.contract import Footprint, Variant
 from znnpy.machine import Limits
 from znnpy.network import Network
+from znnpy.option_values import DeviceKind
 from znnpy.patches import Cover
-from znnpy.planner.cost_model import seconds
 from znnpy.planner.layout import Tensor, carried_bytes, carried_planes, chain, live_peak, place, sub_batch_counts
 from znnpy.planner.memory import (
     LIBRARIES_BYTES,
     READER_BYTES,
     WRITER_BYTES,
-    DeviceKind,
     reading_bytes,
     staging_bytes,
     writing_bytes,

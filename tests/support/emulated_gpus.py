@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from tests.support.emulator import EMULATED_GPU, EmulatedDevice
+from znnpy.costs.model import Rates, assumed_rates
 from znnpy.errors import DeviceError
 from znnpy.kernels import apply
 from znnpy.kernels.gpu.device import Device, find_gpu
 from znnpy.machine import Gpu, Machine
-from znnpy.planner.cost_model import Rates, assumed_rates
 from znnpy.run import target
 from znnpy.run.target import DRIVER, Driver
 

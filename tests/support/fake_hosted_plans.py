@@ -9,10 +9,10 @@ from typing import Any
 from tests.support.brute_force import BASELINE, THREADS
 from tests.support.fake_primitives import BOTH, CARRYING, FAST, FILTER, MAXOUT, OVER, POOL, SLOW, WITH_GPU, Fake, on_gpu
 from tests.support.flat_requests import make_plan
+from znnpy.costs.model import Rate, Rates
 from znnpy.kernels.contract import Footprint, Scratch, Variant
 from znnpy.machine import Limits, Machine
 from znnpy.network import Network
-from znnpy.planner.cost_model import Rate, Rates
 from znnpy.planner.plan import Plan
 from znnpy.planner.sublayers import HOST_TRAFFIC, TOLERANCE
 from znnpy.shapes import ConvShape, LayerShape, Vec3

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+from znnpy.costs.model import Rate, Rates
 from znnpy.kernels.contract import Footprint, Kind, Scratch, Step, Unit, Variant, Work, why_not_plain
 from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.machine import Gpu, Limits, Machine
 from znnpy.network import ConvWeights
-from znnpy.planner.cost_model import Rate, Rates
 from znnpy.shapes import ConvShape, LayerShape
 
 MACHINE = Machine("fake", "avx512", 2, 2**40, "openblas SkylakeX", (("numpy", "2"),))

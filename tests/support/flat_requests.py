@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from znnpy.costs.model import Rates
 from znnpy.kernels.contract import Primitive
 from znnpy.kernels.table import IN_HOST_RAM, TABLE
 from znnpy.machine import Limits, Machine
 from znnpy.network import Network
-from znnpy.option_values import OFFLOAD_MODES, AskedMode
-from znnpy.planner.cost_model import Rates
-from znnpy.planner.memory import CONTEXT_BYTES, DeviceKind, baseline_bytes
+from znnpy.option_values import OFFLOAD_MODES, AskedMode, DeviceKind
+from znnpy.planner.memory import CONTEXT_BYTES, baseline_bytes
 from znnpy.planner.modes import make_plan as best_of_mode
 from znnpy.planner.offload import plan_offloaded
 from znnpy.planner.plan import Plan

@@ -35,15 +35,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from znnpy.costs.model import assumed_rates, seconds
 from znnpy.errors import ShapeError
 from znnpy.kernels.aligned import aligned_bytes
-from znnpy.kernels.contract import ConvWeights
+from znnpy.kernels.contract import ConvWeights, device_of
 from znnpy.kernels.table import TABLE
 from znnpy.kernels.thread_pool import CHUNKS_PER_THREAD, ThreadPool, chunks
 from znnpy.machine import this_machine
-from znnpy.planner.cost_model import assumed_rates, seconds
 from znnpy.planner.layout import chain, place
-from znnpy.planner.plan import device_of
 from znnpy.run.arena import host_arena
 from znnpy.shapes import ACTIVATIONS, ConvShape, FilterShape, LayerShape, MaxoutShape, PoolShape
 

@@ -21,9 +21,9 @@ from znnpy.kernels.table import TABLE
 from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.machine import Limits, Machine, this_machine
 from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Normalise, Pool
+from znnpy.option_values import DeviceKind
 from znnpy.patches import Box
 from znnpy.planner.layout import place
-from znnpy.planner.memory import DeviceKind
 from znnpy.planner.plan import FORMAT, Choice, Memory, Plan, Stage, patch_in
 from znnpy.planner.stages import last_stage
 from znnpy.planner.tilings import TilingSpace, fusion_groups, tiling_of

@@ -14,13 +14,13 @@ import pytest
 from tests.support.fake_plans import MIXED as NETWORK
 from tests.support.fake_primitives import WITH_GPU, Fake
 from tests.support.flat_requests import make_plan
+from znnpy.costs.model import GPU_STAGE_SECONDS, Rates, assumed_rates
 from znnpy.errors import DeviceError
 from znnpy.kernels.contract import Footprint, Primitive, Scratch, Variant, Work
 from znnpy.machine import Limits
 from znnpy.measure import calibration
 from znnpy.measure.calibration import measured_rates
 from znnpy.measure.clocks import LONG_SECONDS
-from znnpy.planner.cost_model import GPU_STAGE_SECONDS, Rates, assumed_rates
 from znnpy.shapes import ConvShape, LayerShape
 
 REFUSES = "gpu.conv.stubborn"

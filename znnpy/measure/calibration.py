@@ -3,7 +3,7 @@
 For every layer that a network has, in the precision asked for, whatever looks the fastest is run on a large volume and
 on a small one, until what looks the fastest is something that was measured; then the best of every other kind of units
 that looks nearly as fast, for they are off by factors of their own. The planner takes the layer's own speed from there
-(`planner.cost_model.Rates.measured`), and takes nothing that the GPU refused to run (`Rates.refused` there).
+(`znnpy.costs.model.Rates.measured`), and takes nothing that the GPU refused to run (`Rates.refused` there).
 Rates of units are fitted to these layers once more, on top of what `znnpy measure` found: what was not measured is told
 by what is most like it, at another size.
 """
@@ -26,19 +26,18 @@ import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from znnpy.costs.cost_file import Costs, Measurement
+from znnpy.costs.fit import Run, fitted
+from znnpy.costs.model import Rate, Rates, assumed_rates, layer_key, method
 from znnpy.errors import DeviceError, VramError
 from znnpy.files import read_regular, replace_file
-from znnpy.kernels.contract import Primitive, Unit, Variant
+from znnpy.kernels.contract import Primitive, Unit, Variant, device_of
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Machine
 from znnpy.measure.clocks import LONG_SECONDS, REPEATS, measure
-from znnpy.measure.costs import Costs, Measurement
-from znnpy.measure.fitting import Run, fitted
 from znnpy.measure.wisdom import cache_folder
 from znnpy.messages import excerpt
 from znnpy.network import Conv, Layer, Network, Pool, extent, layer_shape
-from znnpy.planner.cost_model import Rate, Rates, assumed_rates, layer_key, method
-from znnpy.planner.plan import device_of
 from znnpy.shapes import ConvShape, LayerShape, Precision, Vec3, fused
 
 if TYPE_CHECKING:

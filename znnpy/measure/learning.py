@@ -14,11 +14,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
+from znnpy.costs.cost_file import Measurement
+from znnpy.costs.model import Rates
 from znnpy.kernels.contract import Primitive, Variant
-from znnpy.measure.costs import Measurement
 from znnpy.measure.timing import ON_GPU, Clock, Rooms, Task, Timer, Where, lacking, layers_of
-from znnpy.planner.cost_model import Rates
-from znnpy.planner.memory import DeviceKind
+from znnpy.option_values import DeviceKind
 from znnpy.planner.modes import make_plan
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import CostModel, PlanRequest

@@ -15,21 +15,19 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 
 import znnpy
+from znnpy.costs.cost_file import FORMAT, Costs, Measurement, UnitSpeed, versions
+from znnpy.costs.fit import Run, fitted
+from znnpy.costs.model import UNPROVEN_UNITS, Rate, Rates, assumed_rates, method
+from znnpy.costs.samples import samples
 from znnpy.errors import DeviceError, NoPlanError
-from znnpy.kernels.contract import Primitive, Unit
+from znnpy.kernels.contract import Primitive, Unit, device_of
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Limits, Machine
 from znnpy.measure.clocks import touching_rate
-from znnpy.measure.costs import FORMAT, Costs, Measurement, UnitSpeed, versions
-from znnpy.measure.fitting import Run, fitted
 from znnpy.measure.learning import Learner
-from znnpy.measure.samples import samples
 from znnpy.measure.timing import Clock, Task, Timer, bytes_of
 from znnpy.messages import option
-from znnpy.option_values import Cover
-from znnpy.planner.cost_model import UNPROVEN_UNITS, Rate, Rates, assumed_rates, method
-from znnpy.planner.memory import DeviceKind
-from znnpy.planner.plan import device_of
+from znnpy.option_values import Cover, DeviceKind
 from znnpy.planner.request import CostModel, PlanRequest
 from znnpy.shapes import LayerShape, Precision
 from znnpy.units import human_bytes, human_seconds

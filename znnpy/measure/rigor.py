@@ -9,15 +9,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 
+from znnpy.costs.model import Rates, assumed_rates
 from znnpy.errors import NoPlanError
 from znnpy.machine import Limits
 from znnpy.measure.clocks import clock_of
 from znnpy.measure.learning import Learner
 from znnpy.measure.timing import Clock, Progress, Timer, Where
 from znnpy.messages import option
-from znnpy.option_values import OFFLOAD_MODES, RigorLevel
-from znnpy.planner.cost_model import Rates, assumed_rates
-from znnpy.planner.memory import DeviceKind
+from znnpy.option_values import OFFLOAD_MODES, DeviceKind, RigorLevel
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import CostModel, KnownRates, PlanRequest, Rigor
 from znnpy.run.target import OpenTarget

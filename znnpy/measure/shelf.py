@@ -11,16 +11,15 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from znnpy.costs.cost_file import AGAIN, Costs
 from znnpy.errors import PlanFileError
 from znnpy.files import write_asked
 from znnpy.kernels.contract import Primitive
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Machine
-from znnpy.measure.costs import AGAIN, Costs
 from znnpy.measure.wisdom import cache_folder
 from znnpy.messages import option
-from znnpy.option_values import Device
-from znnpy.planner.memory import DeviceKind
+from znnpy.option_values import Device, DeviceKind
 
 
 class Shelf:

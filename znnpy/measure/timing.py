@@ -11,7 +11,7 @@ from typing import Protocol
 
 from znnpy.errors import DeviceError, VramError
 from znnpy.kernels.contract import Primitive, Variant
-from znnpy.planner.memory import DeviceKind
+from znnpy.option_values import DeviceKind
 from znnpy.planner.plan import Choice, Plan
 from znnpy.shapes import LayerShape
 

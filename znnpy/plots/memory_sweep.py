@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from znnpy.planner.plan import Plan
-from znnpy.planner.throughput import Point
 from znnpy.plots.figures import new_figure, save_figure
+from znnpy.report.memory_sweep import Point
 from znnpy.shapes import text
 from znnpy.units import human_bytes
 

@@ -13,13 +13,13 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from znnpy.kernels.contract import Footprint, Primitive, Variant
+from znnpy.costs.model import Rates
+from znnpy.kernels.contract import Footprint, Primitive, Variant, device_of
 from znnpy.machine import Machine
 from znnpy.network import Network
-from znnpy.planner.cost_model import Rates
 from znnpy.planner.layer_options import CARRY_TRAFFIC, JOIN_TRAFFIC
 from znnpy.planner.layout import place
-from znnpy.planner.plan import Choice, Memory, Plan, device_of
+from znnpy.planner.plan import Choice, Memory, Plan
 from znnpy.planner.stages import last_stage
 from znnpy.planner.tilings import carry_bytes
 from znnpy.report.wide_table import WideOrNarrow, columns_for, indented

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from znnpy.messages import excerpt
-from znnpy.planner.kinds import offloaded_layers
+from znnpy.planner.alternatives import offloaded_layers
 from znnpy.planner.plan import Plan
 from znnpy.report.plan_text import AXES, reaches_beyond
 from znnpy.shapes import Precision, text

@@ -11,7 +11,6 @@ from znnpy.machine import Limits, parse_bytes
 from znnpy.messages import option
 from znnpy.network import Network
 from znnpy.options import PlanningOptions, RunOptions
-from znnpy.planner.beside import moving_whole
 from znnpy.planner.memory import (
     MARGIN_BYTES,
     baseline_bytes,
@@ -22,6 +21,7 @@ from znnpy.planner.memory import (
 from znnpy.planner.modes import make_plan
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import Constraints, CostModel, PlanRequest
+from znnpy.planner.side_by_side import moving_whole
 from znnpy.planner.validate import check_runs
 from znnpy.run.target import OpenTarget
 from znnpy.shapes import Vec3

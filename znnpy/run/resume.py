@@ -10,8 +10,9 @@ from znnpy.errors import DeviceError, PlanFileError, ResumeError
 from znnpy.machine import Machine, parse_bytes
 from znnpy.messages import excerpt, option
 from znnpy.network import Network
+from znnpy.option_values import DeviceKind
 from znnpy.options import RunOptions
-from znnpy.planner.memory import DeviceKind, mebibytes
+from znnpy.planner.memory import mebibytes
 from znnpy.planner.plan import AGAIN, Choice, Plan
 from znnpy.planner.validate import check_runs
 from znnpy.run.choice import given_plan

@@ -10,17 +10,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from znnpy.costs.cost_file import Costs
+from znnpy.costs.model import Rates
 from znnpy.errors import DeviceError, NoPlanError, PlanFileError
 from znnpy.kernels.gpu.device import Device, find_gpu, find_gpus
 from znnpy.machine import Gpu, Limits, Machine, limits_of, process_bytes, this_machine
 from znnpy.measure.calibration import measured_rates
-from znnpy.measure.costs import Costs
 from znnpy.measure.shelf import Shelf
 from znnpy.messages import option
 from znnpy.network import Network
-from znnpy.option_values import AskedMode
-from znnpy.planner.cost_model import Rates
-from znnpy.planner.memory import CONTEXT_BYTES, DeviceKind, context_bytes
+from znnpy.option_values import AskedMode, DeviceKind
+from znnpy.planner.memory import CONTEXT_BYTES, context_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import KnownRates, Target
 from znnpy.run.asked import AskedDevices

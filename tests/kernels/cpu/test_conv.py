@@ -22,12 +22,12 @@ from tests.support.closeness import (
     random_weights,
     run,
 )
+from znnpy.costs.model import Rates, seconds
 from znnpy.errors import ShapeError, Stopped, ValuesOverflowError
 from znnpy.kernels.contract import ConvWeights, Variant
 from znnpy.kernels.cpu import conv_direct
 from znnpy.kernels.table import TABLE, find, of_kind
 from znnpy.kernels.thread_pool import ThreadPool
-from znnpy.planner.cost_model import Rates, seconds
 from znnpy.shapes import ACTIVATIONS, ConvShape, FilterShape, MaxoutShape, PoolShape
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.closeness import MACHINE, aligned, assert_close, random_input, random_weights
 from tests.support.task_traces import TWO_CHIPS, assert_trace
+from znnpy.costs.model import Rates, seconds
 from znnpy.errors import Stopped
 from znnpy.kernels.contract import Variant
 from znnpy.kernels.cpu import conv_fft_tasks, pinning
@@ -24,7 +25,6 @@ from znnpy.kernels.cpu.task_graph import Task
 from znnpy.kernels.cpu.task_sizes import bounds, sizes
 from znnpy.kernels.table import find
 from znnpy.kernels.thread_pool import ThreadPool
-from znnpy.planner.cost_model import Rates, seconds
 from znnpy.shapes import ConvShape
 
 if TYPE_CHECKING:

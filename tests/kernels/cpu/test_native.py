@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from tests.support.closeness import MACHINE, aligned, assert_close, random_input, random_weights, run
+from znnpy.costs.model import Rates, seconds
 from znnpy.errors import ValuesOverflowError
 from znnpy.kernels import reference
 from znnpy.kernels.contract import Variant
 from znnpy.kernels.cpu import conv_direct_lanes, conv_fft_lanes, pool_lanes
 from znnpy.kernels.cpu.native import library
 from znnpy.kernels.table import find
-from znnpy.planner.cost_model import Rates, seconds
 from znnpy.shapes import ConvShape, FilterShape, LayerShape, PoolShape
 
 if TYPE_CHECKING:

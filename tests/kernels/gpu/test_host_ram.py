@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.support.closeness import INPUTS, MACHINE, assert_close, error_of, random_input, random_weights
+from znnpy.costs.model import assumed_rates, seconds
 from znnpy.errors import Stopped, ValuesOverflowError
 from znnpy.kernels.contract import ConvWeights, Variant
 from znnpy.kernels.gpu.conv_direct import DirectStep
@@ -21,7 +22,6 @@ from znnpy.kernels.gpu.host_ram.timeline import Speeds
 from znnpy.kernels.table import IN_HOST_RAM, TABLE, find
 from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.machine import Gpu
-from znnpy.planner.cost_model import assumed_rates, seconds
 from znnpy.shapes import Activation, ConvShape, PoolShape, Precision
 
 (HOST_RAM,) = IN_HOST_RAM

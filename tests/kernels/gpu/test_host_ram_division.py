@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.closeness import MACHINE
+from znnpy.costs.model import assumed_rates
 from znnpy.kernels.contract import Footprint, Scratch, Variant
 from znnpy.kernels.gpu.host_ram import timeline
 from znnpy.kernels.gpu.host_ram.bounds import Bounds
@@ -20,7 +21,6 @@ from znnpy.kernels.gpu.host_ram.space import FEW, Space, sizes
 from znnpy.kernels.gpu.host_ram.timeline import SUMMED, Speeds, seconds
 from znnpy.kernels.table import find
 from znnpy.machine import Gpu
-from znnpy.planner.cost_model import assumed_rates
 from znnpy.shapes import ConvShape
 
 ORDERS: tuple[Order, ...] = ("outputs", "inputs")

@@ -12,10 +12,10 @@ import pytest
 from tests.support.brute_force import EDGE_BYTES
 from tests.support.fake_primitives import CARRYING, FAST, GPU, MACHINE, SLOW, limits
 from tests.support.flat_requests import make_plan
+from znnpy.costs.model import CPU_RATES, GPU_RATES, Rate, Rates, assumed_rates, seconds, unhidden_io_seconds
+from znnpy.costs.size_trend import SIZES
 from znnpy.kernels.contract import Unit, Variant, Work
 from znnpy.network import Conv, Network
-from znnpy.planner.cost_model import CPU_RATES, GPU_RATES, Rate, Rates, assumed_rates, seconds, unhidden_io_seconds
-from znnpy.planner.size_trend import SIZES
 from znnpy.shapes import ConvShape
 
 ROUND = Rates(

@@ -16,8 +16,8 @@ from znnpy.errors import NoPlanError
 from znnpy.machine import Limits
 from znnpy.network import Conv, Network
 from znnpy.planner.memory import MIB, reading_bytes, staging_bytes, writing_bytes
+from znnpy.planner.multi_gpu import plan_on_devices
 from znnpy.planner.plan import Plan
-from znnpy.planner.several import plan_on_devices
 from znnpy.planner.validate import check_runs
 from znnpy.report.plan_text import explain
 from znnpy.shapes import Vec3

@@ -13,6 +13,8 @@ import pytest
 
 from tests.support.fake_primitives import FAST, MACHINE, POOL, SLOW, Fake
 from tests.support.flat_requests import request_of
+from znnpy.costs.model import Rates
+from znnpy.costs.size_trend import SIZES
 from znnpy.errors import DeviceError, NoPlanError
 from znnpy.kernels.contract import Primitive, Variant
 from znnpy.machine import Limits
@@ -22,11 +24,9 @@ from znnpy.measure.timing import Progress, Timer, Where, bytes_of
 from znnpy.network import Conv, Network, Pool
 from znnpy.option_values import RigorLevel
 from znnpy.options import PlanOptions
-from znnpy.planner.cost_model import Rates
 from znnpy.planner.modes import make_plan
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import Constraints, CostModel, KnownRates, PlanRequest, Rigor
-from znnpy.planner.size_trend import SIZES
 from znnpy.run.target import OpenTarget
 from znnpy.shapes import LayerShape
 

@@ -22,7 +22,7 @@ from znnpy.errors import NoPlanError, PlanFileError
 from znnpy.machine import Limits
 from znnpy.network import Conv, Network
 from znnpy.planner import co_execution
-from znnpy.planner.beside import Processor, _leaving, _next_to, _Trials, _widths, plan_beside
+from znnpy.planner.alternatives import idle, kind_of
 from znnpy.planner.co_execution import (
     SLOWDOWNS,
     cpu_seconds,
@@ -32,11 +32,11 @@ from znnpy.planner.co_execution import (
     gpu_seconds,
     seconds,
 )
-from znnpy.planner.kinds import idle, kind_of
 from znnpy.planner.memory import CONTEXT_BYTES, MIB, context_bytes
+from znnpy.planner.multi_gpu import plan_on_devices
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import CostModel, PlanRequest
-from znnpy.planner.several import plan_on_devices
+from znnpy.planner.side_by_side import Processor, _leaving, _next_to, _Trials, _widths, plan_beside
 from znnpy.planner.validate import check_cpu_plan, check_runs
 from znnpy.report.plan_text import explain
 from znnpy.run.balanced_queue import BalancedQueue
@@ -382,7 +382,7 @@ def test_the_best_of_all_plans_of_the_gpu_is_taken(times: float, monkeypatch: py
     """Of the one that is best alone, and of one for parts, which takes so many times as long for a step."""
     alone = on(1.0, MIXED, OUTPUT, LITTLE, columns=True)
     part = alone.with_choices(lambda choice: replace(choice, seconds=times * choice.seconds))
-    monkeypatch.setattr("znnpy.planner.beside._of_parts", lambda *asked, **words: [part])
+    monkeypatch.setattr("znnpy.planner.side_by_side._of_parts", lambda *asked, **words: [part])
     both = plan_beside(alone, asked(MIXED, OUTPUT, LITTLE, columns=True), costs(0.5, LITTLE))
     assert both.choices == (part if times < 1 else alone).choices
 

@@ -11,8 +11,11 @@ import pytest
 
 from tests.support.fake_primitives import FAST, GPU, MACHINE, POOL, SLOW, WITH_GPU
 from tests.support.flat_requests import request_of
+from znnpy.costs.model import UNPROVEN_UNITS, Rates
+from znnpy.costs.samples import samples
+from znnpy.costs.size_trend import SIZES
 from znnpy.errors import DeviceError, DeviceLostError, NoPlanError, VramError
-from znnpy.kernels.contract import Primitive, Variant
+from znnpy.kernels.contract import Primitive, Variant, device_of
 from znnpy.kernels.table import TABLE, find
 from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.machine import Limits, Machine
@@ -20,16 +23,12 @@ from znnpy.measure import clocks
 from znnpy.measure.clocks import CLOCK_SECONDS, MOST_TOUCHING, TOUCHED_PART, CpuClock, touching_rate
 from znnpy.measure.learning import Learner
 from znnpy.measure.measuring import FAR, SHORT_SECONDS, Bench, sample_tasks
-from znnpy.measure.samples import samples
 from znnpy.measure.timing import Progress, Rooms, Task, Timer
 from znnpy.network import Conv, Network, Pool
-from znnpy.option_values import COVERS, Cover
-from znnpy.planner.cost_model import UNPROVEN_UNITS, Rates
-from znnpy.planner.memory import DeviceKind
+from znnpy.option_values import COVERS, Cover, DeviceKind
 from znnpy.planner.modes import make_plan
-from znnpy.planner.plan import Plan, device_of
+from znnpy.planner.plan import Plan
 from znnpy.planner.request import Constraints, CostModel
-from znnpy.planner.size_trend import SIZES
 from znnpy.shapes import PRECISIONS, ConvShape, LayerShape
 
 LIMITS = Limits(2**34, 2, 2**34)

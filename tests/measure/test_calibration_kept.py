@@ -24,12 +24,12 @@ from tests.support.simulated_timing import (
     planned,
     rates_of,
 )
+from znnpy.costs.cost_file import FORMAT as COSTS_FORMAT
+from znnpy.costs.cost_file import Costs, UnitSpeed
+from znnpy.costs.model import GPU_STAGE_SECONDS, assumed_rates
+from znnpy.costs.size_trend import SIZES
 from znnpy.errors import DeviceError, NoPlanError, VramError
 from znnpy.measure import calibration
-from znnpy.measure.costs import FORMAT as COSTS_FORMAT
-from znnpy.measure.costs import Costs, UnitSpeed
-from znnpy.planner.cost_model import GPU_STAGE_SECONDS, assumed_rates
-from znnpy.planner.size_trend import SIZES
 
 
 @pytest.fixture(autouse=True)

@@ -11,9 +11,9 @@ import pytest
 
 from tests.support.brute_force import AROUND, BASELINE, planned, ways
 from tests.support.fake_primitives import CARRYING, FAKES
+from znnpy.costs.model import seconds
 from znnpy.network import Conv, MaxFilter, Maxout, Network, Pool
 from znnpy.patches import cover
-from znnpy.planner.cost_model import seconds
 from znnpy.planner.layout import chain, place
 from znnpy.planner.memory import reading_bytes, writing_bytes
 from znnpy.planner.tilings import axis_sizes

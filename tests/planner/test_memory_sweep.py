@@ -16,7 +16,7 @@ from tests.support.brute_force import planned
 from tests.support.fake_plans import MIXED, WIDE
 from znnpy.errors import NoPlanError
 from znnpy.planner.plan import Plan
-from znnpy.planner.throughput import FLAT, in_order, points
+from znnpy.report.memory_sweep import FLAT, in_order, points
 
 
 @dataclass(frozen=True)

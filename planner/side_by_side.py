@@ -31,10 +31,10 @@ from znnpy.network import Network
 from znnpy.planner.co_execution import expected_seconds
 from znnpy.planner.layer_search import MAX_COLUMN_SECONDS
 from znnpy.planner.memory import MIB, mebibytes, reading_bytes, staging_bytes, writing_bytes
+from znnpy.planner.multi_gpu import covering
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import CostModel, PlanRequest
 from znnpy.planner.search import plan_on_device
-from znnpy.planner.several import covering
 from znnpy.shapes import Vec3, text
 
 COLUMNS = (1, 2, 4)  # of the processor: fewer have less borders, and take more memory

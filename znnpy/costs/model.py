@@ -21,13 +21,13 @@ from math import inf, log
 from statistics import geometric_mean
 from typing import TYPE_CHECKING
 
+from znnpy.costs.size_trend import Sizes, Trend, interpolated
 from znnpy.kernels.contract import Unit, Variant, Work
-from znnpy.planner.size_trend import Sizes, Trend, interpolated
 
 if TYPE_CHECKING:
     from znnpy.kernels.contract import Primitive
     from znnpy.machine import Gpu, Machine
-    from znnpy.planner.memory import DeviceKind
+    from znnpy.option_values import DeviceKind
     from znnpy.shapes import LayerShape
 
 _THREADS = 2  # threads of the runs that the CPU rates come from

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from tests.support.fake_primitives import FAST, GPU, MACHINE, SLOW, WITH_GPU, on_gpu
+from znnpy.costs.cost_file import AGAIN, FORMAT, Costs, Measurement, UnitSpeed
+from znnpy.costs.model import CPU_FIRST_TOUCH, CPU_RATES, Rate, assumed_rates
 from znnpy.errors import PlanFileError
 from znnpy.kernels.contract import Variant
 from znnpy.machine import Machine
-from znnpy.measure.costs import AGAIN, FORMAT, Costs, Measurement, UnitSpeed
-from znnpy.planner.cost_model import CPU_FIRST_TOUCH, CPU_RATES, Rate, assumed_rates
 from znnpy.shapes import ConvShape
 
 TABLE = (SLOW, FAST)

@@ -13,15 +13,14 @@ from typing import Annotated
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
+from znnpy.costs.model import Rate, Rates, assumed_rates
+from znnpy.costs.samples import samples
+from znnpy.costs.size_trend import SIZES
 from znnpy.json_file import SHOWN, JsonFile
-from znnpy.kernels.contract import Primitive, Unit, Variant
+from znnpy.kernels.contract import Primitive, Unit, Variant, device_of
 from znnpy.machine import Machine
-from znnpy.measure.samples import samples
 from znnpy.messages import excerpt
-from znnpy.planner.cost_model import Rate, Rates, assumed_rates
-from znnpy.planner.memory import DeviceKind
-from znnpy.planner.plan import device_of
-from znnpy.planner.size_trend import SIZES
+from znnpy.option_values import DeviceKind
 from znnpy.shapes import PRECISIONS, LayerShape
 
 FORMAT = 3  # version of the file

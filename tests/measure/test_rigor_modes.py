@@ -13,6 +13,8 @@ import pytest
 from tests.support.emulated_gpus import EmulatedGpus
 from tests.support.emulator import EMULATED_GPU
 from znnpy import planning
+from znnpy.costs.model import Rates, assumed_rates
+from znnpy.costs.size_trend import SIZES
 from znnpy.errors import DeviceError
 from znnpy.kernels.contract import Primitive, Variant
 from znnpy.kernels.table import IN_HOST_RAM, find
@@ -21,14 +23,11 @@ from znnpy.measure import rigor
 from znnpy.measure.rigor import Study
 from znnpy.measure.timing import ON_GPU, Progress, Where, bytes_of, lacking, layers_of
 from znnpy.network import Conv
-from znnpy.option_values import AskedMode
+from znnpy.option_values import AskedMode, DeviceKind
 from znnpy.planner import modes
-from znnpy.planner.cost_model import Rates, assumed_rates
 from znnpy.planner.layer_options import CARRY_TRAFFIC, JOIN_TRAFFIC
-from znnpy.planner.memory import DeviceKind
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import KnownRates
-from znnpy.planner.size_trend import SIZES
 from znnpy.planner.tilings import carry_bytes
 from znnpy.run import target
 from znnpy.run.asked import AskedDevices

@@ -27,10 +27,10 @@ from tests.support.simulated_timing import (
     own_cache,
     rates_of,
 )
+from znnpy.costs.model import GPU_STAGE_SECONDS, Rate, Rates, assumed_rates
 from znnpy.kernels.contract import Unit, Variant, Work
 from znnpy.measure import calibration
 from znnpy.measure.clocks import LONG_SECONDS
-from znnpy.planner.cost_model import GPU_STAGE_SECONDS, Rate, Rates, assumed_rates
 from znnpy.shapes import ConvShape, LayerShape
 
 
@@ -134,7 +134,7 @@ def test_no_longer_than_it_may() -> None:
 
 
 def calibration_case(card: Card) -> Any:
-    from znnpy.planner.cost_model import layer_key
+    from znnpy.costs.model import layer_key
 
     name, shape, variant = card.runs[0]
     return layer_key(next(p for p in TABLE if p.name == name), shape, variant)

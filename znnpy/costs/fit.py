@@ -20,9 +20,9 @@ from math import log
 import numpy as np
 import numpy.typing as npt
 
+from znnpy.costs.model import Rates
+from znnpy.costs.size_trend import SIZES, interpolation_weights
 from znnpy.kernels.contract import Unit, Work
-from znnpy.planner.cost_model import Rates
-from znnpy.planner.size_trend import SIZES, interpolation_weights
 
 PRIOR = 1e-2  # of a squared logarithm of a factor, against those of the errors
 SMOOTH, TO_ONE = 2e-2, 1e-3  # the same, of a method's factors: of the difference between two sizes, and of each

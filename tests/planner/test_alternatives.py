@@ -13,7 +13,7 @@ from tests.support.fake_plans import MIXED, WIDE, in_parts, patches, walking
 from tests.support.fake_primitives import MACHINE, WITH_GPU
 from znnpy.errors import NoPlanError
 from znnpy.network import Network
-from znnpy.planner.kinds import kind_of, why_lost
+from znnpy.planner.alternatives import kind_of, why_lost
 from znnpy.planner.plan import Plan
 from znnpy.report.plan_text import explain, network_of
 from znnpy.shapes import Vec3

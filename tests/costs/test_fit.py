@@ -8,10 +8,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from znnpy.costs.fit import Run, fitted, units_of
+from znnpy.costs.model import CPU_RATES, Rates, seconds
+from znnpy.costs.size_trend import SIZES, interpolation_weights
 from znnpy.kernels.contract import Work
-from znnpy.measure.fitting import Run, fitted, units_of
-from znnpy.planner.cost_model import CPU_RATES, Rates, seconds
-from znnpy.planner.size_trend import SIZES, interpolation_weights
 
 TRUE = (
     Rates()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from znnpy.planner.size_trend import SIZES, Trend, interpolated
+from znnpy.costs.size_trend import SIZES, Trend, interpolated
 
 SMALL, LARGE = 1e-4, 1.25e-2
 

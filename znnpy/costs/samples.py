@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from znnpy.planner.memory import DeviceKind
+from znnpy.option_values import DeviceKind
 from znnpy.shapes import ConvShape, FilterShape, LayerShape, MaxoutShape, PoolShape, Precision, Vec3
 
 SIDES: dict[DeviceKind, tuple[int, ...]] = {"cpu": (48, 24, 12, 6), "gpu": (144, 64, 24, 8)}  # side of one output image
