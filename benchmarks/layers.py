@@ -128,7 +128,8 @@ class Bench:
         trying, choosing = Budget(seconds / 180), Budget(seconds / 90)  # a third of the time, and the second third
         for primitive in sorted(self._methods(case.shape), key=partial(self._effort, small)):
             if len(trials) >= LEAST_METHODS and not trying.left:
-                break
+                rows.append(row(subject=primitive.name, failure="no time left"))
+                continue
             try:
                 trials[primitive.name] = (
                     primitive,
@@ -141,7 +142,8 @@ class Bench:
         contestants: list[tuple[Entry, Problem, dict[str, Any]]] = []
         for primitive, spent in sorted(trials.values(), key=lambda trial: trial[1]):
             if len(contestants) >= LEAST_METHODS and not choosing.left:
-                break
+                rows.append(row(subject=primitive.name, failure="no time left"))
+                continue
             is_far = spent > FAR * best  # variants do not differ by so much
             fits = spent * ratio(problem.shape, small.shape) <= slow
             where = problem if fits and not is_far else small

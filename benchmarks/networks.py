@@ -137,9 +137,10 @@ class Bench:
         request = {"network": path, "side": side, "options": words, "rounds": asked.rounds, "folder": given["folder"],
                    "corner": corner}  # fmt: skip
         limit = min(self._budget.left, (2 + asked.rounds) * 4 * asked.run_seconds) + SPARE_SECONDS
-        ram = parse_bytes(words["ram"]) if asked.device == "cpu" else None
-        room = (maps_of(name) * 4 + 1) * side**3  # the volume and the output lie in the child too
-        outcome = run_child(f"{CHILDREN}:run_znnpy", request, seconds=limit, ram_bytes=ram and ram + room)
+        in_memory = 0 if given["folder"] else (maps_of(name) * 4 + 1) * side**3  # volume and output lie in the child
+        ram = words["ram"] = parse_bytes(words["ram"]) + in_memory
+        ram_bytes = ram if asked.device == "cpu" else None
+        outcome = run_child(f"{CHILDREN}:run_znnpy", request, seconds=limit, ram_bytes=ram_bytes)
         return self._row(row, side, outcome, corner, name)
 
     def _row(self, row: Callable[..., Row], side: int, outcome: Outcome, corner: str | None, name: str) -> Row:
