@@ -59,6 +59,10 @@ def _pieces(voxels: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
     if voxels.size <= PIECE or voxels.ndim == 1:
         yield voxels
         return
+    together = PIECE // voxels[0].size
+    if together:
+        yield from (voxels[first : first + together] for first in range(0, len(voxels), together))
+        return
     for part in voxels:
         yield from _pieces(part)
 
