@@ -12,20 +12,20 @@ import pytest
 from tests.support.cli import Place
 
 
-def test_too_little_ram(place: Place) -> None:
+def test_too_little_ram_is_refused(place: Place) -> None:
     place.write_small_volume()
     sentence = place.refusal(*place.words, "--ram", "1M")
     assert "bytes" in sentence or "MiB" in sentence
     assert "--ram" in sentence
 
 
-def test_plan_of_another_network(place: Place) -> None:
+def test_plan_of_another_network_is_refused(place: Place) -> None:
     other = place.folder / "plan.json"
     assert place.run("plan", "--shape", "40,40,40", "--out", other).exit_code == 0
     assert "fib25_boundary" in place.refusal(*place.words, "--plan", other)
 
 
-def test_plan_whose_needs_are_not_met(place: Place) -> None:
+def test_damaged_or_missing_plan_is_refused(place: Place) -> None:
     plan = place.folder / "plan.json"
     assert place.run("plan", place.folder / "net.yaml", "--volume", place.volume, "--out", plan).exit_code == 0
     content = plan.read_text()
@@ -48,7 +48,7 @@ def test_plan_whose_needs_are_not_met(place: Place) -> None:
         ("patch_in", [8, 8, 8], "the plan reads patches of 8x8x8, and 4x6x4 voxels out need 4x13x10"),
     ],
 )
-def test_plan_of_columns_that_was_edited(place: Place, field: str, value: object, said: str) -> None:
+def test_edited_plan_of_columns_is_refused(place: Place, field: str, value: object, said: str) -> None:
     path = place.folder / "plan.json"
     words = ("plan", place.folder / "net.yaml", "--shape", "60,20,20", "--cover", "columns", "--patch", "4,6,4")
     assert place.run(*words, "--out", path).exit_code == 0
@@ -58,18 +58,18 @@ def test_plan_of_columns_that_was_edited(place: Place, field: str, value: object
     assert said in place.refusal(*place.words, "--plan", path)
 
 
-def test_columns_where_nothing_could_be_kept(place: Place) -> None:
+def test_columns_without_carried_planes_are_refused(place: Place) -> None:
     place.write_network(layers=[{"type": "conv", "kernel": 1, "out": 2}], weights=None)
     sentence = place.refusal("plan", place.folder / "net.yaml", "--shape", "20,20,20", "--cover", "columns")
     assert sentence == ("tiny sees one voxel along every axis, so that columns have nothing to carry; drop --cover")
 
 
-def test_patch_that_is_no_step_of_a_column(place: Place) -> None:
+def test_patch_unfit_as_step_of_a_column_is_refused(place: Place) -> None:
     sentence = place.refusal(*place.words, "--cover", "columns", "--patch", "4,5,5")
     assert "an output patch must be a multiple of the pooling period 2x2x1, not 4x5x5" in sentence
 
 
-def test_plan_that_needs_more_memory_than_there_is(place: Place) -> None:
+def test_plan_beyond_the_machines_memory_is_refused(place: Place) -> None:
     plan = place.folder / "plan.json"
     huge = ("--shape", "9000,9000,9000", "--patch", "8000,8000,8000", "--ram", "900T", "--out", plan)
     assert place.run("plan", place.folder / "net.yaml", *huge).exit_code == 0
@@ -79,7 +79,7 @@ def test_plan_that_needs_more_memory_than_there_is(place: Place) -> None:
     assert "more than this process may use" in sentence
 
 
-def test_plan_file_is_not_replaced_unasked(place: Place) -> None:
+def test_plan_file_is_replaced_only_with_overwrite(place: Place) -> None:
     plan = Path(place.folder / "plan.json")
     plan.write_text("precious")
     words = ("plan", place.folder / "net.yaml", "--shape", "30,30,30", "--out", plan)
@@ -92,7 +92,7 @@ def plan_words(place: Place, out: Path) -> tuple[object, ...]:
     return ("plan", place.folder / "net.yaml", "--shape", "30,30,30", "--out", out, "--overwrite")
 
 
-def test_plan_replaces_files_only(place: Place) -> None:
+def test_plan_replaces_no_folder(place: Place) -> None:
     folder, pipe = place.folder / "folder", place.folder / "pipe"
     folder.mkdir()
     os.mkfifo(pipe)
@@ -103,7 +103,7 @@ def test_plan_replaces_files_only(place: Place) -> None:
     assert "cannot write" in place.refusal(*plan_words(place, place.folder / ("9" * 300)))
 
 
-def test_plan_is_written_behind_links(place: Place) -> None:
+def test_plan_is_written_through_links(place: Place) -> None:
     target, link, loop = (place.folder / name for name in ("target.json", "link.json", "loop.json"))
     link.symlink_to("target.json")
     loop.symlink_to("loop.json")
