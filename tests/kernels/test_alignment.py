@@ -48,7 +48,7 @@ def behind(shape: tuple[int, ...], floats: int) -> tuple[Array, Array]:
     return store[:, floats:].reshape(shape, copy=False), store[:, :floats]
 
 
-def test_memory_is_touched_in_parts_between_which_an_interrupt_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_touching_memory_answers_an_interrupt_between_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second part is never begun; without an interrupt every page is written to, and keeps its values."""
     monkeypatch.setattr(memory, "TOUCHED", 4 * PAGE)
     block = aligned_bytes(11 * PAGE + 5)
@@ -76,7 +76,7 @@ def test_memory_is_touched_in_parts_between_which_an_interrupt_is_answered(monke
 
 @pytest.mark.parametrize("floats", [1, 8])
 @pytest.mark.parametrize(("primitive", "shape"), PAIRS, ids=lambda v: v.name if hasattr(v, "name") else str(v))
-def test_arrays_start_on_any_float(primitive: Primitive, shape: LayerShape, floats: int) -> None:
+def test_arrays_may_start_on_any_float(primitive: Primitive, shape: LayerShape, floats: int) -> None:
     weights = random_weights(shape) if isinstance(shape, ConvShape) else None
     given = random_input(shape, "relu")
     (x, _), (out, gaps) = behind(shape.in_shape, floats), behind(shape.out_shape, floats)
@@ -98,7 +98,7 @@ CARRYING = [(p, s) for p, s in PAIRS if p.footprint(s, p.variants(s, MACHINE)[0]
 
 @pytest.mark.parametrize("floats", [0, 1, 16])
 @pytest.mark.parametrize(("primitive", "shape"), CARRYING, ids=lambda v: v.name if hasattr(v, "name") else str(v))
-def test_planes_that_are_kept_elsewhere_change_no_byte(primitive: Primitive, shape: LayerShape, floats: int) -> None:
+def test_planes_kept_elsewhere_change_no_byte(primitive: Primitive, shape: LayerShape, floats: int) -> None:
     """Any number of the first planes, on any float."""
     weights = random_weights(shape) if isinstance(shape, ConvShape) else None
     given = random_input(shape)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_each_covers_the_range_once(threads: int) -> None:
+def test_shares_cover_the_range_once(threads: int) -> None:
     seen = np.zeros(103, int)
     busy = [threading.Lock() for _ in range(threads)]
 
@@ -47,7 +47,7 @@ def test_each_covers_the_range_once(threads: int) -> None:
     assert (seen == 1).all()
 
 
-def test_the_first_error_comes_out_after_every_worker_has_ended() -> None:
+def test_first_error_is_raised_after_every_worker_has_ended() -> None:
     ended = []
 
     def piece(lo: int, hi: int, worker: int) -> None:
@@ -63,7 +63,7 @@ def test_the_first_error_comes_out_after_every_worker_has_ended() -> None:
         assert ended == [1]
 
 
-def test_a_stopped_crew_takes_no_more_work() -> None:
+def test_stopped_thread_pool_takes_no_more_work() -> None:
     calls = []
 
     def piece(lo: int, hi: int, worker: int) -> None:
@@ -80,7 +80,7 @@ def test_a_stopped_crew_takes_no_more_work() -> None:
             crew.each(piece, 1)
 
 
-def test_an_interrupt_of_the_caller_stops_the_workers() -> None:
+def test_interrupt_of_the_caller_stops_the_workers() -> None:
     def piece(lo: int, hi: int, worker: int) -> None:
         del lo, hi, worker
         for _ in range(1000):
@@ -99,7 +99,7 @@ def test_an_interrupt_of_the_caller_stops_the_workers() -> None:
     assert time.perf_counter() - start < 2
 
 
-def test_a_crew_needs_a_thread() -> None:
+def test_thread_pool_without_threads_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one thread, not 0"):
         ThreadPool(0)
 
@@ -107,7 +107,7 @@ def test_a_crew_needs_a_thread() -> None:
 @pytest.mark.parametrize(
     ("nbytes", "calls"), [(0, 1), (2**21, 1), (2**22 - 1, 1), (2**22, 2), (7 * 2**21, 6), (2**30, 8)]
 )
-def test_few_bytes_are_not_handed_out(nbytes: int, calls: int) -> None:
+def test_few_bytes_are_not_shared_among_threads(nbytes: int, calls: int) -> None:
     """2 MiB a share, and no more than four shares a thread."""
     seen = np.zeros(1000, np.int64)
     found = []
@@ -128,7 +128,7 @@ def test_shares_are_near_equal() -> None:
     assert chunks(2, 5) == [(0, 1), (1, 2)]
 
 
-def test_blas_runs_one_thread_inside_a_crew() -> None:
+def test_blas_runs_one_thread_inside_a_thread_pool() -> None:
     from threadpoolctl import threadpool_info
 
     with ThreadPool(2):
@@ -155,7 +155,7 @@ def test_transforms_equal_numpy() -> None:
     np.testing.assert_allclose(spectrum, np.fft.rfft(x, axis=2) * 6, atol=1e-4)
 
 
-def test_a_transform_refuses_other_shapes() -> None:
+def test_transform_refuses_other_shapes() -> None:
     x = _aligned((4, 8), np.complex64)
     transform = fft.Transform(x, x, (0,))
     with pytest.raises(ValueError, match=r"[Ii]nvalid"):
@@ -168,7 +168,7 @@ def _aligned(shape: tuple[int, ...], dtype: type) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("n", "good"), [(1, 1), (11, 11), (17, 18), (97, 98), (101, 104), (121, 125), (143, 144)])
-def test_good_sizes(n: int, good: int) -> None:
+def test_good_size_is_the_next_fast_length(n: int, good: int) -> None:
     assert fft.good_size(n) == good
 
 
@@ -203,7 +203,7 @@ if sys.argv[1] == "measured":
 """
 
 
-def test_plans_ignore_what_the_process_has_learned_and_leave_it() -> None:
+def test_fftw_plans_neither_read_nor_change_wisdom_of_the_process() -> None:
     def bytes_of(process: str) -> str:
         command = [sys.executable, "-c", WITH_WISDOM, process]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -211,7 +211,7 @@ def test_plans_ignore_what_the_process_has_learned_and_leave_it() -> None:
     assert bytes_of("measured") == bytes_of("fresh")
 
 
-def test_planning_within_planning_and_after_a_failure() -> None:
+def test_fftw_planning_is_reentrant_and_survives_a_failure() -> None:
     before = pyfftw.export_wisdom()
     x = _aligned((4, 8), np.complex64)
     with fft.planning(), fft.planning():
@@ -233,7 +233,7 @@ def test_twiddles_are_the_conjugate_transform_over_n(n: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_finish_works_in_place_and_on_rows_apart(activation: Activation) -> None:
+def test_epilogue_works_in_place_and_on_rows_apart(activation: Activation) -> None:
     rows = np.random.default_rng(4).standard_normal((2, 4, 15)).astype(np.float32)
     apart = np.full((2, 4, 30), np.nan, np.float32)
     finish = Epilogue(np.arange(3, dtype=np.float32), activation, 8)
@@ -245,7 +245,7 @@ def test_finish_works_in_place_and_on_rows_apart(activation: Activation) -> None
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_finish_equals_the_definition(activation: Activation) -> None:
+def test_epilogue_equals_the_definition(activation: Activation) -> None:
     rng = np.random.default_rng(5)
     bias = rng.standard_normal(3).astype(np.float32)
     source = np.concatenate([rng.standard_normal((6, 3)) * 5, [[-200, 200, 0], [90, -90, 88]]]).astype(np.float32)
@@ -258,7 +258,7 @@ def test_finish_equals_the_definition(activation: Activation) -> None:
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
-def test_finish_counts_what_is_not_finite(bad: float, activation: Activation) -> None:
+def test_epilogue_counts_values_not_finite(bad: float, activation: Activation) -> None:
     source = np.zeros((2, 6), np.float32)
     source[1, 4] = bad
     with quiet(), pytest.raises(ValuesOverflowError, match="1 of 12 values of a block became infinite or not a number"):
@@ -280,12 +280,12 @@ def test_every_primitive_has_a_name_of_its_own() -> None:
         assert primitive.source
 
 
-def test_find_knows_near_names() -> None:
+def test_unknown_primitive_suggests_near_names() -> None:
     with pytest.raises(KeyError, match=r"did you mean cpu\.conv\.fft_tiled"):
         find("cpu.conv.fft_tile")
 
 
-def test_variants_are_data() -> None:
+def test_variant_returns_its_settings_by_type() -> None:
     variant = Variant.of(tile=(8, 16, 32), group=27)
     assert str(variant) == "group=27 tile=8x16x32"
     assert (variant.size("tile"), variant.count("group")) == ((8, 16, 32), 27)
@@ -295,7 +295,7 @@ def test_variants_are_data() -> None:
         variant.size("group")
 
 
-def test_working_bytes_are_those_of_the_fullest_stage() -> None:
+def test_working_bytes_equal_those_of_the_fullest_stage() -> None:
     shape = ConvShape(1, 1, 1, (4, 4, 4), (1, 1, 1))  # 256 bytes in, 256 out
     footprint = Footprint(
         input_until=0,

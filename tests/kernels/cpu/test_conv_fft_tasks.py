@@ -117,14 +117,14 @@ def test_delays_change_no_byte_and_only_synchronisations_allocate(monkeypatch: p
 
 
 @pytest.mark.parametrize("variant", TASKS.variants(ConvShape(4, 64, 64, (9, 9, 9), (2, 2, 2)), MACHINE), ids=str)
-def test_every_width_of_blocks_is_right(variant: Variant) -> None:
+def test_every_width_of_blocks_equals_the_definition(variant: Variant) -> None:
     shape = ConvShape(4, 64, 65, (9, 10, 6), (2, 3, 2), "softmax")
     out = run(shape, 2, variant=variant)
     assert_close(out, random_input(shape), random_weights(shape), shape)
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: nothing to pin")
-def test_workers_are_pinned_one_a_core_and_released() -> None:
+def test_workers_are_pinned_to_one_core_each_and_released() -> None:
     cores: dict[int, set[int]] = {}
     before = os.sched_getaffinity(0)
 
@@ -145,7 +145,7 @@ def test_workers_are_pinned_one_a_core_and_released() -> None:
     assert seen == [before, before]
 
 
-def test_a_crew_stopped_in_the_middle_stops_promptly() -> None:
+def test_thread_pool_stopped_in_the_middle_stops_promptly() -> None:
     shape = ConvShape(2, 32, 32, (24, 24, 24), (3, 3, 3))
     with ThreadPool(2) as crew:
         step: Any = TASKS.bind(TASKS.prepare(random_weights(shape), NARROW, crew), shape, NARROW, crew)
@@ -163,7 +163,7 @@ def test_a_crew_stopped_in_the_middle_stops_promptly() -> None:
     assert Counter(event.task.kind for event in trace)["output"] == 0
 
 
-def test_why_not_says_why() -> None:
+def test_unsupported_shape_gets_a_reason() -> None:
     def reason(shape: ConvShape, cores: int = 2) -> str:
         return TASKS.why_not(shape, replace(MACHINE, cores=cores)) or ""
 

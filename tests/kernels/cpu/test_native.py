@@ -35,13 +35,13 @@ RUNS_HERE = [simd for simd in COMPILED if simd == "avx2" or MACHINE.simd == "avx
 
 @pytest.mark.skipif(not (shutil.which("c++") or shutil.which("g++")), reason="no C++ compiler is here")
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the kernels are for x86-64")
-def test_kernels_are_compiled_where_a_compiler_is() -> None:
+def test_kernels_are_compiled_if_a_compiler_exists() -> None:
     """Without them the tests below would pass by running nothing."""
     assert COMPILED == ["avx512", "avx2"]
 
 
 @pytest.mark.parametrize("simd", RUNS_HERE)
-def test_every_library_has_the_sides_that_python_offers(simd: str) -> None:
+def test_every_library_has_the_tile_sizes_that_python_offers(simd: str) -> None:
     lib = library.library(simd)
     assert [n for n in range(1, 100) if lib.znnpy_tiled_side(n)] == [1, *conv_fft_lanes.SIDES]
 
@@ -49,7 +49,7 @@ def test_every_library_has_the_sides_that_python_offers(simd: str) -> None:
 @pytest.mark.parametrize("kept", [0, 1])
 @pytest.mark.parametrize("simd", RUNS_HERE)  # of one tile one after the other: the definition is worked out once
 @pytest.mark.parametrize("tile", [(n, n, n) for n in conv_fft_lanes.SIDES] + [(1, 8, 12), (20, 1, 1), (32, 16, 18)])
-def test_every_library_computes_every_side(
+def test_every_library_computes_every_tile_size(
     simd: str, tile: tuple[int, int, int], kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tiles that reach beyond the input, several groups, maps that fill no block and more than a panel of them."""
@@ -114,7 +114,7 @@ def test_every_library_takes_maxima(simd: str, maps: int, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("simd", RUNS_HERE)
-def test_values_that_are_not_finite_are_counted(simd: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_not_finite_are_counted_once(simd: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each once, with ReLU as without; maps beyond the last, whose kernels are zero, do not count."""
     monkeypatch.setattr(conv_direct_lanes, "this_machine", lambda: replace(MACHINE, simd=simd))
     shape = ConvShape(1, 2, 19, (4, 5, 40), (1, 2, 3), "relu")
@@ -156,7 +156,7 @@ def test_work_fits_measured_times(name: str, shape: LayerShape, milliseconds: fl
     assert 0.7 < milliseconds / expected < 1.4, f"{milliseconds} measured, {expected:.1f} expected"
 
 
-def test_a_missing_library_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = ConvShape(1, 16, 16, (20, 20, 20), (3, 3, 3))
     primitive = find("cpu.conv.fft_lanes")
     old = replace(MACHINE, simd="other", processor="an old processor")
@@ -182,7 +182,7 @@ def test_workers_share_the_units_of_all_groups(pool: Vec3, calls: int, monkeypat
         np.testing.assert_array_equal(run(primitive, shape, x, weights, variant, threads=threads).out, expected)
 
 
-def test_a_damaged_library_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_damaged_library_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"\x7fELF, and no more")
     monkeypatch.setattr(library, "path", lambda simd: broken)
@@ -197,7 +197,7 @@ def test_a_damaged_library_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert reason.startswith("the compiled kernels for avx2 are damaged")
 
 
-def test_a_library_of_another_version_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_of_another_version_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """An installation in place keeps the libraries it compiled when the sources move on."""
     monkeypatch.setattr(library, "VERSION", library.VERSION + 1)
     library._fault.cache_clear()

@@ -82,7 +82,7 @@ def random_planes() -> npt.NDArray[np.float32]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", cases(), ids=words)
-def test_equals_the_definition_up_to_the_last_voxel(cuda_device: Device, case: Case) -> None:
+def test_large_layers_equal_the_definition_up_to_the_last_voxel(cuda_device: Device, case: Case) -> None:
     primitive, precision, variant = case
     device, shape = cuda_device, replace(SHAPE, precision=precision)
     assert min(prod(shape.in_shape), prod(shape.out_shape)) > 2**31
