@@ -16,7 +16,7 @@ def taken(front: list[float], back: list[float]) -> float:
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_as_steps_take_it(seed: int) -> None:
+def test_pipeline_seconds_equal_a_simulation_of_steps(seed: int) -> None:
     """Columns of several lengths; layers begin in any of their first steps, the last with the output."""
     rng = random.Random(seed)
     outputs = [rng.randint(1, 5) for _ in range(rng.randint(1, 4))]

@@ -178,7 +178,7 @@ def test_equals_brute_force_at_every_limit(network: Network, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["cpu-to-gpu", "gpu-host"])
 @pytest.mark.parametrize("network", NETWORKS, ids=lambda network: network.name)
-def test_one_that_is_faster_is_found_or_there_is_none(network: Network, mode: str) -> None:
+def test_known_faster_plan_is_found_if_it_exists(network: Network, mode: str) -> None:
     best = hosted(network, SMALL, PLENTY, PLENTY, mode=mode)
     slower = best.with_choices(lambda choice: replace(choice, seconds=1.001 * choice.seconds))
     assert slower.seconds > best.seconds
@@ -236,7 +236,7 @@ LARGER = {
 
 
 @pytest.mark.parametrize("larger", LARGER.values(), ids=LARGER.keys())
-def test_no_cube_is_passed_over(larger: Larger) -> None:
+def test_every_cubic_patch_is_considered(larger: Larger) -> None:
     cubes = []
     for size in (size for size in (48, 24, 16, 12, 8, 6, 4) if size % larger.network.period[0] == 0):
         with suppress(NoPlanError):
@@ -248,7 +248,7 @@ def test_no_cube_is_passed_over(larger: Larger) -> None:
 
 @pytest.mark.parametrize("by", [1.2, 1.5, 3.0])
 @pytest.mark.parametrize("larger", LARGER.values(), ids=LARGER.keys())
-def test_one_that_is_faster_is_found_next_to_some_that_are_not(larger: Larger, by: float) -> None:
+def test_faster_plan_beside_slower_ones_is_found(larger: Larger, by: float) -> None:
     """Than a plan of small patches, which say nothing of where to look."""
     best, small = larger.best(), larger.best(patch=(4, 4, 4))
     scale = by * best.seconds / small.seconds

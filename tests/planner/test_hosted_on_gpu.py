@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("sublayers_take_no_longer")
 
 
 @pytest.mark.slow
-def test_layers_of_the_host_that_a_gpu_computes() -> None:
+def test_layers_of_host_memory_run_on_the_gpu_if_faster() -> None:
     """Where that is faster; what it takes on both sides is promised, and the arena of the GPU is shared."""
     limits = PLENTY, PLENTY
     alone = hosted(WIDE, (20, 12, 9), *limits, mode="gpu-host", in_host_ram=())
@@ -44,7 +44,7 @@ def test_layers_of_the_host_that_a_gpu_computes() -> None:
 
 
 @pytest.mark.slow
-def test_the_host_takes_its_time_for_every_sub_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_time_of_every_sublayer_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as nothing makes up for it."""
     monkeypatch.setattr(sublayers, "SUBLAYER_SECONDS", 1e-3)
     plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, mode="gpu-host", in_host_ram=(IN_HOST,))
@@ -57,14 +57,14 @@ def test_the_host_takes_its_time_for_every_sub_layer(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-def test_layers_of_the_host_that_nothing_computes_in_so_little_memory() -> None:
+def test_layers_of_host_memory_without_enough_memory_are_refused() -> None:
     greedy = replace(IN_HOST, least_bytes=PLENTY)
     plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, mode="gpu-host", in_host_ram=(greedy,))
     assert {choice.device for choice in plan.choices[: plan.offloaded]} == {"cpu"}
 
 
 @pytest.mark.slow
-def test_layers_of_the_host_by_name() -> None:
+def test_layers_of_host_memory_may_be_forced_by_name() -> None:
     """Slower than what the processor offers, and taken all the same; not where both are at work at a time."""
     slow = replace(IN_HOST, flops=1e4)
     words: dict[str, Any] = {"in_host_ram": (slow,), "mode": "gpu-host"}
@@ -77,7 +77,7 @@ def test_layers_of_the_host_by_name() -> None:
         hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, only=slow.name, **(words | {"mode": "cpu-to-gpu"}))
 
 
-def test_a_real_plan_of_layers_of_the_host() -> None:
+def test_host_ram_primitive_is_planned_below_the_bytes_of_its_tensors() -> None:
     """gpu.conv.host_ram itself, in fewer bytes than its tensors have."""
     network = Network("real", 1, (Conv((3, 3, 3), 16, "relu"), Conv((3, 3, 3), 16, "relu"), Conv((1, 1, 1), 2)))
     limits = Limits(2**34, 2, 2**30)
