@@ -79,7 +79,7 @@ def test_patches_and_columns_equal_the_definition(device: Any, network: Network)
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16"])
 @pytest.mark.parametrize("primitive", CONVS)
-def test_every_primitive_in_columns(device: Any, primitive: str, precision: Precision) -> None:
+def test_every_primitive_in_columns_equals_the_definition(device: Any, primitive: str, precision: Precision) -> None:
     """Maps that fill no vector, from carried planes of one map and of many, and a pooling between.
 
     On the emulator in columns along one axis alone where many threads take long.
@@ -113,7 +113,7 @@ class Told:
         return resident
 
 
-def test_weights_are_prepared_before_there_is_an_arena(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_prepared_before_the_arena_is_allocated(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them: what that takes beside them is promised in its place."""
     network, order, allocate = NETWORKS[0], list[str](), device.allocate
     net, layers = trained(network), len(network.layers)
@@ -131,7 +131,7 @@ def test_weights_are_prepared_before_there_is_an_arena(device: Any, monkeypatch:
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "float16"])
-def test_other_outputs(device: Any, dtype: str) -> None:
+def test_other_output_types_equal_the_definition(device: Any, dtype: str) -> None:
     network = NETWORKS[4]  # ends with a sigmoid
     net, volume = trained(network), some_volume(network, seed=63)
     plan = planned(network, network.dense_size(volume.shape[1:]), (3, 4, 5), column=6, ways=ways(device))
@@ -142,7 +142,7 @@ def test_other_outputs(device: Any, dtype: str) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("primitive", CONVS)
-def test_an_overflow_names_its_layer(device: Any, primitive: str, precision: Precision) -> None:
+def test_overflow_names_its_layer(device: Any, primitive: str, precision: Precision) -> None:
     """Of numbers that the precision does not hold, although the layers behind it hide them."""
     network = Network("hot", 1, (Conv((2, 2, 2), 9, "relu"), Conv((2, 2, 2), 16), Conv((1, 1, 1), 2, "sigmoid")))
     net = trained(network)
@@ -159,7 +159,7 @@ def test_an_overflow_names_its_layer(device: Any, primitive: str, precision: Pre
         ran(plan, net, volume, device=device)
 
 
-def test_nan_is_written_where_the_field_of_view_holds_one(device: Any) -> None:
+def test_nan_is_written_exactly_if_the_field_of_view_holds_one(device: Any) -> None:
     network = NETWORKS[0]
     net, volume = trained(network), some_volume(network, seed=65, more=(9, 7, 8))
     exact = definition(net, volume)

@@ -67,7 +67,7 @@ def steps_of(plan: Plan, volume: Any, network: Network) -> Iterator[tuple[Any, A
             yield raw, out if step.write.voxels else None, number == 0
 
 
-def test_the_next_front_runs_while_the_back_does(device: EmulatedDevice) -> None:
+def test_next_host_stage_overlaps_with_the_gpu_stage(device: EmulatedDevice) -> None:
     """Each waits for the other: neither would be done if they took turns."""
     plan, net, volume = a_plan()
     inside, passed = threading.Event(), threading.Event()
@@ -95,7 +95,7 @@ def test_the_next_front_runs_while_the_back_does(device: EmulatedDevice) -> None
             assert session.done(ticket)
 
 
-def test_a_back_that_is_done_is_told_while_the_next_is_queued(device: EmulatedDevice) -> None:
+def test_finished_gpu_stage_is_seen_while_the_next_is_queued(device: EmulatedDevice) -> None:
     """The device holds up who feeds it; who waits for the step before must not wait for that."""
     plan, net, volume = a_plan()
     gone = threading.Event()
@@ -115,7 +115,7 @@ def test_a_back_that_is_done_is_told_while_the_next_is_queued(device: EmulatedDe
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_delays_and_failures_anywhere(device: EmulatedDevice, seed: int) -> None:
+def test_delays_change_no_voxel_and_failures_end_the_run(device: EmulatedDevice, seed: int) -> None:
     """No delay changes a voxel or stops a run; what fails ends it at once, and names the step in which it did."""
     rng = random.Random(seed)
     theta, walks = rng.choice([1, 2, 3]), seed % 2 == 1
@@ -161,7 +161,7 @@ def test_delays_and_failures_anywhere(device: EmulatedDevice, seed: int) -> None
     assert (written.times <= 1).all()
 
 
-def test_what_fails_in_the_back_stops_the_front(device: EmulatedDevice) -> None:
+def test_failure_in_the_gpu_stage_stops_the_host_stage(device: EmulatedDevice) -> None:
     """At its next look at the stop flag, though its step is a later one."""
     plan, net, volume = a_plan()
 
@@ -183,7 +183,7 @@ def test_what_fails_in_the_back_stops_the_front(device: EmulatedDevice) -> None:
     assert no_feeder_is_left()
 
 
-def test_the_stop_is_noticed_while_the_feeder_hangs(device: EmulatedDevice) -> None:
+def test_stop_is_noticed_while_the_feeder_hangs(device: EmulatedDevice) -> None:
     """In a call that looks at no flag: who waits does not hang with it."""
     plan, net, volume = a_plan()
     gone = threading.Event()
@@ -206,7 +206,7 @@ def test_the_stop_is_noticed_while_the_feeder_hangs(device: EmulatedDevice) -> N
 
 @pytest.mark.parametrize("where", ["submit", "wait"])
 @pytest.mark.parametrize("how", ["stop", "Ctrl-C"])
-def test_the_stop_is_noticed_while_the_device_hangs(
+def test_stop_is_noticed_while_the_device_hangs(
     device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch, where: str, how: str
 ) -> None:
     plan, net, volume = a_plan(overlaps=where == "wait")
@@ -242,7 +242,7 @@ def test_the_stop_is_noticed_while_the_device_hangs(
     assert no_feeder_is_left()
 
 
-def test_a_lost_device_is_asked_nothing_any_more(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_device_is_not_called_again(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, net, volume = a_plan()
 
     def refused(*words: Any) -> None:

@@ -37,7 +37,7 @@ def failing(at: str, stage: str, patch: int) -> None:
 
 @pytest.mark.parametrize("at", ["nowhere", "read", "compute", "write"])
 @pytest.mark.parametrize("lanes", [1, 2])
-def test_sessions_sources_and_outputs(at: str, lanes: int) -> None:
+def test_sessions_sources_and_outputs_are_freed(at: str, lanes: int) -> None:
     def go() -> list[weakref.ref[Any]]:
         hook = partial(failing, at)
         with ThreadPool(1) as crew:
@@ -56,7 +56,7 @@ def refs(*things: Any) -> list[weakref.ref[Any]]:
     return [weakref.ref(thing) for thing in things]
 
 
-def test_where_what_was_computed_is_not_written_any_more() -> None:
+def test_failed_writer_frees_everything() -> None:
     """The writer fails while more waits for it."""
 
     def hook(stage: str, patch: int) -> None:
@@ -93,7 +93,7 @@ class Refuses(Session):
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("lanes", [1, 2])
-def test_where_a_device_gives_no_buffers(late: bool, lanes: int) -> None:
+def test_refused_buffers_of_a_device_free_everything(late: bool, lanes: int) -> None:
     """The last of the lanes."""
 
     def go() -> list[weakref.ref[Any]]:
@@ -112,7 +112,7 @@ def test_where_a_device_gives_no_buffers(late: bool, lanes: int) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("fails", [False, True])
-def test_hosted_sessions(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+def test_sessions_of_two_stages_are_freed(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
     plan, net, voxels = a_plan()
 
     def go() -> weakref.ref[Any]:
@@ -144,7 +144,7 @@ def interrupted() -> Iterator[None]:
 @pytest.mark.usefixtures("interrupted")
 @pytest.mark.parametrize("patch", [1, len(COLUMNS) - 1], ids=["within", "at the end"])
 @pytest.mark.parametrize("presses", [1, 2])
-def test_ctrl_c_while_a_thread_hangs(presses: int, patch: int) -> None:
+def test_ctrl_c_while_a_thread_hangs_frees_everything_later(presses: int, patch: int) -> None:
     """The first waits for it, the second does not: then it ends when it hangs no longer. Nothing is left of the run."""
     inside, goes_on, over = threading.Event(), threading.Event(), threading.Event()
 
@@ -194,7 +194,7 @@ def test_ctrl_c_while_a_thread_hangs(presses: int, patch: int) -> None:
     assert [there() for there in go()] == [None] * 3
 
 
-def test_ctrl_c_while_threads_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_while_threads_start_frees_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, begin = list[threading.Thread](), threading.Thread.start
 
     def third_is_interrupted(thread: threading.Thread) -> None:
