@@ -69,7 +69,7 @@ def test_readme_is_short_and_holds_both_set_up_commands() -> None:
 
 
 @pytest.mark.parametrize("page", RUN_AS_A_WHOLE)
-def test_examples_of_a_page_run_one_after_the_other(page: str, folder: Path) -> None:
+def test_examples_of_a_page_run_in_order(page: str, folder: Path) -> None:
     for block in blocks_of(REPOSITORY / page):
         if block.kind == "yaml":
             name = block.code.partition("\n")[0].removeprefix("# ")
@@ -103,7 +103,7 @@ def _parses(words: list[str]) -> None:
         pass
 
 
-def test_an_unknown_option_would_be_found() -> None:
+def test_unknown_option_is_detected() -> None:
     with pytest.raises(click.UsageError, match="--rma"):
         _parses(["infer", "volume.h5", "--rma", "2G"])
     with pytest.raises(click.BadParameter, match="12Q"):
@@ -115,7 +115,7 @@ def _succeeds(words: list[str], folder: Path) -> None:
     assert done.returncode == 0, f"{words}: {done.stderr}"
 
 
-def test_picture_is_small_and_there() -> None:
+def test_picture_exists_and_is_small() -> None:
     (path,) = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", (REPOSITORY / "README.md").read_text())
     assert 10_000 < (REPOSITORY / path).stat().st_size < 300_000
 
@@ -168,7 +168,7 @@ def test_export_from_pytorch_folds_batch_norm(export: str, tmp_path: Path) -> No
         ("nn.Conv3d(1, 8, 3), nn.ReLU(), nn.BatchNorm3d(8)", "batch-norm must follow a convolution directly"),
     ],
 )
-def test_export_from_pytorch_refuses(layers: str, error: str, export: str, tmp_path: Path) -> None:
+def test_export_from_pytorch_refuses_unsupported_layers(layers: str, error: str, export: str, tmp_path: Path) -> None:
     from torch import nn, save
 
     save(nn.Sequential(*eval(f"[{layers}]", {"nn": nn})), tmp_path / "my_network.pt")
