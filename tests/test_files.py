@@ -27,7 +27,7 @@ from znnpy.files import (
 
 
 def test_file_is_replaced_whole(tmp_path: Path) -> None:
-    """In a folder that is made for it, with the rights of any other file."""
+    """Its folder is made if necessary, and it gets the permissions of any other file."""
     path = tmp_path / "new" / "name"
     replace_file(path, b"one")
     replace_file(path, b"another")

@@ -1,4 +1,4 @@
-"""No module imports itself through others, not even inside functions or for annotations alone."""
+"""A module never imports itself through others, even inside functions or for annotations alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process may use: sizes as typed, limits of control groups wherever they are set, the machine's name."""
+"""Sizes are parsed as typed, limits of control groups are found wherever set, and the machine is identified."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_memory_held_by_other_programs_is_not_promised() -> None:
 
 
 def cgroups(folder: Path, own: str, files: dict[str, str]) -> tuple[Path, Path]:
-    """A system with control groups: what the process is told of its own, and what lies where they are mounted."""
+    """Make a system with control groups: the process's own list, and the files where they are mounted."""
     listed, root = folder / "cgroup", folder / "mount"
     listed.write_text(own)
     root.mkdir()

@@ -90,7 +90,7 @@ def stride_before(layers: tuple[Layer, ...], axis: int) -> int:
 
 @pytest.mark.parametrize("layers", NETWORKS.values(), ids=NETWORKS)
 def test_margins_reach_as_far_as_the_output_sees(layers: tuple[Layer, ...]) -> None:
-    """Of each activation, the farthest voxel that the output's first one depends on."""
+    """They reach the farthest voxel that the first output voxel depends on."""
     network = Network("a", 2, layers)
     assert len(network.margins) == len(layers) + 1
     for index, margin in enumerate(network.margins):

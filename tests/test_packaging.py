@@ -1,4 +1,4 @@
-"""What gets installed: every folder of code, under the right name."""
+"""The installation has every folder of code, under the right name."""
 
 from __future__ import annotations
 

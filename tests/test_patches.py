@@ -117,7 +117,7 @@ COLUMNS = [  # sizes have the axis along which columns walk first: turned to eac
 
 
 def along(cover: Cover, axis: int) -> Cover:
-    """The same with columns that walk along another axis."""
+    """Return the same cover with columns along another axis."""
     return replace(cover, size=turned_back(cover.size, axis), patch=turned_back(cover.patch, axis), axis=axis)
 
 

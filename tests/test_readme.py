@@ -48,7 +48,7 @@ def blocks_of(page: Path) -> list[Block]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with a small volume, and the weights of the network that README.md describes."""
+    """Make a folder with a small volume, and the weights of the network that README.md describes."""
     with h5py.File(tmp_path / "volume.h5", "w") as file:
         file["raw"] = np.random.default_rng(0).integers(0, 256, (40, 41, 42), np.uint8)
     rng = np.random.default_rng(1)
@@ -122,7 +122,7 @@ def test_picture_exists_and_is_small() -> None:
 
 @pytest.fixture(scope="module")
 def export() -> str:
-    """The script that writes a network file and weights from a PyTorch model."""
+    """Return the script that writes a network file and weights from a PyTorch model."""
     (block,) = (block for block in blocks_of(REPOSITORY / "docs" / "network_format.md") if block.needs_torch)
     return block.code
 

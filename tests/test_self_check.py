@@ -35,7 +35,7 @@ SHAPES: tuple[LayerShape, ...] = (
 
 
 def whole(shape: LayerShape, values: Values) -> np.ndarray[Any, Any]:
-    """The layer on all of its input at once."""
+    """Return the layer on all of its input at once."""
     x = np.resize(values.block, shape.in_shape).astype(np.float64)
     match shape:
         case ConvShape():
@@ -76,7 +76,7 @@ MIXED = Network(  # one layer of every kind
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    """Of primitives that run."""
+    """Return a plan of primitives that run."""
     return make_plan(MIXED, (6, 7, 8), this_machine(), Limits(2**33, 2), columns=False)
 
 

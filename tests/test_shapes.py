@@ -93,7 +93,7 @@ def test_fused_shape_has_the_sizes_of_both_layers() -> None:
 
 
 def test_fused_shape_reads_the_planes_the_pooling_would_carry() -> None:
-    """In a column the pooling gets window - 1 planes from the step before: in one, the convolution makes them again."""
+    """A pooling carries window - 1 planes of a column; a fused convolution makes them again."""
     conv, pool = ConvShape(1, 3, 5, (4 + 1, 10, 8), (2, 4, 1)), PoolShape(1, 5, (4 + 1, 7, 8), (2, 2, 3))
     both = fused(conv, pool)
     assert both is not None

@@ -1,4 +1,4 @@
-"""Where tests look for the real volume: a folder that was named has to be there, one that was not need not."""
+"""Tests look for the real volume in a named folder, which must exist, or in one that may be missing."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_uint8_outputs_are_reported_as_255_times_the_value(place: Place) -> None
 
 
 def floats_for_a_network_of_bytes(place: Place) -> Path:
-    """A volume from 0 to 1, and net.yaml with the mean and deviation of bytes."""
+    """Write a volume from 0 to 1, and net.yaml with the mean and deviation of bytes."""
     place.write_network(normalise={"mean": 130.0, "std": 33.5})
     return place.write_volume(np.random.default_rng(5).random((20, 23, 25), np.float32), "floats.h5")
 

@@ -24,7 +24,7 @@ OPERATIONS = {name: getattr(znnpy.ops, name) for name in znnpy.ops.__all__}
 
 
 def described(name: str, docstring: str) -> bool:
-    """A line of the docstring begins with the parameter, or a sentence has it in backticks."""
+    """Return whether a line of the docstring begins with the parameter, or a sentence has it in backticks."""
     return re.search(rf"^ *{name}\b|`{name}`", docstring, re.MULTILINE) is not None
 
 

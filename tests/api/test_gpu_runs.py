@@ -96,7 +96,7 @@ def test_memory_of_cudas_libraries_is_promised(place: Place) -> None:
 
 
 def test_plans_use_measured_rates(place: Place, emulated_gpus: EmulatedGpus) -> None:
-    """By default, and not where a plan is given; within what CUDA and its libraries leave of the limit."""
+    """Layers are measured unless a plan is given, within what CUDA and its libraries leave of the limit."""
     asked: list[Any] = []
 
     def measured(
@@ -180,7 +180,7 @@ def test_plan_beyond_free_vram_is_refused(
 
 @pytest.fixture
 def stopped(place: Place) -> Place:
-    """A run on the GPU that was interrupted after some of its patches."""
+    """Interrupt a run on the GPU after some of its patches."""
 
     def interrupt(event: Event) -> None:
         if event.columns_done > 3:
@@ -269,7 +269,7 @@ def test_resume_without_the_gpu_is_refused(stopped: Place, emulated_gpus: Emulat
 
 
 def test_run_begun_on_the_cpu_resumes_there(place: Place, emulated_gpus: EmulatedGpus) -> None:
-    """Also where a GPU has come since, with the words that it began with."""
+    """The run stays on the CPU even if a GPU has come since, and with the options that it began with."""
 
     def interrupt(event: Event) -> None:
         if event.columns_done > 3:
@@ -289,7 +289,7 @@ def test_run_begun_on_the_cpu_resumes_there(place: Place, emulated_gpus: Emulate
 
 
 def refusing(times: int) -> type[EmulatedDevice]:
-    """A device that refuses its arena that often."""
+    """Make a device that refuses its arena that often."""
     left = times
 
     class Refusing(EmulatedDevice):

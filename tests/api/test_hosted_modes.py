@@ -112,7 +112,7 @@ def test_output_in_float16_and_uint8_equals_that_of_the_cpu(place: Place, mode: 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_plan_runs_on_a_volume_of_another_type(place: Place, mode: str) -> None:
-    """What is handed over does not change; outputs on their way are larger, and what is not finite is masked."""
+    """Tensors between the devices stay; output buffers are larger, and NaN is masked."""
     made = go(place, mode, output_dtype="uint8").plan
     file = place.folder / "plan.json"
     file.write_text(made.to_json())
@@ -139,7 +139,7 @@ def test_plan_runs_on_a_volume_of_another_type(place: Place, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_primitives_of_either_device_may_be_forced(place: Place, mode: str) -> None:
-    """From the command line too, where `gpu.conv.host_ram` is one as others are."""
+    """The command line accepts them too, and `gpu.conv.host_ram` is one like others."""
     made = go(place, mode, only=("cpu.conv.direct",)).plan
     of_host = [choice for choice in made.choices[: made.offloaded] if choice.shape.kind == "conv"]
     assert {choice.primitive for choice in of_host} == {"cpu.conv.direct"}
@@ -213,7 +213,7 @@ def test_plan_names_the_device_of_each_layer(place: Place, mode: OffloadMode) ->
 
 
 def slow(device: Any, machine: Machine, *asked: object, **words: object) -> Rates:
-    """A GPU that is slower than the processor, and a link as fast as ever."""
+    """Make a GPU that is slower than the CPU, with a link as fast as ever."""
     rates = assumed_rates(machine, 1, "gpu")
     return rates.scaled(1e-6, 1e-6).replaced(gpu_upload=rates.of("gpu_upload"), gpu_link=rates.of("gpu_link"))
 

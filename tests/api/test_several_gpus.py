@@ -137,7 +137,7 @@ class Full(EmulatedDevice):
 def test_memory_refused_within_a_run_is_planned_anew_and_keeps_what_was_finished(
     place: Place, monkeypatch: pytest.MonkeyPatch, emulated_gpus: EmulatedGpus
 ) -> None:
-    """What was finished is kept; the rest follows with a leaner plan, once."""
+    """Finished patches are kept; the rest follows with a leaner plan, once."""
     emulated_gpus.open_as(Full)
     monkeypatch.setattr(Full, "copies", 0)
     monkeypatch.setattr(Full, "held", [])
@@ -190,7 +190,7 @@ def test_more_gpus_than_exist_are_refused(place: Place) -> None:
 
 
 def test_run_on_several_gpus_never_falls_back_to_the_cpu(place: Place, emulated_gpus: EmulatedGpus) -> None:
-    """No run goes to the CPU where several were asked for."""
+    """A run that asked for several GPUs does not go to the CPU."""
     assert "this process sees 3" in place.refusal(*place.words, "--gpus", CARDS + 1)
 
     emulated_gpus.remove("there is no device")

@@ -131,7 +131,7 @@ def test_cpu_finishes_the_run_if_the_gpu_fails(
 
 
 def test_gpu_takes_over_late_items_of_the_cpu(place: Place) -> None:
-    """That gives up in the midst of a step."""
+    """The CPU gives up in the midst of a step."""
     submit, begun = Session.submit, list[str]()
 
     def late(self: Session, *words: Any, **more: Any) -> Any:

@@ -31,7 +31,7 @@ CARD = replace(EMULATED_GPU, name="a card", memory_bytes=4 * 2**30)
 
 
 class CudaError(Exception):
-    """As CuPy raises them."""
+    """An error with the attributes of those that CuPy raises."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"status {status}")
@@ -40,7 +40,7 @@ class CudaError(Exception):
 
 @dataclass
 class Cuda:
-    """What `find_gpu` asks CuPy's runtime, up to the description of the device."""
+    """A stand-in for the parts of CuPy's runtime that `find_gpu` calls before it describes the device."""
 
     driver: int = 13000
     devices: int = 0
@@ -77,7 +77,7 @@ def _asks_cupy(emulated_gpus: EmulatedGpus) -> None:
 
 @pytest.fixture
 def without(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with neither driver nor CuPy."""
+    """Let the machine have neither driver nor CuPy."""
     answer(monkeypatch, None)
     show_traces_of_cuda(monkeypatch, cupy=False)
 
@@ -127,7 +127,7 @@ def test_missing_gpu_is_an_error_if_asked_for(
 def test_auto_device_falls_back_to_the_cpu_and_says_why(
     place: Place, monkeypatch: pytest.MonkeyPatch, cuda: Cuda | None, said: str
 ) -> None:
-    """Where CuPy or a driver is there and the other is not, with what to install."""
+    """If only one of CuPy and a driver is there, the message says what to install."""
     answer(monkeypatch, cuda)
     show_traces_of_cuda(monkeypatch, cupy=cuda is not None, drivers=(place.volume,))  # a file that exists
     result = place.infer()
@@ -260,7 +260,7 @@ def test_auto_plan_is_compared_with_the_best_cpu_plan(place: Place, card: Callab
 
 
 def test_vram_held_by_other_programs_is_not_planned_with(place: Place, card: Callable[..., None]) -> None:
-    """By default nine tenths of what is free; more is planned for, and refused when it is to run."""
+    """The default is nine tenths of the free bytes; a larger limit is planned for, and refused at run time."""
     card(taken=3 * 2**30)
     place.write_small_volume()
     limit = json.loads(place.run(*plan_words(place, "--json")).stdout)["plan"]["limits"]["vram_bytes"]

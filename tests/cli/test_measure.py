@@ -37,7 +37,7 @@ def here_truly(threads: int) -> Rates:
 
 
 class Clock:
-    """As if this machine were half as fast; nothing is run."""
+    """A clock of a machine that is half as fast as this one; nothing runs."""
 
     threads = this_machine().cores
 
@@ -47,7 +47,7 @@ class Clock:
 
 @pytest.fixture
 def here(place: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
-    """A place with a cache of its own, in which measuring takes no time."""
+    """Make a place with its own cache, in which measuring takes no time."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(place.folder / "cache"))
 
     @contextmanager
@@ -79,7 +79,7 @@ def planned(place: Place, *words: object) -> dict[str, Any]:
 
 
 def fitted(document: dict[str, Any]) -> list[bool]:
-    """Of every layer of a plan."""
+    """Return the fitted cost of every layer of a plan."""
     return [choice["fitted"] for choice in document["plan"]["stages"][0]["choices"]]
 
 
@@ -238,7 +238,7 @@ def test_resumed_run_refuses_other_costs(here: Place) -> None:
 
 
 def exported(here: Place, **changes: Any) -> Path:
-    """What a machine that is not this one exported."""
+    """Write the cost file of another machine."""
     path = here.folder / "there.json"
     assert here.run("measure", "--device", "cpu", "--out", path).exit_code == 0
     costs = Costs.load(path)
@@ -267,7 +267,7 @@ def test_plan_for_another_machine_runs_only_there(here: Place) -> None:
 
 
 def test_threads_other_than_the_cost_files_are_refused(here: Place) -> None:
-    """What to do is said of the file that was named."""
+    """The advice is about the named file."""
     net, path = here.folder / "net.yaml", exported(here)
     threads = this_machine().cores
     differs = f"the costs in {path} do not fit: the number of threads was {threads} and is 7 here; "

@@ -38,7 +38,7 @@ def refused(gpu: Gpu, number: int) -> Any:
 
 @pytest.fixture(autouse=True)
 def _here(place: Place, emulated_gpus: EmulatedGpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache of its own, and a GPU that takes no time."""
+    """Use a separate cache, and a GPU that takes no time."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(place.folder / "cache"))
 
     @contextmanager

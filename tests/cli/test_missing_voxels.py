@@ -23,7 +23,7 @@ def grey(place: Place) -> Grey:
 
 
 def in_two_files(place: Place) -> Grey:
-    """The volume as a virtual dataset whose second file is missing; returns it with 50 there."""
+    """Make the volume a virtual dataset whose second file is missing; return its voxels with 50 there."""
     voxels = grey(place)
     with h5py.File(place.folder / "first.h5", "w") as file:
         file["a"] = voxels[:12]
@@ -66,7 +66,7 @@ def test_fill_value_without_a_number_is_refused(place: Place) -> None:
 
 
 def in_chunks(place: Place, name: str, missing: int) -> tuple[Path, Grey]:
-    """The volume in 8 chunks, of which the last ones are missing, and what it holds then."""
+    """Write the volume in 8 chunks, of which the last ones are missing, and return its voxels."""
     voxels = grey(place)
     path = place.folder / name
     at = [(z, y, x) for z in (0, 10) for y in (0, 12) for x in (0, 13)]

@@ -274,7 +274,7 @@ def test_closed_pipe_gives_no_traceback(place: Place) -> None:
 
 
 def header(place: Place, blas: str) -> None:
-    """The journal of an unfinished run whose products were those of `blas`."""
+    """Return the journal of an unfinished run whose products were those of `blas`."""
     head = JournalHeader({}, {"processor": processor()}, "", blas, 1)
     journal = Journal(journal_path(place.out))
     journal.create("0123456789abcdef", head)

@@ -1,4 +1,4 @@
-"""What `znnpy plan` adds to a plan: why other primitives were not taken, and pictures of throughput against memory."""
+"""`znnpy plan` says why other primitives were not chosen, and plots throughput against memory."""
 
 from __future__ import annotations
 

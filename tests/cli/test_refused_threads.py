@@ -49,7 +49,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Refusing]:
 
 
 def zarr_loop() -> Any:
-    """The event loop in which zarr reads and writes; its thread has started."""
+    """Start the event loop in which zarr reads and writes, with its thread."""
     (loop,) = zarr.core.sync.loop
     assert loop is not None
     return loop

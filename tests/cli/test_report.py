@@ -1,4 +1,4 @@
-"""What a run prints while it goes and when it is done."""
+"""A run prints its progress while it goes, and a report when it is done."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def event(done: int, seconds: float, *, voxels_per_column: int = 1000) -> Event:
 
 
 def last_drawn(err: str) -> str:
-    """The last line on a terminal, without colours and what moves the cursor."""
+    """Return the last line on a terminal, without colours and cursor movements."""
     plain = re.sub(r"\x1b\[[\d;?]*\w", "", err)
     return plain.strip().splitlines()[-1].rpartition("\r")[2].rstrip()
 
@@ -149,7 +149,7 @@ def test_terminal_shows_a_progress_bar(capsys: pytest.CaptureFixture[str], monke
 
 
 def warming(work: float, steps: int, seconds: float, written: int = 0) -> Event:
-    """Of a run that is a single column."""
+    """Return the events of a run that is a single column."""
     return Event(0, 1, written, 10**6, seconds, {"computing": seconds}, 4 * written, steps, 12, work)
 
 

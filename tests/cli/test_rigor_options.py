@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 
 class Clock:
-    """As if this machine were half as fast; nothing is run."""
+    """A clock of a machine that is half as fast as this one; nothing runs."""
 
     def __init__(self, refuses: str = "") -> None:
         self.refuses = refuses

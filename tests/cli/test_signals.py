@@ -33,7 +33,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason=
 
 
 def start(words: list[str], folder: Path) -> subprocess.Popen[str]:
-    """A run whose handlers stand."""
+    """Start a run and wait until its handlers are installed."""
     process = subprocess.Popen(
         [PROGRAM, *words], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=_heed
     )
@@ -46,7 +46,7 @@ def start(words: list[str], folder: Path) -> subprocess.Popen[str]:
 
 
 def _heed() -> None:
-    """A shell starts background jobs deaf to SIGINT, which every child inherits: so may pytest, and then this."""
+    """Restore SIGINT: a shell starts background jobs, and so perhaps pytest, with it ignored."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

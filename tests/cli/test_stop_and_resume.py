@@ -29,7 +29,7 @@ SLOW = ("--patch", "2,2,2", "--threads", "1")  # thousands of patches: seconds o
 
 
 def furnish(folder: Path, network: Network) -> Place:
-    """A volume that takes seconds in tiny patches."""
+    """Write a volume that takes seconds in tiny patches."""
     place = Place.furnish(folder, network)
     place.write_volume(np.random.default_rng(11).integers(0, 256, (45, 43, 41), np.uint8))
     return place
@@ -52,12 +52,12 @@ def start(place: Place, *words: str, **environment: str) -> subprocess.Popen[str
 
 
 def _heed_interrupts() -> None:
-    """A shell starts background jobs deaf to SIGINT, which every child inherits: so may pytest, and then this."""
+    """Restore SIGINT: a shell starts background jobs, and so perhaps pytest, with it ignored."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def wait_until_recorded(place: Place, process: subprocess.Popen[str], lines: int = 2) -> int:
-    """Until some columns are on disk and on record: more than `lines` of the journal. How many there are now."""
+    """Wait until the journal has more than `lines` lines, and return how many it has."""
     journal = place.out.with_name("out.h5.journal")
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
@@ -78,7 +78,7 @@ def finish(place: Place, *words: str) -> str:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory, tiny_network: Callable[..., Network]) -> Bits:
-    """The prediction of an uninterrupted run."""
+    """Return the prediction of an uninterrupted run."""
     place = furnish(tmp_path_factory.mktemp("uninterrupted"), tiny_network())
     finish(place)
     return bits(place)

@@ -76,7 +76,7 @@ def test_long_report_lines_are_indented(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def named(place: Place, name: str) -> Path:
-    """The network under another name."""
+    """Write the network under another name."""
     path = place.folder / "ünet.yaml"
     path.write_text((place.folder / "net.yaml").read_text().replace('"tiny"', json.dumps(name)), "utf-8")
     return path

@@ -46,7 +46,7 @@ def layers_in(path: Path) -> set[int]:
 
 
 def some_spans(path: Path, *spans: tuple[str, str, float, float]) -> Path:
-    """A trace of these: track, name, begin and end, in seconds since it began; of layer 3 what is called `conv`."""
+    """Write a trace of spans (track, name, begin, end in seconds); those called `conv` are of layer 3."""
     with Trace(path) as trace:
         for track, name, begin, end in spans:
             facts = {"layer": 3} if name.startswith("conv") else {}
@@ -119,7 +119,7 @@ def test_refused_run_leaves_no_trace(place: Place, trace: Path) -> None:
 
 
 def test_full_disk_ends_the_run_with_one_sentence(place: Place, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was finished is kept."""
+    """Finished columns are kept."""
     write, calls = traces._write_all, count()
 
     def fills(file: Any, at: int, content: bytes) -> None:
@@ -165,7 +165,7 @@ def test_stopped_run_leaves_its_trace(place: Place, trace: Path) -> None:
 
 
 def test_timeline_prints_how_busy_each_track_was(place: Place, trace: Path) -> None:
-    """What overlaps counts once; waiting is no work."""
+    """Overlapping spans count once; waiting is not work."""
     some_spans(trace, *SOME)
     result = place.run("timeline", trace)
     assert result.exit_code == 0

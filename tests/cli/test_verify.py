@@ -181,7 +181,7 @@ def test_other_inputs_than_those_of_the_output_are_refused(place: Place) -> None
 
 
 def _refusal_after(place: Place, change: object) -> str:
-    """The refusal after a change to the volume, which is put back."""
+    """Change the volume, return the refusal, and restore the volume."""
     before = place.volume.read_bytes()
     assert callable(change)
     change()
@@ -254,7 +254,7 @@ LARGE = 1e5
 
 
 def large_values(folder: Path) -> Place:
-    """An output of values around 1e5 in map 0 and around 1 in map 1: one convolution, no activation."""
+    """Make an output with values around 1e5 in map 0 and around 1 in map 1: one convolution, no activation."""
     place = Place.furnish(folder, Network("large", 1, (Conv((5, 5, 5), 8, "relu"), Conv((3, 3, 3), 2))))
     rng = np.random.default_rng(8)
     weight = rng.standard_normal((2, 8, 3, 3, 3)).astype(np.float32) / 15

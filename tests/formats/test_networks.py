@@ -35,7 +35,7 @@ def write(folder: Path, content: str | bytes, name: str = "net.yaml") -> Path:
 
 
 def refusal(path: Path) -> str:
-    """The message that reading `path` ends with, without the path in front."""
+    """Return the message with which reading `path` ends, without the path in front."""
     with pytest.raises(NetworkFileError) as caught:
         read_network(path)
     message = str(caught.value)

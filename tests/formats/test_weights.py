@@ -212,7 +212,7 @@ def test_wrong_header_allocates_nothing(arrays: Arrays, tmp_path: Path) -> None:
 
 
 def written(path: Path, members: list[tuple[str, bytes]]) -> Path:
-    """A compressed archive of these members, in which a name may come twice."""
+    """Write a compressed archive of these members, in which a name may occur twice."""
     with warnings.catch_warnings(), zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         warnings.simplefilter("ignore")  # of a name that comes twice
         for name, content in members:
@@ -221,7 +221,7 @@ def written(path: Path, members: list[tuple[str, bytes]]) -> Path:
 
 
 def peak_bytes(path: Path, network: Network = NETWORK) -> int:
-    """The most memory that Python takes to refuse a file."""
+    """Return the most memory that Python takes to refuse a file."""
     tracemalloc.start()
     try:
         refusal(path, network)
@@ -413,7 +413,7 @@ def test_sha256_depends_on_values_shapes_and_seeds() -> None:
 
 
 def test_sha256_copies_no_weights() -> None:
-    """What a copy took would stay with the process, and its plan knows nothing of it."""
+    """Memory of a copy would stay with the process, and no plan would count it."""
     one = random_weights(Network("wide", 16, (Conv((8, 8, 8), 64),)))
     tracemalloc.start()
     sha256(one)

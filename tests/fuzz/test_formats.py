@@ -47,7 +47,7 @@ MOST_GROWTH = 200 * 2**20  # bytes of the process, over all cases of a test
 
 
 def seeds(few: int, all_: int) -> pytest.MarkDecorator:
-    """A range of seeds: `few` that always run, and the others of `all_`, marked `long`."""
+    """Return a range of seeds: `few` that always run, and the rest of `all_`, marked `long`."""
     long = pytest.param(range(few, all_), id=f"{all_ - few}", marks=pytest.mark.long)
     return pytest.mark.parametrize("numbers", [pytest.param(range(few), id=f"{few}"), long])
 

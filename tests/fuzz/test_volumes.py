@@ -82,7 +82,7 @@ def documents(zarr: Any, folder: Path) -> list[Path]:
 
 
 def read_whole(path: Path) -> None:
-    """A few voxels of the volume."""
+    """Read a few voxels of the volume."""
     with open_volume(path) as volume:
         box = BOX.clipped(Box((0, 0, 0), volume.size))
         if volume.channels <= 64 and volume.extra_bytes < 2**27:

@@ -41,7 +41,7 @@ PAIRS = [(p, s) for s in SHAPES for p in TABLE if p.kind == s.kind and p.why_not
 
 
 def behind(shape: tuple[int, ...], floats: int) -> tuple[Array, Array]:
-    """An array of NaN that starts so many floats behind a cache line; as many lie between its images: what they are."""
+    """Make an array so many floats behind a cache line, with NaN between its images."""
     image = prod(shape[1:])
     store = aligned_bytes(FLOAT32 * shape[0] * (image + floats)).view(np.float32).reshape(shape[0], -1)
     store[...] = np.nan
@@ -99,7 +99,7 @@ CARRYING = [(p, s) for p, s in PAIRS if p.footprint(s, p.variants(s, MACHINE)[0]
 @pytest.mark.parametrize("floats", [0, 1, 16])
 @pytest.mark.parametrize(("primitive", "shape"), CARRYING, ids=lambda v: v.name if hasattr(v, "name") else str(v))
 def test_planes_kept_elsewhere_change_no_byte(primitive: Primitive, shape: LayerShape, floats: int) -> None:
-    """Any number of the first planes, on any float."""
+    """Any number of the first planes may be kept, on any float."""
     weights = random_weights(shape) if isinstance(shape, ConvShape) else None
     given = random_input(shape)
     variants = primitive.variants(shape, MACHINE)

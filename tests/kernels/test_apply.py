@@ -1,4 +1,4 @@
-"""A primitive on an array in three lines."""
+"""A primitive is applied to an array in three lines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def arrays(shape: ConvShape) -> tuple[np.ndarray, ConvWeights]:
 
 @pytest.mark.parametrize("name", [p.name for p in of_kind("conv") if p.why_not(SHAPE, this_machine()) is None])
 def test_every_convolution_primitive_equals_the_definition(name: str) -> None:
-    """Every primitive, with the variant that is chosen for it."""
+    """Each runs with the variant that is chosen for it."""
     x, weights = arrays(SHAPE)
     out = znnpy.apply(name, SHAPE, x, weights, threads=2)
     exact = reference.convolve(x, weights.weight, weights.bias, "relu")
@@ -139,7 +139,7 @@ def test_variant_with_the_least_work_is_chosen(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("variant", [Variant(), Variant.of(tile=(5, 5, 5), group=1, kept=0)])
 @pytest.mark.parametrize("name", ["cpu.conv.fft_tiled", "cpu.conv.fft_lanes"])
 def test_unknown_variant_is_refused(name: str, variant: Variant) -> None:
-    """Sides that no code was compiled for, a group of nothing: better a sentence than a crash."""
+    """A tile side or a group of zero that no code was compiled for would crash."""
     shape = ConvShape(1, 8, 8, (24, 24, 24), (3, 3, 3))
     x, weights = arrays(shape)
     if find(name).why_not(shape, this_machine()):

@@ -90,7 +90,7 @@ def test_thread_pool_without_threads_is_refused() -> None:
     ("nbytes", "calls"), [(0, 1), (2**21, 1), (2**22 - 1, 1), (2**22, 2), (7 * 2**21, 6), (2**30, 8)]
 )
 def test_few_bytes_are_not_shared_among_threads(nbytes: int, calls: int) -> None:
-    """2 MiB a share, and no more than four shares a thread."""
+    """A share has at least 2 MiB, and a thread at most four shares."""
     seen = np.zeros(1000, np.int64)
     found = []
 

@@ -69,7 +69,7 @@ def burning(run: Callable[[Callable[[Event], None]], object]) -> int:
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
 def test_run_uses_as_many_threads_as_requested(tmp_path: Path, threads: int) -> None:
-    """Counted by the system: what reads and writes beside them takes no time to speak of."""
+    """The system counts them; reading and writing beside them takes next to no time."""
     layers = Conv((3, 3, 3), 32, "tanh"), Conv((3, 3, 3), 32, "tanh"), Conv((1, 1, 1), 2, "tanh")
     place = Place.furnish(tmp_path, Network("wide", 1, layers, None))
     volume = place.write_volume(np.random.default_rng(3).integers(0, 256, (204, 104, 104), np.uint8))
@@ -212,7 +212,7 @@ def test_error_of_the_first_share_is_raised() -> None:
 @pytest.mark.usefixtures("collects_nothing")
 @pytest.mark.parametrize("fails", ["a share", "stopped"])
 def test_failed_work_releases_its_arrays_at_once(fails: str) -> None:
-    """At once, and not when the garbage collector comes: they are most of a machine's memory."""
+    """They are most of a machine's memory and must not wait for the garbage collector."""
     arrays: list[weakref.ref[Any]] = []
 
     def call(crew: ThreadPool) -> None:

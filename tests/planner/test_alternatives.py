@@ -33,7 +33,7 @@ def times_longer(plan: Plan, index: int, factor: float, **changes: Any) -> Plan:
     [(MIXED, (20, 31, 8), 100_000), (WIDE, (31, 20, 9), 600_000), (WIDE, (60, 60, 60), 300_000)],
 )
 def test_each_alternative_is_the_best_of_its_kind(network: Network, output: Vec3, room: int) -> None:
-    """Every kind is there once, as the search finds it where nothing else is allowed; the plan itself is not."""
+    """Every kind occurs once, except that of the plan, and equals the search restricted to it."""
     plan = planned(network, output, AROUND + room, kinds=True)
     assert replace(plan, alternatives=()) == planned(network, output, AROUND + room)
     found = {plan.voxels_per_second, *(kind.best.voxels_per_second for kind in plan.alternatives)}
@@ -49,7 +49,7 @@ def test_each_alternative_is_the_best_of_its_kind(network: Network, output: Vec3
 @pytest.mark.slow
 @pytest.mark.parametrize(("room", "columns", "depth_first"), [(3300, True, False), (3300, False, True)])
 def test_alternative_beyond_a_limit_names_the_missing_bytes(room: int, columns: bool, depth_first: bool) -> None:
-    """By as much as the search misses where nothing else is allowed."""
+    """The search restricted to that kind misses by the same number."""
     limit, output = AROUND + room, (60, 60, 60)
     plan = planned(WIDE, output, limit, kinds=True)
     lost = [kind for kind in plan.alternatives if kind.best.over_bytes]
@@ -72,7 +72,7 @@ def test_constraints_of_the_request_restrict_the_alternatives() -> None:
 
 
 def test_slower_plan_names_borders_or_its_slowest_layer() -> None:
-    """Borders where they cost the most; else the layer that takes longest, and what is different there."""
+    """Borders are named if they cost the most, else the slowest layer and what differs there."""
     plan = patches()
     assert why_lost(MIXED, plan, plan) == "as fast"
     slower = times_longer(plan, len(plan.choices) - 1, 1e6)

@@ -28,7 +28,7 @@ OFFSETS = 8  # of both windows
 
 
 def plain_shapes(dense: Vec3) -> list[LayerShape]:
-    """Of one offset of every pooling: from the end to the beginning, what each layer needs."""
+    """Return the shape that each layer needs for one offset of every pooling."""
     z, y, x = (size // period for size, period in zip(dense, NET.period, strict=True))
     found: list[LayerShape] = []
     for index in reversed(range(len(NET.layers))):

@@ -1,4 +1,4 @@
-"""What `znnpy plan` prints: every figure of the plan, and how far to trust it."""
+"""`znnpy plan` prints every figure of the plan, and how far to trust it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def planned(output: Vec3, within: Limits, network: Network = NETWORK, **words: A
 
 
 def runner_up(patch: Vec3, speed: float, over: int = 0, **words: Any) -> RunnerUp:
-    """Of patches, unless `words` say more."""
+    """Return an alternative that covers with patches, unless `words` say more."""
     return RunnerUp(
         patch,
         **{"axis": 0, "column_planes": 0, "sub_batches": (1, 1, 1), "waste": 2.0, "over_vram_bytes": 0, **words},
@@ -58,7 +58,7 @@ def printed(plan: Plan, machine: Machine = MACHINE, width: int = 100) -> str:
 
 
 def words(plan: Plan, machine: Machine = MACHINE) -> str:
-    """With line breaks and columns gone."""
+    """Return the text without line breaks and column spacing."""
     return " ".join(printed(plan, machine).split())
 
 
@@ -240,7 +240,7 @@ def test_border_waste_of_one_patch_equals_that_by_hand() -> None:
 
 
 def test_border_waste_of_one_column_equals_that_by_hand() -> None:
-    """The same in steps of 5 planes: (10 + 5) x 14^2 and 10 x 10^2 values, as the first layer begins a step before."""
+    """Steps of 5 planes give (10 + 5) x 14^2 and 10 x 10^2 values: the first layer begins a step before."""
     network = Network("two", 1, (Conv((3, 3, 3), 1), Conv((5, 5, 5), 1)))
     table = tuple(
         replace(p, flops=1e9) for p in FAKES if p.name == "cpu.conv.slow"

@@ -59,7 +59,7 @@ def plan() -> Plan:
 def test_equals_brute_force_at_every_limit(
     tiny_network: MakeNetwork, fakes: tuple[Fake, ...], columns: bool | None
 ) -> None:
-    """As on a CPU, with what the process takes limited apart from what the GPU holds."""
+    """The memory of the process is limited apart from that of the GPU."""
     network = tiny_network()
     space = [known for known in everything(network, SMALL, fakes, "gpu") if columns in (None, known.walks)]
     hosts = sorted({known.host for known in space})
@@ -103,7 +103,7 @@ def test_memory_of_process_and_gpu_is_promised_separately(plan: Plan) -> None:
 
 @pytest.mark.slow
 def test_streamed_weights_count_in_the_memory_of_the_process() -> None:
-    """They are promised beside what goes in and out, and not more of them are taken than the process has room for."""
+    """They are promised beside inputs and outputs, and never exceed the limit of the process."""
     streams = Fake("gpu.conv.streams", "conv", flops=20.0, host=2048, scratch=(0.2,))
     table = (streams, *on_gpu(SLOW, POOL, FILTER, MAXOUT))
 
@@ -128,7 +128,7 @@ def test_streamed_weights_count_in_the_memory_of_the_process() -> None:
 
 
 def test_gpu_run_has_three_host_buffers_and_two_device_buffers() -> None:
-    """Three in the memory of the process, two on the GPU, and no more than there are steps."""
+    """There are no more buffers than steps."""
     assert reading_bytes(2, (3, 4, 5), 2, device="gpu") == 3 * 2 * 60 * 2 + 16 * MIB
     assert reading_bytes(2, (3, 4, 5), 2, steps=2, seen=(3, 4, 5), device="gpu") == 2 * 240 + 2 * 120 + 16 * MIB
     assert writing_bytes(3, (3, 4, 5), 4, device="gpu") == 3 * 3 * 60 * 4 + 6 * MIB
@@ -141,7 +141,7 @@ def test_gpu_run_has_three_host_buffers_and_two_device_buffers() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_plan_uses_one_device_and_one_precision(precision: Precision) -> None:
-    """A table of both kinds gives plans of one; on a CPU they are in fp32 whatever less would do."""
+    """A table of both devices gives plans of one; plans for a CPU are in fp32."""
     there = planned_on_gpu(MIXED, (20, 11, 8), PLENTY, PLENTY, table=EVERY, precision=precision)
     assert (there.device, there.precision) == ("gpu", precision)
     assert {choice.device for choice in there.choices} == {"gpu"}
@@ -278,7 +278,7 @@ def test_missing_gpu_limit_or_primitive_is_refused() -> None:
 
 @pytest.mark.slow
 def test_faster_plan_beyond_the_vram_limit_names_its_bytes(tiny_network: MakeNetwork) -> None:
-    """What more memory would buy is told in bytes of where it lacks."""
+    """The bytes are of the memory that is too small."""
     output, room = (30, 21, 17), CONTEXT + 200_000
     plan = planned_on_gpu(tiny_network(), output, PLENTY, room, table=on_gpu(*FAKES), columns=False)
     over = plan.runners_up[0]

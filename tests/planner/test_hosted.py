@@ -33,7 +33,7 @@ def plan() -> Plan:
 
 
 def test_memory_of_process_and_gpu_is_promised_separately(plan: Plan) -> None:
-    """All of the process: patches on their way, what is handed over twice, and what hosted layers take."""
+    """The process holds patches on their way, two handovers, and the tensors of layers in host memory."""
     memory = plan.memory
     front = plan.choices[: plan.offloaded]
     assert (plan.device, plan.overlap, memory.baseline, memory.context) == ("gpu", True, BASELINE, CONTEXT)
@@ -154,7 +154,7 @@ def test_feeder_thread_reserves_a_core(mode: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["cpu-to-gpu", "gpu-host"])
 def test_printed_plan_names_the_device_of_each_layer(mode: str) -> None:
-    """Layer by layer, in both memories, and which side waits for the other."""
+    """It also names the memory of each layer, and the stage that waits for the other."""
     plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, mode=mode)
     told = explain(plan)
     assert max(map(len, told.splitlines())) <= 120
@@ -184,7 +184,7 @@ def test_printed_plan_names_the_waiting_stage() -> None:
 
 
 def test_uploads_overlap_with_computing() -> None:
-    """So one at a time is faster than all at once, where that takes no longer otherwise."""
+    """One image at a time is faster than all at once if that costs nothing else."""
     words: dict[str, Any] = {"patch": (20, 12, 10), "columns": False, "table": (*ON_CPU, *on_gpu(SLOW, POOL))}
     plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, **words)
     assert plan.choices[plan.offloaded].shape.batch == 1
@@ -193,7 +193,7 @@ def test_uploads_overlap_with_computing() -> None:
 
 
 def test_less_vram_gives_fewer_images_at_a_time() -> None:
-    """Down to one at a time, each by itself on the GPU; over a link for which nobody waits."""
+    """The number goes down to one; the link is fast enough that nobody waits for it."""
     words: dict[str, Any] = {"patch": (20, 12, 10), "columns": False, "table": (*ON_CPU, *on_gpu(SLOW, POOL))}
     words["rates"] = GPU_RATES.replaced(gpu_link=Rate(flops=1e12, nbytes=1e300))
     most = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, **words)

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("sublayers_take_no_longer")
 
 @pytest.mark.slow
 def test_layers_of_host_memory_run_on_the_gpu_if_faster() -> None:
-    """Where that is faster; what it takes on both sides is promised, and the arena of the GPU is shared."""
+    """The plan promises their memory on both sides, and they share the arena of the GPU."""
     limits = PLENTY, PLENTY
     alone = hosted(WIDE, (20, 12, 9), *limits, mode="gpu-host", in_host_ram=())
     plan = hosted(WIDE, (20, 12, 9), *limits, mode="gpu-host", in_host_ram=(IN_HOST,))
@@ -45,7 +45,7 @@ def test_layers_of_host_memory_run_on_the_gpu_if_faster() -> None:
 
 @pytest.mark.slow
 def test_host_time_of_every_sublayer_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as nothing makes up for it."""
+    """It counts if nothing overlaps with it."""
     monkeypatch.setattr(sublayers, "SUBLAYER_SECONDS", 1e-3)
     plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, mode="gpu-host", in_host_ram=(IN_HOST,))
     assert {choice.device for choice in plan.choices[: plan.offloaded]} == {"cpu"}
@@ -65,7 +65,7 @@ def test_layers_of_host_memory_without_enough_memory_are_refused() -> None:
 
 @pytest.mark.slow
 def test_layers_of_host_memory_may_be_forced_by_name() -> None:
-    """Slower than what the processor offers, and taken all the same; not where both are at work at a time."""
+    """They are slower than layers on the CPU here, and are refused if both devices work at a time."""
     slow = replace(IN_HOST, flops=1e4)
     words: dict[str, Any] = {"in_host_ram": (slow,), "mode": "gpu-host"}
     free = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, **words)
@@ -78,7 +78,7 @@ def test_layers_of_host_memory_may_be_forced_by_name() -> None:
 
 
 def test_host_ram_primitive_is_planned_below_the_bytes_of_its_tensors() -> None:
-    """gpu.conv.host_ram itself, in fewer bytes than its tensors have."""
+    """The primitive is gpu.conv.host_ram itself."""
     network = Network("real", 1, (Conv((3, 3, 3), 16, "relu"), Conv((3, 3, 3), 16, "relu"), Conv((1, 1, 1), 2)))
     limits = Limits(2**34, 2, 2**30)
     plan = make_plan(

@@ -1,4 +1,4 @@
-"""What a place in a step adds to a primitive's own time and memory."""
+"""A context within a step adds time and memory to those of the primitive itself."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def only_option(fake: Fake, place: LayerContext, *layers: LayerShape) -> LayerOp
     ("fake", "moved"), [(SLOW, CARRY_TRAFFIC + JOIN_TRAFFIC), (READS, CARRY_TRAFFIC)], ids=["joins", "reads"]
 )
 def test_carried_planes_cost_time_and_memory(fake: Fake, moved: float) -> None:
-    """Of all images, however many parts they run in; only who needs them in front of the new planes joins them."""
+    """They are of all images, in however many parts; only primitives that need one input join them."""
     still = only_option(fake, replace(WALKING, streams=False, join_bytes=0), CONV)
     option = only_option(fake, WALKING, CONV)
     assert option.resident == still.resident + 5 * KEPT

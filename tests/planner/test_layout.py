@@ -97,7 +97,7 @@ def ticks(tensors: tuple[Tensor, ...]) -> dict[str, tuple[int, int, int]]:
 
 
 def test_lifetimes_of_a_chain_equal_those_by_hand() -> None:
-    """Two stages, then three with an output that may lie over the input, then one."""
+    """The layers have two stages, then three with an output that may overwrite the input, then one."""
     first = ConvShape(1, 1, 2, (9, 9, 9), (2, 2, 2))
     second = ConvShape(1, 2, 4, (8, 8, 8), (3, 3, 3))
     third = PoolShape(1, 4, (6, 6, 7), (1, 1, 2))
@@ -179,7 +179,7 @@ def test_fused_convolution_carries_planes_for_both_layers() -> None:
 
 
 def test_inputs_read_beside_carried_planes_hold_only_new_planes() -> None:
-    """They are as large as what is new, and stay until planes are kept of them: to the end of the layer."""
+    """They stay until planes are kept of them, at the end of the layer."""
     shapes = NETWORK.layer_shapes((4, 3, 5), streams=True)
     joins = Footprint(stages=3, output_from=1)
     reads = Footprint(stages=3, output_from=1, reads_carried=True)
@@ -254,7 +254,7 @@ class Arena:
             self._owner[block] = name
 
     def lost(self, *names: str) -> list[str]:
-        """Those of which a byte was overwritten."""
+        """Return the tensors of which a byte was overwritten."""
         return [name for name in names if any(self._owner.get(block) != name for block in self._blocks(name))]
 
     def _blocks(self, name: str) -> range:
@@ -264,7 +264,7 @@ class Arena:
 
 @given(chains())
 def test_step_overwrites_no_needed_tensor(built: tuple[list[tuple[LayerShape, Footprint]], int]) -> None:
-    """Every layer and part in the order in which they run, stage by stage, as a session runs them."""
+    """Layers and parts run stage by stage in the order of a session."""
     steps, new = built
     shapes = [shape for shape, _ in steps]
     carried = carried_planes(shapes, new)
@@ -302,7 +302,7 @@ def test_step_overwrites_no_needed_tensor(built: tuple[list[tuple[LayerShape, Fo
 
 @given(footprints(), st.integers(0, 999), st.integers(0, 999))
 def test_fullest_stage_of_a_layer_equals_the_peak_of_its_chain(footprint: Footprint, maps: int, more: int) -> None:
-    """In a number or two, whatever the sizes of input and output: equal to the peak of its chain."""
+    """One or two numbers suffice for any size of input and output."""
     shape = ConvShape(1, 1 + maps, 1 + more, (1, 1, 1), (1, 1, 1))
     assert scratch_peaks(footprint).arena_bytes(shape.in_bytes, shape.out_bytes) == live_peak(
         chain([(shape, footprint)])

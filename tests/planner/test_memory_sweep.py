@@ -35,7 +35,7 @@ MOST = 3 * 2**25 + 5  # no power of the root of 2
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", [True, False])
 def test_each_point_equals_the_best_plan_within_its_limit(columns: bool) -> None:
-    """Of limits that are left out, the plans beside them are about as fast."""
+    """Plans at limits that are left out are about as fast as their neighbours."""
     asked: list[int] = []
 
     def make(nbytes: int) -> Plan:
@@ -84,7 +84,7 @@ def test_network_beyond_every_limit_has_no_points() -> None:
 @pytest.mark.parametrize("each", [1.0, 3.0])
 @pytest.mark.parametrize("seconds", [0.5, 4.0, 9.0])
 def test_sweep_ends_with_its_time_limit(seconds: float, each: float) -> None:
-    """The first point is there however long it takes; then those far apart, and what fits between them."""
+    """The first point is always there; then come those far apart, then those between."""
     clock, rng = [100.0], Random(3)
 
     def make(nbytes: int) -> Plan:
@@ -101,7 +101,7 @@ def test_sweep_ends_with_its_time_limit(seconds: float, each: float) -> None:
 
 @pytest.mark.slow
 def test_network_beyond_host_memory_is_planned_once() -> None:
-    """What is needed of the GPU, which would have it."""
+    """The GPU would have enough memory."""
     asked: list[int] = []
 
     def make(nbytes: int) -> Plan:
@@ -116,7 +116,7 @@ def test_network_beyond_host_memory_is_planned_once() -> None:
 
 @pytest.mark.slow
 def test_flat_part_of_a_curve_takes_no_further_plans() -> None:
-    """A curve that is flat from 2^18 bytes up, and steep below; each plan takes all the memory that it may."""
+    """The curve is flat from 2^18 bytes up, and steep below, where each plan takes all memory."""
     asked: list[int] = []
 
     def make(nbytes: int) -> Any:

@@ -63,7 +63,7 @@ def test_last_patches_of_all_gpus_are_written_by_one_thread(devices: int) -> Non
 @pytest.mark.parametrize("devices", [2, 3, 8])
 @pytest.mark.parametrize("columns", [True, False], ids=["columns", "patches"])
 def test_output_is_cut_into_columns_for_all_gpus(devices: int, columns: bool) -> None:
-    """The volume is one column, or one patch, for one GPU; cut, it is many times as fast."""
+    """One GPU would take a single column or patch; the cut output is many times as fast."""
     alone, plan = make(MIXED, OUTPUT, PLENTY, columns=columns), several(devices, columns=columns)
     assert alone.columns == 1
     assert plan.columns > devices / 2
@@ -104,7 +104,7 @@ def test_memory_is_promised_for_all_gpus() -> None:
 
 @pytest.mark.slow
 def test_each_gpu_adds_its_memory_of_the_process() -> None:
-    """22 MiB are taken for each, whatever it computes."""
+    """Each adds 22 MiB, whatever it computes."""
     tight = replace(PLENTY, ram_bytes=BASELINE + 50 * MIB)
     plan = several(2, limits=tight)
     assert plan.memory.peak <= tight.ram_bytes

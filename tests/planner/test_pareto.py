@@ -75,7 +75,7 @@ def test_cheapest_choice_equals_brute_force(layers: list[list[LayerOption]], pri
 def for_many(
     fronts: list[ParetoFront], room: int, below: float = inf, price: float = 0.0
 ) -> tuple[LayerOption, ...] | None:
-    """The choice of `fastest_within` as if there were many spans."""
+    """Return the choice of `fastest_within` as if there were many groups."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pareto, "EXACT_GROUPS", 0)
         return fastest_within(fronts, room, below, price)
@@ -144,7 +144,7 @@ def test_relaxation_is_a_lower_bound(layers: list[list[LayerOption]], room: int)
 
 @given(LAYERS, st.integers(0, 25), st.integers(0, 25))
 def test_early_stopped_bound_is_below_the_full_bound(layers: list[list[LayerOption]], room: int, enough: int) -> None:
-    """Where prices stop being tried, the bound is as good as it had to be."""
+    """The bound stops trying prices when it is good enough."""
     pairs = [[(o.seconds, o.resident) for o in options] for options in layers]
     whole, found = knapsack_bound(pairs, room), knapsack_bound(pairs, room, enough)
     assert found <= whole
@@ -152,7 +152,7 @@ def test_early_stopped_bound_is_below_the_full_bound(layers: list[list[LayerOpti
 
 
 def test_relaxation_is_close_to_the_optimum() -> None:
-    """Many small choices: the bound is the linear relaxation, 3 of 10 layers get their weights."""
+    """Of many small choices, 3 of 10 layers get their weights."""
     pairs = [(10.0, 0), (2.0, 100)]
     assert knapsack_bound([pairs] * 10, budget=10_000) == 20.0
     assert knapsack_bound([pairs] * 10, budget=350) == pytest.approx(100 - 8 * 3.5, rel=0.02)
@@ -162,7 +162,7 @@ def test_relaxation_is_close_to_the_optimum() -> None:
 def test_front_of_two_layers_loses_no_useful_option(
     first: list[LayerOption], second: list[LayerOption], both: list[LayerOption], room: int
 ) -> None:
-    """A span of two layers, run one after the other or in one: its front is all that a limit can ask for."""
+    """The two layers run one after the other or as one."""
     ways = [[a, b] for a in first for b in second] + [[c] for c in both]
     found = fastest_within([pareto_front([*in_sequence(pareto_front(first), pareto_front(second)), *both])], room)
     fitting = [total_seconds(way) for way in ways if total_bytes(way) <= room]
@@ -170,7 +170,7 @@ def test_front_of_two_layers_loses_no_useful_option(
 
 
 def test_memory_for_weights_goes_to_the_layer_that_gains_most() -> None:
-    """Two layers, room for one set of transformed weights: it goes to the layer that gains more."""
+    """There is room for one of two sets of transformed weights."""
     gains_little = pareto_front([option(10, 0, 5, 0), option(8, 100, 5, 0)])
     gains_much = pareto_front([option(10, 0, 5, 0), option(2, 100, 5, 0)])
     chosen = fastest_within([gains_little, gains_much], budget=110)
@@ -199,7 +199,7 @@ def test_options_without_room_do_not_lower_the_bound() -> None:
 
 @given(fronts=st.lists(OPTIONS, min_size=1, max_size=4), price=st.sampled_from([0.001, 0.02, 0.5]))
 def test_bound_with_a_price_for_memory_equals_the_fastest_choice(fronts: list[list[LayerOption]], price: float) -> None:
-    """Options that may win with room for all are kept, and all others are left out."""
+    """Options that may win with room for all are kept, and others are dropped."""
     spans = [pareto_front([replace(o, allowance=0) for o in options]) for options in fronts]
     chosen = fastest_within(spans, 10**9, inf, price)
     assert chosen is not None
@@ -209,7 +209,7 @@ def test_bound_with_a_price_for_memory_equals_the_fastest_choice(fronts: list[li
 
 @given(seen=st.lists(OPTIONS, min_size=1, max_size=6))
 def test_learnt_bound_is_below_every_choice(seen: list[list[LayerOption]]) -> None:
-    """Whatever options the same layer had in shapes seen before: each bounds the time in the memory that it takes."""
+    """Options of the same layer in earlier shapes bound its time in the memory that they take."""
     space = TilingSpace(Network("one", 1, (Conv((2, 2, 2), 2),)), (4, 4, 3))
     bounds, shape = Bounds(space), tiling_of(space, (4, 4, 3))
     for options in seen:

@@ -316,7 +316,7 @@ def test_waste_is_the_cost_of_borders(network: Network, plan: Plan, column: Plan
 def test_plan_for_another_output_counts_runs_again(
     plan: Plan, column: Plan, network: Network, split: Plan, wide: Network, output: Vec3
 ) -> None:
-    """Runs and columns are counted again, from patches and steps one by one; the rest stays."""
+    """Runs and columns are counted one by one from patches and steps; the rest stays."""
     for made, of in ((plan, network), (column, network), (split, wide)):
         memory = replace(made.memory, baseline=77)
         here = made.for_output(output, of, memory)
@@ -359,7 +359,7 @@ def test_column_reading_twice_and_writing_once_has_fewer_buffers() -> None:
 
 
 def test_edited_runs_are_counted_again(column: Plan, network: Network) -> None:
-    """They are predictions: `check_runs` leaves them, and whoever covers an output counts anew."""
+    """They are predictions, which `check_runs` ignores and covering an output replaces."""
     wrong = replace(column.with_choices(lambda c: replace(c, executions=7 * c.executions)), columns=99)
     check_runs(wrong, network, MACHINE, table=FAKES)
     assert wrong.for_output(column.output, network, column.memory) == column

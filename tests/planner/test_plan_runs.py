@@ -138,7 +138,7 @@ def taking(plan: Plan, *images: int) -> Plan:
     ],
 )
 def test_hand_edited_batches_are_refused(split: Plan, wide: Network, images: tuple[int, ...], said: str) -> None:
-    """Of 4 fragments some other number at a time: it does not divide, or the arena is not made for it."""
+    """A number of fragments at a time does not divide 4, or the arena was not made for it."""
     assert taking(split, 1, 1, 1, 1, 1) == split
     refused(taking(split, *images), wide, said)
 

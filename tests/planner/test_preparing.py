@@ -53,7 +53,7 @@ def test_no_plan_is_faster_by_more_than_the_tolerance(tiny_network: MakeNetwork,
 
 @pytest.mark.slow
 def test_costlier_preparing_gives_leaner_plans(tiny_network: MakeNetwork) -> None:
-    """The more it costs the less memory is taken, and the more slowly layers run."""
+    """Leaner plans run their layers more slowly."""
     network = tiny_network()
     plans = [
         planned(network, (40, 40, 40), 2**40, table=TABLE, rates=replace(CARRYING, first_touch=touching))
@@ -101,7 +101,7 @@ def test_plan_stores_and_prints_its_preparing_seconds(tiny_network: MakeNetwork)
 
 
 def test_arena_bytes_are_paid_once_and_weights_for_each_layer() -> None:
-    """Two layers, two options each: prices decide between few seconds and few bytes."""
+    """There are two layers with two options each: prices decide between seconds and bytes."""
 
     def option(seconds: float, resident: int, live: int) -> LayerOption:
         return LayerOption((), seconds, resident, live, 0)

@@ -1,4 +1,4 @@
-"""What the process itself needs, measured."""
+"""The memory that the process itself needs is measured."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_baseline_covers_the_memory_of_the_process() -> None:
 
 @pytest.mark.slow
 def test_baseline_covers_the_libraries_of_a_run() -> None:
-    """A fresh process, where a run begins: what is loaded later stays below the baseline measured there."""
+    """Libraries that a fresh process loads after the start of a run stay below the baseline."""
     code = (
         "import znnpy.inference\n"
         "from znnpy.planner.memory import baseline_bytes\n"

@@ -54,7 +54,7 @@ ADDING_UP = [
 def test_figures_of_the_plan_add_up(
     tiny_network: MakeNetwork, layers: tuple[Layer, ...], output: Vec3, room: int, walks: bool, split: bool
 ) -> None:
-    """Each figure of a plan, from the parts it is made of."""
+    """Each figure of a plan follows from the parts that it is made of."""
     network = tiny_network(*layers, input_channels=2)
     plan = planned(network, output, AROUND + room, itemsize_in=2, itemsize_out=1, columns=walks)
     by_name = {p.name: p for p in FAKES}
@@ -107,7 +107,7 @@ def test_figures_of_the_plan_add_up(
 
 @pytest.mark.slow
 def test_columns_run_along_the_long_axis(tiny_network: MakeNetwork) -> None:
-    """A network and an output turned to another axis: the same plan, turned."""
+    """A network and an output rotated to another axis give the rotated plan."""
     network = tiny_network()
     found = []
     for axis in range(3):
@@ -297,7 +297,7 @@ def test_alternatives_carry_the_reason_why_they_lost(tiny_network: MakeNetwork, 
 
 @pytest.mark.slow
 def test_best_plan_of_the_other_cover_is_an_alternative(tiny_network: MakeNetwork) -> None:
-    """Patches that lose to columns, or columns that lose to patches: the best of them, with what they waste."""
+    """Patches that lose to columns, or columns that lose to patches, are listed with their waste."""
     tiny, wide = tiny_network(), tiny_network(*WIDE_BEHIND)
     kinds, parts = set(), 0
     for network, output, room in (
@@ -330,7 +330,7 @@ def test_best_plan_of_the_other_cover_is_an_alternative(tiny_network: MakeNetwor
 
 @pytest.mark.slow
 def test_columns_along_an_axis_without_border_are_not_planned(tiny_network: MakeNetwork) -> None:
-    """No column walks along an axis along which the network sees one voxel."""
+    """The network sees one voxel along that axis."""
     network = tiny_network(Conv((1, 4, 1), 2), Pool((1, 1, 2)))
     assert planned(network, (50, 9, 9), 2**30, columns=True).axis in (1, 2)
     blind = tiny_network(Conv((1, 1, 1), 2))
@@ -360,7 +360,7 @@ SLOWER = [
 def test_column_takes_at_most_the_seconds_that_may_be_lost(
     tiny_network: MakeNetwork, output: Vec3, slow: float
 ) -> None:
-    """A run that is killed computes one column again: in at most LOST_SECONDS, unless the column is of one step."""
+    """A killed run repeats at most LOST_SECONDS, unless a column has one step."""
     network = tiny_network()
     for room in (150_000, 600_000):
         plan = planned(network, output, AROUND + room, columns=True, rates=CARRYING.scaled(slow, slow))
@@ -371,7 +371,7 @@ def test_column_takes_at_most_the_seconds_that_may_be_lost(
 
 @pytest.mark.slow
 def test_columns_are_no_shorter_than_necessary(tiny_network: MakeNetwork) -> None:
-    """Fast machines walk from end to end; slow ones cut, and what is computed twice is counted."""
+    """Slow machines cut columns, and planes computed twice are counted."""
     network = tiny_network()
     output = (2000, 30, 20)
     whole = planned(network, output, AROUND + 600_000, columns=True)

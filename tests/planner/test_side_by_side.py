@@ -54,24 +54,24 @@ SMALL: Vec3 = (16, 18, 20)
 def on(
     times: float, network: Network, output: Vec3, limits: Limits, patch: Vec3 | None = None, columns: bool | None = None
 ) -> Plan:
-    """The plan of a GPU that is so many times as fast as the fakes are."""
+    """Return the plan of a GPU that is so many times as fast as the fakes are."""
     request = asked(network, output, limits, columns=columns, patch=patch)
     return plan_on_devices(request, costs_of("gpu", table=TABLE, rates=HEAVY.scaled(times, times)))
 
 
 def asked(network: Network, output: Vec3, limits: Limits, gpus: int = 1, **words: Any) -> PlanRequest:
-    """A request for GPUs."""
+    """Return a request for GPUs."""
     return request_of(network, output, WITH_GPU, limits, baseline=BASELINE, device="gpu", devices=gpus, **words)
 
 
 def costs(processor: float, limits: Limits, gpus: int = 1) -> CostModel:
-    """A GPU as fast as the fakes, and a processor that is so many times as fast with the threads that feed no GPU."""
+    """Return rates of a GPU like the fakes, and of a CPU that is so many times as fast."""
     times = processor * limits.threads / limits.without_feed_threads(gpus).threads
     return costs_of("gpu", table=TABLE, rates=HEAVY, host_rates=HEAVY.scaled(times, times))
 
 
 def processor_of(times: float, network: Network, limits: Limits, **words: Any) -> Processor:
-    """A processor by itself that is so many times as fast as the fakes are."""
+    """Return the plan of a CPU by itself that is so many times as fast as the fakes are."""
     request = asked(network, OUTPUT, limits, **words)
     return Processor.beside(request, costs(times, limits), limits.ram_bytes)
 
@@ -85,7 +85,7 @@ def beside(
     gpus: int = 1,
     **words: Any,
 ) -> tuple[Plan, Plan]:
-    """The plan of GPUs alone, and the one with a processor that is so many times as fast as one of them."""
+    """Return the plan of GPUs alone, and the one with a CPU that is so many times as fast as one of them."""
     request, model = asked(network, output, limits, gpus, **words), costs(processor, limits, gpus)
     alone = plan_on_devices(request, model)
     return alone, plan_beside(alone, request, model)
@@ -96,7 +96,7 @@ def beside(
 @pytest.mark.parametrize("processor", [0.3, 0.7])
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_both_devices_end_together(columns: bool, processor: float, gpus: int) -> None:
-    """Where the GPU has many steps to take."""
+    """The GPU has many steps to take."""
     alone, both = beside(processor, columns=columns, gpus=gpus, limits=LITTLE)
     assert both.mode == "side-by-side"
     assert both.cpu_plan is not None
@@ -113,7 +113,7 @@ def test_both_devices_end_together(columns: bool, processor: float, gpus: int) -
 
 @pytest.mark.slow
 def test_cpu_seconds_sum_the_steps_of_its_items() -> None:
-    """Of all cells behind each other, step by step."""
+    """Its items lie behind each other and are counted step by step."""
     for columns in (True, False):
         _, both = beside(0.5, columns=columns, limits=LITTLE)
         own = both.cpu_plan
@@ -127,7 +127,7 @@ def test_cpu_seconds_sum_the_steps_of_its_items() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("wider", [0, 2])
 def test_gpu_seconds_count_only_its_columns(wider: int) -> None:
-    """Of the columns that are left, and of those of which the processor computes a part."""
+    """Columns of which the CPU computes a part count for the rest."""
     alone = on(1.0, MIXED, OUTPUT, LITTLE, patch=(4, 6, 6), columns=True)
     both = plan_beside(alone, asked(MIXED, OUTPUT, LITTLE, columns=True), costs(0.1, LITTLE))
     assert both.cpu_plan is not None
@@ -155,7 +155,7 @@ def test_gpu_seconds_count_only_its_columns(wider: int) -> None:
 
 @pytest.mark.slow
 def test_items_hold_whole_steps_of_the_gpu() -> None:
-    """Along the axis, and across it but for the first: of what the GPU takes alone none is for a part of a step."""
+    """No item is for a part of a step, along the axis or across it, except the first across."""
     _, both = beside(0.3)
     assert both.cpu_plan is not None
     assert both.cells.patch[both.axis] % both.patch_out[both.axis] == 0
@@ -192,7 +192,7 @@ def test_cpu_takes_the_planes_that_fill_no_column_of_the_gpu() -> None:
 
 @pytest.mark.slow
 def test_share_of_the_cpu_is_counted_in_voxels() -> None:
-    """Cells that lie behind each other along the axis first, and some are narrower."""
+    """Items behind each other along the axis come first, and some are narrower."""
     request = asked(MIXED, OUTPUT, LITTLE, columns=True)
     alone = on(1.0, MIXED, OUTPUT, LITTLE, patch=(4, 6, 6), columns=True)
     cut = set()
@@ -225,7 +225,7 @@ def test_widths_are_multiples_of_the_period_of_their_axis() -> None:
 
 
 def test_planes_left_by_the_cpu_are_whole_steps() -> None:
-    """Whole steps of 26 behind about 30; none behind what is as wide as all; a step is the least."""
+    """Behind about 30 planes, whole steps of 26 are left; a step is the least."""
     assert _leaving(101, 30, 26, 4) == 52
     assert _leaving(10, 30, 4, 2) == 10
     assert _leaving(3, 1, 4, 2) == 4
@@ -264,7 +264,7 @@ def test_queue_gets_the_seconds_of_each_device() -> None:
 
 
 def test_output_narrower_than_an_item_counts_its_own_size() -> None:
-    """As a plan is that is run on a smaller volume than it was made for."""
+    """The plan is run on a smaller volume than it was made for."""
     _, both = beside(0.5, columns=True, limits=LITTLE)
     z, y, x = (whole if i == both.axis else both.patch_out[i] for i, whole in enumerate(both.output))
     there = both.for_output((z, y, x), MIXED, both.memory)
@@ -301,7 +301,7 @@ def test_memory_covers_both_devices() -> None:
 
 
 def test_columns_are_narrower_if_wide_ones_do_not_fit() -> None:
-    """Than a quarter of what the processor is to compute."""
+    """Wide ones hold more than a quarter of the CPU's part."""
 
     class Narrow(Processor):
         def plan(self, output: Vec3, patch: Vec3 | None = None) -> Plan:
@@ -322,7 +322,7 @@ def test_columns_are_narrower_if_wide_ones_do_not_fit() -> None:
 
 
 def trials_beside(processor: float) -> _Trials:
-    """Where the volume is hardly larger than the field of view, beside a processor that is so many times as fast."""
+    """Return trials on a volume hardly larger than the field of view, with a CPU of this relative speed."""
     deep = Network("deep", 1, (Conv((17, 3, 3), 2, "relu"), Conv((17, 3, 3), 1, "none")))
     output: Vec3 = (48, 16, 16)
     alone = on(1.0, deep, output, PLENTY, patch=(1, 4, 4), columns=True)
@@ -334,7 +334,7 @@ def trials_beside(processor: float) -> _Trials:
 
 @pytest.mark.slow
 def test_cpu_may_compute_a_single_item() -> None:
-    """In four it would take a third longer."""
+    """Four items would take a third longer."""
     trials = trials_beside(1.0)
     trials.run()
     best = min(trials.found.values(), key=expected_seconds)
@@ -344,7 +344,7 @@ def test_cpu_may_compute_a_single_item() -> None:
 
 @pytest.mark.slow
 def test_item_size_suits_a_slower_cpu_than_predicted() -> None:
-    """Those that would end first, were it as fast, are so thick that the GPU alone would be faster than a slow one."""
+    """Thicker items would end first, but lose to the GPU alone if the CPU is slow."""
     trials = trials_beside(0.4)
     trials.run()
     best = trials.best(1)[0]
@@ -358,7 +358,7 @@ def test_item_size_suits_a_slower_cpu_than_predicted() -> None:
 @pytest.mark.parametrize("cell", [(40, 11, 12), (40, 22, 12), (40, 22, 24)])
 @pytest.mark.parametrize("processor", [0.2, 0.5, 0.9])
 def test_predicted_end_equals_that_of_the_queue(processor: float, cell: Vec3) -> None:
-    """Dealt on a clock, to a processor that is faster or slower than predicted."""
+    """The queue is simulated with a CPU that is faster or slower than predicted."""
     _, both = beside(processor, columns=True, limits=LITTLE)
     own = both.cpu_plan
     assert own is not None
@@ -379,7 +379,7 @@ def test_predicted_end_equals_that_of_the_queue(processor: float, cell: Vec3) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("times", [0.5, 2.0])
 def test_best_of_all_gpu_plans_is_chosen(times: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the one that is best alone, and of one for parts, which takes so many times as long for a step."""
+    """One is best alone; another is for parts and takes so many times as long for a step."""
     alone = on(1.0, MIXED, OUTPUT, LITTLE, columns=True)
     part = alone.with_choices(lambda choice: replace(choice, seconds=times * choice.seconds))
     monkeypatch.setattr("znnpy.planner.side_by_side._of_parts", lambda *asked, **words: [part])
@@ -389,14 +389,14 @@ def test_best_of_all_gpu_plans_is_chosen(times: float, monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 def test_gpu_gets_the_last_item_from_the_start() -> None:
-    """However fast the processor is."""
+    """The speed of the CPU makes no difference."""
     _, both = beside(50.0, columns=True, limits=LITTLE)
     assert both.cpu_items == len(both.cells) - 1 > 0
 
 
 @pytest.mark.parametrize(("pace", "ends"), [(1.0, 10.0), (1.9, 19.0), (2.1, 30.0), (2.9, 30.0)])
 def test_gpu_waits_as_long_as_its_own_item_takes(pace: float, ends: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both take 10 seconds for one of two cells."""
+    """Each takes 10 seconds for one of two items."""
     both: Any = SimpleNamespace(cells=range(2))
     monkeypatch.setattr(co_execution, "gpu_seconds", lambda plan, count: 10.0 * (2 - count))
     monkeypatch.setattr(co_execution, "cpu_seconds", lambda plan, count: 10.0 * count)
@@ -406,7 +406,7 @@ def test_gpu_waits_as_long_as_its_own_item_takes(pace: float, ends: float, monke
 
 @pytest.mark.slow
 def test_best_size_beats_its_neighbours() -> None:
-    """All of them were looked at, and one was better than those before."""
+    """The search looked at all of them, and one beat those before."""
     processor = processor_of(0.9, MIXED, PLENTY, columns=True)
     alone = on(1.0, MIXED, OUTPUT, LITTLE, patch=(4, 6, 6), columns=True)
     found = []
@@ -432,7 +432,7 @@ def test_gpu_alone_is_an_alternative_with_a_reason() -> None:
 
 
 def test_plan_extends_to_a_larger_volume() -> None:
-    """As a plan is that is run on another volume than it was made for."""
+    """The plan is run on another volume than it was made for."""
     _, both = beside(0.3)
     larger: Vec3 = (80, 44, 48)
     there = both.for_output(larger, MIXED, both.memory)

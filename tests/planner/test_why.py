@@ -43,7 +43,7 @@ def test_every_primitive_is_listed_once_for_every_layer(plan: Plan, network: Net
 
 @pytest.mark.parametrize(("plan", "network"), [(patches(), MIXED), (walking(), MIXED), (in_parts(), WIDE)])
 def test_chosen_primitive_is_listed_with_the_plans_seconds(plan: Plan, network: Network) -> None:
-    """Of a primitive in another layer's place: as a plan with nothing but it has them."""
+    """A primitive in another layer's place has the seconds of a plan with nothing but it."""
     asked = ("cpu.conv.slow", "cpu.conv.over")
     for name in asked:
         whole = planned(
@@ -65,7 +65,7 @@ def test_chosen_primitive_is_listed_with_the_plans_seconds(plan: Plan, network: 
 
 
 def test_primitive_without_room_names_the_missing_bytes() -> None:
-    """With so many bytes more it fits, with half of them it does not."""
+    """It fits with that many bytes more, and not with half of them."""
     plan = planned(WIDE, (30, 30, 30), AROUND + 2**21, columns=False, depth_first=False)
     least = plan.memory.peak
     lost = [row for row in rows_of_within(plan, least) if "does not fit" in row.why]

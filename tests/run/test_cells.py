@@ -16,7 +16,7 @@ from znnpy.run.work_queue import LOOK_SECONDS, Lease
 
 @pytest.fixture
 def no_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processor takes cells as if it were as fast as it seems."""
+    """Let the CPU take items as if it were as fast as it seems."""
     monkeypatch.setattr(balanced_queue, "DOUBT", 1.0)
 
 
@@ -35,7 +35,7 @@ def no_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_all_workers_end_together(axis: int, true: dict[str, float], predicted: dict[str, float] | None) -> None:
-    """No later than perfect, but for a cell of the slowest: within what the others would have taken for it."""
+    """They end at most one item of the slowest later than the ideal."""
     played = Played(GRID if axis < 3 else Cover((640, 10, 10), (10, 10, 10)), axis % 3, true, predicted)
     ends = played.ends()
     assert sorted(index for some in played.taken.values() for index in some) == list(range(64))
@@ -48,7 +48,7 @@ def test_all_workers_end_together(axis: int, true: dict[str, float], predicted: 
 
 @given(st.data())
 def test_every_item_is_taken_by_a_worker(data: st.DataObject) -> None:
-    """Whatever lanes take, and are thought to take: two never leave the same cells to each other."""
+    """Two workers never leave the same items to each other, whatever their speeds."""
     names = data.draw(st.sampled_from([("GPU", "CPU"), ("GPU 0", "GPU 1", "CPU"), ("GPU",), ("CPU",)]))
     some = st.sampled_from([0.1, 0.5, 1.0, 2.0, 3.0, 20.0])
     true, predicted, begins = ({name: data.draw(some) for name in names} for _ in range(3))
@@ -63,7 +63,7 @@ def test_every_item_is_taken_by_a_worker(data: st.DataObject) -> None:
 @pytest.mark.parametrize("late", [30.0, 400.0, 1e9])
 @pytest.mark.parametrize("names", [("GPU",), ("GPU 0", "GPU 1")])
 def test_gpu_waits_at_most_twice_its_own_time_for_a_late_cpu(names: tuple[str, ...], late: float) -> None:
-    """Twice what a GPU takes for the cell at most, and until somebody looks; what it ended is its own."""
+    """Items that the CPU finished remain its own."""
     gpus = dict.fromkeys(names, 1.0)
     played = Played(GRID, 0, gpus | {"CPU": late}, gpus | {"CPU": 4.0})
     ends = played.ends()
@@ -141,7 +141,7 @@ def test_items_of_a_lost_gpu_do_not_make_the_cpu_late() -> None:
 
 
 def test_gpu_leaves_items_the_cpu_ends_sooner() -> None:
-    """To begin takes a GPU 10 seconds, in which the processor is done with two cells."""
+    """A GPU needs 10 seconds to begin, in which the CPU ends two items."""
     hands = {
         "GPU": WorkerProfile(lambda box: (), 1.0, runs=True, begins=10.0),
         "CPU": WorkerProfile(lambda box: (), 5.0, runs=False, walks=True),
@@ -161,7 +161,7 @@ def test_gpu_leaves_items_the_cpu_ends_sooner() -> None:
 
 
 def test_range_takes_at_most_the_seconds_that_may_be_lost() -> None:
-    """With what it takes to begin, as far as known, and where cells weigh less."""
+    """The time to begin counts as far as known, and small items count less."""
     now = [0.0]
     hands = {"GPU": WorkerProfile(lambda box: (), 100.0, runs=True, begins=80.0)}
     cells = BalancedQueue(
@@ -203,7 +203,7 @@ def test_one_of_two_workers_ending_together_begins() -> None:
 
 @pytest.mark.usefixtures("no_doubt")
 def test_time_to_begin_counts() -> None:
-    """Of each run of a GPU, and of the processor's columns but for the one that it goes on with."""
+    """It counts for each range of a GPU, and for each new column of the CPU."""
     one_stack = Cover((400, 10, 10), (10, 10, 10))
     hands = {
         "GPU": WorkerProfile(lambda box: (), 1.0, runs=True, begins=10.0),
@@ -260,7 +260,7 @@ def steps_within(box: Box) -> tuple[Column, ...]:
 
 @pytest.mark.usefixtures("no_doubt")
 def test_cpu_continues_its_column_from_item_to_item() -> None:
-    """With a column for each stack: its first cell has the steps before its output, all others their own."""
+    """The first item of each stack has warm-up steps, and the others have none."""
     hands = {
         "GPU": WorkerProfile(steps_within, 1.0, runs=True),
         "CPU": WorkerProfile(steps_within, 2.0, runs=False, walks=True, begins=3.0),

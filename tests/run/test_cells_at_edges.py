@@ -9,7 +9,7 @@ from znnpy.run.work_queue import Lease
 
 
 def test_narrow_items_at_an_edge_count_their_own_size() -> None:
-    """Of 4, 4 and 1 steps across: what the GPU is predicted to take, and when the processor begins none more."""
+    """Columns are 4, 4 and 1 steps wide; predictions for the GPU and the CPU's last item follow them."""
     cells = Cover((40, 9, 4), (10, 4, 4))
     hands = {
         "GPU": WorkerProfile(lambda box: (), 1.0, runs=True),

@@ -1,4 +1,4 @@
-"""What a plan is charged with, beyond what its own numbers say."""
+"""A plan is charged with memory beyond its own numbers: masks, results and this process."""
 
 from __future__ import annotations
 

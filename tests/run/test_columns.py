@@ -56,7 +56,7 @@ def ids(value: object) -> str:
 
 
 def some_patches(network: Network, axis: int, output: Vec3) -> list[tuple[Vec3, int]]:
-    """With columns: steps from the smallest to thicker than the output, some of them dividing it and others not."""
+    """Return patches, and steps of columns from the smallest to thicker than the output."""
     along, period = turned(output, axis), turned(network.period, axis)
     whole = multiply(period, tuple(-(-n // p) for n, p in zip(along, period, strict=True)))  # type: ignore[arg-type]
     shapes = [
@@ -141,7 +141,7 @@ def test_other_output_types_in_parts_equal_the_sliding_window(dtype: str) -> Non
 
 @pytest.mark.parametrize("axis", [0, 1, 2], ids=ids)
 def test_nan_is_written_exactly_if_the_field_of_view_holds_one(axis: int) -> None:
-    """Also in the planes that a column reads before its output begins, and across the borders of steps and columns."""
+    """Planes before the output of a column count, as do borders of steps and columns."""
     network = NETWORKS[0]
     net, volume = trained(network), some_volume(network, seed=26, more=(13, 11, 12))
     exact = definition(net, volume)
@@ -160,7 +160,7 @@ def test_nan_is_written_exactly_if_the_field_of_view_holds_one(axis: int) -> Non
 
 
 def test_column_is_independent_of_the_one_before() -> None:
-    """What it begins with decides how tiles round: the same bytes wherever a run goes on."""
+    """Its first planes decide how tiles round, so that resumed runs give the same bytes."""
     network = NETWORKS[0]
     net, volume = trained(network), some_volume(network, seed=28, more=(15, 6, 8))
     output = network.dense_size(volume.shape[1:])
@@ -197,7 +197,7 @@ class Watched:
 
 
 def watch(session: Session) -> list[Watched]:
-    """The steps of an open session, watched from now on."""
+    """Record the steps of an open session from now on."""
     (runner,) = session._runners
     watched = [Watched(bound.step) for bound in runner._bound]
     pairs = zip(runner._bound, watched, strict=True)

@@ -85,7 +85,7 @@ def test_patches_equal_the_definition(device: EmulatedDevice, network: Network) 
     ("network", "axis"), [(network, index % 3) for index, network in enumerate((*ALL, ALL[0], ALL[0]))], ids=ids
 )
 def test_columns_in_parts_equal_the_definition(device: EmulatedDevice, network: Network, axis: int) -> None:
-    """The smallest parts, along each axis, in columns of two steps."""
+    """Columns of two steps run along each axis in the smallest parts."""
     net, volume = trained(network), some_volume(network, seed=42)
     thick, *across = turned(network.period, axis)
     patch = turned_back((thick, 2 * across[0], 3 * across[1]), axis)
@@ -153,7 +153,7 @@ def test_nan_is_written_exactly_if_the_field_of_view_holds_one(device: EmulatedD
 
 
 def test_arrays_of_any_strides_are_read_and_written(device: EmulatedDevice) -> None:
-    """Also without the session's own buffers."""
+    """It holds without the session's own buffers, too."""
     network = NETWORKS[0]
     net, volume = trained(network), some_volume(network, seed=47)
     size = network.round_up(network.dense_size(volume.shape[1:]))
@@ -207,7 +207,7 @@ def test_at_most_two_steps_are_under_way(device: EmulatedDevice) -> None:
 
 
 def hot(layer: int, *layers: Any) -> TrainedNetwork:
-    """A network of which layer `layer` makes large numbers."""
+    """Return a network of which layer `layer` makes large numbers."""
     network = small("hot", 1, *layers)
     net = trained(network)
     where = network.convolutions.index(layer)
@@ -219,7 +219,7 @@ def hot(layer: int, *layers: Any) -> TrainedNetwork:
 @pytest.mark.parametrize("only", ["gpu.conv.plain", "gpu.conv.peaks"])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_overflow_names_its_layer_and_position(device: EmulatedDevice, only: str, precision: Precision) -> None:
-    """Of two layers that overflow the first; in the step in which it does, although the next one is under way."""
+    """The first of two overflowing layers is named, although the next step is under way."""
     net = hot(2, Conv((2, 2, 2), 3, "relu"), Pool((2, 2, 2)), Conv((2, 2, 2), 2), Conv((1, 1, 1), 2))
     network = net.network
     volume = some_volume(network, seed=50, more=(15, 8, 8))
@@ -301,7 +301,7 @@ def test_peaks_belong_to_one_column(device: EmulatedDevice, monkeypatch: pytest.
 
 
 def test_memory_is_freed_if_the_device_refuses_more() -> None:
-    """Also while the error is looked at: then a run is planned anew."""
+    """It is freed while the error is still handled, so that a new plan has room."""
     network = NETWORKS[0]
     net, volume = trained(network), some_volume(network, seed=52)
     plan = on_gpu(network, volume, (4, 6, 8), column=8)
@@ -422,7 +422,7 @@ def test_queue_is_no_longer_than_ctrl_c_may_wait(device: EmulatedDevice, monkeyp
 
 
 def test_fault_of_the_device_is_reported_once(device: EmulatedDevice) -> None:
-    """Not again by what the end of the session asks of a device that answers nothing else any more."""
+    """Closing the session on a dead device raises nothing further."""
     network = NETWORKS[0]
     net, volume = trained(network), some_volume(network, seed=58)
     plan = on_gpu(network, volume, (4, 6, 8))

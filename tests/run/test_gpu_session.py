@@ -46,7 +46,7 @@ def ids(value: object) -> str:
 
 
 def ways(device: Any, seed: int = 0, only: tuple[str, ...] = SURE) -> Ways:
-    """A convolution and a pooling in one where the primitive that is asked for can."""
+    """Return both ways for a convolution and a pooling: as one, if the named primitive can, or as two."""
     in_one = only[0] == "gpu.conv.fft_tiled"
     return Ways(seed, only, in_one, replace(MACHINE, gpu=device.gpu), cheap=is_emulated(device))
 
@@ -63,7 +63,7 @@ def error_of(got: Any, exact: Any) -> float:
 
 @pytest.mark.parametrize("network", SOME, ids=ids)
 def test_patches_and_columns_equal_the_definition(device: Any, network: Network) -> None:
-    """Columns along each axis, in the smallest parts."""
+    """Columns run along each axis in the smallest parts."""
     net, volume = trained(network), some_volume(network, seed=61)
     exact, output = definition(net, volume), network.dense_size(volume.shape[1:])
     whole = network.round_up(output)
@@ -114,7 +114,7 @@ class Told:
 
 
 def test_weights_are_prepared_before_the_arena_is_allocated(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them: what that takes beside them is promised in its place."""
+    """The memory that preparing takes is promised in the arena's place."""
     network, order, allocate = NETWORKS[0], list[str](), device.allocate
     net, layers = trained(network), len(network.layers)
     plan = planned(network, (8, 9, 10), network.round_up((8, 9, 10)), ways=ways(device))
@@ -143,7 +143,7 @@ def test_other_output_types_equal_the_definition(device: Any, dtype: str) -> Non
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("primitive", CONVS)
 def test_overflow_names_its_layer(device: Any, primitive: str, precision: Precision) -> None:
-    """Of numbers that the precision does not hold, although the layers behind it hide them."""
+    """It is found although the layers behind it hide it."""
     network = Network("hot", 1, (Conv((2, 2, 2), 9, "relu"), Conv((2, 2, 2), 16), Conv((1, 1, 1), 2, "sigmoid")))
     net = trained(network)
     net.weights[0].weight[:] *= 1e20 if precision == "fp32" else 1
@@ -174,7 +174,7 @@ def test_nan_is_written_exactly_if_the_field_of_view_holds_one(device: Any) -> N
 
 @pytest.mark.gpu
 def test_ctrl_c_ends_a_run_within_half_a_second(cuda_device: Device) -> None:
-    """Memory and all, in the middle of layers of a tenth of a second; and the device goes on to be of use."""
+    """Layers take a tenth of a second each; memory is freed, and the device remains usable."""
     network = Network("slow", 1, (Conv((5, 5, 5), 48, "relu"), Conv((5, 5, 5), 48, "relu"), Conv((5, 5, 5), 2)))
     net, volume = trained(network), np.zeros((1, 2500, 132, 132), np.uint8)
     plan = planned(network, network.dense_size(volume.shape[1:]), (80, 120, 120), ways=ways(cuda_device))

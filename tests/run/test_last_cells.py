@@ -11,7 +11,7 @@ from znnpy.run.work_queue import Lease
 
 
 def test_last_item_is_not_taken_before_the_previous_one_ends() -> None:
-    """Until then nobody knows whether the processor is half as fast as it seems."""
+    """Until then the CPU might be half as fast as it seems."""
     hands = {
         "GPU": WorkerProfile(lambda box: (), 1.0, runs=True),
         "CPU": WorkerProfile(lambda box: (), 5.0, runs=False),

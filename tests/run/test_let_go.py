@@ -1,4 +1,4 @@
-"""What a run had goes when the run is over, not when the garbage collector comes: it may be most of the memory."""
+"""Everything that a run holds is freed when the run ends, without the garbage collector."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def refs(*things: Any) -> list[weakref.ref[Any]]:
 
 
 def test_failed_writer_frees_everything() -> None:
-    """The writer fails while more waits for it."""
+    """The writer fails while further steps wait for it."""
 
     def hook(stage: str, patch: int) -> None:
         if stage == "write":
@@ -75,7 +75,7 @@ def test_failed_writer_frees_everything() -> None:
 
 
 class Refuses(Session):
-    """Of all buffers the first: at once, or when it is made."""
+    """A device that refuses the first of all buffers, at once or when it is made."""
 
     def __init__(self, late: bool, *given: Any) -> None:
         super().__init__(*given)
@@ -94,7 +94,7 @@ class Refuses(Session):
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_refused_buffers_of_a_device_free_everything(late: bool, lanes: int) -> None:
-    """The last of the lanes."""
+    """The last of the workers is refused its buffers."""
 
     def go() -> list[weakref.ref[Any]]:
         with ThreadPool(1) as crew:
@@ -133,7 +133,7 @@ def test_sessions_of_two_stages_are_freed(monkeypatch: pytest.MonkeyPatch, fails
 
 @pytest.fixture
 def interrupted() -> Iterator[None]:
-    """By SIGINT, which a shell's background jobs ignore."""
+    """Interrupt by SIGINT, which a shell's background jobs ignore."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
@@ -145,7 +145,7 @@ def interrupted() -> Iterator[None]:
 @pytest.mark.parametrize("patch", [1, len(COLUMNS) - 1], ids=["within", "at the end"])
 @pytest.mark.parametrize("presses", [1, 2])
 def test_ctrl_c_while_a_thread_hangs_frees_everything_later(presses: int, patch: int) -> None:
-    """The first waits for it, the second does not: then it ends when it hangs no longer. Nothing is left of the run."""
+    """The first Ctrl-C waits for the thread, and the second does not."""
     inside, goes_on, over = threading.Event(), threading.Event(), threading.Event()
 
     def hook(stage: str, number: int) -> None:
@@ -154,7 +154,7 @@ def test_ctrl_c_while_a_thread_hangs_frees_everything_later(presses: int, patch:
             assert goes_on.wait(20)
 
     def ctrl_c() -> None:
-        """In the calling thread; of the process's signals it may be any thread that takes one, and wakes nobody."""
+        """Raise the signal in the calling thread; another thread of the process might take it and wake nobody."""
         caller = threading.main_thread().ident
         assert caller is not None
         signal.pthread_kill(caller, signal.SIGINT)

@@ -98,7 +98,7 @@ def test_volume_larger_than_ram_runs_within_the_limit(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak of one process is known on Linux only")
 def test_refusing_a_volume_takes_no_more_memory_than_running_it(tmp_path: Path) -> None:
-    """Counting 27 million voxels that are not finite, in one patch."""
+    """A patch has 27 million voxels that are not finite, which are counted."""
     program = (
         "import sys, znnpy.inference\n"
         "from znnpy.errors import VolumeError\n"
@@ -166,7 +166,7 @@ def test_columns_and_parts_keep_the_promise(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the memory of one process is known on Linux only")
 def test_session_has_its_memory_before_it_runs(tmp_path: Path) -> None:
-    """Arena and carried planes: else a run would wait for them, or end without them."""
+    """A run would otherwise wait for its arena and carried planes, or fail without them."""
     output = load_network("fib25_boundary").network.dense_size((70, 150, 170))
     ways = Ways(0, ("cpu.conv.direct_lanes", "cpu.pool.fragments"))
     chosen = planned(load_network("fib25_boundary").network, output, (40, 104, 128), column=1000, ways=ways)
@@ -195,7 +195,7 @@ def test_session_has_its_memory_before_it_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "uint8"])
 @pytest.mark.parametrize("primitive", ["cpu.conv.direct", "cpu.conv.fft_tiled"])
 def test_bound_session_allocates_at_most_its_allowance(primitive: str, dtype: str) -> None:
-    """One more copy of a patch on its way in would be more than that."""
+    """One more copy of an input patch would exceed it."""
     trained = load_network("fib25_boundary")
     network = trained.network
     output = (56, 56, 60)

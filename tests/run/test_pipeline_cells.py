@@ -56,7 +56,7 @@ class Late(Session):
 
 
 class Lenient(Output):
-    """What a lost lane wrote of a cell is written again, and is the same."""
+    """An output that accepts a second, equal write of the items of a lost worker."""
 
     def write(self, box: Any, voxels: Any) -> None:
         old = self.written[(slice(None), *box.slices)].copy()
@@ -90,7 +90,7 @@ def went(
     late: float = inf,
     deaf: bool = False,
 ) -> tuple[Output, pipeline.Timings]:
-    """A GPU's lane walks in steps of 1, 2 and 2 voxels along other axes than the processor's of 1, 1 and 3.
+    """Run workers whose GPUs step by 1, 2 and 2 voxels along other axes than the CPU's 1, 1 and 3.
 
     walks  the processor's are cells along the axis of the GPU's, and go on from one to the next
     hangs  the processor's step that does not end before it is stopped, or `late` seconds are over
@@ -160,7 +160,7 @@ def test_cpu_that_gave_up_keeps_no_item(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("seed", range(60))
 def test_gpus_take_over_from_a_hanging_cpu(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """GPUs compute what it had begun, and what they and the writer had of it is not counted."""
+    """Work of the CPU that the GPUs compute again is not counted twice."""
     monkeypatch.setattr("znnpy.run.work_queue.LOOK_SECONDS", 0.005)
     rng, events = random.Random(seed), list[pipeline.Event]()
     axis, cell = rng.randrange(3), (rng.choice([1, 2, 4]), rng.choice([2, 3, 4]), rng.choice([2, 5, 6]))
@@ -219,7 +219,7 @@ def test_late_cpu_and_lost_gpus_leave_correct_columns(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("seed", range(20))
 def test_revoked_items_count_once(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """Also while the processor is at a step that it cannot leave: nothing is ever more than all of it."""
+    """The sum never exceeds the whole, even while the CPU is in a step that it cannot leave."""
     monkeypatch.setattr("znnpy.run.work_queue.LOOK_SECONDS", 0.005)
     monkeypatch.setattr("znnpy.run.pipeline.REPORT_SECONDS", 0.01)
     rng, events = random.Random(seed), list[pipeline.Event]()
@@ -324,7 +324,7 @@ def test_waiting_worker_is_woken() -> None:
 
 
 def test_item_is_taken_only_when_it_can_be_read() -> None:
-    """Of two buffers one is computed from and one is read ahead: the third cell may still go to another lane."""
+    """One of two buffers is computed from and one is read ahead, so the third item is free."""
     computing, go_on = threading.Event(), threading.Event()
 
     def hook(stage: str, patch: int) -> None:

@@ -89,7 +89,7 @@ def test_every_voxel_arrives(columns: Any, slow: str) -> None:
 
 
 def test_next_step_is_submitted_before_the_last_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as there is one to submit."""
+    """It holds as long as there is a next step."""
     monkeypatch.setattr(UnderWay, "slow", staticmethod(lambda: True))
     output, session = went()
     assert session.events == ["submit", *["submit", "wait"] * (len(COLUMNS) - 1), "wait"]
@@ -125,7 +125,7 @@ def test_nan_is_written_to_its_own_step(columns: Any) -> None:
 
 @pytest.mark.parametrize("stage", ["submit", "compute"])
 def test_overflow_names_its_own_patch(stage: str) -> None:
-    """Not the one that was submitted behind it."""
+    """The patch submitted behind it is not named."""
 
     def hook(at: str, patch: int) -> None:
         if (at, patch) == (stage, 3):
@@ -169,7 +169,7 @@ def test_failure_is_raised_and_leaves_whole_columns(seed: int) -> None:
 
 
 def test_ctrl_c_while_a_step_is_under_way_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is waited for in short looks: nothing that the session does may be in the way."""
+    """The session waits in short intervals, between which it may be interrupted."""
 
     def hook(stage: str, patch: int) -> None:
         if (stage, patch) == ("read", 4):  # in the reader: the calling thread looks whether a step is done
@@ -200,7 +200,7 @@ def test_three_buffers_of_each_kind_exist() -> None:
 
 
 def test_buffers_are_made_while_others_are_in_use() -> None:
-    """Those for the output while the first step of a column runs, which gives none."""
+    """Output buffers are made while the first step of a column runs, which gives no output."""
     submitted = threading.Event()
 
     class Slow(UnderWay):

@@ -32,7 +32,7 @@ BEGUN: dict[str, Any] = {"patch": (4, 4, 4), "threads": 2}
 
 @pytest.fixture
 def stopped(place: Place) -> Place:
-    """A run interrupted after some of its columns."""
+    """Interrupt a run after some of its columns."""
 
     def interrupt(event: Event) -> None:
         if event.columns_done > 3:
@@ -245,7 +245,7 @@ def test_finished_output_with_an_unreadable_plan_is_accepted(place: Place, plan:
 @pytest.mark.slow
 @pytest.mark.parametrize("primitive", ["cpu.conv.fft_tiled", "cpu.conv.fft_data", "cpu.conv.direct"])
 def test_every_primitive_resumes_byte_for_byte(place: Place, primitive: str) -> None:
-    """Begun under a limit, resumed under none: the plan is the journal's, not a better one."""
+    """The run begins under a limit and resumes without one: the plan is the journal's."""
 
     def interrupt(event: Event) -> None:
         if event.columns_done > 3:
@@ -304,7 +304,7 @@ def columns_of(place: Place, axis: int, primitive: str) -> Plan:
 
 
 def record(place: Place) -> list[str]:
-    """Records of the journal, behind its two first lines."""
+    """Return the records of the journal behind its first two lines."""
     lines: list[str] = place.out.with_name(place.out.name + ".journal").read_text().splitlines()
     return lines[2:]
 

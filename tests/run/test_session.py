@@ -52,7 +52,7 @@ IN_ONE = pytest.mark.skipif(native.why_not(this_machine()) is not None, reason="
 
 
 def run_one_patch(trained: TrainedNetwork, table: tuple[Primitive, ...], raw: np.ndarray, threads: int) -> np.ndarray:
-    """The plan that `table` allows for the whole of `raw` as one patch, run: (maps, z, y, x)."""
+    """Run the plan that `table` allows for the whole of `raw` as one patch: (maps, z, y, x)."""
     network = trained.network
     size = network.dense_size(raw.shape[1:])
     plan = make_plan(network, size, this_machine(), Limits(2**32, threads), table=table, patch=size, columns=False)
@@ -70,7 +70,7 @@ def run_one_patch(trained: TrainedNetwork, table: tuple[Primitive, ...], raw: np
 @IN_ONE
 @pytest.mark.parametrize("threads", [1, 2])
 def test_pooling_within_the_convolution_changes_rounding_alone(threads: int) -> None:
-    """The boundary network that ships, with and without primitives for pooling alone."""
+    """The shipped network runs with and without fused primitives."""
     trained = load_network("fib25_boundary")
     z, y, x = trained.network.patch_in((4, 8, 12))
     cells = np.random.default_rng(15).integers(60, 200, (8, 8, 8), np.uint8)  # blobs: to noise it says 0

@@ -1,4 +1,4 @@
-"""What a session tells a trace: every layer of every step, once, in its place, on the CPU and on an emulated GPU."""
+"""A session records every layer of every step once in its trace, on the CPU and on an emulated GPU."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Case:
 
     @property
     def names(self) -> dict[str, int]:
-        """Of the spans of each choice, as a reader of a trace sees them."""
+        """Return the names of the spans of each choice, as a reader of a trace sees them."""
         names = {}
         for index, choice in enumerate(self.plan.choices):
             first, last = choice.layers
@@ -147,7 +147,7 @@ def assert_in_order(spans: Sequence[Span], begun: float, ended: float) -> None:
 
 
 def assert_every_layer_once(case: Case, spans: Sequence[Span], session: Session) -> None:
-    """In each step that runs it, on each image of its input; in all as often as the session counts."""
+    """Check that each step has each of its layers once for each image, as often as the session counts."""
     plan, names = case.plan, case.names
     ran: dict[tuple[int, int], list[int]] = defaultdict(list)  # choice, step -> images
     for span in spans:
@@ -222,7 +222,7 @@ def test_each_device_has_its_own_tracks(tmp_path: Path, device: EmulatedDevice) 
 
 @needs_compiler
 def test_span_is_as_long_as_its_work(tmp_path: Path, device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each stream that of its own: here copies to the device take long, and those from it longer."""
+    """Each stream has its own clock: uploads take long here, and downloads longer."""
     copy, path = EmulatedDevice.copy_async, tmp_path / "trace.json"
     seconds = {id(device.uploads): 0.03, id(device.downloads): 0.06}
 
@@ -262,7 +262,7 @@ def test_step_is_recorded_when_it_is_waited_for(tmp_path: Path, device: Emulated
 def test_device_clock_is_kept_aligned_with_the_host(
     tmp_path: Path, device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What its clock is off does not add up from step to step: here by half."""
+    """An error of one half in its rate does not add up from step to step."""
     between = EmulatedDevice.seconds_between
 
     def fast(self: EmulatedDevice, start: EmulatedEvent, end: EmulatedEvent) -> float:
@@ -284,7 +284,7 @@ def test_device_clock_is_kept_aligned_with_the_host(
 
 
 class Marks:
-    """Of a device, its events: one a second."""
+    """The events of a device, one for each second."""
 
     def __init__(self) -> None:
         self.uploads = self
@@ -347,7 +347,7 @@ def test_error_of_a_run_wins_over_that_of_its_trace(tmp_path: Path, device: Emul
 
 @needs_compiler
 def test_gpu_work_before_an_early_end_is_traced(tmp_path: Path, device: EmulatedDevice) -> None:
-    """Also of a step that nobody has waited for, and of one that overflows."""
+    """A step that nobody waited for, and one that overflows, are traced too."""
     case = Case.of(NETWORKS[0], device, walks=False)
     raw, out, begins, _ = next(case.steps())
     path = tmp_path / "trace.json"

@@ -27,7 +27,7 @@ def spans_of(path: Path) -> list[Span]:
 
 
 def recorded(path: Path, *names: str, then: Callable[[], object] = list) -> None:
-    """A trace of spans with these names, a second each, and what happens before it is closed."""
+    """Record a trace of spans with these names, a second each, and call a function before it closes."""
     with Trace(path) as trace:
         for second, name in enumerate(names):
             trace.record("CPU", name, second, second + 1, step=second)
@@ -79,7 +79,7 @@ def test_trace_without_spans_is_complete(tmp_path: Path) -> None:
 
 
 def test_no_more_than_a_batch_is_in_memory(tmp_path: Path) -> None:
-    """What is not in the draft is what was recorded since the last batch."""
+    """The draft lacks only spans recorded since the last batch."""
     with Trace(tmp_path / "trace.json") as trace:
         for number in range(3 * BATCH + 7):
             trace.record("CPU", "conv", number, number + 1, step=number)
@@ -90,7 +90,7 @@ def test_no_more_than_a_batch_is_in_memory(tmp_path: Path) -> None:
 
 
 def test_many_threads_record_concurrently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also while one of them writes."""
+    """They also record while one of them writes."""
     threads, count, write = 8, 50, traces._write_all
 
     def slow(file: Any, at: int, content: bytes) -> None:
@@ -202,7 +202,7 @@ SAID = r"^cannot write the trace .*trace\.json: No space left on device; make ro
 
 
 def test_full_disk_is_reported_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From whoever's span filled the batch, and from all who record afterwards, room or none; nothing is left."""
+    """It is raised from the span that filled the batch and from all later ones; no file is left."""
     refused: list[int] = []
 
     def once(*given: object) -> None:

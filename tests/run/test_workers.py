@@ -49,7 +49,7 @@ class Under(Session):
 
 
 class Lenient(Output):
-    """What a lost lane wrote of a column is written again, and is the same."""
+    """An output that accepts a second, equal write of a column of a lost worker."""
 
     def write(self, box: Any, voxels: Any) -> None:
         old = self.written[(slice(None), *box.slices)].copy()
@@ -65,7 +65,7 @@ class Lenient(Output):
 
 @cache
 def exact(network: Network = NETWORK) -> npt.NDArray[Any]:
-    """What is to be written of `volume(network)`."""
+    """Return what is to be written of `volume(network)`."""
     return dense(volume(network), network)
 
 

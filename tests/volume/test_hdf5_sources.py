@@ -167,7 +167,7 @@ def test_missing_external_files_are_named(tmp_path: Path, kept: int | None, monk
 
 
 def circle(path: Path, kind: str) -> Path:
-    """A virtual dataset that is its own source."""
+    """Write a virtual dataset that is its own source."""
     if kind == "series":
         return series(path, ".")
     if kind == "by name":
@@ -266,7 +266,7 @@ def test_more_files_than_the_process_may_open_are_reported(tmp_path: Path, monke
 
 
 def half_written(path: Path, **made: Any) -> Path:
-    """A source of two chunks, the second of which was never written."""
+    """Write a source of two chunks, the second of which was never written."""
     with h5py.File(path, "w") as file:
         file.create_dataset("a", (4, 5, 6), "u1", chunks=(2, 5, 6), **made)[:2] = VOXELS[:2]
     return path

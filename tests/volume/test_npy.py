@@ -103,7 +103,7 @@ def test_files_without_a_volume_are_refused(tmp_path: Path) -> None:
 
 
 def with_header(text: bytes, version: int = 1) -> bytes:
-    """A .npy file of this header and 64 zeros."""
+    """Write a .npy file of this header and 64 zeros."""
     return (
         b"\x93NUMPY" + bytes([version, 0]) + len(text).to_bytes(2 if version == 1 else 4, "little") + text + bytes(64)
     )

@@ -194,7 +194,7 @@ TMPFS_BYTES = 2**20
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of one MiB."""
+    """Mount a file system of one MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = subprocess.run(

@@ -31,7 +31,7 @@ def hdf5(path: Path, write: Callable[[h5py.AttributeManager, h5py.Dataset], None
 
 
 def written(folder: Path, suffix: str, **attributes: Any) -> Path:
-    """An output with these attributes in place of the right ones; those that are None are left out."""
+    """Write an output with these attributes in place of the right ones; None leaves one out."""
     entries = {name: value for name, value in {**RIGHT, **attributes}.items() if value is not None}
     if suffix == ".h5":
         return hdf5(folder / "out.h5", lambda attrs, dataset: attrs.update(entries))
@@ -41,7 +41,7 @@ def written(folder: Path, suffix: str, **attributes: Any) -> Path:
 
 
 def short(text: str) -> str:
-    """An id for a case whose text may be long."""
+    """Return an id for a case whose text may be long."""
     return text[:20]
 
 

@@ -22,7 +22,7 @@ def crop(mean: float = 130.0, std: float = 33.5) -> npt.NDArray[np.uint8]:
 
 
 def padded() -> npt.NDArray[np.uint8]:
-    """A volume whose faces are black: only the box in the centre holds tissue."""
+    """Make a volume whose faces are black: only the box in the centre holds tissue."""
     volume = np.zeros((60, 60, 60), np.uint8)
     volume[15:45, 15:45, 15:45] = crop()[:30, :30, :30]
     return volume

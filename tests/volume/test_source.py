@@ -30,7 +30,7 @@ def volume(size: Vec3, dtype: str = "i2", channels: int = 1) -> tuple[npt.NDArra
 
 
 def padded(array: npt.NDArray[np.int16], fov: Vec3) -> npt.NDArray[np.int16]:
-    """The whole volume with numpy's own mirror around it: (c, *(size + fov - 1))."""
+    """Return the whole volume with numpy's own mirror around it: (c, *(size + fov - 1))."""
     pads = [((k - 1) // 2, k - 1 - (k - 1) // 2) for k in fov]
     return np.pad(array, [(0, 0), *pads], mode="reflect")
 

@@ -59,7 +59,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def store(path: Path) -> Iterator[Hdf5Store]:
-    """Of three maps, full of `before()`."""
+    """Open a store of three maps, full of `before()`."""
     made = opened(path, new=True)
     made.write(WHOLE, before())
     yield made
@@ -197,7 +197,7 @@ def test_small_boxes_use_few_threads(path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def slow_writes(monkeypatch: pytest.MonkeyPatch, fails: Callable[[int], bool]) -> list[str]:
-    """Writes that take a while, or fail at once as on a full disk; what began and what ended."""
+    """Let writes take a while, or fail as on a full disk; record what began and what ended."""
     pwrite = os.pwrite
     seen: list[str] = []
 

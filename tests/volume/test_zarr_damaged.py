@@ -37,7 +37,7 @@ def made(path: Path, dtype: str = "u2", zarr_format: int = 3, **words: Any) -> P
 
 
 def changed(path: Path, change: Change) -> Path:
-    """The metadata of an array, changed."""
+    """Return the metadata of an array, changed."""
     file = path / "zarr.json" if (path / "zarr.json").exists() else path / ".zarray"
     document = json.loads(file.read_text())
     change(document)
@@ -286,7 +286,7 @@ def test_null_fill_value_means_no_fill_value(tmp_path: Path) -> None:
 
 
 def image(path: Path, axes: list[Any], steps: list[Any], **more: Any) -> Path:
-    """An OME-Zarr image of format 0.4 in two sizes, (t, c, z, y, x)."""
+    """Write an OME-Zarr image of format 0.4 in two sizes, (t, c, z, y, x)."""
     group = zarr.open_group(path, mode="w", zarr_format=2)
     for name, size in (("0", (1, 1, 8, 6, 5)), ("1", (1, 1, 4, 3, 3))):
         array = group.create_array(

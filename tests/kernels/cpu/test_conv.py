@@ -63,7 +63,7 @@ def ids(value: object) -> str | None:
 
 
 def some_variants(primitive: Primitive, shape: ConvShape) -> Sequence[Variant]:
-    """The first, the last, and a few between."""
+    """Return the first variant, the last, and a few between."""
     variants = primitive.variants(shape, MACHINE)
     return [*variants[:: max(1, len(variants) // 5)], variants[-1]]
 
@@ -81,7 +81,7 @@ def test_output_equals_the_definition(primitive: Primitive, shape: ConvShape) ->
 
 
 def test_tiles_far_beyond_the_input_read_zeros() -> None:
-    """Whole blocks of planes lie outside: they are zero, whatever the scratch held."""
+    """Whole blocks of planes outside the input are zero, whatever the scratch held."""
     shape = ConvShape(1, 100, 2, (19, 10, 10), (3, 3, 3))
     x, weights = random_input(shape), random_weights(shape)
     ran = run(find("cpu.conv.fft_tiled"), shape, x, weights, Variant.of(tile=(16, 16, 16), group=8), threads=2)
@@ -140,7 +140,7 @@ def test_batch_may_have_any_stride(primitive: Primitive, shape: ConvShape) -> No
 
 
 def spread(images: Array) -> Array:
-    """The same images, 96 floats apart, NaN between."""
+    """Copy the images to places 96 floats apart, with NaN between."""
     store = np.full((len(images), images[0].size + 96), np.nan, np.float32)
     store[:, : images[0].size] = images.reshape(len(images), -1)
     strides = (store.strides[0], *images.strides[1:])
@@ -194,7 +194,7 @@ def test_resident_bytes_equal_the_footprint(primitive: Primitive) -> None:
 @pytest.mark.parametrize("activation", ["none", "relu"])
 @pytest.mark.parametrize("primitive", CONVS, ids=ids)
 def test_bound_step_keeps_only_the_promised_bytes(primitive: Primitive, activation: str) -> None:
-    """Rows of biases and the like: not much, but of wide images with many maps megabytes."""
+    """Rows of biases are small, but megabytes for wide images with many maps."""
     shape = ConvShape(1, 2, 64, (4, 5, 900), (2, 2, 3), activation)  # type: ignore[arg-type]
     variant = primitive.variants(shape, MACHINE)[-1]
     with ThreadPool(2) as crew:
@@ -352,7 +352,7 @@ def test_impossible_shape_is_refused_when_created() -> None:
     ids=ids,
 )
 def test_work_fits_measured_times(shape: ConvShape, milliseconds: Sequence[float | None]) -> None:
-    """Shortest of a few runs of 2 threads on 2 Zen 5 cores, 2026-11-20: direct, whole-image FFT, tiled FFT."""
+    """The times are the shortest of a few runs of 2 threads on 2 Zen 5 cores, 2026-11-20."""
     names = "cpu.conv.direct", "cpu.conv.fft_data", "cpu.conv.fft_tiled"
     for primitive, measured in zip(map(find, names), milliseconds, strict=True):
         if measured is None:
@@ -380,7 +380,7 @@ def test_work_fits_measured_times(shape: ConvShape, milliseconds: Sequence[float
 def test_work_of_the_compiled_tiles_fits_measured_times(
     shape: ConvShape, tile: Vec3, group: int, kept: int, milliseconds: float
 ) -> None:
-    """Medians of three runs of 2 threads on 2 Zen 5 cores, 2026-11-21."""
+    """The times are medians of three runs of 2 threads on 2 Zen 5 cores, 2026-11-21."""
     variant = Variant.of(tile=tile, group=group, kept=kept)
     expected = 1000 * seconds(find("cpu.conv.fft_lanes").work(shape, variant), Rates())
     assert 0.7 < milliseconds / expected < 1.4, f"{milliseconds} measured, {expected:.0f} expected"

@@ -191,7 +191,7 @@ def test_unsupported_shape_gets_a_reason() -> None:
     ids=str,
 )
 def test_work_fits_measured_times(shape: ConvShape, width: int, milliseconds: float) -> None:
-    """Shortest of three runs of 2 threads on 2 Zen 5 cores, 2026-11-21."""
+    """The times are the shortest of three runs of 2 threads on 2 Zen 5 cores, 2026-11-21."""
     expected = 1000 * seconds(TASKS.work(shape, Variant.of(width=width)), Rates())
     assert 0.7 < milliseconds / expected < 1.4, f"{milliseconds} measured, {expected:.0f} expected"
 
@@ -207,7 +207,7 @@ def test_work_fits_measured_times(shape: ConvShape, width: int, milliseconds: fl
     ids=str,
 )
 def test_work_of_the_plain_direct_convolution_fits_measured_times(shape: ConvShape, milliseconds: float) -> None:
-    """Shortest of three runs of 2 threads on 2 Zen 5 cores, 2026-11-21. It never beats the other direct one."""
+    """The times are as above; it never beats the other direct convolution."""
     naive, fast = find("cpu.conv.direct_naive"), find("cpu.conv.direct")
     expected = 1000 * seconds(naive.work(shape, Variant()), Rates())
     assert 0.7 < milliseconds / expected < 1.4, f"{milliseconds} measured, {expected:.0f} expected"

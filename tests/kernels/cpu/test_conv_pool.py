@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(not RUNS_HERE, reason="the kernels were not comp
 
 
 def pooled(batch: int, maps: tuple[int, int], out: Vec3, k: Vec3, p: Vec3, activation: Activation) -> ConvShape:
-    """The convolution whose fragments are of size `out`."""
+    """Return the convolution whose fragments are of size `out`."""
     n = tuple((m + 1) * w - 1 + s - 1 if w > 1 else m + s - 1 for m, w, s in zip(out, p, k, strict=True))
     shape = ConvShape(batch, *maps, (n[0], n[1], n[2]), k, activation, p)
     assert shape.out == out
@@ -74,7 +74,7 @@ def _rms(values: np.ndarray) -> float:
 @pytest.mark.parametrize("simd", RUNS_HERE)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_fused_layer_equals_two_layers(shape: ConvShape, simd: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Odd windows and sizes, several images, maps that fill no block, tiles that reach beyond the input."""
+    """Windows and sizes are odd; there are several images, and maps that fill no block."""
     monkeypatch.setattr(conv_fft_lanes, "this_machine", lambda: replace(MACHINE, simd=simd))
     variants = LANES.variants(shape, MACHINE)
     weights = random_weights(shape)
@@ -94,7 +94,7 @@ DIRECT = [
 @pytest.mark.parametrize("simd", RUNS_HERE)
 @pytest.mark.parametrize("shape", DIRECT, ids=str)
 def test_direct_convolution_pools_like_two_layers(shape: ConvShape, simd: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """First layers and others: units that end before the image does, planes that are kept for the next window."""
+    """Some units end before the image does, and planes are kept for the next window."""
     monkeypatch.setattr(conv_direct_lanes, "this_machine", lambda: replace(MACHINE, simd=simd))
     primitive = find("cpu.conv.first" if shape.fin <= 4 else "cpu.conv.direct_lanes")
     (variant,) = primitive.variants(shape, MACHINE)

@@ -126,7 +126,7 @@ def test_convolutions_equal_the_definition(
 
 
 def test_definition_flips_kernels_as_in_the_paper() -> None:
-    """O[p] = sum over r of F[r] * D0[p u + R - r - 1 - pad], equation (3) of the paper, along one axis."""
+    """O[p] = sum over r of F[r] * D0[p u + R - r - 1 - pad] is equation (3) of the paper, along one axis."""
     image, kernel = np.arange(1.0, 7.0), np.array([1.0, 10.0, 100.0])
     u, pad, R = 2, 1, 3
     padded = dict(enumerate(image))

@@ -63,7 +63,7 @@ BY_NUMPY = ("cpu.pool.max", "cpu.pool.fragments", "cpu.maxfilter.direct", "cpu.m
 
 
 def primitive_for(shape: LayerShape) -> Primitive:
-    """The one that always works."""
+    """Return the primitive that always works."""
     (found,) = [p for p in primitives_for(shape) if p.name in BY_NUMPY]
     return found
 
@@ -173,7 +173,7 @@ def test_larger_windows_are_more_work_for_the_same_output() -> None:
 
 @pytest.mark.parametrize("maps", [1, 3, 16, 40])
 def test_nan_in_a_window_gives_nan(maps: int) -> None:
-    """Wherever in its window it is, and whatever lies beside it."""
+    """The position of NaN in its window and the values beside it make no difference."""
     shapes: list[LayerShape] = [
         PoolShape(1, maps, (5, 8, 5), (2, 3, 2)),
         PoolShape(1, maps, (4, 6, 8), (2, 3, 2), fragments=False),

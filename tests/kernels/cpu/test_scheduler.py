@@ -63,7 +63,7 @@ def test_kernels_are_numbered_from_the_most_distant_on() -> None:
 
 
 def test_graph_of_the_paper_converts_to_networkx() -> None:
-    """Fig. 3: four input and five output maps, four images."""
+    """Figure 3 has four input maps, five output maps and four images."""
     whole = graph(TaskGraph(4, 5, 1, 4, 4))
     assert isinstance(whole, networkx.DiGraph)
     assert len(whole) == 4 + 4 * 4 + 4 * 5 + 4 * 5 * 4 + 5 * 4
@@ -79,7 +79,7 @@ def test_graph_of_the_paper_converts_to_networkx() -> None:
 
 
 def cores_as_told(root: Path, cores: dict[int, tuple[int, str, str]]) -> Path:
-    """A folder like Linux's, for cores with package, third-level cache and siblings; an empty text: no such file."""
+    """Make a folder like Linux's, with package, cache and siblings of each core; empty text means no file."""
     for core, (package, cache, siblings) in cores.items():
         told = {"topology/physical_package_id": str(package)}
         told |= {"cache/index3/shared_cpu_list": cache, "topology/thread_siblings_list": siblings}

@@ -14,7 +14,7 @@ SIDES = (4, 6, 8, 12, 16, 24)
 
 
 def useful_sides(outputs: int, reach: int) -> list[int]:
-    """Those that hold the reach and cover the outputs with less than all smaller ones do."""
+    """Return the sides that hold the reach and cover the outputs with less than all smaller ones do."""
     if reach == 1:
         return [1]
     covered = {side: -(-outputs // (side - reach + 1)) * side for side in SIDES if side >= reach}

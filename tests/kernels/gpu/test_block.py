@@ -74,7 +74,7 @@ def test_output_equals_the_definition(device: Any, shape: ConvShape, variant: Va
 @pytest.mark.parametrize("scale", [0, 1, 10])
 @pytest.mark.parametrize("fin", [MOST_TERMS, MOST_TERMS + 1])
 def test_long_sums_are_split_to_stay_exact(device: Any, fin: int, scale: int) -> None:
-    """Without a bias, which makes the answer larger, and with one that is larger than the rest of a sum."""
+    """They run without a bias, and with one that is larger than the rest of a sum."""
     shape = ConvShape(1, fin, 64, (1, 4, 16), (1, 1, 1), "none")
     x, weights = random_input(shape), random_weights(shape)
     weights.bias[...] *= scale
@@ -101,7 +101,7 @@ def test_long_sums_are_as_exact_as_short_ones(device: Any, shape: ConvShape, var
 
 
 def test_peak_ignores_partial_sums(device: Any) -> None:
-    """Here the first part of a sum is larger than all of it; float32 holds these exactly."""
+    """The first part of a sum is larger than all of it; float32 holds these exactly."""
     shape = ConvShape(1, 4000, 16, (1, 1, 2), (1, 1, 1), "relu")
     x, weights = np.ones(shape.in_shape, np.float32), random_weights(shape)
     weights.weight[:, :2000], weights.weight[:, 2000:], weights.bias[...] = 1, -0.5, 0
@@ -143,7 +143,7 @@ def test_carried_planes_and_strided_images_equal_the_definition(
 
 @pytest.mark.parametrize("fin", [3, 6, 12, 40])
 def test_half_precision_is_storage_only(device: Any, fin: int) -> None:
-    """Maps of a voxel of 6, 12, 24 and 80 bytes: copies of 2, 4, 8 and 16."""
+    """The maps of a voxel take 6, 12, 24 and 80 bytes, so that copies are 2, 4, 8 and 16 bytes wide."""
     shape = ConvShape(2, fin, 18, (3, 4, 6), (1, 2, 3), "relu", precision="fp16")
     variant = Variant.of(channels=32, span=2, voxels=32, maps=16)
     weights = random_weights(shape)
@@ -157,7 +157,7 @@ def test_half_precision_is_storage_only(device: Any, fin: int) -> None:
 
 @pytest.mark.parametrize("fin", [4, 6, 7])
 def test_copies_are_as_wide_as_maps_allow(device: Any, fin: int) -> None:
-    """Maps of a voxel of 16, 24 and 28 bytes: copies of 16, 8 and 4; the input ends where memory does."""
+    """The maps of a voxel take 16, 24 and 28 bytes; the input ends at the end of its memory."""
     shape = ConvShape(1, fin, 4, (2, 3, 5), (2, 1, 2), "relu")
     x, weights = random_input(shape), random_weights(shape)
     assert_close(run(device, shape, x, weights, NARROW)[0], x, weights, shape)
@@ -167,7 +167,7 @@ def test_copies_are_as_wide_as_maps_allow(device: Any, fin: int) -> None:
     ("into", "gap", "wide"), [("x", 0, True), ("x", 4, True), ("x", 2, False), ("out", 4, True), ("out", 2, False)]
 )
 def test_wide_copies_run_only_for_aligned_images(device: Any, into: str, gap: int, wide: bool) -> None:
-    """Both are true of the copies of inputs and of the stores of outputs, which one kernel has."""
+    """One kernel copies inputs and stores outputs, so that both must be aligned."""
     shape = ConvShape(2, 4, 8, (2, 3, 5), (2, 1, 2))
     step: Any = BLOCK.bind(BLOCK.prepare(random_weights(shape), NARROW, device), shape, NARROW, device)
     taken = []
@@ -196,7 +196,7 @@ def test_peak_reports_a_result_not_finite(device: Any) -> None:
 @pytest.mark.parametrize("kx", [1, 2, 3, 5, 11, 70])
 @pytest.mark.parametrize(("fin", "fout"), [(1, 1), (7, 80), (512, 512)])
 def test_every_division_fits_every_card(gpu: Gpu, precision: Any, kx: int, fin: int, fout: int) -> None:
-    """Of a patch, of a larger one for which it was not made, and of single voxels."""
+    """It is checked for its own patch, for a larger one, and for single voxels."""
     shape = ConvShape(1, fin, fout, (3, 17, kx + 12), (3, 2, kx), precision=precision)
     variants = BLOCK.variants(shape, replace(MACHINE, gpu=gpu))
     assert 1 <= len(variants) <= len(SEGMENTS) + 1
@@ -215,7 +215,7 @@ def test_every_division_fits_every_card(gpu: Gpu, precision: Any, kx: int, fin: 
 @pytest.mark.parametrize("k", [1, 3, 5])
 @pytest.mark.parametrize("maps", [64, 128, 256, 512])
 def test_large_layers_are_divided_as_in_the_paper(maps: int, k: int) -> None:
-    """128 pixels, 64 filters, 32 bytes of each."""
+    """A block has 128 pixels and 64 filters, and reads 32 bytes of each."""
     shape = ConvShape(1, maps, maps, (1, 223 + k, 223 + k), (1, k, k))
     division = _Division.of(BLOCK.variants(shape, WITH_GPU)[0])
     assert (division.voxels, division.maps, division.channels * FLOAT32) == (128, 64, 32)

@@ -25,7 +25,7 @@ H200 = Gpu("H200", (9, 0), 132, 141 << 30, 50 << 20, 227 << 10, 228 << 10, 4.8e1
 
 
 def test_products_to_hide_latency_equal_those_of_the_paper() -> None:
-    """Section 2.2 and table 1."""
+    """The numbers are those of section 2.2 and table 1."""
     assert GTX_1080_TI.bytes_a_cycle == 327
     assert GTX_1080_TI.hiding_bytes == 84366
     assert GTX_1080_TI.threads == 768

@@ -145,7 +145,7 @@ def test_plan_failing_for_some_sizes_is_found_by_its_first_result(device: Any, o
 
 @pytest.mark.parametrize("large", [True, False])
 def test_plan_refusing_to_run_is_replaced(device: Any, offers: list[Offer], large: bool) -> None:
-    """For the sizes that it refuses; for all where it refuses the small layer."""
+    """It is replaced for the sizes that it refuses, and for all if it refuses the small layer."""
     offers[:] = [Offer("some", refuses=lambda problem: (problem.n == SHAPE.n) == large), Offer("all")]
     x, weights = random_input(SHAPE), random_weights(SHAPE)
     assert_close(run(device, SHAPE, x, weights), x, weights, SHAPE)
@@ -156,7 +156,7 @@ def test_plan_refusing_to_run_is_replaced(device: Any, offers: list[Offer], larg
 def test_strides_of_one_image_are_those_of_its_part(
     device: Any, offers: list[Offer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not those of the whole layer: cuDNN refuses to step over 2^31 values."""
+    """Strides of the whole layer would exceed 2^31 values, which cuDNN refuses."""
     offers[:] = [Offer(refuses=lambda problem: problem.batch == 1 and not _is_dense(problem))]
     shape = replace(SHAPE, batch=1)
     monkeypatch.setattr(conv_cudnn, "MOST_VALUES", 5 * 7 * 9 * 8)

@@ -145,7 +145,7 @@ def test_held_bytes_equal_the_footprint(device: Any) -> None:
 def test_footprint_counts_every_cufft_plan(
     monkeypatch: pytest.MonkeyPatch, shape: ConvShape, maps: int, at_once: int
 ) -> None:
-    """And the table of sines: what a step takes beside what it prepared."""
+    """It also counts the table of sines, which a step takes beside its prepared weights."""
     monkeypatch.setattr(conv_fft, "LINES_VALUES", at_once)
     variant = Variant.of(maps=maps)
     with EmulatedDevice() as emulated:
@@ -176,7 +176,7 @@ def test_fewer_maps_at_a_time_take_less_memory() -> None:
 
 
 def test_memory_is_at_most_that_of_table_ii() -> None:
-    """S f (n + ñ) + f ñ; S (f + f') ñ + 2 f ñ; S f' (n' + ñ) + f' ñ, with all maps transformed at once."""
+    """The table gives S f (n + ñ) + f ñ, S (f + f') ñ + 2 f ñ, and S f' (n' + ñ) + f' ñ for all maps at once."""
     shape = ConvShape(2, 40, 30, (59, 61, 60), (5, 5, 5))
     footprint = FFT.footprint(shape, Variant.of(maps=40), 1)
     spectrum = 8 * good_size(59) * good_size(61) * (good_size(60, even=True) // 2 + 1)

@@ -73,7 +73,7 @@ def run(
 
 
 def rms_error(out: Any, x: Any, weights: ConvWeights, shape: ConvShape) -> float:
-    """Of the rms answer; NaN and untouched voxels fail."""
+    """Return the error relative to the rms answer; NaN and untouched voxels fail."""
     assert np.isfinite(out).all(), f"{(~np.isfinite(out)).sum()} of {out.size} voxels not finite"
     exact = reference.convolve(x, weights.weight, weights.bias, shape.activation)
     if shape.pools:
@@ -92,7 +92,7 @@ def test_output_equals_the_definition(device: Any, shape: ConvShape, precision: 
 
 
 def of_tile(device: Any, tile: Vec3, precision: Precision) -> float:
-    """The error of a layer a little larger than a tile."""
+    """Return the error of a layer a little larger than a tile."""
     z, y, x = tile
     shape = ConvShape(1, 2, 3, (z + 1, y + 2, x - 1), (3, 2, 4), "none", precision=precision)
     values, weights = random_input(shape), random_weights(shape)
@@ -166,7 +166,7 @@ def test_kernels_of_any_size_equal_the_definition(device: Any, precision: Precis
 
 
 def test_largest_possible_sums_do_not_overflow(device: Any) -> None:
-    """All values and all weights alike: everything is in one frequency."""
+    """Equal values and equal weights put everything into one frequency."""
     shape = ConvShape(1, 16, 8, (8, 16, 16), (3, 5, 5), "none", precision="tf32")
     x, weights = np.ones(shape.in_shape, np.float32), random_weights(shape)
     weights.weight[...] = 1
@@ -194,7 +194,7 @@ def test_zeros_give_the_bias(device: Any) -> None:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_vanishing_kernels_give_the_bias(device: Any, precision: Precision) -> None:
-    """What would bring their spectra to size is more than float32 holds."""
+    """The factor that would scale their spectra is beyond float32."""
     shape = replace(SHAPES[1], activation="none", precision=precision)
     weights = random_weights(shape)
     weights.weight[...] *= np.float32(1e-37)
@@ -230,7 +230,7 @@ def test_many_streamed_kernels_give_the_same_output(cuda_device: Any, precision:
 def test_footprint_covers_the_preparation(
     device: Any, monkeypatch: pytest.MonkeyPatch, precision: Precision, kernels: str
 ) -> None:
-    """Where it is more than the layer takes as it runs; at the same time there is no arena."""
+    """The preparation takes more than the layer does as it runs; no arena exists at the same time."""
     shape = ConvShape(1, 20, 18, (4, 5, 6), (3, 4, 5), "relu", precision=precision)
     variant = tiled(shape, kernels=kernels)
     footprint = TILED.footprint(shape, variant, 1)
@@ -362,7 +362,7 @@ def test_many_maps_equal_the_definition(cuda_device: Any, precision: Precision, 
 @pytest.mark.parametrize("fout", [3, 24, 160])
 @pytest.mark.gpu
 def test_sums_of_many_maps_on_tensor_cores_stay_exact(cuda_device: Any, fout: int) -> None:
-    """In one sum they leave 1.2e-6 of these; the emulator's cut off nothing."""
+    """A single sum would leave 1.2e-6 of these; the emulator's sums are exact."""
     shape = ConvShape(1, 160, fout, (30, 33, 37), (3, 4, 3), "none")
     x, weights = np.maximum(random_input(shape), 0), random_weights(shape)
     weights.bias[...] = 0

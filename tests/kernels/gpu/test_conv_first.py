@@ -61,7 +61,7 @@ def variant_of(units: str, groups: int, *, ahead: bool) -> Variant:
 
 
 def walk_whole_columns(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block takes every z of its tile."""
+    """Let a block compute every z of its tile."""
     monkeypatch.setattr(device, "gpu", replace(device.gpu, multiprocessors=1))
     monkeypatch.setattr(conv_first, "BLOCKS", 1)
 
@@ -101,7 +101,7 @@ def test_output_equals_the_definition(device: Any, shape: ConvShape, ahead: bool
     ids=str,
 )
 def test_tensor_cores_round_as_tf32_does(device: Any, shape: ConvShape, ahead: bool) -> None:
-    """What comes ahead in SHAPES[5] is more than registers hold."""
+    """The prefetched values of SHAPES[5] are more than registers hold."""
     x, weights = random_input(shape), random_weights(shape)
     out, peak = run(device, shape, x, weights, TENSOR, ahead=ahead)
     assert error_of(out, x, weights, shape) <= 1e-3
@@ -158,7 +158,7 @@ def test_block_computes_several_planes_along_z(
 def test_prefetched_values_equal_plainly_staged_ones(
     device: Any, monkeypatch: pytest.MonkeyPatch, precision: Any, units: str
 ) -> None:
-    """To the bit: rounded to tf32, not cut off."""
+    """They are equal to the bit: rounded to tf32, not truncated."""
     walk_whole_columns(device, monkeypatch)
     shape = replace(DEEP[1], precision=precision)
     x, weights = random_input(shape), random_weights(shape)

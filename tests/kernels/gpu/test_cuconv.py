@@ -91,7 +91,7 @@ def test_images_may_lie_anywhere(device: Any, precision: Any, maps: int, gap: in
 
 @pytest.mark.parametrize("offset", [1, 4])
 def test_images_may_start_on_any_plane(device: Any, offset: int) -> None:
-    """16 bytes at a time only where the address allows it."""
+    """Reads are 16 bytes wide only if the address allows it."""
     shape = ConvShape(2, 4, 8, (2, 3, 3), (2, 2, 1), "relu")
     x, weights = random_input(shape), random_weights(shape)
     variant = Variant.of(side=16, taps=2, units="float")

@@ -129,7 +129,7 @@ def test_pinned_arrays_are_numpy_arrays(device: Any) -> None:
 
 
 def test_copies_wait_for_their_events(device: Any) -> None:
-    """Up on one stream, a kernel on another, down on a third."""
+    """One stream uploads, a second runs a kernel, and a third downloads."""
     kernel = device.kernels(SOURCE, ["add_one"])["add_one"]
     count = 1 << 16
     source, target = device.pinned((count,), np.float32), device.pinned((count,), np.float32)
@@ -151,7 +151,7 @@ def test_copies_wait_for_their_events(device: Any) -> None:
 
 
 def test_unsynchronised_stream_reads_old_values() -> None:
-    """What the emulator does late, it shows: the copy down was not told to wait."""
+    """The emulator runs late on purpose, and the download was not told to wait."""
     with EmulatedDevice() as device:
         source, target = np.ones(4, np.float32), np.zeros(4, np.float32)
         array = device.view(device.allocate(16, "values"), (4,), np.float32)
@@ -263,7 +263,7 @@ def test_kernels_report_their_registers_and_local_bytes(cuda_device: Device) -> 
 
 
 class Refused(RuntimeError):
-    """As CuPy's errors: words with the code's name, and the code."""
+    """An error like CuPy's, whose text has the name of a code, and which has the code."""
 
     def __init__(self, status: int, words: str) -> None:
         super().__init__(words)
@@ -278,7 +278,7 @@ def fake_cupy(
     major: int = 8,
     no_compiler: str = "",
 ) -> SimpleNamespace:
-    """What `find_gpu` asks of CuPy, as if the machine were so."""
+    """Make the parts of CuPy that `find_gpu` calls, for a machine with these properties."""
 
     def count() -> int:
         if refused is not None:

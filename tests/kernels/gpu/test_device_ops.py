@@ -228,7 +228,7 @@ def test_denormals_are_flushed_to_zero(device: Any, kernels: dict[str, Any]) -> 
 
 
 def test_quotients_equal_integer_division(device: Any, kernels: dict[str, Any]) -> None:
-    """At multiples and beside them, up to the largest that are promised."""
+    """They are tried at multiples and beside them, up to the largest that are promised."""
     rng = np.random.default_rng(10)
     most = 2**31 - 65
     d = np.concatenate([np.arange(1, 3000), rng.integers(1, 2**20, 3000), [most - 1, most]])

@@ -87,7 +87,7 @@ def run(
     times: int = 1,
     threads: int = 2,
 ) -> Any:
-    """The output, from poisoned memory. Fails where the device does not keep what the footprint says."""
+    """Return the output, from poisoned memory, and fail if the device holds more than the footprint says."""
     kind = np.dtype(np.float16 if shape.precision == "fp16" else np.float32)
     given = of_host(x.astype(kind), strided=strided)
     promised = HOST_RAM.footprint(shape, chosen, 1)

@@ -108,7 +108,7 @@ def test_search_equals_exhaustive_search(shape: ConvShape, speeds: Speeds) -> No
     ],
 )
 def test_search_equals_exhaustive_search_with_real_primitives(name: str, variant: Variant) -> None:
-    """Parts of their images and planes never take less than the whole together, which the bounds rely on."""
+    """The bounds rely on it that parts together never take less than the whole."""
     primitive = find(name)
 
     def inner(shape: ConvShape) -> Sublayer:
@@ -145,7 +145,7 @@ def test_bounds_are_below_the_seconds_of_every_division(shape: ConvShape, speeds
 
 @pytest.mark.parametrize("division", [Division(1, 8, 1, 8, "inputs"), Division(1, 8, 4, 1, "outputs")], ids=str)
 def test_bounds_count_transfers_that_cannot_overlap(division: Division) -> None:
-    """Much is downloaded before room for the next part of the input is free: far more than the longer way alone."""
+    """Much is downloaded before there is room for the next part of the input."""
     shape, speeds = ConvShape(1, 8, 8, (64, 6, 6), (1, 1, 1)), Speeds(1e6, 1e6, 1e8)
     d = division
     space = Space([(d.images, d.planes)], [d.maps_in], [d.maps_out], [d.order])
@@ -157,7 +157,7 @@ def test_bounds_count_transfers_that_cannot_overlap(division: Division) -> None:
 @pytest.mark.parametrize("inner", [made_up, free])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_buffer_bytes_are_a_lower_bound_of_needed_bytes(shape: ConvShape, inner: Inner) -> None:
-    """Whatever fits is still there when the limit is what it needs."""
+    """Every division that fits is still found with a limit of its needed bytes."""
     speeds = SPEEDS["all three count"]
     for found in followed(shape, 2**62, speeds, inner):
         needed = vram(shape, found.footprint)
@@ -171,7 +171,7 @@ def test_buffer_bytes_are_a_lower_bound_of_needed_bytes(shape: ConvShape, inner:
 
 
 def test_kernels_that_do_not_fit_end_the_search_early() -> None:
-    """What is kept of kernels is known of groups of maps, whatever the images and planes."""
+    """Bytes of kernels follow from groups of maps, whatever the images and planes."""
     shape, asked = ConvShape(4, 6, 7, (40, 5, 5), (3, 3, 3)), 0
 
     def heavy(sub: ConvShape) -> Sublayer:
@@ -205,7 +205,7 @@ def test_few_candidate_counts_of_maps_are_nearly_optimal(shape: ConvShape, speed
 
 @pytest.mark.parametrize(("within", "most"), [(0.01, 30), (0.0, 900)])
 def test_large_layer_asks_inner_primitives_few_times(within: float, most: int) -> None:
-    """To ask the inner primitive is what takes time."""
+    """Asking the inner primitive takes most of the time."""
     shape, asked = ConvShape(1, 80, 80, (300, 300, 300), (3, 3, 3), "relu"), 0
 
     def inner(sub: ConvShape) -> Sublayer:
@@ -305,7 +305,7 @@ def test_seconds_equal_a_simulation_of_every_sublayer(shape: ConvShape, speeds: 
 @pytest.mark.parametrize("speeds", SPEEDS.values(), ids=SPEEDS)
 @pytest.mark.parametrize("order", ORDERS)
 def test_seconds_equal_a_simulation_with_repeated_passes(order: Order, speeds: Speeds) -> None:
-    """Sub-layers of a pass, passes, chunks and images, with and without parts at the end that differ."""
+    """There are sub-layers, passes, chunks and images, with and without smaller last parts."""
     for shape in (ConvShape(4, 13, 14, (16, 3, 3), (2, 2, 2)), ConvShape(1, 12, 9, (14, 2, 3), (3, 1, 2), "relu")):
         for chunk in ((1, 2), (1, 13), (1, shape.out[0]), (shape.batch, shape.out[0])):
             chunk = chunk[0], min(chunk[1], shape.out[0])

@@ -70,7 +70,7 @@ def error(found: npt.NDArray[Any], exact: npt.NDArray[Any]) -> float:
 
 
 def rounded(x: Any, precision: Precision) -> Any:
-    """What float16 activations hold."""
+    """Round to what float16 activations hold."""
     return x.astype(np.float16).astype(np.float32) if precision == "fp16" else x
 
 
@@ -93,7 +93,7 @@ def test_output_equals_the_definition(device: Any, way: tuple[str, Precision], s
 def test_all_activations_equal_the_definition(
     device: Any, way: tuple[str, Precision], activation: Activation, maps: int
 ) -> None:
-    """softmax on float32 units alone."""
+    """The softmax runs on float32 units alone."""
     shape = ConvShape(2, 2, maps, (3, 4, 3), (2, 2, 2), activation)
     if activation == "softmax" and way[0] != "float":
         variants = GEMM.variants(replace(shape, precision=way[1]), WITH_GPU)
@@ -116,7 +116,7 @@ def test_odd_inputs_are_as_accurate(device: Any, way: tuple[str, Precision], kin
 @pytest.mark.parametrize("scale", [0, 1, 10])
 @pytest.mark.parametrize("units", ["float", "tensor", "warpgroup"])
 def test_long_sums_lose_little(device: Any, units: str, scale: int) -> None:
-    """With the largest bias, begun with which a sum would lose more; without one, which makes the answer larger."""
+    """It is tried with the largest bias, which makes sums lose more, and without one."""
     shape = ConvShape(1, 125, 64, (2, 5, 20), (2, 2, 5), "none")
     assert prod(shape.k) * shape.fin == floats.MOST_TERMS
     x, weights = random_input(shape), random_weights(shape)
@@ -131,7 +131,7 @@ def test_long_sums_lose_little(device: Any, units: str, scale: int) -> None:
 @pytest.mark.parametrize(("fin", "k"), [(16, (4, 12, 12)), (64, (5, 5, 5)), (2, (6, 20, 24))])
 @pytest.mark.parametrize("units", ["tensor", "warpgroup"])
 def test_hundreds_of_terms_are_summed_in_groups(units: str, fin: int, k: Vec3, fout: int) -> None:
-    """Of one sign, they would leave up to 5e-7. The emulator's tensor cores cut off nothing: what they add is exact."""
+    """Terms of one sign would lose up to 5e-7 in one sum; the emulator's tensor cores are exact."""
     shape = ConvShape(1, fin, fout, (k[0], k[1] + 1, k[2] + 8), k, "none")
     x, weights = np.abs(random_input(shape)), random_weights(shape)
     weights.weight[...] = np.abs(weights.weight)
@@ -287,7 +287,7 @@ def test_work_on_tensor_cores_counts_whole_blocks(precision: Precision, unit: st
 def test_block_computes_several_tiles(
     device: Any, monkeypatch: pytest.MonkeyPatch, way: tuple[str, Precision], blocks: int
 ) -> None:
-    """Of several planes and images, in several stages and rounds; the last tiles reach beyond the output."""
+    """There are several planes, images, stages and rounds; the last tiles reach beyond the output."""
     monkeypatch.setattr(device, "gpu", replace(device.gpu, multiprocessors=blocks))
     monkeypatch.setattr(tensor.Block, "resident", 1)
     monkeypatch.setattr(tensor, "MOST_GROUP", 2)
@@ -301,7 +301,7 @@ def test_block_computes_several_tiles(
 
 @pytest.mark.parametrize("way", WAYS, ids="-".join)
 def test_repeated_runs_give_equal_bits(device: Any, way: tuple[str, Precision]) -> None:
-    """To the last bit."""
+    """A second run gives the output of the first."""
     x, weights = rounded(random_input(SHAPES[5]), way[1]), random_weights(SHAPES[5])
     first, second = (run(device, way, SHAPES[5], x, weights)[0] for _ in range(2))
     np.testing.assert_array_equal(first, second)

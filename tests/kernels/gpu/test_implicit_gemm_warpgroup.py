@@ -55,7 +55,7 @@ def test_every_division_of_a_layer_equals_the_definition(
     cut: tuple[int, int] | None,
     carried: int,
 ) -> None:
-    """By two blocks, tile after tile, and groups of few taps."""
+    """Divisions by two blocks, tile after tile, and groups of few taps are tried."""
     monkeypatch.setattr(device, "gpu", replace(device.gpu, multiprocessors=1))
     monkeypatch.setattr(warpgroup, "MOST_GROUP", dict.fromkeys(PRECISIONS, most))
     monkeypatch.setattr(warpgroup, "shared_of", lambda _: shared)
@@ -107,7 +107,7 @@ def test_every_way_of_storing_results_equals_the_definition(
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32"])
 def test_only_overflowing_values_become_infinite(device: Any, precision: Precision) -> None:
-    """What brings sums back is beyond float32 there: 2^139."""
+    """The factor that scales the sums back, 2^139, is beyond float32."""
     shape = ConvShape(1, 5, 6, (3, 7, 9), (2, 2, 2), "none", precision=precision)
     x, weights = np.zeros(shape.in_shape, np.float32), random_weights(shape)
     x[0, 1, 3, 4, 2] = 1e30
@@ -150,7 +150,7 @@ def test_padding_equals_the_definition(
 @pytest.mark.parametrize("fout", [3, 16, 40, 80])
 @pytest.mark.parametrize(("fin", "k"), [(80, (4, 4, 4)), (1, (5, 5, 5)), (80, (2, 2, 2))])
 def test_sums_of_positive_products_are_exact_in_fp32(device: Any, fin: int, k: Vec3, fout: int) -> None:
-    """What tensor cores cut off all has one sign then. The emulator cuts off nothing."""
+    """Truncation of tensor cores would add up; the emulator does not truncate."""
     shape = ConvShape(1, fin, fout, (k[0] + 1, k[1] + 1, k[2] + 9), k, "none", precision="fp32")
     x, weights = np.abs(random_input(shape)), random_weights(shape)
     weights.weight[...] = np.abs(weights.weight)
@@ -162,7 +162,7 @@ def test_sums_of_positive_products_are_exact_in_fp32(device: Any, fin: int, k: V
 @pytest.mark.parametrize("fout", [16, 80, 128])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_tiling_fits_two_blocks_in_a_multiprocessor(precision: Precision, fout: int, k: Vec3) -> None:
-    """Of any number of maps in; whatever a tile is, it covers the output."""
+    """It holds for any number of input maps, and tiles cover the output."""
     for fin in (*range(1, 20), 80, 100, 128, 200, 300):
         problem = problem_of(fin, fout, (40 + k[0], 50, 61), k, precision)
         plan = warpgroup.plan_of(problem, 1, warpgroup.SHARED)
@@ -209,7 +209,7 @@ BULK = str(Path(__file__).parent / "bulk.cu")
 
 
 def bulk_copied(device: Any, fault: str, rounds: int) -> Any:
-    """(rounds, 128) numbers, copied in and out by a kernel that adds 1 to them; and what they were."""
+    """Copy (rounds, 128) numbers in and out by a kernel that adds 1; return them and their old values."""
     values = np.random.default_rng(11).integers(0, 1000, (rounds, 128)).astype(np.float32)
     out = device.put(np.full_like(values, np.nan), "a result")
     name = f"bulk_copies<{fault}>"
@@ -219,7 +219,7 @@ def bulk_copied(device: Any, fault: str, rounds: int) -> Any:
 
 @pytest.mark.parametrize("rounds", [1, 2, 3, 8])
 def test_bulk_copies_arrive_and_leave(device: Any, rounds: int) -> None:
-    """Both arrivals in both parities."""
+    """Both barriers of arrival go through both parities."""
     out, values = bulk_copied(device, "NO_FAULT", rounds)
     assert np.array_equal(out, values + 1)
 

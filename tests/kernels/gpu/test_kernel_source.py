@@ -48,7 +48,7 @@ def architectures_of(source: str) -> tuple[int, ...]:
 
 
 def programs() -> dict[tuple[int, str, tuple[tuple[str, int | str], ...]], list[KernelInstance]]:
-    """What is compiled at once."""
+    """Return the sources that are compiled together."""
     found: dict[tuple[int, str, tuple[tuple[str, int | str], ...]], list[KernelInstance]] = {}
     for architecture, instance in chosen():
         found.setdefault((architecture, instance.source, instance.defines), []).append(instance)
@@ -142,7 +142,7 @@ def test_compile_error_is_reported(tmp_path: Path) -> None:
 def test_serialized_warpgroup_products_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, between: str, told: str | None
 ) -> None:
-    """As where sums are touched between two of them."""
+    """They occur if sums are touched between two products."""
     source = tmp_path / "waits.cu"
     source.write_text(
         f"""

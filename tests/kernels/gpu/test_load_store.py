@@ -1,4 +1,4 @@
-"""What a GPU session moves: exact copies, so they equal what numpy says, bit for bit."""
+"""A GPU session moves data by exact copies, which equal those of numpy bit for bit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def moves(device: Any, **changed: Any) -> LoadStore:
 
 
 def word(device: Any) -> Any:
-    """A peak nobody has raised yet."""
+    """Make a peak of zero."""
     return device.put(np.zeros(1, np.float32), "peak")
 
 
@@ -50,7 +50,7 @@ def grey(dtype: str, shape: tuple[int, ...], seed: int = 1) -> Any:
 
 
 def normalised(raw: Any, normalise: Normalise | None) -> Any:
-    """As znnpy.run normalises on a CPU: (c, z, y, x) to (z, y, x, c) float32."""
+    """Normalise as on a CPU: (c, z, y, x) to (z, y, x, c) float32."""
     wide = raw.dtype.itemsize > 2 and raw.dtype != np.float32
     dtype = np.float64 if wide else np.float32
     out = np.empty((*raw.shape[1:], len(raw)), np.float32)
@@ -211,7 +211,7 @@ def test_zeros_and_peaks_equal_numpy(device: Any, dtype: Any, n: Vec3) -> None:
 
 @pytest.mark.parametrize("offset", [1, 2, 4])
 def test_images_may_begin_at_any_address(device: Any, offset: int) -> None:
-    """A wide word on a wrong address is an error of the device, not of the emulator."""
+    """A wide access to an unaligned address is an error on a device, not in the emulator."""
     values = np.random.default_rng(9).standard_normal(2 * (offset + 96) + offset).astype(np.float32)
     whole, peak, m = device.put(values, "images"), word(device), moves(device)
     sizes, strides = (2, 3, 2, 4, 4), (4 * (96 + offset), 128, 64, 16, 4)

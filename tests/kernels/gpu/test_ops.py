@@ -179,7 +179,7 @@ WAYS: list[tuple[ops.Method, Precision, str, float, str]] = [
 
 
 def as_older(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device, as if its tensor cores did not read shared memory."""
+    """Return the device as if its tensor cores did not read shared memory."""
     monkeypatch.setattr(device, "gpu", replace(device.gpu, capability=(8, 0)))
 
 
@@ -306,7 +306,7 @@ LOOPED = [
 
 @pytest.fixture
 def small(device: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The device, as if three blocks filled it: loops over images and over values take several rounds."""
+    """Return the device as if three blocks filled it, so that loops take several rounds."""
     monkeypatch.setattr(device, "gpu", replace(device.gpu, multiprocessors=MULTIPROCESSORS))
     monkeypatch.setattr(on_gpu, "WAVES", 1)
     monkeypatch.setattr(on_gpu, "PARTS", 2)
@@ -341,7 +341,7 @@ def test_loops_compute_the_elements_beyond_a_full_device(
 
 @pytest.mark.parametrize("shape", LOOPED)
 def test_largest_value_is_found_at_any_position(small: Any, shape: tuple[int, ...]) -> None:
-    """Of every value in turn of those that lie a prime apart: by it x is scaled for tensor cores."""
+    """It is moved over positions that lie a prime apart; x is scaled by it for tensor cores."""
     host, peak = values(shape), small.put(np.zeros(1, np.float32), "peak")
     for place in (*range(0, host.size, 1009), host.size - 1):
         host.reshape(-1)[place] = -100 - place

@@ -64,7 +64,7 @@ def exact(shape: LayerShape, x: Any) -> Any:
 
 
 def halved(shape: LayerShape, precision: str) -> tuple[LayerShape, Any]:
-    """The shape in a precision, and an input in what it is stored in."""
+    """Return the shape in a precision, and an input in its stored type."""
     shape = replace(shape, precision=precision)  # type: ignore[arg-type]
     return shape, random_input(shape).astype(np.float16 if precision == "fp16" else np.float32)
 
@@ -93,7 +93,7 @@ def test_images_may_lie_anywhere(device: Any, shape: LayerShape, precision: str,
     poison = np.array(np.nan, x.dtype)
 
     def apart(sizes: tuple[int, ...], values: Any) -> tuple[Any, Any]:
-        """A buffer of NaN with images in it, `offset` values from its start and between each other."""
+        """Make a buffer of NaN with images in it, `offset` values from its start and between each other."""
         step = int(np.prod(sizes[1:])) + offset
         host = np.full(offset + sizes[0] * step, poison)
         host[offset:].reshape(sizes[0], step)[:, : step - offset] = values
