@@ -50,6 +50,7 @@ def circles_in(known: dict[str, Path]) -> list[list[str]]:
     return sorted(sorted(found) for found in networkx.strongly_connected_components(graph) if len(found) > 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", PACKAGES)
 def test_modules_of_a_package_have_no_import_cycle(package: str) -> None:
     assert circles_in(modules_in(package)) == []

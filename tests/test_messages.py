@@ -81,6 +81,7 @@ def literals(module: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value
 
 
+@pytest.mark.slow
 def test_messages_write_options_only_through_option(repository: Path) -> None:
     """Only whole commands, such as `znnpy measure --threads 2`, write options out; other messages use `option`."""
     command = re.compile(r"znnpy [a-z]+ [^`]*")

@@ -68,6 +68,7 @@ def test_readme_is_short_and_holds_both_set_up_commands() -> None:
     assert {"pip install . && znnpy demo\n", "pip install -e '.[test]' && pytest -n auto\n"} <= codes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", RUN_AS_A_WHOLE)
 def test_examples_of_a_page_run_in_order(page: str, folder: Path) -> None:
     for block in blocks_of(REPOSITORY / page):

@@ -58,6 +58,7 @@ def _emulated(emulated_gpus: EmulatedGpus) -> None:
 ON_GPU = replace(this_machine(), gpu=EMULATED_GPU)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_emulated")
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize(
@@ -74,6 +75,7 @@ def test_convolution_on_a_gpu_equals_the_definition(name: str, precision: Precis
     np.testing.assert_allclose(out, exact, atol={"fp32": 1e-5, "fp16": 1e-2}[precision] * np.abs(exact).max())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_emulated")
 def test_pooling_on_a_gpu_is_exact_and_overflow_is_refused() -> None:
     shape = PoolShape(2, 3, (9, 11, 11), (2, 3, 2))

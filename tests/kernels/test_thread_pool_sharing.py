@@ -67,6 +67,7 @@ def burning(run: Callable[[Callable[[Event], None]], object]) -> int:
     return sum(seconds > 0.3 * max(spent) for seconds in spent)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2, 4])
 def test_run_uses_as_many_threads_as_requested(tmp_path: Path, threads: int) -> None:
     """The system counts them; reading and writing beside them takes next to no time."""
@@ -101,6 +102,7 @@ def test_concurrent_runs_share_one_pool(place: Place) -> None:
     assert not crew_threads()
 
 
+@pytest.mark.slow
 def test_network_called_from_many_threads_gives_equal_results(tiny_network: Callable[..., Network]) -> None:
     """Eight callers, two threads: results are those of one caller, and nobody is left behind."""
     network = tiny_network()

@@ -217,6 +217,7 @@ def test_gain_of_columns_over_patches_is_printed(plan: Plan, columns: Plan, rati
     )
 
 
+@pytest.mark.slow
 def test_winner_is_compared_with_the_best_of_the_other_kind() -> None:
     both = planned((60, 50, 40), limits(LIMIT))
     alone = planned((60, 50, 40), limits(LIMIT), columns=not both.streams)

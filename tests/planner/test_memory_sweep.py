@@ -69,6 +69,7 @@ def test_each_point_equals_the_best_plan_within_its_limit(columns: bool) -> None
     assert all(point.as_json()["cover"] == ("columns" if columns else "patches") for point in found)
 
 
+@pytest.mark.slow
 def test_network_beyond_every_limit_has_no_points() -> None:
     asked: list[int] = []
 

@@ -158,6 +158,7 @@ def test_relaxation_is_close_to_the_optimum() -> None:
     assert knapsack_bound([pairs] * 10, budget=350) == pytest.approx(100 - 8 * 3.5, rel=0.02)
 
 
+@pytest.mark.slow
 @given(OPTIONS, OPTIONS, OPTIONS, st.integers(0, 40))
 def test_front_of_two_layers_loses_no_useful_option(
     first: list[LayerOption], second: list[LayerOption], both: list[LayerOption], room: int

@@ -263,6 +263,7 @@ def test_queue_gets_the_seconds_of_each_device() -> None:
     assert (gpu.runs, cpu.runs, cpu.walks) == (True, False, True)
 
 
+@pytest.mark.slow
 def test_output_narrower_than_an_item_counts_its_own_size() -> None:
     """The plan is run on a smaller volume than it was made for."""
     _, both = beside(0.5, columns=True, limits=LITTLE)
@@ -300,6 +301,7 @@ def test_memory_covers_both_devices() -> None:
         beside(0.5, output=SMALL, limits=replace(PLENTY, ram_bytes=most), masks=True)
 
 
+@pytest.mark.slow
 def test_columns_are_narrower_if_wide_ones_do_not_fit() -> None:
     """Wide ones hold more than a quarter of the CPU's part."""
 
@@ -431,6 +433,7 @@ def test_gpu_alone_is_an_alternative_with_a_reason() -> None:
     assert "all that the processor computes with beside it" in text
 
 
+@pytest.mark.slow
 def test_plan_extends_to_a_larger_volume() -> None:
     """The plan is run on another volume than it was made for."""
     _, both = beside(0.3)

@@ -131,6 +131,7 @@ def test_layers_of_host_memory_on_the_gpu_equal_the_definition(device: EmulatedD
     assert_dense(ran(plan, net, volume, device), definition(net, volume))
 
 
+@pytest.mark.slow
 def test_single_voxel_of_output_equals_the_definition(device: EmulatedDevice) -> None:
     network = small("one", 1, Conv((3, 2, 1), 4, "relu"), Conv((2, 1, 3), 3, "tanh"), Conv((1, 1, 1), 1))
     net, volume = trained(network), some_volume(network, seed=74, more=(0, 0, 0))

@@ -242,6 +242,7 @@ def test_failure_elsewhere_stops_the_computation_inside_a_patch(where: str) -> N
         assert time.perf_counter() - began < 2
 
 
+@pytest.mark.slow
 def test_columns_are_not_kept_in_a_list() -> None:
     """20,000 columns, interrupted after three: neither they nor their patches are kept."""
 

@@ -84,6 +84,7 @@ def run(
     return out
 
 
+@pytest.mark.slow
 def test_delays_change_no_byte_and_only_synchronisations_allocate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("znnpy.kernels.cpu.task_sizes.KERNEL_BYTES", 2**18)  # several slabs
     monkeypatch.setattr("znnpy.kernels.cpu.task_sizes.PRODUCT_BYTES", 2**14)  # an image a product

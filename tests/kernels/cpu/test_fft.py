@@ -79,6 +79,7 @@ if sys.argv[1] == "measured":
 """
 
 
+@pytest.mark.slow
 def test_fftw_plans_neither_read_nor_change_wisdom_of_the_process() -> None:
     def bytes_of(process: str) -> str:
         command = [sys.executable, "-c", WITH_WISDOM, process]

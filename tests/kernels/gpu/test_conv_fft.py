@@ -139,6 +139,7 @@ def test_held_bytes_equal_the_footprint(device: Any) -> None:
     assert step is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_once", [10**9, 40])
 @pytest.mark.parametrize("maps", [1, 2, 3, 8, 1000])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -98,6 +98,7 @@ def test_search_equals_exhaustive_search(shape: ConvShape, speeds: Speeds) -> No
     assert len(several) > 1, "the limits change nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "variant"),
     [
@@ -154,6 +155,7 @@ def test_bounds_count_transfers_that_cannot_overlap(division: Division) -> None:
     assert 0.95 * taken < bound <= taken * (1 + 1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", [made_up, free])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_buffer_bytes_are_a_lower_bound_of_needed_bytes(shape: ConvShape, inner: Inner) -> None:
@@ -183,6 +185,7 @@ def test_kernels_that_do_not_fit_end_the_search_early() -> None:
     assert asked == 6 * 7  # of all images and planes; no division was followed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
     [
@@ -292,6 +295,7 @@ def naive(divided: Divided, speeds: Speeds) -> tuple[float, int]:
     return down, nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("speeds", SPEEDS.values(), ids=SPEEDS)
 @pytest.mark.parametrize("shape", [*SHAPES, ConvShape(31, 3, 4, (3, 3, 3), (2, 2, 2))], ids=str)
 def test_seconds_equal_a_simulation_of_every_sublayer(shape: ConvShape, speeds: Speeds) -> None:
@@ -302,6 +306,7 @@ def test_seconds_equal_a_simulation_of_every_sublayer(shape: ConvShape, speeds: 
         assert divided.uploaded_bytes == nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("speeds", SPEEDS.values(), ids=SPEEDS)
 @pytest.mark.parametrize("order", ORDERS)
 def test_seconds_equal_a_simulation_with_repeated_passes(order: Order, speeds: Speeds) -> None:

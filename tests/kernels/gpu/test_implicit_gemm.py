@@ -127,6 +127,7 @@ def test_long_sums_lose_little(device: Any, units: str, scale: int) -> None:
     assert [variant.word("units") for variant in longer] == ["warpgroup", "tensor"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fout", [3, 80])
 @pytest.mark.parametrize(("fin", "k"), [(16, (4, 12, 12)), (64, (5, 5, 5)), (2, (6, 20, 24))])
 @pytest.mark.parametrize("units", ["tensor", "warpgroup"])

@@ -363,6 +363,7 @@ def test_temporary_memory_is_freed_when_the_work_is_done(either: Any, method: An
     assert either.allocated == held + out.nbytes
 
 
+@pytest.mark.slow
 def test_operations_without_temporary_memory_do_not_wait() -> None:
     with EmulatedDevice(EMULATED_GPU) as emulated:
         device: Any = emulated
