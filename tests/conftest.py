@@ -1,4 +1,4 @@
-"""What every test may ask for: the shared volumes, a crew of threads, a GPU, small networks with weights."""
+"""Tests may ask for shared volumes, a pool of threads, a GPU, and small networks with weights."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/d
 
 @pytest.fixture(scope="session")
 def repository() -> Path:
-    """The folder that holds pyproject.toml."""
+    """Return the folder that holds pyproject.toml."""
     return REPOSITORY
 
 
 @pytest.fixture
 def imported(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    """A module of the benchmarks."""
+    """Return a function that imports a module of the benchmarks."""
     monkeypatch.syspath_prepend(str(repository / "benchmarks"))
     return importlib.import_module
 
 
 @pytest.fixture
 def sublayers_take_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the host does for each sub-layer is longer than all that the primitives of the planner's tests do."""
+    """Let the host spend no time on a sub-layer: it is longer than all that fake primitives take."""
     monkeypatch.setattr("znnpy.planner.sublayers.SUBLAYER_SECONDS", 0.0)
 
 
@@ -58,7 +58,7 @@ def collects_nothing() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What runs measure and keep is not the user's, here and in processes that tests start."""
+    """Keep measurements out of the user's cache, here and in processes that tests start."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -82,7 +82,7 @@ def shared_data() -> Path:
 
 @pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
 def crew(request: pytest.FixtureRequest) -> Iterator[ThreadPool]:
-    """An open crew; each test that asks for it runs with one thread and with two."""
+    """Open a pool of threads; each test that asks for it runs with one thread and with two."""
     from znnpy.kernels.thread_pool import ThreadPool
 
     with ThreadPool(request.param) as crew:
@@ -108,8 +108,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked `long` or `torch` run only where `-m` names their marker, and so do those marked `gpu` where no
-    driver is; the others are deselected, not listed one by one. Tests of the benchmarks are marked `slow`."""
+    """Deselect tests marked `long` or `torch`, and `gpu` if there is no driver, unless `-m` names the marker.
+
+    Tests of the benchmarks are marked `slow`.
+    """
     for item in items:
         if item.path.is_relative_to(REPOSITORY / "tests" / "benchmarks"):  # they run whole benchmarks
             item.add_marker(pytest.mark.slow)
@@ -122,7 +124,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def emulated_gpus() -> Iterator[EmulatedGpus]:
-    """The GPUs that znnpy sees: as the machine has them, until `emulated_gpus.use(...)` or `.remove(...)`."""
+    """Return the GPUs that znnpy sees: the machine's, until `emulated_gpus.use(...)` or `.remove(...)`."""
     from tests.support.emulated_gpus import EmulatedGpus
 
     gpus = EmulatedGpus()
@@ -132,7 +134,7 @@ def emulated_gpus() -> Iterator[EmulatedGpus]:
 
 @pytest.fixture(autouse=True)
 def _the_gpu_is_for_tests_that_want_it(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs of all others find none, here and in processes that they start: they say on which device they run."""
+    """Hide the GPU from tests not marked `gpu`, here and in processes that they start."""
     if not has_driver() or request.node.get_closest_marker("gpu"):
         return
     gpus: EmulatedGpus = request.getfixturevalue("emulated_gpus")
@@ -142,7 +144,7 @@ def _the_gpu_is_for_tests_that_want_it(request: pytest.FixtureRequest, monkeypat
 
 @pytest.fixture(scope="session")
 def cuda_device() -> Iterator[Device]:
-    """The device of this machine."""
+    """Open the device of this machine."""
     from znnpy.kernels.gpu.device import Device, find_gpu
 
     if not has_driver():
@@ -153,7 +155,7 @@ def cuda_device() -> Iterator[Device]:
 
 @pytest.fixture(params=[pytest.param("emulated", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """A Device; each test that asks for it runs on the emulator and, where there is one, on a CUDA device."""
+    """Open a Device: each test that asks for it runs on the emulator and, if there is one, on a CUDA device."""
     if request.param == "cuda":
         yield request.getfixturevalue("cuda_device")
         return
@@ -187,7 +189,7 @@ def tiny_network() -> Callable[..., Network]:
 
 @pytest.fixture
 def place(tmp_path: Path, tiny_network: Callable[..., Network]) -> Place:
-    """A folder with a small volume, a small network and its weights, and the command line run on them."""
+    """Make a folder with a small volume, a small network and its weights, for the command line to run on."""
     from tests.support.cli import Place
 
     return Place.furnish(tmp_path, tiny_network())

@@ -30,11 +30,11 @@ def id_of(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=id_of)
-def test_files_and_folders_that_a_page_names_exist(page: Path) -> None:
+def test_files_and_folders_named_on_a_page_exist(page: Path) -> None:
     assert [path for path in paths_in(page.read_text()) if not (REPOSITORY / path).exists()] == []
 
 
-def test_a_missing_file_would_be_found() -> None:
+def test_missing_file_is_detected() -> None:
     assert paths_in("`znnpy/gone.py`, `a/b`, `--ram 2G`, `tests/` and\n```text\n`znnpy/code.py`\n```\n") == [
         "znnpy/gone.py",
         "tests/",
@@ -42,7 +42,7 @@ def test_a_missing_file_would_be_found() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=id_of)
-def test_primitives_that_a_page_names_exist(page: Path) -> None:
+def test_primitives_named_on_a_page_exist(page: Path) -> None:
     known = {primitive.name for primitive in (*TABLE, *IN_HOST_RAM)}
     example = {"cpu.conv.direct_rows"} if page.name == "adding_a_primitive.md" else set()
     assert set(PRIMITIVE.findall(page.read_text())) - known == example
@@ -59,7 +59,7 @@ def test_reference_holds_every_public_name() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=id_of)
-def test_marks_of_tables_are_pairs(page: Path) -> None:
+def test_table_marks_come_in_pairs(page: Path) -> None:
     marks = MARK.findall(page.read_text())
     names = [name for mark, name in marks if mark == "begin"]
     assert marks == [(mark, name) for name in names for mark in ("begin", "end")]

@@ -21,7 +21,7 @@ def test_every_package_of_an_extra_is_named(extra: str, repository: Path) -> Non
     assert "znnpy" not in install(extra)
 
 
-def test_a_copy_that_is_not_installed_has_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_advice_for_an_uninstalled_copy_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise importlib.metadata.PackageNotFoundError(name)
 

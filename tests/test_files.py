@@ -26,8 +26,8 @@ from znnpy.files import (
 )
 
 
-def test_a_file_is_replaced(tmp_path: Path) -> None:
-    """In a folder that is made for it, with the rights of any other file."""
+def test_file_is_replaced_whole(tmp_path: Path) -> None:
+    """Its folder is made if necessary, and it gets the permissions of any other file."""
     path = tmp_path / "new" / "name"
     replace_file(path, b"one")
     replace_file(path, b"another")
@@ -40,7 +40,7 @@ def test_a_file_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", ["fsync", "replace"])
-def test_what_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+def test_failed_writing_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     path = tmp_path / "name"
     path.write_bytes(b"old")
 
@@ -56,7 +56,7 @@ def test_what_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.Mo
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_what_appeared_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+def test_file_that_appeared_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     path = tmp_path / "name"
     write_asked(path, "ours", overwrite=False)
     assert path.read_text() == "ours"
@@ -70,7 +70,7 @@ def test_what_appeared_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     assert path.read_text() == "ours"
 
 
-def test_the_content_is_on_disk_before_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_content_is_synced_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     sync, move = os.fsync, Path.replace
 
@@ -89,7 +89,7 @@ def test_the_content_is_on_disk_before_the_name(tmp_path: Path, monkeypatch: pyt
     assert done == ["sync", "name"]
 
 
-def test_several_at_once_never_mix(tmp_path: Path) -> None:
+def test_concurrent_writers_never_mix(tmp_path: Path) -> None:
     path = tmp_path / "name"
     contents = [bytes([65 + index]) * 200_000 for index in range(4)]
     read: list[bytes] = []
@@ -109,7 +109,7 @@ def test_several_at_once_never_mix(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_only_regular_files_are_opened_and_nothing_waits(tmp_path: Path) -> None:
+def test_only_regular_files_are_opened(tmp_path: Path) -> None:
     """A pipe without a writer and a device are refused at once; a link to a file is followed."""
     file, link, pipe = tmp_path / "file", tmp_path / "link", tmp_path / "pipe"
     file.write_bytes(b"content")
@@ -126,7 +126,7 @@ def test_only_regular_files_are_opened_and_nothing_waits(tmp_path: Path) -> None
         open_regular(tmp_path / "missing")
 
 
-def test_a_new_file_takes_no_name_that_something_has(tmp_path: Path) -> None:
+def test_new_file_takes_no_existing_name(tmp_path: Path) -> None:
     other, at = tmp_path / "other", tmp_path / "name"
     other.write_bytes(b"precious")
     for target in (other, tmp_path / "nothing"):
@@ -168,7 +168,7 @@ def test_only_a_regular_file_with_one_name_is_reopened(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("links", [True, False])
 @pytest.mark.parametrize("kind", ["file", "folder"])
-def test_a_name_is_given_only_where_nothing_has_it(
+def test_rename_never_replaces_an_existing_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, links: bool
 ) -> None:
     """File systems without hard links keep the same promise."""
@@ -197,7 +197,7 @@ def test_a_name_is_given_only_where_nothing_has_it(
     assert path.is_dir() == (kind == "folder")
 
 
-def test_a_file_that_was_asked_for_is_no_input_and_no_link_to_nothing(tmp_path: Path) -> None:
+def test_output_file_is_neither_an_input_nor_a_dangling_link(tmp_path: Path) -> None:
     read, hard, soft = tmp_path / "read", tmp_path / "hard", tmp_path / "soft"
     read.write_bytes(b"precious")
     hard.hardlink_to(read)
@@ -214,7 +214,7 @@ def test_a_file_that_was_asked_for_is_no_input_and_no_link_to_nothing(tmp_path: 
     assert regular_file(dangling, overwrite=True) == tmp_path / "nothing"
 
 
-def test_removing_a_link_leaves_what_it_names(tmp_path: Path) -> None:
+def test_removing_a_link_leaves_its_target(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "file").write_bytes(b"precious")
@@ -226,7 +226,7 @@ def test_removing_a_link_leaves_what_it_names(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_arrays_are_told_from_groups(tmp_path: Path) -> None:
+def test_zarr_arrays_are_distinguished_from_groups(tmp_path: Path) -> None:
     """The metadata of a group may repeat that of its arrays."""
     group, array, old = tmp_path / "group", tmp_path / "array", tmp_path / "old"
     for folder, name, content in (

@@ -1,4 +1,4 @@
-"""What a process may use: sizes as typed, limits of control groups wherever they are set, the machine's name."""
+"""Sizes are parsed as typed, limits of control groups are found wherever set, and the machine is identified."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ MACHINE = Machine("a processor", "avx512", 8, 2**34, "openblas SkylakeX", (("num
         ("8B", 8),
     ],
 )
-def test_sizes(size: int | str, nbytes: int) -> None:
+def test_sizes_are_parsed(size: int | str, nbytes: int) -> None:
     assert parse_bytes(size) == nbytes
 
 
 @pytest.mark.parametrize("size", ["", "G", "-1G", "1e9", "2X", "2GG", "1,5G", "two"])
-def test_text_that_is_no_size(size: str) -> None:
+def test_invalid_size_is_refused(size: str) -> None:
     with pytest.raises(
         ValueError, match=re.escape(f"{size!r} is not a size: give a number with K, M, G or T, such as")
     ):
@@ -46,19 +46,19 @@ def test_text_that_is_no_size(size: str) -> None:
 
 
 @pytest.mark.parametrize("size", ["2", " 16", "1048575", "0.5"])
-def test_a_number_without_its_unit_is_no_size(size: str) -> None:
+def test_number_without_unit_is_refused_with_advice(size: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"write {size.strip()}M or {size.strip()}G")):
         parse_bytes(size)
 
 
 @pytest.mark.parametrize(("size", "shown"), [(2e9, "2000000000.0 is a float"), (b"2G", "b'2G' is a bytes")])
-def test_what_is_neither_text_nor_whole(size: Any, shown: str) -> None:
+def test_size_of_another_type_is_refused(size: Any, shown: str) -> None:
     message = f"a size is a whole number of bytes or text such as '600M' or '2G', and {shown}"
     with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
         limits_of(MACHINE, ram=size)
 
 
-def test_limits() -> None:
+def test_limits_default_to_the_machine_and_are_checked() -> None:
     default = limits_of(MACHINE)
     assert (default.ram_bytes, default.threads) == (3 * 2**32, 8)
     asked = limits_of(MACHINE, "300M", 3)
@@ -69,7 +69,7 @@ def test_limits() -> None:
         limits_of(MACHINE, None, 0)
 
 
-def test_limits_of_a_gpus_memory() -> None:
+def test_vram_limit_defaults_to_nine_tenths_of_free_memory() -> None:
     """Nine tenths of what is free, or what is asked for and free; no limit where no GPU is used."""
     with_gpu = replace(MACHINE, gpu=GPU)
     assert limits_of(MACHINE).vram_bytes is None
@@ -81,7 +81,7 @@ def test_limits_of_a_gpus_memory() -> None:
         limits_of(with_gpu, vram=0, free_bytes=10**9)
 
 
-def test_memory_that_other_programs_hold_is_not_promised() -> None:
+def test_memory_held_by_other_programs_is_not_promised() -> None:
     with pytest.raises(DeviceError) as caught:
         limits_of(replace(MACHINE, gpu=GPU), vram="60G", free_bytes=20 * 2**30)
     assert str(caught.value) == (
@@ -91,7 +91,7 @@ def test_memory_that_other_programs_hold_is_not_promised() -> None:
 
 
 def cgroups(folder: Path, own: str, files: dict[str, str]) -> tuple[Path, Path]:
-    """A system with control groups: what the process is told of its own, and what lies where they are mounted."""
+    """Make a system with control groups: the process's own list, and the files where they are mounted."""
     listed, root = folder / "cgroup", folder / "mount"
     listed.write_text(own)
     root.mkdir()
@@ -155,7 +155,7 @@ SLURM = "system.slice/slurmstepd.scope/job_7/step_0"
     ],
     ids=["none", "no list", "v2 mount", "v2 unlimited", "v2 Slurm", "v2 systemd", "v1 Slurm", "hybrid", "outside"],
 )
-def test_limits_of_control_groups(
+def test_limits_of_control_groups_are_read(
     tmp_path: Path, own: str, files: dict[str, str], nbytes: int | None, cpus: float | None
 ) -> None:
     listed, root = cgroups(tmp_path, own, files)
@@ -165,7 +165,7 @@ def test_limits_of_control_groups(
     assert min(cgroup_cpus(listed, root), default=None) == cpus
 
 
-def test_a_system_without_control_groups(tmp_path: Path) -> None:
+def test_system_without_control_groups_has_no_limit(tmp_path: Path) -> None:
     assert list(cgroup_bytes(tmp_path / "no", tmp_path / "none")) == []
     assert list(cgroup_cpus(tmp_path / "no", tmp_path / "none")) == []
 
@@ -190,7 +190,7 @@ OWN_V1 = "5:memory:/a\n4:cpu,cpuacct:/a\n"
 
 
 @pytest.mark.parametrize("content", ODD_NUMBERS, ids=lambda content: repr(content)[:20])
-def test_files_of_control_groups_that_hold_no_limit(tmp_path: Path, content: str) -> None:
+def test_control_group_files_without_a_limit_are_ignored(tmp_path: Path, content: str) -> None:
     """Control groups of versions 1 and 2 set no limit if a quota or a period is not a number or is 0."""
     quotas = (content, f"{content} 100000", f"100000 {content}", f"{content} {content}", f"max {content}")
     for number, quota in enumerate(quotas):
@@ -207,14 +207,14 @@ def test_files_of_control_groups_that_hold_no_limit(tmp_path: Path, content: str
         assert list(cgroup_bytes(listed, root)) == list(cgroup_cpus(listed, root)) == []
 
 
-def test_limits_of_control_groups_may_be_huge(tmp_path: Path) -> None:
+def test_huge_limits_of_control_groups_are_read(tmp_path: Path) -> None:
     largest = str(2**63 - 1)
     listed, root = cgroups(tmp_path, "0::/\n", {"memory.max": largest, "cpu.max": f"{largest} 1"})
     assert list(cgroup_bytes(listed, root)) == [2**63 - 1]
     assert list(cgroup_cpus(listed, root)) == [float(2**63 - 1)]
 
 
-def test_files_of_control_groups_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_control_group_files_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder, bytes that are no text, a pipe, and a file that the system gives to nobody."""
     listed, root = cgroups(tmp_path, "0::/a/b\n", {"memory.max": "300", "cpu.max": "200000 100000"})
     (root / "a/b/memory.max").mkdir(parents=True)
@@ -236,14 +236,14 @@ def test_files_of_control_groups_that_cannot_be_read(tmp_path: Path, monkeypatch
     ["garbage", "0:", "0::", "::", "0::relative/path\n", "0::/a\0b\n", "0::/" + "x" * 5000, "\xff\xfe", ":" * 10**6],
     ids=lambda own: repr(own)[:20],
 )
-def test_lists_of_control_groups_that_are_none(tmp_path: Path, own: str) -> None:
+def test_invalid_lists_of_control_groups_are_ignored(tmp_path: Path, own: str) -> None:
     """The mounted group counts even if the process lists none."""
     listed, root = cgroups(tmp_path, own, {"memory.max": "300", "cpu.max": "200000 100000"})
     assert list(cgroup_bytes(listed, root)) == [300]
     assert list(cgroup_cpus(listed, root)) == [2.0]
 
 
-def test_the_machine_is_no_more_than_the_groups_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_is_limited_by_its_control_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_module, "cgroup_bytes", lambda: iter([2**63, 12345]))
     monkeypatch.setattr(machine_module, "cgroup_cpus", lambda: iter([0.5, 1e6]))
     this_machine.cache_clear()
@@ -253,7 +253,7 @@ def test_the_machine_is_no_more_than_the_groups_allow(monkeypatch: pytest.Monkey
         this_machine.cache_clear()
 
 
-def test_this_machine() -> None:
+def test_this_machine_has_plausible_properties() -> None:
     here = this_machine()
     assert here.cores >= 1
     assert here.ram_bytes > process_bytes() > 2**20
@@ -262,7 +262,7 @@ def test_this_machine() -> None:
     assert here.fingerprint == this_machine().fingerprint
 
 
-def test_the_fingerprint_is_stable_and_tells_every_field() -> None:
+def test_fingerprint_is_stable_and_depends_on_every_field() -> None:
     assert MACHINE.fingerprint == "33146066826bdb88"
     others: dict[str, Any] = {
         "processor": "b",
@@ -280,7 +280,7 @@ def test_the_fingerprint_is_stable_and_tells_every_field() -> None:
     assert newer.fingerprint != replace(MACHINE, gpu=GPU).fingerprint
 
 
-def test_blas_kernels_below_the_processor_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blas_kernels_below_the_processor_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
     assert MACHINE.blas_warning is None
     assert replace(MACHINE, simd="avx2", blas="openblas Haswell").blas_warning is None
@@ -294,6 +294,6 @@ def test_blas_kernels_below_the_processor_are_told(monkeypatch: pytest.MonkeyPat
     assert "(OPENBLAS_CORETYPE is set)" in slow.blas_warning
 
 
-def test_a_number_without_end_is_a_mistake() -> None:
+def test_infinite_number_of_threads_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'99999999999999999999'\.\. is beyond any memory"):
         parse_bytes("9" * 400)

@@ -45,13 +45,13 @@ def test_arguments_are_named_as_the_caller_writes_them(name: str, value: Any, in
         (12, "12"),
     ],
 )
-def test_content_of_files_is_shown_without_steering_a_terminal(content: object, shown: str) -> None:
+def test_control_characters_in_shown_file_content_are_escaped(content: object, shown: str) -> None:
     assert excerpt(content) == shown
     assert one_line(str(content)) == shown
 
 
 @pytest.mark.parametrize("content", ["a" * 10**6, "\x1b" * 10**5, "\ud800" * 201])
-def test_an_excerpt_is_never_longer_than_the_limit(content: str) -> None:
+def test_excerpt_is_never_longer_than_the_limit(content: str) -> None:
     assert len(excerpt(content)) <= LONGEST_EXCERPT
     assert "..." in excerpt(content)
 
@@ -81,7 +81,8 @@ def literals(module: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value
 
 
-def test_no_message_names_an_option_of_the_command_line_by_itself(repository: Path) -> None:
+@pytest.mark.slow
+def test_messages_write_options_only_through_option(repository: Path) -> None:
     """Only whole commands, such as `znnpy measure --threads 2`, write options out; other messages use `option`."""
     command = re.compile(r"znnpy [a-z]+ [^`]*")
     found = []
@@ -96,7 +97,7 @@ def test_no_message_names_an_option_of_the_command_line_by_itself(repository: Pa
 
 
 @pytest.mark.parametrize(("name", "on_the_command_line"), [("begin", "--from"), ("end", "--to")])
-def test_arguments_whose_option_has_another_name(name: str, on_the_command_line: str) -> None:
+def test_arguments_with_another_option_name_are_translated(name: str, on_the_command_line: str) -> None:
     assert option(name) == f"`{name}`"
     with speaking_to_command_line():
         assert option(name) == on_the_command_line

@@ -1,4 +1,4 @@
-"""What gets installed: every folder of code, under the right name."""
+"""The installation has every folder of code, under the right name."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ def cuda_sources(repository: Path) -> list[Path]:
     return [path for ending in ("cu", "cuh") for path in (repository / "kernels").rglob(f"*.{ending}")]
 
 
-def test_packages_listed_are_the_folders_on_disk(repository: Path) -> None:
+def test_listed_packages_equal_the_folders_on_disk(repository: Path) -> None:
     """A sub-package that is forgotten in pyproject.toml vanishes from the wheel without a word."""
     settings = tomllib.loads((repository / "pyproject.toml").read_text())["tool"]["setuptools"]
     assert set(settings["packages"]) == packages_on_disk(repository)
 
 
 @pytest.mark.parametrize("name", ["kernels", "planner"])
-def test_folder_is_a_link_for_tools(repository: Path, name: str) -> None:
+def test_package_folder_is_a_link(repository: Path, name: str) -> None:
     link = repository / "znnpy" / name
     assert link.is_symlink()
     assert link.readlink() == Path("..") / name
 
 
 @pytest.mark.parametrize("name", ["kernels", "planner"])
-def test_bare_import_fails_with_the_right_name(repository: Path, name: str) -> None:
+def test_bare_import_fails_and_names_the_right_module(repository: Path, name: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", f"import {name}"], cwd=repository, capture_output=True, text=True, check=False
     )

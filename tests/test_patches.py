@@ -56,7 +56,7 @@ def test_cover_partitions_any_output(size: Vec3, patch: Vec3) -> None:
 
 
 @given(st.data())
-def test_columns_behind_the_first_may_write_less(data: st.DataObject) -> None:
+def test_later_columns_may_write_less(data: st.DataObject) -> None:
     size, patch = (data.draw(st.tuples(*[st.integers(1, most)] * 3)) for most in (9, 6))
     z, y, x = (data.draw(st.integers(1, first)) for first in patch)
     columns = Cover(size, patch, later=(z, y, x))
@@ -75,7 +75,7 @@ def test_columns_behind_the_first_may_write_less(data: st.DataObject) -> None:
         assert len(sizes) == columns.counts[axis]
 
 
-def test_the_last_patch_moves_inwards_and_writes_what_is_left() -> None:
+def test_last_patch_moves_inwards_and_writes_the_rest() -> None:
     columns = cover((4, 4, 10), (4, 4, 4))
     assert tuple(columns) == tuple(
         Column((Patch((0, 0, lo), Box((0, 0, lo), (4, 4, lo + 4)), Box((0, 0, write), (4, 4, write_end))),))
@@ -92,7 +92,7 @@ def test_order_has_z_slowest() -> None:
     ]
 
 
-def test_columns_by_their_index() -> None:
+def test_columns_are_found_by_their_index() -> None:
     columns = cover((5, 9, 7), (2, 3, 4))
     every = list(columns)
     assert len(columns) == len(every) == 3 * 3 * 2
@@ -117,7 +117,7 @@ COLUMNS = [  # sizes have the axis along which columns walk first: turned to eac
 
 
 def along(cover: Cover, axis: int) -> Cover:
-    """The same with columns that walk along another axis."""
+    """Return the same cover with columns along another axis."""
     return replace(cover, size=turned_back(cover.size, axis), patch=turned_back(cover.patch, axis), axis=axis)
 
 
@@ -169,7 +169,7 @@ def test_columns_partition_any_output(cover: Cover) -> None:
 
 
 @given(covers(), st.data())
-def test_steps_of_a_layer_are_those_in_which_it_computes_what_is_needed(cover: Cover, data: st.DataObject) -> None:
+def test_steps_of_a_layer_compute_exactly_the_needed_planes(cover: Cover, data: st.DataObject) -> None:
     """A layer's step gives the planes from `ahead` behind the output's on; what comes before the column is not."""
     ahead, axis = data.draw(st.integers(0, cover.margin)), cover.axis
     needed = [
@@ -184,7 +184,7 @@ def test_steps_of_a_layer_are_those_in_which_it_computes_what_is_needed(cover: C
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
-def test_the_last_column_along_its_axis_has_fewer_steps(axis: int) -> None:
+def test_last_column_along_its_axis_has_fewer_steps(axis: int) -> None:
     columns = along(Cover((29, 9, 4), (2, 4, 5), 0, 12, 7), axis)
     assert columns.counts == turned_back((3, 3, 1), axis)
     assert columns.grid == turned_back((12, 4, 5), axis)
@@ -195,14 +195,14 @@ def test_the_last_column_along_its_axis_has_fewer_steps(axis: int) -> None:
     assert turned(columns[-1].steps[-1].out.lo, axis) == (28, 5, 0)  # inwards across, beyond the end along
 
 
-def test_a_patch_is_a_column_of_one_step() -> None:
+def test_patch_equals_a_column_of_one_step() -> None:
     patches = cover((5, 9, 7), (2, 3, 4))
     assert patches.ahead == 0
     assert patches.grid == patches.patch
     assert patches.steps(0) == patches.steps(3) == len(patches)
 
 
-def test_a_huge_cover_takes_no_memory() -> None:
+def test_huge_cover_takes_no_memory() -> None:
     tracemalloc.start()
     try:
         columns = cover((100_000, 100_000, 100_000), (144, 144, 144))
@@ -213,7 +213,7 @@ def test_a_huge_cover_takes_no_memory() -> None:
         tracemalloc.stop()
 
 
-def test_boxes() -> None:
+def test_boxes_intersect_shift_and_count() -> None:
     box = Box((1, 2, 3), (4, 6, 8))
     assert (box.size, box.voxels) == ((3, 4, 5), 60)
     assert box.slices == (slice(1, 4), slice(2, 6), slice(3, 8))
@@ -224,13 +224,13 @@ def test_boxes() -> None:
 @pytest.mark.parametrize(
     "other", [Box((9, 9, 9), (12, 12, 12)), Box((-5, -5, -5), (0, 0, 0)), Box((1, 2, 8), (4, 6, 9))]
 )
-def test_clipping_to_what_does_not_meet_is_empty_not_negative(other: Box) -> None:
+def test_clipping_to_a_disjoint_box_is_empty(other: Box) -> None:
     clipped = Box((1, 2, 3), (4, 6, 8)).clipped(other)
     assert clipped.voxels == 0
     assert min(clipped.size) == 0
 
 
-def test_a_huge_cover_of_columns_takes_no_memory() -> None:
+def test_huge_cover_of_columns_takes_no_memory() -> None:
     tracemalloc.start()
     try:
         columns = Cover((100_000, 1_000_000, 100_000), (144, 32, 144), 1, 32_000, 162)

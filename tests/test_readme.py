@@ -48,7 +48,7 @@ def blocks_of(page: Path) -> list[Block]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with a small volume, and the weights of the network that README.md describes."""
+    """Make a folder with a small volume, and the weights of the network that README.md describes."""
     with h5py.File(tmp_path / "volume.h5", "w") as file:
         file["raw"] = np.random.default_rng(0).integers(0, 256, (40, 41, 42), np.uint8)
     rng = np.random.default_rng(1)
@@ -68,8 +68,9 @@ def test_readme_is_short_and_holds_both_set_up_commands() -> None:
     assert {"pip install . && znnpy demo\n", "pip install -e '.[test]' && pytest -n auto\n"} <= codes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", RUN_AS_A_WHOLE)
-def test_examples_of_a_page_run_one_after_the_other(page: str, folder: Path) -> None:
+def test_examples_of_a_page_run_in_order(page: str, folder: Path) -> None:
     for block in blocks_of(REPOSITORY / page):
         if block.kind == "yaml":
             name = block.code.partition("\n")[0].removeprefix("# ")
@@ -103,7 +104,7 @@ def _parses(words: list[str]) -> None:
         pass
 
 
-def test_an_unknown_option_would_be_found() -> None:
+def test_unknown_option_is_detected() -> None:
     with pytest.raises(click.UsageError, match="--rma"):
         _parses(["infer", "volume.h5", "--rma", "2G"])
     with pytest.raises(click.BadParameter, match="12Q"):
@@ -115,14 +116,14 @@ def _succeeds(words: list[str], folder: Path) -> None:
     assert done.returncode == 0, f"{words}: {done.stderr}"
 
 
-def test_picture_is_small_and_there() -> None:
+def test_picture_exists_and_is_small() -> None:
     (path,) = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", (REPOSITORY / "README.md").read_text())
     assert 10_000 < (REPOSITORY / path).stat().st_size < 300_000
 
 
 @pytest.fixture(scope="module")
 def export() -> str:
-    """The script that writes a network file and weights from a PyTorch model."""
+    """Return the script that writes a network file and weights from a PyTorch model."""
     (block,) = (block for block in blocks_of(REPOSITORY / "docs" / "network_format.md") if block.needs_torch)
     return block.code
 
@@ -168,7 +169,7 @@ def test_export_from_pytorch_folds_batch_norm(export: str, tmp_path: Path) -> No
         ("nn.Conv3d(1, 8, 3), nn.ReLU(), nn.BatchNorm3d(8)", "batch-norm must follow a convolution directly"),
     ],
 )
-def test_export_from_pytorch_refuses(layers: str, error: str, export: str, tmp_path: Path) -> None:
+def test_export_from_pytorch_refuses_unsupported_layers(layers: str, error: str, export: str, tmp_path: Path) -> None:
     from torch import nn, save
 
     save(nn.Sequential(*eval(f"[{layers}]", {"nn": nn})), tmp_path / "my_network.pt")

@@ -35,7 +35,7 @@ SHAPES: tuple[LayerShape, ...] = (
 
 
 def whole(shape: LayerShape, values: Values) -> np.ndarray[Any, Any]:
-    """The layer on all of its input at once."""
+    """Return the layer on all of its input at once."""
     x = np.resize(values.block, shape.in_shape).astype(np.float64)
     match shape:
         case ConvShape():
@@ -51,7 +51,7 @@ def whole(shape: LayerShape, values: Values) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_voxel_is_what_the_layer_gives_there(shape: LayerShape, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_voxel_equals_that_of_the_layer(shape: LayerShape, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("znnpy.measure.layer.BLOCK", 97)  # values come again and again
     values = Values(shape)
     exact = whole(shape, values)
@@ -61,7 +61,7 @@ def test_a_voxel_is_what_the_layer_gives_there(shape: LayerShape, monkeypatch: p
         np.testing.assert_allclose(voxel(shape, values, position), exact[position], rtol=0, atol=1e-12)
 
 
-def test_positions_are_corners_and_others_each_once() -> None:
+def test_positions_are_distinct_and_hold_the_corners() -> None:
     found = positions((2, 3, 4, 5), 30)
     assert found[0] == (0, 0, 0, 0)
     assert found[-1] == (1, 2, 3, 4)
@@ -76,7 +76,7 @@ MIXED = Network(  # one layer of every kind
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    """Of primitives that run."""
+    """Return a plan of primitives that run."""
     return make_plan(MIXED, (6, 7, 8), this_machine(), Limits(2**33, 2), columns=False)
 
 
@@ -84,7 +84,7 @@ def site() -> OpenTarget:
     return OpenTarget(machine=this_machine())
 
 
-def test_a_plan_that_is_right_passes_layer_by_layer(plan: Plan) -> None:
+def test_correct_plan_passes_layer_by_layer(plan: Plan) -> None:
     told: list[Progress] = []
     check_plan(plan, MIXED, site(), told.append)
     assert [progress.done for progress in told] == list(range(len(told)))
@@ -93,9 +93,7 @@ def test_a_plan_that_is_right_passes_layer_by_layer(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("wrong", [lambda maps: maps + 1e-3, lambda maps: np.full_like(maps, np.nan)])
-def test_one_voxel_that_is_off_is_named(
-    plan: Plan, monkeypatch: pytest.MonkeyPatch, wrong: Callable[[Any], Any]
-) -> None:
+def test_single_wrong_voxel_is_named(plan: Plan, monkeypatch: pytest.MonkeyPatch, wrong: Callable[[Any], Any]) -> None:
     right, broken = HostLayer.at, plan.choices[-1]
 
     def at(self: HostLayer, position: Position) -> Any:
@@ -112,7 +110,7 @@ def test_one_voxel_that_is_off_is_named(
     assert f"choose other primitives than {broken.primitive} with `only`" in sentence
 
 
-def test_layers_that_do_not_fit_are_checked_on_fewer_images_or_said(
+def test_large_layers_are_checked_on_fewer_images_or_skipped_with_a_note(
     plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[LayerShape] = []
@@ -135,7 +133,7 @@ def test_layers_that_do_not_fit_are_checked_on_fewer_images_or_said(
         check_plan(only, MIXED, site(), lambda progress: None)
 
 
-def test_few_samples_are_judged_by_how_large_the_other_values_are() -> None:
+def test_few_samples_are_judged_by_the_scale_of_the_layer() -> None:
     """Two that happen to be small err by as much as their large neighbours may; what is no number tells nothing."""
     at, exact = np.zeros((2, 3), np.int64), np.zeros((2, 1))
     written = np.full((2, 1), 5e-4, np.float32)

@@ -26,7 +26,7 @@ from znnpy.shapes import (
 )
 
 
-def test_sizes_and_bytes() -> None:
+def test_sizes_and_bytes_equal_those_by_hand() -> None:
     conv = ConvShape(2, 3, 5, (7, 8, 9), (1, 2, 4), "relu")
     assert (conv.in_shape, conv.out_shape) == ((2, 7, 8, 9, 3), (2, 7, 7, 6, 5))
     assert conv.out == (7, 7, 6)
@@ -39,12 +39,12 @@ def test_sizes_and_bytes() -> None:
     assert MaxoutShape(2, 6, (7, 8, 9), 3).out_shape == (2, 7, 8, 9, 2)
 
 
-def test_one_voxel_out() -> None:
+def test_one_voxel_of_output_is_allowed() -> None:
     assert ConvShape(1, 1, 1, (3, 4, 5), (3, 4, 5)).out == (1, 1, 1)
     assert PoolShape(1, 1, (3, 5, 1), (2, 3, 1)).out_shape == (6, 1, 1, 1, 1)
 
 
-def test_text() -> None:
+def test_shapes_print_their_sizes() -> None:
     assert str(ConvShape(2, 3, 5, (7, 8, 9), (1, 2, 4), "relu")) == "conv 2x3->5 @7x8x9 k1x2x4 relu"
     assert str(PoolShape(2, 3, (7, 8, 9), (2, 3, 1))) == "pool fragments 2x3 @7x8x9 p2x3x1"
     assert str(PoolShape(2, 3, (8, 9, 9), (2, 3, 1), fragments=False)) == "pool max 2x3 @8x9x9 p2x3x1"
@@ -59,12 +59,12 @@ def test_equal_shapes_are_one_problem() -> None:
     assert len(same_numbers) == 2
 
 
-def test_vectors() -> None:
+def test_vector_arithmetic_works_axis_by_axis() -> None:
     assert ceil_divide((4, 5, 6), (4, 4, 4)) == (1, 2, 2)
     assert valid((4, 5, 6), (4, 1, 3)) == (1, 5, 4)
 
 
-def test_turning_axes() -> None:
+def test_axes_are_rotated() -> None:
     assert [turn(axis) for axis in range(3)] == [(0, 1, 2), (1, 0, 2), (2, 0, 1)]
     assert [turned((7, 8, 9), axis) for axis in range(3)] == [(7, 8, 9), (8, 7, 9), (9, 7, 8)]
     assert [turned_back((7, 8, 9), axis) for axis in range(3)] == [(7, 8, 9), (8, 7, 9), (8, 9, 7)]
@@ -74,7 +74,7 @@ def test_turning_axes() -> None:
         assert turned_back(turned((7, 8, 9), axis), axis) == (7, 8, 9)
 
 
-def test_two_layers_in_one() -> None:
+def test_fused_shape_has_the_sizes_of_both_layers() -> None:
     conv, pool = ConvShape(2, 3, 5, (9, 10, 8), (2, 4, 1), "relu"), PoolShape(2, 5, (8, 7, 8), (3, 2, 3))
     both = fused(conv, pool)
     assert both == ConvShape(2, 3, 5, (9, 10, 8), (2, 4, 1), "relu", (3, 2, 3))
@@ -92,8 +92,8 @@ def test_two_layers_in_one() -> None:
         assert fused(first, second) is None
 
 
-def test_two_layers_in_one_take_in_what_the_pooling_would_keep() -> None:
-    """In a column the pooling gets window - 1 planes from the step before: in one, the convolution makes them again."""
+def test_fused_shape_reads_the_planes_the_pooling_would_carry() -> None:
+    """A pooling carries window - 1 planes of a column; a fused convolution makes them again."""
     conv, pool = ConvShape(1, 3, 5, (4 + 1, 10, 8), (2, 4, 1)), PoolShape(1, 5, (4 + 1, 7, 8), (2, 2, 3))
     both = fused(conv, pool)
     assert both is not None
@@ -138,13 +138,13 @@ ERRORS: list[tuple[Callable[[], LayerShape], str]] = [
 
 
 @pytest.mark.parametrize(("make", "message"), ERRORS, ids=[message[:30] for _, message in ERRORS])
-def test_what_does_not_fit(make: Callable[[], LayerShape], message: str) -> None:
+def test_impossible_shapes_are_refused(make: Callable[[], LayerShape], message: str) -> None:
     with pytest.raises(ShapeError) as caught:
         make()
     assert str(caught.value) == message
 
 
-def test_a_window_slides() -> None:
+def test_sliding_windows_have_the_expected_output() -> None:
     """AlexNet's first layer, a valid convolution, and steps that leave voxels over."""
     assert Sliding((1, 4, 4), (0, 2, 2)).positions((1, 224, 224), (1, 11, 11)) == (1, 55, 55)
     assert Sliding().positions((7, 8, 9), (2, 3, 9)) == (6, 6, 1)
@@ -162,7 +162,7 @@ def test_a_window_slides() -> None:
         ),
     ],
 )
-def test_a_window_that_does_not_slide(slide: Callable[[], object], message: str) -> None:
+def test_impossible_windows_are_refused(slide: Callable[[], object], message: str) -> None:
     with pytest.raises(ShapeError) as caught:
         slide()
     assert str(caught.value) == message

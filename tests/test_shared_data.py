@@ -1,4 +1,4 @@
-"""Where tests look for the real volume: a folder that was named has to be there, one that was not need not."""
+"""Tests look for the real volume in a named folder, which must exist, or in one that may be missing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-TEST = "tests/formats/test_networks.py::test_the_default_network_is_the_trained_one"
+TEST = "tests/formats/test_networks.py::test_default_network_is_the_trained_one"
 
 
 def outcome(repository: Path, named: Path) -> tuple[int, str]:
@@ -23,13 +23,13 @@ def outcome(repository: Path, named: Path) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def test_a_named_folder_must_be_there(repository: Path, tmp_path: Path) -> None:
+def test_missing_named_folder_fails(repository: Path, tmp_path: Path) -> None:
     code, words = outcome(repository, tmp_path / "none")
     assert code == 1
     assert re.search(r"ZNNPY_TEST_DATA names .*none, and there is no such folder", words)
 
 
-def test_a_named_folder_is_used(repository: Path, shared_data: Path, tmp_path: Path) -> None:
+def test_named_folder_is_used(repository: Path, shared_data: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").symlink_to(shared_data)
     assert outcome(repository, tmp_path / "elsewhere")[0] == 0
     (tmp_path / "empty").mkdir()

@@ -25,7 +25,7 @@ def assert_values(found: Values | None, written: npt.NDArray[np.float64]) -> Non
 
 
 @pytest.mark.parametrize("piece", [7, values.PIECE])
-def test_a_tally_is_numpys_min_max_and_mean_of_finite_values(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tally_equals_numpys_min_max_and_mean_of_finite_values(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(values, "PIECE", piece)
     rng = np.random.default_rng(4)
     parts = [rng.standard_normal((2, 3, 4, 5)).astype(np.float32), rng.standard_normal((2, 1, 4, 5)).astype(np.float32)]
@@ -37,13 +37,13 @@ def test_a_tally_is_numpys_min_max_and_mean_of_finite_values(piece: int, monkeyp
     assert_values(tally.values, finite)
 
 
-def test_nothing_finite_has_no_values() -> None:
+def test_tally_without_finite_values_is_empty() -> None:
     tally = Tally()
     tally.add(np.full((1, 2, 3, 4), np.nan, np.float32))
     assert tally.values is None
 
 
-def test_the_report_says_range_and_mean_of_the_output(place: Place) -> None:
+def test_report_states_range_and_mean_of_the_output(place: Place) -> None:
     report = znnpy.infer(place.volume, place.folder / "net.yaml", out=place.out, threads=1, patch=(4, 4, 4))
     written = place.prediction().astype(np.float64)
     assert_values(report.values, written)
@@ -53,19 +53,19 @@ def test_the_report_says_range_and_mean_of_the_output(place: Place) -> None:
     assert report.warnings == tuple(w for w in report.warnings if "sampled mean" not in w)
 
 
-def test_bytes_are_said_to_be_255_times_the_value(place: Place) -> None:
+def test_uint8_outputs_are_reported_as_255_times_the_value(place: Place) -> None:
     report = znnpy.infer(place.volume, place.folder / "net.yaml", out=place.out, output_dtype="uint8", threads=1)
     (line,) = [line for line in report.lines() if line.startswith("values")]
     assert line.endswith(", which are 255 times the network's")
 
 
 def floats_for_a_network_of_bytes(place: Place) -> Path:
-    """A volume from 0 to 1, and net.yaml with the mean and deviation of bytes."""
+    """Write a volume from 0 to 1, and net.yaml with the mean and deviation of bytes."""
     place.write_network(normalise={"mean": 130.0, "std": 33.5})
     return place.write_volume(np.random.default_rng(5).random((20, 23, 25), np.float32), "floats.h5")
 
 
-def test_the_command_line_warns_on_stderr(place: Place) -> None:
+def test_command_line_warns_on_stderr(place: Place) -> None:
     volume = floats_for_a_network_of_bytes(place)
     words = ["infer", str(volume), "--network", str(place.folder / "net.yaml"), "--threads", "1", "--json"]
     done = subprocess.run([sys.executable, "-m", "znnpy", *words], capture_output=True, text=True, check=True)
@@ -73,7 +73,7 @@ def test_the_command_line_warns_on_stderr(place: Place) -> None:
     assert any("the sampled mean" in warning for warning in json.loads(done.stdout)["warnings"])
 
 
-def test_odd_grey_values_are_a_warning_with_both_numbers(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+def test_odd_grey_values_give_a_warning_with_both_numbers(place: Place, caplog: pytest.LogCaptureFixture) -> None:
     """Floats from 0 to 1 in a network that was trained on bytes give the warning."""
     volume = floats_for_a_network_of_bytes(place)
     with caplog.at_level(logging.WARNING, "znnpy"):

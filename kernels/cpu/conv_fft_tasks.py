@@ -16,7 +16,7 @@ Memory   Table II of the paper: input + its spectra, then both spectra + a buffe
          of the output + output.
 Bound    S = 1: transforms of kernels; large S: products.
 Source   Zlateski, Lee, Seung, ZNNi (SC16), IV-A.3 and Fig. 3.
-Tested   tests/kernels/cpu/test_conv.py, tests/kernels/cpu/test_conv_fft_tasks.py, tests/kernels/cpu/test_tasks.py
+Tested   tests/kernels/cpu/test_conv.py, tests/kernels/cpu/test_conv_fft_tasks.py, tests/kernels/cpu/test_scheduler.py
 """
 
 from __future__ import annotations

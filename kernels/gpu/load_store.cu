@@ -9,7 +9,7 @@
  *            sides are accessed along the axis that is contiguous there.
  * Bound      memory: everything is read once and written once.
  * Source     first principles; tiles after Ruetsch, Micikevicius, Optimizing Matrix Transpose in CUDA, 2009.
- * Tested     tests/kernels/gpu/test_moves.py
+ * Tested     tests/kernels/gpu/test_load_store.py
  */
 #include "device_ops.cuh"
 

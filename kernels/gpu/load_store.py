@@ -11,7 +11,7 @@ These signatures are fixed (arrays are in device memory; addresses are integers,
     moves.peak(x, peak)                          the largest |x|
 
 Bound    Memory: everything is read once and written once.
-Tested   tests/kernels/gpu/test_moves.py
+Tested   tests/kernels/gpu/test_load_store.py
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from znnpy.trained import load_network
         ({"overwrite": True, "resume": True}, "give one of them"),
     ],
 )
-def test_infer(place: Place, words: dict[str, Any], said: str) -> None:
+def test_invalid_arguments_of_infer_are_value_errors(place: Place, words: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         infer(place.volume, place.folder / "net.yaml", out=place.out, **words)
     assert not place.out.exists()
@@ -37,12 +37,12 @@ def test_infer(place: Place, words: dict[str, Any], said: str) -> None:
         ({"volume": "volume.h5", "shape": (50, 50, 50)}, "give one of them"),
     ],
 )
-def test_plan(words: dict[str, Any], said: str) -> None:
+def test_invalid_arguments_of_plan_are_value_errors(words: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         plan("fib25_boundary", **words)
 
 
-def test_a_network_of_poolings_alone_needs_no_weights(tmp_path: Path) -> None:
+def test_network_without_convolutions_needs_no_weights(tmp_path: Path) -> None:
     (tmp_path / "pools.yaml").write_text("input_channels: 1\nlayers:\n- {type: pool, window: [1, 2, 2]}\n")
     grey = np.random.default_rng(2).integers(0, 256, (3, 5, 6), np.uint8)
     windows = np.lib.stride_tricks.sliding_window_view(grey, (1, 2, 2)).max(axis=(3, 4, 5))
@@ -60,7 +60,7 @@ def test_a_network_of_poolings_alone_needs_no_weights(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_missing_weights_say_where_they_can_go(tmp_path: Path, name: str, content: str, also: str) -> None:
+def test_missing_weights_are_refused_with_advice(tmp_path: Path, name: str, content: str, also: str) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(NetworkFileError, match=r"give weights='FILE\." + also):
         load_network(tmp_path / name)
@@ -74,19 +74,19 @@ def test_missing_weights_say_where_they_can_go(tmp_path: Path, name: str, conten
         (np.ma.masked_less(np.zeros((40, 40, 40)), 1), "the array is masked, and masks are not read"),
     ],
 )
-def test_only_plain_arrays_are_volumes(array: Any, said: str) -> None:
+def test_arrays_of_other_types_are_refused(array: Any, said: str) -> None:
     with pytest.raises(VolumeError, match=said):
         load_network("fib25_boundary")(array)
 
 
-def test_sizes_have_three_axes() -> None:
+def test_sizes_without_three_axes_are_refused() -> None:
     with pytest.raises(ShapeError, match=r"an output patch has three sizes \(z, y, x\), not \(8, 8\)"):
         plan("fib25_boundary", shape=(50, 50, 50), patch=(8, 8))  # type: ignore[arg-type]
     with pytest.raises(ShapeError, match=r"a shape has three sizes \(z, y, x\), not \(50, 50\)"):
         plan("fib25_boundary", shape=(50, 50))  # type: ignore[arg-type]
 
 
-def test_one_primitive_needs_no_list() -> None:
+def test_single_primitive_may_be_given_without_a_list() -> None:
     chosen = plan("fib25_boundary", shape=(50, 50, 50), only="cpu.conv.direct")
     names = {choice.primitive for choice in chosen.choices}
     assert {name for name in names if ".conv." in name} == {"cpu.conv.direct"}

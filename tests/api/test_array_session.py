@@ -24,7 +24,7 @@ def volumes(network: Network, count: int) -> list[np.ndarray[Any, Any]]:
 
 @pytest.mark.parametrize("network", [*NETWORKS[:5], *ODDER[:2]], ids=lambda n: n.name)
 @pytest.mark.parametrize("border", ["valid", "reflect"])
-def test_each_array_gives_the_bits_that_a_call_of_its_own_gives(network: Network, border: Border) -> None:
+def test_session_and_call_give_equal_bits(network: Network, border: Border) -> None:
     net, arrays = trained(network), volumes(network, 3)
     words: dict[str, Any] = {"border": border, "threads": 2, "device": "cpu"}
     with net.session(arrays[0].shape, dtype=np.uint8, **words) as run:
@@ -36,7 +36,7 @@ def test_each_array_gives_the_bits_that_a_call_of_its_own_gives(network: Network
         assert_dense(found[0], definition(net, arrays[0]))
 
 
-def test_it_plans_and_prepares_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_session_plans_and_prepares_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made, entered = [], []
     enter = Session.__enter__
 
@@ -57,7 +57,7 @@ def test_it_plans_and_prepares_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (len(made), len(entered)) == (1, 1)
 
 
-def test_predictions_go_where_they_are_asked_to() -> None:
+def test_predictions_are_written_into_given_arrays() -> None:
     net, (array, *_) = trained(NETWORKS[0]), volumes(NETWORKS[0], 1)
     with net.session(array.shape, dtype=np.uint8, threads=1, device="cpu") as run:
         wide = np.full((2, *run.output_shape), np.nan, np.float32)
@@ -82,7 +82,7 @@ def test_predictions_go_where_they_are_asked_to() -> None:
         run(flat, out=flat[np.newaxis])
 
 
-def test_an_open_session_is_not_entered_again() -> None:
+def test_open_session_is_not_entered_again() -> None:
     net, (array, *_) = trained(NETWORKS[0]), volumes(NETWORKS[0], 1)
     with net.session(array.shape, dtype=np.uint8, threads=1, device="cpu") as run:
         expected = run(array)
@@ -93,7 +93,7 @@ def test_an_open_session_is_not_entered_again() -> None:
         np.testing.assert_array_equal(run(array), expected)
 
 
-def test_threads_take_turns_and_get_their_own_answers() -> None:
+def test_threads_share_a_session_and_get_their_own_predictions() -> None:
     net, arrays = trained(NETWORKS[0]), volumes(NETWORKS[0], 8)
     with net.session(arrays[0].shape, dtype=np.uint8, threads=2, device="cpu") as run:
         expected = [run(array) for array in arrays]
@@ -103,7 +103,7 @@ def test_threads_take_turns_and_get_their_own_answers() -> None:
         np.testing.assert_array_equal(one, other)
 
 
-def test_the_next_call_works_after_one_that_failed() -> None:
+def test_session_works_after_a_failed_call() -> None:
     net, (array, *_) = trained(NETWORKS[0]), volumes(NETWORKS[0], 1)
     floats = array.astype(np.float32)
     holed = floats.copy()
@@ -122,7 +122,7 @@ def test_the_next_call_works_after_one_that_failed() -> None:
         np.testing.assert_array_equal(run(floats), expected)
 
 
-def test_arrays_that_do_not_fit_are_refused_with_what_to_give() -> None:
+def test_array_that_does_not_fit_is_refused_with_advice() -> None:
     net, (array, *_) = trained(NETWORKS[0]), volumes(NETWORKS[0], 1)
     with net.session(array.shape, dtype=np.uint8, threads=1, device="cpu") as run:
         with pytest.raises(ShapeError, match=r"the session is for arrays of \(c, z, y, x\) = "):
@@ -134,7 +134,7 @@ def test_arrays_that_do_not_fit_are_refused_with_what_to_give() -> None:
         run(array)
 
 
-def test_shapes_and_types_that_there_are_not_are_refused_by_name() -> None:
+def test_impossible_shape_or_type_is_refused_by_name() -> None:
     net = trained(NETWORKS[0])
     for shape in (5, "64", (64, 64.0, 64), (64, -1, 64), (0, 64, 64)):
         with pytest.raises(ValueError, match=r"^shape is \(z, y, x\) or \(c, z, y, x\), positive integers, not "):
@@ -148,7 +148,7 @@ def test_shapes_and_types_that_there_are_not_are_refused_by_name() -> None:
         raise AssertionError("it opened")
 
 
-def test_a_plan_may_be_given() -> None:
+def test_given_plan_is_used() -> None:
     net, (array, *_) = trained(NETWORKS[0]), volumes(NETWORKS[0], 1)
     words: dict[str, Any] = {"dtype": np.uint8, "device": "cpu"}
     with net.session(array.shape, threads=1, patch=(4, 4, 4), **words) as run:
@@ -161,7 +161,7 @@ def test_a_plan_may_be_given() -> None:
         trained(NETWORKS[1])(some_volume(NETWORKS[1], 1), plan=plan)
 
 
-def test_a_plan_is_held_to_the_limit_with_the_prediction_counted(tmp_path: Path) -> None:
+def test_prediction_counts_toward_the_limit_of_a_plan(tmp_path: Path) -> None:
     net = trained(NETWORKS[0])
     with net.session((40, 40, 40), dtype=np.uint8, threads=1, device="cpu", ram="1G") as run:
         (tmp_path / "plan.json").write_text(run.plan.to_json())
@@ -172,7 +172,7 @@ def test_a_plan_is_held_to_the_limit_with_the_prediction_counted(tmp_path: Path)
         pass
 
 
-def test_progress_is_told_of_every_array() -> None:
+def test_progress_is_reported_for_every_array() -> None:
     net, (array, *_) = trained(NETWORKS[0]), volumes(NETWORKS[0], 1)
     events: list[znnpy.Event] = []
     net(array, threads=1, device="cpu", patch=(4, 4, 4), progress=events.append)

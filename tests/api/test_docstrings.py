@@ -24,7 +24,7 @@ OPERATIONS = {name: getattr(znnpy.ops, name) for name in znnpy.ops.__all__}
 
 
 def described(name: str, docstring: str) -> bool:
-    """A line of the docstring begins with the parameter, or a sentence has it in backticks."""
+    """Return whether a line of the docstring begins with the parameter, or a sentence has it in backticks."""
     return re.search(rf"^ *{name}\b|`{name}`", docstring, re.MULTILINE) is not None
 
 
@@ -40,7 +40,7 @@ def test_every_parameter_is_described(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_every_parameter_of_an_operation_is_described_there_or_for_all(name: str) -> None:
+def test_every_parameter_of_an_operation_is_described(name: str) -> None:
     assert missing(OPERATIONS[name], also=znnpy.ops.__doc__ or "") == []
 
 
@@ -58,7 +58,7 @@ def test_modules_of_operations_list_operations_only() -> None:
     assert set(dir(znnpy.ops)) == set(OPERATIONS)
 
 
-def test_networks_plans_and_reports_are_printed_in_a_few_lines(tmp_path: Path) -> None:
+def test_networks_plans_and_reports_print_in_a_few_lines(tmp_path: Path) -> None:
     network = znnpy.load_network("fib25_boundary")
     np.save(tmp_path / "volume.npy", np.full((30, 31, 32), 128, np.uint8))
     report = znnpy.infer(tmp_path / "volume.npy", out=tmp_path / "out.h5", device="cpu")
@@ -68,7 +68,7 @@ def test_networks_plans_and_reports_are_printed_in_a_few_lines(tmp_path: Path) -
     assert str(report).splitlines() == report.lines()
 
 
-def test_names_from_files_do_not_steer_a_terminal_when_they_are_printed() -> None:
+def test_control_characters_in_names_are_escaped_when_printed() -> None:
     hostile = znnpy.Network("\x1b[31m" * 1000, 1, (znnpy.Pool((2, 2, 2)),))
     assert len(repr(hostile)) <= 200
     assert repr(hostile).isprintable()

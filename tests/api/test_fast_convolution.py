@@ -40,7 +40,9 @@ def assert_close(found: npt.NDArray[Any], exact: npt.NDArray[Any], rms: float = 
         ((24, 25, 26), 6, 5, (5, 4, 3), (4, 3, 2)),
     ],
 )
-def test_it_is_the_definition(size: Vec3, fin: int, fout: int, k: Vec3, padding: Vec3, activation: Activation) -> None:
+def test_output_equals_the_definition(
+    size: Vec3, fin: int, fout: int, k: Vec3, padding: Vec3, activation: Activation
+) -> None:
     x, weights = layer(size, fin, fout, k)
     padded = np.pad(x.astype(np.float64), [(0, 0), *((pad, pad) for pad in padding), (0, 0)])
     exact = by_definition(padded, weights.weight, weights.bias, activation)
@@ -50,7 +52,7 @@ def test_it_is_the_definition(size: Vec3, fin: int, fout: int, k: Vec3, padding:
     assert_close(ops.convolve(x, weights, padding=padding, activation=activation), exact)
 
 
-def test_turned_kernels_halves_and_any_strides_are_taken() -> None:
+def test_flipped_kernels_float16_and_any_strides_are_accepted() -> None:
     x, weights = layer((20, 21, 22), 8, 12, (3, 3, 3))
     turned = ConvWeights(weights.weight[:, :, ::-1, ::-1, ::-1], weights.bias)
     exact = by_definition(x.astype(np.float64), turned.weight, turned.bias, "none")
@@ -68,7 +70,7 @@ def test_turned_kernels_halves_and_any_strides_are_taken() -> None:
     assert_close(out, exact)
 
 
-def test_a_method_may_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_method_may_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weights = layer((20, 21, 22), 8, 12, (3, 3, 3))
 
     def refuse(*given: Any) -> bool:
@@ -83,7 +85,7 @@ def test_a_method_may_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38])
-def test_values_that_are_not_finite_stay_where_they_are(bad: float) -> None:
+def test_values_not_finite_do_not_spread(bad: float) -> None:
     """Values that are not finite stay where tap by tap puts them; a transform would spread them over its tile."""
     x, weights = layer((20, 21, 22), 8, 12, (3, 3, 3))
     x[1, 10, 11, 12] = bad
@@ -95,7 +97,7 @@ def test_values_that_are_not_finite_stay_where_they_are(bad: float) -> None:
     np.testing.assert_allclose(found[clear], direct[clear], atol=1e-5 * np.abs(direct[clear]).max())
 
 
-def test_primitives_refuse_what_is_not_finite() -> None:
+def test_result_not_finite_is_computed_again_by_taps() -> None:
     """A result that is not finite is computed again, tap by tap."""
     x, weights = layer((20, 21, 22), 8, 12, (3, 3, 3))
     x[:] = np.inf
@@ -108,7 +110,7 @@ SHAPES = [ConvShape(1, *maps, (n, n, n), (k, k, k)) for maps, n, k in LAYERS]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_choice_keeps_to_its_memory(shape: ConvShape) -> None:
+def test_chosen_method_stays_within_its_memory(shape: ConvShape) -> None:
     found = fast_convolution.fastest(shape)
     assert found is not None
     primitive, variant = found
@@ -118,7 +120,7 @@ def test_the_choice_keeps_to_its_memory(shape: ConvShape) -> None:
     assert beside <= max(fast_convolution.MOST_BYTES, 2 * (shape.in_bytes + shape.out_bytes))
 
 
-def test_memory_is_bounded() -> None:
+def test_memory_stays_below_its_bound() -> None:
     x, weights = layer((40, 41, 42), 16, 16, (5, 5, 5))
     out = np.empty((2, 36, 37, 38, 16), np.float32)
     fast_convolution.convolve(x, out, weights, (0, 0, 0), "none")
@@ -129,5 +131,5 @@ def test_memory_is_bounded() -> None:
     assert peak <= max(fast_convolution.MOST_BYTES, 2 * (x.nbytes + out.nbytes)) + 2**20
 
 
-def test_small_layers_are_not_handed_to_threads() -> None:
+def test_small_layers_run_in_the_calling_thread() -> None:
     assert fast_convolution.fastest(ConvShape(1, 4, 4, (8, 8, 8), (3, 3, 3))) is None

@@ -53,7 +53,7 @@ def on_the_cpu(place: Place, **words: Any) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16"])
 @pytest.mark.parametrize("words", [{}, {"cover": "columns", "patch": (4, 4, 6)}, {"border": "reflect"}], ids=str)
-def test_a_gpu_gives_what_the_cpu_does(place: Place, precision: Precision, words: dict[str, Any]) -> None:
+def test_gpu_output_equals_that_of_the_cpu(place: Place, precision: Precision, words: dict[str, Any]) -> None:
     report = go(place, precision=precision, **words)
     assert report.plan.device == "gpu"
     assert {c.primitive.partition(".")[0] for c in report.plan.choices} == {"gpu"}
@@ -66,13 +66,13 @@ def test_a_gpu_gives_what_the_cpu_does(place: Place, precision: Precision, words
     assert checked.worst <= checked.allowed
 
 
-def test_auto_takes_the_gpu(place: Place) -> None:
+def test_auto_device_chooses_the_gpu(place: Place) -> None:
     assert go(place, device="auto").gpu == "emulated"
     assert plan(place.folder / "net.yaml", shape=(20, 23, 25)).device == "gpu"
     assert go(place, device="auto", only="cpu.conv.direct", overwrite=True).gpu is None
 
 
-def test_arrays_run_on_the_gpu_too(place: Place, emulated_gpus: EmulatedGpus) -> None:
+def test_arrays_are_predicted_on_the_gpu(place: Place, emulated_gpus: EmulatedGpus) -> None:
     net = load_network(place.folder / "net.yaml")
     array = np.random.default_rng(2).integers(0, 256, (14, 23, 25), np.uint8)
     opened: list[EmulatedDevice] = []
@@ -89,14 +89,14 @@ def test_arrays_run_on_the_gpu_too(place: Place, emulated_gpus: EmulatedGpus) ->
     assert len(opened) == 1
 
 
-def test_what_cudas_libraries_take_of_the_process_is_promised(place: Place) -> None:
+def test_memory_of_cudas_libraries_is_promised(place: Place) -> None:
     # the CPU's first: what this process holds is measured for each plan, and grows with the first
     on_cpu, on_gpu = (plan(place.folder / "net.yaml", volume=place.volume, device=word) for word in ("cpu", "gpu"))
     assert on_gpu.memory.baseline >= on_cpu.memory.baseline + target.LATER_BYTES
 
 
-def test_plans_are_made_with_what_was_measured(place: Place, emulated_gpus: EmulatedGpus) -> None:
-    """By default, and not where a plan is given; within what CUDA and its libraries leave of the limit."""
+def test_plans_use_measured_rates(place: Place, emulated_gpus: EmulatedGpus) -> None:
+    """Layers are measured unless a plan is given, within what CUDA and its libraries leave of the limit."""
     asked: list[Any] = []
 
     def measured(
@@ -118,7 +118,7 @@ def test_plans_are_made_with_what_was_measured(place: Place, emulated_gpus: Emul
     assert len(asked) == 2
 
 
-def test_the_report_says_what_ran_and_on_what(place: Place) -> None:
+def test_report_names_device_and_primitives(place: Place) -> None:
     report = go(place, precision="tf32", vram="800M")
     lines, memory = report.lines(), report.plan.memory
     assert "device     emulated" in lines
@@ -137,7 +137,7 @@ def test_the_report_says_what_ran_and_on_what(place: Place) -> None:
     assert not any("fastest methods" in line for line in lines)
 
 
-def test_a_plan_made_for_the_gpu_runs_on_another_volume(place: Place) -> None:
+def test_gpu_plan_runs_on_another_volume(place: Place) -> None:
     made = plan(place.folder / "net.yaml", shape=(20, 23, 25), precision="tf32", threads=2)
     place.write_volume(np.random.default_rng(5).standard_normal((17, 31, 22)).astype(np.float32))
     report = go(place, device="auto", threads=None, plan=made)
@@ -155,13 +155,13 @@ def test_a_plan_made_for_the_gpu_runs_on_another_volume(place: Place) -> None:
         ({"vram": "1M"}, r"the plan needs [\d,]+ bytes of VRAM, [\d,]+ more than the limit allows \(1,048,576\)"),
     ],
 )
-def test_a_plan_takes_no_other_device(place: Place, words: dict[str, Any], said: str) -> None:
+def test_given_plan_refuses_another_device(place: Place, words: dict[str, Any], said: str) -> None:
     made = plan(place.folder / "net.yaml", volume=place.volume, precision="tf32")
     with pytest.raises(PlanFileError, match=said):
         go(place, **{"plan": made, "threads": None, "device": "auto", **words})
 
 
-def test_a_plan_that_does_not_fit_into_what_is_free_is_refused(
+def test_plan_beyond_free_vram_is_refused(
     place: Place, monkeypatch: pytest.MonkeyPatch, emulated_gpus: EmulatedGpus
 ) -> None:
     made = plan(place.folder / "net.yaml", volume=place.volume)
@@ -180,7 +180,7 @@ def test_a_plan_that_does_not_fit_into_what_is_free_is_refused(
 
 @pytest.fixture
 def stopped(place: Place) -> Place:
-    """A run on the GPU that was interrupted after some of its patches."""
+    """Interrupt a run on the GPU after some of its patches."""
 
     def interrupt(event: Event) -> None:
         if event.columns_done > 3:
@@ -191,7 +191,7 @@ def stopped(place: Place) -> Place:
     return place
 
 
-def test_a_stopped_run_goes_on_with_the_same_bytes(stopped: Place) -> None:
+def test_stopped_run_resumes_byte_for_byte(stopped: Place) -> None:
     report = go(stopped, resume=True, device="auto")
     assert 0 < report.computed < report.voxels
     assert (report.gpu, report.precision) == ("emulated", "tf32")
@@ -200,7 +200,7 @@ def test_a_stopped_run_goes_on_with_the_same_bytes(stopped: Place) -> None:
     np.testing.assert_array_equal(resumed.view(np.uint32), stopped.prediction().view(np.uint32))
 
 
-def test_a_finished_run_hears_nothing_of_the_cpu(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_of_a_finished_run_does_not_warn_of_the_cpu(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inference, "slower_here", lambda machine: ("no compiled kernels",))
     go(place)
     report = go(place, resume=True, device="auto")
@@ -209,7 +209,7 @@ def test_a_finished_run_hears_nothing_of_the_cpu(place: Place, monkeypatch: pyte
     assert any("no compiled kernels" in warning for warning in go(place, resume=True, device="cpu").warnings)
 
 
-def test_a_gpu_that_fails_loses_only_what_is_not_finished(place: Place, emulated_gpus: EmulatedGpus) -> None:
+def test_failed_gpu_loses_only_unfinished_columns(place: Place, emulated_gpus: EmulatedGpus) -> None:
     copies = 0
 
     class Failing(EmulatedDevice):
@@ -241,7 +241,7 @@ def test_a_gpu_that_fails_loses_only_what_is_not_finished(place: Place, emulated
         ({"vram": "1M"}, r"needs [\d,]+\.\d MiB, and vram='1M' allows 1\.0 MiB"),
     ],
 )
-def test_a_stopped_run_goes_on_as_it_began(stopped: Place, words: dict[str, Any], said: str) -> None:
+def test_stopped_run_resumes_with_its_settings(stopped: Place, words: dict[str, Any], said: str) -> None:
     with pytest.raises(ResumeError, match=said):
         go(stopped, resume=True, **words)
 
@@ -249,7 +249,7 @@ def test_a_stopped_run_goes_on_as_it_began(stopped: Place, words: dict[str, Any]
 @pytest.mark.parametrize(
     "change", [{"name": "another card"}, {"driver": 13010}, {"versions": (("cupy", "15.0"),)}], ids=str
 )
-def test_another_gpu_driver_or_library_is_named(
+def test_resume_with_another_gpu_driver_or_library_is_refused(
     stopped: Place, emulated_gpus: EmulatedGpus, change: dict[str, Any]
 ) -> None:
     emulated_gpus.use(gpu=replace(EMULATED_GPU, **change))
@@ -260,7 +260,7 @@ def test_another_gpu_driver_or_library_is_named(
     assert json.dumps(new if not isinstance(new, tuple) else new[0][1]) in str(caught.value)
 
 
-def test_a_gpu_that_is_gone_is_named(stopped: Place, emulated_gpus: EmulatedGpus) -> None:
+def test_resume_without_the_gpu_is_refused(stopped: Place, emulated_gpus: EmulatedGpus) -> None:
     emulated_gpus.remove("there is no device any more")
     with pytest.raises(
         ResumeError, match=r"the run began on a GPU \(.*emulated.*\): there is no device any more; resume"
@@ -268,8 +268,8 @@ def test_a_gpu_that_is_gone_is_named(stopped: Place, emulated_gpus: EmulatedGpus
         go(stopped, resume=True)
 
 
-def test_a_run_that_began_on_the_cpu_goes_on_there(place: Place, emulated_gpus: EmulatedGpus) -> None:
-    """Also where a GPU has come since, with the words that it began with."""
+def test_run_begun_on_the_cpu_resumes_there(place: Place, emulated_gpus: EmulatedGpus) -> None:
+    """The run stays on the CPU even if a GPU has come since, and with the options that it began with."""
 
     def interrupt(event: Event) -> None:
         if event.columns_done > 3:
@@ -289,7 +289,7 @@ def test_a_run_that_began_on_the_cpu_goes_on_there(place: Place, emulated_gpus: 
 
 
 def refusing(times: int) -> type[EmulatedDevice]:
-    """A device that refuses its arena that often."""
+    """Make a device that refuses its arena that often."""
     left = times
 
     class Refusing(EmulatedDevice):
@@ -303,7 +303,7 @@ def refusing(times: int) -> type[EmulatedDevice]:
     return Refusing
 
 
-def test_refused_memory_is_planned_anew_once(place: Place, emulated_gpus: EmulatedGpus) -> None:
+def test_refused_memory_causes_one_new_plan(place: Place, emulated_gpus: EmulatedGpus) -> None:
     whole = go(place).plan
     emulated_gpus.open_as(refusing(1))
     report = go(place, overwrite=True)
@@ -338,7 +338,7 @@ def test_refused_memory_keeps_finished_patches(
     assert prod(stopped.prediction().shape[1:]) == report.voxels
 
 
-def test_a_given_plan_is_not_planned_anew(place: Place, emulated_gpus: EmulatedGpus) -> None:
+def test_given_plan_is_not_replaced_if_memory_is_refused(place: Place, emulated_gpus: EmulatedGpus) -> None:
     made = plan(place.folder / "net.yaml", volume=place.volume)
     emulated_gpus.open_as(refusing(1))
     with pytest.raises(VramError, match="cudaMalloc for the arena"):

@@ -111,8 +111,8 @@ def test_output_in_float16_and_uint8_equals_that_of_the_cpu(place: Place, mode: 
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_plan_is_run_on_a_volume_of_another_type(place: Place, mode: str) -> None:
-    """What is handed over does not change; outputs on their way are larger, and what is not finite is masked."""
+def test_plan_runs_on_a_volume_of_another_type(place: Place, mode: str) -> None:
+    """Tensors between the devices stay; output buffers are larger, and NaN is masked."""
     made = go(place, mode, output_dtype="uint8").plan
     file = place.folder / "plan.json"
     file.write_text(made.to_json())
@@ -138,8 +138,8 @@ def test_a_plan_is_run_on_a_volume_of_another_type(place: Place, mode: str) -> N
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_primitives_of_either_device(place: Place, mode: str) -> None:
-    """From the command line too, where `gpu.conv.host_ram` is one as others are."""
+def test_primitives_of_either_device_may_be_forced(place: Place, mode: str) -> None:
+    """The command line accepts them too, and `gpu.conv.host_ram` is one like others."""
     made = go(place, mode, only=("cpu.conv.direct",)).plan
     of_host = [choice for choice in made.choices[: made.offloaded] if choice.shape.kind == "conv"]
     assert {choice.primitive for choice in of_host} == {"cpu.conv.direct"}
@@ -153,7 +153,9 @@ def test_primitives_of_either_device(place: Place, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_gpu_gives_no_memory_while_it_runs(place: Place, emulated_gpus: EmulatedGpus, mode: str) -> None:
+def test_memory_refused_during_a_run_causes_a_new_plan_in_the_same_mode(
+    place: Place, emulated_gpus: EmulatedGpus, mode: str
+) -> None:
     """It is planned anew in the same mode, and what was finished stays."""
 
     class Refusing(EmulatedDevice):
@@ -173,7 +175,7 @@ def test_the_gpu_gives_no_memory_while_it_runs(place: Place, emulated_gpus: Emul
 
 
 @pytest.mark.parametrize("mode", [*MODES, "side-by-side"])
-def test_called_networks_run_in_every_mode(place: Place, emulated_gpus: EmulatedGpus, mode: AskedMode) -> None:
+def test_called_network_runs_in_every_mode(place: Place, emulated_gpus: EmulatedGpus, mode: AskedMode) -> None:
     """A session goes on with the next array; where the GPU refuses memory, it is planned anew."""
 
     class Refusing(EmulatedDevice):
@@ -200,7 +202,7 @@ def test_called_networks_run_in_every_mode(place: Place, emulated_gpus: Emulated
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_plan_says_where_layers_run(place: Place, mode: OffloadMode) -> None:
+def test_plan_names_the_device_of_each_layer(place: Place, mode: OffloadMode) -> None:
     told: list[str] = []
     why: list[Any] = []
     made = plan(place.folder / "net.yaml", volume=place.volume, mode=mode, tell=told.append, tell_why=why.extend)
@@ -211,12 +213,12 @@ def test_the_plan_says_where_layers_run(place: Place, mode: OffloadMode) -> None
 
 
 def slow(device: Any, machine: Machine, *asked: object, **words: object) -> Rates:
-    """A GPU that is slower than the processor, and a link as fast as ever."""
+    """Make a GPU that is slower than the CPU, with a link as fast as ever."""
     rates = assumed_rates(machine, 1, "gpu")
     return rates.scaled(1e-6, 1e-6).replaced(gpu_upload=rates.of("gpu_upload"), gpu_link=rates.of("gpu_link"))
 
 
-def test_auto_takes_the_mode_that_is_fastest(
+def test_auto_chooses_the_fastest_mode(
     place: Place, monkeypatch: pytest.MonkeyPatch, emulated_gpus: EmulatedGpus
 ) -> None:
     emulated_gpus.measure_as(slow)
@@ -245,7 +247,7 @@ def _none_fits(*asked: object, **words: object) -> Plan:
     raise NoPlanError("not now")
 
 
-def test_auto_takes_another_mode_where_the_gpu_alone_has_too_little_memory(
+def test_auto_chooses_another_mode_if_the_gpu_has_too_little_memory(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*asked: Any) -> Plan:
@@ -261,7 +263,7 @@ def test_auto_takes_another_mode_where_the_gpu_alone_has_too_little_memory(
         go(place, "auto", vram="900M", only="gpu.conv.direct")
 
 
-def test_plan_tells_of_both_modes(place: Place) -> None:
+def test_plan_lists_both_modes(place: Place) -> None:
     made = plan(place.folder / "net.yaml", volume=place.volume, device="gpu")
     assert made.mode == "gpu"
     told = {kind.scheme: kind for kind in made.alternatives}
@@ -274,9 +276,7 @@ def test_plan_tells_of_both_modes(place: Place) -> None:
 
 
 @pytest.mark.parametrize("mode", [*MODES, "side-by-side"])
-def test_layers_are_timed_and_held_against_the_definition_where_they_run(
-    place: Place, emulated_gpus: EmulatedGpus, mode: str
-) -> None:
+def test_layers_are_timed_and_checked_on_their_own_device(place: Place, emulated_gpus: EmulatedGpus, mode: str) -> None:
     emulated_gpus.measure_as(slow)  # about as an emulator is: few other ways are tried
     told: list[str] = []
     words: dict[str, Any] = {"mode": mode, "precision": "fp32", "threads": 2, "volume": place.volume}
@@ -292,7 +292,7 @@ def test_layers_are_timed_and_held_against_the_definition_where_they_run(
     assert "gpu.conv.host_ram" in timed if mode == "gpu-host" else {name[:3] for name in timed} == {"cpu", "gpu"}
 
 
-def test_a_hosted_layer_of_the_gpu_that_is_off_is_named(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_layer_of_host_memory_is_named(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     right = HostRamLayer.at
 
     def at(self: HostRamLayer, position: Position) -> Any:

@@ -42,7 +42,7 @@ def expected(place: Place) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("words", [{"gpus": 2}, {"gpus": "all", "cover": "columns"}, {"gpus": 3, "patch": (4, 4, 6)}])
-def test_several_give_what_one_does(place: Place, words: dict[str, Any]) -> None:
+def test_several_gpus_give_the_bytes_of_one(place: Place, words: dict[str, Any]) -> None:
     report = go(place, **words)
     assert report.plan.devices == (CARDS if words["gpus"] == "all" else words["gpus"])
     assert report.plan.columns >= 2
@@ -90,7 +90,7 @@ class Failing(EmulatedDevice):
 
 
 @pytest.mark.parametrize("faulty", [0, 1])
-def test_a_gpu_that_fails_hands_its_patch_back(
+def test_failed_gpu_returns_its_patch_to_the_queue(
     place: Place, monkeypatch: pytest.MonkeyPatch, emulated_gpus: EmulatedGpus, faulty: int
 ) -> None:
     emulated_gpus.open_as(Failing)
@@ -104,7 +104,7 @@ def test_a_gpu_that_fails_hands_its_patch_back(
     assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
 
 
-def test_the_only_gpu_that_fails_says_where(
+def test_failure_of_the_only_gpu_is_the_error_of_the_run(
     place: Place, monkeypatch: pytest.MonkeyPatch, emulated_gpus: EmulatedGpus
 ) -> None:
     """The error is the failure itself, not that the GPU could not be closed."""
@@ -137,7 +137,7 @@ class Full(EmulatedDevice):
 def test_memory_refused_within_a_run_is_planned_anew_and_keeps_what_was_finished(
     place: Place, monkeypatch: pytest.MonkeyPatch, emulated_gpus: EmulatedGpus
 ) -> None:
-    """What was finished is kept; the rest follows with a leaner plan, once."""
+    """Finished patches are kept; the rest follows with a leaner plan, once."""
     emulated_gpus.open_as(Full)
     monkeypatch.setattr(Full, "copies", 0)
     monkeypatch.setattr(Full, "held", [])
@@ -164,7 +164,7 @@ def test_memory_refused_before_anything_is_finished_begins_the_run_anew(
     assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
 
 
-def test_a_run_goes_on_with_another_number(place: Place) -> None:
+def test_run_resumes_with_another_number_of_gpus(place: Place) -> None:
     class EnoughError(Exception):
         pass
 
@@ -180,7 +180,7 @@ def test_a_run_goes_on_with_another_number(place: Place) -> None:
     assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
 
 
-def test_more_gpus_than_the_machine_has_are_refused(place: Place) -> None:
+def test_more_gpus_than_exist_are_refused(place: Place) -> None:
     result = place.infer("--device", "gpu", "--gpus", CARDS + 1)
     assert result.exit_code == 1
     assert result.output.splitlines()[-1] == (
@@ -190,14 +190,14 @@ def test_more_gpus_than_the_machine_has_are_refused(place: Place) -> None:
 
 
 def test_run_on_several_gpus_never_falls_back_to_the_cpu(place: Place, emulated_gpus: EmulatedGpus) -> None:
-    """No run goes to the CPU where several were asked for."""
+    """A run that asked for several GPUs does not go to the CPU."""
     assert "this process sees 3" in place.refusal(*place.words, "--gpus", CARDS + 1)
 
     emulated_gpus.remove("there is no device")
     assert place.refusal(*place.words, "--gpus", 2) == "there is no device"
 
 
-def test_a_run_that_goes_on_with_more_keeps_its_limit(place: Place) -> None:
+def test_run_resumed_with_more_gpus_keeps_its_ram_limit(place: Place) -> None:
     class EnoughError(Exception):
         pass
 
@@ -226,7 +226,7 @@ def test_invalid_gpus_options_are_usage_errors(place: Place, words: tuple[str, .
         assert said in result.output
 
 
-def test_a_plan_says_what_several_gain(place: Place) -> None:
+def test_plan_states_the_gain_of_several_gpus(place: Place) -> None:
     made = plan(place.folder / "net.yaml", shape=(40, 41, 42), device="gpu", gpus=2)
     assert (made.devices, made.single_device_seconds is not None) == (2, True)
     result = place.run("plan", place.folder / "net.yaml", "--shape", "40,41,42", "--device", "gpu", "--gpus", "2")

@@ -60,7 +60,7 @@ def expected(place: Place) -> np.ndarray[Any, Any]:
     "words",
     [{}, {"cover": "columns"}, {"patch": (2, 4, 4)}, {"cover": "patches", "gpus": 2}, {"output_dtype": "float16"}],
 )
-def test_both_compute_and_the_output_is_the_same(place: Place, words: dict[str, Any]) -> None:
+def test_both_devices_compute_and_the_output_equals_the_cpus(place: Place, words: dict[str, Any]) -> None:
     report = go(place, **words)
     made = report.plan
     assert made.mode == "side-by-side"
@@ -78,7 +78,7 @@ def test_both_compute_and_the_output_is_the_same(place: Place, words: dict[str, 
     assert np.abs(together - expected(place)).max() <= most
 
 
-def test_the_plan_says_who_computes_what(place: Place) -> None:
+def test_plan_names_the_part_of_each_device(place: Place) -> None:
     made = go(place, threads=3).plan
     assert made.cpu_plan is not None
     assert made.cpu_plan.limits.threads == made.cpu_plan.compute_threads == 2  # one feeds the GPU
@@ -89,7 +89,7 @@ def test_the_plan_says_who_computes_what(place: Place) -> None:
     assert Plan.from_json(made.to_json()) == made
 
 
-def test_a_plan_is_run_as_it_is(place: Place) -> None:
+def test_given_plan_is_run_unchanged(place: Place) -> None:
     made = go(place).plan
     file = place.folder / "plan.json"
     file.write_text(made.to_json())
@@ -120,7 +120,7 @@ class Broken(EmulatedDevice):
         super().copy_async(target, source, stream)
 
 
-def test_the_processor_goes_on_without_the_gpu(
+def test_cpu_finishes_the_run_if_the_gpu_fails(
     place: Place, monkeypatch: pytest.MonkeyPatch, emulated_gpus: EmulatedGpus
 ) -> None:
     emulated_gpus.open_as(Broken)
@@ -130,8 +130,8 @@ def test_the_processor_goes_on_without_the_gpu(
     assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
 
 
-def test_a_gpu_computes_what_the_processor_is_late_with(place: Place) -> None:
-    """That gives up in the midst of a step."""
+def test_gpu_takes_over_late_items_of_the_cpu(place: Place) -> None:
+    """The CPU gives up in the midst of a step."""
     submit, begun = Session.submit, list[str]()
 
     def late(self: Session, *words: Any, **more: Any) -> Any:
@@ -181,7 +181,7 @@ def _stop_at_two(event: pipeline.Event) -> None:
         raise KeyboardInterrupt
 
 
-def test_side_by_side_is_refused_where_the_cpu_would_only_wait(place: Place, emulated_gpus: EmulatedGpus) -> None:
+def test_side_by_side_is_refused_if_the_cpu_would_only_wait(place: Place, emulated_gpus: EmulatedGpus) -> None:
     emulated_gpus.measure_as(assumed_gpu_rates)
     with pytest.raises(
         NoPlanError, match=r"the GPU is done in .*, and of the parts that suit both the processor takes"
@@ -190,7 +190,7 @@ def test_side_by_side_is_refused_where_the_cpu_would_only_wait(place: Place, emu
     assert go(place, mode="auto").plan.mode == "gpu"
 
 
-def test_auto_takes_what_gains_enough(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_chooses_side_by_side_only_for_enough_gain(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     both = go(place).plan
     assert both.single_device_seconds is not None
     ratio = both.seconds / both.single_device_seconds
@@ -224,14 +224,14 @@ def test_contradicting_options_are_refused(place: Place, words: dict[str, Any], 
         go(place, **words)
 
 
-def test_primitives_of_both_devices(place: Place) -> None:
+def test_primitives_of_both_devices_may_be_forced(place: Place) -> None:
     made = go(place, only=("gpu.conv.direct", "cpu.conv.direct")).plan
     assert made.cpu_plan is not None
     assert {c.primitive for c in made.choices if c.shape.kind == "conv"} == {"gpu.conv.direct"}
     assert {c.primitive for c in made.cpu_plan.choices if c.shape.kind == "conv"} == {"cpu.conv.direct"}
 
 
-def test_plan_tells_of_every_mode(place: Place) -> None:
+def test_plan_lists_every_mode(place: Place) -> None:
     words: dict[str, Any] = {"volume": place.volume, "precision": "fp32", "threads": 2}
     chosen = plan(place.folder / "net.yaml", mode="side-by-side", **words)
     assert chosen.mode == "side-by-side"
@@ -241,7 +241,7 @@ def test_plan_tells_of_every_mode(place: Place) -> None:
     assert not any(kind.scheme == "with the processor beside it" for kind in quick.alternatives)
 
 
-def test_a_plan_for_a_volume_of_another_type(place: Place) -> None:
+def test_plan_runs_on_a_volume_of_another_type(place: Place) -> None:
     """Patches of the processor are larger there, and so are masks of what is not finite."""
     made = go(place).plan
     file = place.folder / "plan.json"
@@ -259,7 +259,7 @@ def test_a_plan_for_a_volume_of_another_type(place: Place) -> None:
 
 
 @pytest.mark.parametrize("done", [0, 3])
-def test_the_gpu_refuses_memory_midway(place: Place, emulated_gpus: EmulatedGpus, done: int) -> None:
+def test_memory_refused_midway_causes_a_new_plan(place: Place, emulated_gpus: EmulatedGpus, done: int) -> None:
     """The processor does not compute the rest alone: the GPU is planned anew."""
 
     class Refusing(EmulatedDevice):
@@ -280,7 +280,7 @@ def test_the_gpu_refuses_memory_midway(place: Place, emulated_gpus: EmulatedGpus
     assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
 
 
-def test_a_leaner_plan_along_another_axis_is_refused(
+def test_new_plan_along_another_axis_is_refused(
     place: Place, monkeypatch: pytest.MonkeyPatch, emulated_gpus: EmulatedGpus
 ) -> None:
     """The processor's columns go on along the axis that they began along, over cells that would be the same."""
@@ -310,7 +310,7 @@ def test_a_leaner_plan_along_another_axis_is_refused(
     assert leaner.limits.ram_bytes == first.limits.ram_bytes - first.memory.cpu_plan
 
 
-def test_the_gpu_gives_no_memory_while_it_runs(place: Place, emulated_gpus: EmulatedGpus) -> None:
+def test_memory_refused_during_a_run_causes_a_new_plan_with_the_cpu(place: Place, emulated_gpus: EmulatedGpus) -> None:
     """It is planned anew, the processor beside it again."""
 
     class Full(EmulatedDevice):
@@ -329,7 +329,7 @@ def test_the_gpu_gives_no_memory_while_it_runs(place: Place, emulated_gpus: Emul
     assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
 
 
-def test_rates_of_the_processor_are_for_fewer_threads(place: Place) -> None:
+def test_cpu_rates_are_for_the_threads_left_by_the_gpu(place: Place) -> None:
     network, machine, output = read_network(str(place.folder / "net.yaml")).network, this_machine(), (4, 4, 6)
     rates = assumed_rates(machine, 3)
     gpu = Target(replace(machine, gpu=EMULATED_GPU), "gpu", mode="side-by-side")

@@ -78,12 +78,12 @@ def checked(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     return done.stdout
 
 
-def test_a_right_program_passes(checked: str) -> None:
+def test_correct_program_passes(checked: str) -> None:
     assert "right.py" not in checked
 
 
 @pytest.mark.parametrize("number", range(len(WRONG)), ids=list(WRONG))
-def test_a_wrong_program_is_refused(number: int, checked: str) -> None:
+def test_wrong_program_is_refused(number: int, checked: str) -> None:
     _, error = list(WRONG.values())[number]
     said = [line for line in checked.splitlines() if f"wrong{number}.py" in line]
     assert any(re.search(error, line) for line in said), checked

@@ -1,4 +1,4 @@
-"""What all benchmarks share: the schema of results, statistics, rounds, child processes and their limits."""
+"""All benchmarks share the schema of results, statistics, rounds, and child processes with their limits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def answer(request):
 
 @pytest.fixture
 def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of a function that answers in children."""
+    """Return the name of a function that answers in children."""
     (tmp_path / "child_of_tests.py").write_text(CHILD)
     monkeypatch.syspath_prepend(str(tmp_path))
     return "child_of_tests:answer"

@@ -43,7 +43,7 @@ from benchmarks.papers.tables import (
 
 
 def result_of(paper: str, rows: list[Row], **header: Any) -> Result:
-    """A result of a GPU that does not exist."""
+    """Make a result of a GPU that does not exist."""
     about = {"gpu": {"name": "g"}, "cores": 2, "date": "2026-01-01", "commit": "c", **header}
     return Result("papers", "m", about, [replace(row, group=paper) for row in rows])
 

@@ -49,7 +49,7 @@ def bench(repository: Path, out: Path, *words: str) -> Result:
 
 
 def result_of(*rows: Row) -> Result:
-    """A result of a machine that does not exist."""
+    """Make a result of a machine that does not exist."""
     return Result("planner", "m", {"processor": "p", "cores": 2, "date": "2026-01-01", "commit": "c"}, list(rows))
 
 

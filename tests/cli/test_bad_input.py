@@ -18,50 +18,49 @@ GREY = np.zeros((20, 23, 25), np.uint8)
 # --- the volume ---
 
 
-def test_missing_file(place: Place) -> None:
-    assert (
-        place.refusal("infer", place.folder / "gone.h5")
-        == f"there is no file {place.folder / 'gone.h5'}; check the path"
-    )
+def test_missing_volume_is_refused(place: Place) -> None:
+    assert str(place.folder / "gone.h5") in place.refusal("infer", place.folder / "gone.h5")
 
 
-def test_not_hdf5(place: Place) -> None:
+def test_file_of_another_format_is_refused(place: Place) -> None:
     other = place.folder / "picture.h5"
     other.write_bytes(b"GIF89a, surely")
-    assert "picture.h5 is not an HDF5 file (14 bytes without its signature)" in place.refusal("infer", other)
+    sentence = place.refusal("infer", other)
+    assert "picture.h5" in sentence
+    assert "14 bytes" in sentence
 
 
-def test_folder_for_a_volume(place: Place) -> None:
-    assert "is a folder, not an HDF5 file" in place.refusal("infer", place.folder)
+def test_folder_as_volume_is_refused(place: Place) -> None:
+    assert "folder" in place.refusal("infer", place.folder)
 
 
-def test_several_datasets_and_none_named(place: Place) -> None:
+def test_several_datasets_are_refused_unless_one_is_named(place: Place) -> None:
     place.write_volume(GREY, second=GREY)
     sentence = place.refusal(*place.words)
-    assert "holds 2 datasets that could be the volume: raw (20x23x25 uint8), second (20x23x25 uint8)" in sentence
-    assert "name one with --dataset" in sentence
-    assert "has no dataset 'third'; it holds raw (20x23x25 uint8), second" in place.refusal(
-        *place.words, "--dataset", "third"
-    )
+    for part in ("raw (20x23x25 uint8)", "second (20x23x25 uint8)", "--dataset"):
+        assert part in sentence
+    sentence = place.refusal(*place.words, "--dataset", "third")
+    for part in ("'third'", "raw (20x23x25 uint8)", "second"):
+        assert part in sentence
     assert place.infer("--dataset", "second").exit_code == 0
 
 
 @pytest.mark.parametrize(
     ("array", "said"),
     [
-        (np.zeros((20, 23), np.uint8), "2 axes (20, 23)"),
-        (np.zeros((2, 1, 20, 23, 25), np.uint8), "5 axes (2, 1, 20, 23, 25)"),
-        (np.zeros((20, 23, 25), np.bool_), "holds bool voxels"),
-        (np.zeros((20, 23, 25), np.complex64), "holds complex (complex64) voxels"),
+        (np.zeros((20, 23), np.uint8), "(20, 23)"),
+        (np.zeros((2, 1, 20, 23, 25), np.uint8), "(2, 1, 20, 23, 25)"),
+        (np.zeros((20, 23, 25), np.bool_), "bool"),
+        (np.zeros((20, 23, 25), np.complex64), "complex64"),
     ],
     ids=["2D", "5D", "bool", "complex"],
 )
-def test_dataset_that_is_no_volume(place: Place, array: np.ndarray[Any, Any], said: str) -> None:
+def test_dataset_of_wrong_type_or_axes_is_refused(place: Place, array: np.ndarray[Any, Any], said: str) -> None:
     place.write_volume(array)
     assert said in place.refusal(*place.words, "--dataset", "raw")
 
 
-def test_big_endian_works(place: Place) -> None:
+def test_big_endian_volume_is_read(place: Place) -> None:
     assert place.infer().exit_code == 0
     expected = place.prediction()
     with h5py.File(place.volume) as file:
@@ -71,26 +70,27 @@ def test_big_endian_works(place: Place) -> None:
     np.testing.assert_array_equal(place.prediction(), expected)
 
 
-def test_volume_smaller_than_the_field_of_view(place: Place) -> None:
+def test_volume_smaller_than_the_field_of_view_is_refused(place: Place) -> None:
     place.write_volume(GREY[:5])
     sentence = place.refusal(*place.words)
-    assert "smaller than the field of view along z: 5x23x25 against 6x8x7; give at least 1 more" in sentence
+    assert "5x23x25" in sentence
+    assert "6x8x7" in sentence
 
 
-def test_other_number_of_channels(place: Place) -> None:
+def test_wrong_number_of_channels_is_refused(place: Place) -> None:
     place.write_volume(np.zeros((2, 20, 23, 25), np.uint8))
     assert "2 channels" in place.refusal(*place.words)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_not_finite(place: Place, bad: float) -> None:
+def test_values_not_finite_are_refused(place: Place, bad: float) -> None:
     grey = GREY.astype(np.float32)
     grey[9, 11, 13] = grey[9, 11, 14] = bad
     place.write_volume(grey)
     result = place.infer()
     assert result.exit_code == 1
-    assert "2 voxels are NaN or infinite" in result.stderr
-    assert "the first at (9, 11, 13)" in result.stderr
+    assert "2 voxels" in result.stderr
+    assert "(9, 11, 13)" in result.stderr
     assert "--allow-nan" in result.stderr
     assert not place.out.exists()
     assert place.infer("--allow-nan", "--overwrite").exit_code == 0
@@ -99,11 +99,11 @@ def test_not_finite(place: Place, bad: float) -> None:
     assert seen[9 - 5 : 9 + 1, 11 - 7 : 11 + 1, 13 - 6 : 14 + 1].all()
 
 
-def test_nan_has_no_place_in_uint8(place: Place) -> None:
-    assert "uint8 has no NaN" in place.refusal(*place.words, "--allow-nan", "--output-dtype", "uint8")
+def test_nan_in_uint8_output_is_refused(place: Place) -> None:
+    assert "--output-dtype float32" in place.refusal(*place.words, "--allow-nan", "--output-dtype", "uint8")
 
 
-def test_locked_by_another_program(place: Place) -> None:
+def test_volume_locked_by_another_program_is_refused(place: Place) -> None:
     code = f"import h5py; file = h5py.File({str(place.volume)!r}, 'r+'); print('open', flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -112,52 +112,54 @@ def test_locked_by_another_program(place: Place) -> None:
         assert other.stdout.readline() == "open\n"
         sentence = place.refusal(*place.words)
         other.communicate("\n")
-    assert "is locked: another program has it open for writing" in sentence
+    assert "locked" in sentence
 
 
-def test_missing_filter_plugin(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_filter_plugin_is_named(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     with h5py.File(place.volume, "w") as file:
         file.create_dataset("raw", data=GREY, chunks=True, compression="lzf")
     monkeypatch.setattr(h5py.h5z, "filter_avail", lambda code: False)
     sentence = place.refusal(*place.words)
-    assert "HDF5 filter 32000 (lzf), which is not installed here" in sentence
+    assert "32000 (lzf)" in sentence
     assert "hdf5plugin" in sentence
 
 
-def test_roi_outside_the_volume(place: Place) -> None:
+def test_roi_outside_the_volume_is_refused(place: Place) -> None:
     sentence = place.refusal(*place.words, "--roi", "0:20,0:23,0:26")
-    assert "outside the volume along x: 0:26 of 0:25" in sentence
+    assert "0:26" in sentence
+    assert "0:25" in sentence
 
 
-def test_roi_smaller_than_the_field_of_view(place: Place) -> None:
+def test_roi_smaller_than_the_field_of_view_is_refused(place: Place) -> None:
     sentence = place.refusal(*place.words, "--roi", "0:5,0:23,0:25")
-    assert "--roi is smaller than the field of view along z: 5x23x25 against 6x8x7" in sentence
+    for part in ("--roi", "5x23x25", "6x8x7"):
+        assert part in sentence
 
 
 def test_debug_shows_the_traceback(place: Place) -> None:
     result = place.run("infer", place.folder / "gone.h5", "--debug")
     assert result.exit_code == 1
     assert "Traceback" in result.stderr
-    assert result.stderr.strip().splitlines()[-1].startswith("Error: there is no file")
+    assert result.stderr.strip().splitlines()[-1].startswith("Error: ")
 
 
 # --- network and weights ---
 
 
-def test_missing_network(place: Place) -> None:
-    assert "there is no network file" in place.refusal("infer", place.volume, "--network", place.folder / "met.yaml")
+def test_missing_network_is_refused(place: Place) -> None:
+    assert "met.yaml" in place.refusal("infer", place.volume, "--network", place.folder / "met.yaml")
     assert "n337" in place.refusal("plan", "n377")
 
 
-def test_missing_weights(place: Place) -> None:
+def test_missing_weights_are_refused(place: Place) -> None:
     place.write_network(weights="gone.npz")
     sentence = place.refusal(*place.words)
     assert "gone.npz" in sentence
     place.write_network(weights=None)
-    assert "names no weights, and none were given" in place.refusal(*place.words)
+    assert "--weights" in place.refusal(*place.words)
 
 
-def test_weights_of_a_wrong_shape(place: Place) -> None:
+def test_weights_of_a_wrong_shape_are_refused(place: Place) -> None:
     place.write_weights(conv0_weight=np.zeros((3, 1, 1, 5, 3), np.float32))
     sentence = place.refusal(*place.words)
     assert "conv0_weight" in sentence
@@ -165,12 +167,12 @@ def test_weights_of_a_wrong_shape(place: Place) -> None:
     assert "3, 1, 1, 5, 2" in sentence
 
 
-def test_weights_that_are_not_numbers(place: Place) -> None:
+def test_weights_of_text_are_refused(place: Place) -> None:
     place.write_weights(conv1_bias=np.array([0, np.nan, 0, 0], np.float32))
     assert "conv1_bias" in place.refusal(*place.words)
 
 
-def test_pickled_weights(place: Place) -> None:
+def test_pickled_weights_are_refused(place: Place) -> None:
     place.write_weights(conv0_bias=np.array([{"a": 1}, None, None], dtype=object))
     assert "conv0_bias" in place.refusal(*place.words)
 
@@ -184,14 +186,14 @@ def test_pickled_weights(place: Place) -> None:
     ],
     ids=["unknown type", "negative kernel", "unknown key"],
 )
-def test_layer_that_is_none(place: Place, layer: dict[str, Any], said: str) -> None:
+def test_unknown_layer_is_refused(place: Place, layer: dict[str, Any], said: str) -> None:
     place.write_network(layers=[layer])
     sentence = place.refusal(*place.words)
     assert said in sentence
     assert "layer 0" in sentence or "layers[0]" in sentence
 
 
-def test_values_that_overflow(place: Place) -> None:
+def test_overflowing_values_are_refused(place: Place) -> None:
     weights = np.full((4, 3, 3, 2, 3), 3e38, np.float32)
     place.write_weights(conv1_weight=weights)
     result = place.infer()
@@ -200,9 +202,9 @@ def test_values_that_overflow(place: Place) -> None:
     assert not place.out.exists()
 
 
-def test_weights_that_alone_are_more_than_the_limit_are_not_read(place: Place) -> None:
-    """A compressed file of 1 MiB may hold a gigabyte of them, which was in memory before a plan was looked for."""
+def test_weights_larger_than_the_ram_limit_are_not_read(place: Place) -> None:
+    """A compressed file of 1 MiB may hold a gigabyte of weights."""
     place.write_network(layers=[{"type": "conv", "kernel": 1, "out": 4096}, {"type": "conv", "kernel": 2, "out": 4096}])
-    assert place.refusal(*place.words, "--ram", "400M") == (
-        "the weights of tiny take 512.1 MiB, and --ram allows 400.0 MiB; allow more, or give a smaller network"
-    )
+    sentence = place.refusal(*place.words, "--ram", "400M")
+    assert "512.1 MiB" in sentence
+    assert "400.0 MiB" in sentence

@@ -20,45 +20,45 @@ from znnpy.volume.lock import OutputLock
 pytestmark = pytest.mark.slow
 
 
-def test_output_exists(place: Place) -> None:
+def test_existing_output_is_refused(place: Place) -> None:
     place.out.write_text("precious")
-    assert "exists; give --overwrite to replace it, or another --out" in place.refusal(*place.words)
-    assert "was not written by znnpy" in place.refusal(*place.words, "--resume")
+    for words in ((), ("--resume",)):
+        assert "--overwrite" in place.refusal(*place.words, *words)
     assert place.infer("--overwrite").exit_code == 0
 
 
-def test_output_is_the_volume(place: Place) -> None:
+def test_volume_as_output_is_refused(place: Place) -> None:
     words = ("infer", place.volume, "--network", place.folder / "net.yaml", "--out", place.volume)
-    assert "itself" in place.refusal(*words, "--overwrite")
+    assert "--out" in place.refusal(*words, "--overwrite")
 
 
-def test_output_folder_is_missing(place: Place) -> None:
-    assert "there is no folder" in place.refusal(*place.words[:-1], place.folder / "gone" / "out.h5")
+def test_missing_output_folder_is_refused(place: Place) -> None:
+    assert str(place.folder / "gone") in place.refusal(*place.words[:-1], place.folder / "gone" / "out.h5")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_output_folder_is_read_only(place: Place) -> None:
+def test_read_only_output_folder_is_refused(place: Place) -> None:
     folder = place.folder / "readonly"
     folder.mkdir(mode=0o555)
-    assert "may not be written to" in place.refusal(*place.words[:-1], folder / "out.h5")
+    assert str(folder) in place.refusal(*place.words[:-1], folder / "out.h5")
 
 
-def test_two_runs_writing_one_output(place: Place) -> None:
+def test_second_run_with_the_same_output_is_refused(place: Place) -> None:
     lock = OutputLock(place.out.with_name("out.h5.lock"), place.out)
     lock.hold()
     assert "another run is writing" in place.refusal(*place.words)
     lock.release()
 
 
-def test_too_little_room_is_known_before_the_start(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_disk_space_is_refused_before_the_start(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", ("total", "used", "free"))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6 - 1234, 1234))
     sentence = place.refusal(*place.words)
-    assert "more than the 1.21 KiB that are free" in sentence
-    assert "needs 35.6 KiB" in sentence  # 2 maps of 15x16x19 float32
+    assert "1.21 KiB" in sentence
+    assert "35.6 KiB" in sentence  # 2 maps of 15x16x19 float32
 
 
-def test_disk_full_in_mid_run(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_during_a_run_leaves_a_run_to_resume(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     assert place.infer("--patch", "4,4,4").exit_code == 0
     expected = place.prediction()
     place.out.unlink()
@@ -74,15 +74,15 @@ def test_disk_full_in_mid_run(place: Place, monkeypatch: pytest.MonkeyPatch) -> 
         result = place.infer("--patch", "4,4,4")
     assert result.exit_code == 1
     last = result.stderr.splitlines()[-1]
-    assert last.startswith("Error: the disk is full: ")
-    assert "needs 35.6 KiB in all" in last
-    assert "make room and give --resume" in last
+    assert last.startswith("Error: the disk is full")
+    assert "35.6 KiB" in last
+    assert "--resume" in last
     assert not place.out.exists()
     assert place.infer("--patch", "4,4,4", "--resume").exit_code == 0
     np.testing.assert_array_equal(place.prediction(), expected)
 
 
-def test_words_that_the_run_did_not_begin_with(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_with_changed_options_is_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     begun = ("--patch", "4,4,4", "--cover", "columns")
     with monkeypatch.context() as patch:
         write, calls = Hdf5Store.write, count()
@@ -94,10 +94,9 @@ def test_words_that_the_run_did_not_begin_with(place: Place, monkeypatch: pytest
 
         patch.setattr(Hdf5Store, "write", fill_up)
         assert place.infer(*begun).exit_code == 1
-    assert place.refusal(*place.words, "--resume", "--cover", "patches") == (
-        "the run began with --cover columns, and now it is --cover patches; "
-        "leave it out, or start again with --overwrite"
-    )
+    sentence = place.refusal(*place.words, "--resume", "--cover", "patches")
+    for part in ("--cover columns", "--cover patches", "--overwrite"):
+        assert part in sentence
     assert place.infer("--resume").exit_code == 0
     resumed = place.prediction()
     assert place.infer(*begun, "--overwrite").exit_code == 0
@@ -105,7 +104,7 @@ def test_words_that_the_run_did_not_begin_with(place: Place, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("field", ["network", "volume", "output_dtype", "roi"])
-def test_resume_of_another_job(place: Place, field: str) -> None:
+def test_resume_of_another_job_is_refused(place: Place, field: str) -> None:
     assert place.infer().exit_code == 0
     more: tuple[object, ...] = ()
     if field == "network":
@@ -117,7 +116,6 @@ def test_resume_of_another_job(place: Place, field: str) -> None:
     else:
         more = ("--output-dtype", "float16")
     sentence = place.refusal(*place.words, "--resume", *more)
-    assert "belongs to another job" in sentence
     assert field in sentence
 
 
@@ -126,42 +124,40 @@ def test_resume_of_a_finished_run_does_nothing(place: Place) -> None:
     before = place.state()
     result = place.infer("--resume")
     assert result.exit_code == 0
-    assert result.stdout == f"{place.out}: 15x16x19, 4,560 voxels, complete already: nothing to do\n"
+    assert result.stdout.startswith(f"{place.out}: 15x16x19, 4,560 voxels, ")
+    assert result.stdout.count("\n") == 1
     assert place.state() == before
 
 
-def test_journal_that_is_a_folder(place: Place) -> None:
+def test_folder_in_place_of_the_journal_is_refused(place: Place) -> None:
     place.out.with_name("out.h5.journal").mkdir()
-    assert "cannot read the journal" in (said := place.refusal(*place.words, "--resume"))
-    assert "out.h5.journal: Is a directory, so what was finished is not known" in said
-    assert said.endswith("make it a readable file or move it away, or give another --out")
+    assert "out.h5.journal: Is a directory" in place.refusal(*place.words, "--resume")
 
 
-def test_the_advice_about_a_foreign_journal_works(place: Place) -> None:
+def test_advice_about_a_foreign_journal_works(place: Place) -> None:
     journal = place.out.with_name("out.h5.journal")
     journal.write_text("notes\n")
     for word in ("--resume", "--overwrite"):
         said = place.refusal(*place.words, word)
-        assert f"{journal} is not the journal of a run (it does not begin as one), and is left as it is; " in said
-        assert said.endswith("move it away, or give another --out")
+        assert str(journal) in said
+        assert "move it away" in said
     journal.rename(place.folder / "notes")
     assert place.infer("--resume").exit_code == 0
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everywhere")
-def test_journal_that_may_not_be_read(place: Place) -> None:
+def test_unreadable_journal_is_refused(place: Place) -> None:
     journal = place.out.with_name("out.h5.journal")
     journal.write_text("{}")
     journal.chmod(0)
-    sentence = "Permission denied, so what was finished is not known"
     result = place.infer("--resume")
     assert result.exit_code == 1
-    assert sentence in result.stderr
+    assert "Permission denied" in result.stderr
 
 
 @pytest.mark.parametrize("name", ["out.h5.old", "out.h5.journal.new", "out.h5.draft"])
-def test_what_the_user_has_beside_the_output_survives(place: Place, name: str) -> None:
-    """A file; and a folder, for the name that earlier versions removed."""
+def test_users_files_beside_the_output_survive(place: Place, name: str) -> None:
+    """Files survive, and so does a folder under a name that earlier versions removed."""
     beside = place.folder / name
     beside.write_text("precious")
     for words in ((), ("--overwrite",), ("--resume",)):
@@ -174,18 +170,18 @@ def test_what_the_user_has_beside_the_output_survives(place: Place, name: str) -
     assert (beside / "thesis.tex").read_text() == "precious"
 
 
-def test_the_folder_that_holds_the_volume_is_not_replaced(place: Place) -> None:
+def test_folder_holding_the_volume_is_not_replaced(place: Place) -> None:
     zarr = pytest.importorskip("zarr")
     folder = place.folder / "data.zarr"
     zarr.open_group(folder, mode="w").create_array("raw.zarr", data=np.full((20, 23, 25), 7, "u1"))
     words = ("infer", folder / "raw.zarr", "--network", place.folder / "net.yaml", "--out", folder, "--overwrite")
-    assert "would replace the folder that holds the volume" in place.refusal(*words)
+    assert str(folder) in place.refusal(*words)
     assert (zarr.open_group(folder, mode="r")["raw.zarr"][:] == 7).all()
 
 
 @pytest.mark.parametrize("ending", ["journal", "journal.new", "partial", "lock"])
 @pytest.mark.parametrize("link", ["symbolic", "hard"])
-def test_links_to_the_volume_destroy_nothing(place: Place, ending: str, link: str) -> None:
+def test_link_to_the_volume_is_not_written_through(place: Place, ending: str, link: str) -> None:
     before = place.state()["volume.h5"]
     at = place.folder / f"out.h5.{ending}"
     if link == "hard":
@@ -201,34 +197,33 @@ def test_links_to_the_volume_destroy_nothing(place: Place, ending: str, link: st
 
 
 @pytest.mark.parametrize("name", ["x.zarr", "x.h5"])
-def test_what_cannot_be_replaced_is_known_before_the_run(place: Place, name: str) -> None:
+def test_irreplaceable_output_is_refused_before_the_run(place: Place, name: str) -> None:
     if name == "x.zarr":
         pytest.importorskip("zarr")
         (place.folder / name).write_text("a file")
     else:
         (place.folder / name).mkdir()
     words = ("infer", place.volume, "--network", place.folder / "net.yaml", "--out", place.folder / name)
-    said = "is a file, and a Zarr output is a folder" if name == "x.zarr" else "is a folder; give the name of a file"
-    assert said in place.refusal(*words, "--overwrite")
+    assert name in place.refusal(*words, "--overwrite")
 
 
-def test_a_link_to_nothing_is_not_replaced(place: Place) -> None:
+def test_dangling_link_is_not_replaced(place: Place) -> None:
     place.out.symlink_to("nothing")
-    assert "exists as a link to a missing file; give --overwrite to replace it" in place.refusal(*place.words)
+    assert "--overwrite" in place.refusal(*place.words)
     assert place.out.is_symlink()
 
 
 @pytest.mark.parametrize("what", ["volume.h5", "net.yaml", "net.npz"])
-def test_what_is_read_is_not_replaced(place: Place, what: str) -> None:
+def test_inputs_of_a_run_are_not_replaced(place: Place, what: str) -> None:
     plan = ("plan", place.folder / "net.yaml", "--volume", place.volume, "--overwrite", "--out")
     (place.folder / "same.h5").hardlink_to(place.folder / what)
     words = ("infer", place.volume, "--network", place.folder / "net.yaml", "--overwrite", "--out")
-    assert "itself; give another name as --out" in place.refusal(*words, place.folder / "same.h5")
+    assert "--out" in place.refusal(*words, place.folder / "same.h5")
     if what != "net.npz":  # plans read no weights
-        assert "itself; give another name as --out" in place.refusal(*plan, place.folder / what)
+        assert "--out" in place.refusal(*plan, place.folder / what)
 
 
-def test_the_journal_beside_the_output_of_another_run(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_journal_of_another_run_beside_the_output_is_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that trusted this journal would skip columns that are not on disk, and end with wrong voxels."""
     small, journal = ("--patch", "4,4,4"), place.out.with_name("out.h5.journal")
     kept = place.folder / "kept"
@@ -250,4 +245,4 @@ def test_the_journal_beside_the_output_of_another_run(place: Place, monkeypatch:
     place.out.with_name("out.h5.partial").unlink()
     stop_after(3)
     kept.replace(journal)
-    assert "was made by run" in place.refusal(*place.words, *small, "--resume")
+    assert "journal" in place.refusal(*place.words, *small, "--resume")

@@ -12,43 +12,43 @@ import pytest
 from tests.support.cli import Place
 
 
-def test_too_little_ram(place: Place) -> None:
+def test_too_little_ram_is_refused(place: Place) -> None:
     place.write_small_volume()
     sentence = place.refusal(*place.words, "--ram", "1M")
     assert "bytes" in sentence or "MiB" in sentence
     assert "--ram" in sentence
 
 
-def test_plan_of_another_network(place: Place) -> None:
+def test_plan_of_another_network_is_refused(place: Place) -> None:
     other = place.folder / "plan.json"
     assert place.run("plan", "--shape", "40,40,40", "--out", other).exit_code == 0
     assert "fib25_boundary" in place.refusal(*place.words, "--plan", other)
 
 
-def test_plan_whose_needs_are_not_met(place: Place) -> None:
+def test_damaged_or_missing_plan_is_refused(place: Place) -> None:
     plan = place.folder / "plan.json"
     assert place.run("plan", place.folder / "net.yaml", "--volume", place.volume, "--out", plan).exit_code == 0
     content = plan.read_text()
     plan.write_text(re.sub(r'"version": \d+', '"version": 99', content, count=1))
     assert "99" in place.refusal(*place.words, "--plan", plan)
     plan.write_text(content[:200])
-    assert "plan.json: the plan is damaged or cut off: line 8" in place.refusal(*place.words, "--plan", plan)
-    assert "no plan file" in place.refusal(*place.words, "--plan", place.folder / "gone.json")
+    assert "plan.json: the plan is damaged" in place.refusal(*place.words, "--plan", plan)
+    assert "gone.json" in place.refusal(*place.words, "--plan", place.folder / "gone.json")
 
 
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("axis", 3, "the plan is damaged: axis: Input should be less than or equal to 2"),
-        ("axis", "z", "the plan is damaged: axis: Input should be a valid integer"),
-        ("column_planes", -4, "the plan is damaged: column_planes: Input should be greater than or equal to 0"),
-        ("column_planes", 5, "the plan's columns of 5 planes are no whole number of steps of 4"),
-        ("column_planes", 0, "; make it again with `znnpy plan NETWORK --out plan.json`"),
-        ("axis", 1, "; make it again with `znnpy plan NETWORK --out plan.json`"),
-        ("patch_in", [8, 8, 8], "the plan reads patches of 8x8x8, and 4x6x4 voxels out need 4x13x10"),
+        ("axis", 3, "axis: "),
+        ("axis", "z", "axis: "),
+        ("column_planes", -4, "column_planes: "),
+        ("column_planes", 5, "columns of 5 planes"),
+        ("column_planes", 0, "`znnpy plan NETWORK --out plan.json`"),
+        ("axis", 1, "`znnpy plan NETWORK --out plan.json`"),
+        ("patch_in", [8, 8, 8], "4x13x10"),
     ],
 )
-def test_plan_of_columns_that_was_edited(place: Place, field: str, value: object, said: str) -> None:
+def test_edited_plan_of_columns_is_refused(place: Place, field: str, value: object, said: str) -> None:
     path = place.folder / "plan.json"
     words = ("plan", place.folder / "net.yaml", "--shape", "60,20,20", "--cover", "columns", "--patch", "4,6,4")
     assert place.run(*words, "--out", path).exit_code == 0
@@ -58,32 +58,31 @@ def test_plan_of_columns_that_was_edited(place: Place, field: str, value: object
     assert said in place.refusal(*place.words, "--plan", path)
 
 
-def test_columns_where_nothing_could_be_kept(place: Place) -> None:
+def test_columns_without_carried_planes_are_refused(place: Place) -> None:
     place.write_network(layers=[{"type": "conv", "kernel": 1, "out": 2}], weights=None)
     sentence = place.refusal("plan", place.folder / "net.yaml", "--shape", "20,20,20", "--cover", "columns")
-    assert sentence == ("tiny sees one voxel along every axis, so that columns have nothing to carry; drop --cover")
+    assert "--cover" in sentence
 
 
-def test_patch_that_is_no_step_of_a_column(place: Place) -> None:
+def test_patch_unfit_as_step_of_a_column_is_refused(place: Place) -> None:
     sentence = place.refusal(*place.words, "--cover", "columns", "--patch", "4,5,5")
-    assert "an output patch must be a multiple of the pooling period 2x2x1, not 4x5x5" in sentence
+    assert "2x2x1" in sentence
+    assert "4x5x5" in sentence
 
 
-def test_plan_that_needs_more_memory_than_there_is(place: Place) -> None:
+def test_plan_beyond_the_machines_memory_is_refused(place: Place) -> None:
     plan = place.folder / "plan.json"
     huge = ("--shape", "9000,9000,9000", "--patch", "8000,8000,8000", "--ram", "900T", "--out", plan)
     assert place.run("plan", place.folder / "net.yaml", *huge).exit_code == 0
     sentence = place.refusal(*place.words, "--plan", plan)
-    assert sentence.startswith("the plan needs ")
     assert "bytes of RAM" in sentence
-    assert "more than this process may use" in sentence
 
 
-def test_plan_file_is_not_replaced_unasked(place: Place) -> None:
+def test_plan_file_is_replaced_only_with_overwrite(place: Place) -> None:
     plan = Path(place.folder / "plan.json")
     plan.write_text("precious")
     words = ("plan", place.folder / "net.yaml", "--shape", "30,30,30", "--out", plan)
-    assert "plan.json exists already" in place.refusal(*words)
+    assert "plan.json exists" in place.refusal(*words)
     assert place.run(*words, "--overwrite").exit_code == 0
     assert place.infer("--plan", plan).exit_code == 0
 
@@ -92,29 +91,28 @@ def plan_words(place: Place, out: Path) -> tuple[object, ...]:
     return ("plan", place.folder / "net.yaml", "--shape", "30,30,30", "--out", out, "--overwrite")
 
 
-def test_plan_replaces_files_only(place: Place) -> None:
+def test_plan_replaces_no_folder(place: Place) -> None:
     folder, pipe = place.folder / "folder", place.folder / "pipe"
     folder.mkdir()
     os.mkfifo(pipe)
-    assert "folder is a folder; give another --out" in place.refusal(*plan_words(place, folder))
-    assert "/dev/null is a special file; give another --out" in place.refusal(*plan_words(place, Path("/dev/null")))
-    assert "pipe is a special file" in place.refusal(*plan_words(place, pipe))
+    for other in (folder, Path("/dev/null"), pipe):
+        assert str(other) in place.refusal(*plan_words(place, other))
     assert pipe.is_fifo()
-    assert "cannot write" in place.refusal(*plan_words(place, place.folder / ("9" * 300)))
+    assert "9" * 300 in place.refusal(*plan_words(place, place.folder / ("9" * 300)))
 
 
-def test_plan_is_written_behind_links(place: Place) -> None:
+def test_plan_is_written_through_links(place: Place) -> None:
     target, link, loop = (place.folder / name for name in ("target.json", "link.json", "loop.json"))
     link.symlink_to("target.json")
     loop.symlink_to("loop.json")
     assert place.run(*plan_words(place, link)).exit_code == 0  # a link to nothing
     assert link.is_symlink()
     target.write_text("old")
-    assert "link.json exists already" in place.refusal(*plan_words(place, link)[:-1])
+    assert "link.json exists" in place.refusal(*plan_words(place, link)[:-1])
     assert place.run(*plan_words(place, link)).exit_code == 0
     assert link.is_symlink()
     assert target.read_text().startswith("{")
-    assert "loop.json is a special file" in place.refusal(*plan_words(place, loop))
+    assert "loop.json" in place.refusal(*plan_words(place, loop))
     assert loop.is_symlink()
 
 

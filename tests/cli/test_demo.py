@@ -46,7 +46,7 @@ def test_greys_are_those_of_the_microscope() -> None:
     assert raw[truth == 1].mean() < 95 < 120 < raw[truth == 0].mean()
 
 
-def test_slabs_and_tiles_leave_no_seam(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tissue_is_independent_of_slabs_and_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut in other places, the tissue is the same; tiles only round differently."""
     raw, truth = volume(SIZE)
     monkeypatch.setattr(demo, "SLAB", 7)
@@ -79,7 +79,7 @@ def test_memory_is_a_slab_not_the_volume() -> None:
     assert peak(320) < 1.5 * peak(64)
 
 
-def test_no_volume_without_voxels() -> None:
+def test_volume_without_voxels_is_refused() -> None:
     with pytest.raises(ShapeError, match="at least one voxel along each axis, not 4x0x4"):
         next(demo.synthesise((4, 0, 4)))
 
@@ -93,7 +93,7 @@ def test_roc_auc_is_the_chance_to_rank_a_pair_rightly() -> None:
     assert demo.roc_auc(np.ones(3, np.bool_), np.zeros(3, np.float32)) == 0.5
 
 
-def test_picture_shows_raw_prediction_truth() -> None:
+def test_picture_shows_raw_prediction_and_truth() -> None:
     raw = np.full((20, 30), 100, np.uint8)
     prediction = np.full((20, 30), 0.5, np.float32)
     truth = np.ones((20, 30), np.uint8)
@@ -125,14 +125,14 @@ def test_demo_finds_the_membranes(place: Place) -> None:
     assert place.run("verify", folder / "prediction.h5", folder / "volume.h5", "--samples", "5").exit_code == 0
 
 
-def test_folder_that_cannot_be_made(place: Place) -> None:
+def test_unwritable_folder_is_refused(place: Place) -> None:
     taken = Path(place.folder / "taken")
     taken.write_text("a file")
     assert "give another --folder" in place.refusal("demo", "--folder", taken)
     assert "name too long; give another --folder" in place.refusal("demo", "--folder", "9" * 300)
 
 
-def test_picture_that_cannot_be_written(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_picture_is_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, rename = place.folder / "demo", Path.replace
 
     def full(self: Path, target: Path) -> Path:
@@ -150,7 +150,7 @@ def test_picture_that_cannot_be_written(place: Place, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("kind", ["symlink", "dangling", "hard link", "folder"])
 @pytest.mark.parametrize("name", ["volume.h5", "truth.h5", "demo.png"])
-def test_what_the_user_has_elsewhere_is_not_written_through_a_link(place: Place, name: str, kind: str) -> None:
+def test_demo_writes_through_no_link(place: Place, name: str, kind: str) -> None:
     folder, mine = place.folder / "demo", place.folder / "mine.h5"
     folder.mkdir()
     mine.write_text("precious")

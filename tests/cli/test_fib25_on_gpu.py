@@ -52,7 +52,7 @@ def prediction(out: Path) -> np.ndarray[Any, Any]:
     [{}, {"cover": "patches", "vram": "2G"}, {"cover": "columns", "patch": (16, 64, 64)}],
     ids=["as planned", "patches in 2 GiB", "columns"],
 )
-def test_the_gpu_gives_the_cpus_output(
+def test_gpu_output_equals_that_of_the_cpu(
     volume: Path, folder: Path, on_the_cpu: np.ndarray[Any, Any], precision: Precision, words: dict[str, Any]
 ) -> None:
     out = folder / "gpu.h5"
@@ -73,7 +73,7 @@ def test_the_gpu_gives_the_cpus_output(
 
 
 @pytest.mark.usefixtures("cuda_device")
-def test_a_process_of_its_own_keeps_both_promises(volume: Path, folder: Path) -> None:
+def test_separate_process_stays_within_ram_and_vram_promises(volume: Path, folder: Path) -> None:
     """Memory of the process and of the GPU, by the command line."""
     words = ["infer", volume, "--out", folder / "own.h5", "--device", "gpu", "--precision", "tf32", "--vram", "4G"]
     command = [sys.executable, "-m", "znnpy", *map(str, words), "--json"]

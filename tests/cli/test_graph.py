@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def test_the_picture_shows_every_task_and_what_it_waits_for(place: Place) -> None:
+def test_picture_shows_every_task_and_its_predecessors(place: Place) -> None:
     out = place.folder / "graph.svg"
     result = place.run("graph", "--maps", 3, 5, "--batch", 2, "--out", out)
     assert (result.exit_code, result.output) == (0, "")
@@ -37,7 +37,7 @@ def test_the_picture_shows_every_task_and_what_it_waits_for(place: Place) -> Non
     assert text == list(MEANINGS.values())
 
 
-def test_what_is_drawn_was_checked(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drawn_graph_is_checked_first(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     def damaged(tasks: object, whole: object) -> None:
         raise ValueError("a cycle")
 
@@ -46,7 +46,7 @@ def test_what_is_drawn_was_checked(place: Place, monkeypatch: pytest.MonkeyPatch
         place.run("graph", "--out", place.folder / "graph.svg")
 
 
-def test_dot_for_graphviz(place: Place) -> None:
+def test_dot_file_is_written_for_graphviz(place: Place) -> None:
     out = place.folder / "graph.dot"
     assert place.run("graph", "--maps", 1, 2, "--batch", 1, "--out", out).exit_code == 0
     text = out.read_text()
@@ -55,7 +55,7 @@ def test_dot_for_graphviz(place: Place) -> None:
     assert text.count("->") == 1 + 1 + 2 + 2 + 2 + 2 + 2
 
 
-def test_words_that_make_no_picture_get_a_sentence(place: Place) -> None:
+def test_arguments_without_a_picture_are_refused(place: Place) -> None:
     out = place.folder / "graph.svg"
     too_many = place.refusal("graph", "--maps", 80, 80, "--batch", 512, "--out", out)
     assert "make 3,365,124 tasks, and a plot has room for 1,000; give fewer --maps" in too_many
@@ -72,7 +72,7 @@ def test_words_that_make_no_picture_get_a_sentence(place: Place) -> None:
 
 
 @pytest.mark.parametrize("words", [("--maps", 0, 5), ("--maps", 3), ("--batch", 0), ("--batch", "x"), ()])
-def test_usage(place: Place, words: tuple[object, ...]) -> None:
+def test_wrong_arguments_are_usage_errors(place: Place, words: tuple[object, ...]) -> None:
     result = place.run("graph", *words, *(("--out", place.folder / "graph.svg") if words else ()))
     assert result.exit_code == 2
     assert not (place.folder / "graph.svg").exists()

@@ -37,7 +37,7 @@ def here_truly(threads: int) -> Rates:
 
 
 class Clock:
-    """As if this machine were half as fast; nothing is run."""
+    """A clock of a machine that is half as fast as this one; nothing runs."""
 
     threads = this_machine().cores
 
@@ -47,7 +47,7 @@ class Clock:
 
 @pytest.fixture
 def here(place: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
-    """A place with a cache of its own, in which measuring takes no time."""
+    """Make a place with its own cache, in which measuring takes no time."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(place.folder / "cache"))
 
     @contextmanager
@@ -79,11 +79,11 @@ def planned(place: Place, *words: object) -> dict[str, Any]:
 
 
 def fitted(document: dict[str, Any]) -> list[bool]:
-    """Of every layer of a plan."""
+    """Return the fitted cost of every layer of a plan."""
     return [choice["fitted"] for choice in document["plan"]["stages"][0]["choices"]]
 
 
-def test_costs_are_measured_stored_and_planned_with(here: Place) -> None:
+def test_measured_costs_are_stored_and_used_by_plans(here: Place) -> None:
     before = planned(here, "--cover", "patches")
     result = here.run("measure", "--device", "cpu")
     assert result.exit_code == 0
@@ -112,7 +112,7 @@ def test_costs_are_measured_stored_and_planned_with(here: Place) -> None:
     assert "is estimated from rates measured on this machine" in text.replace("\n", " ")
 
 
-def test_layers_of_a_network_are_measured_as_its_plans_run_them(here: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_network_layers_are_measured_as_its_plans_run_them(here: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurement, "SHAPE", (30, 31, 32))
     document = json.loads(here.run("measure", here.folder / "net.yaml", "--device", "cpu", "--json").stdout)
     assert document["layers"] == len(Costs.load(stored()).layers) > 0
@@ -129,9 +129,7 @@ def test_layers_of_a_network_are_measured_as_its_plans_run_them(here: Place, mon
     assert len(Costs.load(stored()).layers) == document["layers"], "kept by the next measurement"
 
 
-def test_what_was_measured_is_kept_where_there_is_no_plan_for_the_network(
-    here: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_measurements_are_kept_if_the_network_has_no_plan(here: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurement, "SHAPE", (9, 12, 11))
     ram = 2**20 * 16 + baseline_bytes()
     result = here.run("measure", here.folder / "net.yaml", "--device", "cpu", "--ram", ram)
@@ -140,7 +138,7 @@ def test_what_was_measured_is_kept_where_there_is_no_plan_for_the_network(
     assert Costs.load(stored()).layers == ()
 
 
-def test_a_cache_that_may_not_be_entered(here: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inaccessible_cache_is_left_alone(here: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is stored there."""
     assert here.run("measure", "--device", "cpu").exit_code == 0
     stat = os.stat
@@ -154,7 +152,7 @@ def test_a_cache_that_may_not_be_entered(here: Place, monkeypatch: pytest.Monkey
     assert not any(fitted(planned(here)))
 
 
-def test_other_threads_have_other_costs(here: Place) -> None:
+def test_each_number_of_threads_has_its_own_costs(here: Place) -> None:
     assert here.run("measure", "--device", "cpu", "--threads", 1).exit_code == 0
     assert all(fitted(planned(here, "--threads", 1)))
     assert not any(fitted(planned(here, "--threads", 3)))
@@ -170,7 +168,7 @@ def test_other_threads_have_other_costs(here: Place) -> None:
         (("threads",), "two", "the costs are damaged: threads: "),
     ],
 )
-def test_stale_and_damaged_costs_are_not_used_and_that_is_said(
+def test_stale_or_damaged_costs_are_ignored_with_a_warning(
     here: Place, keys: tuple[str, ...], to: Any, said: str
 ) -> None:
     assert here.run("measure", "--device", "cpu").exit_code == 0
@@ -186,7 +184,7 @@ def test_stale_and_damaged_costs_are_not_used_and_that_is_said(
     assert note in json.loads(result.stdout)["warnings"]
 
 
-def test_a_file_that_is_named_has_to_fit(here: Place) -> None:
+def test_named_cost_file_that_does_not_fit_is_refused(here: Place) -> None:
     mine, net = here.folder / "mine.json", here.folder / "net.yaml"
     assert here.run("measure", "--device", "cpu", "--out", mine).exit_code == 0
     assert not stored().exists()
@@ -205,7 +203,7 @@ def test_a_file_that_is_named_has_to_fit(here: Place) -> None:
     assert here.refusal("plan", "--costs", "none.json").startswith("no cost file none.json; write one with")
 
 
-def test_words_that_contradict_each_other(here: Place) -> None:
+def test_contradicting_options_are_usage_errors(here: Place) -> None:
     for words, said in (
         (("plan", "--costs", "a", "--machine", "b"), "--machine names a file that holds the costs of that machine"),
         (("infer", "v.h5", "--plan", "p.json", "--costs", "c"), "--costs is fixed by the plan"),
@@ -217,7 +215,7 @@ def test_words_that_contradict_each_other(here: Place) -> None:
         assert said in result.stderr
 
 
-def test_what_is_there_is_not_replaced_unasked(here: Place) -> None:
+def test_existing_file_is_replaced_only_with_overwrite(here: Place) -> None:
     there = here.folder / "there.json"
     there.write_text("mine")
     for word in ("--out", "--export"):
@@ -228,7 +226,7 @@ def test_what_is_there_is_not_replaced_unasked(here: Place) -> None:
     assert Costs.load(there) == Costs.load(stored())
 
 
-def test_a_resumed_run_takes_no_other_costs(here: Place) -> None:
+def test_resumed_run_refuses_other_costs(here: Place) -> None:
     assert here.run("measure", "--device", "cpu", "--out", here.folder / "c.json").exit_code == 0
     from znnpy.options import RunOptions
     from znnpy.run.resume import check_options
@@ -240,7 +238,7 @@ def test_a_resumed_run_takes_no_other_costs(here: Place) -> None:
 
 
 def exported(here: Place, **changes: Any) -> Path:
-    """What a machine that is not this one exported."""
+    """Write the cost file of another machine."""
     path = here.folder / "there.json"
     assert here.run("measure", "--device", "cpu", "--out", path).exit_code == 0
     costs = Costs.load(path)
@@ -249,7 +247,7 @@ def exported(here: Place, **changes: Any) -> Path:
     return path
 
 
-def test_plans_for_a_machine_that_is_not_here_run_only_there(here: Place) -> None:
+def test_plan_for_another_machine_runs_only_there(here: Place) -> None:
     path, plan = exported(here), here.folder / "plan.json"
     words = ("plan", here.folder / "net.yaml", "--volume", here.volume, "--machine", path)
     result = here.run(*words, "--out", plan)
@@ -268,8 +266,8 @@ def test_plans_for_a_machine_that_is_not_here_run_only_there(here: Place) -> Non
     assert json.loads(here.run(*words, "--json").stdout)["plan"]["made_for"] == "another"
 
 
-def test_threads_that_a_file_is_not_of(here: Place) -> None:
-    """What to do is said of the file that was named."""
+def test_threads_other_than_the_cost_files_are_refused(here: Place) -> None:
+    """The advice is about the named file."""
     net, path = here.folder / "net.yaml", exported(here)
     threads = this_machine().cores
     differs = f"the costs in {path} do not fit: the number of threads was {threads} and is 7 here; "
@@ -285,7 +283,7 @@ def test_threads_that_a_file_is_not_of(here: Place) -> None:
     )
 
 
-def test_a_machine_with_other_methods_is_measured_there_again(here: Place) -> None:
+def test_cost_file_of_other_methods_asks_for_a_new_measurement(here: Place) -> None:
     path = exported(here)
     change(path, "primitives", "cpu.conv.direct", to=99)
     sentence = here.refusal("plan", here.folder / "net.yaml", "--shape", "30,30,30", "--machine", path)
@@ -293,7 +291,7 @@ def test_a_machine_with_other_methods_is_measured_there_again(here: Place) -> No
     assert sentence.endswith("; measure there with `znnpy measure --export FILE`, by a znnpy of the same version")
 
 
-def test_a_plan_for_the_machine_that_is_here_is_none_for_another(here: Place) -> None:
+def test_plan_for_this_machine_is_refused_for_another(here: Place) -> None:
     path, plan = here.folder / "here.json", here.folder / "plan.json"
     assert here.run("measure", "--device", "cpu", "--export", path).exit_code == 0
     words = ("plan", here.folder / "net.yaml", "--volume", here.volume, "--machine", path, "--out", plan)
@@ -302,7 +300,7 @@ def test_a_plan_for_the_machine_that_is_here_is_none_for_another(here: Place) ->
     assert here.infer("--plan", plan).exit_code == 0
 
 
-def test_a_gpu_that_is_not_here_is_planned_for(here: Place) -> None:
+def test_plan_for_an_absent_gpu_is_made_from_its_cost_file(here: Place) -> None:
     costs = Costs.load(exported(here))
     there = replace(
         costs,
@@ -327,7 +325,7 @@ def test_a_gpu_that_is_not_here_is_planned_for(here: Place) -> None:
     assert sentence.startswith(f"{path} is of the GPU of made up beside another, and --device cpu was asked for")
 
 
-def test_a_file_that_cannot_be_written_leaves_nothing(here: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_cost_file_leaves_nothing(here: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     assert here.run("measure", "--device", "cpu").exit_code == 0
     before = stored().read_bytes()
 

@@ -38,7 +38,7 @@ def refused(gpu: Gpu, number: int) -> Any:
 
 @pytest.fixture(autouse=True)
 def _here(place: Place, emulated_gpus: EmulatedGpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache of its own, and a GPU that takes no time."""
+    """Use a separate cache, and a GPU that takes no time."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(place.folder / "cache"))
 
     @contextmanager
@@ -53,9 +53,7 @@ def costs_of_the_cpu() -> Any:
     return stored_path(this_machine(), "cpu", this_machine().cores)
 
 
-def test_where_the_gpu_does_not_open_the_cpu_is_measured_and_that_is_said(
-    place: Place, emulated_gpus: EmulatedGpus
-) -> None:
+def test_cpu_is_measured_with_a_warning_if_the_gpu_does_not_open(place: Place, emulated_gpus: EmulatedGpus) -> None:
     emulated_gpus.open_as(refused)
     result = place.run("measure", "--json")
     assert result.exit_code == 0, result.stderr
@@ -67,7 +65,7 @@ def test_where_the_gpu_does_not_open_the_cpu_is_measured_and_that_is_said(
 
 
 @needs_compiler
-def test_threads_are_none_of_a_gpu(place: Place) -> None:
+def test_threads_option_is_refused_for_a_gpu(place: Place) -> None:
     result = place.run("measure", "--device", "gpu", "--threads", 2)
     assert result.exit_code == 2
     assert "--threads are for the processor, and layers on a GPU do not use them: drop them" in result.stderr
@@ -79,7 +77,7 @@ def test_threads_are_none_of_a_gpu(place: Place) -> None:
 
 
 @needs_compiler
-def test_stale_costs_of_the_cpu_are_said_where_the_gpu_is_taken(place: Place) -> None:
+def test_stale_cpu_costs_are_reported_beside_a_gpu_plan(place: Place) -> None:
     """The CPU's plan beside the GPU's is estimated without them."""
     place.write_small_volume()
     assert place.run("measure", "--device", "cpu").exit_code == 0
@@ -97,7 +95,7 @@ def test_stale_costs_of_the_cpu_are_said_where_the_gpu_is_taken(place: Place) ->
 
 @needs_compiler
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_layers_of_a_gpu_are_held_against_the_definition(
+def test_gpu_layers_are_compared_with_the_definition(
     place: Place, monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:
     words = ("plan", place.folder / "net.yaml", "--volume", place.volume, "--device", "gpu", "--precision", precision)

@@ -23,7 +23,7 @@ def grey(place: Place) -> Grey:
 
 
 def in_two_files(place: Place) -> Grey:
-    """The volume as a virtual dataset whose second file is missing; returns it with 50 there."""
+    """Make the volume a virtual dataset whose second file is missing; return its voxels with 50 there."""
     voxels = grey(place)
     with h5py.File(place.folder / "first.h5", "w") as file:
         file["a"] = voxels[:12]
@@ -36,7 +36,7 @@ def in_two_files(place: Place) -> Grey:
     return voxels
 
 
-def test_a_missing_file_is_an_error_or_filled(place: Place) -> None:
+def test_missing_source_file_is_refused_or_filled(place: Place) -> None:
     voxels = in_two_files(place)
     sentence = place.refusal(*place.words)
     assert "raw: voxels (z, y, x) = (12, 0, 0) to (19, 22, 24) are missing: the source file second.h5" in sentence
@@ -56,7 +56,7 @@ def test_a_missing_file_is_an_error_or_filled(place: Place) -> None:
     np.testing.assert_array_equal(place.prediction(), filled)
 
 
-def test_a_value_that_is_none(place: Place) -> None:
+def test_fill_value_without_a_number_is_refused(place: Place) -> None:
     in_two_files(place)
     assert "holds uint8 voxels, which cannot hold 300; give another --fill-missing" in place.refusal(
         *place.words, "--fill-missing", "300"
@@ -66,7 +66,7 @@ def test_a_value_that_is_none(place: Place) -> None:
 
 
 def in_chunks(place: Place, name: str, missing: int) -> tuple[Path, Grey]:
-    """The volume in 8 chunks, of which the last ones are missing, and what it holds then."""
+    """Write the volume in 8 chunks, of which the last ones are missing, and return its voxels."""
     voxels = grey(place)
     path = place.folder / name
     at = [(z, y, x) for z in (0, 10) for y in (0, 12) for x in (0, 13)]
@@ -86,7 +86,7 @@ def in_chunks(place: Place, name: str, missing: int) -> tuple[Path, Grey]:
 
 @pytest.mark.parametrize("name", ["chunks.h5", "chunks.zarr"])
 @pytest.mark.parametrize("missing", [0, 3, 5])
-def test_missing_chunks_are_counted_and_refused_on_request(place: Place, name: str, missing: int) -> None:
+def test_missing_chunks_are_counted_or_refused(place: Place, name: str, missing: int) -> None:
     path, voxels = in_chunks(place, name, missing)
     words = ["infer", path, "--network", place.folder / "net.yaml", "--out", place.out]
     if missing:
@@ -106,7 +106,7 @@ def test_missing_chunks_are_counted_and_refused_on_request(place: Place, name: s
     np.testing.assert_array_equal(place.prediction(), filled)
 
 
-def test_only_chunks_that_are_read_count(place: Place) -> None:
+def test_missing_chunks_outside_the_roi_are_not_counted(place: Place) -> None:
     path, _ = in_chunks(place, "chunks.h5", 4)
     words = ["infer", path, "--network", place.folder / "net.yaml", "--out", place.out, "--roi", "0:10,:,:"]
     assert place.run(*words, "--missing-chunks", "error").exit_code == 0

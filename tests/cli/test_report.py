@@ -1,4 +1,4 @@
-"""What a run prints while it goes and when it is done."""
+"""A run prints its progress while it goes, and a report when it is done."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def report(place: Place) -> Report:
     return infer(place.volume, place.folder / "net.yaml", threads=1)
 
 
-def test_figures_stand_beside_the_plans(report: Report) -> None:
+def test_measured_figures_stand_beside_those_of_the_plan(report: Report) -> None:
     plan = report.plan
     report = replace(report, output=Path("out.h5"), seconds=2.0, peak_bytes=3 * 2**29, warnings=("slow today",))
     lines = report.lines()
@@ -55,7 +55,7 @@ def test_methods_are_counted_in_layers(report: Report) -> None:
     assert said["predicted"]["vram_bytes"] == 0
 
 
-def test_resumed_run_counts_what_it_did(report: Report) -> None:
+def test_resumed_run_reports_its_own_work(report: Report) -> None:
     resumed = replace(report, computed=1140, seconds=2.0)
     assert "4,560 voxels, 1,140 of them in this run" in resumed.lines()[0]
     assert resumed.voxels_per_second == 570
@@ -63,7 +63,7 @@ def test_resumed_run_counts_what_it_did(report: Report) -> None:
     assert resumed.predicted_seconds == pytest.approx(preparing + (report.plan.seconds - preparing) / 4)
 
 
-def test_columns_are_called_columns(place: Place) -> None:
+def test_run_of_columns_reports_columns(place: Place) -> None:
     from znnpy.inference import infer
 
     words: dict[str, Any] = {"threads": 1, "patch": (4, 4, 4), "overwrite": True}
@@ -83,7 +83,7 @@ def test_columns_are_called_columns(place: Place) -> None:
     assert found.keys() == patches.as_json().keys()
 
 
-def test_a_patch_larger_than_the_output_is_explained(place: Place, report: Report) -> None:
+def test_patch_larger_than_the_output_is_explained(place: Place, report: Report) -> None:
     """15x16x19 output voxels are one patch of 16x16x20, a multiple of the period 2x2x1."""
     assert report.plan.output == (15, 16, 19)
     rounded = replace(report, plan=replace(report.plan, patch_out=(16, 16, 19), column_planes=0, columns=1))
@@ -112,12 +112,12 @@ def event(done: int, seconds: float, *, voxels_per_column: int = 1000) -> Event:
 
 
 def last_drawn(err: str) -> str:
-    """The last line on a terminal, without colours and what moves the cursor."""
+    """Return the last line on a terminal, without colours and cursor movements."""
     plain = re.sub(r"\x1b\[[\d;?]*\w", "", err)
     return plain.strip().splitlines()[-1].rpartition("\r")[2].rstrip()
 
 
-def test_lines_come_now_and_then_and_at_the_end(
+def test_progress_lines_come_at_intervals_and_at_the_end(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = 100.0
@@ -136,7 +136,7 @@ def test_lines_come_now_and_then_and_at_the_end(
     assert lines[-1].endswith("78.1 KiB written (reading 0.2 s, computing 1.5 s)")
 
 
-def test_bar_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_shows_a_progress_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "120")
     with progress.show() as callback:
@@ -149,11 +149,13 @@ def test_bar_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
 
 
 def warming(work: float, steps: int, seconds: float, written: int = 0) -> Event:
-    """Of a run that is a single column."""
+    """Return the events of a run that is a single column."""
     return Event(0, 1, written, 10**6, seconds, {"computing": seconds}, 4 * written, steps, 12, work)
 
 
-def test_first_steps_of_a_column_are_seen(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_steps_of_a_column_count_as_progress(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before any voxel is written the work tells speed and time left."""
     clock = 100.0
     monkeypatch.setattr("time.monotonic", lambda: clock)
@@ -170,22 +172,20 @@ def test_first_steps_of_a_column_are_seen(capsys: pytest.CaptureFixture[str], mo
 
 
 @pytest.mark.parametrize(("work", "said"), [(0.99, "under 1 s left"), (0.5, "10 s left")])
-def test_time_left_is_no_fraction_of_a_second(work: float, said: str) -> None:
+def test_time_left_is_in_whole_seconds(work: float, said: str) -> None:
     speed = progress._Speed()
     assert "unknown time left" in speed.describe(warming(0.0, 0, 0.0))
     assert said in speed.describe(warming(work, 5, 10.0))
 
 
-def test_a_run_that_is_refused_leaves_no_bar(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_run_leaves_no_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     with pytest.raises(ValueError, match="exists"), progress.show():
         raise ValueError("the output exists")
     assert capsys.readouterr().err == ""
 
 
-def test_preparing_is_seen_and_counts_in_the_speed(
+def test_preparing_is_shown_and_counts_in_the_speed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The speed is that of the whole run, as in the report; the time left is what computing takes."""
@@ -205,7 +205,7 @@ def test_preparing_is_seen_and_counts_in_the_speed(
     ]
 
 
-def test_a_run_tells_what_it_prepares(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preparing_is_reported_in_progress_stages_and_trace(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Progress while memory is written to for the first time, `preparing` among the stages, a span in the trace."""
     from znnpy.inference import infer
 
@@ -232,7 +232,7 @@ def test_a_run_tells_what_it_prepares(place: Place, monkeypatch: pytest.MonkeyPa
     assert spans[0].end - spans[0].begin <= report.stage_seconds["preparing"]
 
 
-def test_a_run_above_its_limit_says_so(report: Report) -> None:
+def test_run_above_its_limit_is_reported(report: Report) -> None:
     limits = replace(report.plan.limits, ram_bytes=2**30)
     within = replace(report, plan=replace(report.plan, limits=limits), peak_bytes=2**30)
     assert not [line for line in within.lines() if "limit of" in line]
@@ -258,7 +258,7 @@ def test_a_run_above_its_limit_says_so(report: Report) -> None:
         ),
     ],
 )
-def test_a_plan_that_was_off_is_explained(report: Report, stages: dict[str, float], why: str) -> None:
+def test_wrong_prediction_is_explained(report: Report, stages: dict[str, float], why: str) -> None:
     off = replace(report, seconds=10.0, stage_seconds=stages)
     (said,) = [line for line in off.lines() if line.startswith("off by")]
     assert why in said
@@ -277,7 +277,7 @@ def test_a_plan_that_was_off_is_explained(report: Report, stages: dict[str, floa
         assert not [line for line in replace(off, seconds=seconds).lines() if line.startswith("off by")]
 
 
-def test_a_limit_above_the_memory_is_a_warning_with_both_numbers(place: Place) -> None:
+def test_limit_above_the_memory_warns_with_both_numbers(place: Place) -> None:
     from znnpy.inference import infer
     from znnpy.machine import this_machine
     from znnpy.units import human_bytes
@@ -288,14 +288,14 @@ def test_a_limit_above_the_memory_is_a_warning_with_both_numbers(place: Place) -
     assert [warning for warning in report.warnings if human_bytes(4 * there) in warning and said in warning]
 
 
-def test_resumed_columns_count_the_work_of_this_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_resumed_columns_count_only_the_work_of_this_run(capsys: pytest.CaptureFixture[str]) -> None:
     with progress.show() as callback:
         callback(Event(2, 4, 500, 1000, 0.0, {}, 2000, 24, 48, 0.5))
         callback(Event(4, 4, 1000, 1000, 5.0, {}, 4000, 48, 48, 1.0))
     assert capsys.readouterr().err == "100%  4/4 columns, 48/48 steps, 100 voxels/s, 3.91 KiB written ()\n"
 
 
-def test_steps_fit_a_terminal_of_80_columns(
+def test_stage_lines_fit_a_terminal_of_80_columns(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
@@ -307,7 +307,7 @@ def test_steps_fit_a_terminal_of_80_columns(
     assert words.endswith("50% 32768/65536 steps 124k voxels/s 50.3 GiB 10 h 06 min left")
 
 
-def test_work_of_a_run_is_what_its_steps_do(place: Place) -> None:
+def test_progress_of_a_column_follows_the_work_of_its_steps(place: Place) -> None:
     """A single column: most of its first steps cost little, and the work done never goes back."""
     from znnpy.inference import infer
 
@@ -335,7 +335,9 @@ def test_work_of_a_run_is_what_its_steps_do(place: Place) -> None:
     assert seconds == pytest.approx(plan.seconds - plan.preparing_seconds)
 
 
-def test_bar_fits_a_terminal_of_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_bar_fits_a_terminal_of_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "80")
     stages = {"reading": 25000.0, "computing": 15000.0, "writing": 3000.0, "waiting": 2.0}
@@ -351,7 +353,7 @@ def test_bar_fits_a_terminal_of_80_columns(capsys: pytest.CaptureFixture[str], m
     assert len(words) <= 80
 
 
-def test_before_the_first_patch_nothing_is_divided_by_zero() -> None:
+def test_progress_before_the_first_patch_is_finite() -> None:
     assert "0 voxels/s, 0 B written, unknown time left" in progress._Speed().describe(event(0, 0.0))
 
 
@@ -360,14 +362,14 @@ def test_speeds_have_three_digits() -> None:
     assert [progress._rounded(v) for v in speeds] == ["0", "12", "999", "1.23k", "123k", "1.23M", "2.5G"]
 
 
-def test_no_stderr_is_no_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_closed_stderr_gets_no_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.stderr", None)
     with progress.show() as callback:
         callback(event(20, 10.0))
     assert capsys.readouterr().out == ""
 
 
-def test_stderr_that_cannot_be_written_is_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_stderr_gets_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     with suppress(OSError), Path("/dev/full").open("w") as full:  # closing it fails too
         monkeypatch.setattr("sys.stderr", full)
         with progress.show() as callback:
@@ -378,7 +380,7 @@ def test_stderr_that_cannot_be_written_is_no_progress(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("seconds", [0.0, 5e-324, 1e308])
-def test_plans_edited_by_hand_break_no_report(report: Report, seconds: float) -> None:
+def test_hand_edited_plan_gives_a_report(report: Report, seconds: float) -> None:
     plan = report.plan.with_choices(lambda choice: replace(choice, seconds=seconds))
     edited = replace(report, plan=replace(plan, columns=10, preparing_seconds=0.0))
     assert "(plan: 0)" in edited.lines()[1]

@@ -33,7 +33,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason=
 
 
 def start(words: list[str], folder: Path) -> subprocess.Popen[str]:
-    """A run whose handlers stand."""
+    """Start a run and wait until its handlers are installed."""
     process = subprocess.Popen(
         [PROGRAM, *words], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=_heed
     )
@@ -46,7 +46,7 @@ def start(words: list[str], folder: Path) -> subprocess.Popen[str]:
 
 
 def _heed() -> None:
-    """A shell starts background jobs deaf to SIGINT, which every child inherits: so may pytest, and then this."""
+    """Restore SIGINT: a shell starts background jobs, and so perhaps pytest, with it ignored."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -81,7 +81,7 @@ def stop(place: Place, words: list[str], seconds: float, number: signal.Signals)
 
 @needs_proc
 @pytest.mark.parametrize("tries", [pytest.param(FEW, id="few"), pytest.param(MANY, id="many", marks=pytest.mark.long)])
-def test_a_signal_while_a_run_starts_ends_it(place: Place, tries: int) -> None:
+def test_signal_during_the_start_ends_the_run(place: Place, tries: int) -> None:
     place.write_volume(np.random.default_rng(1).integers(0, 256, (64, 64, 64), np.uint8))
     words = [*place.words, "--overwrite", "--patch", "4,4,4", "--threads", "1"]
     rng = np.random.default_rng(tries)
@@ -94,14 +94,14 @@ def test_a_signal_while_a_run_starts_ends_it(place: Place, tries: int) -> None:
 @needs_proc
 @pytest.mark.parametrize("number", ANSWERS, ids=lambda number: number.name)
 @pytest.mark.parametrize("words", [["--help"], ["primitives"], ["plan", "--shape", "40,40,40"]], ids=lambda w: w[0])
-def test_any_command_answers_at_once(place: Place, words: list[str], number: signal.Signals) -> None:
+def test_every_command_answers_a_signal_at_once(place: Place, words: list[str], number: signal.Signals) -> None:
     process = start(words, place.folder)
     process.send_signal(number)
     stdout, stderr = process.communicate(timeout=60)
     assert (process.returncode, stdout, stderr) == (ANSWERS[number][0], "", f"{ANSWERS[number][1]}\n")
 
 
-def test_handlers_stand_before_anything_is_loaded() -> None:
+def test_handlers_are_installed_before_libraries_load() -> None:
     code = (
         "import signal, sys; import znnpy.__main__\n"
         "print(signal.getsignal(signal.SIGTERM) != signal.SIG_DFL, *({'click', 'rich', 'numpy'} & sys.modules.keys()))"
@@ -125,13 +125,13 @@ print("went on")
 
 
 @pytest.mark.parametrize("number", ANSWERS, ids=lambda number: number.name)
-def test_a_second_signal_ends_a_process_that_swallowed_the_first(number: signal.Signals) -> None:
+def test_second_signal_ends_a_process_that_swallowed_the_first(number: signal.Signals) -> None:
     code = SWALLOWS.format(name=number.name, then=f"os.kill(os.getpid(), signal.{number.name})")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, preexec_fn=_heed)
     assert (done.returncode, done.stdout, done.stderr) == (ANSWERS[number][0], "swallowed\n", f"{ANSWERS[number][1]}\n")
 
 
-def test_a_run_that_swallowed_a_signal_stops_at_its_next_step() -> None:
+def test_run_with_a_swallowed_signal_stops_at_its_next_step() -> None:
     with working(), progress.show() as callback:
         with pytest.raises(Terminated):
             signal.raise_signal(signal.SIGTERM)
@@ -150,7 +150,7 @@ def check_stopped_anew() -> None:
         check_stopped()
 
 
-def test_what_the_parent_ignores_stays_ignored(place: Place) -> None:
+def test_signals_ignored_by_the_parent_stay_ignored(place: Place) -> None:
     def ignore() -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
@@ -171,20 +171,20 @@ os._exit(7)
 
 
 @pytest.mark.parametrize(("code", "left"), [(130, 130), (1, 1), (0, 7), (None, 7)])
-def test_a_stopped_process_waits_for_no_thread_and_loses_no_line(code: int | None, left: int) -> None:
+def test_stopped_process_waits_for_no_thread_and_loses_no_line(code: int | None, left: int) -> None:
     script = NATIVE.format(leaves=LEAVES, code=code)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (left, "said", "")
 
 
-def test_handlers_are_given_back(place: Place) -> None:
+def test_handlers_are_restored_afterwards(place: Place) -> None:
     before = [signal.getsignal(number) for number in stopping.SENTENCES]
     assert place.run("primitives").exit_code == 0
     assert place.infer().exit_code == 0
     assert [signal.getsignal(number) for number in stopping.SENTENCES] == before
 
 
-def test_a_run_that_has_kept_nothing_says_nothing_of_going_on(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_run_without_progress_advises_no_resume(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*args: object) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(60)
@@ -194,7 +194,7 @@ def test_a_run_that_has_kept_nothing_says_nothing_of_going_on(place: Place, monk
     assert (result.exit_code, result.stderr) == (130, "interrupted\n")
 
 
-def test_a_run_that_is_stopped_says_what_it_kept(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_run_reports_finished_columns(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     sent = list[int]()
 
     def stop_in_the_middle(self: object, event: Event) -> str:

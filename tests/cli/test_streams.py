@@ -23,7 +23,7 @@ def shell(words: list[str], redirection: str) -> subprocess.CompletedProcess[str
 
 
 @pytest.mark.parametrize("redirection", ["2>&-", ">&-", "<&- >&- 2>&-", "2>/dev/full"])
-def test_run_needs_no_streams(place: Place, redirection: str) -> None:
+def test_run_succeeds_without_standard_streams(place: Place, redirection: str) -> None:
     done = shell(place.words, redirection)
     assert done.returncode == 0
     assert ("voxels/s" in done.stdout) == (">&-" not in redirection.replace("2>&-", ""))
@@ -31,12 +31,12 @@ def test_run_needs_no_streams(place: Place, redirection: str) -> None:
 
 
 @pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/full"])
-def test_error_nobody_can_read_is_an_exit_code(place: Place, redirection: str) -> None:
+def test_unreadable_error_is_an_exit_code(place: Place, redirection: str) -> None:
     assert shell(["infer", str(place.folder / "gone.h5")], redirection).returncode == 1
 
 
 @pytest.mark.parametrize("json", [(), ("--json",)])
-def test_full_stdout_is_a_sentence(place: Place, json: tuple[str, ...]) -> None:
+def test_full_stdout_is_reported_in_one_sentence(place: Place, json: tuple[str, ...]) -> None:
     done = shell([*place.words, *json], ">/dev/full")
     assert done.returncode == 1
     assert done.stderr.splitlines()[1:] == [
@@ -46,21 +46,21 @@ def test_full_stdout_is_a_sentence(place: Place, json: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("words", [["--help"], ["--version"], ["infer", "--help"], ["primitives"]])
-def test_full_stdout_has_no_room_for_help(words: list[str]) -> None:
+def test_help_to_full_stdout_fails_with_one_sentence(words: list[str]) -> None:
     done = shell(words, ">/dev/full")
     assert done.returncode == 1
     assert done.stderr.startswith("Error: cannot print on stdout: No space left on device")
     assert done.stderr.count("\n") == 1
 
 
-def test_plan_is_written_before_it_is_printed(place: Place) -> None:
+def test_plan_file_is_written_even_if_printing_fails(place: Place) -> None:
     plan = place.folder / "plan.json"
     done = shell(["plan", "--shape", "40,40,40", "--out", str(plan)], ">/dev/full")
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert plan.exists()
 
 
-def test_a_closed_stream_takes_no_other_files_place(place: Place) -> None:
+def test_closed_stderr_is_not_replaced_by_the_output(place: Place) -> None:
     """Descriptor 2 is not the output's: whatever a library writes to standard error stays out of it."""
     code = (
         "import os, sys; from znnpy.cli import main; main(['primitives'], standalone_mode=False)\n"
@@ -90,7 +90,7 @@ runpy.run_module('znnpy', run_name='__main__')
 
 
 @pytest.mark.parametrize("name", ["znnpy.stopping", "znnpy.cli", "click", "pydantic", "numpy", "h5py"])
-def test_ctrl_c_while_libraries_load(place: Place, name: str) -> None:
+def test_ctrl_c_while_libraries_load_ends_the_process(place: Place, name: str) -> None:
     code = INTERRUPTED_IMPORT.format(name=name, words=place.words)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 128 + signal.SIGINT
@@ -98,7 +98,7 @@ def test_ctrl_c_while_libraries_load(place: Place, name: str) -> None:
     assert not place.out.exists()
 
 
-def test_ctrl_c_while_words_are_read(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_while_options_are_parsed_ends_the_process(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 

@@ -61,12 +61,12 @@ def test_sentences_break_between_words(width: int, monkeypatch: pytest.MonkeyPat
     assert path in wrapped(f"{SENTENCE}: {path}", Terminal()).splitlines()
 
 
-def test_what_goes_to_a_file_is_not_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_written_to_a_file_are_not_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     assert wrapped(SENTENCE, io.StringIO()) == SENTENCE
 
 
-def test_lines_of_the_report_go_on_under_their_first_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_report_lines_are_indented(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     line = "stages     reading 6.47 ms, computing 438 ms, writing 15.6 ms, waiting 18 µs (side by side)"
     first, second = wrapped(line, Terminal()).splitlines()
@@ -76,7 +76,7 @@ def test_lines_of_the_report_go_on_under_their_first_word(monkeypatch: pytest.Mo
 
 
 def named(place: Place, name: str) -> Path:
-    """The network under another name."""
+    """Write the network under another name."""
     path = place.folder / "ünet.yaml"
     path.write_text((place.folder / "net.yaml").read_text().replace('"tiny"', json.dumps(name)), "utf-8")
     return path
@@ -91,7 +91,7 @@ def run(place: Place, words: list[str], **environment: str) -> subprocess.Comple
     [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}],
     ids=["PYTHONIOENCODING", "LC_ALL"],
 )
-def test_any_encoding_will_do(place: Place, environment: dict[str, str]) -> None:
+def test_output_works_in_any_encoding(place: Place, environment: dict[str, str]) -> None:
     network = named(place, "grauwert-Netz µ")
     planned = run(place, ["plan", str(network), "--shape", "40,40,40"], **environment)
     assert (planned.returncode, planned.stderr) == (0, b"")
@@ -105,7 +105,7 @@ def test_any_encoding_will_do(place: Place, environment: dict[str, str]) -> None
     refused.stderr.decode("ascii")
 
 
-def test_a_name_that_is_no_text_is_printed(place: Place) -> None:
+def test_undecodable_name_is_printed(place: Place) -> None:
     refused = run(place, ["infer", os.fsdecode(os.fsencode(place.folder) + b"/v\xff.h5")])
     assert refused.returncode == 1
     assert refused.stderr.endswith(b"/v\\udcff.h5; check the path\n")
@@ -115,7 +115,7 @@ HOSTILE = "\x1b[31mnet\x1b]0;title[bold]"
 ESCAPED = "\\x1b[31mnet\\x1b]0;title[bold]"
 
 
-def test_names_steer_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_in_names_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     """Escape sequences and markup in a table, in a paragraph and in a line come out as text."""
     table = Table(HOSTILE)
     table.add_row(Text(HOSTILE))
@@ -126,7 +126,7 @@ def test_names_steer_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert not {sign for sign in said if sign < " "} - {"\n"}
 
 
-def test_names_from_files_steer_no_terminal(place: Place) -> None:
+def test_control_characters_from_files_are_escaped(place: Place) -> None:
     place.write_volume(np.zeros((20, 23, 25), np.uint8), "volume.h5", **{HOSTILE: np.zeros((9, 9, 9), np.uint8)})
     assert ESCAPED in place.refusal(*place.words)
     out = place.folder / f"{HOSTILE.replace('/', '')}.h5"
@@ -136,7 +136,7 @@ def test_names_from_files_steer_no_terminal(place: Place) -> None:
     assert "\x1b" not in done.output
 
 
-def test_what_is_piped_is_as_wide_as_a_table_needs(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_piped_table_is_as_wide_as_needed(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     lines = place.run("primitives").stdout.splitlines()
     assert 80 < max(len(line) for line in lines if " cannot run here" not in line) <= PIPED_WIDTH
@@ -151,7 +151,7 @@ def test_what_is_piped_is_as_wide_as_a_table_needs(place: Place, monkeypatch: py
         (("verify", "gone.h5", "gone.h5", "--json"), 1),
     ],
 )
-def test_an_error_is_a_json_document_too(place: Place, words: tuple[str, ...], code: int) -> None:
+def test_error_is_a_json_document_with_json_option(place: Place, words: tuple[str, ...], code: int) -> None:
     result = place.run(*words)
     assert result.exit_code == code
     (sentence,) = json.loads(result.stdout).values()

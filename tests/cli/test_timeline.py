@@ -46,7 +46,7 @@ def layers_in(path: Path) -> set[int]:
 
 
 def some_spans(path: Path, *spans: tuple[str, str, float, float]) -> Path:
-    """A trace of these: track, name, begin and end, in seconds since it began; of layer 3 what is called `conv`."""
+    """Write a trace of spans (track, name, begin, end in seconds); those called `conv` are of layer 3."""
     with Trace(path) as trace:
         for track, name, begin, end in spans:
             facts = {"layer": 3} if name.startswith("conv") else {}
@@ -66,7 +66,7 @@ SOME = (
 # --- a run ---
 
 
-def test_a_run_tells_what_it_did(place: Place, trace: Path) -> None:
+def test_traced_run_records_its_work(place: Place, trace: Path) -> None:
     assert place.infer(*WORDS, "--trace", trace).exit_code == 0
     expected = place.prediction()
     assert json.loads(trace.read_bytes())["traceEvents"]
@@ -77,12 +77,12 @@ def test_a_run_tells_what_it_did(place: Place, trace: Path) -> None:
     np.testing.assert_array_equal(place.prediction(), expected)
 
 
-def test_in_the_library(place: Place, trace: Path) -> None:
+def test_library_call_writes_a_trace(place: Place, trace: Path) -> None:
     infer(place.volume, place.folder / "net.yaml", out=place.out, trace=str(trace), device="cpu")
     assert 0 in layers_in(trace)
 
 
-def test_a_trace_is_not_replaced_unasked(place: Place, trace: Path) -> None:
+def test_trace_is_replaced_only_with_overwrite(place: Place, trace: Path) -> None:
     assert place.infer(*WORDS, "--trace", trace).exit_code == 0
     place.out.unlink()
     sentence = place.refusal(*place.words, "--trace", trace)
@@ -90,7 +90,7 @@ def test_a_trace_is_not_replaced_unasked(place: Place, trace: Path) -> None:
     assert place.infer(*WORDS, "--trace", trace, "--overwrite").exit_code == 0
 
 
-def test_traces_that_may_not_be_written(place: Place) -> None:
+def test_unwritable_trace_is_refused_before_the_run(place: Place) -> None:
     """One sentence, before anything is done; --overwrite is for the output and a trace, and for no other file."""
     for name in ("volume.h5", "net.yaml", "net.npz"):
         sentence = place.refusal(*place.words, "--overwrite", "--trace", place.folder / name)
@@ -106,7 +106,7 @@ def test_traces_that_may_not_be_written(place: Place) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_may_not_be_written(place: Place) -> None:
+def test_read_only_folder_for_a_trace_is_refused(place: Place) -> None:
     closed = place.folder / "closed"
     closed.mkdir()
     closed.chmod(0o500)
@@ -114,14 +114,12 @@ def test_a_folder_that_may_not_be_written(place: Place) -> None:
     assert sentence.startswith(f"cannot write the trace {closed / 'trace.json'}: Permission denied; ")
 
 
-def test_a_run_that_is_refused_leaves_no_trace(place: Place, trace: Path) -> None:
+def test_refused_run_leaves_no_trace(place: Place, trace: Path) -> None:
     assert "there is no file" in place.refusal("infer", place.folder / "gone.h5", "--trace", trace)
 
 
-def test_a_disk_that_fills_ends_the_run_with_a_sentence(
-    place: Place, trace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What was finished is kept."""
+def test_full_disk_ends_the_run_with_one_sentence(place: Place, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finished columns are kept."""
     write, calls = traces._write_all, count()
 
     def fills(file: Any, at: int, content: bytes) -> None:
@@ -144,7 +142,7 @@ def test_a_disk_that_fills_ends_the_run_with_a_sentence(
     assert place.infer(*words, "--trace", trace, "--resume").exit_code == 0
 
 
-def test_a_run_that_is_stopped_leaves_its_trace(place: Place, trace: Path) -> None:
+def test_stopped_run_leaves_its_trace(place: Place, trace: Path) -> None:
     place.write_volume(np.random.default_rng(11).integers(0, 256, (45, 43, 41), np.uint8))
     words = [*place.words, "--patch", "2,2,2", "--threads", "1", "--device", "cpu", "--trace", str(trace)]
     with subprocess.Popen([PROGRAM, *words], stderr=subprocess.PIPE, text=True) as process:
@@ -166,8 +164,8 @@ def test_a_run_that_is_stopped_leaves_its_trace(place: Place, trace: Path) -> No
 # --- its timeline ---
 
 
-def test_how_busy_each_track_was(place: Place, trace: Path) -> None:
-    """What overlaps counts once; waiting is no work."""
+def test_timeline_prints_how_busy_each_track_was(place: Place, trace: Path) -> None:
+    """Overlapping spans count once; waiting is not work."""
     some_spans(trace, *SOME)
     result = place.run("timeline", trace)
     assert result.exit_code == 0
@@ -179,7 +177,7 @@ def test_how_busy_each_track_was(place: Place, trace: Path) -> None:
     )
 
 
-def test_a_window_as_json(place: Place, trace: Path) -> None:
+def test_timeline_of_a_window_is_printed_as_json(place: Place, trace: Path) -> None:
     some_spans(trace, *SOME)
     document = json.loads(place.run("timeline", trace, "--from", 1.25, "--to", 3.25, "--json").stdout)
     assert (document["from"], document["to"], document["ended_early"]) == (1.25, 3.25, None)
@@ -190,7 +188,7 @@ def test_a_window_as_json(place: Place, trace: Path) -> None:
     assert [row["share"] for row in rows.values()] == pytest.approx([0.125, 0.875, 0.125], abs=1e-6)
 
 
-def test_a_picture_of_a_run(place: Place, trace: Path) -> None:
+def test_timeline_is_drawn_into_a_picture(place: Place, trace: Path) -> None:
     picture = place.folder / "timeline.png"
     assert place.infer(*WORDS, "--trace", trace).exit_code == 0
     result = place.run("timeline", trace, "--out", picture)
@@ -237,7 +235,7 @@ def test_bars_are_where_their_spans_are(trace: Path) -> None:
 
 
 @pytest.mark.parametrize("sentence", ["layer 2: 3 > 2; do less", "as long as no line is " * 40], ids=["short", "long"])
-def test_the_picture_says_why_a_run_ended_early(place: Place, trace: Path, sentence: str) -> None:
+def test_picture_names_why_a_run_ended_early(place: Place, trace: Path, sentence: str) -> None:
     picture = place.folder / "timeline.png"
     found = replace(timeline.read_timeline(some_spans(trace, *SOME)), ended=sentence)
     figure = plot.timeline_figure("a run", found)
@@ -248,7 +246,7 @@ def test_the_picture_says_why_a_run_ended_early(place: Place, trace: Path, sente
     assert (pixels[:, -5:] == 255).all(), "it leaves the picture"
 
 
-def test_what_is_shorter_than_a_pixel_is_seen(place: Place, trace: Path) -> None:
+def test_spans_shorter_than_a_pixel_are_drawn(place: Place, trace: Path) -> None:
     picture = place.folder / "timeline.png"
     some_spans(trace, ("CPU", "load", 0.0, 1e-6), ("CPU", "store", 999.0, 1000.0))
     assert place.run("timeline", trace, "--out", picture).exit_code == 0
@@ -258,7 +256,7 @@ def test_what_is_shorter_than_a_pixel_is_seen(place: Place, trace: Path) -> None
     assert (abs(pixels - colour).sum(axis=2) < 60).any()
 
 
-def test_colours_differ() -> None:
+def test_colours_of_layers_differ() -> None:
     """There are enough for a network of a dozen layers, its transfers, reader and writer."""
     row = timeline.Row("GPU", [timeline.Bar(0.0, 1.0, f"conv {layer}") for layer in range(24)])
     colours = 255 * np.array([*plot.colours_of([row]).values()])
@@ -266,7 +264,7 @@ def test_colours_differ() -> None:
     assert apart[~np.eye(24, dtype=bool)].min() > 40
 
 
-def test_many_spans_within_a_pixel_are_one_bar() -> None:
+def test_spans_within_a_pixel_are_joined_to_one_bar() -> None:
     """A run of days is drawn in seconds."""
     bars = [timeline.Bar(number, number + 0.5, "load") for number in range(20_000)]
     spans = list(plot.visible_spans(bars, 10.0))
@@ -274,7 +272,7 @@ def test_many_spans_within_a_pixel_are_one_bar() -> None:
     assert all(begin + length == pytest.approx(after) for (begin, length), (after, _) in pairwise(spans))
 
 
-def test_without_matplotlib_one_sentence_says_what_to_install(
+def test_missing_matplotlib_is_named_with_what_to_install(
     place: Place, trace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     some_spans(trace, *SOME)
@@ -285,7 +283,7 @@ def test_without_matplotlib_one_sentence_says_what_to_install(
     assert place.refusal("plan", "n337", "--plot", place.folder / "curves.png") == said
 
 
-def test_a_span_that_took_no_time_is_a_timeline_too(place: Place, trace: Path) -> None:
+def test_span_without_duration_gives_a_timeline(place: Place, trace: Path) -> None:
     some_spans(trace, ("CPU", "load", 1.0, 1.0))
     assert place.run("timeline", trace, "--out", place.folder / "timeline.png").exit_code == 0
 
@@ -299,12 +297,12 @@ def test_a_span_that_took_no_time_is_a_timeline_too(place: Place, trace: Path) -
     ],
     ids=["missing", "foreign", "empty"],
 )
-def test_what_has_no_timeline_is_a_sentence(place: Place, trace: Path, write: Callable[[Path], Any], said: str) -> None:
+def test_file_without_a_timeline_is_refused(place: Place, trace: Path, write: Callable[[Path], Any], said: str) -> None:
     write(trace)
     assert said in place.refusal("timeline", trace, "--out", place.folder / "timeline.png")
 
 
-def test_words_that_make_no_picture_get_a_sentence(place: Place, trace: Path) -> None:
+def test_arguments_without_a_picture_are_refused(place: Place, trace: Path) -> None:
     some_spans(trace, *SOME)
     assert "does not end in .png: give an --out that does" in place.refusal(
         "timeline", trace, "--out", place.folder / "a.svg"
@@ -325,7 +323,7 @@ def test_words_that_make_no_picture_get_a_sentence(place: Place, trace: Path) ->
     ],
     ids=str,
 )
-def test_usage(place: Place, trace: Path, words: tuple[object, ...], said: str) -> None:
+def test_wrong_arguments_are_usage_errors(place: Place, trace: Path, words: tuple[object, ...], said: str) -> None:
     some_spans(trace, *SOME)
     result = place.run("timeline", trace, *words)
     assert result.exit_code == 2

@@ -33,7 +33,7 @@ def test_right_output_passes(place: Place, border: str, dtype: str) -> None:
     assert abs(report["written"] - report["definition"]) == pytest.approx(report["worst"])
 
 
-def test_prints_worst_error_and_where(place: Place) -> None:
+def test_worst_error_is_printed_with_its_position(place: Place) -> None:
     assert place.infer("--output-dtype", "uint8").exit_code == 0
     result = place.run(*words(place))
     assert result.exit_code == 0
@@ -64,9 +64,7 @@ def add_everywhere(place: Place, wrong: float, **attributes: object) -> None:
 
 
 @pytest.mark.parametrize(("precision", "passes", "fails"), [("fp32", 5e-6, 2e-5), ("tf32", 8e-3, 1.2e-2)])
-def test_as_much_is_allowed_as_the_precision_asked_for_may_err(
-    place: Place, precision: str, passes: float, fails: float
-) -> None:
+def test_tolerance_follows_the_requested_precision(place: Place, precision: str, passes: float, fails: float) -> None:
     """The tolerance does not depend on the output; `--tolerance` sets another, and the result names it."""
     for wrong, code in ((passes, 0), (fails, 1)):
         add_everywhere(place, wrong)
@@ -79,7 +77,7 @@ def test_as_much_is_allowed_as_the_precision_asked_for_may_err(
 
 
 @pytest.mark.parametrize(("said", "wrong"), [("tf32", 8e-3), ("fp16", 4e-2)])
-def test_a_precision_that_only_the_output_names_allows_nothing(place: Place, said: str, wrong: float) -> None:
+def test_precision_named_by_the_output_alone_raises_no_tolerance(place: Place, said: str, wrong: float) -> None:
     add_everywhere(place, wrong, precision=said)
     sentence = place.refusal(*words(place))
     assert sentence.startswith("60 of 60 voxels are wrong; worst error ")
@@ -92,13 +90,13 @@ def test_a_precision_that_only_the_output_names_allows_nothing(place: Place, sai
     assert (report["precision"], report["predicted_in"], report["tolerance"]) == (said, said, TOLERANCES[said])
 
 
-def test_the_help_says_what_is_allowed(place: Place) -> None:
+def test_help_states_the_tolerances(place: Place) -> None:
     said = " ".join(place.run("verify", "--help").stdout.split())
     fp32, tf32, fp16 = (f"{TOLERANCES[word]:.0e}".replace("e-0", "e-") for word in ("fp32", "tf32", "fp16"))
     assert f"are allowed: {fp32}, {tf32} in tf32, {fp16} in fp16 [default: fp32, whatever the output says]" in said
 
 
-def test_a_precision_that_is_none_is_refused(place: Place) -> None:
+def test_unknown_precision_is_refused(place: Place) -> None:
     assert place.infer().exit_code == 0
     with h5py.File(place.out, "r+") as file:
         file["prediction"].attrs["precision"] = "int4"
@@ -145,7 +143,7 @@ def test_shape_and_dtype_follow_from_the_job(place: Place, change: Callable[[Any
     assert "follows from region 0:15,2:23,0:23, border reflect and the network's field of view" in sentence
 
 
-def test_the_result_says_which_part_was_predicted(place: Place) -> None:
+def test_result_names_the_predicted_part(place: Place) -> None:
     """A cut output whose attributes were made to fit is a right output of that part, and says so."""
     assert place.infer("--roi", "0:15,2:,:23").exit_code == 0
     assert "the output covers part 0:15,2:23,0:23 of the volume, border valid" in place.run(*words(place)).stdout
@@ -153,7 +151,7 @@ def test_the_result_says_which_part_was_predicted(place: Place) -> None:
     assert "the output covers the whole volume, border valid" in place.run(*words(place)).stdout
 
 
-def test_a_roi_outside_of_the_volume_is_a_sentence(place: Place) -> None:
+def test_roi_outside_the_volume_is_refused(place: Place) -> None:
     assert place.infer().exit_code == 0
     with h5py.File(place.out, "r+") as file:
         attributes = file["prediction"].attrs
@@ -163,7 +161,7 @@ def test_a_roi_outside_of_the_volume_is_a_sentence(place: Place) -> None:
     assert "0:999 of 0:20" in sentence
 
 
-def test_nan_is_right_where_the_field_of_view_holds_one(place: Place) -> None:
+def test_nan_passes_if_the_field_of_view_holds_one(place: Place) -> None:
     grey = np.random.default_rng(1).standard_normal((20, 23, 25)).astype(np.float32)
     grey[10, 12, 13] = np.inf
     place.write_volume(grey)
@@ -172,7 +170,7 @@ def test_nan_is_right_where_the_field_of_view_holds_one(place: Place) -> None:
     assert place.run(*words(place, "--samples", 400)).exit_code == 0
 
 
-def test_refuses_what_did_not_make_the_output(place: Place) -> None:
+def test_other_inputs_than_those_of_the_output_are_refused(place: Place) -> None:
     assert place.infer().exit_code == 0
     assert "is not the volume" in _refusal_after(place, lambda: place.write_volume(np.zeros((20, 23, 25), np.uint8)))
     place.write_weights(conv2_bias=np.array([0.5, -0.5], np.float32))
@@ -183,7 +181,7 @@ def test_refuses_what_did_not_make_the_output(place: Place) -> None:
 
 
 def _refusal_after(place: Place, change: object) -> str:
-    """The refusal after a change to the volume, which is put back."""
+    """Change the volume, return the refusal, and restore the volume."""
     before = place.volume.read_bytes()
     assert callable(change)
     change()
@@ -192,14 +190,14 @@ def _refusal_after(place: Place, change: object) -> str:
     return sentence
 
 
-def test_a_copy_of_the_volume_is_the_volume(place: Place) -> None:
+def test_copy_of_the_volume_is_accepted(place: Place) -> None:
     assert place.infer().exit_code == 0
     copy = place.folder / "copy.h5"
     copy.write_bytes(place.volume.read_bytes())
     assert place.run("verify", place.out, copy, *words(place)[3:]).exit_code == 0
 
 
-def test_refuses_files_that_are_no_output(place: Place) -> None:
+def test_files_other_than_outputs_are_refused(place: Place) -> None:
     assert "has no dataset 'prediction'; it holds raw" in place.refusal("verify", place.volume, place.volume)
     assert "there is no file" in place.refusal("verify", place.out, place.volume)
     array = place.folder / "array.npy"
@@ -209,14 +207,14 @@ def test_refuses_files_that_are_no_output(place: Place) -> None:
     assert "was not written by znnpy" in place.refusal("verify", place.folder / "other.h5", place.volume)
 
 
-def test_other_datasets_beside_the_prediction(place: Place) -> None:
+def test_other_datasets_beside_the_prediction_are_ignored(place: Place) -> None:
     assert place.infer().exit_code == 0
     with h5py.File(place.out, "r+") as file:
         file["labels"] = np.zeros((5, 6, 7), np.uint8)
     assert place.run(*words(place)).exit_code == 0
 
 
-def test_the_dataset_of_the_volume(place: Place) -> None:
+def test_dataset_option_names_the_voxels_of_the_volume(place: Place) -> None:
     """The default is the dataset that was predicted; `--dataset` names the same voxels under another name."""
     with h5py.File(place.volume, "r+") as file:
         file["other"] = np.zeros((20, 23, 25), np.uint8)
@@ -236,7 +234,7 @@ def test_seed_chooses_the_voxels(place: Place) -> None:
     assert worst[0] == worst[1] != worst[2]
 
 
-def test_zarr_output(place: Place) -> None:
+def test_zarr_output_passes(place: Place) -> None:
     pytest.importorskip("zarr")
     out = place.folder / "out.zarr"
     assert place.run(*place.words[:-1], out).exit_code == 0
@@ -256,7 +254,7 @@ LARGE = 1e5
 
 
 def large_values(folder: Path) -> Place:
-    """An output of values around 1e5 in map 0 and around 1 in map 1: one convolution, no activation."""
+    """Make an output with values around 1e5 in map 0 and around 1 in map 1: one convolution, no activation."""
     place = Place.furnish(folder, Network("large", 1, (Conv((5, 5, 5), 8, "relu"), Conv((3, 3, 3), 2))))
     rng = np.random.default_rng(8)
     weight = rng.standard_normal((2, 8, 3, 3, 3)).astype(np.float32) / 15
@@ -289,7 +287,7 @@ def test_wrong_large_values_are_found(tmp_path: Path, channel: int) -> None:
     assert f"map {channel}: " in sentence
 
 
-def test_more_samples_than_voxels_is_each_voxel_once(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_samples_than_voxels_check_each_voxel_once(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     assert place.infer("--roi", "0:8,0:11,0:9").exit_code == 0
     network = place.folder / "net.yaml"
     assert verify(place.out, place.volume, network=network, samples=10**8).samples == 3 * 4 * 3
@@ -302,7 +300,7 @@ def test_more_samples_than_voxels_is_each_voxel_once(place: Place, monkeypatch: 
     )
 
 
-def test_samples_are_different_voxels_all_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_are_distinct_and_spread_over_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("znnpy.verify.BLOCK", 64)
     size = (5, 7, 11)
     for samples in (1, 64, 65, 300, 385):
@@ -317,7 +315,7 @@ def test_samples_are_different_voxels_all_over(monkeypatch: pytest.MonkeyPatch) 
     assert 8 < times.min() <= times.max() < 60  # about 31 each
 
 
-def test_words_that_are_none(place: Place) -> None:
+def test_invalid_options_are_usage_errors(place: Place) -> None:
     for tolerance in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="a tolerance must be positive and finite"):
             verify(place.out, place.volume, tolerance=tolerance)

@@ -35,7 +35,7 @@ def write(folder: Path, content: str | bytes, name: str = "net.yaml") -> Path:
 
 
 def refusal(path: Path) -> str:
-    """The message that reading `path` ends with, without the path in front."""
+    """Return the message with which reading `path` ends, without the path in front."""
     with pytest.raises(NetworkFileError) as caught:
         read_network(path)
     message = str(caught.value)
@@ -45,7 +45,7 @@ def refusal(path: Path) -> str:
     return message.removeprefix(f"{path}: ")
 
 
-def test_everything_that_the_grammar_has(tmp_path: Path) -> None:
+def test_full_grammar_is_read(tmp_path: Path) -> None:
     read = read_network(
         write(
             tmp_path,
@@ -75,7 +75,7 @@ field_of_view: [4, 7, 14]
     assert read.path == tmp_path / "net.yaml"
 
 
-def test_words_are_read_by_the_core_schema_of_yaml_1_2(tmp_path: Path) -> None:
+def test_scalars_follow_the_core_schema_of_yaml_1_2(tmp_path: Path) -> None:
     """YAML 1.1 would read 010 as 8 and 1:30 as 90."""
     read = read_network(write(tmp_path, POOL + "- {type: conv, kernel: [010, 0o7, 0x1F], out: +3}\nname: 1:30\n"))
     assert read.network.layers[1] == Conv((10, 7, 31), 3)
@@ -84,7 +84,7 @@ def test_words_are_read_by_the_core_schema_of_yaml_1_2(tmp_path: Path) -> None:
         assert read_network(write(tmp_path, f"{POOL}name: {text}\n")).network.name == text
 
 
-def test_a_layer_may_be_repeated_by_an_alias(tmp_path: Path) -> None:
+def test_layer_may_be_repeated_by_an_alias(tmp_path: Path) -> None:
     content = layer("&twice {type: conv, kernel: &k [1, 2, 3], out: 4}") + "- *twice\n- {type: pool, window: *k}\n"
     once = Conv((1, 2, 3), 4)
     assert read_network(write(tmp_path, content)).network.layers == (once, once, Pool((1, 2, 3)))
@@ -126,7 +126,7 @@ def test_only_regular_files_are_opened(kind: str, tmp_path: Path) -> None:
         ("net.pb", "TensorFlow"),
     ],
 )
-def test_networks_of_other_tools_are_told_what_to_do(name: str, kind: str, tmp_path: Path) -> None:
+def test_network_files_of_other_tools_are_refused_with_advice(name: str, kind: str, tmp_path: Path) -> None:
     path = write(tmp_path, b"PK\x03\x04", name)
     with pytest.raises(NetworkFileError) as caught:
         read_network(path)
@@ -138,16 +138,16 @@ def test_networks_of_other_tools_are_told_what_to_do(name: str, kind: str, tmp_p
     )
 
 
-def test_weights_are_no_network(tmp_path: Path) -> None:
+def test_weights_file_as_network_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NetworkFileError, match=r"give that \.yaml file, and this one by `weights`$"):
         read_network(write(tmp_path, b"PK\x03\x04", "net.npz"))
 
 
-def test_names_of_files_steer_no_terminal(tmp_path: Path) -> None:
+def test_control_characters_in_file_names_are_escaped(tmp_path: Path) -> None:
     assert read_network(write(tmp_path, POOL, "a\x1b[31mb.yaml")).network.name == r"a\x1b[31mb"
 
 
-def test_what_is_optional_may_be_left_out_or_empty(tmp_path: Path) -> None:
+def test_optional_entries_may_be_missing_or_empty(tmp_path: Path) -> None:
     for text in (POOL, POOL + "name:\nnormalise:\nweights: ~\nfield_of_view: null\n"):
         read = read_network(write(tmp_path, text))
         assert (read.network, read.weights) == (Network("net", 1, (Pool((2, 2, 2)),)), None)
@@ -319,7 +319,7 @@ REFUSED = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("content", "message"), REFUSED, ids=range(len(REFUSED)))
-def test_refused_in_one_sentence(content: str, message: str, tmp_path: Path) -> None:
+def test_invalid_network_is_refused_in_one_sentence(content: str, message: str, tmp_path: Path) -> None:
     assert refusal(write(tmp_path, content)) == message
 
 
@@ -332,7 +332,7 @@ def test_hidden_files_are_not_suggested(tmp_path: Path) -> None:
         read_network(tmp_path)
 
 
-def test_missing_file_names_the_near_ones(tmp_path: Path) -> None:
+def test_missing_file_suggests_near_names(tmp_path: Path) -> None:
     write(tmp_path, POOL, "cells.yaml")
     with pytest.raises(NetworkFileError, match=r"there is no network file .*/celsl\.yaml; did you mean cells\.yaml\?$"):
         read_network(tmp_path / "celsl.yaml")
@@ -344,7 +344,7 @@ def test_missing_file_names_the_near_ones(tmp_path: Path) -> None:
         read_network(tmp_path / "nowhere" / "net.yaml")
 
 
-def test_what_is_no_text_file_is_refused(tmp_path: Path) -> None:
+def test_file_without_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NetworkFileError, match=r"is a folder, not a network file; no \.yaml or \.yml or \.znni file"):
         read_network(tmp_path)
     hdf5 = write(tmp_path, b"\x89HDF\r\n", "net.yml")
@@ -377,7 +377,7 @@ numbers = st.floats(-1e30, 1e30, allow_subnormal=False)
 
 @pytest.mark.slow
 @given(st.lists(layers, min_size=1, max_size=6), st.text("abc_ é:#'\"-1", min_size=1), numbers, st.floats(1e-30, 1e30))
-def test_what_is_written_is_read(chain: list[Conv | Pool | MaxFilter], name: str, mean: float, std: float) -> None:
+def test_written_network_is_read_back(chain: list[Conv | Pool | MaxFilter], name: str, mean: float, std: float) -> None:
     network = Network(name, 2, tuple(chain), Normalise((mean, mean), (std, 1.0)))
     written = {
         "name": name,
@@ -400,7 +400,7 @@ def test_what_is_written_is_read(chain: list[Conv | Pool | MaxFilter], name: str
 PAPER = {"n337": "m36", "n537": "m56", "n726": "m76", "n926": "m96"}
 
 
-def test_shipped_networks() -> None:
+def test_shipped_networks_have_their_published_sizes() -> None:
     assert shipped() == ("fib25_boundary", "n337", "n537", "n726", "n926")
     views = {name: read_network(name).network.field_of_view for name in shipped()}
     assert views == {
@@ -412,7 +412,7 @@ def test_shipped_networks() -> None:
     }
 
 
-def test_a_file_of_that_name_is_not_the_shipped_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_with_the_name_of_a_shipped_network_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert read_network("n337").network.name == "n337"
     write(tmp_path, POOL, "n337")
@@ -421,14 +421,14 @@ def test_a_file_of_that_name_is_not_the_shipped_one(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize(("name", "original"), PAPER.items())
-def test_table_iii_has_the_layers_of_the_original_files(name: str, original: str, shared_data: Path) -> None:
+def test_networks_of_table_iii_have_the_original_layers(name: str, original: str, shared_data: Path) -> None:
     ours = read_network(name).network
     theirs = read_network(shared_data / "znni_networks" / f"{original}.znni").network
     assert ours.layers == theirs.layers
     assert (ours.input_channels, ours.output_channels, ours.normalise) == (1, 3, None)
 
 
-def test_the_default_network_is_the_trained_one(shared_data: Path) -> None:
+def test_default_network_is_the_trained_one(shared_data: Path) -> None:
     read = read_network(DEFAULT)
     assert read.network.parameters == 42_609
     assert read.weights is not None

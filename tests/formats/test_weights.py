@@ -86,7 +86,7 @@ def test_byte_order_array_order_and_compression_do_not_matter(arrays: Arrays, tm
 
 
 @pytest.mark.parametrize("name", SAVE)
-def test_missing_and_unknown_arrays(name: str, arrays: Arrays, tmp_path: Path) -> None:
+def test_missing_and_unknown_arrays_are_refused(name: str, arrays: Arrays, tmp_path: Path) -> None:
     path = tmp_path / name
     bias = arrays.pop("conv1_bias")
     held = "conv0_weight, conv0_bias, conv1_weight" if name == "w.npz" else "conv0_bias, conv0_weight, conv1_weight"
@@ -104,7 +104,7 @@ def test_missing_and_unknown_arrays(name: str, arrays: Arrays, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", SAVE)
-def test_wrong_shape(name: str, arrays: Arrays, tmp_path: Path) -> None:
+def test_wrong_shape_is_refused(name: str, arrays: Arrays, tmp_path: Path) -> None:
     arrays["conv1_weight"] = arrays["conv1_weight"].swapaxes(0, 1)
     assert refusal(SAVE[name](tmp_path / name, arrays)) == (
         f"{SECOND}: conv1_weight has shape (2, 3, 1, 1, 2), but must be (3, 2, 1, 1, 2) (out, in, kz, ky, kx); "
@@ -113,7 +113,7 @@ def test_wrong_shape(name: str, arrays: Arrays, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["int64", "bool", "complex64", "<U1", "object"])
-def test_types_that_are_not_real_floating(dtype: str, arrays: Arrays, tmp_path: Path) -> None:
+def test_types_other_than_real_floating_are_refused(dtype: str, arrays: Arrays, tmp_path: Path) -> None:
     arrays["conv0_bias"] = np.zeros(4, dtype)
     why = ", which is pickled and never loaded" if dtype == "object" else ""
     assert refusal(save_npz(tmp_path / "w.npz", arrays)) == (
@@ -121,13 +121,13 @@ def test_types_that_are_not_real_floating(dtype: str, arrays: Arrays, tmp_path: 
     )
 
 
-def test_integers_in_safetensors(arrays: Arrays, tmp_path: Path) -> None:
+def test_integers_in_safetensors_are_refused(arrays: Arrays, tmp_path: Path) -> None:
     arrays["conv0_bias"] = np.zeros(4, np.int16)
     assert "conv0_bias has dtype I16, but must be" in refusal(save_safetensors(tmp_path / "w.safetensors", arrays))
 
 
 @pytest.mark.parametrize("name", SAVE)
-def test_values_that_are_not_finite(name: str, arrays: Arrays, tmp_path: Path) -> None:
+def test_values_not_finite_are_refused(name: str, arrays: Arrays, tmp_path: Path) -> None:
     wide = arrays["conv0_weight"].astype(np.float64)
     wide[2, 0, 0, 1, 2] = 1e39  # finite, but not in float32
     wide[3, 0, 0, 0, 1] = np.nan
@@ -138,7 +138,7 @@ def test_values_that_are_not_finite(name: str, arrays: Arrays, tmp_path: Path) -
     )
 
 
-def test_a_pickle_is_never_loaded(arrays: Arrays, tmp_path: Path) -> None:
+def test_pickle_is_never_loaded(arrays: Arrays, tmp_path: Path) -> None:
     class Bomb:
         def __reduce__(self) -> tuple[Any, ...]:
             return (Path(tmp_path / "went_off").touch, ())
@@ -151,7 +151,7 @@ def test_a_pickle_is_never_loaded(arrays: Arrays, tmp_path: Path) -> None:
     assert not (tmp_path / "went_off").exists()
 
 
-def test_a_zip_of_something_else(arrays: Arrays, tmp_path: Path) -> None:
+def test_zip_of_other_files_is_refused(arrays: Arrays, tmp_path: Path) -> None:
     path = tmp_path / "w.npz"
     with zipfile.ZipFile(path, "w") as archive:
         for name in arrays:
@@ -182,7 +182,7 @@ BAD_MEMBERS = [
 
 
 @pytest.mark.parametrize(("damage", "why"), BAD_MEMBERS, ids=[why for _, why in BAD_MEMBERS])
-def test_damage_that_the_zip_does_not_know_of(
+def test_damage_unseen_by_the_zip_checksum_is_refused(
     damage: Callable[[bytes], bytes], why: str, arrays: Arrays, tmp_path: Path
 ) -> None:
     path = tmp_path / "w.npz"
@@ -192,7 +192,7 @@ def test_damage_that_the_zip_does_not_know_of(
     assert refusal(path).startswith(f"conv0_weight is damaged or cut short {why}")
 
 
-def test_compression_that_numpy_does_not_write(arrays: Arrays, tmp_path: Path) -> None:
+def test_unusual_compression_is_refused(arrays: Arrays, tmp_path: Path) -> None:
     path = tmp_path / "w.npz"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_BZIP2) as archive:
         for name, array in arrays.items():
@@ -200,7 +200,7 @@ def test_compression_that_numpy_does_not_write(arrays: Arrays, tmp_path: Path) -
     assert refusal(path) == "conv0_weight is damaged or cut short (zip compression 12); save or copy it again"
 
 
-def test_a_wrong_header_allocates_nothing(arrays: Arrays, tmp_path: Path) -> None:
+def test_wrong_header_allocates_nothing(arrays: Arrays, tmp_path: Path) -> None:
     """A file that claims a terabyte is refused by its header."""
     stream = io.BytesIO()
     np.lib.format.write_array_header_1_0(stream, {"descr": "<f4", "fortran_order": False, "shape": (4, 10**11)})
@@ -212,7 +212,7 @@ def test_a_wrong_header_allocates_nothing(arrays: Arrays, tmp_path: Path) -> Non
 
 
 def written(path: Path, members: list[tuple[str, bytes]]) -> Path:
-    """A compressed archive of these members, in which a name may come twice."""
+    """Write a compressed archive of these members, in which a name may occur twice."""
     with warnings.catch_warnings(), zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         warnings.simplefilter("ignore")  # of a name that comes twice
         for name, content in members:
@@ -221,7 +221,7 @@ def written(path: Path, members: list[tuple[str, bytes]]) -> Path:
 
 
 def peak_bytes(path: Path, network: Network = NETWORK) -> int:
-    """The most memory that Python takes to refuse a file."""
+    """Return the most memory that Python takes to refuse a file."""
     tracemalloc.start()
     try:
         refusal(path, network)
@@ -231,7 +231,7 @@ def peak_bytes(path: Path, network: Network = NETWORK) -> int:
 
 
 @pytest.mark.slow
-def test_a_header_of_many_bytes_is_not_read(tmp_path: Path) -> None:
+def test_huge_header_is_not_read(tmp_path: Path) -> None:
     """A header of 256 MiB takes 256 KiB in the file. It was read whole, and ended in advice to allow pickles."""
     header = b"\x93NUMPY\x02\x00" + (2**28).to_bytes(4, "little") + b" " * 2**28
     path = written(tmp_path / "w.npz", [("conv0_weight.npy", header)])
@@ -248,13 +248,13 @@ def test_a_header_of_many_bytes_is_not_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("second", ["conv1_bias", "conv1_bias.npy"])
-def test_an_array_that_comes_twice_is_refused(second: str, arrays: Arrays, tmp_path: Path) -> None:
+def test_duplicate_array_is_refused(second: str, arrays: Arrays, tmp_path: Path) -> None:
     members = [(f"{name}.npy", npy(array)) for name, array in arrays.items()]
     path = written(tmp_path / "w.npz", [*members, (second, npy(np.ones(3, np.float32)))])
     assert refusal(path) == "the file holds conv1_bias twice; save it again with numpy.savez"
 
 
-def test_a_long_list_of_members_is_not_read(tmp_path: Path) -> None:
+def test_long_list_of_members_is_not_read(tmp_path: Path) -> None:
     path = written(tmp_path / "w.npz", [(f"{index:0200}", b"") for index in range(5000)])
     assert refusal(path) == (
         "the file is damaged or cut short (its list of arrays has 1,230,000 bytes, more than the 1,048,576 that are "
@@ -263,7 +263,7 @@ def test_a_long_list_of_members_is_not_read(tmp_path: Path) -> None:
     assert peak_bytes(path) < 2**22
 
 
-def test_a_member_that_claims_more_than_it_has(tmp_path: Path) -> None:
+def test_member_claiming_more_than_it_has_is_refused(tmp_path: Path) -> None:
     """The size that the archive states is compared with the header before memory is taken."""
     wide = Network("wide", 1, (Conv((8, 8, 8), 2**16),))
     stream = io.BytesIO()
@@ -282,13 +282,13 @@ def test_a_member_that_claims_more_than_it_has(tmp_path: Path) -> None:
         (b"\x02" + bytes(7) + b"{}" + b"x" * 10**6, "Error while deserializing header"),
     ],
 )
-def test_hostile_headers_of_safetensors(content: bytes, why: str, tmp_path: Path) -> None:
+def test_hostile_headers_of_safetensors_are_refused(content: bytes, why: str, tmp_path: Path) -> None:
     path = tmp_path / "w.safetensors"
     path.write_bytes(content)
     assert refusal(path).startswith(f"the file is damaged or cut short ({why}")
 
 
-def test_an_array_that_comes_twice_in_safetensors(arrays: Arrays, tmp_path: Path) -> None:
+def test_duplicate_array_in_safetensors_is_refused(arrays: Arrays, tmp_path: Path) -> None:
     path = save_safetensors(tmp_path / "w.safetensors", arrays)
     path.write_bytes(path.read_bytes().replace(b'"conv1_bias"', b'"conv0_bias"'))
     assert refusal(path) == "the file holds conv0_bias twice; save it again"
@@ -304,7 +304,7 @@ def test_pipes_and_devices_are_not_opened(name: str, tmp_path: Path) -> None:
             read_weights(path, NETWORK)
 
 
-def test_no_array_of_an_npz_is_in_memory_twice(tmp_path: Path) -> None:
+def test_array_of_an_npz_is_in_memory_once(tmp_path: Path) -> None:
     network = Network("wide", 1, (Conv((1, 1, 1), 512), Conv((2, 2, 2), 512)))
     named: Arrays = {}
     for i, one in enumerate(random_weights(network, seed=1)):
@@ -322,7 +322,7 @@ def test_no_array_of_an_npz_is_in_memory_twice(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed], ids=["stored", "compressed"])
-def test_no_damage_to_an_npz_goes_unseen(save: Callable[..., None], arrays: Arrays, tmp_path: Path) -> None:
+def test_every_damage_to_an_npz_is_noticed(save: Callable[..., None], arrays: Arrays, tmp_path: Path) -> None:
     """Every byte flipped, every few bytes cut: the right weights, or a NetworkFileError."""
     path = tmp_path / "w.npz"
     with path.open("wb") as stream:
@@ -341,7 +341,7 @@ def test_no_damage_to_an_npz_goes_unseen(save: Callable[..., None], arrays: Arra
     assert seen > len(cut) + len(damaged) // 2
 
 
-def test_damaged_safetensors(arrays: Arrays, tmp_path: Path) -> None:
+def test_damaged_safetensors_are_refused(arrays: Arrays, tmp_path: Path) -> None:
     path = save_safetensors(tmp_path / "w.safetensors", arrays)
     whole = path.read_bytes()
     for content in (b"", b"\xff" * 100, whole[:-3], whole[:20]):
@@ -359,7 +359,7 @@ def test_safetensors_is_optional(arrays: Arrays, tmp_path: Path, monkeypatch: py
     )
 
 
-def test_file_that_is_not_there(arrays: Arrays, tmp_path: Path) -> None:
+def test_missing_file_is_refused(arrays: Arrays, tmp_path: Path) -> None:
     save_npz(tmp_path / "cells.npz", arrays)
     with pytest.raises(NetworkFileError, match=r"there is no weights file .*/cell\.npz; did you mean cells\.npz\?$"):
         read_weights(tmp_path / "cell.npz", NETWORK)
@@ -376,11 +376,11 @@ def test_file_that_is_not_there(arrays: Arrays, tmp_path: Path) -> None:
     )
 
 
-def test_a_network_without_convolutions_needs_no_arrays(tmp_path: Path) -> None:
+def test_network_without_convolutions_needs_no_arrays(tmp_path: Path) -> None:
     assert read_weights(save_npz(tmp_path / "w.npz", {}), Network("pool", 1, (Pool((2, 2, 2)),))) == ()
 
 
-def test_the_shipped_weights_are_the_trained_ones(shared_data: Path) -> None:
+def test_shipped_weights_equal_the_trained_ones(shared_data: Path) -> None:
     read = read_network("fib25_boundary")
     assert read.weights is not None
     weights = read_weights(read.weights, read.network)
@@ -391,7 +391,7 @@ def test_the_shipped_weights_are_the_trained_ones(shared_data: Path) -> None:
             np.testing.assert_array_equal(one.bias, original[f"conv{i}_bias"])
 
 
-def test_random_weights_keep_the_scale_of_what_passes() -> None:
+def test_random_weights_keep_the_scale_of_activations() -> None:
     network = Network("wide", 8, (Conv((3, 4, 5), 40, "relu"), Maxout(4), Conv((1, 2, 3), 30, "relu")))
     first, second = random_weights(network)
     assert [one.weight.shape for one in (first, second)] == [(40, 8, 3, 4, 5), (30, 10, 1, 2, 3)]
@@ -401,7 +401,7 @@ def test_random_weights_keep_the_scale_of_what_passes() -> None:
         assert 0 < np.abs(one.bias).max() < 0.3
 
 
-def test_sha256_tells_values_shapes_and_seeds_apart() -> None:
+def test_sha256_depends_on_values_shapes_and_seeds() -> None:
     one = random_weights(NETWORK)
     assert sha256(one) == sha256(random_weights(NETWORK, seed=0))
     assert sha256(one) != sha256(random_weights(NETWORK, seed=1))
@@ -413,7 +413,7 @@ def test_sha256_tells_values_shapes_and_seeds_apart() -> None:
 
 
 def test_sha256_copies_no_weights() -> None:
-    """What a copy took would stay with the process, and its plan knows nothing of it."""
+    """Memory of a copy would stay with the process, and no plan would count it."""
     one = random_weights(Network("wide", 16, (Conv((8, 8, 8), 64),)))
     tracemalloc.start()
     sha256(one)

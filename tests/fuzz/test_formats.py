@@ -47,7 +47,7 @@ MOST_GROWTH = 200 * 2**20  # bytes of the process, over all cases of a test
 
 
 def seeds(few: int, all_: int) -> pytest.MarkDecorator:
-    """A range of seeds: `few` that always run, and the others of `all_`, marked `long`."""
+    """Return a range of seeds: `few` that always run, and the rest of `all_`, marked `long`."""
     long = pytest.param(range(few, all_), id=f"{all_ - few}", marks=pytest.mark.long)
     return pytest.mark.parametrize("numbers", [pytest.param(range(few), id=f"{few}"), long])
 
@@ -123,7 +123,7 @@ YAML_WORDS = (
 
 
 @seeds(60, 1500)
-def test_networks(numbers: range, tmp_path: Path) -> None:
+def test_damaged_networks_give_a_network_or_a_sentence(numbers: range, tmp_path: Path) -> None:
     path = tmp_path / "net.yaml"
 
     def read(rng: random.Random) -> Callable[[], object]:
@@ -135,7 +135,7 @@ def test_networks(numbers: range, tmp_path: Path) -> None:
 
 
 @seeds(20, 400)
-def test_znni_networks(numbers: range, tmp_path: Path) -> None:
+def test_damaged_znni_networks_give_a_network_or_a_sentence(numbers: range, tmp_path: Path) -> None:
     path = tmp_path / "net.znni"
     whole = "INPUTS:1, LAYERS:3\nCONV 2,3,4 8\nPOOL 2,2,2\nMAXOUT 2\n"
     words = ("9" * 30, "1000001", "0", "-1", ",", ":", "FOOL 1,1", "CONV", "\x1b[2J", "\u2028", "POOL 2,2,2\n" * 2000)
@@ -163,7 +163,7 @@ def npy(array: Any) -> bytes:
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
 @seeds(60, 1200)
-def test_npz(numbers: range, tmp_path: Path) -> None:
+def test_damaged_npz_weights_give_weights_or_a_sentence(numbers: range, tmp_path: Path) -> None:
     """Damage half of the archives within a member whose checksum is right."""
     path = tmp_path / "w.npz"
     members = {f"{name}.npy": npy(array) for name, array in arrays().items()}
@@ -190,7 +190,7 @@ def test_npz(numbers: range, tmp_path: Path) -> None:
 
 
 @seeds(30, 600)
-def test_safetensors(numbers: range, tmp_path: Path) -> None:
+def test_damaged_safetensors_give_weights_or_a_sentence(numbers: range, tmp_path: Path) -> None:
     path = tmp_path / "w.safetensors"
     safetensors.numpy.save_file(arrays(), path)
     whole = path.read_bytes()
@@ -221,7 +221,7 @@ def plans() -> list[tuple[Plan, Network, Machine, Any]]:
 
 
 @seeds(80, 2000)
-def test_plans(numbers: range) -> None:
+def test_damaged_plans_give_a_plan_or_a_sentence(numbers: range) -> None:
     """A plan that reads and runs here is one whose predictions can be printed."""
     whole = plans()
 
@@ -252,7 +252,7 @@ def timed_layers(device: DeviceKind, machine: Machine) -> tuple[Measurement, ...
 
 
 @seeds(40, 800)
-def test_costs(numbers: range) -> None:
+def test_damaged_cost_files_give_costs_or_a_sentence(numbers: range) -> None:
     """Damage cost files, some of which hold a layer of every primitive."""
     on_gpu = costs(device="gpu", machine=WITH_GPU, layers=timed_layers("gpu", WITH_GPU))
     whole = [(costs(), COSTS_TABLE), (costs(layers=timed_layers("cpu", MACHINE)), TABLE), (on_gpu, TABLE)]
@@ -272,7 +272,7 @@ def test_costs(numbers: range) -> None:
 
 
 @seeds(30, 600)
-def test_traces(numbers: range, tmp_path: Path) -> None:
+def test_damaged_traces_give_a_timeline_or_a_sentence(numbers: range, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     with Trace(path) as trace:
         for index, track in enumerate(("reader", "GPU 0", "writer waiting", "reader")):
@@ -328,7 +328,9 @@ print("read all")
 
 
 @seeds(20, 300)
-def test_wisdom_of_the_cache(numbers: range, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_wisdom_of_the_cache_is_refused(
+    numbers: range, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The child lives to its end: what FFTW would abort on is refused by its digest."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert child(WISDOM, numbers) == "read all"
@@ -382,7 +384,7 @@ print("read all")
 
 
 @seeds(4, 60)
-def test_wisdom_of_a_journal(numbers: range, tmp_path: Path) -> None:
+def test_damaged_wisdom_of_a_journal_is_refused(numbers: range, tmp_path: Path) -> None:
     """A run goes on with the wisdom that it began with, and with no other."""
     assert child(JOURNAL, numbers, str(tmp_path)) == "read all"
 
@@ -395,7 +397,7 @@ def child(program: str, numbers: range, *more: str) -> str:
     return done.stdout.strip()
 
 
-def test_every_shipped_network_is_damaged_too(tmp_path: Path) -> None:
+def test_shipped_networks_without_a_line_give_a_network_or_a_sentence(tmp_path: Path) -> None:
     """Leave out each line of the file once."""
     path = tmp_path / "net.yaml"
     for shipped in SHIPPED.glob("*.yaml"):
@@ -405,5 +407,5 @@ def test_every_shipped_network_is_damaged_too(tmp_path: Path) -> None:
             ended(lambda: read_network(path), str(path))
 
 
-def test_values_reach_beyond_what_files_may_hold() -> None:
+def test_damaging_values_exceed_the_limits_of_files() -> None:
     assert max(value for value in VALUES if isinstance(value, int)) == 10**400

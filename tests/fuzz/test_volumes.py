@@ -41,7 +41,7 @@ def _bounded_memory() -> Iterator[None]:
 
 
 @numbers
-def test_hdf5(tmp_path: Path, numbers: range) -> None:
+def test_damaged_hdf5_files_give_voxels_or_a_sentence(tmp_path: Path, numbers: range) -> None:
     """Read files in child processes: if HDF5 crashes one, the next goes on behind that file."""
     repository = Path(__file__).parents[2]
     first, crashes = numbers.start, 0
@@ -82,7 +82,7 @@ def documents(zarr: Any, folder: Path) -> list[Path]:
 
 
 def read_whole(path: Path) -> None:
-    """A few voxels of the volume."""
+    """Read a few voxels of the volume."""
     with open_volume(path) as volume:
         box = BOX.clipped(Box((0, 0, 0), volume.size))
         if volume.channels <= 64 and volume.extra_bytes < 2**27:
@@ -91,7 +91,7 @@ def read_whole(path: Path) -> None:
 
 
 @numbers
-def test_zarr_metadata(tmp_path: Path, numbers: range) -> None:
+def test_damaged_zarr_metadata_gives_voxels_or_a_sentence(tmp_path: Path, numbers: range) -> None:
     whole = [(path, path.read_text()) for path in documents(pytest.importorskip("zarr"), tmp_path)]
     refused = 0
     for number in numbers:
@@ -107,7 +107,7 @@ def test_zarr_metadata(tmp_path: Path, numbers: range) -> None:
 
 
 @numbers
-def test_npy(tmp_path: Path, numbers: range) -> None:
+def test_damaged_npy_files_give_voxels_or_a_sentence(tmp_path: Path, numbers: range) -> None:
     path = tmp_path / "v.npy"
     np.save(path, np.arange(480, dtype=np.uint16).reshape(8, 6, 10))
     content = path.read_bytes()

@@ -1,4 +1,4 @@
-"""A primitive on an array in three lines."""
+"""A primitive is applied to an array in three lines."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def arrays(shape: ConvShape) -> tuple[np.ndarray, ConvWeights]:
 
 
 @pytest.mark.parametrize("name", [p.name for p in of_kind("conv") if p.why_not(SHAPE, this_machine()) is None])
-def test_convolution(name: str) -> None:
-    """Every primitive, with the variant that is chosen for it."""
+def test_every_convolution_primitive_equals_the_definition(name: str) -> None:
+    """Each runs with the variant that is chosen for it."""
     x, weights = arrays(SHAPE)
     out = znnpy.apply(name, SHAPE, x, weights, threads=2)
     exact = reference.convolve(x, weights.weight, weights.bias, "relu")
@@ -58,12 +58,13 @@ def _emulated(emulated_gpus: EmulatedGpus) -> None:
 ON_GPU = replace(this_machine(), gpu=EMULATED_GPU)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_emulated")
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize(
     "name", [p.name for p in of_kind("conv") if p.why_not(SHAPE, ON_GPU) is None and "gpu" in p.name]
 )
-def test_convolution_on_a_gpu(name: str, precision: Precision) -> None:
+def test_convolution_on_a_gpu_equals_the_definition(name: str, precision: Precision) -> None:
     x, weights = arrays(SHAPE)
     shape = replace(SHAPE, precision=precision)
     if find(name).why_not(shape, ON_GPU):
@@ -74,8 +75,9 @@ def test_convolution_on_a_gpu(name: str, precision: Precision) -> None:
     np.testing.assert_allclose(out, exact, atol={"fp32": 1e-5, "fp16": 1e-2}[precision] * np.abs(exact).max())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_emulated")
-def test_pooling_and_overflow_on_a_gpu() -> None:
+def test_pooling_on_a_gpu_is_exact_and_overflow_is_refused() -> None:
     shape = PoolShape(2, 3, (9, 11, 11), (2, 3, 2))
     x = np.random.default_rng(1).standard_normal(shape.in_shape).astype(np.float32)
     np.testing.assert_array_equal(znnpy.apply("gpu.pool.fragments", shape, x), reference.fragments(x, shape.p))
@@ -86,13 +88,13 @@ def test_pooling_and_overflow_on_a_gpu() -> None:
         znnpy.apply("gpu.conv.direct", SHAPE, x, ConvWeights(weights.weight * np.float32(1e38), weights.bias))
 
 
-def test_a_gpu_that_is_not_there_is_named(emulated_gpus: EmulatedGpus) -> None:
+def test_missing_gpu_is_named(emulated_gpus: EmulatedGpus) -> None:
     emulated_gpus.remove("no driver")
     with pytest.raises(DeviceError, match="no driver"):
         znnpy.apply("gpu.conv.direct", SHAPE, *arrays(SHAPE))
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_unfit_arrays_are_refused() -> None:
     x, weights = arrays(SHAPE)
     with pytest.raises(
         ShapeError, match=r"takes \(S, z, y, x, f\) = \(2, 9, 11, 10, 3\) float32 in C order, not \(1, "
@@ -114,7 +116,7 @@ def test_what_does_not_fit_is_refused() -> None:
         znnpy.apply("cpu.conv.dirct", SHAPE, x, weights)
 
 
-def test_the_variant_with_the_least_work_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variant_with_the_least_work_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = ConvShape(1, 8, 8, (24, 24, 24), (3, 3, 3))
     x, weights = arrays(shape)
     taken: list[Variant] = []
@@ -138,8 +140,8 @@ def test_the_variant_with_the_least_work_is_taken(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("variant", [Variant(), Variant.of(tile=(5, 5, 5), group=1, kept=0)])
 @pytest.mark.parametrize("name", ["cpu.conv.fft_tiled", "cpu.conv.fft_lanes"])
-def test_a_variant_that_is_not_offered_is_refused(name: str, variant: Variant) -> None:
-    """Sides that no code was compiled for, a group of nothing: better a sentence than a crash."""
+def test_unknown_variant_is_refused(name: str, variant: Variant) -> None:
+    """A tile side or a group of zero that no code was compiled for would crash."""
     shape = ConvShape(1, 8, 8, (24, 24, 24), (3, 3, 3))
     x, weights = arrays(shape)
     if find(name).why_not(shape, this_machine()):

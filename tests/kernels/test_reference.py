@@ -44,7 +44,7 @@ EXPECTED: dict[Activation, Callable[[list[float]], list[float]]] = {
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activations(activation: Activation) -> None:
+def test_activations_equal_their_formulas(activation: Activation) -> None:
     values = [-3.0, 0.0, 0.5, 7.0]
     assert reference.activate(np.array([values]), activation)[0] == pytest.approx(EXPECTED[activation](values))
 
@@ -54,7 +54,7 @@ def test_activations_do_not_overflow(activation: Activation) -> None:
     assert np.isfinite(reference.activate(np.array([[-1e4, 1e4]]), activation)).all()
 
 
-def test_fragments_voxel_by_voxel() -> None:
+def test_fragments_equal_maxima_voxel_by_voxel() -> None:
     shape = PoolShape(2, 2, (5, 8, 3), (2, 3, 1))
     x = random_input(shape)
     out = reference.fragments(x, shape.p)
@@ -68,7 +68,7 @@ def test_fragments_voxel_by_voxel() -> None:
 @pytest.mark.parametrize(
     "shape", [PoolShape(2, 2, (5, 8, 3), (2, 3, 1)), PoolShape(1, 3, (9, 1, 7), (1, 1, 4))], ids=str
 )
-def test_fragments_of_those_windows_alone_are_the_same(shape: PoolShape) -> None:
+def test_fragments_of_selected_windows_equal_all_fragments_there(shape: PoolShape) -> None:
     x = random_input(shape)
     x[0, 2, 0, 1, 1] = np.nan
     found = fragments(x, shape.p)
@@ -76,14 +76,14 @@ def test_fragments_of_those_windows_alone_are_the_same(shape: PoolShape) -> None
     np.testing.assert_array_equal(found, reference.fragments(x, shape.p))
 
 
-def test_plain_pooling_is_the_fragment_of_offset_zero() -> None:
+def test_plain_pooling_equals_the_fragment_of_offset_zero() -> None:
     x = random_input(PoolShape(1, 2, (5, 8, 5), (2, 3, 2)))
     np.testing.assert_array_equal(
         reference.max_pool(x, (2, 3, 2))[:, :2, :2, :2], reference.fragments(x, (2, 3, 2))[:1]
     )
 
 
-def test_recombined_fragments_are_the_max_filter() -> None:
+def test_recombined_fragments_equal_the_max_filter() -> None:
     windows: list[Vec3] = [(2, 1, 3), (1, 2, 2)]
     x = random_input(PoolShape(2, 3, (7, 11, 23), (1, 1, 1)))
     x = x[:, :7, :11, :23]
@@ -93,7 +93,7 @@ def test_recombined_fragments_are_the_max_filter() -> None:
     assert reference.recombine(second, windows).shape == (2, 6, 10, 18, 3)
 
 
-def test_maxout_takes_neighbours() -> None:
+def test_maxout_takes_the_maximum_of_neighbouring_maps() -> None:
     x = np.arange(12.0).reshape(1, 1, 1, 2, 6)
     np.testing.assert_array_equal(reference.maxout(x, 3), [[[[[2, 5], [8, 11]]]]])
 
@@ -124,7 +124,7 @@ def test_two_ways_to_the_dense_result_agree(layers: tuple[Layer, ...]) -> None:
     np.testing.assert_allclose(chosen, np.stack([dense[:, *p] for p in at], axis=1), rtol=1e-12, atol=1e-13)
 
 
-def test_a_network_gets_the_weights_of_each_convolution() -> None:
+def test_network_applies_the_weights_of_each_convolution() -> None:
     network = Network("two", 1, (Conv((1, 1, 1), 1), Conv((1, 1, 1), 1)))
     one = ConvWeights(np.full((1, 1, 1, 1, 1), 2, np.float32), np.zeros(1, np.float32))
     two = ConvWeights(np.full((1, 1, 1, 1, 1), 3, np.float32), np.ones(1, np.float32))

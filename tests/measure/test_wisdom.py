@@ -278,7 +278,7 @@ def test_wisdom_is_used_and_the_same_in_another_process() -> None:
         assert results() == here
     program = (
         "import sys, json, hashlib\n"
-        "from tests.run import test_wisdom as t\n"
+        "from tests.measure import test_wisdom as t\n"
         "with t.Wisdom(json.loads(sys.argv[1])):\n"
         "    print(hashlib.sha256(b''.join(t.results())).hexdigest())\n"
     )

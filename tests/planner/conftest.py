@@ -11,29 +11,29 @@ from znnpy.planner.plan import Plan
 
 @pytest.fixture(scope="module")
 def network() -> Network:
-    """A network with one layer of every kind."""
+    """Return a network with one layer of every kind."""
     return MIXED
 
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    """A plan of `network` that computes one patch."""
+    """Return a plan of `network` that computes one patch."""
     return patches()
 
 
 @pytest.fixture(scope="module")
 def column() -> Plan:
-    """A plan of `network` with columns along y."""
+    """Return a plan of `network` with columns along y."""
     return walking()
 
 
 @pytest.fixture(scope="module")
 def wide() -> Network:
-    """A network that has more maps behind its pooling than before."""
+    """Return a network that has more maps behind its pooling than before."""
     return WIDE
 
 
 @pytest.fixture(scope="module")
 def split() -> Plan:
-    """A plan of `wide` that takes the fragments one by one."""
+    """Return a plan of `wide` that computes the fragments one by one."""
     return in_parts()

@@ -32,8 +32,8 @@ def times_longer(plan: Plan, index: int, factor: float, **changes: Any) -> Plan:
     ("network", "output", "room"),
     [(MIXED, (20, 31, 8), 100_000), (WIDE, (31, 20, 9), 600_000), (WIDE, (60, 60, 60), 300_000)],
 )
-def test_each_kind_is_what_its_words_find(network: Network, output: Vec3, room: int) -> None:
-    """Every kind is there once, as the search finds it where nothing else is allowed; the plan itself is not."""
+def test_each_alternative_is_the_best_of_its_kind(network: Network, output: Vec3, room: int) -> None:
+    """Every kind occurs once, except that of the plan, and equals the search restricted to it."""
     plan = planned(network, output, AROUND + room, kinds=True)
     assert replace(plan, alternatives=()) == planned(network, output, AROUND + room)
     found = {plan.voxels_per_second, *(kind.best.voxels_per_second for kind in plan.alternatives)}
@@ -48,8 +48,8 @@ def test_each_kind_is_what_its_words_find(network: Network, output: Vec3, room: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("room", "columns", "depth_first"), [(3300, True, False), (3300, False, True)])
-def test_kinds_that_do_not_fit_say_by_how_much(room: int, columns: bool, depth_first: bool) -> None:
-    """By as much as the search misses where nothing else is allowed."""
+def test_alternative_beyond_a_limit_names_the_missing_bytes(room: int, columns: bool, depth_first: bool) -> None:
+    """The search restricted to that kind misses by the same number."""
     limit, output = AROUND + room, (60, 60, 60)
     plan = planned(WIDE, output, limit, kinds=True)
     lost = [kind for kind in plan.alternatives if kind.best.over_bytes]
@@ -64,15 +64,15 @@ def test_kinds_that_do_not_fit_say_by_how_much(room: int, columns: bool, depth_f
 
 
 @pytest.mark.slow
-def test_words_that_narrow_the_choice_narrow_the_kinds() -> None:
+def test_constraints_of_the_request_restrict_the_alternatives() -> None:
     assert planned(MIXED, (20, 31, 8), AROUND + 2**19, kinds=True, columns=False, depth_first=False).alternatives == ()
     for kind in planned(WIDE, (31, 20, 9), AROUND + 600_000, kinds=True, columns=True).alternatives:
         assert kind.best.column_planes
         assert max(kind.best.sub_batches) == 1
 
 
-def test_why_a_plan_is_slower() -> None:
-    """Borders where they cost the most; else the layer that takes longest, and what is different there."""
+def test_slower_plan_names_borders_or_its_slowest_layer() -> None:
+    """Borders are named if they cost the most, else the slowest layer and what differs there."""
     plan = patches()
     assert why_lost(MIXED, plan, plan) == "as fast"
     slower = times_longer(plan, len(plan.choices) - 1, 1e6)
@@ -98,7 +98,7 @@ def test_why_a_plan_is_slower() -> None:
     assert why_lost(WIDE, together, slow).endswith(" more, in 4 parts")
 
 
-def test_waste_is_the_reason_where_it_costs_the_most() -> None:
+def test_borders_are_the_reason_if_they_cost_the_most() -> None:
     best = planned(WIDE, (60, 60, 60), AROUND + 2**22, columns=False)
     other = planned(WIDE, (60, 60, 60), AROUND + 2**22, columns=False, patch=(2, 2, 2))
     assert other.waste > 2 * best.waste
@@ -109,7 +109,7 @@ def test_waste_is_the_reason_where_it_costs_the_most() -> None:
 
 
 @pytest.mark.parametrize("make", [patches, walking, in_parts])
-def test_a_plan_explains_itself_from_its_file(make: Any) -> None:
+def test_plan_file_alone_suffices_to_explain_the_plan(make: Any) -> None:
     plan = make()
     network = WIDE if make is in_parts else MIXED
     assert network_of(plan) == network
@@ -122,7 +122,7 @@ def test_a_plan_explains_itself_from_its_file(make: Any) -> None:
 
 
 @pytest.mark.slow
-def test_kinds_are_told_with_speed_memory_and_reason() -> None:
+def test_alternatives_are_printed_with_speed_memory_and_reason() -> None:
     plan = planned(WIDE, (60, 60, 60), AROUND + 300_000, kinds=True)
     assert plan.alternatives
     told = " ".join(explain(plan).split())

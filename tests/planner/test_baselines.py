@@ -28,7 +28,7 @@ OFFSETS = 8  # of both windows
 
 
 def plain_shapes(dense: Vec3) -> list[LayerShape]:
-    """Of one offset of every pooling: from the end to the beginning, what each layer needs."""
+    """Return the shape that each layer needs for one offset of every pooling."""
     z, y, x = (size // period for size, period in zip(dense, NET.period, strict=True))
     found: list[LayerShape] = []
     for index in reversed(range(len(NET.layers))):
@@ -67,7 +67,7 @@ def every_plan(images: int, plain: bool) -> Iterator[tuple[int, float]]:
     ("images", "plain", "words"),
     [(2, False, "2 at a time"), (4, False, "4 at a time"), (1, True, "by plain max-pooling, every offset again")],
 )
-def test_baselines_are_the_best_of_all(images: int, plain: bool, words: str) -> None:
+def test_baselines_equal_brute_force(images: int, plain: bool, words: str) -> None:
     every = list(every_plan(images, plain))
     peaks = sorted({peak for peak, _ in every})
     fitting = 0
@@ -83,7 +83,7 @@ def test_baselines_are_the_best_of_all(images: int, plain: bool, words: str) -> 
 
 
 @pytest.mark.slow
-def test_baselines_that_do_not_fit_say_by_how_much() -> None:
+def test_baseline_beyond_a_limit_names_the_missing_bytes() -> None:
     least = min(peak for peak, _ in every_plan(4, False))
     limit = least - 1
     (kind,) = [kind for kind in planned(NET, OUTPUT, limit, baselines=True).alternatives if kind.best.over_bytes]
@@ -92,7 +92,7 @@ def test_baselines_that_do_not_fit_say_by_how_much() -> None:
     assert kind.reason.startswith("does not fit")
 
 
-def test_without_poolings_or_without_patches_there_is_less_to_tell(tiny_network: Callable[..., Network]) -> None:
+def test_networks_without_poolings_or_patches_have_fewer_baselines(tiny_network: Callable[..., Network]) -> None:
     flat = tiny_network(Conv((2, 2, 2), 3), Conv((2, 1, 2), 2))
     schemes = [kind.scheme for kind in planned(flat, (4, 4, 3), 2**30, baselines=True).alternatives]
     assert schemes == ["2 at a time", "4 at a time"]

@@ -10,14 +10,14 @@ from znnpy.planner.stages import two_stage_seconds
 
 
 def taken(front: list[float], back: list[float]) -> float:
-    """The back of each step beside the front of the next; each waits for the other."""
+    """Simulate the GPU stage of each step beside the host stage of the next; each waits for the other."""
     beside = sum(max(one, other) for one, other in zip(front[1:], back, strict=False))
     return front[0] + beside + back[-1]
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_as_steps_take_it(seed: int) -> None:
-    """Columns of several lengths; layers begin in any of their first steps, the last with the output."""
+def test_pipeline_seconds_equal_a_simulation_of_steps(seed: int) -> None:
+    """Columns have several lengths, and layers begin in any of their first steps."""
     rng = random.Random(seed)
     outputs = [rng.randint(1, 5) for _ in range(rng.randint(1, 4))]
     ahead = sorted((rng.randint(0, rng.choice([0, 3, 9])) for _ in range(5)), reverse=True)

@@ -37,7 +37,7 @@ def some(values: Sequence[int], count: int) -> list[int]:
 
 
 def wanted(space: Iterable[Known], columns: bool | None, depth_first: bool) -> list[Known]:
-    """What `make_plan` may choose from."""
+    """Return what `make_plan` may choose from."""
     return [known for known in space if columns in (None, known.walks) and not (known.split and not depth_first)]
 
 
@@ -78,8 +78,8 @@ def test_equals_brute_force_at_every_limit(tiny_network: MakeNetwork, name: str)
 
 
 @pytest.mark.slow
-def test_a_byte_less_is_another_plan(tiny_network: MakeNetwork) -> None:
-    """Patches, at each peak that buys time: what is best there is found, and a byte below what was best before."""
+def test_each_byte_of_the_limit_counts(tiny_network: MakeNetwork) -> None:
+    """At each peak that buys time the best plan is found, and one byte below it the next best."""
     network = tiny_network()
     every = sorted(wanted(everything(network, SMALL, FEWER), False, True), key=lambda k: (k.peak, k.seconds))
     with pytest.raises(NoPlanError):
@@ -101,7 +101,7 @@ def test_a_byte_less_is_another_plan(tiny_network: MakeNetwork) -> None:
 
 
 @pytest.mark.slow
-def test_what_the_layout_loses_counts(tiny_network: MakeNetwork, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_lost_to_the_layout_count(tiny_network: MakeNetwork, monkeypatch: pytest.MonkeyPatch) -> None:
     """An arena larger than its live bytes makes the search look again, and still the promise holds."""
     network = tiny_network()
     words = {"table": FEWER, "columns": False}
@@ -124,8 +124,10 @@ def test_what_the_layout_loses_counts(tiny_network: MakeNetwork, monkeypatch: py
     assert planned(network, SMALL, least, **words).memory.peak == least
 
 
-def test_what_one_layout_loses_another_may_not(tiny_network: MakeNetwork, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the layout of the fastest choice does not fit, the next that needs nearly as many bytes is looked at."""
+def test_another_choice_is_tried_if_the_layout_loses_bytes(
+    tiny_network: MakeNetwork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next choice needs nearly as many bytes."""
     network = tiny_network(Conv((2, 2, 2), 3))
     quick = replace(SLOW, name="cpu.conv.quick", flops=1.0, resident=4096, scratch=(0.5,))
     fair = replace(SLOW, name="cpu.conv.fair", flops=2.0, resident=4000)

@@ -1,4 +1,4 @@
-"""What `znnpy plan` prints: every figure of the plan, and how far to trust it."""
+"""`znnpy plan` prints every figure of the plan, and how far to trust it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def planned(output: Vec3, within: Limits, network: Network = NETWORK, **words: A
 
 
 def runner_up(patch: Vec3, speed: float, over: int = 0, **words: Any) -> RunnerUp:
-    """Of patches, unless `words` say more."""
+    """Return an alternative that covers with patches, unless `words` say more."""
     return RunnerUp(
         patch,
         **{"axis": 0, "column_planes": 0, "sub_batches": (1, 1, 1), "waste": 2.0, "over_vram_bytes": 0, **words},
@@ -58,11 +58,11 @@ def printed(plan: Plan, machine: Machine = MACHINE, width: int = 100) -> str:
 
 
 def words(plan: Plan, machine: Machine = MACHINE) -> str:
-    """With line breaks and columns gone."""
+    """Return the text without line breaks and column spacing."""
     return " ".join(printed(plan, machine).split())
 
 
-def test_every_figure_is_there(plan: Plan) -> None:
+def test_every_figure_of_the_plan_is_printed(plan: Plan) -> None:
     said = words(plan)
     assert f"60x50x40 output voxels in {plan.columns} patches, each {text(plan.patch_in)} in" in said
     assert f"{text(plan.patch_out)} out (field of view 7x8x9, period 2x2x2)" in said
@@ -84,7 +84,7 @@ def test_every_figure_is_there(plan: Plan) -> None:
     assert "another machine" not in said
 
 
-def test_columns_are_told_in_words(columns: Plan) -> None:
+def test_columns_are_described(columns: Plan) -> None:
     said = words(columns)
     assert (columns.axis, columns.column_planes) == (1, 50)
     assert "60x50x40 output voxels in 50 columns along y in steps of 10 planes, each 12x10x16 in and 6x10x8 out" in said
@@ -103,7 +103,7 @@ def test_columns_are_told_in_words(columns: Plan) -> None:
         assert f"{choice.executions * choice.seconds / columns.seconds:.0%}" in said
 
 
-def test_columns_shorter_than_the_output_are_told(columns: Plan) -> None:
+def test_columns_shorter_than_the_output_are_described(columns: Plan) -> None:
     memory = columns.memory
     longer = columns.for_output((60, 120, 40), NETWORK, memory)
     assert "in 150 columns along y, each at most 50 planes of output, in steps of 10 planes, each" in words(longer)
@@ -111,7 +111,7 @@ def test_columns_shorter_than_the_output_are_told(columns: Plan) -> None:
     assert "in 1 column along y in steps of 10 planes, each" in words(one)
 
 
-def test_depth_first_is_told(plan: Plan) -> None:
+def test_depth_first_is_described(plan: Plan) -> None:
     parts = (1, 1, 4)
     last = plan.choices[2]
     split = replace(last, shape=replace(last.shape, batch=2), executions=4 * last.executions)
@@ -136,7 +136,7 @@ def test_names_stay_whole_on_narrow_terminals(plan: Plan, columns: Plan, width: 
 
 
 @pytest.mark.parametrize("cover", [True, False])
-def test_a_real_plan_fits_into_80_columns_and_more(cover: bool) -> None:
+def test_real_plan_is_printed_whole_at_any_width(cover: bool) -> None:
     """Names, variants and sizes are printed whole at any width."""
     network = read_network("n337").network
     made = make_plan(
@@ -156,7 +156,7 @@ def test_a_real_plan_fits_into_80_columns_and_more(cover: bool) -> None:
             assert set(str(choice.variant).split()) <= set(words)
 
 
-def test_two_layers_in_one_are_told() -> None:
+def test_fused_layers_are_described() -> None:
     table = tuple(replace(p, flops=1.0) if p.name == "cpu.conv.both" else p for p in FAKES)
     plan = planned((60, 50, 40), limits(LIMIT), table=table, columns=False)
     assert [c.layers for c in plan.choices] == [(0, 1), (2, 2)]
@@ -168,14 +168,14 @@ def test_two_layers_in_one_are_told() -> None:
     assert "the time of 3 of 3 layers is estimated" in words(plan)
 
 
-def test_measured_times_are_called_measured(plan: Plan) -> None:
+def test_measured_times_are_marked(plan: Plan) -> None:
     measured = plan.with_choices(lambda c: replace(c, measured=True))
     said = words(measured)
     assert "every layer was measured on the machine the plan was made on, at this size or at others" in said
     assert "assumed" not in said
 
 
-def test_another_machine_is_told(plan: Plan) -> None:
+def test_plan_for_another_machine_names_it(plan: Plan) -> None:
     small = replace(MACHINE, ram_bytes=2**20, cores=1)
     said = words(plan, small)
     assert f"the plan was made on another machine ({MACHINE.fingerprint}; this one is {small.fingerprint})" in said
@@ -185,7 +185,7 @@ def test_another_machine_is_told(plan: Plan) -> None:
     assert "2 threads are planned and this machine has 1 cores for them" in said
 
 
-def test_runners_up_say_why(plan: Plan) -> None:
+def test_alternatives_are_printed_with_a_reason(plan: Plan) -> None:
     speed = plan.voxels_per_second
     others = (
         runner_up((60, 50, 40), 1.5 * speed, 3 * 2**20),
@@ -201,7 +201,7 @@ def test_runners_up_say_why(plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("ratio", "said"), [(1.3, "are 1.30 times as fast"), (1.004, "as fast"), (1.006, "are 1.01 times as fast")]
 )
-def test_the_gain_of_columns_and_of_patches_is_told(plan: Plan, columns: Plan, ratio: float, said: str) -> None:
+def test_gain_of_columns_over_patches_is_printed(plan: Plan, columns: Plan, ratio: float, said: str) -> None:
     speed = columns.voxels_per_second
     other = runner_up((30, 50, 40), speed / ratio, waste=3.804)
     assert words(replace(columns, other=other)).count(
@@ -217,7 +217,8 @@ def test_the_gain_of_columns_and_of_patches_is_told(plan: Plan, columns: Plan, r
     )
 
 
-def test_what_wins_is_compared_with_the_best_of_the_other_kind() -> None:
+@pytest.mark.slow
+def test_winner_is_compared_with_the_best_of_the_other_kind() -> None:
     both = planned((60, 50, 40), limits(LIMIT))
     alone = planned((60, 50, 40), limits(LIMIT), columns=not both.streams)
     assert both.other is not None
@@ -228,7 +229,7 @@ def test_what_wins_is_compared_with_the_best_of_the_other_kind() -> None:
     assert words(alone).count("times what the output needs runner-up: ") == 1
 
 
-def test_border_waste_of_one_patch() -> None:
+def test_border_waste_of_one_patch_equals_that_by_hand() -> None:
     """One convolution k=3 of cost 1 per output value, then one k=5: 14^3 and 10^3 values for 10^3 that are needed."""
     network = Network("two", 1, (Conv((3, 3, 3), 1), Conv((5, 5, 5), 1)))
     table = tuple(p for p in FAKES if p.name == "cpu.conv.slow")
@@ -239,8 +240,8 @@ def test_border_waste_of_one_patch() -> None:
     assert eighths.waste == pytest.approx(plan.waste / 0.9)
 
 
-def test_border_waste_of_one_column() -> None:
-    """The same in steps of 5 planes: (10 + 5) x 14^2 and 10 x 10^2 values, as the first layer begins a step before."""
+def test_border_waste_of_one_column_equals_that_by_hand() -> None:
+    """Steps of 5 planes give (10 + 5) x 14^2 and 10 x 10^2 values: the first layer begins a step before."""
     network = Network("two", 1, (Conv((3, 3, 3), 1), Conv((5, 5, 5), 1)))
     table = tuple(
         replace(p, flops=1e9) for p in FAKES if p.name == "cpu.conv.slow"
@@ -250,14 +251,14 @@ def test_border_waste_of_one_column() -> None:
     assert plan.waste == pytest.approx((15 * 14**2 + 10**3) / (2 * 10**3), rel=1e-6)
 
 
-def test_no_borders_no_waste() -> None:
+def test_network_without_borders_has_no_waste() -> None:
     network = Network("flat", 1, (Conv((1, 1, 1), 3), Pool((1, 1, 1)), Conv((1, 1, 1), 1)))
     plan = planned((8, 8, 8), limits(2**30), network)
     assert plan.waste == pytest.approx(1.0)
     assert prod(plan.output) == 512
 
 
-def test_human_figures() -> None:
+def test_figures_are_rounded_for_people() -> None:
     assert [human_bytes(n) for n in (0, 1023, 1024, 1536 * 2**20, 12636 * 2**20, 256 * 2**30)] == [
         "0 B",
         "1023 B",
@@ -278,7 +279,7 @@ def test_human_figures() -> None:
     ]
 
 
-def test_patches_of_nearly_nothing_but_border_are_warned_of(plan: Plan) -> None:
+def test_patches_of_mostly_border_give_a_warning(plan: Plan) -> None:
     network = Network("wide", 1, (Conv((9, 9, 9), 1), Conv((9, 9, 9), 1)))
     table = tuple(
         replace(p, flops=1e9) for p in FAKES if p.name == "cpu.conv.slow"
@@ -303,12 +304,12 @@ def test_patches_of_nearly_nothing_but_border_are_warned_of(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("seconds", [1e9, 1e308, float("inf"), float("nan")])
-def test_times_beyond_measure_have_a_word(seconds: float) -> None:
+def test_endless_times_are_printed_as_words(seconds: float) -> None:
     assert human_seconds(seconds) == "over 30 years"
 
 
 @pytest.mark.parametrize("cover", [True, False])
-def test_a_plan_for_a_gpu_tells_what_the_process_and_the_gpu_take(cover: bool) -> None:
+def test_gpu_plan_prints_memory_of_process_and_gpu(cover: bool) -> None:
     within = Limits(2**31, 2, 2**30)
     network = Network("cat", 1, (Conv((2, 3, 4), 8, "relu"), Pool((2, 2, 2)), Conv((3, 3, 3), 2)))
     plan = make_plan(
@@ -356,7 +357,7 @@ def test_a_plan_for_a_gpu_tells_what_the_process_and_the_gpu_take(cover: bool) -
     )
 
 
-def test_plans_beyond_a_gpus_limit_name_that_limit(plan: Plan) -> None:
+def test_plan_beyond_the_gpus_limit_names_that_limit(plan: Plan) -> None:
     more = replace(runner_up((60, 50, 40), 1.5 * plan.voxels_per_second), over_vram_bytes=3 * 2**20)
     both = replace(more, over_bytes=2**20)
     assert "1.50 times as fast, 3.00 MiB of VRAM over the limit" in words(replace(plan, runners_up=(more,)))

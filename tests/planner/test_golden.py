@@ -68,7 +68,7 @@ def line(name: str, side: int, ram: str, plan: Plan) -> str:
 @pytest.mark.slow
 @pytest.mark.skipif(not COMPILED, reason="the plans are for where the kernels are compiled")
 @pytest.mark.parametrize(("name", "side", "ram"), CASES)
-def test_plans_are_as_they_were(name: str, side: int, ram: str) -> None:
+def test_cpu_plans_equal_the_golden_file(name: str, side: int, ram: str) -> None:
     plan = planned(name, side, ram)
     expected = next(kept for kept in GOLDEN.read_text().splitlines() if kept.startswith(f"{name} {side}^3 {ram}:"))
     assert line(name, side, ram, plan) == expected
@@ -78,7 +78,7 @@ def test_plans_are_as_they_were(name: str, side: int, ram: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "side", "vram", "precision"), GPU_CASES)
-def test_gpu_plans_are_as_they_were(name: str, side: int, vram: str, precision: Precision) -> None:
+def test_gpu_plans_equal_the_golden_file(name: str, side: int, vram: str, precision: Precision) -> None:
     plan = planned_on_gpu(name, side, vram, precision)
     label = f"{vram} {precision} on a GPU"
     expected = next(kept for kept in GOLDEN.read_text().splitlines() if kept.startswith(f"{name} {side}^3 {label}:"))

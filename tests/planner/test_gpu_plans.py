@@ -59,7 +59,7 @@ def plan() -> Plan:
 def test_equals_brute_force_at_every_limit(
     tiny_network: MakeNetwork, fakes: tuple[Fake, ...], columns: bool | None
 ) -> None:
-    """As on a CPU, with what the process takes limited apart from what the GPU holds."""
+    """The memory of the process is limited apart from that of the GPU."""
     network = tiny_network()
     space = [known for known in everything(network, SMALL, fakes, "gpu") if columns in (None, known.walks)]
     hosts = sorted({known.host for known in space})
@@ -84,7 +84,7 @@ def test_equals_brute_force_at_every_limit(
     assert missed <= 0.05 * planned_at, f"{missed} of {planned_at} plans are not the best"
 
 
-def test_what_is_promised_where(plan: Plan) -> None:
+def test_memory_of_process_and_gpu_is_promised_separately(plan: Plan) -> None:
     memory = plan.memory
     raw, out = (int(size[0]) * size[1] * size[2] for size in (plan.patch_in, plan.patch_out))
     steps = plan.columns
@@ -102,8 +102,8 @@ def test_what_is_promised_where(plan: Plan) -> None:
 
 
 @pytest.mark.slow
-def test_weights_that_are_streamed_count_in_the_process() -> None:
-    """They are promised beside what goes in and out, and not more of them are taken than the process has room for."""
+def test_streamed_weights_count_in_the_memory_of_the_process() -> None:
+    """They are promised beside inputs and outputs, and never exceed the limit of the process."""
     streams = Fake("gpu.conv.streams", "conv", flops=20.0, host=2048, scratch=(0.2,))
     table = (streams, *on_gpu(SLOW, POOL, FILTER, MAXOUT))
 
@@ -127,8 +127,8 @@ def test_weights_that_are_streamed_count_in_the_process() -> None:
     assert 0 < less.pinned < most.pinned, "one layer's room is missing, not all layers'"
 
 
-def test_buffers_of_a_gpu_run() -> None:
-    """Three in the memory of the process, two on the GPU, and no more than there are steps."""
+def test_gpu_run_has_three_host_buffers_and_two_device_buffers() -> None:
+    """There are no more buffers than steps."""
     assert reading_bytes(2, (3, 4, 5), 2, device="gpu") == 3 * 2 * 60 * 2 + 16 * MIB
     assert reading_bytes(2, (3, 4, 5), 2, steps=2, seen=(3, 4, 5), device="gpu") == 2 * 240 + 2 * 120 + 16 * MIB
     assert writing_bytes(3, (3, 4, 5), 4, device="gpu") == 3 * 3 * 60 * 4 + 6 * MIB
@@ -140,8 +140,8 @@ def test_buffers_of_a_gpu_run() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_one_device_and_one_precision(precision: Precision) -> None:
-    """A table of both kinds gives plans of one; on a CPU they are in fp32 whatever less would do."""
+def test_plan_uses_one_device_and_one_precision(precision: Precision) -> None:
+    """A table of both devices gives plans of one; plans for a CPU are in fp32."""
     there = planned_on_gpu(MIXED, (20, 11, 8), PLENTY, PLENTY, table=EVERY, precision=precision)
     assert (there.device, there.precision) == ("gpu", precision)
     assert {choice.device for choice in there.choices} == {"gpu"}
@@ -153,7 +153,7 @@ def test_one_device_and_one_precision(precision: Precision) -> None:
     assert (here.memory.context, here.memory.staging, here.memory.vram) == (0, 0, 0)
 
 
-def test_activations_in_float16_take_half(plan: Plan) -> None:
+def test_activations_in_float16_take_half_the_bytes(plan: Plan) -> None:
     same = {"table": EVERY, "patch": plan.patch_out, "columns": False, "only": ["gpu.conv.slow"]}
     sizes = {}
     for precision in PRECISIONS:
@@ -162,14 +162,14 @@ def test_activations_in_float16_take_half(plan: Plan) -> None:
     assert sizes["fp32"] == sizes["tf32"] == {name: 2 * nbytes for name, nbytes in sizes["fp16"].items()}
 
 
-def test_a_plan_is_read_as_it_was_written(plan: Plan) -> None:
+def test_written_plan_is_read_back(plan: Plan) -> None:
     read = Plan.from_json(plan.to_json())
     assert read == plan
     assert (read.device, read.precision, read.limits.vram_bytes) == ("gpu", "fp16", CONTEXT + 2**20)
     check_runs(read, MIXED, WITH_GPU, ram_bytes=plan.memory.peak, vram_bytes=plan.memory.vram, table=EVERY)
 
 
-def test_a_gpu_that_is_not_here_or_too_small(plan: Plan) -> None:
+def test_missing_or_small_gpu_is_refused(plan: Plan) -> None:
     with pytest.raises(
         PlanFileError, match=r"run on a GPU, and there is none here; .* `znnpy plan NETWORK --device cpu`"
     ):
@@ -184,7 +184,7 @@ def test_a_gpu_that_is_not_here_or_too_small(plan: Plan) -> None:
         check_runs(plan, MIXED, WITH_GPU, ram_bytes=plan.memory.peak - 70, table=EVERY)
 
 
-def test_hand_edited_devices(plan: Plan) -> None:
+def test_hand_edited_device_is_refused(plan: Plan) -> None:
     edits: list[tuple[tuple[str | int, ...], Any, str]] = [
         ((*CHOICES_AT, 0, "device"), "cpu", r"layer 0 of the plan runs gpu.conv.\w+ on the CPU, and all .* the GPU"),
         ((*CHOICES_AT, 0, "primitive"), "cpu.conv.fast", "layer 0 of the plan runs cpu.conv.fast on the GPU, and all"),
@@ -207,7 +207,7 @@ def test_hand_edited_devices(plan: Plan) -> None:
 
 
 @pytest.mark.slow
-def test_nearest_miss_on_the_gpu(tiny_network: MakeNetwork) -> None:
+def test_nearest_miss_on_the_gpu_names_the_sufficient_limit(tiny_network: MakeNetwork) -> None:
     """The limit that the message asks for is enough, and a byte less is not."""
     network = tiny_network()
     output = (30, 21, 17)
@@ -231,7 +231,7 @@ def test_nearest_miss_on_the_gpu(tiny_network: MakeNetwork) -> None:
 
 
 @pytest.mark.slow
-def test_nearest_miss_in_the_process_or_in_both(tiny_network: MakeNetwork) -> None:
+def test_nearest_miss_names_the_memory_of_process_or_both(tiny_network: MakeNetwork) -> None:
     network = tiny_network()
     with pytest.raises(NoPlanError) as caught:
         planned_on_gpu(network, (30, 21, 17), AROUND, PLENTY, table=ON_GPU)
@@ -251,7 +251,7 @@ def test_nearest_miss_in_the_process_or_in_both(tiny_network: MakeNetwork) -> No
 
 
 @pytest.mark.slow
-def test_no_gpu_no_limit_no_such_primitive() -> None:
+def test_missing_gpu_limit_or_primitive_is_refused() -> None:
     words = {"table": EVERY, "rates": CARRYING, "baseline": 0, "device": "gpu"}
 
     def make(machine: object, limits: Limits, **more: object) -> Plan:
@@ -277,8 +277,8 @@ def test_no_gpu_no_limit_no_such_primitive() -> None:
 
 
 @pytest.mark.slow
-def test_a_faster_plan_beyond_the_memory_of_the_gpu(tiny_network: MakeNetwork) -> None:
-    """What more memory would buy is told in bytes of where it lacks."""
+def test_faster_plan_beyond_the_vram_limit_names_its_bytes(tiny_network: MakeNetwork) -> None:
+    """The bytes are of the memory that is too small."""
     output, room = (30, 21, 17), CONTEXT + 200_000
     plan = planned_on_gpu(tiny_network(), output, PLENTY, room, table=on_gpu(*FAKES), columns=False)
     over = plan.runners_up[0]
@@ -303,7 +303,7 @@ def test_large_volumes_are_planned_quickly() -> None:
         check_runs(plan, network, WITH_GPU, table=table)
 
 
-def test_pooling_in_float16() -> None:
+def test_fused_pooling_keeps_its_precision() -> None:
     """Two layers in one keep their precision."""
     network = Network("in one", 1, (Conv((2, 1, 1), 2, "relu"), Pool((2, 1, 1)), Conv((1, 1, 1), 2)))
     made = planned_on_gpu(network, (8, 6, 5), PLENTY, PLENTY, table=EVERY, only=["gpu.conv.both"], precision="fp16")

@@ -32,8 +32,8 @@ def plan() -> Plan:
     return hosted(MIXED, (20, 11, 8), PLENTY, PLENTY)
 
 
-def test_what_is_promised_where(plan: Plan) -> None:
-    """All of the process: patches on their way, what is handed over twice, and what hosted layers take."""
+def test_memory_of_process_and_gpu_is_promised_separately(plan: Plan) -> None:
+    """The process holds patches on their way, two handovers, and the tensors of layers in host memory."""
     memory = plan.memory
     front = plan.choices[: plan.offloaded]
     assert (plan.device, plan.overlap, memory.baseline, memory.context) == ("gpu", True, BASELINE, CONTEXT)
@@ -49,7 +49,7 @@ def test_what_is_promised_where(plan: Plan) -> None:
     assert memory.excess(Limits(memory.peak - 3, 1, memory.vram - 7)) == (3, 7)
 
 
-def test_seconds_of_both_sides(plan: Plan) -> None:
+def test_seconds_of_both_stages_add_up(plan: Plan) -> None:
     front, back = plan.stage_seconds
     assert plan.seconds_per_step == max(front, back)
     in_turn = replace(plan, overlap=False)
@@ -60,7 +60,7 @@ def test_seconds_of_both_sides(plan: Plan) -> None:
     assert plan.stages[1].wait_seconds == pytest.approx(upload + (parts - 1) * max(0.0, upload - once / parts))
 
 
-def test_a_plan_is_read_as_it_was_written(plan: Plan) -> None:
+def test_written_plan_is_read_back(plan: Plan) -> None:
     table = (*ON_CPU, *ON_GPU)
     read = Plan.from_json(plan.to_json())
     assert read == plan
@@ -82,7 +82,7 @@ def test_a_plan_is_read_as_it_was_written(plan: Plan) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_asked_for_is_kept() -> None:
+def test_constraints_of_the_request_are_kept() -> None:
     some_patch: Vec3 = (2, 2, 4)
     plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, patch=some_patch, columns=True, depth_first=False)
     assert (plan.patch_out, plan.streams, max(plan.sub_batches)) == (some_patch, True, 1)
@@ -97,7 +97,7 @@ def test_what_is_asked_for_is_kept() -> None:
 
 
 @pytest.mark.slow
-def test_what_no_plan_does() -> None:
+def test_impossible_requests_are_refused() -> None:
     with pytest.raises(
         NoPlanError, match=r"hands float32 from the host to the GPU: choose precision='tf32' or precision='fp32'"
     ):
@@ -111,7 +111,7 @@ def test_what_no_plan_does() -> None:
 
 
 @pytest.mark.slow
-def test_the_nearest_miss(plan: Plan) -> None:
+def test_nearest_miss_names_the_sufficient_limits(plan: Plan) -> None:
     """The limits that the message asks for are enough."""
     with pytest.raises(NoPlanError) as caught:
         hosted(MIXED, (20, 11, 8), BASELINE, CONTEXT)
@@ -126,7 +126,7 @@ def test_the_nearest_miss(plan: Plan) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["gpu-host", "cpu-to-gpu"])
-def test_who_feeds_the_gpu_while_others_compute_has_a_core(mode: str) -> None:
+def test_feeder_thread_reserves_a_core(mode: str) -> None:
     limits = Limits(PLENTY, THREADS + 1, PLENTY)
     words: dict[str, Any] = {"table": (*ON_CPU, *ON_GPU), "in_host_ram": (), "baseline": BASELINE, "context": 0}
     words |= {"mode": mode, "rates": GPU_RATES, "host_rates": HOST_RATES, "kinds": True}
@@ -153,8 +153,8 @@ def test_who_feeds_the_gpu_while_others_compute_has_a_core(mode: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["cpu-to-gpu", "gpu-host"])
-def test_a_plan_tells_where_its_layers_run(mode: str) -> None:
-    """Layer by layer, in both memories, and which side waits for the other."""
+def test_printed_plan_names_the_device_of_each_layer(mode: str) -> None:
+    """It also names the memory of each layer, and the stage that waits for the other."""
     plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, mode=mode)
     told = explain(plan)
     assert max(map(len, told.splitlines())) <= 120
@@ -176,15 +176,15 @@ def test_a_plan_tells_where_its_layers_run(mode: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_side_that_waits_is_told() -> None:
+def test_printed_plan_names_the_waiting_stage() -> None:
     plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY)
     assert "the CPU waits 100% of the time" in " ".join(
         explain(replace(plan, stages=(plan.stages[0], replace(plan.stages[1], wait_seconds=9.0)))).split()
     )
 
 
-def test_images_go_up_while_others_are_computed() -> None:
-    """So one at a time is faster than all at once, where that takes no longer otherwise."""
+def test_uploads_overlap_with_computing() -> None:
+    """One image at a time is faster than all at once if that costs nothing else."""
     words: dict[str, Any] = {"patch": (20, 12, 10), "columns": False, "table": (*ON_CPU, *on_gpu(SLOW, POOL))}
     plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, **words)
     assert plan.choices[plan.offloaded].shape.batch == 1
@@ -192,8 +192,8 @@ def test_images_go_up_while_others_are_computed() -> None:
     assert plan.stages[1].wait_seconds == pytest.approx(plan.handover_bytes / 4 / UPLOAD)
 
 
-def test_the_gpu_takes_fewer_images_where_it_has_less_memory() -> None:
-    """Down to one at a time, each by itself on the GPU; over a link for which nobody waits."""
+def test_less_vram_gives_fewer_images_at_a_time() -> None:
+    """The number goes down to one; the link is fast enough that nobody waits for it."""
     words: dict[str, Any] = {"patch": (20, 12, 10), "columns": False, "table": (*ON_CPU, *on_gpu(SLOW, POOL))}
     words["rates"] = GPU_RATES.replaced(gpu_link=Rate(flops=1e12, nbytes=1e300))
     most = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, **words)

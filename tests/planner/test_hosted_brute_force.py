@@ -43,7 +43,7 @@ class Half:
 
     @property
     def seconds(self) -> float:
-        """For the whole output."""
+        """Return the seconds for the whole output."""
         return sum(steps * once for steps, once in self.ran)
 
 
@@ -77,7 +77,7 @@ def half(runs: Sequence[Run], new: int, times: Sequence[int], rates: Rates, arou
 
 
 def divided(network: Network, shapes: Sequence[LayerShape], theta: int) -> Iterator[list[LayerShape]]:
-    """The layers behind the first `theta` with so many images at a time: all ways that are documented."""
+    """Return all documented divisions of the layers behind the first `theta` into so many images at a time."""
     count = shapes[theta - 1].out_shape[0]
     pools = [i for i in range(theta, len(shapes)) if isinstance(network.layers[i], Pool)]
     for images in (n for n in range(1, count + 1) if count % n == 0):
@@ -152,7 +152,7 @@ NETWORKS = (
 @pytest.mark.parametrize("mode", ["cpu-to-gpu", "gpu-host"])
 @pytest.mark.parametrize("network", NETWORKS, ids=lambda network: network.name)
 def test_equals_brute_force_at_every_limit(network: Network, mode: str) -> None:
-    """But for what is estimated of tensors that are smaller than what they are aligned to."""
+    """Tensors smaller than their alignment are estimated, and so are left out."""
     overlaps = mode == "cpu-to-gpu"
     table = (*ON_CPU, *ON_GPU, IN_HOST)
     known = cuts(network, SMALL, overlaps)
@@ -178,7 +178,7 @@ def test_equals_brute_force_at_every_limit(network: Network, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["cpu-to-gpu", "gpu-host"])
 @pytest.mark.parametrize("network", NETWORKS, ids=lambda network: network.name)
-def test_one_that_is_faster_is_found_or_there_is_none(network: Network, mode: str) -> None:
+def test_known_faster_plan_is_found_if_it_exists(network: Network, mode: str) -> None:
     best = hosted(network, SMALL, PLENTY, PLENTY, mode=mode)
     slower = best.with_choices(lambda choice: replace(choice, seconds=1.001 * choice.seconds))
     assert slower.seconds > best.seconds
@@ -211,7 +211,7 @@ DEEP = (
 
 @dataclass(frozen=True, slots=True)
 class Larger:
-    """Of 13824 shapes few are looked at."""
+    """A case in which the search looks at few of 13824 shapes."""
 
     layers: tuple[Layer, ...]
     table: tuple[Fake, ...]
@@ -236,7 +236,7 @@ LARGER = {
 
 
 @pytest.mark.parametrize("larger", LARGER.values(), ids=LARGER.keys())
-def test_no_cube_is_passed_over(larger: Larger) -> None:
+def test_every_cubic_patch_is_considered(larger: Larger) -> None:
     cubes = []
     for size in (size for size in (48, 24, 16, 12, 8, 6, 4) if size % larger.network.period[0] == 0):
         with suppress(NoPlanError):
@@ -248,8 +248,8 @@ def test_no_cube_is_passed_over(larger: Larger) -> None:
 
 @pytest.mark.parametrize("by", [1.2, 1.5, 3.0])
 @pytest.mark.parametrize("larger", LARGER.values(), ids=LARGER.keys())
-def test_one_that_is_faster_is_found_next_to_some_that_are_not(larger: Larger, by: float) -> None:
-    """Than a plan of small patches, which say nothing of where to look."""
+def test_faster_plan_beside_slower_ones_is_found(larger: Larger, by: float) -> None:
+    """Small patches, which are slower, say nothing of where to look."""
     best, small = larger.best(), larger.best(patch=(4, 4, 4))
     scale = by * best.seconds / small.seconds
     slower = small.with_choices(lambda choice: replace(choice, seconds=scale * choice.seconds))

@@ -24,8 +24,8 @@ pytestmark = pytest.mark.usefixtures("sublayers_take_no_longer")
 
 
 @pytest.mark.slow
-def test_layers_of_the_host_that_a_gpu_computes() -> None:
-    """Where that is faster; what it takes on both sides is promised, and the arena of the GPU is shared."""
+def test_layers_of_host_memory_run_on_the_gpu_if_faster() -> None:
+    """The plan promises their memory on both sides, and they share the arena of the GPU."""
     limits = PLENTY, PLENTY
     alone = hosted(WIDE, (20, 12, 9), *limits, mode="gpu-host", in_host_ram=())
     plan = hosted(WIDE, (20, 12, 9), *limits, mode="gpu-host", in_host_ram=(IN_HOST,))
@@ -44,8 +44,8 @@ def test_layers_of_the_host_that_a_gpu_computes() -> None:
 
 
 @pytest.mark.slow
-def test_the_host_takes_its_time_for_every_sub_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as nothing makes up for it."""
+def test_host_time_of_every_sublayer_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts if nothing overlaps with it."""
     monkeypatch.setattr(sublayers, "SUBLAYER_SECONDS", 1e-3)
     plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, mode="gpu-host", in_host_ram=(IN_HOST,))
     assert {choice.device for choice in plan.choices[: plan.offloaded]} == {"cpu"}
@@ -57,15 +57,15 @@ def test_the_host_takes_its_time_for_every_sub_layer(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-def test_layers_of_the_host_that_nothing_computes_in_so_little_memory() -> None:
+def test_layers_of_host_memory_without_enough_memory_are_refused() -> None:
     greedy = replace(IN_HOST, least_bytes=PLENTY)
     plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, mode="gpu-host", in_host_ram=(greedy,))
     assert {choice.device for choice in plan.choices[: plan.offloaded]} == {"cpu"}
 
 
 @pytest.mark.slow
-def test_layers_of_the_host_by_name() -> None:
-    """Slower than what the processor offers, and taken all the same; not where both are at work at a time."""
+def test_layers_of_host_memory_may_be_forced_by_name() -> None:
+    """They are slower than layers on the CPU here, and are refused if both devices work at a time."""
     slow = replace(IN_HOST, flops=1e4)
     words: dict[str, Any] = {"in_host_ram": (slow,), "mode": "gpu-host"}
     free = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, **words)
@@ -77,8 +77,8 @@ def test_layers_of_the_host_by_name() -> None:
         hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, only=slow.name, **(words | {"mode": "cpu-to-gpu"}))
 
 
-def test_a_real_plan_of_layers_of_the_host() -> None:
-    """gpu.conv.host_ram itself, in fewer bytes than its tensors have."""
+def test_host_ram_primitive_is_planned_below_the_bytes_of_its_tensors() -> None:
+    """The primitive is gpu.conv.host_ram itself."""
     network = Network("real", 1, (Conv((3, 3, 3), 16, "relu"), Conv((3, 3, 3), 16, "relu"), Conv((1, 1, 1), 2)))
     limits = Limits(2**34, 2, 2**30)
     plan = make_plan(

@@ -1,4 +1,4 @@
-"""What a place in a step adds to a primitive's own time and memory."""
+"""A context within a step adds time and memory to those of the primitive itself."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def only_option(fake: Fake, place: LayerContext, *layers: LayerShape) -> LayerOp
     ("fake", "moved"), [(SLOW, CARRY_TRAFFIC + JOIN_TRAFFIC), (READS, CARRY_TRAFFIC)], ids=["joins", "reads"]
 )
 def test_carried_planes_cost_time_and_memory(fake: Fake, moved: float) -> None:
-    """Of all images, however many parts they run in; only who needs them in front of the new planes joins them."""
+    """They are of all images, in however many parts; only primitives that need one input join them."""
     still = only_option(fake, replace(WALKING, streams=False, join_bytes=0), CONV)
     option = only_option(fake, WALKING, CONV)
     assert option.resident == still.resident + 5 * KEPT
@@ -42,7 +42,7 @@ def test_carried_planes_cost_time_and_memory(fake: Fake, moved: float) -> None:
     assert option.seconds == pytest.approx(way.seconds * way.executions)
 
 
-def test_as_many_fronts_are_remembered_as_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_of_fronts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_options, "CACHED_FRONTS", 2)
     known = OptionTable((SLOW, POOL), MACHINE, 2, RATES, frozenset())
     for place in (replace(WALKING, live_elsewhere=under) for under in (0, 1, 2, 3, 0)):
@@ -51,7 +51,7 @@ def test_as_many_fronts_are_remembered_as_there_is_room_for(monkeypatch: pytest.
         assert len(known._fronts) <= 2
 
 
-def test_what_is_joined_in_front_of_a_convolution_is_not_in_front_of_the_pooling_behind_it() -> None:
+def test_planes_joined_for_a_convolution_are_not_joined_for_its_pooling() -> None:
     pool = PoolShape(2, 4, (5, 4, 6), (2, 1, 1))
     conv = replace(CONV, n=(7, 5, 7))
     place = replace(WALKING, input_bytes=0, output_bytes=0, steps=(7, 6))

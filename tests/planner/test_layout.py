@@ -42,7 +42,7 @@ def most_alive(tensors: list[Tensor]) -> int:
 
 
 @given(TENSORS)
-def test_nothing_alive_is_overwritten(tensors: list[Tensor]) -> None:
+def test_live_tensors_share_no_byte(tensors: list[Tensor]) -> None:
     placed, size = place(tensors)
     assert [(t.name, t.nbytes, t.first, t.last) for t in placed] == [
         (t.name, t.nbytes, t.first, t.last) for t in tensors
@@ -81,7 +81,7 @@ def random_chain(rng: random.Random) -> tuple[Tensor, ...]:
     return chain(steps)
 
 
-def test_close_to_the_lower_bound() -> None:
+def test_arena_is_close_to_its_lower_bound() -> None:
     rng = random.Random(20261120)
     over = []
     for _ in range(300):
@@ -96,8 +96,8 @@ def ticks(tensors: tuple[Tensor, ...]) -> dict[str, tuple[int, int, int]]:
     return {t.name: (t.nbytes, t.first, t.last) for t in tensors}
 
 
-def test_ticks_of_a_chain() -> None:
-    """Two stages, then three with an output that may lie over the input, then one."""
+def test_lifetimes_of_a_chain_equal_those_by_hand() -> None:
+    """The layers have two stages, then three with an output that may overwrite the input, then one."""
     first = ConvShape(1, 1, 2, (9, 9, 9), (2, 2, 2))
     second = ConvShape(1, 2, 4, (8, 8, 8), (3, 3, 3))
     third = PoolShape(1, 4, (6, 6, 7), (1, 1, 2))
@@ -118,7 +118,7 @@ def test_ticks_of_a_chain() -> None:
     }
 
 
-def test_ticks_of_images_in_parts() -> None:
+def test_lifetimes_of_images_in_parts_equal_those_by_hand() -> None:
     """The input of a layer that takes a part of it stays to the end; what is behind is as large as one part's."""
     footprint = Footprint(stages=2, output_from=1, scratch=(Scratch("s", 100, 1, 1),))
     shapes: list[LayerShape] = [
@@ -144,7 +144,7 @@ def test_ticks_of_images_in_parts() -> None:
 NETWORK = Network("a", 2, (Conv((3, 1, 2), 4), Pool((2, 1, 1)), MaxFilter((3, 1, 1)), Maxout(2), Conv((2, 2, 2), 3)))
 
 
-def test_planes_and_bytes_that_are_carried() -> None:
+def test_carried_planes_and_bytes_equal_those_by_hand() -> None:
     """Steps of 4 planes: 2 fragments get 2 new planes each. In (z, y, x): 4x3x5 out, 4x4x7 in."""
     shapes = NETWORK.layer_shapes((4, 3, 5), streams=True)
     assert [shape.in_shape for shape in shapes] == [
@@ -167,7 +167,7 @@ def test_planes_and_bytes_that_are_carried() -> None:
     assert carried_bytes(patch, whole) == 0
 
 
-def test_a_convolution_that_pools_carries_for_both() -> None:
+def test_fused_convolution_carries_planes_for_both_layers() -> None:
     shapes = NETWORK.layer_shapes((4, 3, 5), streams=True)
     conv, pool = shapes[:2]
     assert isinstance(conv, ConvShape)
@@ -178,8 +178,8 @@ def test_a_convolution_that_pools_carries_for_both() -> None:
     assert carried_bytes((both,), 4) == 4 * 3 * 4 * 7 * 2
 
 
-def test_inputs_of_layers_that_read_carried_planes_where_they_are_kept() -> None:
-    """They are as large as what is new, and stay until planes are kept of them: to the end of the layer."""
+def test_inputs_read_beside_carried_planes_hold_only_new_planes() -> None:
+    """They stay until planes are kept of them, at the end of the layer."""
     shapes = NETWORK.layer_shapes((4, 3, 5), streams=True)
     joins = Footprint(stages=3, output_from=1)
     reads = Footprint(stages=3, output_from=1, reads_carried=True)
@@ -254,7 +254,7 @@ class Arena:
             self._owner[block] = name
 
     def lost(self, *names: str) -> list[str]:
-        """Those of which a byte was overwritten."""
+        """Return the tensors of which a byte was overwritten."""
         return [name for name in names if any(self._owner.get(block) != name for block in self._blocks(name))]
 
     def _blocks(self, name: str) -> range:
@@ -263,8 +263,8 @@ class Arena:
 
 
 @given(chains())
-def test_a_step_overwrites_nothing_that_it_still_needs(built: tuple[list[tuple[LayerShape, Footprint]], int]) -> None:
-    """Every layer and part in the order in which they run, stage by stage, as a session runs them."""
+def test_step_overwrites_no_needed_tensor(built: tuple[list[tuple[LayerShape, Footprint]], int]) -> None:
+    """Layers and parts run stage by stage in the order of a session."""
     steps, new = built
     shapes = [shape for shape, _ in steps]
     carried = carried_planes(shapes, new)
@@ -301,15 +301,15 @@ def test_a_step_overwrites_nothing_that_it_still_needs(built: tuple[list[tuple[L
 
 
 @given(footprints(), st.integers(0, 999), st.integers(0, 999))
-def test_the_fullest_stage_of_one_layer(footprint: Footprint, maps: int, more: int) -> None:
-    """In a number or two, whatever the sizes of input and output: equal to the peak of its chain."""
+def test_fullest_stage_of_a_layer_equals_the_peak_of_its_chain(footprint: Footprint, maps: int, more: int) -> None:
+    """One or two numbers suffice for any size of input and output."""
     shape = ConvShape(1, 1 + maps, 1 + more, (1, 1, 1), (1, 1, 1))
     assert scratch_peaks(footprint).arena_bytes(shape.in_bytes, shape.out_bytes) == live_peak(
         chain([(shape, footprint)])
     )
 
 
-def test_working_bytes_are_those_of_the_contract() -> None:
+def test_working_bytes_equal_those_of_the_footprint() -> None:
     """One layer alone needs what `Footprint.working` says, up to alignment."""
     shape = ConvShape(2, 3, 5, (12, 11, 13), (3, 2, 4))
     for primitive in (SLOW, FAST, OVER):

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 
 def calls(layers: int) -> int:
-    """Calls of functions while a network of so many layers is planned."""
+    """Count calls of functions while a network of so many layers is planned."""
     network = Network("long", 1, (Conv((1, 1, 1), 1),) * layers)
     count = 0
 

@@ -34,8 +34,8 @@ MOST = 3 * 2**25 + 5  # no power of the root of 2
 
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", [True, False])
-def test_each_point_is_the_best_plan_within_its_limit(columns: bool) -> None:
-    """Of limits that are left out, the plans beside them are about as fast."""
+def test_each_point_equals_the_best_plan_within_its_limit(columns: bool) -> None:
+    """Plans at limits that are left out are about as fast as their neighbours."""
     asked: list[int] = []
 
     def make(nbytes: int) -> Plan:
@@ -69,7 +69,8 @@ def test_each_point_is_the_best_plan_within_its_limit(columns: bool) -> None:
     assert all(point.as_json()["cover"] == ("columns" if columns else "patches") for point in found)
 
 
-def test_what_never_fits_has_no_points() -> None:
+@pytest.mark.slow
+def test_network_beyond_every_limit_has_no_points() -> None:
     asked: list[int] = []
 
     def make(nbytes: int) -> Plan:
@@ -83,8 +84,8 @@ def test_what_never_fits_has_no_points() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("each", [1.0, 3.0])
 @pytest.mark.parametrize("seconds", [0.5, 4.0, 9.0])
-def test_no_longer_than_there_is_time(seconds: float, each: float) -> None:
-    """The first point is there however long it takes; then those far apart, and what fits between them."""
+def test_sweep_ends_with_its_time_limit(seconds: float, each: float) -> None:
+    """The first point is always there; then come those far apart, then those between."""
     clock, rng = [100.0], Random(3)
 
     def make(nbytes: int) -> Plan:
@@ -100,8 +101,8 @@ def test_no_longer_than_there_is_time(seconds: float, each: float) -> None:
 
 
 @pytest.mark.slow
-def test_a_network_that_the_host_has_no_room_for_is_asked_for_once() -> None:
-    """What is needed of the GPU, which would have it."""
+def test_network_beyond_host_memory_is_planned_once() -> None:
+    """The GPU would have enough memory."""
     asked: list[int] = []
 
     def make(nbytes: int) -> Plan:
@@ -115,8 +116,8 @@ def test_a_network_that_the_host_has_no_room_for_is_asked_for_once() -> None:
 
 
 @pytest.mark.slow
-def test_nothing_is_worked_out_between_plans_that_are_as_fast() -> None:
-    """A curve that is flat from 2^18 bytes up, and steep below; each plan takes all the memory that it may."""
+def test_flat_part_of_a_curve_takes_no_further_plans() -> None:
+    """The curve is flat from 2^18 bytes up, and steep below, where each plan takes all memory."""
     asked: list[int] = []
 
     def make(nbytes: int) -> Any:

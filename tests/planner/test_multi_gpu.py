@@ -41,7 +41,7 @@ def several(
 
 
 @pytest.mark.slow
-def test_one_is_as_ever() -> None:
+def test_one_gpu_gives_the_plan_for_a_single_gpu() -> None:
     plan = several(1)
     alone = {"baseline": BASELINE, "device": "gpu"}
     assert plan == make_plan(MIXED, OUTPUT, WITH_GPU, PLENTY, table=TABLE, rates=HEAVY, **alone)  # type: ignore[arg-type]
@@ -50,7 +50,7 @@ def test_one_is_as_ever() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2, 3])
-def test_the_last_patches_of_all_are_written_by_one_thread(devices: int) -> None:
+def test_last_patches_of_all_gpus_are_written_by_one_thread(devices: int) -> None:
     plan = several(devices)
     computing = sum(choice.executions * choice.seconds for choice in plan.choices) / plan.columns
     edges = plan.seconds - computing * ceil(plan.columns / devices)
@@ -62,8 +62,8 @@ def test_the_last_patches_of_all_are_written_by_one_thread(devices: int) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, 3, 8])
 @pytest.mark.parametrize("columns", [True, False], ids=["columns", "patches"])
-def test_columns_for_all(devices: int, columns: bool) -> None:
-    """The volume is one column, or one patch, for one GPU; cut, it is many times as fast."""
+def test_output_is_cut_into_columns_for_all_gpus(devices: int, columns: bool) -> None:
+    """One GPU would take a single column or patch; the cut output is many times as fast."""
     alone, plan = make(MIXED, OUTPUT, PLENTY, columns=columns), several(devices, columns=columns)
     assert alone.columns == 1
     assert plan.columns > devices / 2
@@ -80,14 +80,14 @@ def test_columns_for_all(devices: int, columns: bool) -> None:
 
 
 @pytest.mark.slow
-def test_it_is_cut_where_borders_cost_least() -> None:
+def test_output_is_cut_along_the_cheapest_axis() -> None:
     plan = several(2, DEEP, (24, 24, 24))
     assert plan.patch_out[0] == 24 or plan.column_planes >= 24, "not along z"
     assert plan.single_device_seconds is not None
     assert plan.single_device_seconds / plan.seconds == pytest.approx(2, rel=0.01)
 
 
-def test_memory_is_promised_for_all() -> None:
+def test_memory_is_promised_for_all_gpus() -> None:
     plan = several(3, columns=False, masks=True, itemsize_in=4, itemsize_out=2)
     memory, steps = plan.memory, plan.columns
     seen = MIXED.patch_in(plan.patch_out)
@@ -103,8 +103,8 @@ def test_memory_is_promised_for_all() -> None:
 
 
 @pytest.mark.slow
-def test_each_has_its_part_of_the_process() -> None:
-    """22 MiB are taken for each, whatever it computes."""
+def test_each_gpu_adds_its_memory_of_the_process() -> None:
+    """Each adds 22 MiB, whatever it computes."""
     tight = replace(PLENTY, ram_bytes=BASELINE + 50 * MIB)
     plan = several(2, limits=tight)
     assert plan.memory.peak <= tight.ram_bytes
@@ -114,7 +114,7 @@ def test_each_has_its_part_of_the_process() -> None:
         several(4, limits=tight)
 
 
-def test_more_gpus_than_planes() -> None:
+def test_more_gpus_than_planes_are_no_slower_than_one() -> None:
     plan = several(64, output=(3, 3, 3))
     assert plan.devices == 64
     assert plan.single_device_seconds is not None

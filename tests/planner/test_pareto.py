@@ -49,7 +49,9 @@ def beats(a: LayerOption, b: LayerOption) -> bool:
 
 
 @given(LAYERS, st.integers(0, 40), st.sampled_from([inf, 4.0, 9.0]))
-def test_fastest_within_equals_brute_force(layers: list[list[LayerOption]], room: int, below: float) -> None:
+def test_fastest_choice_within_a_limit_equals_brute_force(
+    layers: list[list[LayerOption]], room: int, below: float
+) -> None:
     found = fastest_within([pareto_front(options) for options in layers], room, below)
     fitting = [total_seconds(c) for c in product(*layers) if total_bytes(c) <= room and total_seconds(c) < below]
     if not fitting:
@@ -62,7 +64,7 @@ def test_fastest_within_equals_brute_force(layers: list[list[LayerOption]], room
 
 
 @given(LAYERS, st.sampled_from([0.0, 0.02, 0.5, 3.0]))
-def test_cheapest_equals_brute_force(layers: list[list[LayerOption]], price: float) -> None:
+def test_cheapest_choice_equals_brute_force(layers: list[list[LayerOption]], price: float) -> None:
     found = cheapest([pareto_front(options) for options in layers], price)
     assert priced_seconds(found, price) == pytest.approx(
         min(priced_seconds(chosen, price) for chosen in product(*layers))
@@ -73,16 +75,14 @@ def test_cheapest_equals_brute_force(layers: list[list[LayerOption]], price: flo
 def for_many(
     fronts: list[ParetoFront], room: int, below: float = inf, price: float = 0.0
 ) -> tuple[LayerOption, ...] | None:
-    """The choice of `fastest_within` as if there were many spans."""
+    """Return the choice of `fastest_within` as if there were many groups."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pareto, "EXACT_GROUPS", 0)
         return fastest_within(fronts, room, below, price)
 
 
 @given(LAYERS, st.integers(0, 40), st.sampled_from([0.0, 0.02]))
-def test_a_choice_for_many_spans_is_found_wherever_there_is_one(
-    layers: list[list[LayerOption]], room: int, price: float
-) -> None:
+def test_existing_choice_for_many_groups_is_found(layers: list[list[LayerOption]], room: int, price: float) -> None:
     fronts = [pareto_front(options) for options in layers]
     found, exact = for_many(fronts, room, inf, price), fastest_within(fronts, room, inf, price)
     assert (found is None) == (exact is None)
@@ -109,7 +109,7 @@ PLAIN = pareto_front([option(1, 10, 5, 0), option(3, 0, 5, 0)])
         ),  # arenas
     ],
 )
-def test_a_choice_for_many_spans_is_nearly_the_fastest(fronts: list[ParetoFront], room: int) -> None:
+def test_choice_for_many_groups_is_nearly_the_fastest(fronts: list[ParetoFront], room: int) -> None:
     found = for_many(fronts, room)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pareto, "EXACT_GROUPS", len(fronts))
@@ -121,13 +121,13 @@ def test_a_choice_for_many_spans_is_nearly_the_fastest(fronts: list[ParetoFront]
 
 
 @given(LAYERS)
-def test_smallest_equals_brute_force(layers: list[list[LayerOption]]) -> None:
+def test_smallest_choice_equals_brute_force(layers: list[list[LayerOption]]) -> None:
     found = smallest([pareto_front(options) for options in layers])
     assert total_bytes(found) == min(map(total_bytes, product(*layers)))
 
 
 @given(OPTIONS)
-def test_a_front_loses_nothing_of_use(options: list[LayerOption]) -> None:
+def test_front_loses_no_useful_option(options: list[LayerOption]) -> None:
     kept: ParetoFront = pareto_front(options)
     assert all(any(beats(k, o) for k in kept) for o in options)
     assert not any(beats(a, b) for a in kept for b in kept if a is not b)
@@ -135,7 +135,7 @@ def test_a_front_loses_nothing_of_use(options: list[LayerOption]) -> None:
 
 
 @given(LAYERS, st.integers(0, 25))
-def test_relaxed_is_a_lower_bound(layers: list[list[LayerOption]], room: int) -> None:
+def test_relaxation_is_a_lower_bound(layers: list[list[LayerOption]], room: int) -> None:
     found = knapsack_bound([[(o.seconds, o.resident) for o in options] for options in layers], room)
     fitting = [total_seconds(c) for c in product(*layers) if sum(o.resident for o in c) <= room]
     assert found <= min(fitting, default=inf) + 1e-9
@@ -143,36 +143,35 @@ def test_relaxed_is_a_lower_bound(layers: list[list[LayerOption]], room: int) ->
 
 
 @given(LAYERS, st.integers(0, 25), st.integers(0, 25))
-def test_a_bound_that_is_enough_is_no_more_than_the_whole_one(
-    layers: list[list[LayerOption]], room: int, enough: int
-) -> None:
-    """Where prices stop being tried, the bound is as good as it had to be."""
+def test_early_stopped_bound_is_below_the_full_bound(layers: list[list[LayerOption]], room: int, enough: int) -> None:
+    """The bound stops trying prices when it is good enough."""
     pairs = [[(o.seconds, o.resident) for o in options] for options in layers]
     whole, found = knapsack_bound(pairs, room), knapsack_bound(pairs, room, enough)
     assert found <= whole
     assert (found >= enough) == (whole >= enough)
 
 
-def test_relaxed_is_close() -> None:
-    """Many small choices: the bound is the linear relaxation, 3 of 10 layers get their weights."""
+def test_relaxation_is_close_to_the_optimum() -> None:
+    """Of many small choices, 3 of 10 layers get their weights."""
     pairs = [(10.0, 0), (2.0, 100)]
     assert knapsack_bound([pairs] * 10, budget=10_000) == 20.0
     assert knapsack_bound([pairs] * 10, budget=350) == pytest.approx(100 - 8 * 3.5, rel=0.02)
 
 
+@pytest.mark.slow
 @given(OPTIONS, OPTIONS, OPTIONS, st.integers(0, 40))
-def test_two_layers_as_one_lose_nothing(
+def test_front_of_two_layers_loses_no_useful_option(
     first: list[LayerOption], second: list[LayerOption], both: list[LayerOption], room: int
 ) -> None:
-    """A span of two layers, run one after the other or in one: its front is all that a limit can ask for."""
+    """The two layers run one after the other or as one."""
     ways = [[a, b] for a in first for b in second] + [[c] for c in both]
     found = fastest_within([pareto_front([*in_sequence(pareto_front(first), pareto_front(second)), *both])], room)
     fitting = [total_seconds(way) for way in ways if total_bytes(way) <= room]
     assert (None if found is None else total_seconds(found)) == min(fitting, default=None)
 
 
-def test_weights_are_traded_where_they_are_cheapest() -> None:
-    """Two layers, room for one set of transformed weights: it goes to the layer that gains more."""
+def test_memory_for_weights_goes_to_the_layer_that_gains_most() -> None:
+    """There is room for one of two sets of transformed weights."""
     gains_little = pareto_front([option(10, 0, 5, 0), option(8, 100, 5, 0)])
     gains_much = pareto_front([option(10, 0, 5, 0), option(2, 100, 5, 0)])
     chosen = fastest_within([gains_little, gains_much], budget=110)
@@ -180,13 +179,13 @@ def test_weights_are_traded_where_they_are_cheapest() -> None:
     assert [o.seconds for o in chosen] == [10.0, 2.0]
 
 
-def test_no_option_no_choice() -> None:
+def test_missing_option_gives_no_choice() -> None:
     assert fastest_within([pareto_front([option(1, 50, 0, 0)])], budget=49) is None
     with pytest.raises(ValueError, match="empty"):
         smallest([()])
 
 
-def test_what_finds_no_room_does_not_count() -> None:
+def test_options_without_room_do_not_lower_the_bound() -> None:
     """A bound on a shape's seconds leaves out options whose arena and weights are too much beside the least weights."""
     full, heavy = option(1, 0, 901, 0), option(2, 300, 601, 0)
     spans = [
@@ -200,10 +199,8 @@ def test_what_finds_no_room_does_not_count() -> None:
 
 
 @given(fronts=st.lists(OPTIONS, min_size=1, max_size=4), price=st.sampled_from([0.001, 0.02, 0.5]))
-def test_a_bound_with_a_price_for_memory_is_what_the_fastest_take(
-    fronts: list[list[LayerOption]], price: float
-) -> None:
-    """Options that may win with room for all are kept, and all others are left out."""
+def test_bound_with_a_price_for_memory_equals_the_fastest_choice(fronts: list[list[LayerOption]], price: float) -> None:
+    """Options that may win with room for all are kept, and others are dropped."""
     spans = [pareto_front([replace(o, allowance=0) for o in options]) for options in fronts]
     chosen = fastest_within(spans, 10**9, inf, price)
     assert chosen is not None
@@ -212,8 +209,8 @@ def test_a_bound_with_a_price_for_memory_is_what_the_fastest_take(
 
 
 @given(seen=st.lists(OPTIONS, min_size=1, max_size=6))
-def test_a_bound_is_no_more_than_what_was_learnt(seen: list[list[LayerOption]]) -> None:
-    """Whatever options the same layer had in shapes seen before: each bounds the time in the memory that it takes."""
+def test_learnt_bound_is_below_every_choice(seen: list[list[LayerOption]]) -> None:
+    """Options of the same layer in earlier shapes bound its time in the memory that they take."""
     space = TilingSpace(Network("one", 1, (Conv((2, 2, 2), 2),)), (4, 4, 3))
     bounds, shape = Bounds(space), tiling_of(space, (4, 4, 3))
     for options in seen:

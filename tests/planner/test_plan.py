@@ -102,11 +102,11 @@ PLANS = st.builds(
 
 
 @given(PLANS)
-def test_what_is_written_is_read(plan: Plan) -> None:
+def test_written_plan_is_read_back(plan: Plan) -> None:
     assert Plan.from_json(plan.to_json()) == plan
 
 
-def test_a_real_plan_survives_and_runs(
+def test_real_plan_is_read_back_and_runs(
     plan: Plan, column: Plan, network: Network, split: Plan, wide: Network, tmp_path: Path
 ) -> None:
     file = tmp_path / "plan.json"
@@ -215,7 +215,7 @@ DAMAGED: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
 }
 
 
-def test_a_plan_of_a_network_of_any_name_reads_back() -> None:
+def test_plan_of_a_network_of_any_name_is_read_back() -> None:
     """Control characters in the name of a network are escaped in its plan and in all that is printed of it."""
     network = replace(MIXED, name="a\x1b[31m\nb")
     made = planned(network, (20, 11, 8), AROUND + 2**19, columns=False, baseline=5000)
@@ -223,7 +223,7 @@ def test_a_plan_of_a_network_of_any_name_reads_back() -> None:
     assert Plan.from_json(made.to_json()) == made
 
 
-def test_a_pipe_is_no_plan(tmp_path: Path) -> None:
+def test_pipe_as_plan_is_refused(tmp_path: Path) -> None:
     """Opening a pipe would wait for another process to write to it."""
     os.mkfifo(tmp_path / "plan.json")
     with pytest.raises(PlanFileError, match=r"cannot read the plan file .*: it is a pipe, a socket or a device"):
@@ -231,7 +231,7 @@ def test_a_pipe_is_no_plan(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", DAMAGED)
-def test_damaged(plan: Plan, what: str) -> None:
+def test_damaged_plan_is_refused(plan: Plan, what: str) -> None:
     path, to, said = DAMAGED[what]
     with pytest.raises(PlanFileError, match=f"^the plan is damaged: .*{said}.*; make it again with `znnpy plan NET"):
         Plan.from_json(edited(plan, *path, to=to))
@@ -245,7 +245,7 @@ def test_several_faults_are_counted(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.99])
-def test_cut_off(plan: Plan, share: float) -> None:
+def test_cut_off_plan_is_refused(plan: Plan, share: float) -> None:
     whole = plan.to_json()
     with pytest.raises(PlanFileError, match=r"the plan is damaged or cut off: line \d+, column \d+"):
         Plan.from_json(whole[: int(share * len(whole)) - 2 if share else 0])
@@ -263,12 +263,12 @@ def test_cut_off(plan: Plan, share: float) -> None:
     ],
     ids=["a list", "empty", "from the past", "from the future", "deep", "long"],
 )
-def test_not_a_plan(text: str, said: str) -> None:
+def test_file_without_a_plan_is_refused(text: str, said: str) -> None:
     with pytest.raises(PlanFileError, match=said):
         Plan.from_json(text)
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanFileError, match=r"no plan file .*gone.json; write one with `znnpy plan NETWORK --out "):
         Plan.load(tmp_path / "gone.json")
     with pytest.raises(PlanFileError, match=r"cannot read the plan file .*: Is a directory"):
@@ -285,7 +285,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         Plan.load(binary)
 
 
-def test_prediction(plan: Plan, split: Plan) -> None:
+def test_prediction_sums_the_seconds_of_all_layers(plan: Plan, split: Plan) -> None:
     twice = plan.with_choices(lambda c: replace(c, executions=2 * c.executions))
     assert twice.seconds == 2 * plan.seconds
     assert twice.voxels_per_second == plan.voxels_per_second / 2
@@ -295,7 +295,7 @@ def test_prediction(plan: Plan, split: Plan) -> None:
     assert split.seconds_per_step == pytest.approx(first + second + 4 * sum(rest), rel=1e-12)
 
 
-def test_waste_is_what_borders_cost(network: Network, plan: Plan, column: Plan) -> None:
+def test_waste_is_the_cost_of_borders(network: Network, plan: Plan, column: Plan) -> None:
     """Values computed, layer by layer, over those that the whole output would need if it had no border."""
     for made in (plan, column):
         done = 0.0
@@ -313,10 +313,10 @@ def test_waste_is_what_borders_cost(network: Network, plan: Plan, column: Plan) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("output", [(20, 31, 8), (1, 1, 1), (47, 5, 3), (10, 310, 80)], ids=str)
-def test_the_same_columns_for_another_output(
+def test_plan_for_another_output_counts_runs_again(
     plan: Plan, column: Plan, network: Network, split: Plan, wide: Network, output: Vec3
 ) -> None:
-    """Runs and columns are counted again, from patches and steps one by one; the rest stays."""
+    """Runs and columns are counted one by one from patches and steps; the rest stays."""
     for made, of in ((plan, network), (column, network), (split, wide)):
         memory = replace(made.memory, baseline=77)
         here = made.for_output(output, of, memory)
@@ -336,7 +336,7 @@ def test_the_same_columns_for_another_output(
         assert here.for_output(made.output, of, made.memory) == made
 
 
-def test_two_layers_in_one_run_from_where_the_second_one_does() -> None:
+def test_fused_layer_first_runs_with_its_second_layer() -> None:
     """A step earlier the convolution alone would run, and what it gives would be pooled into nothing that counts."""
     network = Network("in one", 1, (Conv((2, 1, 1), 2, "relu"), Pool((2, 1, 1)), Conv((1, 1, 1), 2)))
     made = planned(network, (8, 6, 5), 2**30, columns=True, patch=(2, 6, 5), only=["cpu.conv.both"])
@@ -350,7 +350,7 @@ def test_two_layers_in_one_run_from_where_the_second_one_does() -> None:
     assert made.for_output(made.output, network, made.memory) == made
 
 
-def test_buffers_of_a_column_that_reads_twice_and_writes_once() -> None:
+def test_column_reading_twice_and_writing_once_has_fewer_buffers() -> None:
     network = Network("two steps", 3, (Conv((2, 1, 1), 2, "relu"), Pool((2, 1, 1)), Conv((1, 1, 1), 2)))
     made = planned(network, (2, 6, 5), 2**30, columns=True, patch=(2, 6, 5), itemsize_in=2)
     assert (made.columns, made.cover(network).ahead) == (1, 1)
@@ -358,14 +358,14 @@ def test_buffers_of_a_column_that_reads_twice_and_writes_once() -> None:
     assert made.memory.writing == writing_bytes(2, (2, 6, 5), 4, steps=1) < writing_bytes(2, (2, 6, 5), 4, steps=2)
 
 
-def test_runs_that_were_edited_are_counted_again(column: Plan, network: Network) -> None:
-    """They are predictions: `check_runs` leaves them, and whoever covers an output counts anew."""
+def test_edited_runs_are_counted_again(column: Plan, network: Network) -> None:
+    """They are predictions, which `check_runs` ignores and covering an output replaces."""
     wrong = replace(column.with_choices(lambda c: replace(c, executions=7 * c.executions)), columns=99)
     check_runs(wrong, network, MACHINE, table=FAKES)
     assert wrong.for_output(column.output, network, column.memory) == column
 
 
-def test_work_of_steps_that_give_no_output(column: Plan, network: Network, plan: Plan) -> None:
+def test_steps_without_output_count_only_running_layers(column: Plan, network: Network, plan: Plan) -> None:
     """Layers begin one after the other; from the first step with output on all of them run."""
     assert plan.warmup_work(network) == ()
     ahead = column.warmup_work(network)

@@ -24,13 +24,13 @@ def refused(plan: Plan, network: Network, said: str, **words: Any) -> None:
         check_runs(plan, network, **settings)
 
 
-def test_another_network(plan: Plan, network: Network) -> None:
+def test_plan_of_another_network_is_refused(plan: Plan, network: Network) -> None:
     other = replace(network, name="other", layers=network.layers[:-1])
     said = f"another network \\(mixed, {network.sha256[:12]}\\) than the one given \\(other, {other.sha256[:12]}\\)"
     refused(plan, other, said)
 
 
-def test_primitives_that_are_not_here(plan: Plan, network: Network) -> None:
+def test_missing_primitive_is_refused(plan: Plan, network: Network) -> None:
     lacking = [p for p in FAKES if p.name != FAST.name]
     refused(plan, network, "layer 0 of the plan runs cpu.conv.fast, which is not here", table=lacking)
     newer = [*lacking, replace(FAST, version=2)]
@@ -41,7 +41,7 @@ def test_primitives_that_are_not_here(plan: Plan, network: Network) -> None:
     refused(plan, network, r"cpu.conv.fast has no variant scale=\d", table=fewer)
 
 
-def test_memory_that_is_not_here(plan: Plan, network: Network) -> None:
+def test_plan_beyond_the_memory_is_refused(plan: Plan, network: Network) -> None:
     peak = plan.memory.peak
     small = replace(MACHINE, ram_bytes=peak - 10)
     refused(plan, network, f"needs {peak:,} bytes of RAM, 10 more than this process may use", machine=small)
@@ -79,7 +79,7 @@ EDITED: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
 
 
 @pytest.mark.parametrize("what", EDITED)
-def test_a_hand_edited_plan_corrupts_nothing(plan: Plan, network: Network, what: str) -> None:
+def test_hand_edited_plan_is_refused(plan: Plan, network: Network, what: str) -> None:
     path, to, said = EDITED[what]
     refused(Plan.from_json(edited(plan, *path, to=to)), network, said)
 
@@ -101,13 +101,13 @@ WALKS: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
 
 
 @pytest.mark.parametrize("what", WALKS)
-def test_a_hand_edited_plan_of_columns(column: Plan, network: Network, what: str) -> None:
+def test_hand_edited_plan_of_columns_is_refused(column: Plan, network: Network, what: str) -> None:
     path, to, said = WALKS[what]
     with pytest.raises(PlanFileError, match=said):
         check_runs(Plan.from_json(edited(column, *path, to=to)), network, MACHINE, table=FAKES)
 
 
-def test_a_column_of_another_length(column: Plan, network: Network) -> None:
+def test_column_of_any_whole_number_of_steps_runs(column: Plan, network: Network) -> None:
     """Steps stay as they are: any whole number of them runs."""
     for planes in (1, 7, 62):
         other = Plan.from_json(edited(column, "column_planes", to=planes))
@@ -115,7 +115,7 @@ def test_a_column_of_another_length(column: Plan, network: Network) -> None:
         assert other.for_output(column.output, network, column.memory).columns == 2 * ceil(31 / planes)
 
 
-def test_most_layers_left_out(column: Plan, network: Network) -> None:
+def test_plan_without_most_layers_is_refused(column: Plan, network: Network) -> None:
     for choices in (1, 2, 3):
         fewer = replace(column, stages=(replace(column.stages[0], choices=column.choices[:choices]),))
         refused(fewer, network, f"has choices for {choices} layers, and the network has 5|gets 4 images")
@@ -137,8 +137,8 @@ def taking(plan: Plan, *images: int) -> Plan:
         ((1, 1, 4, 4, 1), r"gives x2 [\d,]+ bytes in ticks \d to \d, and it needs"),
     ],
 )
-def test_a_hand_edited_plan_in_other_parts(split: Plan, wide: Network, images: tuple[int, ...], said: str) -> None:
-    """Of 4 fragments some other number at a time: it does not divide, or the arena is not made for it."""
+def test_hand_edited_batches_are_refused(split: Plan, wide: Network, images: tuple[int, ...], said: str) -> None:
+    """A number of fragments at a time does not divide 4, or the arena was not made for it."""
     assert taking(split, 1, 1, 1, 1, 1) == split
     refused(taking(split, *images), wide, said)
 
@@ -173,7 +173,7 @@ FUSED: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
 
 
 @pytest.mark.parametrize("what", FUSED)
-def test_a_hand_edited_plan_of_two_layers_in_one(network: Network, what: str) -> None:
+def test_hand_edited_fused_layer_is_refused(network: Network, what: str) -> None:
     table = tuple(replace(p, flops=1.0) if p.name == "cpu.conv.both" else p for p in FAKES)
     plan = make_plan(
         network, (20, 11, 8), MACHINE, limits(2**30), table=table, rates=RATES, baseline=5000, columns=False
@@ -191,7 +191,7 @@ def overlaps(plan: Plan) -> Iterator[tuple[int, int]]:
                 yield i, b.offset
 
 
-def test_no_tensor_may_move_onto_another(plan: Plan, network: Network) -> None:
+def test_overlapping_tensors_are_refused(plan: Plan, network: Network) -> None:
     moves = list(overlaps(plan))
     assert len(moves) > 5
     for index, offset in moves:
@@ -199,6 +199,6 @@ def test_no_tensor_may_move_onto_another(plan: Plan, network: Network) -> None:
         refused(moved, network, "over each other|the arena")
 
 
-def test_the_table_is_the_real_one_unless_told(plan: Plan, network: Network) -> None:
+def test_default_table_is_the_real_one(plan: Plan, network: Network) -> None:
     with pytest.raises(PlanFileError, match="which is not here"):
         check_runs(plan, network, MACHINE)

@@ -32,7 +32,7 @@ def prepared(plan: Plan) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("touching", [1e9, 1e11])
-def test_no_plan_of_all_is_faster_by_more_than_what_is_alike(tiny_network: MakeNetwork, touching: float) -> None:
+def test_no_plan_is_faster_by_more_than_the_tolerance(tiny_network: MakeNetwork, touching: float) -> None:
     network = tiny_network()
     every = everything(network, SMALL, TABLE)
 
@@ -52,8 +52,8 @@ def test_no_plan_of_all_is_faster_by_more_than_what_is_alike(tiny_network: MakeN
 
 
 @pytest.mark.slow
-def test_what_preparing_costs_decides(tiny_network: MakeNetwork) -> None:
-    """The more it costs the less memory is taken, and the more slowly layers run."""
+def test_costlier_preparing_gives_leaner_plans(tiny_network: MakeNetwork) -> None:
+    """Leaner plans run their layers more slowly."""
     network = tiny_network()
     plans = [
         planned(network, (40, 40, 40), 2**40, table=TABLE, rates=replace(CARRYING, first_touch=touching))
@@ -64,7 +64,7 @@ def test_what_preparing_costs_decides(tiny_network: MakeNetwork) -> None:
     assert computing[0] > computing[1] > computing[2]
 
 
-def test_a_gpu_prepares_nothing_that_counts(tiny_network: MakeNetwork) -> None:
+def test_preparing_on_a_gpu_costs_nothing(tiny_network: MakeNetwork) -> None:
     network, rates = tiny_network(), replace(CARRYING, first_touch=1e9)
     words = {"table": on_gpu(*TABLE)}
     plan = planned_on_gpu(network, SMALL, 2**40, 2**40, rates=rates, **words)
@@ -72,13 +72,13 @@ def test_a_gpu_prepares_nothing_that_counts(tiny_network: MakeNetwork) -> None:
     assert plan.preparing_seconds == 0.0
 
 
-def test_rates_that_are_assumed_have_a_price_for_memory() -> None:
+def test_assumed_rates_have_a_price_for_memory() -> None:
     assert assumed_rates(MACHINE, 2).first_touch == CPU_FIRST_TOUCH
     assert assumed_rates(MACHINE, 8).first_touch == CPU_FIRST_TOUCH, "the host of a virtual machine is not asked faster"
 
 
 @pytest.mark.slow
-def test_a_small_volume_takes_no_gigabytes() -> None:
+def test_small_volume_takes_little_memory() -> None:
     """The whole output of 224^3 in one patch would be 25 % faster to compute, and 4.5 GiB take over 4 s to prepare."""
     network = read_network("fib25_boundary").network
     plan = make_plan(network, (224, 224, 224), MACHINE, Limits(8 * GIB, 2), baseline=2**27)
@@ -89,7 +89,7 @@ def test_a_small_volume_takes_no_gigabytes() -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_keeps_and_tells_what_preparing_takes(tiny_network: MakeNetwork) -> None:
+def test_plan_stores_and_prints_its_preparing_seconds(tiny_network: MakeNetwork) -> None:
     plan = planned(tiny_network(), (40, 40, 40), 2**40, table=TABLE, rates=replace(CARRYING, first_touch=1e9))
     assert Plan.from_json(plan.to_json()) == plan
     assert "of memory, at an assumed rate" in explain(plan)
@@ -100,8 +100,8 @@ def test_a_plan_keeps_and_tells_what_preparing_takes(tiny_network: MakeNetwork) 
     assert plan.voxels_per_second == pytest.approx(40**3 / plan.seconds)
 
 
-def test_a_byte_of_the_arena_is_paid_once_and_one_of_weights_for_each_layer() -> None:
-    """Two layers, two options each: prices decide between few seconds and few bytes."""
+def test_arena_bytes_are_paid_once_and_weights_for_each_layer() -> None:
+    """There are two layers with two options each: prices decide between seconds and bytes."""
 
     def option(seconds: float, resident: int, live: int) -> LayerOption:
         return LayerOption((), seconds, resident, live, 0)

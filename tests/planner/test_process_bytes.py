@@ -1,4 +1,4 @@
-"""What the process itself needs, measured."""
+"""The memory that the process itself needs is measured."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from znnpy.machine import process_bytes
 from znnpy.planner.memory import MARGIN_BYTES, MIB, baseline_bytes, reading_bytes, writing_bytes
 
 
-def test_patches_in_and_out() -> None:
+def test_reading_and_writing_bytes_equal_those_by_hand() -> None:
     assert reading_bytes(channels=2, patch_in=(3, 4, 5), itemsize=2) == 2 * 2 * 60 * 2 + 16 * MIB
     assert reading_bytes(2, (3, 4, 5), 2, seen=(3, 4, 5)) == 2 * 2 * 60 * 2 + 4 * 60 + 16 * MIB
     assert reading_bytes(2, (3, 4, 5), 2, seen=(7, 4, 5)) == 2 * 2 * 60 * 2 + 2 * 60 + 3 * 140 + 16 * MIB  # a column
     assert writing_bytes(maps=3, patch_out=(3, 4, 5), itemsize=4) == 2 * 3 * 60 * 4 + 6 * MIB
 
 
-def test_a_run_of_one_step_has_one_buffer() -> None:
+def test_run_of_one_step_has_one_buffer() -> None:
     """The second is there, and nobody touches it."""
     assert reading_bytes(2, (3, 4, 5), 2, steps=1, seen=(3, 4, 5)) == 2 * 60 * 2 + 2 * 60 + 16 * MIB
     assert reading_bytes(2, (3, 4, 5), 2, steps=9) == reading_bytes(2, (3, 4, 5), 2)
     assert writing_bytes(3, (3, 4, 5), 4, steps=1) == 3 * 60 * 4 + 6 * MIB
 
 
-def test_baseline_holds_what_the_process_holds() -> None:
+def test_baseline_covers_the_memory_of_the_process() -> None:
     held = process_bytes()
     ballast = bytearray(b"x") * (100 * MIB)
     assert baseline_bytes() >= held + MARGIN_BYTES + 90 * MIB
@@ -35,7 +35,7 @@ def test_baseline_holds_what_the_process_holds() -> None:
 
 @pytest.mark.slow
 def test_baseline_covers_the_libraries_of_a_run() -> None:
-    """A fresh process, where a run begins: what is loaded later stays below the baseline measured there."""
+    """Libraries that a fresh process loads after the start of a run stay below the baseline."""
     code = (
         "import znnpy.inference\n"
         "from znnpy.planner.memory import baseline_bytes\n"

@@ -51,10 +51,10 @@ ADDING_UP = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layers", "output", "room", "walks", "split"), ADDING_UP)
-def test_the_plan_adds_up(
+def test_figures_of_the_plan_add_up(
     tiny_network: MakeNetwork, layers: tuple[Layer, ...], output: Vec3, room: int, walks: bool, split: bool
 ) -> None:
-    """Each figure of a plan, from the parts it is made of."""
+    """Each figure of a plan follows from the parts that it is made of."""
     network = tiny_network(*layers, input_channels=2)
     plan = planned(network, output, AROUND + room, itemsize_in=2, itemsize_out=1, columns=walks)
     by_name = {p.name: p for p in FAKES}
@@ -106,8 +106,8 @@ def test_the_plan_adds_up(
 
 
 @pytest.mark.slow
-def test_columns_walk_along_the_long_axis(tiny_network: MakeNetwork) -> None:
-    """A network and an output turned to another axis: the same plan, turned."""
+def test_columns_run_along_the_long_axis(tiny_network: MakeNetwork) -> None:
+    """A network and an output rotated to another axis give the rotated plan."""
     network = tiny_network()
     found = []
     for axis in range(3):
@@ -151,7 +151,9 @@ def _turned_back(layer: Layer, axis: int) -> Layer:
     ids=["pool alone", "pool after pool", "maxout, maxfilter, pool last", "one voxel"],
 )
 @pytest.mark.parametrize("output", [(1, 1, 1), (7, 11, 13), (300, 2, 45)], ids=str)
-def test_every_kind_of_network(tiny_network: MakeNetwork, layers: tuple[Layer, ...], output: Vec3) -> None:
+def test_every_kind_of_network_gets_a_valid_plan(
+    tiny_network: MakeNetwork, layers: tuple[Layer, ...], output: Vec3
+) -> None:
     network = tiny_network(*layers)
     plan = planned(network, output, 2**28)
     assert all(p % q == 0 for p, q in zip(plan.patch_out, network.period, strict=True))
@@ -159,7 +161,7 @@ def test_every_kind_of_network(tiny_network: MakeNetwork, layers: tuple[Layer, .
 
 
 @pytest.mark.slow
-def test_only_where_it_applies(tiny_network: MakeNetwork) -> None:
+def test_forced_primitive_is_used_for_layers_it_supports(tiny_network: MakeNetwork) -> None:
     network = tiny_network()
     picky = replace(FAST, name="cpu.conv.picky", flops=1.0, refuse="it is Friday")
     plan = planned(network, SMALL, 2**30, only=["cpu.conv.slow"])
@@ -173,7 +175,7 @@ def test_only_where_it_applies(tiny_network: MakeNetwork) -> None:
 
 
 @pytest.mark.slow
-def test_both_in_one_unless_one_of_them_is_asked_of_another(tiny_network: MakeNetwork) -> None:
+def test_fused_primitive_is_dropped_if_another_is_forced(tiny_network: MakeNetwork) -> None:
     """A primitive for two layers is left out where it would take a layer from one that was asked for."""
     network = tiny_network(Conv((2, 2, 2), 3), Pool((2, 2, 2)))
     best = replace(BOTH, flops=1.0)
@@ -189,7 +191,7 @@ def test_both_in_one_unless_one_of_them_is_asked_of_another(tiny_network: MakeNe
 
 
 @pytest.mark.slow
-def test_forced_patch(tiny_network: MakeNetwork) -> None:
+def test_forced_patch_is_used(tiny_network: MakeNetwork) -> None:
     network = tiny_network()
     plan = planned(network, (30, 30, 30), 2**30, patch=(6, 10, 7), columns=False)
     assert plan.patch_out == (6, 10, 7)
@@ -206,7 +208,7 @@ def test_forced_patch(tiny_network: MakeNetwork) -> None:
 
 
 @pytest.mark.slow
-def test_nearest_miss_is_the_least_that_runs(tiny_network: MakeNetwork) -> None:
+def test_nearest_miss_names_the_smallest_sufficient_limit(tiny_network: MakeNetwork) -> None:
     """The limit the message asks for is enough, and a byte less than the smallest need is not."""
     network = tiny_network()
     output = (30, 21, 17)
@@ -221,7 +223,7 @@ def test_nearest_miss_is_the_least_that_runs(tiny_network: MakeNetwork) -> None:
 
 
 @pytest.mark.slow
-def test_nearest_miss_in_words(tiny_network: MakeNetwork) -> None:
+def test_nearest_miss_is_explained(tiny_network: MakeNetwork) -> None:
     network = tiny_network(Conv((3, 3, 3), 2, "relu"), Conv((2, 2, 2), 1))
     with pytest.raises(NoPlanError) as caught:
         planned(network, (2, 2, 2), AROUND - 5, table=(SLOW,))
@@ -238,7 +240,7 @@ def test_nearest_miss_in_words(tiny_network: MakeNetwork) -> None:
 
 
 @pytest.mark.slow
-def test_no_primitive_for_a_layer(tiny_network: MakeNetwork) -> None:
+def test_layer_without_primitive_is_refused(tiny_network: MakeNetwork) -> None:
     network = tiny_network()
     refusing = (Fake("cpu.conv.a", "conv", refuse="no compiler"), Fake("cpu.conv.b", "conv", refuse="too wide"), POOL)
     with pytest.raises(
@@ -252,18 +254,18 @@ def test_no_primitive_for_a_layer(tiny_network: MakeNetwork) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ram_bytes", "threads"), [(0, 1), (-5, 1), (2**30, 0)])
-def test_no_limits_no_plan(tiny_network: MakeNetwork, ram_bytes: int, threads: int) -> None:
+def test_nonpositive_limits_are_refused(tiny_network: MakeNetwork, ram_bytes: int, threads: int) -> None:
     with pytest.raises(NoPlanError, match=f"not {ram_bytes} bytes and {threads} threads"):
         make_plan(tiny_network(), SMALL, MACHINE, Limits(ram_bytes, threads), table=FAKES)
 
 
-def test_nothing_to_compute(tiny_network: MakeNetwork) -> None:
+def test_empty_output_is_refused(tiny_network: MakeNetwork) -> None:
     with pytest.raises(ShapeError, match="the output is 4x0x3"):
         planned(tiny_network(), (4, 0, 3), 2**30)
 
 
 @pytest.mark.slow
-def test_a_limit_above_the_machine_is_planned_all_the_same(tiny_network: MakeNetwork) -> None:
+def test_limit_above_the_machine_is_planned(tiny_network: MakeNetwork) -> None:
     small = replace(MACHINE, ram_bytes=2**20)
     plan = make_plan(tiny_network(), SMALL, small, limits(2**30), table=FAKES, baseline=0)
     assert plan.memory.peak > small.ram_bytes
@@ -271,7 +273,7 @@ def test_a_limit_above_the_machine_is_planned_all_the_same(tiny_network: MakeNet
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("columns", "room"), [(False, 200_000), (True, 100_000)])
-def test_runners_up_say_why_they_lost(tiny_network: MakeNetwork, columns: bool, room: int) -> None:
+def test_alternatives_carry_the_reason_why_they_lost(tiny_network: MakeNetwork, columns: bool, room: int) -> None:
     network = tiny_network()
     ram_bytes = AROUND + room
     plan = planned(network, (30, 21, 17), ram_bytes, columns=columns)
@@ -294,8 +296,8 @@ def test_runners_up_say_why_they_lost(tiny_network: MakeNetwork, columns: bool, 
 
 
 @pytest.mark.slow
-def test_the_other_way_to_cover_is_told(tiny_network: MakeNetwork) -> None:
-    """Patches that lose to columns, or columns that lose to patches: the best of them, with what they waste."""
+def test_best_plan_of_the_other_cover_is_an_alternative(tiny_network: MakeNetwork) -> None:
+    """Patches that lose to columns, or columns that lose to patches, are listed with their waste."""
     tiny, wide = tiny_network(), tiny_network(*WIDE_BEHIND)
     kinds, parts = set(), 0
     for network, output, room in (
@@ -327,8 +329,8 @@ def test_the_other_way_to_cover_is_told(tiny_network: MakeNetwork) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_to_carry(tiny_network: MakeNetwork) -> None:
-    """No column walks along an axis along which the network sees one voxel."""
+def test_columns_along_an_axis_without_border_are_not_planned(tiny_network: MakeNetwork) -> None:
+    """The network sees one voxel along that axis."""
     network = tiny_network(Conv((1, 4, 1), 2), Pool((1, 1, 2)))
     assert planned(network, (50, 9, 9), 2**30, columns=True).axis in (1, 2)
     blind = tiny_network(Conv((1, 1, 1), 2))
@@ -355,8 +357,10 @@ SLOWER = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("output", "slow"), SLOWER, ids=str)
-def test_a_column_takes_no_longer_than_may_be_lost(tiny_network: MakeNetwork, output: Vec3, slow: float) -> None:
-    """A run that is killed computes one column again: in at most LOST_SECONDS, unless the column is of one step."""
+def test_column_takes_at_most_the_seconds_that_may_be_lost(
+    tiny_network: MakeNetwork, output: Vec3, slow: float
+) -> None:
+    """A killed run repeats at most LOST_SECONDS, unless a column has one step."""
     network = tiny_network()
     for room in (150_000, 600_000):
         plan = planned(network, output, AROUND + room, columns=True, rates=CARRYING.scaled(slow, slow))
@@ -366,8 +370,8 @@ def test_a_column_takes_no_longer_than_may_be_lost(tiny_network: MakeNetwork, ou
 
 
 @pytest.mark.slow
-def test_columns_are_cut_no_shorter_than_they_must(tiny_network: MakeNetwork) -> None:
-    """Fast machines walk from end to end; slow ones cut, and what is computed twice is counted."""
+def test_columns_are_no_shorter_than_necessary(tiny_network: MakeNetwork) -> None:
+    """Slow machines cut columns, and planes computed twice are counted."""
     network = tiny_network()
     output = (2000, 30, 20)
     whole = planned(network, output, AROUND + 600_000, columns=True)
@@ -394,7 +398,7 @@ class Choosy(Fake):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("walks", [False, True], ids=["patches", "columns"])
-def test_the_best_size_may_be_far_from_the_best_of_a_few(tiny_network: MakeNetwork, walks: bool) -> None:
+def test_best_size_is_found_far_from_the_first_candidates(tiny_network: MakeNetwork, walks: bool) -> None:
     """All sizes of one axis are looked at, not only those beside the best of the few that are combined at first."""
     network = tiny_network(Conv((2, 1, 1), 1))
     sizes = axis_sizes(120, 1)
@@ -408,7 +412,7 @@ def test_the_best_size_may_be_far_from_the_best_of_a_few(tiny_network: MakeNetwo
 
 
 @pytest.mark.slow
-def test_masks_are_counted(tiny_network: MakeNetwork) -> None:
+def test_nan_masks_are_counted(tiny_network: MakeNetwork) -> None:
     network = tiny_network(input_channels=2)
     for columns in (False, True):
         plan = planned(network, (30, 4, 3), AROUND + 60_000, masks=True, columns=columns)

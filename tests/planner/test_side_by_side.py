@@ -54,24 +54,24 @@ SMALL: Vec3 = (16, 18, 20)
 def on(
     times: float, network: Network, output: Vec3, limits: Limits, patch: Vec3 | None = None, columns: bool | None = None
 ) -> Plan:
-    """The plan of a GPU that is so many times as fast as the fakes are."""
+    """Return the plan of a GPU that is so many times as fast as the fakes are."""
     request = asked(network, output, limits, columns=columns, patch=patch)
     return plan_on_devices(request, costs_of("gpu", table=TABLE, rates=HEAVY.scaled(times, times)))
 
 
 def asked(network: Network, output: Vec3, limits: Limits, gpus: int = 1, **words: Any) -> PlanRequest:
-    """A request for GPUs."""
+    """Return a request for GPUs."""
     return request_of(network, output, WITH_GPU, limits, baseline=BASELINE, device="gpu", devices=gpus, **words)
 
 
 def costs(processor: float, limits: Limits, gpus: int = 1) -> CostModel:
-    """A GPU as fast as the fakes, and a processor that is so many times as fast with the threads that feed no GPU."""
+    """Return rates of a GPU like the fakes, and of a CPU that is so many times as fast."""
     times = processor * limits.threads / limits.without_feed_threads(gpus).threads
     return costs_of("gpu", table=TABLE, rates=HEAVY, host_rates=HEAVY.scaled(times, times))
 
 
 def processor_of(times: float, network: Network, limits: Limits, **words: Any) -> Processor:
-    """A processor by itself that is so many times as fast as the fakes are."""
+    """Return the plan of a CPU by itself that is so many times as fast as the fakes are."""
     request = asked(network, OUTPUT, limits, **words)
     return Processor.beside(request, costs(times, limits), limits.ram_bytes)
 
@@ -85,7 +85,7 @@ def beside(
     gpus: int = 1,
     **words: Any,
 ) -> tuple[Plan, Plan]:
-    """The plan of GPUs alone, and the one with a processor that is so many times as fast as one of them."""
+    """Return the plan of GPUs alone, and the one with a CPU that is so many times as fast as one of them."""
     request, model = asked(network, output, limits, gpus, **words), costs(processor, limits, gpus)
     alone = plan_on_devices(request, model)
     return alone, plan_beside(alone, request, model)
@@ -95,8 +95,8 @@ def beside(
 @pytest.mark.parametrize("columns", [True, False])
 @pytest.mark.parametrize("processor", [0.3, 0.7])
 @pytest.mark.parametrize("gpus", [1, 2])
-def test_both_end_together(columns: bool, processor: float, gpus: int) -> None:
-    """Where the GPU has many steps to take."""
+def test_both_devices_end_together(columns: bool, processor: float, gpus: int) -> None:
+    """The GPU has many steps to take."""
     alone, both = beside(processor, columns=columns, gpus=gpus, limits=LITTLE)
     assert both.mode == "side-by-side"
     assert both.cpu_plan is not None
@@ -112,8 +112,8 @@ def test_both_end_together(columns: bool, processor: float, gpus: int) -> None:
 
 
 @pytest.mark.slow
-def test_seconds_of_the_processor() -> None:
-    """Of all cells behind each other, step by step."""
+def test_cpu_seconds_sum_the_steps_of_its_items() -> None:
+    """Its items lie behind each other and are counted step by step."""
     for columns in (True, False):
         _, both = beside(0.5, columns=columns, limits=LITTLE)
         own = both.cpu_plan
@@ -126,8 +126,8 @@ def test_seconds_of_the_processor() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wider", [0, 2])
-def test_seconds_of_the_gpu(wider: int) -> None:
-    """Of the columns that are left, and of those of which the processor computes a part."""
+def test_gpu_seconds_count_only_its_columns(wider: int) -> None:
+    """Columns of which the CPU computes a part count for the rest."""
     alone = on(1.0, MIXED, OUTPUT, LITTLE, patch=(4, 6, 6), columns=True)
     both = plan_beside(alone, asked(MIXED, OUTPUT, LITTLE, columns=True), costs(0.1, LITTLE))
     assert both.cpu_plan is not None
@@ -154,8 +154,8 @@ def test_seconds_of_the_gpu(wider: int) -> None:
 
 
 @pytest.mark.slow
-def test_cells_hold_whole_steps_of_the_gpu() -> None:
-    """Along the axis, and across it but for the first: of what the GPU takes alone none is for a part of a step."""
+def test_items_hold_whole_steps_of_the_gpu() -> None:
+    """No item is for a part of a step, along the axis or across it, except the first across."""
     _, both = beside(0.3)
     assert both.cpu_plan is not None
     assert both.cells.patch[both.axis] % both.patch_out[both.axis] == 0
@@ -171,7 +171,7 @@ def test_cells_hold_whole_steps_of_the_gpu() -> None:
         assert written.sum() == box.voxels
 
 
-def test_the_processor_takes_what_fills_no_column_of_the_gpu() -> None:
+def test_cpu_takes_the_planes_that_fill_no_column_of_the_gpu() -> None:
     """19 columns of 10 cover 188; with the processor's cells of 38 or 48 in front of them no more do."""
     gpu = on(1.0, MIXED, (188, 188, 188), LITTLE, patch=(10, 10, 10), columns=True)
     its = processor_of(1.0, MIXED, LITTLE).plan(SMALL)
@@ -191,8 +191,8 @@ def test_the_processor_takes_what_fills_no_column_of_the_gpu() -> None:
 
 
 @pytest.mark.slow
-def test_the_share_of_the_processor_is_of_voxels() -> None:
-    """Cells that lie behind each other along the axis first, and some are narrower."""
+def test_share_of_the_cpu_is_counted_in_voxels() -> None:
+    """Items behind each other along the axis come first, and some are narrower."""
     request = asked(MIXED, OUTPUT, LITTLE, columns=True)
     alone = on(1.0, MIXED, OUTPUT, LITTLE, patch=(4, 6, 6), columns=True)
     cut = set()
@@ -224,8 +224,8 @@ def test_widths_are_multiples_of_the_period_of_their_axis() -> None:
     assert any((gpu.output[i] - width[i]) % 4 == 0 and width[i] % 4 for width in widths for i in across), "period 1"
 
 
-def test_what_a_processor_leaves() -> None:
-    """Whole steps of 26 behind about 30; none behind what is as wide as all; a step is the least."""
+def test_planes_left_by_the_cpu_are_whole_steps() -> None:
+    """Behind about 30 planes, whole steps of 26 are left; a step is the least."""
     assert _leaving(101, 30, 26, 4) == 52
     assert _leaving(10, 30, 4, 2) == 10
     assert _leaving(3, 1, 4, 2) == 4
@@ -236,7 +236,7 @@ def test_what_a_processor_leaves() -> None:
         assert whole <= width < max(whole, step) + 2 or -(-(whole - width) // step) * step - (whole - width) < 2
 
 
-def test_sizes_next_to_a_cell() -> None:
+def test_neighbouring_sizes_equal_those_by_hand() -> None:
     gpu = on(1.0, MIXED, (40, 44, 48), LITTLE, patch=(4, 4, 4), columns=True)
     own, (a, b) = gpu.axis, [i for i in range(3) if i != gpu.axis]
     cell = [8, 8, 8]
@@ -249,7 +249,7 @@ def test_sizes_next_to_a_cell() -> None:
 
 
 @pytest.mark.slow
-def test_the_queue_knows_what_each_takes() -> None:
+def test_queue_gets_the_seconds_of_each_device() -> None:
     _, both = beside(0.3, columns=True, limits=LITTLE)
     assert both.cpu_plan is not None
     sessions: Any = {"GPU": SimpleNamespace(plan=both), "CPU": SimpleNamespace(plan=both.cpu_plan)}
@@ -263,8 +263,9 @@ def test_the_queue_knows_what_each_takes() -> None:
     assert (gpu.runs, cpu.runs, cpu.walks) == (True, False, True)
 
 
-def test_an_output_narrower_than_a_cell_counts_as_what_it_is() -> None:
-    """As a plan is that is run on a smaller volume than it was made for."""
+@pytest.mark.slow
+def test_output_narrower_than_an_item_counts_its_own_size() -> None:
+    """The plan is run on a smaller volume than it was made for."""
     _, both = beside(0.5, columns=True, limits=LITTLE)
     z, y, x = (whole if i == both.axis else both.patch_out[i] for i, whole in enumerate(both.output))
     there = both.for_output((z, y, x), MIXED, both.memory)
@@ -278,7 +279,7 @@ def test_an_output_narrower_than_a_cell_counts_as_what_it_is() -> None:
 
 
 @pytest.mark.slow
-def test_a_slow_processor_only_waits() -> None:
+def test_slow_cpu_computes_nothing() -> None:
     alone, both = beside(1e-6)
     assert both.cpu_items == 0
     assert both.seconds == pytest.approx(alone.seconds, rel=1e-6)
@@ -289,7 +290,7 @@ def test_a_slow_processor_only_waits() -> None:
 
 
 @pytest.mark.slow
-def test_memory_is_of_both() -> None:
+def test_memory_covers_both_devices() -> None:
     alone, both = beside(0.5, output=SMALL, masks=True)
     assert both.cpu_plan is not None
     assert both.memory.cpu_plan == both.cpu_plan.memory.peak > 0
@@ -300,8 +301,9 @@ def test_memory_is_of_both() -> None:
         beside(0.5, output=SMALL, limits=replace(PLENTY, ram_bytes=most), masks=True)
 
 
-def test_narrower_columns_where_wide_ones_do_not_fit() -> None:
-    """Than a quarter of what the processor is to compute."""
+@pytest.mark.slow
+def test_columns_are_narrower_if_wide_ones_do_not_fit() -> None:
+    """Wide ones hold more than a quarter of the CPU's part."""
 
     class Narrow(Processor):
         def plan(self, output: Vec3, patch: Vec3 | None = None) -> Plan:
@@ -322,7 +324,7 @@ def test_narrower_columns_where_wide_ones_do_not_fit() -> None:
 
 
 def trials_beside(processor: float) -> _Trials:
-    """Where the volume is hardly larger than the field of view, beside a processor that is so many times as fast."""
+    """Return trials on a volume hardly larger than the field of view, with a CPU of this relative speed."""
     deep = Network("deep", 1, (Conv((17, 3, 3), 2, "relu"), Conv((17, 3, 3), 1, "none")))
     output: Vec3 = (48, 16, 16)
     alone = on(1.0, deep, output, PLENTY, patch=(1, 4, 4), columns=True)
@@ -333,8 +335,8 @@ def trials_beside(processor: float) -> _Trials:
 
 
 @pytest.mark.slow
-def test_one_cell_may_be_all_that_the_processor_computes() -> None:
-    """In four it would take a third longer."""
+def test_cpu_may_compute_a_single_item() -> None:
+    """Four items would take a third longer."""
     trials = trials_beside(1.0)
     trials.run()
     best = min(trials.found.values(), key=expected_seconds)
@@ -343,8 +345,8 @@ def test_one_cell_may_be_all_that_the_processor_computes() -> None:
 
 
 @pytest.mark.slow
-def test_cells_suit_a_processor_that_is_slower_than_it_seems() -> None:
-    """Those that would end first, were it as fast, are so thick that the GPU alone would be faster than a slow one."""
+def test_item_size_suits_a_slower_cpu_than_predicted() -> None:
+    """Thicker items would end first, but lose to the GPU alone if the CPU is slow."""
     trials = trials_beside(0.4)
     trials.run()
     best = trials.best(1)[0]
@@ -357,8 +359,8 @@ def test_cells_suit_a_processor_that_is_slower_than_it_seems() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", [(40, 11, 12), (40, 22, 12), (40, 22, 24)])
 @pytest.mark.parametrize("processor", [0.2, 0.5, 0.9])
-def test_it_ends_when_the_queue_does(processor: float, cell: Vec3) -> None:
-    """Dealt on a clock, to a processor that is faster or slower than predicted."""
+def test_predicted_end_equals_that_of_the_queue(processor: float, cell: Vec3) -> None:
+    """The queue is simulated with a CPU that is faster or slower than predicted."""
     _, both = beside(processor, columns=True, limits=LITTLE)
     own = both.cpu_plan
     assert own is not None
@@ -378,8 +380,8 @@ def test_it_ends_when_the_queue_does(processor: float, cell: Vec3) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("times", [0.5, 2.0])
-def test_the_best_of_all_plans_of_the_gpu_is_taken(times: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the one that is best alone, and of one for parts, which takes so many times as long for a step."""
+def test_best_of_all_gpu_plans_is_chosen(times: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is best alone; another is for parts and takes so many times as long for a step."""
     alone = on(1.0, MIXED, OUTPUT, LITTLE, columns=True)
     part = alone.with_choices(lambda choice: replace(choice, seconds=times * choice.seconds))
     monkeypatch.setattr("znnpy.planner.side_by_side._of_parts", lambda *asked, **words: [part])
@@ -388,15 +390,15 @@ def test_the_best_of_all_plans_of_the_gpu_is_taken(times: float, monkeypatch: py
 
 
 @pytest.mark.slow
-def test_a_gpu_has_the_last_cell_from_the_start() -> None:
-    """However fast the processor is."""
+def test_gpu_gets_the_last_item_from_the_start() -> None:
+    """The speed of the CPU makes no difference."""
     _, both = beside(50.0, columns=True, limits=LITTLE)
     assert both.cpu_items == len(both.cells) - 1 > 0
 
 
 @pytest.mark.parametrize(("pace", "ends"), [(1.0, 10.0), (1.9, 19.0), (2.1, 30.0), (2.9, 30.0)])
-def test_a_gpu_waits_for_as_long_as_it_takes_itself(pace: float, ends: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both take 10 seconds for one of two cells."""
+def test_gpu_waits_as_long_as_its_own_item_takes(pace: float, ends: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes 10 seconds for one of two items."""
     both: Any = SimpleNamespace(cells=range(2))
     monkeypatch.setattr(co_execution, "gpu_seconds", lambda plan, count: 10.0 * (2 - count))
     monkeypatch.setattr(co_execution, "cpu_seconds", lambda plan, count: 10.0 * count)
@@ -405,8 +407,8 @@ def test_a_gpu_waits_for_as_long_as_it_takes_itself(pace: float, ends: float, mo
 
 
 @pytest.mark.slow
-def test_no_size_next_to_the_best_is_better() -> None:
-    """All of them were looked at, and one was better than those before."""
+def test_best_size_beats_its_neighbours() -> None:
+    """The search looked at all of them, and one beat those before."""
     processor = processor_of(0.9, MIXED, PLENTY, columns=True)
     alone = on(1.0, MIXED, OUTPUT, LITTLE, patch=(4, 6, 6), columns=True)
     found = []
@@ -422,7 +424,7 @@ def test_no_size_next_to_the_best_is_better() -> None:
 
 
 @pytest.mark.slow
-def test_why_the_gpu_alone_lost() -> None:
+def test_gpu_alone_is_an_alternative_with_a_reason() -> None:
     alone, both = beside(0.5)
     why = kind_of(MIXED, both, alone).reason
     assert re.fullmatch(r"1\.\d+ times as long, without the processor", why)
@@ -431,8 +433,9 @@ def test_why_the_gpu_alone_lost() -> None:
     assert "all that the processor computes with beside it" in text
 
 
-def test_for_a_larger_volume() -> None:
-    """As a plan is that is run on another volume than it was made for."""
+@pytest.mark.slow
+def test_plan_extends_to_a_larger_volume() -> None:
+    """The plan is run on another volume than it was made for."""
     _, both = beside(0.3)
     larger: Vec3 = (80, 44, 48)
     there = both.for_output(larger, MIXED, both.memory)
@@ -442,7 +445,7 @@ def test_for_a_larger_volume() -> None:
 
 
 @pytest.mark.slow
-def test_cells_of_another_grid_are_refused() -> None:
+def test_items_off_the_gpus_grid_are_refused() -> None:
     _, both = beside(0.3)
     assert both.cpu_plan is not None
     z, y, x = both.cpu_plan.patch_out

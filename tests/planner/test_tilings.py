@@ -31,14 +31,14 @@ from znnpy.shapes import Vec3, turned_back
 
 
 @given(st.integers(1, 3000), st.integers(1, 30))
-def test_axis_sizes_are_the_even_cuts(length: int, period: int) -> None:
+def test_axis_sizes_equal_the_even_cuts(length: int, period: int) -> None:
     """ceil(length / i), rounded up to the period, for every i: none forgotten, none twice."""
     cuts = {ceil(ceil(length / i) / period) * period for i in range(1, length + 1)}
     fewest = {ceil(length / size): size for size in sorted(cuts, reverse=True)}  # the smallest for a count of patches
     assert axis_sizes(length, period) == tuple(sorted(fewest.values(), reverse=True))
 
 
-def test_axis_sizes_of_a_paper_network() -> None:
+def test_axis_sizes_of_a_paper_network_equal_those_by_hand() -> None:
     assert axis_sizes(512, 8) == (
         512, 256, 176, 128, 104, 88, 80, 64, 56, 48, 40, 32, 24, 16, 8,
     )  # fmt: skip
@@ -46,14 +46,14 @@ def test_axis_sizes_of_a_paper_network() -> None:
     assert axis_sizes(5, 1) == (5, 3, 2, 1)
 
 
-def test_thinned_keeps_both_ends() -> None:
+def test_log_spaced_sizes_keep_both_ends() -> None:
     sizes = tuple(range(1000, 0, -1))
     kept = log_spaced(sizes, 4)
     assert kept == (1000, 100, 10, 1)
     assert log_spaced(sizes[:3], 4) == sizes[:3]
 
 
-def test_between_neighbours_seen() -> None:
+def test_sizes_between_seen_neighbours_equal_those_by_hand() -> None:
     sizes = (512, 256, 176, 128, 104, 88, 80)
     seen = (512, 128, 80)
     assert sizes_between(sizes, seen, 128) == ((512, 128, 80), [256, 176, 104, 88])
@@ -62,7 +62,7 @@ def test_between_neighbours_seen() -> None:
     assert sizes_between(sizes, sizes, 128) == ((176, 128, 104), [])
 
 
-def test_a_patch_counts_what_the_network_says(tiny_network: Callable[..., Network]) -> None:
+def test_patch_counts_the_layer_shapes_of_the_network(tiny_network: Callable[..., Network]) -> None:
     space = TilingSpace(tiny_network(), (9, 7, 5))
     found = list(candidates(space, all_sizes(space)))
     assert len({c.patch for c in found}) == len(found) > 20
@@ -85,7 +85,7 @@ def test_a_patch_counts_what_the_network_says(tiny_network: Callable[..., Networ
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
-def test_a_column_counts_what_its_steps_compute(tiny_network: Callable[..., Network], axis: int) -> None:
+def test_column_counts_the_planes_of_its_steps(tiny_network: Callable[..., Network], axis: int) -> None:
     network, output = tiny_network(), (9, 7, 5)
     space = next(space for space in all_spaces(network, output) if space.streams and space.axis == axis)
     for c in candidates(space, all_sizes(space)):
@@ -101,7 +101,7 @@ def test_a_column_counts_what_its_steps_compute(tiny_network: Callable[..., Netw
         assert c.voxels[-1] == c.steps[-1] * prod(c.patch)
 
 
-def test_what_a_column_keeps_by_hand() -> None:
+def test_carried_planes_of_a_column_equal_those_by_hand() -> None:
     """Planes of a convolution's input, of a pooling's, and of both in one: the least of them."""
     wide = Network(
         "wide", 1, (Conv((3, 2, 2), 8), Pool((2, 1, 1)), Maxout(4), MaxFilter((4, 1, 1)), Conv((1, 3, 3), 2))
@@ -118,7 +118,7 @@ def test_what_a_column_keeps_by_hand() -> None:
     assert c.largest == c.carries[0] + max(c.tensor_bytes)
 
 
-def test_inputs_of_spans_that_read_carried_planes_where_they_are_kept() -> None:
+def test_inputs_beside_carried_planes_hold_only_new_planes() -> None:
     """They hold what is new; primitives that need the carried planes in front of it make them larger by those."""
     network = Network(
         "n", 1, (Conv((3, 2, 2), 8), Pool((2, 1, 1)), Maxout(4), MaxFilter((4, 1, 1)), Conv((1, 3, 3), 2))
@@ -149,7 +149,7 @@ def test_inputs_of_spans_that_read_carried_planes_where_they_are_kept() -> None:
     assert [tiling_of(together, (4, 6, 6)).join_bytes(span) for span in range(4)] == [0, 0, 0, 0]
 
 
-def test_a_convolution_and_the_pooling_behind_it_are_one_span(tiny_network: Callable[..., Network]) -> None:
+def test_convolution_and_its_pooling_form_one_group(tiny_network: Callable[..., Network]) -> None:
     conv, pool = Conv((1, 1, 1), 2), Pool((2, 2, 2))
     network = tiny_network(pool, conv, pool, pool, conv, conv, pool, MaxFilter((2, 1, 1)))
     assert fusion_groups(network) == ((0, 0), (1, 2), (3, 3), (4, 4), (5, 6), (7, 7))
@@ -171,7 +171,7 @@ FLAT = (Conv((1, 3, 3), 2), Pool((1, 2, 2)))
         ((Conv((1, 1, 1), 2),), (20, 30, 40), []),
     ],
 )
-def test_columns_along_axes_that_differ(
+def test_columns_are_offered_along_axes_of_different_sizes(
     tiny_network: Callable[..., Network], layers: tuple[Layer, ...], output: Vec3, axes: list[int]
 ) -> None:
     network = tiny_network(*layers)
@@ -184,7 +184,7 @@ def test_columns_along_axes_that_differ(
         assert space.output[0] == output[space.axis]
 
 
-def test_every_way_to_take_images_in_parts(tiny_network: Callable[..., Network]) -> None:
+def test_every_division_of_images_is_offered(tiny_network: Callable[..., Network]) -> None:
     conv, pool = Conv((2, 2, 2), 2), Pool((2, 2, 2))
     assert splits(tiny_network(conv, conv)) == [()]
     assert splits(tiny_network(conv, pool)) == [(0,)]  # nothing runs behind it
@@ -207,7 +207,7 @@ LAYERS = st.one_of(
 
 
 @given(st.lists(LAYERS, min_size=1, max_size=5), st.booleans(), st.data())
-def test_parts_make_the_whole(layers: list[Layer], walks: bool, data: st.DataObject) -> None:
+def test_parts_compute_every_image_once(layers: list[Layer], walks: bool, data: st.DataObject) -> None:
     """Every image goes through every layer once, in whatever parts."""
     network = Network("a", 1, tuple(layers))
     whole = tiling_of(TilingSpace(network, (13, 9, 7), streams=walks), network.period)
@@ -231,7 +231,7 @@ def test_parts_make_the_whole(layers: list[Layer], walks: bool, data: st.DataObj
     assert whole.split((0,) * len(at_once)) == whole
 
 
-def test_what_is_held_while_parts_run_by_hand() -> None:
+def test_bytes_held_while_parts_run_equal_those_by_hand() -> None:
     network = Network(
         "a", 1, (Pool((2, 1, 1)), Conv((1, 1, 2), 3), Pool((1, 1, 2)), MaxFilter((1, 2, 1)), Conv((1, 1, 1), 1))
     )
@@ -257,7 +257,7 @@ def test_what_is_held_while_parts_run_by_hand() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", [(), ALIKE[:3]], ids=["tiny", "alike"])
 @pytest.mark.parametrize("walks", [False, True])
-def test_no_plan_needs_less_than_the_largest(
+def test_largest_layer_is_a_lower_bound_of_needed_bytes(
     tiny_network: Callable[..., Network], layers: tuple[Layer, ...], walks: bool
 ) -> None:
     """`largest` is what shapes are left out for: it is below what any primitives need, in one or not.
@@ -280,7 +280,7 @@ def test_no_plan_needs_less_than_the_largest(
 @pytest.mark.slow
 @pytest.mark.parametrize("walks", [False, True])
 @pytest.mark.parametrize("room", [1_000, 3_000, 10_000, 40_000])
-def test_room_leaves_out_what_cannot_fit(tiny_network: Callable[..., Network], room: int, walks: bool) -> None:
+def test_memory_limit_drops_only_unfit_sizes(tiny_network: Callable[..., Network], room: int, walks: bool) -> None:
     """Sizes that are left out are of no use, whatever the sizes along other axes and the parts that images come in."""
     for layers in ((), ALIKE):
         network = tiny_network(*layers)
@@ -300,7 +300,7 @@ def test_room_leaves_out_what_cannot_fit(tiny_network: Callable[..., Network], r
     st.integers(1, 29), st.integers(1, 5), st.integers(1, 5), st.integers(0, 11), st.sampled_from([(1, 1), (5, 4)]),
     st.integers(0, 2),
 )  # fmt: skip
-def test_steps_of_columns_are_counted_one_by_one(
+def test_steps_of_columns_equal_a_count_one_by_one(
     length: int, thick: int, steps: int, margin: int, beside: tuple[int, int], axis: int
 ) -> None:
     """A layer runs in a step where the planes that it makes reach the first that is needed."""
@@ -312,7 +312,7 @@ def test_steps_of_columns_are_counted_one_by_one(
     assert columns.steps(0) == sum(step.write.voxels > 0 for column in columns for step in column.steps)
 
 
-def test_steps_by_hand() -> None:
+def test_steps_of_columns_equal_those_by_hand() -> None:
     """5 x 2 columns of 3 steps of 4 planes, the last of each row of 1; 7 planes ahead take 2 steps more."""
     columns = Cover((49, 9, 5), (4, 5, 5), 0, 12, 9)
     assert len(columns) == 5 * 2
@@ -323,7 +323,7 @@ def test_steps_by_hand() -> None:
     assert Cover((49, 9, 5), (4, 5, 5)).steps(9) == len(cover((49, 9, 5), (4, 5, 5))) == 13 * 2
 
 
-def test_shorter_columns(tiny_network: Callable[..., Network]) -> None:
+def test_shorter_columns_are_offered_for_long_runs(tiny_network: Callable[..., Network]) -> None:
     whole = tiling_of(TilingSpace(tiny_network(), (50, 6, 5), streams=True), (4, 6, 5))
     assert whole.column_planes == 52
     assert [whole.shortened(pieces).column_planes for pieces in (1, 2, 3, 4, 13, 99)] == [52, 28, 20, 16, 4, 4]

@@ -27,7 +27,7 @@ def rows_of(plan: Plan, network: Network, *only: str) -> list[Considered]:
 
 
 @pytest.mark.parametrize(("plan", "network"), [(patches(), MIXED), (walking(), MIXED), (in_parts(), WIDE)])
-def test_every_primitive_of_the_device_is_there_once_for_every_layer(plan: Plan, network: Network) -> None:
+def test_every_primitive_is_listed_once_for_every_layer(plan: Plan, network: Network) -> None:
     rows = rows_of(plan, network)
     for index, layer in enumerate(network.layers):
         names = sorted(p.name for p in TABLE if p.kind == layer.type and p.name.startswith("cpu."))
@@ -42,8 +42,8 @@ def test_every_primitive_of_the_device_is_there_once_for_every_layer(plan: Plan,
 
 
 @pytest.mark.parametrize(("plan", "network"), [(patches(), MIXED), (walking(), MIXED), (in_parts(), WIDE)])
-def test_seconds_are_those_of_the_plan_where_the_same_is_taken(plan: Plan, network: Network) -> None:
-    """Of a primitive in another layer's place: as a plan with nothing but it has them."""
+def test_chosen_primitive_is_listed_with_the_plans_seconds(plan: Plan, network: Network) -> None:
+    """A primitive in another layer's place has the seconds of a plan with nothing but it."""
     asked = ("cpu.conv.slow", "cpu.conv.over")
     for name in asked:
         whole = planned(
@@ -64,8 +64,8 @@ def test_seconds_are_those_of_the_plan_where_the_same_is_taken(plan: Plan, netwo
             assert row.seconds == pytest.approx(seconds[row.layers], rel=1e-12)
 
 
-def test_what_does_not_fit_says_by_how_much() -> None:
-    """With so many bytes more it fits, with half of them it does not."""
+def test_primitive_without_room_names_the_missing_bytes() -> None:
+    """It fits with that many bytes more, and not with half of them."""
     plan = planned(WIDE, (30, 30, 30), AROUND + 2**21, columns=False, depth_first=False)
     least = plan.memory.peak
     lost = [row for row in rows_of_within(plan, least) if "does not fit" in row.why]
@@ -87,7 +87,7 @@ def same(one: Considered, other: Considered) -> bool:
     return (one.layers, one.primitive) == (other.layers, other.primitive)
 
 
-def test_words_of_the_caller_are_a_reason() -> None:
+def test_constraints_of_the_request_are_given_as_reason() -> None:
     plan = planned(MIXED, (20, 11, 8), AROUND + 2**19, columns=False, only=["cpu.conv.slow"])
     why = {row.primitive: row.why for row in rows_of(plan, MIXED, "cpu.conv.slow") if row.layers == (4, 4)}
     assert why["cpu.conv.fast"] == "another one is asked for"
@@ -100,7 +100,7 @@ def printed(rows: list[Considered], network: Network, width: int) -> list[str]:
 
 
 @pytest.mark.parametrize("width", [80, 120, 200])
-def test_names_are_whole_and_reasons_are_read_at_any_width(width: int) -> None:
+def test_names_and_reasons_are_printed_whole_at_any_width(width: int) -> None:
     reason = "takes up to 4 input maps and kernels of at most 64 taps, not 1000: see cpu.conv.slow, which takes all"
     rows = [replace(row, why=row.why and reason) for row in rows_of(walking(), MIXED)]
     rows = [replace(row, primitive=f"{row.primitive}_of_a_longer_name") for row in rows]

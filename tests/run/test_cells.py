@@ -16,7 +16,7 @@ from znnpy.run.work_queue import LOOK_SECONDS, Lease
 
 @pytest.fixture
 def no_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processor takes cells as if it were as fast as it seems."""
+    """Let the CPU take items as if it were as fast as it seems."""
     monkeypatch.setattr(balanced_queue, "DOUBT", 1.0)
 
 
@@ -34,8 +34,8 @@ def no_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"GPU": 1.0, "CPU": 4.0}, {"GPU": 4.0, "CPU": 1.0}),
     ],
 )
-def test_all_end_together(axis: int, true: dict[str, float], predicted: dict[str, float] | None) -> None:
-    """No later than perfect, but for a cell of the slowest: within what the others would have taken for it."""
+def test_all_workers_end_together(axis: int, true: dict[str, float], predicted: dict[str, float] | None) -> None:
+    """They end at most one item of the slowest later than the ideal."""
     played = Played(GRID if axis < 3 else Cover((640, 10, 10), (10, 10, 10)), axis % 3, true, predicted)
     ends = played.ends()
     assert sorted(index for some in played.taken.values() for index in some) == list(range(64))
@@ -47,8 +47,8 @@ def test_all_end_together(axis: int, true: dict[str, float], predicted: dict[str
 
 
 @given(st.data())
-def test_somebody_takes_every_cell(data: st.DataObject) -> None:
-    """Whatever lanes take, and are thought to take: two never leave the same cells to each other."""
+def test_every_item_is_taken_by_a_worker(data: st.DataObject) -> None:
+    """Two workers never leave the same items to each other, whatever their speeds."""
     names = data.draw(st.sampled_from([("GPU", "CPU"), ("GPU 0", "GPU 1", "CPU"), ("GPU",), ("CPU",)]))
     some = st.sampled_from([0.1, 0.5, 1.0, 2.0, 3.0, 20.0])
     true, predicted, begins = ({name: data.draw(some) for name in names} for _ in range(3))
@@ -62,8 +62,8 @@ def test_somebody_takes_every_cell(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("late", [30.0, 400.0, 1e9])
 @pytest.mark.parametrize("names", [("GPU",), ("GPU 0", "GPU 1")])
-def test_nobody_waits_long_for_a_late_processor(names: tuple[str, ...], late: float) -> None:
-    """Twice what a GPU takes for the cell at most, and until somebody looks; what it ended is its own."""
+def test_gpu_waits_at_most_twice_its_own_time_for_a_late_cpu(names: tuple[str, ...], late: float) -> None:
+    """Items that the CPU finished remain its own."""
     gpus = dict.fromkeys(names, 1.0)
     played = Played(GRID, 0, gpus | {"CPU": late}, gpus | {"CPU": 4.0})
     ends = played.ends()
@@ -72,7 +72,7 @@ def test_nobody_waits_long_for_a_late_processor(names: tuple[str, ...], late: fl
     assert len(played.taken["CPU"]) == (64 / len(names) + 2) // late
 
 
-def test_who_gives_up_takes_nothing_more() -> None:
+def test_worker_that_gave_up_takes_no_more_items() -> None:
     now = [0.0]
     hands = {
         "GPU": WorkerProfile(lambda box: (), 1.0, runs=True),
@@ -102,7 +102,7 @@ def test_who_gives_up_takes_nothing_more() -> None:
     assert cells.take(gpu) is None
 
 
-def test_what_is_left_to_a_late_processor_goes_too() -> None:
+def test_items_reserved_for_a_late_cpu_go_to_the_gpu() -> None:
     """The GPU takes 11 seconds for one of the two cells, and so it waits for 22."""
     now = [0.0]
     hands = {
@@ -122,7 +122,7 @@ def test_what_is_left_to_a_late_processor_goes_too() -> None:
     assert cpu.given_up == [late]
 
 
-def test_nobody_has_waited_for_what_a_lost_gpu_had() -> None:
+def test_items_of_a_lost_gpu_do_not_make_the_cpu_late() -> None:
     """The processor takes it, and is not late."""
     now = [0.0]
     hands = {name: WorkerProfile(lambda box: (), 1.0, runs=True, begins=10.0) for name in ("GPU 0", "GPU 1")}
@@ -140,8 +140,8 @@ def test_nobody_has_waited_for_what_a_lost_gpu_had() -> None:
     assert not cpu.given_up
 
 
-def test_a_gpu_leaves_to_the_processor_what_that_ends_sooner() -> None:
-    """To begin takes a GPU 10 seconds, in which the processor is done with two cells."""
+def test_gpu_leaves_items_the_cpu_ends_sooner() -> None:
+    """A GPU needs 10 seconds to begin, in which the CPU ends two items."""
     hands = {
         "GPU": WorkerProfile(lambda box: (), 1.0, runs=True, begins=10.0),
         "CPU": WorkerProfile(lambda box: (), 5.0, runs=False, walks=True),
@@ -160,8 +160,8 @@ def test_a_gpu_leaves_to_the_processor_what_that_ends_sooner() -> None:
     assert lease.indices == (2,)
 
 
-def test_no_run_takes_longer_than_may_be_lost() -> None:
-    """With what it takes to begin, as far as known, and where cells weigh less."""
+def test_range_takes_at_most_the_seconds_that_may_be_lost() -> None:
+    """The time to begin counts as far as known, and small items count less."""
     now = [0.0]
     hands = {"GPU": WorkerProfile(lambda box: (), 100.0, runs=True, begins=80.0)}
     cells = BalancedQueue(
@@ -189,7 +189,7 @@ def test_no_run_takes_longer_than_may_be_lost() -> None:
     assert len(second.indices) == 1, "280 seconds as measured, and another would be 200 more"
 
 
-def test_of_two_that_would_end_together_one_begins() -> None:
+def test_one_of_two_workers_ending_together_begins() -> None:
     cells = BalancedQueue(
         Cover((10, 10, 10), (10, 10, 10)),
         0,
@@ -202,8 +202,8 @@ def test_of_two_that_would_end_together_one_begins() -> None:
 
 
 @pytest.mark.usefixtures("no_doubt")
-def test_to_begin_counts() -> None:
-    """Of each run of a GPU, and of the processor's columns but for the one that it goes on with."""
+def test_time_to_begin_counts() -> None:
+    """It counts for each range of a GPU, and for each new column of the CPU."""
     one_stack = Cover((400, 10, 10), (10, 10, 10))
     hands = {
         "GPU": WorkerProfile(lambda box: (), 1.0, runs=True, begins=10.0),
@@ -241,7 +241,7 @@ def test_to_begin_counts() -> None:
 
 
 @pytest.mark.usefixtures("no_doubt")
-def test_who_reads_ahead_has_to_compute_what_it_took() -> None:
+def test_worker_computes_every_item_it_read_ahead() -> None:
     """A reader asks for the next cell before the last one is computed."""
     cells = BalancedQueue(
         GRID,
@@ -259,8 +259,8 @@ def steps_within(box: Box) -> tuple[Column, ...]:
 
 
 @pytest.mark.usefixtures("no_doubt")
-def test_the_processor_goes_on_from_cell_to_cell() -> None:
-    """With a column for each stack: its first cell has the steps before its output, all others their own."""
+def test_cpu_continues_its_column_from_item_to_item() -> None:
+    """The first item of each stack has warm-up steps, and the others have none."""
     hands = {
         "GPU": WorkerProfile(steps_within, 1.0, runs=True),
         "CPU": WorkerProfile(steps_within, 2.0, runs=False, walks=True, begins=3.0),
@@ -276,7 +276,7 @@ def test_the_processor_goes_on_from_cell_to_cell() -> None:
 
 
 @pytest.mark.usefixtures("no_doubt")
-def test_to_begin_a_column_has_to_pay() -> None:
+def test_cpu_begins_a_column_only_if_it_pays() -> None:
     """The GPU is done with all 64 sooner than the processor with a first one, or a second."""
     for begins, most in ((100.0, 0), (40.0, 1), (0.0, 3)):
         hands = {
@@ -288,7 +288,7 @@ def test_to_begin_a_column_has_to_pay() -> None:
         assert len([1 for _ in range(9) if take_now(cells, cpu) is not None]) == most
 
 
-def test_runs_walk_along_the_axis() -> None:
+def test_ranges_run_along_the_axis() -> None:
     played = Played(GRID, 1, {"GPU": 1.0, "CPU": 1000.0})
     played.ends()
     assert not played.taken["CPU"], "the GPU is done before it is"
@@ -296,34 +296,34 @@ def test_runs_walk_along_the_axis() -> None:
     assert played.runs == stacks[::-1]
 
 
-def test_the_first_run_leaves_half_until_speeds_are_known() -> None:
+def test_first_range_leaves_half_until_speeds_are_known() -> None:
     played = Played(Cover((640, 10, 10), (10, 10, 10)), 0, {"GPU": 1.0, "CPU": 1000.0})
     played.ends()
     assert [len(run) for run in played.runs] == [32, 32]
 
 
-def test_the_processor_begins_at_the_front() -> None:
+def test_cpu_begins_at_the_front() -> None:
     played = Played(GRID, 2, {"GPU": 1.0, "CPU": 8.0})
     played.ends()
     assert played.taken["CPU"] == list(range(7))
     assert played.runs[0] == (60, 61, 62, 63)
 
 
-def test_one_stack_is_taken_from_both_ends() -> None:
+def test_single_stack_is_taken_from_both_ends() -> None:
     played = Played(Cover((640, 10, 10), (10, 10, 10)), 0, {"GPU": 1.0, "CPU": 3.0})
     played.ends()
     assert played.taken["CPU"] == list(range(len(played.taken["CPU"])))
     assert 15 <= len(played.taken["CPU"]) <= 16
 
 
-def test_a_run_is_no_longer_than_what_may_be_lost() -> None:
+def test_range_is_no_longer_than_may_be_lost() -> None:
     played = Played(GRID, 0, {"GPU": 200.0, "CPU": 1e6})
     played.ends()
     assert [len(run) for run in played.runs[:3]] == [1, 2, 1], "half of it until speeds are known"
     assert max(len(run) for run in played.runs) == 2
 
 
-def test_who_still_computes_when_a_run_has_ended_is_stopped() -> None:
+def test_worker_still_computing_at_the_end_is_stopped() -> None:
     cells = BalancedQueue(GRID, 2, {"GPU": WorkerProfile(lambda box: (), 1.0, runs=True)})
     (gpu,) = joined(cells, "GPU")
     lease = cells.take(gpu)
@@ -334,7 +334,7 @@ def test_who_still_computes_when_a_run_has_ended_is_stopped() -> None:
     assert cells.take(gpu) is None
 
 
-def test_what_a_lost_gpu_had_is_taken_anew() -> None:
+def test_items_of_a_lost_gpu_are_taken_again() -> None:
     cells = BalancedQueue(
         GRID,
         2,

@@ -8,8 +8,8 @@ from znnpy.run.balanced_queue import BalancedQueue, WorkerProfile
 from znnpy.run.work_queue import Lease
 
 
-def test_cells_at_an_edge_count_as_much_as_they_are() -> None:
-    """Of 4, 4 and 1 steps across: what the GPU is predicted to take, and when the processor begins none more."""
+def test_narrow_items_at_an_edge_count_their_own_size() -> None:
+    """Columns are 4, 4 and 1 steps wide; predictions for the GPU and the CPU's last item follow them."""
     cells = Cover((40, 9, 4), (10, 4, 4))
     hands = {
         "GPU": WorkerProfile(lambda box: (), 1.0, runs=True),
@@ -27,7 +27,7 @@ def test_cells_at_an_edge_count_as_much_as_they_are() -> None:
     assert take_now(shares, cpu) is None, "in 12 seconds the GPU does 1 and 7"
 
 
-def test_a_thin_last_cell_counts_as_much_as_it_is() -> None:
+def test_thin_last_item_counts_its_own_size() -> None:
     """Two cells of 60 planes, 0 and 1, and two of 6 behind: the processor, which reads ahead, takes no thin one."""
     hands = {
         "GPU": WorkerProfile(lambda box: (), 60.0, runs=True),
@@ -48,7 +48,7 @@ def test_a_thin_last_cell_counts_as_much_as_it_is() -> None:
     assert now[0] == 72.0
 
 
-def test_a_thick_cell_is_left_to_the_processor() -> None:
+def test_thick_item_is_left_to_the_cpu() -> None:
     """It ends it in 29 seconds, a GPU in 78, and in 13 the thin one behind it, of which it counts two at first."""
     hands = {
         "GPU": WorkerProfile(lambda box: (), 78.0, runs=True),
@@ -62,7 +62,7 @@ def test_a_thick_cell_is_left_to_the_processor() -> None:
     assert (thin.indices, thick.indices) == ((1,), (0,))
 
 
-def test_a_run_of_narrow_cells_begins_sooner() -> None:
+def test_range_of_narrow_items_begins_sooner() -> None:
     """4 cells of a quarter of the columns, behind each other: a quarter of the 8 seconds too."""
     hands = {"GPU": WorkerProfile(lambda box: (), 1.0, runs=True, begins=8.0)}
     shares = BalancedQueue(Cover((40, 9, 4), (10, 4, 4)), 0, hands, step=(10, 1, 4), now=lambda: 0.0)
@@ -72,7 +72,7 @@ def test_a_run_of_narrow_cells_begins_sooner() -> None:
     assert (taken.indices, taken.seconds) == ((2, 5, 8, 11), 3.0)
 
 
-def test_a_gpu_computes_the_last_cell_first() -> None:
+def test_gpu_computes_the_last_item_first() -> None:
     """The thin one, in 6 of its 60 seconds: so the processor, which takes 25 for all others, leaves it that one."""
     hands = {
         "GPU": WorkerProfile(lambda box: (), 60.0, runs=True),
@@ -88,7 +88,7 @@ def test_a_gpu_computes_the_last_cell_first() -> None:
     assert last.indices == (2,)
 
 
-def test_a_gpu_waits_no_longer_for_a_thin_cell_than_it_takes_for_it() -> None:
+def test_gpu_waits_for_a_thin_item_only_as_long_as_it_would_take() -> None:
     hands = {
         "GPU": WorkerProfile(lambda box: (), 60.0, runs=True, begins=2.0),
         "CPU": WorkerProfile(lambda box: (), 65.0, runs=False),
@@ -108,7 +108,7 @@ def test_a_gpu_waits_no_longer_for_a_thin_cell_than_it_takes_for_it() -> None:
     assert cpu.given_up == [late]
 
 
-def test_what_lanes_are_likely_to_end() -> None:
+def test_expected_items_of_each_worker_count_their_sizes() -> None:
     """A GPU from the end, where cells weigh less and take as much less; to the processor all take the same."""
     cells = Cover((40, 9, 4), (10, 4, 4))
     hands = {
@@ -122,7 +122,7 @@ def test_what_lanes_are_likely_to_end() -> None:
     assert shares._within(NamedLane("CPU"), 12.0) == 0.5, "2 cells"
 
 
-def test_what_a_gpu_takes_for_late_cells_is_as_measured_and_less_at_an_edge() -> None:
+def test_gpu_time_for_late_items_is_measured_and_scaled_at_an_edge() -> None:
     """It takes twice as long as predicted, and half of that for cells half as wide."""
     now = [0.0]
     hands = {

@@ -1,4 +1,4 @@
-"""What a plan is charged with, beyond what its own numbers say."""
+"""A plan is charged with memory beyond its own numbers: masks, results and this process."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_columns_are_charged_for_masks_of_what_they_have_seen(place: Place) -> N
     assert chosen(place, "f4", without, masks=True).memory.reading == with_masks.memory.reading
 
 
-def test_a_given_plan_is_charged_what_this_volume_and_output_take(place: Place) -> None:
+def test_given_plan_is_charged_for_this_volume_and_output(place: Place) -> None:
     plan = chosen(place, "u1", out="u1")
     here = chosen(place, "f8", plan, masks=True)
     seen = place.network.patch_in(plan.patch_out)
@@ -71,7 +71,7 @@ def test_a_given_plan_is_charged_what_this_volume_and_output_take(place: Place) 
 
 
 @pytest.mark.parametrize(("more", "charged"), [(MARGIN_BYTES, 0), (MARGIN_BYTES + 1, MARGIN_BYTES + 1)])
-def test_a_given_plan_is_charged_what_this_process_holds(
+def test_given_plan_is_charged_for_the_memory_of_this_process(
     place: Place, monkeypatch: pytest.MonkeyPatch, more: int, charged: int
 ) -> None:
     plan = chosen(place, "u1")
@@ -79,7 +79,7 @@ def test_a_given_plan_is_charged_what_this_process_holds(
     assert chosen(place, "u1", plan).memory.baseline == plan.memory.baseline + charged
 
 
-def test_a_given_plan_keeps_its_limit(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_plan_keeps_its_limit(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = chosen(place, "u1")
     tight = replace(plan, limits=replace(plan.limits, ram_bytes=plan.memory.peak))
     monkeypatch.setattr(choice, "baseline_bytes", lambda: plan.memory.baseline)
@@ -89,7 +89,7 @@ def test_a_given_plan_keeps_its_limit(place: Place, monkeypatch: pytest.MonkeyPa
         chosen(place, "u1", tight)
 
 
-def test_the_result_in_memory_is_charged(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_result_in_memory_is_charged(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "baseline_bytes", lambda: 10**8)
     net = load_network(place.folder / "net.yaml")
     with net.session((20, 23, 25), dtype=np.uint8, device="cpu") as run:
@@ -97,7 +97,7 @@ def test_the_result_in_memory_is_charged(place: Place, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("size", [(13, 31, 16), (44, 23, 25), (20, 23, 25), (6, 8, 7)])
-def test_a_given_plan_of_columns_covers_another_volume(place: Place, size: Vec3) -> None:
+def test_given_plan_of_columns_covers_another_volume(place: Place, size: Vec3) -> None:
     """Shorter, longer than its columns, wider: as if made for it, but for where columns end."""
     plan = chosen(place, "u1", cover="columns")
     here = chosen(place, "u1", plan, size=size)
@@ -117,7 +117,7 @@ def test_a_given_plan_of_columns_covers_another_volume(place: Place, size: Vec3)
     assert here.seconds == pytest.approx(plan.preparing_seconds + sum(c.executions * c.seconds for c in here.choices))
 
 
-def test_words_on_columns_and_on_parts_are_those_of_the_planner(place: Place) -> None:
+def test_cover_argument_constrains_the_planner(place: Place) -> None:
     assert chosen(place, "u1", cover="columns").streams
     assert not chosen(place, "u1", cover="patches").streams
     assert [Constraints(cover=cover).columns for cover in (None, *COVERS)] == [None, True, False]
@@ -134,14 +134,14 @@ def test_words_on_columns_and_on_parts_are_those_of_the_planner(place: Place) ->
         ({"only": ("cpu.conv.direct",)}, "leave out `only`, or leave out `plan`"),
     ],
 )
-def test_a_given_plan_takes_no_other_words(place: Place, words: dict[str, Any], said: str) -> None:
+def test_given_plan_refuses_planning_arguments(place: Place, words: dict[str, Any], said: str) -> None:
     wishes = RunOptions(plan=chosen(place, "u1"), **words)
     work = choice.Work(place.network, place.network.dense_size((20, 23, 25)), 1, 4)
     with pytest.raises(PlanFileError, match=said):
         choice.choose(wishes, work, OpenTarget(machine=this_machine()))
 
 
-def test_a_run_that_goes_on_may_not_be_asked_for_what_its_plan_is_not() -> None:
+def test_resumed_run_refuses_arguments_contradicting_its_plan() -> None:
     ram = process_bytes() + (950 << 20)  # whatever tests before this one left in the process
     plan = znnpy.plan("fib25_boundary", shape=(330, 330, 330), patch=(176, 176, 176), ram=ram, cover="patches")
     assert max(plan.sub_batches) > 1
@@ -159,7 +159,7 @@ def test_a_run_that_goes_on_may_not_be_asked_for_what_its_plan_is_not() -> None:
     check_options(replace(none, depth_first=False, cover="columns"), begun, together)
 
 
-def test_networks_that_are_called_take_the_same_words(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_called_network_accepts_the_same_arguments(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     plans = []
 
     def note(request: PlanRequest, costs: CostModel) -> Plan:

@@ -56,7 +56,7 @@ def ids(value: object) -> str:
 
 
 def some_patches(network: Network, axis: int, output: Vec3) -> list[tuple[Vec3, int]]:
-    """With columns: steps from the smallest to thicker than the output, some of them dividing it and others not."""
+    """Return patches, and steps of columns from the smallest to thicker than the output."""
     along, period = turned(output, axis), turned(network.period, axis)
     whole = multiply(period, tuple(-(-n // p) for n, p in zip(along, period, strict=True)))  # type: ignore[arg-type]
     shapes = [
@@ -111,7 +111,7 @@ CONVS = [p.name for p in TABLE if p.name.startswith("cpu.conv")]
 
 
 @pytest.mark.parametrize("primitive", CONVS)
-def test_every_primitive_in_columns_and_in_parts(primitive: str) -> None:
+def test_every_primitive_equals_the_sliding_window_in_columns_and_parts(primitive: str) -> None:
     """One map and many that fill no cache line: arrays of a step start on none."""
     convs = Conv((2, 2, 2), 17, "relu"), Conv((2, 3, 2), 18, "relu"), Conv((1, 2, 3), 2)
     network = small("n", 1, convs[0], Pool((2, 2, 2)), *convs[1:])
@@ -129,7 +129,7 @@ def test_every_primitive_in_columns_and_in_parts(primitive: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "float16"])
-def test_other_outputs_in_parts(dtype: str) -> None:
+def test_other_output_types_in_parts_equal_the_sliding_window(dtype: str) -> None:
     network = NETWORKS[4]  # ends with a sigmoid
     net, volume = trained(network), some_volume(network, seed=25)
     output = network.dense_size(volume.shape[1:])
@@ -140,8 +140,8 @@ def test_other_outputs_in_parts(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2], ids=ids)
-def test_nan_is_written_where_the_field_of_view_holds_one(axis: int) -> None:
-    """Also in the planes that a column reads before its output begins, and across the borders of steps and columns."""
+def test_nan_is_written_exactly_if_the_field_of_view_holds_one(axis: int) -> None:
+    """Planes before the output of a column count, as do borders of steps and columns."""
     network = NETWORKS[0]
     net, volume = trained(network), some_volume(network, seed=26, more=(13, 11, 12))
     exact = definition(net, volume)
@@ -159,8 +159,8 @@ def test_nan_is_written_where_the_field_of_view_holds_one(axis: int) -> None:
         assert_dense(got[:, ~unknown], exact[:, ~unknown])
 
 
-def test_a_column_knows_nothing_of_the_one_before() -> None:
-    """What it begins with decides how tiles round: the same bytes wherever a run goes on."""
+def test_column_is_independent_of_the_one_before() -> None:
+    """Its first planes decide how tiles round, so that resumed runs give the same bytes."""
     network = NETWORKS[0]
     net, volume = trained(network), some_volume(network, seed=28, more=(15, 6, 8))
     output = network.dense_size(volume.shape[1:])
@@ -197,7 +197,7 @@ class Watched:
 
 
 def watch(session: Session) -> list[Watched]:
-    """The steps of an open session, watched from now on."""
+    """Record the steps of an open session from now on."""
     (runner,) = session._runners
     watched = [Watched(bound.step) for bound in runner._bound]
     pairs = zip(runner._bound, watched, strict=True)
@@ -248,7 +248,7 @@ def test_no_plane_is_computed_twice(network: Network, axis: int, in_one: bool) -
     assert [step.written for step in watched] == written
 
 
-def test_steps_get_arrays_that_start_on_no_cache_line() -> None:
+def test_steps_get_unaligned_arrays() -> None:
     """So the tests above say something about primitives that ask for none."""
     network = small("n", 1, Conv((2, 3, 2), 3, "relu"), Conv((2, 2, 2), 1), Pool((2, 1, 1)), Conv((2, 1, 2), 3))
     plan = planned(network, (8, 5, 7), (2, 5, 7), column=8, ways=Ways(0, ["cpu.conv.direct"], in_one=False))
@@ -259,7 +259,7 @@ def test_steps_get_arrays_that_start_on_no_cache_line() -> None:
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2], ids=ids)
-def test_the_search_makes_columns_and_parts_that_run(axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planned_columns_and_parts_run(axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Columns along one axis, and smallest parts, whether they pay or not."""
     network = ODDER[5]  # several poolings
     net, volume = trained(network), some_volume(network, seed=30, more=(14, 9, 15))
@@ -276,7 +276,7 @@ def test_the_search_makes_columns_and_parts_that_run(axis: int, monkeypatch: pyt
 
 @pytest.mark.parametrize("columns", [True, False])
 @pytest.mark.parametrize("network", ALL, ids=ids)
-def test_the_plan_that_is_best_equals_the_sliding_window(network: Network, columns: bool) -> None:
+def test_best_plan_equals_the_sliding_window(network: Network, columns: bool) -> None:
     if columns and network.field_of_view == (1, 1, 1):
         pytest.skip("a network that sees one voxel has no columns")
     net, volume = trained(network), some_volume(network, seed=31)
@@ -286,7 +286,7 @@ def test_the_plan_that_is_best_equals_the_sliding_window(network: Network, colum
     assert_dense(ran(plan, net, volume), definition(net, volume))
 
 
-def test_an_overflow_within_a_column_names_its_layer_and_where() -> None:
+def test_overflow_within_a_column_names_its_layer_and_position() -> None:
     network = small("hot", 1, Conv((2, 2, 2), 3, "relu"), Pool((2, 2, 2)), Conv((2, 2, 2), 2))
     net, volume = trained(network), some_volume(network, seed=32, more=(15, 8, 8))
     net.weights[1].weight[:] = 3e38
@@ -299,7 +299,7 @@ def test_an_overflow_within_a_column_names_its_layer_and_where() -> None:
         ran(plan, net, volume)
 
 
-def test_a_column_keeps_as_much_as_its_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_column_keeps_as_many_bytes_as_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     network = NETWORKS[3]
     plan = planned(network, (8, 12, 6), (4, 6, 2), axis=2, column=4)
     assert plan.patch_in == (*network.patch_in((4, 6, 2))[:2], 2)

@@ -85,7 +85,7 @@ def test_patches_equal_the_definition(device: EmulatedDevice, network: Network) 
     ("network", "axis"), [(network, index % 3) for index, network in enumerate((*ALL, ALL[0], ALL[0]))], ids=ids
 )
 def test_columns_in_parts_equal_the_definition(device: EmulatedDevice, network: Network, axis: int) -> None:
-    """The smallest parts, along each axis, in columns of two steps."""
+    """Columns of two steps run along each axis in the smallest parts."""
     net, volume = trained(network), some_volume(network, seed=42)
     thick, *across = turned(network.period, axis)
     patch = turned_back((thick, 2 * across[0], 3 * across[1]), axis)
@@ -96,7 +96,7 @@ def test_columns_in_parts_equal_the_definition(device: EmulatedDevice, network: 
 
 @pytest.mark.parametrize("precision", ["tf32", "fp16"])
 @pytest.mark.parametrize("axis", [0, 2], ids=ids)
-def test_activations_are_as_wide_as_the_precision_says(device: EmulatedDevice, precision: Precision, axis: int) -> None:
+def test_activations_have_the_width_of_the_precision(device: EmulatedDevice, precision: Precision, axis: int) -> None:
     network = NETWORKS[0]
     net, volume = trained(network), some_volume(network, seed=43, more=(6, 7, 8))
     exact = definition(net, volume)
@@ -114,7 +114,7 @@ def test_activations_are_as_wide_as_the_precision_says(device: EmulatedDevice, p
 
 
 @pytest.mark.parametrize("dtype", ["u1", ">u2", "<i4", "f2", ">f4", "f8"])
-def test_any_real_dtype_is_normalised_alike(device: EmulatedDevice, dtype: str) -> None:
+def test_every_real_dtype_is_normalised_alike(device: EmulatedDevice, dtype: str) -> None:
     network = Network("n", 2, (Conv((2, 2, 2), 2, "none"),), Normalise((130.0, 7.0), (33.5, 70.0)))
     net, volume = trained(network), some_volume(network, seed=44)
     plan = on_gpu(network, volume, (3, 4, 5))
@@ -123,7 +123,7 @@ def test_any_real_dtype_is_normalised_alike(device: EmulatedDevice, dtype: str) 
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "float16"])
-def test_other_outputs_of_columns(device: EmulatedDevice, dtype: str) -> None:
+def test_other_output_types_of_columns_equal_the_definition(device: EmulatedDevice, dtype: str) -> None:
     """The output's type is not known in the first steps of a column."""
     network = NETWORKS[4]  # ends with a sigmoid
     net, volume = trained(network), some_volume(network, seed=45)
@@ -135,7 +135,7 @@ def test_other_outputs_of_columns(device: EmulatedDevice, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2], ids=ids)
-def test_nan_is_written_where_the_field_of_view_holds_one(device: EmulatedDevice, axis: int) -> None:
+def test_nan_is_written_exactly_if_the_field_of_view_holds_one(device: EmulatedDevice, axis: int) -> None:
     network = NETWORKS[0]
     net, volume = trained(network), some_volume(network, seed=46, more=(9, 7, 8))
     exact = definition(net, volume)
@@ -152,8 +152,8 @@ def test_nan_is_written_where_the_field_of_view_holds_one(device: EmulatedDevice
         assert_dense(got[:, ~unknown], exact[:, ~unknown])
 
 
-def test_arrays_of_any_strides_are_taken_and_given(device: EmulatedDevice) -> None:
-    """Also without the session's own buffers."""
+def test_arrays_of_any_strides_are_read_and_written(device: EmulatedDevice) -> None:
+    """It holds without the session's own buffers, too."""
     network = NETWORKS[0]
     net, volume = trained(network), some_volume(network, seed=47)
     size = network.round_up(network.dense_size(volume.shape[1:]))
@@ -179,7 +179,7 @@ def steps_of(plan: Plan, volume: Any, network: Network) -> Iterator[tuple[Any, A
             yield raw, out if step.write.voxels else None, number == 0
 
 
-def test_two_steps_are_under_way_and_no_third(device: EmulatedDevice) -> None:
+def test_at_most_two_steps_are_under_way(device: EmulatedDevice) -> None:
     """Results come with the wait, and a column begins while another one ends."""
     network = NETWORKS[0]
     net, volume = trained(network), some_volume(network, seed=49, more=(7, 8, 9))
@@ -207,7 +207,7 @@ def test_two_steps_are_under_way_and_no_third(device: EmulatedDevice) -> None:
 
 
 def hot(layer: int, *layers: Any) -> TrainedNetwork:
-    """A network of which layer `layer` makes large numbers."""
+    """Return a network of which layer `layer` makes large numbers."""
     network = small("hot", 1, *layers)
     net = trained(network)
     where = network.convolutions.index(layer)
@@ -218,8 +218,8 @@ def hot(layer: int, *layers: Any) -> TrainedNetwork:
 
 @pytest.mark.parametrize("only", ["gpu.conv.plain", "gpu.conv.peaks"])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_an_overflow_names_its_layer_and_where(device: EmulatedDevice, only: str, precision: Precision) -> None:
-    """Of two layers that overflow the first; in the step in which it does, although the next one is under way."""
+def test_overflow_names_its_layer_and_position(device: EmulatedDevice, only: str, precision: Precision) -> None:
+    """The first of two overflowing layers is named, although the next step is under way."""
     net = hot(2, Conv((2, 2, 2), 3, "relu"), Pool((2, 2, 2)), Conv((2, 2, 2), 2), Conv((1, 1, 1), 2))
     network = net.network
     volume = some_volume(network, seed=50, more=(15, 8, 8))
@@ -233,7 +233,7 @@ def test_an_overflow_names_its_layer_and_where(device: EmulatedDevice, only: str
         ran(plan, net, volume, table=STAND_INS, device=device)
 
 
-def test_the_first_steps_of_a_column_find_overflows_too(device: EmulatedDevice) -> None:
+def test_overflow_in_the_first_steps_of_a_column_is_found(device: EmulatedDevice) -> None:
     net = hot(0, Conv((3, 1, 1), 2), Conv((5, 2, 2), 2))
     network = net.network
     volume = some_volume(network, seed=51)
@@ -256,7 +256,7 @@ def test_the_first_steps_of_a_column_find_overflows_too(device: EmulatedDevice) 
         ),
     ],
 )
-def test_an_input_beyond_what_activations_hold_is_refused(
+def test_input_beyond_the_range_of_activations_is_refused(
     device: EmulatedDevice, dtype: str, value: float, precision: Precision, said: str
 ) -> None:
     network = Network("n", 1, (Pool((2, 1, 1)),))
@@ -267,7 +267,7 @@ def test_an_input_beyond_what_activations_hold_is_refused(
         ran(plan, trained(network), volume, table=STAND_INS, device=device)
 
 
-def test_an_output_beyond_float16_is_refused(device: EmulatedDevice) -> None:
+def test_output_beyond_float16_is_refused(device: EmulatedDevice) -> None:
     network = Network("n", 1, (Pool((2, 1, 1)),))
     volume = np.full((1, 3, 3, 3), 65519.0, np.float32)
     plan = on_gpu(network, volume, (2, 3, 3))
@@ -278,7 +278,7 @@ def test_an_output_beyond_float16_is_refused(device: EmulatedDevice) -> None:
         ran(plan, trained(network), volume, dtype=np.float16, table=STAND_INS, device=device)
 
 
-def test_peaks_are_those_of_a_column(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peaks_belong_to_one_column(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """They grow from step to step, and the next column begins with its own; poolings have none."""
     network = Network("n", 1, (Conv((2, 1, 1), 1), Pool((1, 2, 1)), Conv((1, 1, 1), 1)))
     net = trained(network)
@@ -300,8 +300,8 @@ def test_peaks_are_those_of_a_column(device: EmulatedDevice, monkeypatch: pytest
     ]
 
 
-def test_what_the_device_refuses_is_given_back() -> None:
-    """Also while the error is looked at: then a run is planned anew."""
+def test_memory_is_freed_if_the_device_refuses_more() -> None:
+    """It is freed while the error is still handled, so that a new plan has room."""
     network = NETWORKS[0]
     net, volume = trained(network), some_volume(network, seed=52)
     plan = on_gpu(network, volume, (4, 6, 8), column=8)
@@ -312,7 +312,7 @@ def test_what_the_device_refuses_is_given_back() -> None:
         assert device.allocated == 0, caught.value
 
 
-def test_a_session_holds_what_its_plan_says(device: EmulatedDevice) -> None:
+def test_session_holds_the_planned_bytes(device: EmulatedDevice) -> None:
     network = NETWORKS[3]
     net, volume = trained(network), some_volume(network, seed=53)
     for column in (0, 4):
@@ -330,7 +330,7 @@ def test_a_session_holds_what_its_plan_says(device: EmulatedDevice) -> None:
         assert device.allocated == 0
 
 
-def test_another_run_in_the_same_process(device: EmulatedDevice) -> None:
+def test_second_session_in_the_same_process_works(device: EmulatedDevice) -> None:
     """After one that ended with an error, and beside one that is still open."""
     network = NETWORKS[0]
     net, volume = trained(network), some_volume(network, seed=54)
@@ -383,7 +383,7 @@ def test_ctrl_c_is_noticed_while_the_device_computes(device: EmulatedDevice, mon
     presser.join()
 
 
-def test_a_stopped_crew_submits_and_waits_no_more(device: EmulatedDevice) -> None:
+def test_stopped_thread_pool_neither_submits_nor_waits(device: EmulatedDevice) -> None:
     network = NETWORKS[0]
     net, volume = trained(network), some_volume(network, seed=56)
     plan = on_gpu(network, volume, (4, 6, 8))
@@ -397,7 +397,7 @@ def test_a_stopped_crew_submits_and_waits_no_more(device: EmulatedDevice) -> Non
             session.wait(ticket)
 
 
-def test_no_more_is_queued_than_ctrl_c_may_wait_for(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queue_is_no_longer_than_ctrl_c_may_wait(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer, and those before it that are done in no more than so many seconds: predicted are two each."""
     network = ODDER[5]
     net, volume = trained(network), some_volume(network, seed=57)
@@ -421,8 +421,8 @@ def test_no_more_is_queued_than_ctrl_c_may_wait_for(device: EmulatedDevice, monk
     assert (most[5.0], most[0.1]) == (3, 1)
 
 
-def test_a_fault_of_the_device_is_told_once(device: EmulatedDevice) -> None:
-    """Not again by what the end of the session asks of a device that answers nothing else any more."""
+def test_fault_of_the_device_is_reported_once(device: EmulatedDevice) -> None:
+    """Closing the session on a dead device raises nothing further."""
     network = NETWORKS[0]
     net, volume = trained(network), some_volume(network, seed=58)
     plan = on_gpu(network, volume, (4, 6, 8))

@@ -46,7 +46,7 @@ def ids(value: object) -> str:
 
 
 def ways(device: Any, seed: int = 0, only: tuple[str, ...] = SURE) -> Ways:
-    """A convolution and a pooling in one where the primitive that is asked for can."""
+    """Return both ways for a convolution and a pooling: as one, if the named primitive can, or as two."""
     in_one = only[0] == "gpu.conv.fft_tiled"
     return Ways(seed, only, in_one, replace(MACHINE, gpu=device.gpu), cheap=is_emulated(device))
 
@@ -63,7 +63,7 @@ def error_of(got: Any, exact: Any) -> float:
 
 @pytest.mark.parametrize("network", SOME, ids=ids)
 def test_patches_and_columns_equal_the_definition(device: Any, network: Network) -> None:
-    """Columns along each axis, in the smallest parts."""
+    """Columns run along each axis in the smallest parts."""
     net, volume = trained(network), some_volume(network, seed=61)
     exact, output = definition(net, volume), network.dense_size(volume.shape[1:])
     whole = network.round_up(output)
@@ -79,7 +79,7 @@ def test_patches_and_columns_equal_the_definition(device: Any, network: Network)
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16"])
 @pytest.mark.parametrize("primitive", CONVS)
-def test_every_primitive_in_columns(device: Any, primitive: str, precision: Precision) -> None:
+def test_every_primitive_in_columns_equals_the_definition(device: Any, primitive: str, precision: Precision) -> None:
     """Maps that fill no vector, from carried planes of one map and of many, and a pooling between.
 
     On the emulator in columns along one axis alone where many threads take long.
@@ -113,8 +113,8 @@ class Told:
         return resident
 
 
-def test_weights_are_prepared_before_there_is_an_arena(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them: what that takes beside them is promised in its place."""
+def test_weights_are_prepared_before_the_arena_is_allocated(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory that preparing takes is promised in the arena's place."""
     network, order, allocate = NETWORKS[0], list[str](), device.allocate
     net, layers = trained(network), len(network.layers)
     plan = planned(network, (8, 9, 10), network.round_up((8, 9, 10)), ways=ways(device))
@@ -131,7 +131,7 @@ def test_weights_are_prepared_before_there_is_an_arena(device: Any, monkeypatch:
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "float16"])
-def test_other_outputs(device: Any, dtype: str) -> None:
+def test_other_output_types_equal_the_definition(device: Any, dtype: str) -> None:
     network = NETWORKS[4]  # ends with a sigmoid
     net, volume = trained(network), some_volume(network, seed=63)
     plan = planned(network, network.dense_size(volume.shape[1:]), (3, 4, 5), column=6, ways=ways(device))
@@ -142,8 +142,8 @@ def test_other_outputs(device: Any, dtype: str) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("primitive", CONVS)
-def test_an_overflow_names_its_layer(device: Any, primitive: str, precision: Precision) -> None:
-    """Of numbers that the precision does not hold, although the layers behind it hide them."""
+def test_overflow_names_its_layer(device: Any, primitive: str, precision: Precision) -> None:
+    """It is found although the layers behind it hide it."""
     network = Network("hot", 1, (Conv((2, 2, 2), 9, "relu"), Conv((2, 2, 2), 16), Conv((1, 1, 1), 2, "sigmoid")))
     net = trained(network)
     net.weights[0].weight[:] *= 1e20 if precision == "fp32" else 1
@@ -159,7 +159,7 @@ def test_an_overflow_names_its_layer(device: Any, primitive: str, precision: Pre
         ran(plan, net, volume, device=device)
 
 
-def test_nan_is_written_where_the_field_of_view_holds_one(device: Any) -> None:
+def test_nan_is_written_exactly_if_the_field_of_view_holds_one(device: Any) -> None:
     network = NETWORKS[0]
     net, volume = trained(network), some_volume(network, seed=65, more=(9, 7, 8))
     exact = definition(net, volume)
@@ -174,7 +174,7 @@ def test_nan_is_written_where_the_field_of_view_holds_one(device: Any) -> None:
 
 @pytest.mark.gpu
 def test_ctrl_c_ends_a_run_within_half_a_second(cuda_device: Device) -> None:
-    """Memory and all, in the middle of layers of a tenth of a second; and the device goes on to be of use."""
+    """Layers take a tenth of a second each; memory is freed, and the device remains usable."""
     network = Network("slow", 1, (Conv((5, 5, 5), 48, "relu"), Conv((5, 5, 5), 48, "relu"), Conv((5, 5, 5), 2)))
     net, volume = trained(network), np.zeros((1, 2500, 132, 132), np.uint8)
     plan = planned(network, network.dense_size(volume.shape[1:]), (80, 120, 120), ways=ways(cuda_device))

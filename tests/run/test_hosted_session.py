@@ -51,7 +51,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedDevice]:
 
 
 def ran(plan: Plan, net: TrainedNetwork, volume: npt.NDArray[Any], device: EmulatedDevice) -> npt.NDArray[Any]:
-    """What a plan gives, through the pipeline; every voxel is written once."""
+    """Return what a plan gives through the pipeline; every voxel is written once."""
     network = net.network
     source = Source(ArrayVolume(volume), roi=None, border="valid", network=network, allow_nan=False)
     assert source.output == plan.output
@@ -73,7 +73,7 @@ def fragments_at(network: Network, theta: int) -> int:
 
 
 def parts_of(network: Network, theta: int, seed: int) -> dict[str, Any]:
-    """Some number of images at a time that divides all there are; half of the time parts of parts."""
+    """Return a number of images at a time that divides all, half of the time parts of parts."""
     rng = random.Random(seed)
     count = fragments_at(network, theta)
     images = rng.choice([n for n in range(1, count + 1) if count % n == 0])
@@ -99,7 +99,7 @@ def test_patches_equal_the_definition(device: EmulatedDevice, network: Network, 
 @pytest.mark.parametrize("overlaps", [True, False], ids=["side by side", "in turn"])
 @pytest.mark.parametrize(("network", "theta"), CUTS, ids=ids)
 def test_columns_equal_the_definition(device: EmulatedDevice, network: Network, theta: int, overlaps: bool) -> None:
-    """Along an axis each, in columns of two steps: both sides keep planes."""
+    """Columns of two steps run along each axis; both stages keep planes."""
     axis = (theta + len(network.layers)) % 3
     net, volume = trained(network), some_volume(network, seed=72)
     thick, *across = turned(network.period, axis)
@@ -115,8 +115,8 @@ def test_columns_equal_the_definition(device: EmulatedDevice, network: Network, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("column", [0, 4])
-def test_layers_of_the_host_that_a_gpu_computes(device: EmulatedDevice, column: int) -> None:
-    """gpu.conv.host_ram itself, in parts that leave one over, with sums."""
+def test_layers_of_host_memory_on_the_gpu_equal_the_definition(device: EmulatedDevice, column: int) -> None:
+    """gpu.conv.host_ram runs in parts that leave one over, with sums."""
     layers = Conv((2, 3, 2), 5, "relu"), Pool((2, 2, 1)), Conv((2, 2, 2), 4, "tanh"), Conv((1, 2, 2), 2)
     network = small("two", 2, *layers)
     net, volume = trained(network), some_volume(network, seed=73, more=(5, 4, 3))
@@ -131,7 +131,8 @@ def test_layers_of_the_host_that_a_gpu_computes(device: EmulatedDevice, column: 
     assert_dense(ran(plan, net, volume, device), definition(net, volume))
 
 
-def test_one_voxel_of_output(device: EmulatedDevice) -> None:
+@pytest.mark.slow
+def test_single_voxel_of_output_equals_the_definition(device: EmulatedDevice) -> None:
     network = small("one", 1, Conv((3, 2, 1), 4, "relu"), Conv((2, 1, 3), 3, "tanh"), Conv((1, 1, 1), 1))
     net, volume = trained(network), some_volume(network, seed=74, more=(0, 0, 0))
     for theta in (1, 2):
@@ -140,8 +141,8 @@ def test_one_voxel_of_output(device: EmulatedDevice) -> None:
 
 
 @pytest.mark.slow
-def test_a_session_holds_what_its_plan_says(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the GPU, in page-locked memory, and in the host's arena."""
+def test_session_holds_the_planned_bytes(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes are on the GPU, in page-locked memory, and in the host's arena."""
     network = NETWORKS[3]
     net, volume = trained(network), some_volume(network, seed=75)
     taken: list[int] = []
@@ -176,7 +177,7 @@ def test_a_session_holds_what_its_plan_says(device: EmulatedDevice, monkeypatch:
 
 
 def hot(theta: int, layer: int) -> TrainedNetwork:
-    """A network of which layer `layer` makes large numbers."""
+    """Return a network of which layer `layer` makes large numbers."""
     network = small("hot", 1, Conv((2, 2, 2), 3, "relu"), Pool((2, 2, 2)), Conv((2, 2, 2), 2), Conv((1, 1, 1), 2))
     net = trained(network)
     where = network.convolutions.index(layer)
@@ -188,7 +189,7 @@ def hot(theta: int, layer: int) -> TrainedNetwork:
 @pytest.mark.slow
 @pytest.mark.parametrize("overlaps", [True, False])
 @pytest.mark.parametrize(("theta", "layer"), [(1, 0), (2, 2), (3, 2), (2, 3)])
-def test_an_overflow_names_its_layer_and_step(device: EmulatedDevice, theta: int, layer: int, overlaps: bool) -> None:
+def test_overflow_names_its_layer_and_step(device: EmulatedDevice, theta: int, layer: int, overlaps: bool) -> None:
     net = hot(theta, layer)
     network = net.network
     volume = some_volume(network, seed=76, more=(15, 8, 8))
@@ -202,7 +203,7 @@ def test_an_overflow_names_its_layer_and_step(device: EmulatedDevice, theta: int
 
 
 @pytest.mark.slow
-def test_uploads_may_be_ahead_of_all_else(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_early_uploads_overwrite_no_waiting_part(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each goes up as soon as it may: parts that wait in a slot are not written over."""
     copy_async = device.copy_async
 
@@ -221,7 +222,7 @@ def test_uploads_may_be_ahead_of_all_else(device: EmulatedDevice, monkeypatch: p
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["cpu-to-gpu", "gpu-host"])
 @pytest.mark.parametrize("columns", [True, False], ids=["columns", "patches"])
-def test_what_is_planned_runs(device: EmulatedDevice, mode: OffloadMode, columns: bool) -> None:
+def test_plan_of_the_search_runs(device: EmulatedDevice, mode: OffloadMode, columns: bool) -> None:
     """A plan that the search made, of primitives that run."""
     net, volume = trained(SMALL), some_volume(SMALL, seed=79, more=(9, 7, 5))
     output = SMALL.dense_size(volume.shape[1:])
@@ -236,13 +237,13 @@ def test_what_is_planned_runs(device: EmulatedDevice, mode: OffloadMode, columns
 
 
 def cut_at(plan: Plan, count: int) -> tuple[Stage, ...]:
-    """The same choices and tensors, with so many choices in the first stage."""
+    """Return the same choices and tensors, with so many choices in the first stage."""
     one, other = plan.stages
     return replace(one, choices=plan.choices[:count]), replace(other, choices=plan.choices[count:])
 
 
 @pytest.mark.slow
-def test_plans_that_no_session_runs() -> None:
+def test_unsupported_plans_are_refused() -> None:
     plan, _, _ = a_plan(front=replace(fronts(), in_one=False))
     one, other = plan.stages
     last = replace(plan.memory, stages=plan.memory.stages[1:])

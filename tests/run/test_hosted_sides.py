@@ -1,4 +1,4 @@
-"""Both sides of sessions of hosted plans: which of them waits for what, what fails in one, the stop."""
+"""The two stages of a session wait for each other, fail together, and stop at once."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedDevice]:
 
 
 class Fault(Exception):
-    """What no stage raises itself."""
+    """An error that no stage raises itself."""
 
 
 def stages(session: Session, hook: Any) -> None:
-    """`hook` is called before the front, the back and the wait of every step, with their numbers."""
+    """Call `hook` before both stages and the wait of every step, with their numbers."""
     counts = dict.fromkeys(("front", "back", "wait"), 0)
 
     def before(stage: str, work: Any) -> Any:
@@ -67,8 +67,8 @@ def steps_of(plan: Plan, volume: Any, network: Network) -> Iterator[tuple[Any, A
             yield raw, out if step.write.voxels else None, number == 0
 
 
-def test_the_next_front_runs_while_the_back_does(device: EmulatedDevice) -> None:
-    """Each waits for the other: neither would be done if they took turns."""
+def test_next_host_stage_overlaps_with_the_gpu_stage(device: EmulatedDevice) -> None:
+    """Each waits for the other, so that neither would end if they took turns."""
     plan, net, volume = a_plan()
     inside, passed = threading.Event(), threading.Event()
 
@@ -95,7 +95,7 @@ def test_the_next_front_runs_while_the_back_does(device: EmulatedDevice) -> None
             assert session.done(ticket)
 
 
-def test_a_back_that_is_done_is_told_while_the_next_is_queued(device: EmulatedDevice) -> None:
+def test_finished_gpu_stage_is_seen_while_the_next_is_queued(device: EmulatedDevice) -> None:
     """The device holds up who feeds it; who waits for the step before must not wait for that."""
     plan, net, volume = a_plan()
     gone = threading.Event()
@@ -115,8 +115,8 @@ def test_a_back_that_is_done_is_told_while_the_next_is_queued(device: EmulatedDe
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_delays_and_failures_anywhere(device: EmulatedDevice, seed: int) -> None:
-    """No delay changes a voxel or stops a run; what fails ends it at once, and names the step in which it did."""
+def test_delays_change_no_voxel_and_failures_end_the_run(device: EmulatedDevice, seed: int) -> None:
+    """A failure ends the run at once and names its step."""
     rng = random.Random(seed)
     theta, walks = rng.choice([1, 2, 3]), seed % 2 == 1
     net, volume = trained(SMALL), some_volume(SMALL, seed=77, more=(9, 7, 5))
@@ -161,8 +161,8 @@ def test_delays_and_failures_anywhere(device: EmulatedDevice, seed: int) -> None
     assert (written.times <= 1).all()
 
 
-def test_what_fails_in_the_back_stops_the_front(device: EmulatedDevice) -> None:
-    """At its next look at the stop flag, though its step is a later one."""
+def test_failure_in_the_gpu_stage_stops_the_host_stage(device: EmulatedDevice) -> None:
+    """The host stage ends at its next look at the stop flag, though its step is later."""
     plan, net, volume = a_plan()
 
     def hook(stage: str, number: int) -> None:
@@ -183,8 +183,8 @@ def test_what_fails_in_the_back_stops_the_front(device: EmulatedDevice) -> None:
     assert no_feeder_is_left()
 
 
-def test_the_stop_is_noticed_while_the_feeder_hangs(device: EmulatedDevice) -> None:
-    """In a call that looks at no flag: who waits does not hang with it."""
+def test_stop_is_noticed_while_the_feeder_hangs(device: EmulatedDevice) -> None:
+    """The feeder hangs in a call that looks at no flag, and the waiting thread does not."""
     plan, net, volume = a_plan()
     gone = threading.Event()
 
@@ -206,7 +206,7 @@ def test_the_stop_is_noticed_while_the_feeder_hangs(device: EmulatedDevice) -> N
 
 @pytest.mark.parametrize("where", ["submit", "wait"])
 @pytest.mark.parametrize("how", ["stop", "Ctrl-C"])
-def test_the_stop_is_noticed_while_the_device_hangs(
+def test_stop_is_noticed_while_the_device_hangs(
     device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch, where: str, how: str
 ) -> None:
     plan, net, volume = a_plan(overlaps=where == "wait")
@@ -242,7 +242,7 @@ def test_the_stop_is_noticed_while_the_device_hangs(
     assert no_feeder_is_left()
 
 
-def test_a_lost_device_is_asked_nothing_any_more(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_device_is_not_called_again(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, net, volume = a_plan()
 
     def refused(*words: Any) -> None:

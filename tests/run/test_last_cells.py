@@ -10,8 +10,8 @@ from znnpy.run.balanced_queue import BalancedQueue, WorkerProfile
 from znnpy.run.work_queue import Lease
 
 
-def test_of_the_last_cells_none_is_taken_before_the_one_before_is_done() -> None:
-    """Until then nobody knows whether the processor is half as fast as it seems."""
+def test_last_item_is_not_taken_before_the_previous_one_ends() -> None:
+    """Until then the CPU might be half as fast as it seems."""
     hands = {
         "GPU": WorkerProfile(lambda box: (), 1.0, runs=True),
         "CPU": WorkerProfile(lambda box: (), 5.0, runs=False),
@@ -25,7 +25,7 @@ def test_of_the_last_cells_none_is_taken_before_the_one_before_is_done() -> None
 
 
 @pytest.mark.parametrize(("seconds", "asks"), [(4.9, True), (5.0, True), (4.9, False)])
-def test_a_gpu_leaves_what_a_processor_is_about_to_take(seconds: float, asks: bool) -> None:
+def test_gpu_leaves_an_item_the_cpu_is_about_to_take(seconds: float, asks: bool) -> None:
     """Which has ended its cell, and has not asked again yet. If it takes it: in 5 seconds a GPU ends it, too."""
     now = [0.0]
     hands = {
@@ -49,7 +49,7 @@ def test_a_gpu_leaves_what_a_processor_is_about_to_take(seconds: float, asks: bo
     assert (take_now(cells, gpu) is not None) == (asks and not takes)
 
 
-def test_who_is_about_to_ask_is_not_late() -> None:
+def test_cpu_about_to_ask_is_not_late() -> None:
     """A GPU has waited for 30 seconds when the processor ends its cell, as soon as predicted; to begin takes it 4."""
     now = [0.0]
     hands = {
@@ -69,7 +69,7 @@ def test_who_is_about_to_ask_is_not_late() -> None:
     assert take_now(cells, cpu) is not None
 
 
-def test_what_the_processor_ends_sooner_is_not_taken_back() -> None:
+def test_item_the_cpu_ends_sooner_is_not_revoked() -> None:
     """A GPU has waited for 10 seconds, as long as it takes for the cell; the processor began it 5 seconds ago."""
     now = [0.0]
     hands = {
@@ -90,7 +90,7 @@ def test_what_the_processor_ends_sooner_is_not_taken_back() -> None:
     assert cpu.given_up
 
 
-def test_of_two_cells_each_takes_one() -> None:
+def test_two_items_go_to_one_worker_each() -> None:
     """The processor is done with one half a second after the GPU with the other."""
     now = [0.0]
     hands = {

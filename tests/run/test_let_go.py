@@ -1,4 +1,4 @@
-"""What a run had goes when the run is over, not when the garbage collector comes: it may be most of the memory."""
+"""Everything that a run holds is freed when the run ends, without the garbage collector."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def failing(at: str, stage: str, patch: int) -> None:
 
 @pytest.mark.parametrize("at", ["nowhere", "read", "compute", "write"])
 @pytest.mark.parametrize("lanes", [1, 2])
-def test_sessions_sources_and_outputs(at: str, lanes: int) -> None:
+def test_sessions_sources_and_outputs_are_freed(at: str, lanes: int) -> None:
     def go() -> list[weakref.ref[Any]]:
         hook = partial(failing, at)
         with ThreadPool(1) as crew:
@@ -56,8 +56,8 @@ def refs(*things: Any) -> list[weakref.ref[Any]]:
     return [weakref.ref(thing) for thing in things]
 
 
-def test_where_what_was_computed_is_not_written_any_more() -> None:
-    """The writer fails while more waits for it."""
+def test_failed_writer_frees_everything() -> None:
+    """The writer fails while further steps wait for it."""
 
     def hook(stage: str, patch: int) -> None:
         if stage == "write":
@@ -75,7 +75,7 @@ def test_where_what_was_computed_is_not_written_any_more() -> None:
 
 
 class Refuses(Session):
-    """Of all buffers the first: at once, or when it is made."""
+    """A device that refuses the first of all buffers, at once or when it is made."""
 
     def __init__(self, late: bool, *given: Any) -> None:
         super().__init__(*given)
@@ -93,8 +93,8 @@ class Refuses(Session):
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("lanes", [1, 2])
-def test_where_a_device_gives_no_buffers(late: bool, lanes: int) -> None:
-    """The last of the lanes."""
+def test_refused_buffers_of_a_device_free_everything(late: bool, lanes: int) -> None:
+    """The last of the workers is refused its buffers."""
 
     def go() -> list[weakref.ref[Any]]:
         with ThreadPool(1) as crew:
@@ -112,7 +112,7 @@ def test_where_a_device_gives_no_buffers(late: bool, lanes: int) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("fails", [False, True])
-def test_hosted_sessions(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+def test_sessions_of_two_stages_are_freed(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
     plan, net, voxels = a_plan()
 
     def go() -> weakref.ref[Any]:
@@ -133,7 +133,7 @@ def test_hosted_sessions(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
 
 @pytest.fixture
 def interrupted() -> Iterator[None]:
-    """By SIGINT, which a shell's background jobs ignore."""
+    """Interrupt by SIGINT, which a shell's background jobs ignore."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
@@ -144,8 +144,8 @@ def interrupted() -> Iterator[None]:
 @pytest.mark.usefixtures("interrupted")
 @pytest.mark.parametrize("patch", [1, len(COLUMNS) - 1], ids=["within", "at the end"])
 @pytest.mark.parametrize("presses", [1, 2])
-def test_ctrl_c_while_a_thread_hangs(presses: int, patch: int) -> None:
-    """The first waits for it, the second does not: then it ends when it hangs no longer. Nothing is left of the run."""
+def test_ctrl_c_while_a_thread_hangs_frees_everything_later(presses: int, patch: int) -> None:
+    """The first Ctrl-C waits for the thread, and the second does not."""
     inside, goes_on, over = threading.Event(), threading.Event(), threading.Event()
 
     def hook(stage: str, number: int) -> None:
@@ -154,7 +154,7 @@ def test_ctrl_c_while_a_thread_hangs(presses: int, patch: int) -> None:
             assert goes_on.wait(20)
 
     def ctrl_c() -> None:
-        """In the calling thread; of the process's signals it may be any thread that takes one, and wakes nobody."""
+        """Raise the signal in the calling thread; another thread of the process might take it and wake nobody."""
         caller = threading.main_thread().ident
         assert caller is not None
         signal.pthread_kill(caller, signal.SIGINT)
@@ -194,7 +194,7 @@ def test_ctrl_c_while_a_thread_hangs(presses: int, patch: int) -> None:
     assert [there() for there in go()] == [None] * 3
 
 
-def test_ctrl_c_while_threads_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_while_threads_start_frees_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, begin = list[threading.Thread](), threading.Thread.start
 
     def third_is_interrupted(thread: threading.Thread) -> None:

@@ -83,7 +83,7 @@ def as_zarr(folder: Path) -> Path:
     ],
     ids=["HDF5", "npy", "NaN", "gzip", "Zarr"],
 )
-def test_a_volume_larger_than_ram_runs_within_it(
+def test_volume_larger_than_ram_runs_within_the_limit(
     tmp_path: Path, store: Callable[[Path], Path], out: str, ram: int, words: list[str]
 ) -> None:
     dtype = "float16" if words == ["--allow-nan"] else "uint8"
@@ -97,8 +97,8 @@ def test_a_volume_larger_than_ram_runs_within_it(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak of one process is known on Linux only")
-def test_refusing_a_volume_takes_no_more_than_running_it(tmp_path: Path) -> None:
-    """Counting 27 million voxels that are not finite, in one patch."""
+def test_refusing_a_volume_takes_no_more_memory_than_running_it(tmp_path: Path) -> None:
+    """A patch has 27 million voxels that are not finite, which are counted."""
     program = (
         "import sys, znnpy.inference\n"
         "from znnpy.errors import VolumeError\n"
@@ -132,7 +132,7 @@ def noise(folder: Path, size: Vec3 = (130, 150, 170)) -> Path:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak of one process is known on Linux only")
 @pytest.mark.parametrize(("ram", "cover"), [("300M", "patches"), ("1G", "columns")])
-def test_the_promise_is_kept_and_no_more_than_used(tmp_path: Path, ram: str, cover: str) -> None:
+def test_peak_stays_within_a_tight_promise(tmp_path: Path, ram: str, cover: str) -> None:
     """The shipped network on noise: peak <= promise, and the promise at most 1.15 times the peak."""
     out = str(tmp_path / "out.h5")
     promise, peak = infer(noise(tmp_path), "--ram", ram, "--cover", cover, "--out", out)
@@ -165,8 +165,8 @@ def test_columns_and_parts_keep_the_promise(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the memory of one process is known on Linux only")
-def test_a_session_has_its_memory_before_it_runs(tmp_path: Path) -> None:
-    """Arena and carried planes: else a run would wait for them, or end without them."""
+def test_session_has_its_memory_before_it_runs(tmp_path: Path) -> None:
+    """A run would otherwise wait for its arena and carried planes, or fail without them."""
     output = load_network("fib25_boundary").network.dense_size((70, 150, 170))
     ways = Ways(0, ("cpu.conv.direct_lanes", "cpu.pool.fragments"))
     chosen = planned(load_network("fib25_boundary").network, output, (40, 104, 128), column=1000, ways=ways)
@@ -194,8 +194,8 @@ def test_a_session_has_its_memory_before_it_runs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "uint8"])
 @pytest.mark.parametrize("primitive", ["cpu.conv.direct", "cpu.conv.fft_tiled"])
-def test_a_bound_session_allocates_no_more_than_its_allowance(primitive: str, dtype: str) -> None:
-    """One more copy of a patch on its way in would be more than that."""
+def test_bound_session_allocates_at_most_its_allowance(primitive: str, dtype: str) -> None:
+    """One more copy of an input patch would exceed it."""
     trained = load_network("fib25_boundary")
     network = trained.network
     output = (56, 56, 60)

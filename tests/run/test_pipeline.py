@@ -37,7 +37,7 @@ from znnpy.shapes import Vec3
 from znnpy.volume.journal import ColumnSet
 
 
-def test_everything_arrives() -> None:
+def test_every_voxel_arrives() -> None:
     output, timings = run()
     np.testing.assert_array_equal(output.written, dense(volume()))
     assert output.finished == list(range(len(COLUMNS)))
@@ -83,7 +83,7 @@ def test_finished_columns_are_not_repeated() -> None:
     assert all(a.voxels_done <= b.voxels_done and b.voxels == 315 for a, b in pairwise(events))
 
 
-def test_nothing_to_do() -> None:
+def test_finished_run_computes_nothing() -> None:
     output, timings = run(done=frozenset(range(len(COLUMNS))))
     assert timings.voxels == 0
     assert output.finished == []
@@ -105,7 +105,7 @@ def test_nan_spreads_over_the_field_of_view() -> None:
 
 
 @pytest.mark.parametrize("fov", [(1, 1, 1), (2, 3, 4), (5, 1, 7), (9, 8, 6)], ids=str)
-def test_seen(fov: Vec3) -> None:
+def test_mask_covers_every_window_with_nan(fov: Vec3) -> None:
     bad = np.random.default_rng(2).random((11, 9, 10)) < 0.02
     windows = np.lib.stride_tricks.sliding_window_view(bad, fov)
     expected = windows.any(axis=(3, 4, 5))
@@ -113,7 +113,7 @@ def test_seen(fov: Vec3) -> None:
 
 
 @pytest.mark.parametrize("shape", [(60, 50, 70), (1, 300, 700), (1, 2, 100_000)], ids=str)
-def test_seen_needs_no_second_mask(shape: Vec3, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mask_is_computed_in_place(shape: Vec3, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nan_mask, "SEEN_BYTES", 2**12)
     bad = np.zeros(shape, np.bool_)
     bad[0, -1, -1] = True
@@ -129,7 +129,7 @@ def test_seen_needs_no_second_mask(shape: Vec3, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("seed", range(150))
-def test_whatever_fails_is_raised_and_nothing_hangs(seed: int) -> None:
+def test_failure_of_any_stage_is_raised_and_nothing_hangs(seed: int) -> None:
     rng = random.Random(seed)
     where = rng.choice(["read", "compute", "write", "progress"])
     when = rng.randrange(len(COLUMNS))
@@ -161,7 +161,7 @@ def test_whatever_fails_is_raised_and_nothing_hangs(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_two_stages_fail_at_once(seed: int) -> None:
+def test_simultaneous_failures_raise_one_error(seed: int) -> None:
     rng = random.Random(seed)
     faults = {stage: RuntimeError(stage) for stage in rng.sample(["read", "compute", "write"], 2)}
 
@@ -176,7 +176,7 @@ def test_two_stages_fail_at_once(seed: int) -> None:
     assert no_thread_is_left()
 
 
-def test_overflow_names_the_patch() -> None:
+def test_overflow_names_its_patch() -> None:
     def hook(stage: str, patch: int) -> None:
         if (stage, patch) == ("compute", 3):
             raise ValuesOverflowError("layer 2 holds inf")
@@ -189,7 +189,7 @@ def test_overflow_names_the_patch() -> None:
 
 
 @pytest.mark.parametrize("stage", ["read", "compute", "write"])
-def test_ctrl_c_while_any_stage_is_busy(stage: str) -> None:
+def test_ctrl_c_while_any_stage_is_busy_ends_the_run(stage: str) -> None:
     def hook(at: str, patch: int) -> None:
         if (at, patch) == (stage, 4):
             signal.raise_signal(signal.SIGINT) if at == "compute" else interrupt_main()
@@ -210,7 +210,7 @@ def test_ctrl_c_while_any_stage_is_busy(stage: str) -> None:
         np.testing.assert_array_equal(output.written[kept], dense(volume())[kept])
 
 
-def test_a_stopped_crew_stops_the_run() -> None:
+def test_stopped_thread_pool_stops_the_run() -> None:
     with ThreadPool(1) as crew:
 
         def hook(stage: str, patch: int) -> None:
@@ -223,7 +223,7 @@ def test_a_stopped_crew_stops_the_run() -> None:
 
 
 @pytest.mark.parametrize("where", ["read", "write"])
-def test_a_fault_elsewhere_stops_the_computation_inside_a_patch(where: str) -> None:
+def test_failure_elsewhere_stops_the_computation_inside_a_patch(where: str) -> None:
     busy = threading.Event()
     with ThreadPool(1) as crew:
 
@@ -242,7 +242,8 @@ def test_a_fault_elsewhere_stops_the_computation_inside_a_patch(where: str) -> N
         assert time.perf_counter() - began < 2
 
 
-def test_no_list_of_columns_is_made() -> None:
+@pytest.mark.slow
+def test_columns_are_not_kept_in_a_list() -> None:
     """20,000 columns, interrupted after three: neither they nor their patches are kept."""
 
     def hook(stage: str, patch: int) -> None:

@@ -56,7 +56,7 @@ class Late(Session):
 
 
 class Lenient(Output):
-    """What a lost lane wrote of a cell is written again, and is the same."""
+    """An output that accepts a second, equal write of the items of a lost worker."""
 
     def write(self, box: Any, voxels: Any) -> None:
         old = self.written[(slice(None), *box.slices)].copy()
@@ -90,7 +90,7 @@ def went(
     late: float = inf,
     deaf: bool = False,
 ) -> tuple[Output, pipeline.Timings]:
-    """A GPU's lane walks in steps of 1, 2 and 2 voxels along other axes than the processor's of 1, 1 and 3.
+    """Run workers whose GPUs step by 1, 2 and 2 voxels along other axes than the CPU's 1, 1 and 3.
 
     walks  the processor's are cells along the axis of the GPU's, and go on from one to the next
     hangs  the processor's step that does not end before it is stopped, or `late` seconds are over
@@ -132,7 +132,7 @@ def until_stopped(hook: Hook, crew: ThreadPool, hangs: int, late: float, deaf: b
 @pytest.mark.parametrize("walks", [True, False])
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("cell", [(1, 2, 2), (2, 4, 4), (3, 2, 6), (8, 6, 10), (2, 3, 5), (3, 5, 7)])
-def test_every_voxel_once(axis: int, cell: Vec3, walks: bool) -> None:
+def test_every_voxel_is_written_once(axis: int, cell: Vec3, walks: bool) -> None:
     events: list[pipeline.Event] = []
     output, timings = went({"GPU": quiet, "CPU": quiet}, axis, cell, progress=events.append, walks=walks)
     np.testing.assert_array_equal(output.written, dense(volume(WALKER), WALKER))
@@ -147,7 +147,7 @@ def test_every_voxel_once(axis: int, cell: Vec3, walks: bool) -> None:
 
 
 @pytest.mark.usefixtures("collects_nothing")
-def test_a_processor_that_gave_up_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_that_gave_up_keeps_no_item(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("znnpy.run.work_queue.LOOK_SECONDS", 0.005)
 
     def go() -> weakref.ref[Any]:
@@ -159,8 +159,8 @@ def test_a_processor_that_gave_up_keeps_nothing(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_a_processor_that_never_ends(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """GPUs compute what it had begun, and what they and the writer had of it is not counted."""
+def test_gpus_take_over_from_a_hanging_cpu(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Work of the CPU that the GPUs compute again is not counted twice."""
     monkeypatch.setattr("znnpy.run.work_queue.LOOK_SECONDS", 0.005)
     rng, events = random.Random(seed), list[pipeline.Event]()
     axis, cell = rng.randrange(3), (rng.choice([1, 2, 4]), rng.choice([2, 3, 4]), rng.choice([2, 5, 6]))
@@ -185,7 +185,7 @@ def test_a_processor_that_never_ends(monkeypatch: pytest.MonkeyPatch, seed: int)
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_a_late_processor_and_lost_gpus(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_late_cpu_and_lost_gpus_leave_correct_columns(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """A GPU that fails when the processor has given up ends the run; what is finished is right in any case."""
     monkeypatch.setattr("znnpy.run.work_queue.LOOK_SECONDS", 0.002)
     rng = random.Random(seed)
@@ -218,8 +218,8 @@ def test_a_late_processor_and_lost_gpus(monkeypatch: pytest.MonkeyPatch, seed: i
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_was_given_up_counts_once(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """Also while the processor is at a step that it cannot leave: nothing is ever more than all of it."""
+def test_revoked_items_count_once(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """The sum never exceeds the whole, even while the CPU is in a step that it cannot leave."""
     monkeypatch.setattr("znnpy.run.work_queue.LOOK_SECONDS", 0.005)
     monkeypatch.setattr("znnpy.run.pipeline.REPORT_SECONDS", 0.01)
     rng, events = random.Random(seed), list[pipeline.Event]()
@@ -231,14 +231,14 @@ def test_what_was_given_up_counts_once(monkeypatch: pytest.MonkeyPatch, seed: in
     assert all(event.steps_done <= event.steps for event in events)
 
 
-def test_a_late_processor_is_told_of() -> None:
+def test_late_cpu_is_reported() -> None:
     _, timings = went({"GPU": lambda *_: time.sleep(0.005), "CPU": quiet}, 0, (2, 4, 4), hangs=0)
     assert {lane.name: lane.given_up > 0 for lane in timings.workers} == {"GPU": False, "CPU": True}
     assert {lane.name: lane.voxels for lane in timings.workers} == {"GPU": 315, "CPU": 0}
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_delays_and_lost_gpus(seed: int) -> None:
+def test_cpu_computes_the_items_of_lost_gpus(seed: int) -> None:
     """The processor computes what is left of any GPU, unless it had given up."""
     rng = random.Random(seed)
     axis, cell = rng.randrange(3), (rng.choice([1, 2, 4]), rng.choice([2, 3, 4]), rng.choice([2, 5, 6]))
@@ -272,7 +272,7 @@ def test_delays_and_lost_gpus(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_whatever_fails_stops_all(seed: int) -> None:
+def test_any_failure_stops_all_workers(seed: int) -> None:
     rng = random.Random(seed)
     fault, where, when = FAULTS[seed % len(FAULTS)], rng.choice(["read", "compute", "write"]), rng.randrange(4)
     faulty = rng.choice(["GPU", "CPU"])
@@ -302,7 +302,7 @@ def test_whatever_fails_stops_all(seed: int) -> None:
     assert no_thread_is_left()
 
 
-def test_who_waits_is_woken() -> None:
+def test_waiting_worker_is_woken() -> None:
     """The processor begins nothing while the GPU is faster with all that is left, and takes over when it is lost."""
     cells = BalancedQueue(
         GRID,
@@ -323,8 +323,8 @@ def test_who_waits_is_woken() -> None:
     assert [lease.indices for lease in got if lease] == [(0,)]
 
 
-def test_nothing_is_taken_before_it_can_be_read() -> None:
-    """Of two buffers one is computed from and one is read ahead: the third cell may still go to another lane."""
+def test_item_is_taken_only_when_it_can_be_read() -> None:
+    """One of two buffers is computed from and one is read ahead, so the third item is free."""
     computing, go_on = threading.Event(), threading.Event()
 
     def hook(stage: str, patch: int) -> None:
@@ -351,7 +351,7 @@ def test_nothing_is_taken_before_it_can_be_read() -> None:
     assert len(output.finished) == len(cells)
 
 
-def test_nothing_is_left_to_read() -> None:
+def test_worker_without_reads_ends() -> None:
     """A session that is told of no reads makes no buffers; the run ends all the same."""
     with ThreadPool(1) as crew:
         session = Session(quiet, crew)

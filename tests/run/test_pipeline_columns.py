@@ -35,7 +35,7 @@ AXES = pytest.mark.parametrize("axis", [0, 1, 2], ids=["z", "y", "x"])
 
 @AXES
 @pytest.mark.parametrize("steps", [1, 2, 50])
-def test_everything_arrives_in_columns(axis: int, steps: int) -> None:
+def test_every_voxel_arrives_in_columns(axis: int, steps: int) -> None:
     columns, events = walking(axis, steps), list[pipeline.Event]()
     output, timings = run(columns=columns, network=WALKER, progress=events.append)
     np.testing.assert_array_equal(output.written, dense(volume(WALKER), WALKER))
@@ -46,7 +46,7 @@ def test_everything_arrives_in_columns(axis: int, steps: int) -> None:
 
 
 @AXES
-def test_a_column_is_recorded_when_its_last_step_is_written(axis: int) -> None:
+def test_column_is_recorded_after_its_last_step(axis: int) -> None:
     columns = walking(axis, 2, (3, 2, 2))
     seen: list[int] = []
     with ThreadPool(1) as crew:
@@ -65,7 +65,7 @@ def test_a_column_is_recorded_when_its_last_step_is_written(axis: int) -> None:
 
 @AXES
 def test_first_steps_write_nothing_and_take_no_buffer(axis: int) -> None:
-    """With the writer standing still and both buffers taken, the next column begins all the same."""
+    """The next column begins though the writer stands still and both buffers are taken."""
     columns = walking(axis, 2, (2, 2, 2))
     assert columns.ahead > 0
     assert len(columns[0].steps) == columns.ahead + 2
@@ -91,7 +91,7 @@ def test_first_steps_write_nothing_and_take_no_buffer(axis: int) -> None:
 
 
 @AXES
-def test_finished_columns_that_walk_are_not_repeated(axis: int) -> None:
+def test_finished_columns_of_several_steps_are_not_repeated(axis: int) -> None:
     columns = walking(axis, 1)
     done = frozenset({0, len(columns) - 2})
     output, timings = run(columns=columns, network=WALKER, done=done)
@@ -107,7 +107,7 @@ def test_finished_columns_that_walk_are_not_repeated(axis: int) -> None:
 @AXES
 @pytest.mark.parametrize("seed", range(12))
 def test_nan_spreads_over_the_field_of_view_in_columns(axis: int, seed: int) -> None:
-    """Across the borders of steps and of columns, from planes that are read before there is output, and no further."""
+    """It spreads across steps and columns, from planes read before there is output, and no further."""
     rng = np.random.default_rng(seed)
     patch: Vec3 = tuple(rng.integers(1, 5, 3).tolist())
     holes = volume(WALKER)
@@ -123,7 +123,7 @@ def test_nan_spreads_over_the_field_of_view_in_columns(axis: int, seed: int) -> 
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_whatever_fails_within_a_column_leaves_whole_columns(seed: int) -> None:
+def test_failure_within_a_column_leaves_whole_columns(seed: int) -> None:
     rng = random.Random(seed)
     columns = walking(seed % 3, rng.choice([1, 2, 50]))
     steps = [step for column in columns for step in column.steps]
@@ -152,8 +152,8 @@ def test_whatever_fails_within_a_column_leaves_whole_columns(seed: int) -> None:
 
 
 @pytest.mark.parametrize("step", [0, 1, 3], ids=["before output", "with output", "before the next column's"])
-def test_overflow_in_a_column_names_what_its_step_writes(step: int) -> None:
-    """Before there is output, what the first step with output does."""
+def test_overflow_in_a_column_names_the_planes_of_its_step(step: int) -> None:
+    """Before there is output, it names the planes of the first step with output."""
     columns = walking(0, 2)
     assert [len(column.steps) for column in columns[:2]] == [3, 3]
     box = columns[step // 3].steps[columns.ahead].write

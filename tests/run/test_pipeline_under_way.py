@@ -75,7 +75,7 @@ def went(hook: Hook = quiet, columns: Any = COLUMNS, voxels: Any = None) -> tupl
 
 @pytest.mark.parametrize("columns", [COLUMNS, walking(0, 2), walking(2, 50)], ids=["patches", "along z", "along x"])
 @pytest.mark.parametrize("slow", ["", "read", "submit", "compute", "write"])
-def test_everything_arrives(columns: Any, slow: str) -> None:
+def test_every_voxel_arrives(columns: Any, slow: str) -> None:
     def hook(stage: str, patch: int) -> None:
         if stage == slow:
             time.sleep(0.001)
@@ -88,15 +88,15 @@ def test_everything_arrives(columns: Any, slow: str) -> None:
     assert session.events.count("submit") == session.events.count("wait")
 
 
-def test_the_next_step_is_submitted_before_the_last_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as there is one to submit."""
+def test_next_step_is_submitted_before_the_last_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds as long as there is a next step."""
     monkeypatch.setattr(UnderWay, "slow", staticmethod(lambda: True))
     output, session = went()
     assert session.events == ["submit", *["submit", "wait"] * (len(COLUMNS) - 1), "wait"]
     np.testing.assert_array_equal(output.written, dense(volume()))
 
 
-def test_what_is_done_is_written_while_nothing_is_read() -> None:
+def test_finished_steps_are_written_while_reading_stalls() -> None:
     """The reader stands still until the first patch is on disk."""
     written = threading.Event()
 
@@ -111,7 +111,7 @@ def test_what_is_done_is_written_while_nothing_is_read() -> None:
 
 
 @pytest.mark.parametrize("columns", [COLUMNS, walking(1, 2)], ids=["patches", "columns"])
-def test_nan_is_written_where_it_belongs(columns: Any) -> None:
+def test_nan_is_written_to_its_own_step(columns: Any) -> None:
     network = NETWORK if columns is COLUMNS else WALKER
     holes = volume(network)
     holes[0, 0, 0, 0], holes[1, 4, 2, 5], holes[0, -1, -1, -1] = np.nan, np.inf, -np.inf
@@ -125,7 +125,7 @@ def test_nan_is_written_where_it_belongs(columns: Any) -> None:
 
 @pytest.mark.parametrize("stage", ["submit", "compute"])
 def test_overflow_names_its_own_patch(stage: str) -> None:
-    """Not the one that was submitted behind it."""
+    """The patch submitted behind it is not named."""
 
     def hook(at: str, patch: int) -> None:
         if (at, patch) == (stage, 3):
@@ -137,7 +137,7 @@ def test_overflow_names_its_own_patch(stage: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(80))
-def test_whatever_fails_is_raised_and_leaves_whole_columns(seed: int) -> None:
+def test_failure_is_raised_and_leaves_whole_columns(seed: int) -> None:
     rng = random.Random(seed)
     columns: Any = walking(seed % 3, rng.choice([1, 2, 50])) if seed % 2 else COLUMNS
     steps = [step for column in columns for step in column.steps]
@@ -168,8 +168,8 @@ def test_whatever_fails_is_raised_and_leaves_whole_columns(seed: int) -> None:
             np.testing.assert_array_equal(output.written[kept], dense(volume(network), network)[kept])
 
 
-def test_ctrl_c_while_a_step_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is waited for in short looks: nothing that the session does may be in the way."""
+def test_ctrl_c_while_a_step_is_under_way_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The session waits in short intervals, between which it may be interrupted."""
 
     def hook(stage: str, patch: int) -> None:
         if (stage, patch) == ("read", 4):  # in the reader: the calling thread looks whether a step is done
@@ -184,7 +184,7 @@ def test_ctrl_c_while_a_step_is_under_way(monkeypatch: pytest.MonkeyPatch) -> No
     assert no_thread_is_left()
 
 
-def test_buffers_are_three_of_each() -> None:
+def test_three_buffers_of_each_kind_exist() -> None:
     used: dict[str, set[int]] = {"raw": set(), "out": set()}
 
     class Watching(UnderWay):
@@ -200,7 +200,7 @@ def test_buffers_are_three_of_each() -> None:
 
 
 def test_buffers_are_made_while_others_are_in_use() -> None:
-    """Those for the output while the first step of a column runs, which gives none."""
+    """Output buffers are made while the first step of a column runs, which gives no output."""
     submitted = threading.Event()
 
     class Slow(UnderWay):

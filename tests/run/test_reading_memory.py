@@ -71,7 +71,7 @@ def test_reading_keeps_the_promise(tmp_path: Path, store: Store, ram: int) -> No
     assert peak <= promise <= ram * MIB
 
 
-def test_a_chunk_that_is_larger_than_the_memory_is_refused(tmp_path: Path) -> None:
+def test_chunk_larger_than_the_memory_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "volume.h5"
     with h5py.File(path, "w") as file:
         file.create_dataset("raw", (1000, 1000, 1000), "u1", chunks=(1000, 1000, 1000), compression="gzip")

@@ -39,11 +39,15 @@ def exact(net: TrainedNetwork, grey: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("patch", PATCHES, ids=text)
-def test_patches(net: TrainedNetwork, grey: np.ndarray, exact: np.ndarray, patch: Vec3, threads: int) -> None:
+def test_every_patch_shape_gives_the_same_prediction(
+    net: TrainedNetwork, grey: np.ndarray, exact: np.ndarray, patch: Vec3, threads: int
+) -> None:
     assert np.abs(net(grey, patch=patch, threads=threads) - exact).max() <= 1e-5
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("primitive", [p.name for p in TABLE if p.name.startswith("cpu.conv")])
-def test_primitives(net: TrainedNetwork, grey: np.ndarray, exact: np.ndarray, primitive: str, threads: int) -> None:
+def test_every_primitive_gives_the_same_prediction(
+    net: TrainedNetwork, grey: np.ndarray, exact: np.ndarray, primitive: str, threads: int
+) -> None:
     assert np.abs(net(grey, only=[primitive], threads=threads) - exact).max() <= 1e-5

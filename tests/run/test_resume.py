@@ -32,7 +32,7 @@ BEGUN: dict[str, Any] = {"patch": (4, 4, 4), "threads": 2}
 
 @pytest.fixture
 def stopped(place: Place) -> Place:
-    """A run interrupted after some of its columns."""
+    """Interrupt a run after some of its columns."""
 
     def interrupt(event: Event) -> None:
         if event.columns_done > 3:
@@ -49,7 +49,7 @@ def go_on(place: Place, *, resume: bool = True, **changed: Any) -> Report:
 
 
 @pytest.mark.slow
-def test_goes_on_where_it_stopped(stopped: Place) -> None:
+def test_run_resumes_where_it_stopped(stopped: Place) -> None:
     report = go_on(stopped)
     assert 0 < report.computed < report.voxels
     resumed = stopped.prediction()
@@ -73,7 +73,7 @@ def test_goes_on_where_it_stopped(stopped: Place) -> None:
         ),
     ],
 )
-def test_other_words(stopped: Place, changed: dict[str, Any], said: str) -> None:
+def test_changed_arguments_are_refused(stopped: Place, changed: dict[str, Any], said: str) -> None:
     with pytest.raises(ResumeError, match=said):
         go_on(stopped, **changed)
     go_on(stopped)
@@ -81,12 +81,12 @@ def test_other_words(stopped: Place, changed: dict[str, Any], said: str) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("left_out", [{"threads": None}, {"patch": None}, {"ram": "20G"}])
-def test_words_left_out_are_those_it_began_with(stopped: Place, left_out: dict[str, Any]) -> None:
+def test_omitted_arguments_keep_their_first_values(stopped: Place, left_out: dict[str, Any]) -> None:
     assert go_on(stopped, **left_out).plan.patch_out == BEGUN["patch"]
 
 
 @pytest.mark.slow
-def test_a_limit_that_the_plan_fits_in_is_taken_and_the_report_says_so(place: Place) -> None:
+def test_sufficient_new_limit_is_accepted_and_reported(place: Place) -> None:
     """The plan stays, as rounding depends on it."""
 
     def interrupt(event: Event) -> None:
@@ -102,7 +102,7 @@ def test_a_limit_that_the_plan_fits_in_is_taken_and_the_report_says_so(place: Pl
 
 
 @pytest.mark.slow
-def test_the_limit_that_it_began_with_needs_no_words(place: Place) -> None:
+def test_first_limit_needs_no_argument(place: Place) -> None:
     def interrupt(event: Event) -> None:
         if event.columns_done > 3:
             raise KeyboardInterrupt
@@ -140,7 +140,7 @@ def change_output(header: dict[str, Any]) -> None:
         (lambda header: header["settings"].pop("only"), None),
     ],
 )
-def test_journals_are_checked_before_anything_is_computed(
+def test_journal_is_checked_before_computing(
     stopped: Place, change: Callable[[dict[str, Any]], None], said: str | None
 ) -> None:
     stopped.edit_journal(change)
@@ -154,20 +154,20 @@ def test_journals_are_checked_before_anything_is_computed(
     assert stopped.state() == before
 
 
-def test_the_whole_volume_by_its_numbers_is_the_whole_volume(stopped: Place) -> None:
+def test_roi_of_the_whole_volume_equals_no_roi(stopped: Place) -> None:
     report = go_on(stopped, roi="0:20,0:23,0:25")
     assert 0 < report.computed < report.voxels
 
 
 @pytest.mark.slow
-def test_other_plan(stopped: Place) -> None:
+def test_another_plan_is_refused(stopped: Place) -> None:
     other = znnpy.plan(stopped.folder / "net.yaml", volume=stopped.volume, patch=(2, 2, 2))
     with pytest.raises(ResumeError, match="another plan than `plan` gives"):
         go_on(stopped, plan=other)
 
 
 @pytest.mark.slow
-def test_other_libraries(stopped: Place) -> None:
+def test_other_library_versions_are_refused(stopped: Place) -> None:
     def older(header: dict[str, Any]) -> None:
         header["settings"]["versions"]["numpy"] = "1.0"
 
@@ -177,7 +177,7 @@ def test_other_libraries(stopped: Place) -> None:
 
 
 @pytest.mark.slow
-def test_other_processor(stopped: Place) -> None:
+def test_another_processor_is_refused(stopped: Place) -> None:
     def elsewhere(header: dict[str, Any]) -> None:
         header["settings"]["processor"] = "Z80"
 
@@ -187,7 +187,7 @@ def test_other_processor(stopped: Place) -> None:
 
 
 @pytest.mark.slow
-def test_other_version_of_a_primitive(stopped: Place) -> None:
+def test_another_version_of_a_primitive_is_refused(stopped: Place) -> None:
     def older(header: dict[str, Any]) -> None:
         plan = json.loads(header["plan"])
         plan["stages"][0]["choices"][0]["version"] += 1
@@ -199,7 +199,7 @@ def test_other_version_of_a_primitive(stopped: Place) -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_of_another_format(stopped: Place) -> None:
+def test_plan_of_another_format_is_refused(stopped: Place) -> None:
     """It cannot be made again, so nothing says that it should be."""
 
     def older(header: dict[str, Any]) -> None:
@@ -225,7 +225,7 @@ def test_a_plan_of_another_format(stopped: Place) -> None:
     ],
     ids=["of another format", "damaged", "cut off", "none"],
 )
-def test_a_finished_output_whose_plan_cannot_be_read(place: Place, plan: str | None, why: str) -> None:
+def test_finished_output_with_an_unreadable_plan_is_accepted(place: Place, plan: str | None, why: str) -> None:
     go_on(place, resume=False)
     with h5py.File(place.out, "r+") as file:
         attributes = file["prediction"].attrs
@@ -244,8 +244,8 @@ def test_a_finished_output_whose_plan_cannot_be_read(place: Place, plan: str | N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("primitive", ["cpu.conv.fft_tiled", "cpu.conv.fft_data", "cpu.conv.direct"])
-def test_every_primitive_goes_on_byte_for_byte(place: Place, primitive: str) -> None:
-    """Begun under a limit, resumed under none: the plan is the journal's, not a better one."""
+def test_every_primitive_resumes_byte_for_byte(place: Place, primitive: str) -> None:
+    """The run begins under a limit and resumes without one: the plan is the journal's."""
 
     def interrupt(event: Event) -> None:
         if event.columns_done > 3:
@@ -261,7 +261,7 @@ def test_every_primitive_goes_on_byte_for_byte(place: Place, primitive: str) -> 
 
 
 @pytest.mark.slow
-def test_other_blas_kernels(stopped: Place) -> None:
+def test_other_blas_kernels_are_refused(stopped: Place) -> None:
     def elsewhere(header: dict[str, Any]) -> None:
         header["blas"] = "openblas Prescott"
 
@@ -304,7 +304,7 @@ def columns_of(place: Place, axis: int, primitive: str) -> Plan:
 
 
 def record(place: Place) -> list[str]:
-    """Records of the journal, behind its two first lines."""
+    """Return the records of the journal behind its first two lines."""
     lines: list[str] = place.out.with_name(place.out.name + ".journal").read_text().splitlines()
     return lines[2:]
 
@@ -319,7 +319,7 @@ def record(place: Place) -> list[str]:
         (2, "cpu.conv.fft_tiled", 10, 4),
     ],
 )
-def test_a_column_that_was_killed_is_run_again_from_its_first_step(
+def test_killed_column_is_run_again_from_its_first_step(
     place: Place, axis: int, primitive: str, column: int, steps: int
 ) -> None:
     plan = columns_of(place, axis, primitive)
@@ -340,7 +340,7 @@ def test_a_column_that_was_killed_is_run_again_from_its_first_step(
 
 
 @pytest.mark.slow
-def test_a_plan_of_another_volume_goes_on_as_well(place: Place) -> None:
+def test_run_with_a_plan_of_another_volume_resumes(place: Place) -> None:
     """How often its layers run depends on the volume; what they are does not."""
     network = read_network(place.folder / "net.yaml").network
     path = place.folder / "plan.json"

@@ -52,7 +52,7 @@ IN_ONE = pytest.mark.skipif(native.why_not(this_machine()) is not None, reason="
 
 
 def run_one_patch(trained: TrainedNetwork, table: tuple[Primitive, ...], raw: np.ndarray, threads: int) -> np.ndarray:
-    """The plan that `table` allows for the whole of `raw` as one patch, run: (maps, z, y, x)."""
+    """Run the plan that `table` allows for the whole of `raw` as one patch: (maps, z, y, x)."""
     network = trained.network
     size = network.dense_size(raw.shape[1:])
     plan = make_plan(network, size, this_machine(), Limits(2**32, threads), table=table, patch=size, columns=False)
@@ -70,7 +70,7 @@ def run_one_patch(trained: TrainedNetwork, table: tuple[Primitive, ...], raw: np
 @IN_ONE
 @pytest.mark.parametrize("threads", [1, 2])
 def test_pooling_within_the_convolution_changes_rounding_alone(threads: int) -> None:
-    """The boundary network that ships, with and without primitives for pooling alone."""
+    """The shipped network runs with and without fused primitives."""
     trained = load_network("fib25_boundary")
     z, y, x = trained.network.patch_in((4, 8, 12))
     cells = np.random.default_rng(15).integers(60, 200, (8, 8, 8), np.uint8)  # blobs: to noise it says 0
@@ -85,7 +85,7 @@ def test_pooling_within_the_convolution_changes_rounding_alone(threads: int) -> 
 
 @pytest.mark.slow
 @IN_ONE
-def test_what_overflows_in_two_layers_in_one_is_named() -> None:
+def test_overflow_in_a_fused_layer_is_named() -> None:
     network = small("hot", 1, Conv((2, 2, 2), 3, "relu"), Pool((2, 2, 2)))
     weights = (ConvWeights(np.full((3, 1, 2, 2, 2), 3e38, np.float32), np.zeros(3, np.float32)),)
     raw = np.full((1, *network.patch_in((4, 4, 4))), 255, np.uint8)
@@ -94,7 +94,7 @@ def test_what_overflows_in_two_layers_in_one_is_named() -> None:
 
 
 @pytest.mark.slow
-def test_reflecting_borders_give_an_output_as_large_as_the_input() -> None:
+def test_reflected_output_is_as_large_as_the_input() -> None:
     network = NETWORKS[3]  # an even field of view along z: 5, 8, 5
     trained = TrainedNetwork(network, random_weights(network, seed=6))
     volume = some_volume(network, seed=13)
@@ -106,14 +106,14 @@ def test_reflecting_borders_give_an_output_as_large_as_the_input() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["u1", ">u2", "<i4", "f2", ">f4", "f8"])
-def test_any_real_dtype_is_normalised_alike(dtype: str) -> None:
+def test_every_real_dtype_is_normalised_alike(dtype: str) -> None:
     network = Network("n", 1, (Conv((2, 2, 2), 2, "none"),), Normalise((130.0,), (33.5,)))
     trained = TrainedNetwork(network, random_weights(network, seed=7))
     volume = some_volume(network, seed=14)
     assert_dense(trained(volume.astype(dtype)), definition(trained, volume))
 
 
-def test_large_offsets_do_not_cost_digits() -> None:
+def test_large_offsets_lose_no_digits() -> None:
     """Grey values near 2^30 with a spread of 100: float32 alone would leave one digit."""
     network = Network("n", 1, (Conv((2, 2, 2), 2, "none"),), Normalise((2.0**30,), (33.5,)))
     trained = TrainedNetwork(network, random_weights(network, seed=8))
@@ -132,7 +132,7 @@ def test_values_beyond_float32_are_refused(normalise: Normalise | None) -> None:
 
 
 @pytest.mark.slow
-def test_an_overflow_names_its_layer() -> None:
+def test_overflow_names_its_layer() -> None:
     network = Network("n", 1, (Conv((2, 2, 2), 2, "relu"), Conv((1, 1, 1), 2, "relu"), Conv((2, 2, 2), 1, "sigmoid")))
     weights = random_weights(network, seed=9)
     weights[1].weight[:] = 3e38
@@ -152,7 +152,7 @@ def test_nan_in_the_array_is_counted_and_located() -> None:
 
 
 @pytest.mark.slow
-def test_a_volume_smaller_than_the_field_of_view_says_by_how_much() -> None:
+def test_volume_smaller_than_the_field_of_view_is_refused_with_numbers() -> None:
     network = NETWORKS[0]
     fov = network.field_of_view
     volume = np.zeros((fov[0], fov[1] - 2, fov[2]), np.uint8)

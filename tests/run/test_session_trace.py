@@ -1,4 +1,4 @@
-"""What a session tells a trace: every layer of every step, once, in its place, on the CPU and on an emulated GPU."""
+"""A session records every layer of every step once in its trace, on the CPU and on an emulated GPU."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Case:
 
     @property
     def names(self) -> dict[str, int]:
-        """Of the spans of each choice, as a reader of a trace sees them."""
+        """Return the names of the spans of each choice, as a reader of a trace sees them."""
         names = {}
         for index, choice in enumerate(self.plan.choices):
             first, last = choice.layers
@@ -147,7 +147,7 @@ def assert_in_order(spans: Sequence[Span], begun: float, ended: float) -> None:
 
 
 def assert_every_layer_once(case: Case, spans: Sequence[Span], session: Session) -> None:
-    """In each step that runs it, on each image of its input; in all as often as the session counts."""
+    """Check that each step has each of its layers once for each image, as often as the session counts."""
     plan, names = case.plan, case.names
     ran: dict[tuple[int, int], list[int]] = defaultdict(list)  # choice, step -> images
     for span in spans:
@@ -173,7 +173,7 @@ def assert_every_layer_once(case: Case, spans: Sequence[Span], session: Session)
 
 @pytest.mark.parametrize("walks", [False, True], ids=["patches", "columns"])
 @pytest.mark.parametrize("network", [NETWORKS[0], NETWORKS[4], ODDER[5]], ids=lambda network: network.name)
-def test_every_layer_of_every_step_is_there_on_the_cpu(tmp_path: Path, network: Network, walks: bool) -> None:
+def test_every_layer_of_every_step_is_traced_on_the_cpu(tmp_path: Path, network: Network, walks: bool) -> None:
     case = Case.of(network, None, walks=walks)
     spans, session, begun, ended = case.run(tmp_path / "trace.json")
     assert {span.track for span in spans} == {"CPU"}
@@ -185,7 +185,7 @@ def test_every_layer_of_every_step_is_there_on_the_cpu(tmp_path: Path, network: 
 @needs_compiler
 @pytest.mark.parametrize("walks", [False, True], ids=["patches", "columns"])
 @pytest.mark.parametrize("network", [NETWORKS[0], ODDER[5]], ids=lambda network: network.name)
-def test_every_layer_of_every_step_is_there_on_a_gpu(
+def test_every_layer_of_every_step_is_traced_on_a_gpu(
     tmp_path: Path, device: EmulatedDevice, network: Network, walks: bool
 ) -> None:
     case = Case.of(network, device, walks=walks)
@@ -206,7 +206,7 @@ def test_every_layer_of_every_step_is_there_on_a_gpu(
 
 
 @needs_compiler
-def test_several_devices_have_tracks_of_their_own(tmp_path: Path, device: EmulatedDevice) -> None:
+def test_each_device_has_its_own_tracks(tmp_path: Path, device: EmulatedDevice) -> None:
     path = tmp_path / "trace.json"
     for on in (None, device):
         case = Case.of(NETWORKS[0], on, walks=False)
@@ -221,8 +221,8 @@ def test_several_devices_have_tracks_of_their_own(tmp_path: Path, device: Emulat
 
 
 @needs_compiler
-def test_a_span_is_as_long_as_its_work(tmp_path: Path, device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each stream that of its own: here copies to the device take long, and those from it longer."""
+def test_span_is_as_long_as_its_work(tmp_path: Path, device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stream has its own clock: uploads take long here, and downloads longer."""
     copy, path = EmulatedDevice.copy_async, tmp_path / "trace.json"
     seconds = {id(device.uploads): 0.03, id(device.downloads): 0.06}
 
@@ -242,7 +242,7 @@ def test_a_span_is_as_long_as_its_work(tmp_path: Path, device: EmulatedDevice, m
 
 
 @needs_compiler
-def test_a_step_is_told_when_it_is_waited_for(tmp_path: Path, device: EmulatedDevice) -> None:
+def test_step_is_recorded_when_it_is_waited_for(tmp_path: Path, device: EmulatedDevice) -> None:
     told: list[Any] = []
 
     class Noted(Trace):
@@ -259,10 +259,10 @@ def test_a_step_is_told_when_it_is_waited_for(tmp_path: Path, device: EmulatedDe
 
 
 @needs_compiler
-def test_a_device_whose_seconds_are_others_stays_with_the_host(
+def test_device_clock_is_kept_aligned_with_the_host(
     tmp_path: Path, device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What its clock is off does not add up from step to step: here by half."""
+    """An error of one half in its rate does not add up from step to step."""
     between = EmulatedDevice.seconds_between
 
     def fast(self: EmulatedDevice, start: EmulatedEvent, end: EmulatedEvent) -> float:
@@ -284,7 +284,7 @@ def test_a_device_whose_seconds_are_others_stays_with_the_host(
 
 
 class Marks:
-    """Of a device, its events: one a second."""
+    """The events of a device, one for each second."""
 
     def __init__(self) -> None:
         self.uploads = self
@@ -307,7 +307,7 @@ class Marks:
         return float(end.at - start.at)
 
 
-def test_a_stream_that_is_busy_has_no_clock(tmp_path: Path) -> None:
+def test_busy_stream_uses_the_last_clock_reading(tmp_path: Path) -> None:
     """Then the time of the last step will do."""
     marks, path = Marks(), tmp_path / "trace.json"
     with Trace(path) as trace:
@@ -325,7 +325,7 @@ def test_a_stream_that_is_busy_has_no_clock(tmp_path: Path) -> None:
 
 
 @needs_compiler
-def test_the_error_of_a_run_comes_before_that_of_its_trace(tmp_path: Path, device: EmulatedDevice) -> None:
+def test_error_of_a_run_wins_over_that_of_its_trace(tmp_path: Path, device: EmulatedDevice) -> None:
     class Full(Trace):
         def record(self, track: str, name: str, begin: float, end: float, **facts: int | float | str) -> None:
             raise OutputError("the disk is full")
@@ -346,8 +346,8 @@ def test_the_error_of_a_run_comes_before_that_of_its_trace(tmp_path: Path, devic
 
 
 @needs_compiler
-def test_what_a_gpu_did_before_a_run_ended_is_there(tmp_path: Path, device: EmulatedDevice) -> None:
-    """Also of a step that nobody has waited for, and of one that overflows."""
+def test_gpu_work_before_an_early_end_is_traced(tmp_path: Path, device: EmulatedDevice) -> None:
+    """A step that nobody waited for, and one that overflows, are traced too."""
     case = Case.of(NETWORKS[0], device, walks=False)
     raw, out, begins, _ = next(case.steps())
     path = tmp_path / "trace.json"
@@ -383,7 +383,7 @@ def test_what_a_gpu_did_before_a_run_ended_is_there(tmp_path: Path, device: Emul
 
 
 @needs_compiler
-def test_without_a_trace_nothing_is_timed(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_timed_without_a_trace(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[bool] = []
     event = EmulatedDevice.event
 

@@ -27,7 +27,7 @@ def spans_of(path: Path) -> list[Span]:
 
 
 def recorded(path: Path, *names: str, then: Callable[[], object] = list) -> None:
-    """A trace of spans with these names, a second each, and what happens before it is closed."""
+    """Record a trace of spans with these names, a second each, and call a function before it closes."""
     with Trace(path) as trace:
         for second, name in enumerate(names):
             trace.record("CPU", name, second, second + 1, step=second)
@@ -45,7 +45,7 @@ def drafts(folder: Path) -> list[Path]:
     return list(folder.glob("*.partial"))
 
 
-def test_a_trace_is_what_chrome_reads(tmp_path: Path) -> None:
+def test_trace_has_chromes_format(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     with Trace(path) as trace:
         now = time.perf_counter()
@@ -71,7 +71,7 @@ def test_a_trace_is_what_chrome_reads(tmp_path: Path) -> None:
     assert [span.track for span in read_spans(path) if isinstance(span, Span)] == ["reader", "writer", "reader"]
 
 
-def test_a_trace_with_no_spans_is_whole_too(tmp_path: Path) -> None:
+def test_trace_without_spans_is_complete(tmp_path: Path) -> None:
     with Trace(tmp_path / "trace.json"):
         pass
     assert json.loads((tmp_path / "trace.json").read_bytes())["traceEvents"]
@@ -79,7 +79,7 @@ def test_a_trace_with_no_spans_is_whole_too(tmp_path: Path) -> None:
 
 
 def test_no_more_than_a_batch_is_in_memory(tmp_path: Path) -> None:
-    """What is not in the draft is what was recorded since the last batch."""
+    """The draft lacks only spans recorded since the last batch."""
     with Trace(tmp_path / "trace.json") as trace:
         for number in range(3 * BATCH + 7):
             trace.record("CPU", "conv", number, number + 1, step=number)
@@ -89,8 +89,8 @@ def test_no_more_than_a_batch_is_in_memory(tmp_path: Path) -> None:
     assert [span.facts["step"] for span in spans_of(tmp_path / "trace.json")] == list(range(3 * BATCH + 7))
 
 
-def test_many_threads_record_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also while one of them writes."""
+def test_many_threads_record_concurrently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They also record while one of them writes."""
     threads, count, write = 8, 50, traces._write_all
 
     def slow(file: Any, at: int, content: bytes) -> None:
@@ -120,7 +120,7 @@ def test_many_threads_record_at_a_time(tmp_path: Path, monkeypatch: pytest.Monke
     assert {(span.track, span.name) for span in spans} == {(f"thread {n % 4}", f"span {n}") for n in range(threads)}
 
 
-def test_a_span_ends_where_its_work_fails(tmp_path: Path) -> None:
+def test_span_ends_when_its_work_fails(tmp_path: Path) -> None:
     with Trace(tmp_path / "trace.json") as trace:
         with pytest.raises(ZeroDivisionError), trace.span("CPU", "fails"):
             raise ZeroDivisionError
@@ -130,7 +130,7 @@ def test_a_span_ends_where_its_work_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [ZnnpyError("layer 2: 3 > 2; do less"), KeyboardInterrupt()], ids=repr)
-def test_a_run_that_ended_early_says_why(tmp_path: Path, error: BaseException) -> None:
+def test_trace_of_a_failed_run_names_the_reason(tmp_path: Path, error: BaseException) -> None:
     path = tmp_path / "trace.json"
     with pytest.raises(type(error)):
         recorded(path, "conv", then=fails(error))
@@ -141,13 +141,13 @@ def test_a_run_that_ended_early_says_why(tmp_path: Path, error: BaseException) -
     assert drafts(tmp_path) == []
 
 
-def test_nothing_is_left_of_a_run_that_did_not_begin(tmp_path: Path) -> None:
+def test_run_that_did_not_begin_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(ZnnpyError):
         recorded(tmp_path / "trace.json", then=fails(ZnnpyError("there is no file volume.h5; check the path")))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_killed_run_leaves_no_file_that_looks_whole(tmp_path: Path) -> None:
+def test_killed_run_leaves_no_complete_looking_file(tmp_path: Path) -> None:
     code = (
         "import pathlib, sys, time\nfrom znnpy.run.trace import BATCH, Trace\n"
         "with Trace(pathlib.Path(sys.argv[1])) as trace:\n"
@@ -167,7 +167,7 @@ def test_a_killed_run_leaves_no_file_that_looks_whole(tmp_path: Path) -> None:
         list(read_spans(draft))
 
 
-def test_only_a_trace_is_replaced_by_one(tmp_path: Path) -> None:
+def test_trace_replaces_only_traces(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text("{}")
     with pytest.raises(OutputError, match="is no trace, and nothing else is replaced by one; give another `trace`"):
@@ -179,13 +179,13 @@ def test_only_a_trace_is_replaced_by_one(tmp_path: Path) -> None:
     assert [span.name for span in spans_of(path)] == ["second"]
 
 
-def test_a_folder_that_takes_no_file_is_a_sentence(tmp_path: Path) -> None:
+def test_unwritable_folder_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "gone" / "trace.json"
     with pytest.raises(OutputError, match=r"^cannot write the trace .*: No such file or directory; .* another `trace`"):
         recorded(path)
 
 
-def test_nothing_is_recorded_outside(tmp_path: Path) -> None:
+def test_spans_outside_a_trace_are_not_recorded(tmp_path: Path) -> None:
     trace = Trace(tmp_path / "trace.json")
     for _ in range(2):
         with pytest.raises(ValueError, match="is not open"):
@@ -201,8 +201,8 @@ def full(*given: object) -> None:
 SAID = r"^cannot write the trace .*trace\.json: No space left on device; make room"
 
 
-def test_a_disk_that_fills_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From whoever's span filled the batch, and from all who record afterwards, room or none; nothing is left."""
+def test_full_disk_is_reported_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is raised from the span that filled the batch and from all later ones; no file is left."""
     refused: list[int] = []
 
     def once(*given: object) -> None:
@@ -226,7 +226,7 @@ def test_a_disk_that_fills_is_a_sentence(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("place", "name"), [(traces, "_write_all"), (os, "fsync"), (Path, "replace")], ids=str)
-def test_a_disk_that_fills_at_the_end_leaves_the_old_trace(
+def test_full_disk_at_the_end_leaves_the_old_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Any, name: str
 ) -> None:
     path = tmp_path / "trace.json"
@@ -237,7 +237,7 @@ def test_a_disk_that_fills_at_the_end_leaves_the_old_trace(
     assert drafts(tmp_path) == []
 
 
-def test_the_error_of_a_run_comes_before_that_of_its_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_a_run_wins_over_that_of_its_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def ends() -> None:
         monkeypatch.setattr(traces, "_write_all", full)
         raise ZnnpyError("first")
@@ -265,7 +265,7 @@ def test_ctrl_c_within_a_write_tears_no_event(tmp_path: Path, monkeypatch: pytes
     assert steps == list(range(len(steps)))
 
 
-def test_the_system_may_write_a_part_only(tmp_path: Path) -> None:
+def test_partial_writes_are_continued(tmp_path: Path) -> None:
     class Sparing(FileIO):
         def write(self, content: Any) -> int:
             return super().write(content[:7])
@@ -295,7 +295,7 @@ def test_the_system_may_write_a_part_only(tmp_path: Path) -> None:
     ],
     ids=range(14),
 )
-def test_what_is_no_trace_is_a_sentence(tmp_path: Path, change: Any, said: str) -> None:
+def test_file_without_a_trace_is_refused(tmp_path: Path, change: Any, said: str) -> None:
     path = tmp_path / "trace.json"
     recorded(path, "conv", "pool")
     path.write_bytes(change(path.read_bytes()))
@@ -303,14 +303,14 @@ def test_what_is_no_trace_is_a_sentence(tmp_path: Path, change: Any, said: str) 
         list(read_spans(path))
 
 
-def test_a_pipe_is_no_trace(tmp_path: Path) -> None:
+def test_pipe_as_trace_is_refused(tmp_path: Path) -> None:
     """Opening a pipe would wait for another process to write to it."""
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ZnnpyError, match=r"cannot read .*pipe: it is a pipe, a socket or a device"):
         list(read_spans(tmp_path / "pipe"))
 
 
-def test_paths_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_paths_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ZnnpyError, match=r"there is no file .*gone\.json; check the path"):
         list(read_spans(tmp_path / "gone.json"))
     with pytest.raises(ZnnpyError, match=r"cannot read .*: Is a directory; check the path"):

@@ -49,7 +49,7 @@ class Under(Session):
 
 
 class Lenient(Output):
-    """What a lost lane wrote of a column is written again, and is the same."""
+    """An output that accepts a second, equal write of a column of a lost worker."""
 
     def write(self, box: Any, voxels: Any) -> None:
         old = self.written[(slice(None), *box.slices)].copy()
@@ -65,7 +65,7 @@ class Lenient(Output):
 
 @cache
 def exact(network: Network = NETWORK) -> npt.NDArray[Any]:
-    """What is to be written of `volume(network)`."""
+    """Return what is to be written of `volume(network)`."""
     return dense(volume(network), network)
 
 
@@ -128,7 +128,7 @@ def test_every_column_is_computed_once(count: int, walks: bool) -> None:
     assert no_thread_is_left()
 
 
-def test_the_faster_lane_computes_more() -> None:
+def test_faster_worker_computes_more() -> None:
     def slow(stage: str, patch: int) -> None:
         if stage == "compute":
             time.sleep(0.02)
@@ -138,7 +138,7 @@ def test_the_faster_lane_computes_more() -> None:
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_lost_lanes_hand_back_what_they_had_begun(seed: int) -> None:
+def test_lost_workers_return_their_columns(seed: int) -> None:
     """All but one fail, at random places, under random delays."""
     rng = random.Random(seed)
     columns, network = any_columns(seed, rng)
@@ -176,7 +176,7 @@ def test_lost_lanes_hand_back_what_they_had_begun(seed: int) -> None:
     assert no_thread_is_left()
 
 
-def test_when_all_lanes_are_lost_the_last_one_says_why() -> None:
+def test_error_of_the_last_lost_worker_is_raised() -> None:
     def broken(stage: str, patch: int) -> None:
         if stage == "compute" and patch == 1:
             raise DeviceError("cudaErrorECCUncorrectable")
@@ -191,7 +191,7 @@ def test_when_all_lanes_are_lost_the_last_one_says_why() -> None:
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_whatever_fails_stops_every_lane(seed: int) -> None:
+def test_any_failure_stops_every_worker(seed: int) -> None:
     rng = random.Random(seed)
     columns, network = any_columns(seed, rng)
     where = rng.choice(["read", "compute", "write"])
@@ -226,7 +226,7 @@ def test_whatever_fails_stops_every_lane(seed: int) -> None:
             np.testing.assert_array_equal(output.written[kept], exact(network)[kept])
 
 
-def test_ctrl_c_stops_every_lane() -> None:
+def test_ctrl_c_stops_every_worker() -> None:
     def interrupting(event: pipeline.Event) -> None:
         if event.columns_done > 2:
             raise KeyboardInterrupt
@@ -242,7 +242,7 @@ def test_ctrl_c_stops_every_lane() -> None:
     assert no_thread_is_left()
 
 
-def test_a_lane_waits_while_another_may_still_be_lost() -> None:
+def test_idle_worker_takes_over_a_column_lost_late() -> None:
     """The last column is begun by a lane that is lost late: who has nothing left to do takes it."""
     columns = COLUMNS[:6]  # one for the quick lane, whatever the other has begun
     released = threading.Event()

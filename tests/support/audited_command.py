@@ -80,7 +80,7 @@ def _real(paths: frozenset[Path]) -> frozenset[Path]:
 
 
 def _changed(line: str) -> Iterator[str]:
-    """The paths that a line of strace shows as changed."""
+    """Return the paths that a line of strace shows as changed."""
     if CALLS.match(line) is None or " = -1 " in line:
         return
     if line.startswith(OPENS) and not re.search(r"O_WRONLY|O_RDWR|O_CREAT|O_TRUNC", line):

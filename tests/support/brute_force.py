@@ -39,13 +39,13 @@ EDGE_BYTES = 5e9  # per second, of the first patch in and the last one out of a 
 
 
 def planned(network: Network, output: Vec3, ram_bytes: int, **words: Any) -> Plan:
-    """What the search finds, with fakes and the figures that are known for all plans here."""
+    """Return what the search finds, with fakes and the figures that all plans here share."""
     settings: dict[str, Any] = {"table": FAKES, "rates": CARRYING, "baseline": BASELINE} | words
     return make_plan(network, output, WITH_GPU, Limits(ram_bytes, THREADS), **settings)
 
 
 def planned_on_gpu(network: Network, output: Vec3, ram_bytes: int, vram_bytes: int, **words: Any) -> Plan:
-    """The same for a GPU of which CUDA itself takes nothing."""
+    """Return what the search finds for a GPU of which CUDA itself takes nothing."""
     settings: dict[str, Any] = {"rates": CARRYING, "baseline": BASELINE, "context": 0, "device": "gpu"} | words
     return make_plan(network, output, WITH_GPU, Limits(ram_bytes, THREADS, vram_bytes), **settings)
 
@@ -99,7 +99,7 @@ def everything(network: Network, output: Vec3, table: tuple[Fake, ...], device: 
 
 
 def steps_of(cover: Cover, ahead: int) -> int:
-    """Steps that compute something of a layer which begins `ahead` planes before the output: counted one by one."""
+    """Count one by one the steps that compute planes of a layer `ahead` planes before the output."""
     count = 0
     for column in cover:
         begins = next(step.out.lo[cover.axis] for step in column.steps if step.write.voxels)
@@ -158,7 +158,7 @@ def known(space: TilingSpace, shape: Tiling, runs: Sequence[Run], device: Device
 
 
 def widened(tensors: Sequence[Tensor], shapes: Sequence[LayerShape]) -> list[Tensor]:
-    """With as many planes in the input of a convolution as one that pools needs, where a pooling follows."""
+    """Give the input of a convolution as many planes as one that pools needs, if a pooling follows."""
     planes = {}
     for index, (shape, behind) in enumerate(pairwise(shapes)):
         both = fused(shape, behind)

@@ -46,7 +46,7 @@ class Place:
 
     @property
     def words(self) -> list[str]:
-        """Of an infer that works."""
+        """Return the arguments of an `infer` that works."""
         return ["infer", str(self.volume), "--network", str(self.folder / "net.yaml"), "--out", str(self.out)]
 
     def run(self, *words: object) -> Result:
@@ -56,7 +56,7 @@ class Place:
         return self.run(*self.words, *words)
 
     def write_volume(self, array: np.ndarray[Any, Any], name: str = "volume.h5", **datasets: Any) -> Path:
-        """An HDF5 file with `array` as dataset `raw`, and others by keyword."""
+        """Write an HDF5 file with `array` as dataset `raw`, and others by keyword."""
         path = self.folder / name
         with h5py.File(path, "w") as file:
             for dataset, voxels in {"raw": array, **datasets}.items():
@@ -64,7 +64,7 @@ class Place:
         return path
 
     def write_network(self, name: str = "net.yaml", **changes: Any) -> Path:
-        """The network's yaml, entries replaced or added."""
+        """Write the network's yaml, with entries replaced or added."""
         entries = {
             "name": self.network.name,
             "input_channels": self.network.input_channels,
@@ -77,7 +77,7 @@ class Place:
         return path
 
     def write_weights(self, name: str = "net.npz", **changes: np.ndarray[Any, Any]) -> Path:
-        """The network's weights, arrays replaced or added."""
+        """Write the network's weights, with arrays replaced or added."""
         from znnpy.formats.weights import random_weights
 
         arrays: dict[str, np.ndarray[Any, Any]] = {}
@@ -89,11 +89,11 @@ class Place:
         return path
 
     def write_small_volume(self) -> None:
-        """In place of the other: to find out that nothing fits takes as long as there are shapes of patches."""
+        """Replace the volume by a small one: that nothing fits shows sooner with few shapes of patches."""
         self.write_volume(np.random.default_rng(7).integers(0, 256, (7, 11, 9), np.uint8))
 
     def refusal(self, *words: object, code: int = 1) -> str:
-        """The sentence on stderr that these words get beside warnings, with --json on stdout too; nothing changes."""
+        """Return the sentence on stderr that a refused command prints; check that nothing changed."""
         before = self.state()
         result = self.run(*words)
         assert result.exit_code == code, (result.exit_code, result.output, result.exception)
@@ -108,7 +108,7 @@ class Place:
         return sentence
 
     def state(self) -> dict[str, str]:
-        """What every file in the folder holds, to see that nothing was damaged."""
+        """Return the content of every file in the folder, to see that nothing was damaged."""
         files = sorted(path for path in self.folder.iterdir() if path.is_file())
         return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 

@@ -33,7 +33,7 @@ _KEPT: OrderedDict[bytes, npt.NDArray[Any]] = OrderedDict()  # by what was asked
 
 @dataclass(frozen=True)
 class Ran:
-    """What one run of a primitive gave."""
+    """The results of one run of a primitive."""
 
     out: Array
     footprint: Footprint
@@ -123,7 +123,7 @@ def random_weights(shape: ConvShape, seed: int = 7) -> ConvWeights:
 
 
 def random_input(shape: LayerShape, kind: str = "normal", seed: int = 20261120) -> Array:
-    """normal | relu (half zeros) | shifted (mean 10) | hot (one voxel 10^6 times brighter)."""
+    """Return random input that is normal, relu (half zeros), shifted (mean 10) or hot (one voxel of 10^6)."""
     x = np.random.default_rng(seed).standard_normal(shape.in_shape, np.float32)
     if kind == "relu":
         np.maximum(x, np.float32(0), out=x)
@@ -181,7 +181,7 @@ def fragments(x: npt.NDArray[Any], p: Vec3) -> npt.NDArray[np.float64]:
 
 
 def twin(x: Array, weights: ConvWeights, shape: ConvShape) -> npt.NDArray[Any]:
-    """The convolution in plain float32, tap by tap, kept: what its rounding is compared with."""
+    """Return the convolution in plain float32, tap by tap, whose rounding is the yardstick; it is cached."""
     given = x, weights.weight, weights.bias
     return kept(f"twin {shape.activation}", given, lambda: _twin(x, weights, shape))
 

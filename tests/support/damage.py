@@ -85,7 +85,7 @@ def damaged_text(content: str, words: Sequence[str], rng: random.Random) -> str:
 
 
 def damaged_json(content: Any, rng: random.Random) -> str:
-    """A document as JSON, of which some values were replaced, left out, added, repeated or exchanged."""
+    """Return a document as JSON, with some values replaced, left out, added, repeated or exchanged."""
     whole = {"": copy.deepcopy(content)}
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
         holder, key = rng.choice(list(_places(whole)))

@@ -59,7 +59,7 @@ def written(folder: Path) -> list[bytes]:
 
 
 def read(path: Path) -> None:
-    """A few voxels of the volume."""
+    """Read a few voxels of the volume."""
     with open_volume(path) as volume:
         size = tuple(min(n, 16) for n in volume.size)
         box = Box((0, 0, 0), (size[0], size[1], size[2]))

@@ -66,7 +66,7 @@ IN_HOST = InHostRam("gpu.conv.in_host", "conv", flops=0.5)
 
 
 def hosted(network: Network, output: Vec3, ram_bytes: int, vram_bytes: int, **words: Any) -> Plan:
-    """What `make_plan` gives for the fakes of both devices, with other words where they are given."""
+    """Return what `make_plan` gives for the fakes of both devices, with some arguments replaced."""
     settings: dict[str, Any] = {
         "table": (*ON_CPU, *ON_GPU),
         "rates": GPU_RATES,

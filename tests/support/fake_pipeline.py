@@ -32,7 +32,7 @@ Hook = Callable[[str, int], None]  # stage, how many patches it had before
 
 
 def quiet(stage: str, patch: int) -> None:
-    """No fault, no delay."""
+    """Cause no fault and no delay."""
 
 
 class Session:
@@ -71,7 +71,7 @@ class Session:
         return raws, [np.empty((3, *self.plan.patch_out), out) for _ in range(min(writes, count))]
 
     def submit(self, raw: npt.NDArray[Any], out: npt.NDArray[Any] | None, *, begins: bool = True) -> Any:
-        """Computes at once, or, where steps may be under way, when it is waited for."""
+        """Compute at once, or, if steps may be under way, when the step is waited for."""
         work = partial(self.run, raw, out, begins=begins)
         return work if self.max_in_flight else work()
 
@@ -175,7 +175,7 @@ def no_thread_is_left() -> bool:
 
 
 def is_fault(error: BaseException, fault: BaseException, *, named: bool = True) -> bool:
-    """It is what a stage raised, and says in which step, unless it came from elsewhere."""
+    """Return whether a stage raised it, and it names its step unless it came from elsewhere."""
     place = re.compile(r"output voxels \(z, y, x\) = \(.*\) to \(.*\), step \d+ of column \d+( in cells? [\d, ]+)?")
     if not named or not isinstance(fault, Exception):
         return error is fault

@@ -24,13 +24,13 @@ TENSORS_AT: tuple[str | int, ...] = ("stages", 0, "tensors")
 
 @cache
 def patches() -> Plan:
-    """Of MIXED, one patch."""
+    """Return a plan of MIXED with one patch."""
     return planned(MIXED, (20, 11, 8), AROUND + 2**19, columns=False, baseline=5000)
 
 
 @cache
 def walking() -> Plan:
-    """Of MIXED, columns along y in steps of one plane."""
+    """Return a plan of MIXED with columns along y in steps of one plane."""
     found = planned(MIXED, (20, 31, 8), AROUND + 100_000, columns=True)
     assert (found.axis, found.patch_out, found.column_planes) == (1, (10, 1, 8), 31)
     assert found.sub_batches == (1, 1, 1, 1, 1)
@@ -39,14 +39,14 @@ def walking() -> Plan:
 
 @cache
 def in_parts() -> Plan:
-    """Of WIDE, columns along z, of whose 4 fragments one goes on at a time."""
+    """Return a plan of WIDE with columns along z, which computes its 4 fragments one at a time."""
     found = planned(WIDE, (31, 20, 9), AROUND + 600_000, columns=True, patch=(4, 10, 10))
     assert (found.axis, found.sub_batches) == (0, (1, 1, 4, 4, 4))
     return found
 
 
 def edited(plan: Plan, *path: str | int, to: Any) -> str:
-    """The plan's JSON with one value changed, or left out where `to` is ..."""
+    """Return the plan's JSON with one value changed, or left out if `to` is ..."""
     content = json.loads(plan.to_json())
     part = content
     for key in path[:-1]:

@@ -90,7 +90,7 @@ FAKES: tuple[Fake, ...] = (SLOW, FAST, OVER, BOTH, POOL, FILTER, MAXOUT)
 
 
 def on_gpu(*fakes: Fake) -> tuple[Fake, ...]:
-    """The same on a GPU, for which the same rates are taken."""
+    """Return the same primitives on a GPU, with the same rates."""
     return tuple(replace(fake, name=fake.name.replace("cpu.", "gpu.", 1)) for fake in fakes)
 
 

@@ -144,7 +144,7 @@ def random_shape(kind: str, rng: np.random.Generator) -> LayerShape:
 
 
 def random_case(primitive: Primitive, threads: int, most_bytes: int, rng: np.random.Generator) -> Case | None:
-    """A shape and a variant that the primitive takes, of a size worth measuring; None when none is found."""
+    """Return a shape and a variant that the primitive takes and that are worth measuring, or None."""
     machine = this_machine()
     rates = assumed_rates(machine, threads)
     for _ in range(MOST_TRIES):
@@ -172,7 +172,7 @@ def prepared(case: Case) -> ConvWeights | None:
 
 
 def run(case: Case, weights: ConvWeights | None) -> None:
-    """As a session does: weights prepared, the step bound, then the arena."""
+    """Run as a session does: prepare weights, bind the step, then allocate the arena."""
     footprint = case.primitive.footprint(case.shape, case.variant, case.threads)
     tensors, nbytes = place(chain([(case.shape, footprint)]))
     with EvenCrew(case.threads) as crew:
@@ -186,7 +186,7 @@ def run(case: Case, weights: ConvWeights | None) -> None:
 
 
 def smallest(primitive: Primitive) -> Case:
-    """A few voxels."""
+    """Return a case of a few voxels."""
     machine = this_machine()
     shapes: tuple[LayerShape, ...] = (
         ConvShape(1, 2, 2, (9, 9, 9), (2, 2, 2), "tanh"),
@@ -208,7 +208,7 @@ def status(field: str) -> int:
 
 
 def measure_here(case: Case, pipe: Connection) -> None:
-    """In a child: send the bytes that the run took, or what went wrong."""
+    """Send from a child the bytes that the run took, or what went wrong."""
     try:
         first = smallest(case.primitive)
         run(first, prepared(first))

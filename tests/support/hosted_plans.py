@@ -97,7 +97,7 @@ EVERY: tuple[Primitive, ...] = (*TABLE, *IN_HOST_RAM, WITH_HOST, *STAND_INS)
 
 
 def fronts(seed: int = 0, only: Sequence[str] = ()) -> Ways:
-    """Of the processor."""
+    """Return the ways to run host stages on the CPU."""
     return Ways(seed, only, True, MACHINE, TABLE, cheap=True)
 
 
@@ -123,7 +123,7 @@ def hosted_plan(
     precision: Precision = "fp32",
     threads: int = 2,
 ) -> Plan:
-    """The plan of just this patch or column, of which the first `theta` layers are hosted.
+    """Return the plan of just this patch or column, of which the first `theta` layers are hosted.
 
     images     of what is handed over that the GPU takes at a time
     later      the same behind each of its poolings; 0: all there are

@@ -81,7 +81,7 @@ def go_on(path: Path) -> None:
 
 
 def look(path: Path, generations: tuple[int, ...]) -> None:
-    """The output is whole, of one of the generations; a folder may be away in the moment in which it is replaced."""
+    """Check that the output is a whole one of either generation; a folder may be away while it is replaced."""
     if len(generations) > 1 and path.suffix == FOLDER_SUFFIX and not path.exists():
         (old,) = path.parent.glob(f"{path.name}.*.old")
         path = old

@@ -25,7 +25,7 @@ _SERIALIZED = re.compile(r".*(?:wgmma\.mma_async instructions are serialized|war
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """What a thread of a kernel takes, as the assembler says; bytes."""
+    """The bytes that a thread of a kernel takes, as the assembler reports them."""
 
     registers: int
     stack: int
@@ -76,7 +76,7 @@ def _lowered(nvrtc: ctypes.CDLL, program: ctypes.c_void_p, name: str) -> str:
 
 @functools.cache
 def _root() -> Path:
-    """The folder of CUDA's wheels; AssertionError says what to install."""
+    """Return the folder of CUDA's wheels; AssertionError says what to install."""
     spec = find_spec("nvidia")
     for folder in [] if spec is None else list(spec.submodule_search_locations or ()):
         root = Path(folder) / "cu13"

@@ -39,7 +39,7 @@ MACHINE = replace(this_machine(), cores=2)  # some primitives want more maps whe
 
 
 def small(name: str, channels: int, *layers: Layer) -> Network:
-    """A network that brings bytes to about zero mean and unit spread, as trained ones do."""
+    """Return a network that brings bytes to about zero mean and unit spread, as trained ones do."""
     return Network(name, channels, layers, Normalise((127.5,) * channels, (74.0,) * channels))
 
 
@@ -79,7 +79,7 @@ ODDER = (
 
 
 def some_volume(network: Network, seed: int, more: Vec3 = (4, 6, 8)) -> npt.NDArray[np.uint8]:
-    """A little more than the field of view, different along each axis, not a multiple of anything."""
+    """Return a size a little above the field of view that differs along each axis."""
     size = tuple(fov + extra for fov, extra in zip(network.field_of_view, more, strict=True))
     return np.random.default_rng(seed).integers(0, 256, (network.input_channels, *size), np.uint8)
 
@@ -89,7 +89,7 @@ def trained(network: Network) -> TrainedNetwork:
 
 
 def definition(trained: TrainedNetwork, volume: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """(maps, z, y, x), by sliding the window."""
+    """Return the sliding window's output, (maps, z, y, x)."""
     network = trained.network
     x = np.moveaxis(volume, 0, -1).astype(np.float64)
     if network.normalise:
@@ -148,7 +148,7 @@ def planned(
     threads: int = 2,
     precision: Precision = "fp32",
 ) -> Plan:
-    """The plan of just this patch and column, checked as one that is read from a file.
+    """Return the plan of just this patch and column, checked as one that is read from a file.
 
     at_once  images that layers take at a time behind each pooling; 0: all there are.
     """
@@ -247,7 +247,7 @@ class Poisoned:
 def poisoned_session(
     plan: Plan, trained: TrainedNetwork, table: tuple[Primitive, ...] = TABLE, device: Any = None
 ) -> Iterator[Session]:
-    """A session whose arena holds NaN before it is first written to; on a GPU that is up to `device`."""
+    """Open a session whose arena holds NaN; on a GPU, poisoning is up to `device`."""
     with pytest.MonkeyPatch.context() as patch, ThreadPool(plan.compute_threads) as crew:
         patch.setattr(cpu_backend, "aligned_bytes", _nan_bytes)
         with Session(plan, trained.network, trained.weights, crew, table, device=device) as session:
@@ -265,7 +265,7 @@ def ran(
     device: Any = None,
     progress: Callable[[pipeline.Event], None] | None = None,
 ) -> npt.NDArray[Any]:
-    """What a plan gives, (maps, z, y, x): through the pipeline, from an arena of NaN, every voxel written once."""
+    """Return a plan's output (maps, z, y, x) through the pipeline, from an arena of NaN."""
     network = trained.network
     source = Source(ArrayVolume(volume), roi=None, border="valid", network=network, allow_nan=allow_nan)
     assert source.output == plan.output
@@ -278,7 +278,7 @@ def ran(
 
 
 def _nan_bytes(nbytes: int) -> npt.NDArray[np.uint8]:
-    """As the arena takes them, each float a NaN."""
+    """Return bytes for the arena, in which each float is NaN."""
     from znnpy.kernels.aligned import aligned_bytes
 
     room = aligned_bytes(nbytes)
@@ -287,7 +287,7 @@ def _nan_bytes(nbytes: int) -> npt.NDArray[np.uint8]:
 
 
 def without_borders(plan: Plan, network: Network) -> list[int]:
-    """For each choice, the values of one map that a step has to give: new planes times what the rest sees of a plane.
+    """Return the values of one map that a step has to give, for each choice: new planes times their area.
 
     Counted in dense voxels, from fields of view alone: fragments share them out and add none.
     """

@@ -1,4 +1,4 @@
-"""What operations on arrays are tried on, on a CPU and on a GPU: odd and unequal sizes, windows that reach outside."""
+"""Operations on arrays are tried on these odd and unequal sizes, on a CPU and on a GPU."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def values(shape: tuple[int, ...], dtype: str = "float32", seed: int = 5) -> npt
 
 
 def assert_near(out: npt.NDArray[Any], exact: npt.NDArray[Any], dtype: str, limit: float | None = None) -> None:
-    """Of the type and shape, nothing left as it was, and rounded no more than the type does."""
+    """Check type and shape, that nothing is left unwritten, and that rounding is no more than the type's."""
     assert out.dtype == dtype
     assert out.shape == exact.shape
     assert np.isfinite(out).all()

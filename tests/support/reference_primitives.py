@@ -20,7 +20,7 @@ SCRATCH = 100  # bytes
 
 
 def word_at(address: int) -> ctypes.c_float:
-    """A float32 in what an emulator calls device memory."""
+    """Return a float32 in what an emulator calls device memory."""
     return ctypes.c_float.from_address(address)
 
 

@@ -36,7 +36,7 @@ def joined(cells: BalancedQueue, *names: str) -> list[NamedLane]:
 
 
 def take_now(cells: BalancedQueue, lane: Any) -> Lease | None:
-    """What `take` gives without waiting."""
+    """Return what `take` gives without waiting."""
     found: list[Lease | None] = []
 
     def stops(timeout: float | None = None) -> bool:

@@ -147,7 +147,7 @@ TABLE: tuple[Primitive, ...] = (ON_CPU, PRAISED, PLAIN, LAZY, *REST)
 
 
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where measurements are kept, and volumes that are measured in no time."""
+    """Keep measurements in a separate cache, and let volumes be measured in no time."""
     monkeypatch.setattr(calibration, "cache_folder", lambda: tmp_path / "cache")
     monkeypatch.setattr(calibration, "VOLUMES", ((1, (10, 8, 6, 4), LONG_SECONDS),))
     return tmp_path / "cache"

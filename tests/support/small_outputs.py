@@ -30,7 +30,7 @@ HEADER = JournalHeader(job=JOB, settings={}, plan='{"plan": 1}', blas="b", colum
 
 
 def furnished(folder: Path) -> Path:
-    """Where the output goes, beside a file that stands for the volume."""
+    """Make a place for the output, beside a file that stands for the volume."""
     (folder / "volume.h5").write_bytes(b"the volume")
     return folder / "out.h5"
 

@@ -1,4 +1,4 @@
-"""What a run of tasks must have been, read from its trace."""
+"""The trace of a run of tasks shows whether the run kept to its rules."""
 
 from __future__ import annotations
 

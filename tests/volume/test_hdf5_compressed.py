@@ -86,7 +86,7 @@ def made(path: Path, codec: str, content: bytes | None = None) -> Path:
 
 
 @pytest.mark.slow
-def test_chunks_that_unpack_to_too_much(tmp_path: Path) -> None:
+def test_chunks_unpacking_to_too_much_are_refused(tmp_path: Path) -> None:
     bad = [made(tmp_path / f"{codec}.h5", codec, bomb(codec, tmp_path)) for codec in CODECS]
     done = subprocess.run(
         [sys.executable, "-c", READ, made(tmp_path / "good.h5", "gzip"), *bad],
@@ -102,7 +102,7 @@ def test_chunks_that_unpack_to_too_much(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_good_chunks_are_read_as_before(tmp_path: Path, codec: str) -> None:
+def test_valid_chunks_are_read(tmp_path: Path, codec: str) -> None:
     with open_volume(made(tmp_path / "v.h5", codec)) as volume:
         out = np.zeros(volume.shape, volume.dtype)
         volume.read(Box((0, 0, 0), volume.size), out)
@@ -110,7 +110,7 @@ def test_good_chunks_are_read_as_before(tmp_path: Path, codec: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_size_that_zstandard_does_not_say_is_not_believed(tmp_path: Path) -> None:
+def test_unknown_size_of_a_zstandard_frame_is_limited(tmp_path: Path) -> None:
     block = struct.pack("<I", 1 << 1 | 2**17 << 3)[:3] + b"\x07"
     last = struct.pack("<I", 1 | 1 << 1 | 2**17 << 3)[:3] + b"\x07"
     frame = b"\x28\xb5\x2f\xfd\x00\x70" + block * (BOMB // 2**17) + last
@@ -123,13 +123,13 @@ def test_a_size_that_zstandard_does_not_say_is_not_believed(tmp_path: Path) -> N
     assert int(memory) < MEMORY
 
 
-def test_a_chunk_that_takes_more_of_the_file_than_a_chunk_can(tmp_path: Path) -> None:
+def test_oversized_stored_chunk_is_refused(tmp_path: Path) -> None:
     path = made(tmp_path / "v.h5", "gzip", bytes(2**22))
     with open_volume(path) as volume, pytest.raises(VolumeError, match=r"chunk \(0, 0, 0\) takes more than 1,048,576"):
         volume.read(Box((0, 0, 0), volume.size), np.zeros(volume.shape, volume.dtype))
 
 
-def test_chunks_that_are_packed_twice_are_refused(tmp_path: Path) -> None:
+def test_chunks_compressed_twice_are_refused(tmp_path: Path) -> None:
     made_with = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     made_with.set_chunk((64, 64, 64))
     made_with.set_deflate(1)

@@ -63,7 +63,7 @@ def refused(path: Path, message: str, fill: float | None = None) -> None:
         open_volume(path, "main", Absent(fill))
 
 
-def test_missing_file_and_dataset_are_named_or_filled(tmp_path: Path) -> None:
+def test_missing_file_or_dataset_is_named_or_filled(tmp_path: Path) -> None:
     stored(tmp_path / "there.h5", VOXELS[:2])
     parts = [
         (np.s_[:2], h5py.VirtualSource("there.h5", "a", (2, 5, 6))),
@@ -88,7 +88,7 @@ def test_missing_file_and_dataset_are_named_or_filled(tmp_path: Path) -> None:
         refused(path, rf"holds uint8 voxels, which cannot hold {value}; give another `fill_missing`", value)
 
 
-def test_what_a_nested_source_lacks(tmp_path: Path) -> None:
+def test_missing_voxels_of_a_nested_source_are_found(tmp_path: Path) -> None:
     stored(tmp_path / "there.h5", VOXELS)
     virtual(
         tmp_path / "inner.h5",
@@ -116,7 +116,7 @@ def test_what_a_nested_source_lacks(tmp_path: Path) -> None:
     )
 
 
-def test_more_is_mapped_than_the_source_holds(tmp_path: Path) -> None:
+def test_mapping_beyond_the_source_is_refused(tmp_path: Path) -> None:
     stored(tmp_path / "there.h5", VOXELS[:2])
     source = h5py.VirtualSource("there.h5", "a", (4, 5, 6))
     message = r"the source dataset a has shape \(2, 5, 6\), and more of it is mapped; put it where it should be$"
@@ -125,7 +125,7 @@ def test_more_is_mapped_than_the_source_holds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lost", [0, 2, 3])
-def test_a_series_with_a_gap(tmp_path: Path, lost: int) -> None:
+def test_series_of_files_with_a_gap_is_refused(tmp_path: Path, lost: int) -> None:
     """HDF5 ends the dataset before the first file that is missing."""
     for number in range(4):
         if number != lost:
@@ -139,7 +139,7 @@ def test_a_series_with_a_gap(tmp_path: Path, lost: int) -> None:
 
 
 @pytest.mark.parametrize("kept", [None, 0, 70, 119])
-def test_external_files(tmp_path: Path, kept: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_external_files_are_named(tmp_path: Path, kept: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "v.h5"
     Path("one.raw").write_bytes(b"..." + VOXELS.tobytes()[:45])
@@ -167,7 +167,7 @@ def test_external_files(tmp_path: Path, kept: int | None, monkeypatch: pytest.Mo
 
 
 def circle(path: Path, kind: str) -> Path:
-    """A virtual dataset that is its own source."""
+    """Write a virtual dataset that is its own source."""
     if kind == "series":
         return series(path, ".")
     if kind == "by name":
@@ -180,7 +180,7 @@ def circle(path: Path, kind: str) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("named", [True, False], ids=["named", "found"])
 @pytest.mark.parametrize("kind", ["by name", "through another"])
-def test_circles_are_found_before_a_read(tmp_path: Path, kind: str, named: bool) -> None:
+def test_cycles_are_found_before_a_read(tmp_path: Path, kind: str, named: bool) -> None:
     """Read the dataset in a child process, which HDF5 would crash without the check."""
     path = circle(tmp_path / "v.h5", kind)
     words = ["--dataset", "main"] if named else []
@@ -190,7 +190,7 @@ def test_circles_are_found_before_a_read(tmp_path: Path, kind: str, named: bool)
     assert re.fullmatch(r"Error: .*v\.h5: a virtual dataset is its own source, which no .*\n", done.stderr), done.stderr
 
 
-def test_files_that_are_open_already(tmp_path: Path) -> None:
+def test_sources_already_open_are_accepted(tmp_path: Path) -> None:
     stored(tmp_path / "there.h5", VOXELS)
     path = virtual(tmp_path / "v.h5", (4, 5, 6), (np.s_[:], h5py.VirtualSource("there.h5", "a", (4, 5, 6))))
     with open_volume(path) as first, open_volume(path) as second:
@@ -222,7 +222,7 @@ def test_pipes_are_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     refused(tmp_path / "pipe", "pipe cannot be read: it is a pipe, a socket or a device")
 
 
-def test_links(tmp_path: Path) -> None:
+def test_links_to_sources_are_followed(tmp_path: Path) -> None:
     stored(tmp_path / "other.h5", VOXELS)
     with h5py.File(tmp_path / "v.h5", "w") as file:
         file["loop"], file["back"] = h5py.SoftLink("/back"), h5py.SoftLink("loop")
@@ -244,7 +244,7 @@ def test_links(tmp_path: Path) -> None:
         open_volume(path, "around")
 
 
-def test_a_name_that_is_not_utf8(tmp_path: Path) -> None:
+def test_name_outside_utf8_is_read(tmp_path: Path) -> None:
     path = tmp_path / "v.h5"
     with h5py.File(path, "w") as file:
         space = h5py.h5s.create_simple((4, 5, 6))
@@ -255,7 +255,7 @@ def test_a_name_that_is_not_utf8(tmp_path: Path) -> None:
             np.testing.assert_array_equal(whole(volume), VOXELS)
 
 
-def test_more_files_than_the_process_may_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_files_than_the_process_may_open_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """HDF5 reads the fill value from a source that it cannot open."""
     for number in range(2):
         stored(tmp_path / f"p{number}.h5", VOXELS[number])
@@ -266,13 +266,13 @@ def test_more_files_than_the_process_may_open(tmp_path: Path, monkeypatch: pytes
 
 
 def half_written(path: Path, **made: Any) -> Path:
-    """A source of two chunks, the second of which was never written."""
+    """Write a source of two chunks, the second of which was never written."""
     with h5py.File(path, "w") as file:
         file.create_dataset("a", (4, 5, 6), "u1", chunks=(2, 5, 6), **made)[:2] = VOXELS[:2]
     return path
 
 
-def test_chunks_of_sources_that_were_never_written_are_counted_or_refused(tmp_path: Path) -> None:
+def test_unwritten_chunks_of_sources_are_counted_or_refused(tmp_path: Path) -> None:
     part = h5py.VirtualSource(half_written(tmp_path / "s.h5", fillvalue=3), "a", (4, 5, 6))
     inner = virtual(tmp_path / "i.h5", (4, 5, 6), (np.s_[:], part))
     path = virtual(tmp_path / "v.h5", (4, 5, 6), (np.s_[:], h5py.VirtualSource(inner, "main", (4, 5, 6))))
@@ -286,7 +286,7 @@ def test_chunks_of_sources_that_were_never_written_are_counted_or_refused(tmp_pa
             volume.expect(Box((0, 0, 0), (4, 5, 6)))
 
 
-def test_a_source_without_a_fill_value_is_refused_where_it_was_never_written(tmp_path: Path) -> None:
+def test_unwritten_source_without_fill_value_is_refused(tmp_path: Path) -> None:
     part = h5py.VirtualSource(half_written(tmp_path / "s.h5", fill_time="never"), "a", (4, 5, 6))
     with open_volume(virtual(tmp_path / "v.h5", (4, 5, 6), (np.s_[:], part))) as volume:
         volume.expect(Box((0, 0, 0), (2, 5, 6)))
@@ -295,7 +295,7 @@ def test_a_source_without_a_fill_value_is_refused_where_it_was_never_written(tmp
         assert not whole(volume)[2:].any()  # and not what memory held before
 
 
-def test_voxels_that_no_source_is_mapped_to_are_counted_or_refused(tmp_path: Path) -> None:
+def test_unmapped_voxels_are_counted_or_refused(tmp_path: Path) -> None:
     source = stored(tmp_path / "s.h5", VOXELS[:1])
     part = h5py.VirtualSource(source, "a", (1, 5, 6))
     path = virtual(tmp_path / "v.h5", (4, 5, 6), (np.s_[1:2], part), (np.s_[3:4], part))

@@ -39,7 +39,7 @@ def made(path: Path, **attributes: Any) -> Path:
     ],
     ids=range(6),
 )
-def test_attributes_that_state_a_voxel_size(tmp_path: Path, attributes: dict[str, Any], space: Space | None) -> None:
+def test_voxel_size_is_read_from_attributes(tmp_path: Path, attributes: dict[str, Any], space: Space | None) -> None:
     with open_volume(made(tmp_path / "v.h5", **attributes)) as volume:
         assert volume.space == space
 
@@ -65,7 +65,7 @@ def test_attributes_that_state_a_voxel_size(tmp_path: Path, attributes: dict[str
     ],
     ids=range(15),
 )
-def test_odd_attributes_are_a_line_of_the_log(
+def test_odd_attributes_are_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, attributes: dict[str, Any]
 ) -> None:
     caplog.set_level(logging.INFO, "znnpy")
@@ -77,7 +77,7 @@ def test_odd_attributes_are_a_line_of_the_log(
 
 
 @pytest.mark.slow
-def test_an_output_carries_it(place: Place) -> None:
+def test_output_carries_the_voxel_size(place: Place) -> None:
     path = made(place.folder / "em.h5", element_size_um=[0.04, 0.004, 0.008])
     result = place.run("infer", path, "--network", place.folder / "net.yaml", "--out", place.out, "--roi", "4:,:,1:")
     assert result.exit_code == 0, result.output

@@ -49,7 +49,7 @@ def record(columns: bytes) -> bytes:
     return b"[%s] %08x\n" % (columns, zlib.crc32(columns))
 
 
-def test_round_trip(journal: Journal, tmp_path: Path) -> None:
+def test_written_journal_is_read_back(journal: Journal, tmp_path: Path) -> None:
     journal.append([3, 1])
     journal.append({8})
     assert read(journal.path) == (HEADER, frozenset({1, 3, 8}))
@@ -61,7 +61,7 @@ def test_round_trip(journal: Journal, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("replaces", [True, False])
-def test_the_first_line_names_the_run(tmp_path: Path, replaces: bool) -> None:
+def test_first_line_names_the_run(tmp_path: Path, replaces: bool) -> None:
     journal = Journal(tmp_path / "out.h5.journal")
     journal.create(RUN, HEADER, replaces=replaces)
     journal.close()
@@ -77,7 +77,7 @@ def test_the_first_line_names_the_run(tmp_path: Path, replaces: bool) -> None:
     [b"[4", b"[4]", b"[4, 5, 6, 7, 8, 0, 2", b"\0\0\0\0\n", b"[4] 00000000\n", record(b"4, 9"), record(b"4")[:-1]],
     ids=repr,
 )
-def test_a_torn_last_line_is_ignored_and_overwritten(journal: Journal, torn: bytes) -> None:
+def test_torn_last_line_is_ignored_and_overwritten(journal: Journal, torn: bytes) -> None:
     journal.append([3, 1])
     with journal.path.open("ab") as file:
         file.write(torn)
@@ -90,7 +90,7 @@ def test_a_torn_last_line_is_ignored_and_overwritten(journal: Journal, torn: byt
 
 
 @pytest.mark.parametrize("kept", range(0, 250, 7))
-def test_killed_while_it_is_created(journal: Journal, kept: int) -> None:
+def test_journal_killed_during_its_creation_counts_as_not_begun(journal: Journal, kept: int) -> None:
     """A journal cut within its first two lines counts as our own, of a run that had not begun."""
     whole = journal.path.read_bytes()
     journal.path.write_bytes(whole[: min(kept, len(whole) - 1)])
@@ -109,7 +109,7 @@ def test_killed_while_it_is_created(journal: Journal, kept: int) -> None:
     ],
     ids=["no number", "brackets", "checksum", "control characters", "long"],
 )
-def test_damage_before_the_last_line(journal: Journal, damage: bytes, shown: str) -> None:
+def test_damage_before_the_last_line_is_refused(journal: Journal, damage: bytes, shown: str) -> None:
     journal.append([3])
     with journal.path.open("ab") as file:
         file.write(damage + b"\n" + record(b"5"))
@@ -121,7 +121,7 @@ def test_damage_before_the_last_line(journal: Journal, damage: bytes, shown: str
     assert len(str(caught.value)) < 400
 
 
-def test_a_line_of_any_length_takes_bounded_memory(journal: Journal) -> None:
+def test_line_of_any_length_takes_bounded_memory(journal: Journal) -> None:
     with journal.path.open("r+b") as file:
         file.seek(0, 2)
         file.truncate(2**31)  # a line of zeros
@@ -136,7 +136,7 @@ def test_a_line_of_any_length_takes_bounded_memory(journal: Journal) -> None:
 
 
 @pytest.mark.parametrize("content", [b"notes of mine\n", b"znnpy journal 1 0123456789abcdef new\n", b"{}", b"\0" * 99])
-def test_a_file_that_no_run_wrote_is_left_alone(tmp_path: Path, content: bytes) -> None:
+def test_foreign_file_is_left_alone(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "out.h5.journal"
     path.write_bytes(content)
     for look in (Journal(path).open, lambda: read_header(tmp_path / "out.h5")):
@@ -148,7 +148,7 @@ def test_a_file_that_no_run_wrote_is_left_alone(tmp_path: Path, content: bytes) 
 
 
 @pytest.mark.parametrize("kind", ["symbolic", "hard", "folder", "pipe"])
-def test_a_journal_that_is_another_file(journal: Journal, tmp_path: Path, kind: str) -> None:
+def test_link_as_journal_is_not_followed(journal: Journal, tmp_path: Path, kind: str) -> None:
     """A link is not followed: what it names is not ours, even where it looks like a journal."""
     path = tmp_path / "other.h5.journal"
     if kind == "folder":
@@ -166,7 +166,7 @@ def test_a_journal_that_is_another_file(journal: Journal, tmp_path: Path, kind: 
     assert journal.path.read_bytes() == before
 
 
-def test_only_the_file_that_is_open_is_removed(journal: Journal) -> None:
+def test_only_the_open_file_is_removed(journal: Journal) -> None:
     assert journal.is_still_there()
     journal.path.rename(journal.path.with_name("moved"))
     journal.path.write_text("of another run")
@@ -193,7 +193,7 @@ GOOD: dict[str, object] = {"job": {}, "settings": {}, "plan": "", "blas": "", "c
     ],
     ids=["negative", "many columns", "text", "settings", "odd", "job", "incomplete", "brackets", "garbage"],
 )
-def test_a_damaged_header(journal: Journal, damage: bytes | dict[str, object], why: str) -> None:
+def test_damaged_header_is_refused(journal: Journal, damage: bytes | dict[str, object], why: str) -> None:
     first = journal.path.read_bytes().splitlines(keepends=True)[0]
     line = damage if isinstance(damage, bytes) else json.dumps(damage).encode()
     journal.path.write_bytes(first + line + b"\n")
@@ -203,7 +203,7 @@ def test_a_damaged_header(journal: Journal, damage: bytes | dict[str, object], w
     assert len(str(caught.value)) < 400
 
 
-def test_many_columns_take_a_byte_each(journal: Journal) -> None:
+def test_many_columns_take_one_byte_each(journal: Journal) -> None:
     count = 300_000
     journal.remove()
     journal.create(RUN, replace(HEADER, columns=count))
@@ -223,7 +223,7 @@ def test_many_columns_take_a_byte_each(journal: Journal) -> None:
     assert peak < count + 2**17
 
 
-def test_loads_no_numpy() -> None:
+def test_journal_module_loads_no_numpy() -> None:
     program = "import sys, znnpy.volume.journal; print(sorted({'numpy', 'h5py'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     assert done.stdout == "[]\n"
@@ -232,10 +232,10 @@ def test_loads_no_numpy() -> None:
 @pytest.mark.parametrize(
     ("network", "name"), [("n337", "em_n337.h5"), ("lab/net 2", "em_lab_net_2.h5"), ("v1.5-β", "em_v1.5-β.h5")]
 )
-def test_default_output_is_a_file_beside_the_volume(tmp_path: Path, network: str, name: str) -> None:
+def test_default_output_lies_beside_the_volume(tmp_path: Path, network: str, name: str) -> None:
     assert default_output(tmp_path / "em.h5", network) == tmp_path / name
 
 
-def test_of_a_zarr_volume_the_output_is_zarr(tmp_path: Path) -> None:
+def test_default_output_of_a_zarr_volume_is_zarr(tmp_path: Path) -> None:
     assert default_output(tmp_path / "em.zarr", "n337") == tmp_path / "em_n337.zarr"
     assert default_output(tmp_path / "em.npy", "n337") == tmp_path / "em_n337.h5"

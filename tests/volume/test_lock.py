@@ -17,7 +17,7 @@ def lock(folder: Path) -> OutputLock:
     return OutputLock(folder / "out.h5.lock", folder / "out.h5")
 
 
-def test_one_holds_it(tmp_path: Path) -> None:
+def test_lock_has_one_holder(tmp_path: Path) -> None:
     first, second = lock(tmp_path), lock(tmp_path)
     first.hold()
     first.hold()
@@ -32,7 +32,7 @@ def test_one_holds_it(tmp_path: Path) -> None:
     second.release()
 
 
-def test_a_removed_lock_is_taken_again_or_is_the_next_ones(tmp_path: Path) -> None:
+def test_removed_lock_is_taken_again_or_belongs_to_the_next(tmp_path: Path) -> None:
     first, second = lock(tmp_path), lock(tmp_path)
     first.hold()
     (tmp_path / "out.h5.lock").unlink()
@@ -48,7 +48,7 @@ def test_a_removed_lock_is_taken_again_or_is_the_next_ones(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("left", [False, True])
-def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: bool) -> None:
+def test_lock_works_on_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: bool) -> None:
     """The file itself is the lock on such file systems; a user has to remove one that a killed run left."""
 
     def refused(descriptor: int, operation: int) -> None:

@@ -39,7 +39,7 @@ BOXES = [
 @pytest.mark.parametrize("box", BOXES, ids=str)
 @pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize("shape", [(7, 9, 11), (3, 7, 9, 11)], ids=str)
-def test_reads_a_box(
+def test_box_is_read(
     tmp_path: Path, shape: tuple[int, ...], order: str, box: Box, run: int, page: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(array_module, "RUN_BYTES", run)
@@ -53,7 +53,7 @@ def test_reads_a_box(
 
 @pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize("dtype", ["u1", ">i2", "<f2", ">f4", "<f8", ">u8"])
-def test_every_number_type(tmp_path: Path, dtype: str, order: str) -> None:
+def test_every_number_type_is_read(tmp_path: Path, dtype: str, order: str) -> None:
     array = saved(tmp_path / "v.npy", (2, 3, 5, 4), dtype, order)
     with open_volume(tmp_path / "v.npy") as volume:
         assert (volume.shape, volume.dtype) == ((2, 3, 5, 4), np.dtype(dtype).newbyteorder("="))
@@ -65,7 +65,7 @@ def test_every_number_type(tmp_path: Path, dtype: str, order: str) -> None:
         assert volume.identity() == volume.identity()
 
 
-def test_a_file_cut_short_meanwhile(tmp_path: Path) -> None:
+def test_file_cut_short_meanwhile_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "v.npy"
     saved(path, (7, 9, 11))
     with open_volume(path) as volume:
@@ -77,7 +77,7 @@ def test_a_file_cut_short_meanwhile(tmp_path: Path) -> None:
             volume.read(Box((0, 0, 0), (7, 9, 11)), np.zeros((1, 7, 9, 11), np.uint16))
 
 
-def test_files_that_are_no_volume(tmp_path: Path) -> None:
+def test_files_without_a_volume_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "v.npy"
     with pytest.raises(VolumeError, match=r"there is no file .*v\.npy; check the path"):
         open_volume(path)
@@ -103,7 +103,7 @@ def test_files_that_are_no_volume(tmp_path: Path) -> None:
 
 
 def with_header(text: bytes, version: int = 1) -> bytes:
-    """A .npy file of this header and 64 zeros."""
+    """Write a .npy file of this header and 64 zeros."""
     return (
         b"\x93NUMPY" + bytes([version, 0]) + len(text).to_bytes(2 if version == 1 else 4, "little") + text + bytes(64)
     )
@@ -140,7 +140,7 @@ def header(descr: str = "'|u1'", order: str = "False", shape: str = "(4, 4, 4)")
     ],
     ids=lambda value: value[:60] if isinstance(value, str) else "",
 )
-def test_hostile_headers(tmp_path: Path, content: bytes, said: str) -> None:
+def test_hostile_headers_are_refused(tmp_path: Path, content: bytes, said: str) -> None:
     path = tmp_path / "v.npy"
     path.write_bytes(content)
     with pytest.raises(VolumeError, match=rf"v\.npy .*{said}"):
@@ -148,14 +148,14 @@ def test_hostile_headers(tmp_path: Path, content: bytes, said: str) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2, 3])
-def test_every_version_of_the_format(tmp_path: Path, version: int) -> None:
+def test_every_version_of_the_format_is_read(tmp_path: Path, version: int) -> None:
     path = tmp_path / "v.npy"
     path.write_bytes(with_header(header(), version))
     with open_volume(path) as volume:
         assert volume.shape == (1, 4, 4, 4)
 
 
-def test_axes_of_length_1_in_front(tmp_path: Path) -> None:
+def test_leading_axes_of_length_1_are_dropped(tmp_path: Path) -> None:
     array = saved(tmp_path / "v.npy", (1, 1, 2, 3, 5, 4), "u1")
     with open_volume(tmp_path / "v.npy") as volume:
         assert volume.shape == (2, 3, 5, 4)
@@ -164,14 +164,14 @@ def test_axes_of_length_1_in_front(tmp_path: Path) -> None:
     np.testing.assert_array_equal(out, array[0, 0, :, 1:3, 1:4])
 
 
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+def test_pipe_is_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "v.npy")
     with pytest.raises(VolumeError, match=r"v\.npy cannot be read: it is a pipe, a socket or a device"):
         open_volume(tmp_path / "v.npy")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mappings are listed on Linux only")
-def test_nothing_stays_mapped(tmp_path: Path) -> None:
+def test_closed_volume_leaves_nothing_mapped(tmp_path: Path) -> None:
     saved(tmp_path / "v.npy", (7, 9, 11))
     with open_volume(tmp_path / "v.npy") as volume:
         volume.read(Box((0, 0, 0), (7, 9, 11)), np.zeros((1, 7, 9, 11), np.uint16))

@@ -65,7 +65,7 @@ def test_every_voxel_is_written(path: Path, maps: int, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("maps", [1, 3])
-def test_boxes_at_random(tmp_path: Path, maps: int) -> None:
+def test_random_boxes_are_written(tmp_path: Path, maps: int) -> None:
     rng = np.random.default_rng(11)
     shape = (maps, *SIZE)
     Hdf5Store.create(tmp_path / "s.h5", shape, np.dtype("f4"), {})
@@ -81,7 +81,7 @@ def test_boxes_at_random(tmp_path: Path, maps: int) -> None:
     np.testing.assert_array_equal(stored(tmp_path / "s.h5").reshape(shape), twin)
 
 
-def test_a_wrong_array_is_refused(path: Path) -> None:
+def test_wrong_array_is_refused(path: Path) -> None:
     with output(path) as opened:
         with pytest.raises(ValueError, match="is not open for writing"):
             opened.write(COLUMNS[0].steps[0].write, expected())
@@ -94,7 +94,7 @@ def test_a_wrong_array_is_refused(path: Path) -> None:
             opened.complete()
 
 
-def test_readable_while_it_is_written(path: Path) -> None:
+def test_output_is_readable_while_it_is_written(path: Path) -> None:
     with output(path) as opened:
         opened.begin(HEADER, {})
         write(opened, range(3), expected())
@@ -104,7 +104,7 @@ def test_readable_while_it_is_written(path: Path) -> None:
         )
 
 
-def test_new_refuses_what_exists(path: Path) -> None:
+def test_new_output_refuses_an_existing_file(path: Path) -> None:
     path.write_text("precious")
     with pytest.raises(
         OutputError, match=r"the output .*out\.h5 exists; give overwrite=True to replace it, or another"
@@ -120,7 +120,7 @@ def test_new_refuses_what_exists(path: Path) -> None:
         output(path).__enter__()
 
 
-def test_the_volume_is_not_the_output(path: Path, tmp_path: Path) -> None:
+def test_volume_as_output_is_refused(path: Path, tmp_path: Path) -> None:
     volume = tmp_path / "volume.h5"
     (tmp_path / "soft.h5").symlink_to(volume)
     (tmp_path / "hard.h5").hardlink_to(volume)
@@ -133,13 +133,13 @@ def test_the_volume_is_not_the_output(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["out.npy", "out", "out.tif"])
-def test_only_formats_that_are_written(path: Path, name: str) -> None:
+def test_unwritable_formats_are_refused(path: Path, name: str) -> None:
     message = rf"{name} has suffix '.*', and only \.h5, \.hdf5, \.hdf and \.zarr are written; give one"
     with pytest.raises(OutputError, match=message):
         output(path.with_name(name))
 
 
-def test_places_that_cannot_be_written(tmp_path: Path) -> None:
+def test_unwritable_places_are_refused(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match=r"there is no folder .*nowhere to write out\.h5 in; create it first"):
         output(tmp_path / "nowhere" / "out.h5").__enter__()
     (tmp_path / "folder.h5").mkdir()
@@ -160,12 +160,12 @@ def nobody() -> Iterator[None]:
         os.seteuid(0)
 
 
-def test_a_folder_without_permission(nobody: None) -> None:
+def test_folder_without_permission_is_refused(nobody: None) -> None:
     with pytest.raises(OutputError, match=r"/ may not be written to \(Permission denied\); change its permissions or"):
         output(Path("/out.h5")).__enter__()
 
 
-def test_two_runs_one_output(path: Path) -> None:
+def test_second_run_with_the_same_output_is_refused(path: Path) -> None:
     with output(path) as first:
         first.begin(HEADER, {})
         write(first, range(2), expected())
@@ -180,7 +180,7 @@ def test_two_runs_one_output(path: Path) -> None:
     np.testing.assert_array_equal(stored(path), expected()[0])
 
 
-def test_a_lock_left_by_a_killed_run_does_not_block(path: Path) -> None:
+def test_lock_left_by_a_killed_run_does_not_block(path: Path) -> None:
     path.with_name("out.h5.lock").touch()
     finish(path)
     assert names(path) == {"volume.h5", "out.h5"}
@@ -189,7 +189,7 @@ def test_a_lock_left_by_a_killed_run_does_not_block(path: Path) -> None:
 Usage = namedtuple("Usage", "total used free")
 
 
-def test_not_enough_disk_is_known_before_the_start(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_disk_space_is_refused_before_the_start(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needed = (2 * 3 * 2) * (6 * 5 * 5) * 4  # chunks of 6x5x5 float32
     assert stored_bytes((1, *SIZE), np.dtype("f4")) == needed
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(10**9, 10**9, needed - 1))
@@ -214,7 +214,7 @@ def test_small_columns_share_a_sync(path: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(synced) <= 3  # the first column, the end, and one for a slow second
 
 
-def test_a_place_that_takes_no_lock_is_not_taken_for_another_run() -> None:
+def test_place_without_locks_is_not_mistaken_for_another_run() -> None:
     with (
         pytest.raises(OutputError, match=r"/proc takes no file out\.h5\.lock, which keeps a second run away"),
         output(Path("/proc/out.h5")),
@@ -222,6 +222,6 @@ def test_a_place_that_takes_no_lock_is_not_taken_for_another_run() -> None:
         pass
 
 
-def test_a_folder_without_a_name_is_no_output() -> None:
+def test_folder_without_a_name_is_refused() -> None:
     with pytest.raises(OutputError, match=r"the output '\.' is a folder"):
         Output(Path("."), inputs={}, shape=(1, *SIZE), dtype=np.dtype("f4"), mode="new", job={})

@@ -58,7 +58,7 @@ def read(path: Path) -> npt.NDArray[np.float32]:
 
 
 @pytest.mark.parametrize("name", ["out.h5", "out.zarr"])
-def test_killed_at_random_moments(name: str, tmp_path: Path) -> None:
+def test_output_survives_kills_at_random_moments(name: str, tmp_path: Path) -> None:
     rng = random.Random(20261120)
     size, patch = (60, 50, 40), (10, 25, 13)
     columns = cover(size, patch)
@@ -103,7 +103,7 @@ def test_killed_at_random_moments(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "least"), [("out.h5", 12), ("out.zarr", 40)])
-def test_killed_before_every_step(name: str, least: int, tmp_path: Path) -> None:
+def test_output_survives_a_kill_before_every_rename(name: str, least: int, tmp_path: Path) -> None:
     """An output is replaced, and the run is killed before each change of a name; so is the run that goes on."""
     if name.endswith(".zarr"):
         pytest.importorskip("zarr")

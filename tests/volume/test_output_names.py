@@ -69,7 +69,7 @@ KINDS = ("file", "folder", "symlink", "dangling", "hard link")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("ending", ["old", "journal.new", "draft", "partial.old"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_names_that_are_not_ours_are_left_alone(path: Path, tmp_path: Path, kind: str, ending: str, mode: Mode) -> None:
+def test_foreign_files_are_left_alone(path: Path, tmp_path: Path, kind: str, ending: str, mode: Mode) -> None:
     volume = tmp_path / "data.bin"
     volume.write_bytes(b"the volume")
     if mode == "overwrite":
@@ -86,7 +86,7 @@ def test_names_that_are_not_ours_are_left_alone(path: Path, tmp_path: Path, kind
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("ending", ["partial", "journal", "lock"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_names_that_are_taken_are_refused(path: Path, tmp_path: Path, kind: str, ending: str, mode: Mode) -> None:
+def test_taken_names_are_refused(path: Path, tmp_path: Path, kind: str, ending: str, mode: Mode) -> None:
     """Nothing is written or removed through a link, also with overwrite."""
     volume = tmp_path / "data.bin"
     volume.write_bytes(b"the volume")
@@ -97,7 +97,7 @@ def test_names_that_are_taken_are_refused(path: Path, tmp_path: Path, kind: str,
     assert everything(tmp_path) == before
 
 
-def test_a_partial_output_that_was_made_by_others_beside_a_journal_of_ours(path: Path) -> None:
+def test_foreign_partial_output_beside_our_journal_is_refused(path: Path) -> None:
     interrupt(path, 3)
     partial = path.with_name(f"{path.name}.partial")
     partial.rename(path.with_name("kept"))
@@ -109,7 +109,7 @@ def test_a_partial_output_that_was_made_by_others_beside_a_journal_of_ours(path:
         assert (partial / "thesis.tex").read_text() == "precious"
 
 
-def test_what_takes_the_name_of_the_output_during_the_run_is_not_replaced(path: Path) -> None:
+def test_file_created_under_the_outputs_name_during_the_run_is_not_replaced(path: Path) -> None:
     def run() -> None:
         with output(path) as opened:
             opened.begin(HEADER, {})
@@ -130,7 +130,7 @@ def test_what_takes_the_name_of_the_output_during_the_run_is_not_replaced(path: 
     assert names(path) == {path.name}
 
 
-def test_a_link_to_nothing_is_replaced_only_when_asked(path: Path) -> None:
+def test_dangling_link_is_replaced_only_on_request(path: Path) -> None:
     path.symlink_to("nowhere")
     with pytest.raises(OutputError, match=r"exists as a link to a missing file; give overwrite=True to replace"):
         output(path).__enter__()
@@ -142,7 +142,7 @@ def test_a_link_to_nothing_is_replaced_only_when_asked(path: Path) -> None:
     assert names(path) == {path.name}
 
 
-def test_a_link_is_replaced_and_not_what_it_names(path: Path, tmp_path: Path) -> None:
+def test_link_is_replaced_and_its_target_kept(path: Path, tmp_path: Path) -> None:
     real = tmp_path / "elsewhere" / path.name
     real.parent.mkdir()
     finish(real)
@@ -154,7 +154,7 @@ def test_a_link_is_replaced_and_not_what_it_names(path: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_file_where_a_folder_goes_and_a_folder_where_a_file_goes(path: Path, tmp_path: Path, mode: Mode) -> None:
+def test_file_and_folder_do_not_replace_each_other(path: Path, tmp_path: Path, mode: Mode) -> None:
     """It is known before anything is computed."""
     place(path, "file" if path.suffix == ".zarr" else "folder", path)
     before = everything(tmp_path)
@@ -163,7 +163,7 @@ def test_a_file_where_a_folder_goes_and_a_folder_where_a_file_goes(path: Path, t
     assert everything(tmp_path) == before
 
 
-def test_a_folder_that_holds_more_than_an_output_is_not_replaced(tmp_path: Path) -> None:
+def test_folder_holding_more_than_an_output_is_not_replaced(tmp_path: Path) -> None:
     zarr = pytest.importorskip("zarr")
     path = tmp_path / "data.zarr"
     zarr.open_group(path, mode="w").create_array("raw", shape=(4, 4, 4), dtype="u1")
@@ -183,7 +183,7 @@ def into(path: Path, mode: Mode, **inputs: Path) -> Output:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_an_input_is_never_replaced(tmp_path: Path, mode: Mode) -> None:
+def test_input_is_never_replaced(tmp_path: Path, mode: Mode) -> None:
     zarr = pytest.importorskip("zarr")
     data = tmp_path / "data.zarr"
     raw = zarr.open_group(data, mode="w").create_array("raw", shape=(4, 4, 4), dtype="u1")
@@ -212,7 +212,7 @@ def test_an_input_is_never_replaced(tmp_path: Path, mode: Mode) -> None:
         assert everything(tmp_path) == before
 
 
-def test_a_new_array_in_the_group_that_is_read(tmp_path: Path) -> None:
+def test_new_array_in_the_group_of_the_volume_is_written(tmp_path: Path) -> None:
     zarr = pytest.importorskip("zarr")
     data = tmp_path / "data.zarr"
     zarr.open_group(data, mode="w").create_array("raw", shape=(4, 4, 4), dtype="u1")
@@ -225,7 +225,7 @@ def test_a_new_array_in_the_group_that_is_read(tmp_path: Path) -> None:
     assert {item.name for item in data.iterdir()} == {"zarr.json", "raw", "prediction.zarr"}
 
 
-def test_the_journal_of_another_run(tmp_path: Path) -> None:
+def test_journal_of_another_run_is_refused(tmp_path: Path) -> None:
     """The journal lists columns that are not on disk; trusting it would give wrong voxels without an error."""
     ours, theirs = tmp_path / "out.h5", tmp_path / "other.h5"
     interrupt(ours, 3)
@@ -240,7 +240,7 @@ def test_the_journal_of_another_run(tmp_path: Path) -> None:
     np.testing.assert_array_equal(stored(ours), expected()[0])
 
 
-def test_a_journal_that_was_changed(path: Path) -> None:
+def test_changed_journal_is_refused(path: Path) -> None:
     interrupt(path, 3)
     journal = path.with_name(f"{path.name}.journal")
     text = journal.read_bytes()
@@ -253,7 +253,7 @@ def test_a_journal_that_was_changed(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "overwritten", "empty"])
-def test_a_damaged_partial_output(path: Path, damage: str) -> None:
+def test_damaged_partial_output_is_refused(path: Path, damage: str) -> None:
     interrupt(path, 3)
     partial = path.with_name(f"{path.name}.partial")
     file = partial / "zarr.json" if partial.is_dir() else partial
@@ -281,7 +281,7 @@ def test_links_inside_a_partial_folder_are_not_written_through(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("job", ['"text"', "[1]", "[" * 100_000, "{}"])
-def test_a_finished_output_with_an_odd_job(tmp_path: Path, job: str) -> None:
+def test_finished_output_with_an_odd_job_is_refused(tmp_path: Path, job: str) -> None:
     import h5py
 
     path = tmp_path / "out.h5"
@@ -292,7 +292,7 @@ def test_a_finished_output_with_an_odd_job(tmp_path: Path, job: str) -> None:
         output(path, "resume").__enter__()
 
 
-def test_a_lock_that_was_removed(path: Path) -> None:
+def test_run_without_its_lock_yields_to_a_second_run(path: Path) -> None:
     """A second run overwrites what the first one is writing: the first gives no output, and hurts nothing."""
 
     def first() -> None:
@@ -316,7 +316,7 @@ def test_a_lock_that_was_removed(path: Path) -> None:
     assert names(path) == {path.name}
 
 
-def test_a_lock_that_was_removed_and_a_second_run_that_has_ended(path: Path) -> None:
+def test_run_without_its_lock_keeps_the_output_of_an_ended_second_run(path: Path) -> None:
     def first() -> None:
         with output(path, "overwrite") as one:
             one.begin(HEADER, {})
@@ -331,7 +331,7 @@ def test_a_lock_that_was_removed_and_a_second_run_that_has_ended(path: Path) -> 
     assert names(path) == {path.name}
 
 
-def test_a_lock_that_was_removed_and_nobody_came(path: Path) -> None:
+def test_run_without_its_lock_finishes_if_no_other_run_came(path: Path) -> None:
     with output(path) as opened:
         opened.begin(HEADER, {})
         write(opened, range(len(COLUMNS)), expected())
@@ -340,7 +340,7 @@ def test_a_lock_that_was_removed_and_nobody_came(path: Path) -> None:
     assert names(path) == {path.name}
 
 
-def test_a_folder_that_was_being_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_replaced_halfway_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next run restores the earlier output after a kill between the two renames."""
     pytest.importorskip("zarr")
     path = tmp_path / "out.zarr"

@@ -45,7 +45,7 @@ def path(tmp_path: Path) -> Path:
     return furnished(tmp_path)
 
 
-def test_interrupted_then_resumed(path: Path) -> None:
+def test_interrupted_run_resumes_byte_for_byte(path: Path) -> None:
     interrupt(path, 5)
     assert names(path) == {"volume.h5", "out.h5.partial", "out.h5.journal"}
     assert read_header(path) == HEADER
@@ -64,7 +64,7 @@ def test_interrupted_then_resumed(path: Path) -> None:
     np.testing.assert_array_equal(stored(path), expected()[0])
 
 
-def test_an_unfinished_column_does_not_count(path: Path) -> None:
+def test_unfinished_column_does_not_count(path: Path) -> None:
     with output(path) as opened:
         opened.begin(HEADER, {})
         write(opened, range(2), expected())
@@ -74,7 +74,7 @@ def test_an_unfinished_column_does_not_count(path: Path) -> None:
         assert opened.done == frozenset(range(2))
 
 
-def test_an_exception_inside_keeps_what_was_finished(path: Path) -> None:
+def test_exception_keeps_finished_columns(path: Path) -> None:
     def work() -> None:
         with output(path) as opened:
             opened.begin(HEADER, {})
@@ -87,13 +87,13 @@ def test_an_exception_inside_keeps_what_was_finished(path: Path) -> None:
         assert opened.done == frozenset(range(4))
 
 
-def test_resume_begins_when_there_is_nothing(path: Path) -> None:
+def test_resume_without_files_begins_a_run(path: Path) -> None:
     finish(path, "resume")
     np.testing.assert_array_equal(stored(path), expected()[0])
 
 
 @pytest.mark.parametrize("left", ["out.h5.partial", "out.h5.journal"])
-def test_resume_begins_when_half_is_missing(path: Path, left: str) -> None:
+def test_resume_with_half_of_the_files_begins_a_run(path: Path, left: str) -> None:
     interrupt(path, 5)
     for name in {"out.h5.partial", "out.h5.journal"} - {left}:
         path.with_name(name).unlink()
@@ -102,7 +102,7 @@ def test_resume_begins_when_half_is_missing(path: Path, left: str) -> None:
     np.testing.assert_array_equal(stored(path), expected()[0])
 
 
-def test_resume_of_what_is_finished(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_of_a_finished_output_does_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as killed:  # at the very end
         killed.setattr(Journal, "remove", Journal.close)
         finish(path)
@@ -130,7 +130,7 @@ def test_resume_of_what_is_finished(path: Path, monkeypatch: pytest.MonkeyPatch)
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_resume_of_another_job(path: Path, job: dict[str, Any], message: str) -> None:
+def test_resume_of_another_job_is_refused(path: Path, job: dict[str, Any], message: str) -> None:
     interrupt(path, 5)
     with pytest.raises(
         ResumeError, match=rf"the unfinished .*partial belongs to another job: {re.escape(message)}; .*"
@@ -144,7 +144,7 @@ def test_resume_of_another_job(path: Path, job: dict[str, Any], message: str) ->
     np.testing.assert_array_equal(stored(path), expected()[0])
 
 
-def test_resume_of_a_foreign_file(path: Path) -> None:
+def test_resume_of_a_foreign_file_is_refused(path: Path) -> None:
     path.write_text("precious")
     with pytest.raises(ResumeError, match=r"out\.h5 exists and was not written by znnpy; give overwrite=True"):
         output(path, "resume").__enter__()
@@ -155,7 +155,7 @@ def test_resume_of_a_foreign_file(path: Path) -> None:
         output(path, "resume").__enter__()
 
 
-def test_resume_with_another_shape(path: Path) -> None:
+def test_resume_with_another_shape_is_refused(path: Path) -> None:
     interrupt(path, 5)
     with pytest.raises(
         OutputError, match=r"holds \(1, 11, 14, 9\) float32, and this run writes \(2, 11, 14, 9\) float"
@@ -177,7 +177,7 @@ def test_overwrite_keeps_the_old_until_the_new_is_complete(path: Path) -> None:
     assert names(path) == {"volume.h5", "out.h5"}
 
 
-def test_a_journal_never_vouches_for_another_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_journal_never_vouches_for_another_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupt(path, 5)
 
     def killed(*what: Any) -> None:
@@ -194,7 +194,7 @@ TMPFS_BYTES = 2**20
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of one MiB."""
+    """Mount a file system of one MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = subprocess.run(
@@ -206,7 +206,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_disk_full_in_mid_run(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_during_a_run_leaves_a_run_to_resume(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size, patch = (32, 64, 64), (8, 64, 64)  # half the disk, four columns
     columns = cover(size, patch)
     monkeypatch.setattr(store_module, "CHUNK", 8)
@@ -254,7 +254,7 @@ def fill(hog: Path) -> None:
                 room = False
 
 
-def test_a_failed_sync_is_not_recorded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_column_with_a_failed_sync_is_not_recorded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails_once(descriptor: int) -> None:
         monkeypatch.undo()  # a second fsync would report success although the data are lost
         raise OSError(5, "Input/output error")
@@ -275,7 +275,7 @@ def test_a_failed_sync_is_not_recorded(path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("leave", ["by an error", "by a kill"])
-def test_a_run_without_a_finished_column_leaves_nothing_in_the_way(path: Path, leave: str) -> None:
+def test_run_without_a_finished_column_leaves_no_obstacle(path: Path, leave: str) -> None:
     """Its advice may be to run with other settings: the files of the failed run must not refuse that."""
     opened = output(path).__enter__()
     opened.begin(HEADER, {})

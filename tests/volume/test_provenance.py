@@ -31,7 +31,7 @@ def hdf5(path: Path, write: Callable[[h5py.AttributeManager, h5py.Dataset], None
 
 
 def written(folder: Path, suffix: str, **attributes: Any) -> Path:
-    """An output with these attributes in place of the right ones; those that are None are left out."""
+    """Write an output with these attributes in place of the right ones; None leaves one out."""
     entries = {name: value for name, value in {**RIGHT, **attributes}.items() if value is not None}
     if suffix == ".h5":
         return hdf5(folder / "out.h5", lambda attrs, dataset: attrs.update(entries))
@@ -41,7 +41,7 @@ def written(folder: Path, suffix: str, **attributes: Any) -> Path:
 
 
 def short(text: str) -> str:
-    """An id for a case whose text may be long."""
+    """Return an id for a case whose text may be long."""
     return text[:20]
 
 
@@ -55,7 +55,7 @@ def refusal(path: Path) -> str:
 
 
 @pytest.mark.parametrize("suffix", [".h5", ".zarr"])
-def test_what_znnpy_writes(tmp_path: Path, suffix: str) -> None:
+def test_written_attributes_are_read_back(tmp_path: Path, suffix: str) -> None:
     found = Provenance.of(written(tmp_path, suffix))
     assert (found.network, found.offset, found.precision) == ("net", (2, 3, 4), "tf32")
     assert (found.job.roi, found.job.border, found.job.volume.shape) == ("1:2,3:4,5:6", "valid", (1, 20, 23, 25))
@@ -64,7 +64,7 @@ def test_what_znnpy_writes(tmp_path: Path, suffix: str) -> None:
 
 @pytest.mark.parametrize("suffix", [".h5", ".zarr", ".npy"])
 @pytest.mark.parametrize("name", ["job", "offset", "network"])
-def test_attributes_that_are_missing(tmp_path: Path, suffix: str, name: str) -> None:
+def test_missing_attributes_are_refused(tmp_path: Path, suffix: str, name: str) -> None:
     if suffix == ".npy":
         np.save(tmp_path / "out.npy", np.zeros((2, 2, 2)))
         assert "was not written by znnpy" in refusal(tmp_path / "out.npy")
@@ -93,7 +93,7 @@ ODD_OFFSETS: list[Any] = [
     [(name, value) for name in ("job", "network", "precision") for value in ODD_TEXTS]
     + [("offset", value) for value in [*ODD_OFFSETS, [[1, 2, 3]], list(range(3000))]],
 )
-def test_other_types_and_lengths(tmp_path: Path, suffix: str, name: str, value: Any) -> None:
+def test_attributes_of_other_types_and_lengths_are_refused(tmp_path: Path, suffix: str, name: str, value: Any) -> None:
     assert f"the attribute {name} of " in refusal(written(tmp_path, suffix, **{name: value}))
 
 
@@ -128,7 +128,7 @@ def not_utf8(attrs: h5py.AttributeManager, dataset: h5py.Dataset, name: str) -> 
 
 @pytest.mark.parametrize("name", ["job", "offset", "precision"])
 @pytest.mark.parametrize("odd", [empty, compound, reference, bitfield, array_type, not_utf8])
-def test_types_that_only_hdf5_has(tmp_path: Path, name: str, odd: Callable[..., None]) -> None:
+def test_hdf5_types_are_read(tmp_path: Path, name: str, odd: Callable[..., None]) -> None:
     def write(attrs: h5py.AttributeManager, dataset: h5py.Dataset) -> None:
         attrs.update({key: value for key, value in RIGHT.items() if key != name})
         odd(attrs, dataset, name)
@@ -138,7 +138,7 @@ def test_types_that_only_hdf5_has(tmp_path: Path, name: str, odd: Callable[..., 
 
 
 @pytest.mark.parametrize("precision", ["int4", "", "\x1b[2J", "x" * 10**6], ids=short)
-def test_a_precision_that_is_none(tmp_path: Path, precision: str) -> None:
+def test_unknown_precision_is_refused(tmp_path: Path, precision: str) -> None:
     assert "which this version does not know" in refusal(written(tmp_path, ".h5", precision=precision))
 
 
@@ -183,5 +183,5 @@ def without(entries: dict[str, Any], name: str) -> dict[str, Any]:
     ],
     ids=short,
 )
-def test_a_job_that_znnpy_did_not_write(tmp_path: Path, job: str, where: str) -> None:
+def test_foreign_job_is_refused(tmp_path: Path, job: str, where: str) -> None:
     assert re.search(rf"the attribute job of .* is damaged: {where}[.:]", refusal(written(tmp_path, ".h5", job=job)))

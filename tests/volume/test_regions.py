@@ -16,7 +16,7 @@ def mask(shape: tuple[int, ...], regions: list[Region]) -> np.ndarray:
     return counts
 
 
-def test_without_holds_every_other_element_once() -> None:
+def test_difference_holds_every_other_element_once() -> None:
     rng = np.random.default_rng(3)
     shape = (5, 6, 7)
     for _ in range(100):
@@ -31,7 +31,7 @@ def test_without_holds_every_other_element_once() -> None:
 
 
 @pytest.mark.parametrize("shape", [(11,), (4, 5), (2, 3, 4), (2, 3, 2, 3)], ids=str)
-def test_a_run_of_elements_is_a_few_regions(shape: tuple[int, ...]) -> None:
+def test_range_of_elements_is_a_few_regions(shape: tuple[int, ...]) -> None:
     count = int(np.prod(shape))
     for first in range(count + 1):
         for end in range(count + 1):
@@ -42,7 +42,7 @@ def test_a_run_of_elements_is_a_few_regions(shape: tuple[int, ...]) -> None:
             assert len(regions) <= 2 * len(shape) - 1
 
 
-def test_clipped_and_shifted() -> None:
+def test_regions_are_clipped_and_shifted() -> None:
     region = Region((1, 2), (4, 6))
     assert region.shape == (3, 4)
     assert region.clipped(Region((2, 0), (9, 3))) == Region((2, 2), (4, 3))
@@ -69,7 +69,7 @@ def test_pieces_cut_no_chunk(elements: int, chunks: int) -> None:
     assert len(found) == 1 or len(found) > 1 >= min(chunks, elements // 24) / len(seen)
 
 
-def test_thousands_of_holes_are_cut_out_one_after_the_other() -> None:
+def test_thousands_of_holes_are_cut_out() -> None:
     holes = [Region((0, at, 0, 0), (1, at + 1, 6, 6)) for at in range(1, 10_000, 2)]
     parts = sorted(part.lo[1] for part in Region((0, 0, 0, 0), (1, 10_000, 6, 6)).without(holes))
     assert parts == list(range(0, 10_000, 2))

@@ -22,7 +22,7 @@ def crop(mean: float = 130.0, std: float = 33.5) -> npt.NDArray[np.uint8]:
 
 
 def padded() -> npt.NDArray[np.uint8]:
-    """A volume whose faces are black: only the box in the centre holds tissue."""
+    """Make a volume whose faces are black: only the box in the centre holds tissue."""
     volume = np.zeros((60, 60, 60), np.uint8)
     volume[15:45, 15:45, 15:45] = crop()[:30, :30, :30]
     return volume
@@ -77,7 +77,7 @@ def sampled_mean(volume: npt.NDArray[Any]) -> float:
     return greys.mean
 
 
-def test_moments_are_those_of_the_sampled_voxels() -> None:
+def test_moments_equal_those_of_the_sampled_voxels() -> None:
     """A volume that one box of each place covers is sampled whole, so numpy knows the answer."""
     volume = np.random.default_rng(3).normal(5.0, 2.0, (2, 8, 8, 8))
     volume[1, 3, 4, 5] = np.nan
@@ -89,7 +89,7 @@ def test_moments_are_those_of_the_sampled_voxels() -> None:
     assert [second.mean, second.std] == pytest.approx([np.nanmean(volume[1]), np.nanstd(volume[1])])
 
 
-def test_each_channel_is_held_against_its_own_values() -> None:
+def test_each_channel_is_compared_with_its_own_values() -> None:
     network = Network("two", 2, BYTES.layers, Normalise((130.0, 0.5), (33.5, 0.2)))
     volume = np.stack([crop().astype(np.float32), crop().astype(np.float32)])
     assert ["channel 1" in doubt for doubt in doubts(volume, network)] == [True]
@@ -107,5 +107,5 @@ def test_values_near_the_largest_are_doubted_without_overflow(largest: float) ->
     assert "is the volume scaled as" in doubt or "16 bits" in doubt
 
 
-def test_a_channel_without_finite_voxels_is_not_doubted() -> None:
+def test_channel_without_finite_voxels_is_not_doubted() -> None:
     assert doubts(np.full((9, 9, 9), np.nan, np.float32)) == ()

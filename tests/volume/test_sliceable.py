@@ -60,7 +60,7 @@ def infer(place: Place, volume: Any, out: Any, **words: Any) -> znnpy.Report:
     return znnpy.infer(volume, place.folder / "net.yaml", out=out, threads=1, patch=(4, 4, 4), **words)
 
 
-def test_an_array_is_predicted_into_an_array(
+def test_array_is_predicted_into_an_array(
     place: Place, voxels: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]
 ) -> None:
     out = np.full(expected.shape, np.nan, np.float32)
@@ -90,7 +90,7 @@ def test_arrays_of_zarr_are_read_and_written(
 
 
 @pytest.mark.slow
-def test_objects_that_are_arrays_only_when_asked(
+def test_array_like_objects_are_converted(
     place: Place, voxels: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]
 ) -> None:
     lazy, out = Lazy(voxels[np.newaxis]), np.empty(expected.shape, np.float32)
@@ -99,7 +99,7 @@ def test_objects_that_are_arrays_only_when_asked(
     assert all(len(where) == 4 for where in lazy.asked)
 
 
-def test_finished_blocks_may_be_taken_one_by_one(
+def test_finished_blocks_are_written_one_by_one(
     place: Place, voxels: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]
 ) -> None:
     class Blocks:
@@ -120,7 +120,7 @@ def test_finished_blocks_may_be_taken_one_by_one(
     assert blocks.count == 80
 
 
-def test_other_words_hold_for_arrays_too(place: Place, voxels: np.ndarray[Any, Any]) -> None:
+def test_other_arguments_work_with_arrays(place: Place, voxels: np.ndarray[Any, Any]) -> None:
     words: dict[str, Any] = {"roi": "2:20,0:20,1:25", "border": "reflect", "output_dtype": "uint8"}
     infer(place, place.volume, place.out, **words)
     out = np.zeros(place.prediction().shape, np.uint8)
@@ -128,16 +128,14 @@ def test_other_words_hold_for_arrays_too(place: Place, voxels: np.ndarray[Any, A
     np.testing.assert_array_equal(out, place.prediction())
 
 
-def test_an_array_is_predicted_into_a_file_and_resumed(place: Place, voxels: np.ndarray[Any, Any]) -> None:
+def test_array_is_predicted_into_a_file_and_resumed(place: Place, voxels: np.ndarray[Any, Any]) -> None:
     infer(place, voxels, place.out)
     assert not infer(place, voxels, place.out, resume=True).computed
     with pytest.raises(znnpy.ResumeError):
         infer(place, 255 - voxels, place.out, resume=True)
 
 
-def test_what_does_not_fit_is_refused(
-    place: Place, voxels: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]
-) -> None:
+def test_unfit_arrays_are_refused(place: Place, voxels: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> None:
     other = place.folder / "other.h5"
     fitting = np.empty(expected.shape, np.float32)
     for out in (fitting[:, 1:], fitting.astype(np.float64)):
@@ -176,14 +174,14 @@ def test_what_does_not_fit_is_refused(
     assert not other.exists()
 
 
-def test_the_file_of_a_dataset_is_not_replaced(place: Place) -> None:
+def test_file_of_a_dataset_is_not_replaced(place: Place) -> None:
     before = place.volume.read_bytes()
     with h5py.File(place.volume) as file, pytest.raises(OutputError, match="volume"):
         infer(place, file["raw"], place.volume, overwrite=True)
     assert place.volume.read_bytes() == before
 
 
-def test_slices_that_are_not_what_was_asked_for_are_an_error(place: Place, voxels: np.ndarray[Any, Any]) -> None:
+def test_wrong_slices_are_an_error(place: Place, voxels: np.ndarray[Any, Any]) -> None:
     class Short(Lazy):
         def __getitem__(self, where: tuple[slice, ...]) -> Lazy:
             return super().__getitem__((slice(0, 1), *where[1:]))
@@ -192,7 +190,7 @@ def test_slices_that_are_not_what_was_asked_for_are_an_error(place: Place, voxel
         infer(place, Short(voxels), place.out)
 
 
-def test_it_is_read_in_pieces_along_its_chunks_and_the_memory_is_counted() -> None:
+def test_arrays_are_read_along_chunks_with_counted_memory() -> None:
     lazy = Lazy(np.arange(64 * 200 * 1024, dtype=np.float32).reshape(64, 200, 1024))
     lazy.chunks = ((16,) * 4, (100, 100), (512, 512))
     volume = SliceVolume(lazy)
@@ -208,7 +206,7 @@ def test_it_is_read_in_pieces_along_its_chunks_and_the_memory_is_counted() -> No
 
 
 @pytest.mark.slow
-def test_the_prediction_of_one_map_has_three_axes_where_the_output_has(place: Place) -> None:
+def test_prediction_of_one_map_has_three_axes_if_the_output_has(place: Place) -> None:
     file = place.write_network("max.yaml", weights=None, layers=[{"type": "maxfilter", "window": [2, 2, 2]}])
     with h5py.File(place.volume) as opened:
         voxels: np.ndarray[Any, Any] = opened["raw"][:]

@@ -30,7 +30,7 @@ def volume(size: Vec3, dtype: str = "i2", channels: int = 1) -> tuple[npt.NDArra
 
 
 def padded(array: npt.NDArray[np.int16], fov: Vec3) -> npt.NDArray[np.int16]:
-    """The whole volume with numpy's own mirror around it: (c, *(size + fov - 1))."""
+    """Return the whole volume with numpy's own mirror around it: (c, *(size + fov - 1))."""
     pads = [((k - 1) // 2, k - 1 - (k - 1) // 2) for k in fov]
     return np.pad(array, [(0, 0), *pads], mode="reflect")
 
@@ -44,7 +44,9 @@ PATCHES = [(1, 1, 1), (4, 3, 2), (6, 20, 7)]
 @pytest.mark.parametrize("patch", PATCHES, ids=str)
 @pytest.mark.parametrize("fov", FOVS, ids=str)
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_reflect_equals_pad(size: Vec3, fov: Vec3, patch: Vec3, slab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reflected_border_equals_numpys_pad(
+    size: Vec3, fov: Vec3, patch: Vec3, slab: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(source_module, "SLAB_BYTES", slab)
     array, opened = volume(size, channels=2)
     means = (5.2, 70_000.0)  # the second is beyond int16
@@ -66,7 +68,7 @@ def test_reflect_equals_pad(size: Vec3, fov: Vec3, patch: Vec3, slab: int, monke
         np.testing.assert_array_equal(out, beyond[:, z, y, x])
 
 
-def test_valid_without_roi() -> None:
+def test_valid_source_without_roi_is_the_volume() -> None:
     array, opened = volume((9, 8, 10))
     source = Source(opened, roi=None, border="valid", network=network((4, 3, 2)), allow_nan=False)
     assert source.output == (6, 6, 9)
@@ -76,7 +78,7 @@ def test_valid_without_roi() -> None:
     np.testing.assert_array_equal(out, array[:, 1:6, 2:6, 3:7])
 
 
-def test_valid_uses_nothing_outside_the_roi() -> None:
+def test_valid_border_reads_nothing_outside_the_roi() -> None:
     array, opened = volume((9, 8, 10))
     roi = Box((2, 1, 3), (7, 6, 9))
     source = Source(
@@ -91,7 +93,7 @@ def test_valid_uses_nothing_outside_the_roi() -> None:
     np.testing.assert_array_equal(out, expected)
 
 
-def test_reflect_uses_what_lies_around_the_roi() -> None:
+def test_reflected_border_reads_voxels_around_the_roi() -> None:
     fov = (6, 3, 4)
     array, opened = volume((9, 8, 10))
     roi = Box((1, 3, 8), (4, 6, 10))
@@ -116,7 +118,7 @@ def test_unsigned_mean_is_representable() -> None:
 @pytest.mark.parametrize("shape", [(40, 40, 40), (1, 400, 160), (2, 3, 9000)], ids=str)
 @pytest.mark.parametrize("border", ["valid", "reflect"])
 @pytest.mark.parametrize("allow_nan", [False, True])
-def test_little_memory_whatever_the_shape(
+def test_reading_takes_little_memory_for_any_shape(
     shape: Vec3, border: Border, allow_nan: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All NaN, at once: the mask, and a few slabs."""
@@ -181,7 +183,7 @@ def test_mirrored_nan_counts_once_and_is_named_where_it_lies() -> None:
 
 @pytest.mark.usefixtures("slabs")
 @pytest.mark.parametrize("border", ["valid", "reflect"])
-def test_allow_nan_replaces_by_the_mean_and_says_where(border: Border) -> None:
+def test_allowed_nan_is_replaced_by_the_mean_and_masked(border: Border) -> None:
     array = with_holes()
     net = network((3, 3, 3), 2, Normalise((0.25, -2.0), (1.0, 1.0)))
     source = Source(ArrayVolume(array), roi=None, border=border, network=net, allow_nan=True)
@@ -200,13 +202,13 @@ def test_allow_nan_replaces_by_the_mean_and_says_where(border: Border) -> None:
     assert (out[1, -2:] == -2.0).all()
 
 
-def test_nan_outside_the_roi_does_not_matter() -> None:
+def test_nan_outside_the_roi_is_ignored() -> None:
     roi = Box((3, 1, 0), (9, 8, 10))
     source = Source(ArrayVolume(with_holes()), roi=roi, border="valid", network=network((3, 3, 3), 2), allow_nan=False)
     assert source.read((0, 0, 0), np.zeros((2, 12, 7, 10), np.float32)) is None
 
 
-def test_channels_must_fit() -> None:
+def test_wrong_number_of_channels_is_refused() -> None:
     message = (
         "the array has 2 channels, (c, z, y, x) = (2, 4, 5, 6), and network probe takes 1; "
         "give a volume with 1, axes in this order"
@@ -215,7 +217,7 @@ def test_channels_must_fit() -> None:
         Source(volume((4, 5, 6), channels=2)[1], roi=None, border="valid", network=network((1, 1, 1)), allow_nan=False)
 
 
-def test_smaller_than_the_field_of_view() -> None:
+def test_volume_smaller_than_the_field_of_view_is_refused() -> None:
     _, opened = volume((9, 8, 10))
     net = network((3, 11, 3))
     with pytest.raises(ShapeError, match=r"volume is smaller than the field of view along y: 9x8x10 against 3x11x3"):
@@ -228,7 +230,7 @@ def test_smaller_than_the_field_of_view() -> None:
     assert Source(opened, roi=None, border="reflect", network=net, allow_nan=False).output == (9, 8, 10)
 
 
-def test_parse_roi() -> None:
+def test_roi_is_parsed() -> None:
     assert parse_roi("1:5,2:6,3:7", (9, 8, 10)) == Box((1, 2, 3), (5, 6, 7))
     assert parse_roi(" 1: , :6,: ", (9, 8, 10)) == Box((1, 0, 0), (9, 6, 10))
     assert parse_roi("0:9,0:8,0:10", (9, 8, 10)) == Box((0, 0, 0), (9, 8, 10))
@@ -247,11 +249,11 @@ def test_parse_roi() -> None:
         ("1:5,6:6,3:7", "is empty along y: 6:6; give an end beyond 6, at most 8"),
     ],
 )
-def test_bad_roi(text: str, message: str) -> None:
+def test_invalid_roi_is_refused(text: str, message: str) -> None:
     with pytest.raises(VolumeError, match=message):
         parse_roi(text, (9, 8, 10))
 
 
-def test_unknown_border() -> None:
+def test_unknown_border_is_refused() -> None:
     with pytest.raises(ValueError, match="'valid' or 'reflect', not 'mirror'"):
         Source(volume((4, 5, 6))[1], roi=None, border="mirror", network=network((1, 1, 1)), allow_nan=False)  # type: ignore[arg-type]

@@ -44,7 +44,7 @@ def predict(place: Place, *words: str) -> Any:
 
 
 @pytest.mark.slow
-def test_zarr_in_is_zarr_out_at_the_same_place(place: Place) -> None:
+def test_zarr_output_lies_at_the_same_place(place: Place) -> None:
     result = predict(place)
     out = place.folder / "volume_tiny.zarr"
     assert result.stdout.startswith(f"{out}: ")
@@ -62,7 +62,7 @@ def test_zarr_in_is_zarr_out_at_the_same_place(place: Place) -> None:
 
 
 @pytest.mark.slow
-def test_an_hdf5_output_says_it_too(place: Place) -> None:
+def test_hdf5_output_states_the_place(place: Place) -> None:
     predict(place, "--out", str(place.out))
     with h5py.File(place.out) as file:
         attributes = dict(file["prediction"].attrs)
@@ -72,7 +72,7 @@ def test_an_hdf5_output_says_it_too(place: Place) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["h5", "zarr"])
-def test_where_the_volume_says_nothing_the_output_claims_nothing(place: Place, suffix: str) -> None:
+def test_output_of_a_volume_without_place_states_none(place: Place, suffix: str) -> None:
     out = place.folder / f"x.{suffix}"
     assert place.run(*place.words[:-1], out).exit_code == 0
     if suffix == "zarr":

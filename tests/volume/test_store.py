@@ -59,7 +59,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def store(path: Path) -> Iterator[Hdf5Store]:
-    """Of three maps, full of `before()`."""
+    """Open a store of three maps, full of `before()`."""
     made = opened(path, new=True)
     made.write(WHOLE, before())
     yield made
@@ -99,7 +99,7 @@ def stored(path: Path) -> npt.NDArray[Any]:
     ],
     ids=str,
 )
-def test_only_planes_that_a_box_touches(
+def test_only_planes_touched_by_a_box_are_written(
     store: Hdf5Store, path: Path, monkeypatch: pytest.MonkeyPatch, box: Box, planes: int, reads: bool
 ) -> None:
     calls = Calls(monkeypatch)
@@ -112,7 +112,7 @@ def test_only_planes_that_a_box_touches(
     np.testing.assert_array_equal(stored(path), expected)
 
 
-def test_only_chunks_that_are_covered_in_part_are_read(store: Hdf5Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_partly_covered_chunks_are_read(store: Hdf5Store, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls(monkeypatch)
     store.write(Box((4, 0, 0), (9, 12, 9)), random(2, (5, 12, 9)))  # of three chunks along y the last is cut
     assert len(calls.written) == 3 * 2 * 3 * 2
@@ -120,7 +120,7 @@ def test_only_chunks_that_are_covered_in_part_are_read(store: Hdf5Store, monkeyp
 
 
 @pytest.mark.parametrize("maps", [1, 3])
-def test_written_in_two_runs(path: Path, maps: int) -> None:
+def test_output_written_in_two_runs_is_complete(path: Path, maps: int) -> None:
     rng = np.random.default_rng(20261120)
     expected = np.zeros((maps, *SIZE), np.float32)
     for run in range(2):
@@ -135,14 +135,14 @@ def test_written_in_two_runs(path: Path, maps: int) -> None:
     np.testing.assert_array_equal(stored(path).reshape(expected.shape), expected)
 
 
-def test_an_empty_box_writes_nothing(store: Hdf5Store, path: Path) -> None:
+def test_empty_box_writes_nothing(store: Hdf5Store, path: Path) -> None:
     for hi in ((4, 6, 6), (6, 4, 6), (6, 6, 4)):
         box = Box((4, 4, 4), hi)
         store.write(box, np.zeros((3, *box.size), np.float32))
     np.testing.assert_array_equal(stored(path), before())
 
 
-def test_short_reads_and_writes_go_on(store: Hdf5Store, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_reads_and_writes_are_continued(store: Hdf5Store, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls(monkeypatch, most=7)
     box = Box((1, 2, 3), (11, 14, 8))
     voxels = random(2, box.size)
@@ -153,14 +153,14 @@ def test_short_reads_and_writes_go_on(store: Hdf5Store, path: Path, monkeypatch:
     np.testing.assert_array_equal(stored(path), expected)
 
 
-def test_a_file_cut_short(store: Hdf5Store, path: Path) -> None:
+def test_cut_file_is_refused(store: Hdf5Store, path: Path) -> None:
     at = int(store._addresses[0, 0, 0, 0])
     os.truncate(path, at + 2 * PLANE + 9)
     with pytest.raises(OSError, match=rf"^{path} ends at byte {at + 2 * PLANE + 9}: another program cut it short$"):
         store.write(Box((1, 0, 0), (4, 1, 1)), random(2, (3, 1, 1)))
 
 
-def test_threads_write_at_once(store: Hdf5Store, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_write_concurrently(store: Hdf5Store, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     together = threading.Barrier(THREADS)
     writes = 0
     pwrite = os.pwrite
@@ -179,7 +179,7 @@ def test_threads_write_at_once(store: Hdf5Store, path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("size", "threads"), [((4, 5, 5), 1), ((5, 5, 5), 2), (SIZE, 2)], ids=str)
-def test_small_boxes_are_for_few_threads(path: Path, monkeypatch: pytest.MonkeyPatch, size: Vec3, threads: int) -> None:
+def test_small_boxes_use_few_threads(path: Path, monkeypatch: pytest.MonkeyPatch, size: Vec3, threads: int) -> None:
     monkeypatch.setattr(hdf5_store, "THREAD_BYTES", 3 * 4 * PLANE)
     names: set[str] = set()
     pwrite = os.pwrite
@@ -197,7 +197,7 @@ def test_small_boxes_are_for_few_threads(path: Path, monkeypatch: pytest.MonkeyP
 
 
 def slow_writes(monkeypatch: pytest.MonkeyPatch, fails: Callable[[int], bool]) -> list[str]:
-    """Writes that take a while, or fail at once as on a full disk; what began and what ended."""
+    """Let writes take a while, or fail as on a full disk; record what began and what ended."""
     pwrite = os.pwrite
     seen: list[str] = []
 
@@ -215,7 +215,7 @@ def slow_writes(monkeypatch: pytest.MonkeyPatch, fails: Callable[[int], bool]) -
 
 
 @pytest.mark.parametrize("failing", [(0, 0, 0, 0), (2, 0, 0, 0), (1, 0, 1, 0)])
-def test_a_failure_in_one_of_several_chunks(
+def test_failure_in_one_chunk_is_raised(
     store: Hdf5Store, path: Path, monkeypatch: pytest.MonkeyPatch, failing: tuple[int, int, int, int]
 ) -> None:
     full = int(store._addresses[failing])
@@ -232,7 +232,7 @@ def test_a_failure_in_one_of_several_chunks(
     np.testing.assert_array_equal(stored(path), random(3))
 
 
-def test_an_interrupt_leaves_nobody_writing(store: Hdf5Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_leaves_no_thread_writing(store: Hdf5Store, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = slow_writes(monkeypatch, lambda at: False)
     pwrite = os.pwrite
     own: list[int] = []
@@ -253,7 +253,7 @@ def test_an_interrupt_leaves_nobody_writing(store: Hdf5Store, monkeypatch: pytes
     assert seen.count("began") == seen.count("ended") < 3 * 12
 
 
-def test_an_interrupt_while_the_other_still_writes(store: Hdf5Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_waits_for_the_other_writer(store: Hdf5Store, monkeypatch: pytest.MonkeyPatch) -> None:
     join, pwrite = threading.Thread.join, os.pwrite
     joined, alive = [], []
 
@@ -277,7 +277,7 @@ def test_an_interrupt_while_the_other_still_writes(store: Hdf5Store, monkeypatch
     assert alive == [False]
 
 
-def test_no_thread_to_be_had(store: Hdf5Store, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_thread_is_reported(store: Hdf5Store, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -287,7 +287,7 @@ def test_no_thread_to_be_had(store: Hdf5Store, path: Path, monkeypatch: pytest.M
     np.testing.assert_array_equal(stored(path), random(2))
 
 
-def test_no_thread_is_left_and_none_keeps_the_process(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_store_leaves_no_thread(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pwrite = os.pwrite
     seen: set[threading.Thread] = set()
 
@@ -307,7 +307,7 @@ def test_no_thread_is_left_and_none_keeps_the_process(path: Path, monkeypatch: p
     store.close()
 
 
-def test_what_writing_takes_is_set_aside(tmp_path: Path) -> None:
+def test_memory_of_writing_is_reserved(tmp_path: Path) -> None:
     largest = max(np.dtype(dtype).itemsize for dtype in OUTPUT_DTYPES)
     shape = (3, 3 * CHUNK, CHUNK, CHUNK)  # chunks of full size
     Hdf5Store.create(tmp_path / "out.h5", shape, np.dtype("f4"), {})

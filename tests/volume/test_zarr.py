@@ -47,7 +47,7 @@ def made(path: Path, voxels: npt.NDArray[Any], zarr_format: int = 3) -> Path:
 @pytest.mark.parametrize("zarr_format", [2, 3])
 @pytest.mark.parametrize("dtype", ["u1", ">u2", "<i4", "<f2", ">f4", "<f8"])
 @pytest.mark.parametrize("shape", [(5, 7, 9), (2, 5, 7, 9)], ids=str)
-def test_reads_an_array(tmp_path: Path, dtype: str, shape: tuple[int, ...], zarr_format: int) -> None:
+def test_array_is_read(tmp_path: Path, dtype: str, shape: tuple[int, ...], zarr_format: int) -> None:
     voxels = np.random.default_rng(1).integers(0, 100, shape).astype(dtype)
     with open_volume(made(tmp_path / "volume.zarr", voxels, zarr_format)) as volume:
         assert volume.dtype == np.dtype(dtype).newbyteorder("=")
@@ -58,7 +58,7 @@ def test_reads_an_array(tmp_path: Path, dtype: str, shape: tuple[int, ...], zarr
         assert volume.identity() == volume.identity()
 
 
-def test_finds_the_array_in_a_group(tmp_path: Path) -> None:
+def test_array_in_a_group_is_found(tmp_path: Path) -> None:
     path = tmp_path / "volume.zarr"
     group = zarr.open_group(path, mode="w")
     group.create_array("mask", shape=(4, 5, 6), dtype="bool")
@@ -76,7 +76,7 @@ def test_finds_the_array_in_a_group(tmp_path: Path) -> None:
         assert volume.channels == 3
 
 
-def test_the_identity_of_an_array_is_not_that_of_its_group(tmp_path: Path) -> None:
+def test_identity_of_an_array_differs_from_that_of_its_group(tmp_path: Path) -> None:
     """An output may be a new array beside the one that is read, and a run that writes it goes on."""
     group = zarr.open_group(tmp_path / "volume.zarr", mode="w")
     group.create_array("deep/raw", data=np.full((4, 5, 6), 3, "u1"))
@@ -92,7 +92,7 @@ def test_the_identity_of_an_array_is_not_that_of_its_group(tmp_path: Path) -> No
     assert stored() != before
 
 
-def test_what_cannot_be_opened(tmp_path: Path) -> None:
+def test_unfit_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(VolumeError, match=r"there is no folder .*none\.zarr; check the path"):
         open_volume(tmp_path / "none.zarr")
     empty = tmp_path / "empty.zarr"
@@ -140,7 +140,7 @@ def names(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("maps", [1, 3])
-def test_written_interrupted_resumed(path: Path, maps: int) -> None:
+def test_interrupted_output_resumes_byte_for_byte(path: Path, maps: int) -> None:
     with output(path, "new", maps) as opened:
         opened.begin(HEADER, {"offset": np.array([1, 2, 3]), "plan": "{}"})
         write(opened, range(5), maps)
@@ -166,7 +166,7 @@ def test_written_interrupted_resumed(path: Path, maps: int) -> None:
         output(path, "resume", maps, network="xyz").__enter__()
 
 
-def test_overwrite_replaces_the_folder_at_the_end(path: Path) -> None:
+def test_overwritten_folder_is_replaced_at_the_end(path: Path) -> None:
     made(path, np.ones((4, 4, 4), "u1"))
     (path / "precious").write_text("old")
     with pytest.raises(OutputError, match=r"the output .*out\.zarr exists; give overwrite=True"):
@@ -182,7 +182,7 @@ def test_overwrite_replaces_the_folder_at_the_end(path: Path) -> None:
     np.testing.assert_array_equal(zarr.open_array(path, mode="r")[:], expected(1)[0])
 
 
-def test_resume_with_another_shape(path: Path) -> None:
+def test_resume_with_another_shape_is_refused(path: Path) -> None:
     with output(path) as opened:
         opened.begin(HEADER, {})
         write(opened, range(1), 1)
@@ -193,7 +193,7 @@ def test_resume_with_another_shape(path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_without_the_package(tmp_path: Path) -> None:
+def test_missing_package_is_named(tmp_path: Path) -> None:
     program = """
 import sys
 from pathlib import Path
@@ -212,7 +212,7 @@ for door in (lambda: open_volume(Path("a.zarr")), lambda: store_for(Path("a.zarr
     assert done.stdout == 2 * line
 
 
-def test_no_more_chunks_are_counted_than_there_are(tmp_path: Path) -> None:
+def test_memory_counts_only_existing_chunks(tmp_path: Path) -> None:
     chunk = (64, 512, 512)
     zarr.create_array(tmp_path / "one.zarr", shape=chunk, chunks=chunk, dtype="u1")
     with open_volume(tmp_path / "one.zarr") as volume:

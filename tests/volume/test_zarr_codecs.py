@@ -122,7 +122,7 @@ CODECS = ["gzip", "zlib", "bz2", "lzma", "zstd", "zstd that does not say", "zstd
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of zarr: codecs that are not in the specification
 @pytest.mark.parametrize("zarr_format", [2, 3])
-def test_chunks_that_unpack_to_too_much(tmp_path: Path, zarr_format: int) -> None:
+def test_chunks_unpacking_to_too_much_are_refused(tmp_path: Path, zarr_format: int) -> None:
     good, bad = ([made(tmp_path / f"{name} {codec}.zarr", codec, zarr_format) for codec in CODECS] for name in "ab")
     for path, codec in zip(bad, CODECS, strict=True):
         (path / ("0.0.0" if zarr_format == 2 else "c/0/0/0")).write_bytes(bomb(codec))
@@ -137,7 +137,7 @@ def test_chunks_that_unpack_to_too_much(tmp_path: Path, zarr_format: int) -> Non
 
 
 @pytest.mark.slow
-def test_a_chunk_within_a_shard(tmp_path: Path) -> None:
+def test_chunk_within_a_shard_is_limited_too(tmp_path: Path) -> None:
     good, bad = tmp_path / "good.zarr", tmp_path / "bad.zarr"
     for path in (good, bad):
         array = zarr.create_array(
@@ -161,7 +161,7 @@ def test_a_chunk_within_a_shard(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("codec", ["gzip", "zlib", "bz2", "lzma", "blosc", "lz4", "zstd"])
 @pytest.mark.parametrize("zarr_format", [2, 3])
-def test_good_chunks_are_read_as_before(tmp_path: Path, codec: str, zarr_format: int) -> None:
+def test_valid_chunks_are_read(tmp_path: Path, codec: str, zarr_format: int) -> None:
     with open_volume(made(tmp_path / "v.zarr", codec, zarr_format)) as volume:
         out = np.zeros(volume.shape, volume.dtype)
         volume.read(Box((0, 0, 0), volume.size), out)
@@ -169,7 +169,7 @@ def test_good_chunks_are_read_as_before(tmp_path: Path, codec: str, zarr_format:
 
 
 @pytest.mark.parametrize("frames", [1, 2])
-def test_zstandard_that_does_not_say_its_size_is_read(tmp_path: Path, frames: int) -> None:
+def test_zstandard_frame_of_unknown_size_is_read(tmp_path: Path, frames: int) -> None:
     path = made(tmp_path / "v.zarr", "zstd", 3)
     (path / "c/0/0/0").write_bytes(b"".join([zstd_frame(CHUNK // frames)] * frames))
     with open_volume(path) as volume:
@@ -179,7 +179,7 @@ def test_zstandard_that_does_not_say_its_size_is_read(tmp_path: Path, frames: in
 
 
 @pytest.mark.parametrize("codec", ["gzip", "zlib", "bz2", "lzma"])
-def test_chunks_that_are_cut_short_are_one_sentence(tmp_path: Path, codec: str) -> None:
+def test_cut_chunk_is_reported_in_one_sentence(tmp_path: Path, codec: str) -> None:
     path = made(tmp_path / "v.zarr", codec, 2)
     content = (path / "0.0.0").read_bytes()
     (path / "0.0.0").write_bytes(content[: len(content) // 2])

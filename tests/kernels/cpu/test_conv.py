@@ -63,13 +63,13 @@ def ids(value: object) -> str | None:
 
 
 def some_variants(primitive: Primitive, shape: ConvShape) -> Sequence[Variant]:
-    """The first, the last, and a few between."""
+    """Return the first variant, the last, and a few between."""
     variants = primitive.variants(shape, MACHINE)
     return [*variants[:: max(1, len(variants) // 5)], variants[-1]]
 
 
 @pytest.mark.parametrize(("primitive", "shape"), PAIRS, ids=ids)
-def test_equals_the_definition(primitive: Primitive, shape: ConvShape) -> None:
+def test_output_equals_the_definition(primitive: Primitive, shape: ConvShape) -> None:
     weights = random_weights(shape)
     for variant, kind in zip(some_variants(primitive, shape), cycle(INPUTS)):
         if kind == "hot" and shape.activation not in ("none", "relu"):
@@ -80,8 +80,8 @@ def test_equals_the_definition(primitive: Primitive, shape: ConvShape) -> None:
         np.testing.assert_array_equal(x, before, err_msg="the input was modified")
 
 
-def test_tiles_that_reach_far_beyond_the_input() -> None:
-    """Whole blocks of planes lie outside: they are zero, whatever the scratch held."""
+def test_tiles_far_beyond_the_input_read_zeros() -> None:
+    """Whole blocks of planes outside the input are zero, whatever the scratch held."""
     shape = ConvShape(1, 100, 2, (19, 10, 10), (3, 3, 3))
     x, weights = random_input(shape), random_weights(shape)
     ran = run(find("cpu.conv.fft_tiled"), shape, x, weights, Variant.of(tile=(16, 16, 16), group=8), threads=2)
@@ -91,7 +91,7 @@ def test_tiles_that_reach_far_beyond_the_input() -> None:
 @pytest.mark.parametrize("kind", INPUTS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("primitive", CONVS, ids=ids)
-def test_equals_the_definition_for_every_activation_and_input(primitive: Primitive, activation: str, kind: str) -> None:
+def test_every_activation_and_input_equals_the_definition(primitive: Primitive, activation: str, kind: str) -> None:
     shape = ConvShape(1, 7, 5, (15, 16, 17), (3, 3, 3), activation)  # type: ignore[arg-type]
     x, weights = random_input(shape, kind), random_weights(shape)
     out = run(primitive, shape, x, weights).out
@@ -118,7 +118,7 @@ def _vec3(v: tuple[int, ...]) -> Vec3:
 
 @given(conv_shapes(), st.data())
 @settings(max_examples=40, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
-def test_equals_the_definition_on_random_shapes(shape: ConvShape, data: st.DataObject) -> None:
+def test_random_shapes_equal_the_definition(shape: ConvShape, data: st.DataObject) -> None:
     primitive = data.draw(st.sampled_from(CONVS))
     assume(primitive.why_not(shape, MACHINE) is None)
     variant = data.draw(st.sampled_from(list(primitive.variants(shape, MACHINE))))
@@ -140,7 +140,7 @@ def test_batch_may_have_any_stride(primitive: Primitive, shape: ConvShape) -> No
 
 
 def spread(images: Array) -> Array:
-    """The same images, 96 floats apart, NaN between."""
+    """Copy the images to places 96 floats apart, with NaN between."""
     store = np.full((len(images), images[0].size + 96), np.nan, np.float32)
     store[:, : images[0].size] = images.reshape(len(images), -1)
     strides = (store.strides[0], *images.strides[1:])
@@ -162,7 +162,7 @@ LARGE = ConvShape(1, 24, 24, (50, 52, 54), (3, 3, 3), "relu")
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("primitive", CONVS, ids=ids)
-def test_footprint_is_what_is_used(primitive: Primitive, threads: int) -> None:
+def test_footprint_equals_the_bytes_used(primitive: Primitive, threads: int) -> None:
     x, weights = random_input(LARGE), random_weights(LARGE)
     for variant in some_variants(primitive, LARGE)[-3:]:
         ran = run(primitive, LARGE, x, weights, variant, threads)
@@ -174,7 +174,7 @@ def test_footprint_is_what_is_used(primitive: Primitive, threads: int) -> None:
 
 
 @pytest.mark.parametrize("primitive", CONVS, ids=ids)
-def test_residents_are_as_large_as_said(primitive: Primitive) -> None:
+def test_resident_bytes_equal_the_footprint(primitive: Primitive) -> None:
     shape = ConvShape(1, 40, 40, (32, 32, 32), (3, 3, 3))
     weights = random_weights(shape)
     for variant in some_variants(primitive, shape)[-2:]:
@@ -193,8 +193,8 @@ def test_residents_are_as_large_as_said(primitive: Primitive) -> None:
 
 @pytest.mark.parametrize("activation", ["none", "relu"])
 @pytest.mark.parametrize("primitive", CONVS, ids=ids)
-def test_a_bound_step_keeps_what_is_said(primitive: Primitive, activation: str) -> None:
-    """Rows of biases and the like: not much, but of wide images with many maps megabytes."""
+def test_bound_step_keeps_only_the_promised_bytes(primitive: Primitive, activation: str) -> None:
+    """Rows of biases are small, but megabytes for wide images with many maps."""
     shape = ConvShape(1, 2, 64, (4, 5, 900), (2, 2, 3), activation)  # type: ignore[arg-type]
     variant = primitive.variants(shape, MACHINE)[-1]
     with ThreadPool(2) as crew:
@@ -209,7 +209,7 @@ def test_a_bound_step_keeps_what_is_said(primitive: Primitive, activation: str) 
     assert counted <= held <= counted + 2**16, step  # and pyFFTW's objects
 
 
-def test_a_block_is_found_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_blocks_take_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A list of all blocks would take megabytes where blocks are small."""
     monkeypatch.setattr(conv_direct, "BLOCK_BYTES", 1)
     monkeypatch.setattr(conv_direct, "MIN_VOXELS", 1)
@@ -227,7 +227,7 @@ def arrays(resident: object) -> list[Array]:
     return list(resident)
 
 
-def test_output_may_lie_on_the_input_after_its_last_stage() -> None:
+def test_output_may_overwrite_the_input_after_its_last_stage() -> None:
     """Algorithm 2 frees its input once it is transformed: the footprint says so."""
     shape = ConvShape(2, 5, 6, (12, 13, 14), (3, 3, 3), "relu")
     weights, x = random_weights(shape), random_input(shape)
@@ -264,7 +264,7 @@ def test_overflow_is_found_before_the_activation_hides_it(primitive: Primitive, 
         run(primitive, shape, x, weights, threads=2)
 
 
-def test_large_finite_values_are_no_overflow() -> None:
+def test_large_finite_values_do_not_count_as_overflow() -> None:
     """Their sums overflow float32; they themselves do not."""
     shape = ConvShape(1, 1, 2, (6, 30, 30), (1, 1, 1))
     x = np.full(shape.in_shape, 3e38, np.float32)
@@ -273,7 +273,7 @@ def test_large_finite_values_are_no_overflow() -> None:
 
 
 @pytest.mark.parametrize("primitive", CONVS, ids=ids)
-def test_a_stopped_crew_stops_a_step(primitive: Primitive) -> None:
+def test_stopped_thread_pool_stops_a_step(primitive: Primitive) -> None:
     shape = ConvShape(1, 4, 4, (16, 16, 16), (3, 3, 3))
     variant = primitive.variants(shape, MACHINE)[0]
     with ThreadPool(2) as crew:
@@ -284,7 +284,7 @@ def test_a_stopped_crew_stops_a_step(primitive: Primitive) -> None:
             step.run(random_input(shape), np.empty(shape.out_shape, np.float32), scratch)
 
 
-def test_why_not_says_why() -> None:
+def test_unsupported_shape_gets_a_reason() -> None:
     one = ConvShape(1, 2, 3, (4, 4, 4), (1, 1, 1))
     huge = ConvShape(1, 2, 3, (40, 40, 40), (3, 33, 3))
     maxout = MaxoutShape(1, 4, (3, 3, 3), 2)
@@ -306,7 +306,7 @@ def axis() -> st.SearchStrategy[tuple[int, int]]:
 @given(st.tuples(axis(), axis(), axis()), st.integers(1, 9), st.sampled_from([1, 3, 80]), st.sampled_from([1, 3, 80]))
 @example(((20, 10), (3, 2), (3, 2)), 1, 2, 3)  # no two sides of tiles within twice each other
 @settings(max_examples=200, derandomize=True, deadline=None)
-def test_a_primitive_that_applies_has_a_variant(
+def test_applicable_primitive_has_a_variant(
     sizes: tuple[tuple[int, int], ...], batch: int, fin: int, fout: int
 ) -> None:
     k, n = _vec3(tuple(k for k, _ in sizes)), _vec3(tuple(k + more for k, more in sizes))
@@ -325,7 +325,7 @@ def test_a_primitive_that_applies_has_a_variant(
             assert primitive.variants(shape, MACHINE), f"{primitive.name} offers nothing for {shape}"
 
 
-def test_tiles_hold_the_kernel_and_no_tile_is_larger_than_needed() -> None:
+def test_tiles_hold_the_kernel_and_are_no_larger_than_needed() -> None:
     shape = ConvShape(1, 8, 8, (11, 42, 1), (3, 9, 1))
     tiles = {v.size("tile") for v in find("cpu.conv.fft_tiled").variants(shape, MACHINE)}
     assert {t[0] for t in tiles} == {12}  # one of 12 holds all; two of 8 cover 16
@@ -333,7 +333,7 @@ def test_tiles_hold_the_kernel_and_no_tile_is_larger_than_needed() -> None:
     assert {t[2] for t in tiles} == {1}
 
 
-def test_shapes_are_checked_where_they_are_made() -> None:
+def test_impossible_shape_is_refused_when_created() -> None:
     with pytest.raises(ShapeError, match="2 < 3"):
         ConvShape(1, 1, 1, (2, 3, 3), (3, 3, 3))
 
@@ -352,7 +352,7 @@ def test_shapes_are_checked_where_they_are_made() -> None:
     ids=ids,
 )
 def test_work_fits_measured_times(shape: ConvShape, milliseconds: Sequence[float | None]) -> None:
-    """Shortest of a few runs of 2 threads on 2 Zen 5 cores, 2026-11-20: direct, whole-image FFT, tiled FFT."""
+    """The times are the shortest of a few runs of 2 threads on 2 Zen 5 cores, 2026-11-20."""
     names = "cpu.conv.direct", "cpu.conv.fft_data", "cpu.conv.fft_tiled"
     for primitive, measured in zip(map(find, names), milliseconds, strict=True):
         if measured is None:
@@ -380,7 +380,7 @@ def test_work_fits_measured_times(shape: ConvShape, milliseconds: Sequence[float
 def test_work_of_the_compiled_tiles_fits_measured_times(
     shape: ConvShape, tile: Vec3, group: int, kept: int, milliseconds: float
 ) -> None:
-    """Medians of three runs of 2 threads on 2 Zen 5 cores, 2026-11-21."""
+    """The times are medians of three runs of 2 threads on 2 Zen 5 cores, 2026-11-21."""
     variant = Variant.of(tile=tile, group=group, kept=kept)
     expected = 1000 * seconds(find("cpu.conv.fft_lanes").work(shape, variant), Rates())
     assert 0.7 < milliseconds / expected < 1.4, f"{milliseconds} measured, {expected:.0f} expected"

@@ -84,6 +84,7 @@ def run(
     return out
 
 
+@pytest.mark.slow
 def test_delays_change_no_byte_and_only_synchronisations_allocate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("znnpy.kernels.cpu.task_sizes.KERNEL_BYTES", 2**18)  # several slabs
     monkeypatch.setattr("znnpy.kernels.cpu.task_sizes.PRODUCT_BYTES", 2**14)  # an image a product
@@ -117,14 +118,14 @@ def test_delays_change_no_byte_and_only_synchronisations_allocate(monkeypatch: p
 
 
 @pytest.mark.parametrize("variant", TASKS.variants(ConvShape(4, 64, 64, (9, 9, 9), (2, 2, 2)), MACHINE), ids=str)
-def test_every_width_of_blocks_is_right(variant: Variant) -> None:
+def test_every_width_of_blocks_equals_the_definition(variant: Variant) -> None:
     shape = ConvShape(4, 64, 65, (9, 10, 6), (2, 3, 2), "softmax")
     out = run(shape, 2, variant=variant)
     assert_close(out, random_input(shape), random_weights(shape), shape)
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: nothing to pin")
-def test_workers_are_pinned_one_a_core_and_released() -> None:
+def test_workers_are_pinned_to_one_core_each_and_released() -> None:
     cores: dict[int, set[int]] = {}
     before = os.sched_getaffinity(0)
 
@@ -145,7 +146,7 @@ def test_workers_are_pinned_one_a_core_and_released() -> None:
     assert seen == [before, before]
 
 
-def test_a_crew_stopped_in_the_middle_stops_promptly() -> None:
+def test_thread_pool_stopped_in_the_middle_stops_promptly() -> None:
     shape = ConvShape(2, 32, 32, (24, 24, 24), (3, 3, 3))
     with ThreadPool(2) as crew:
         step: Any = TASKS.bind(TASKS.prepare(random_weights(shape), NARROW, crew), shape, NARROW, crew)
@@ -163,7 +164,7 @@ def test_a_crew_stopped_in_the_middle_stops_promptly() -> None:
     assert Counter(event.task.kind for event in trace)["output"] == 0
 
 
-def test_why_not_says_why() -> None:
+def test_unsupported_shape_gets_a_reason() -> None:
     def reason(shape: ConvShape, cores: int = 2) -> str:
         return TASKS.why_not(shape, replace(MACHINE, cores=cores)) or ""
 
@@ -191,7 +192,7 @@ def test_why_not_says_why() -> None:
     ids=str,
 )
 def test_work_fits_measured_times(shape: ConvShape, width: int, milliseconds: float) -> None:
-    """Shortest of three runs of 2 threads on 2 Zen 5 cores, 2026-11-21."""
+    """The times are the shortest of three runs of 2 threads on 2 Zen 5 cores, 2026-11-21."""
     expected = 1000 * seconds(TASKS.work(shape, Variant.of(width=width)), Rates())
     assert 0.7 < milliseconds / expected < 1.4, f"{milliseconds} measured, {expected:.0f} expected"
 
@@ -207,7 +208,7 @@ def test_work_fits_measured_times(shape: ConvShape, width: int, milliseconds: fl
     ids=str,
 )
 def test_work_of_the_plain_direct_convolution_fits_measured_times(shape: ConvShape, milliseconds: float) -> None:
-    """Shortest of three runs of 2 threads on 2 Zen 5 cores, 2026-11-21. It never beats the other direct one."""
+    """The times are as above; it never beats the other direct convolution."""
     naive, fast = find("cpu.conv.direct_naive"), find("cpu.conv.direct")
     expected = 1000 * seconds(naive.work(shape, Variant()), Rates())
     assert 0.7 < milliseconds / expected < 1.4, f"{milliseconds} measured, {expected:.0f} expected"

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(not RUNS_HERE, reason="the kernels were not comp
 
 
 def pooled(batch: int, maps: tuple[int, int], out: Vec3, k: Vec3, p: Vec3, activation: Activation) -> ConvShape:
-    """The convolution whose fragments are of size `out`."""
+    """Return the convolution whose fragments are of size `out`."""
     n = tuple((m + 1) * w - 1 + s - 1 if w > 1 else m + s - 1 for m, w, s in zip(out, p, k, strict=True))
     shape = ConvShape(batch, *maps, (n[0], n[1], n[2]), k, activation, p)
     assert shape.out == out
@@ -73,8 +73,8 @@ def _rms(values: np.ndarray) -> float:
 
 @pytest.mark.parametrize("simd", RUNS_HERE)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_equals_two_layers(shape: ConvShape, simd: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Odd windows and sizes, several images, maps that fill no block, tiles that reach beyond the input."""
+def test_fused_layer_equals_two_layers(shape: ConvShape, simd: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows and sizes are odd; there are several images, and maps that fill no block."""
     monkeypatch.setattr(conv_fft_lanes, "this_machine", lambda: replace(MACHINE, simd=simd))
     variants = LANES.variants(shape, MACHINE)
     weights = random_weights(shape)
@@ -93,8 +93,8 @@ DIRECT = [
 
 @pytest.mark.parametrize("simd", RUNS_HERE)
 @pytest.mark.parametrize("shape", DIRECT, ids=str)
-def test_direct_sums_are_pooled_too(shape: ConvShape, simd: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """First layers and others: units that end before the image does, planes that are kept for the next window."""
+def test_direct_convolution_pools_like_two_layers(shape: ConvShape, simd: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some units end before the image does, and planes are kept for the next window."""
     monkeypatch.setattr(conv_direct_lanes, "this_machine", lambda: replace(MACHINE, simd=simd))
     primitive = find("cpu.conv.first" if shape.fin <= 4 else "cpu.conv.direct_lanes")
     (variant,) = primitive.variants(shape, MACHINE)
@@ -104,7 +104,7 @@ def test_direct_sums_are_pooled_too(shape: ConvShape, simd: str, monkeypatch: py
         assert_equals_two_layers(run(primitive, shape, x, weights, variant, threads=threads).out, x, weights, shape)
 
 
-def test_direct_refuses_what_cannot_wait_for_the_maxima() -> None:
+def test_direct_convolution_refuses_to_pool_a_softmax() -> None:
     for fin, name in ((1, "cpu.conv.first"), (16, "cpu.conv.direct_lanes")):
         refusal = find(name).why_not(pooled(1, (fin, 8), (2, 2, 2), (2, 2, 2), (2, 2, 2), "softmax"), MACHINE)
         assert refusal is not None
@@ -113,7 +113,7 @@ def test_direct_refuses_what_cannot_wait_for_the_maxima() -> None:
 
 @pytest.mark.parametrize("tile", [(4, 4, 4), (6, 14, 8), (32, 4, 10), (24, 28, 32)], ids=str)
 @pytest.mark.parametrize("group", [1, 5, 100])
-def test_every_tile_writes_its_own_windows(tile: Vec3, group: int) -> None:
+def test_every_tile_writes_exactly_its_own_windows(tile: Vec3, group: int) -> None:
     """The first window of a tile falls on any fragment: steps are odd and even, groups end anywhere."""
     shape = pooled(2, (3, 20), (9, 7, 8), (2, 2, 2), (2, 3, 2), "none")
     x, weights = random_input(shape), random_weights(shape)
@@ -122,7 +122,7 @@ def test_every_tile_writes_its_own_windows(tile: Vec3, group: int) -> None:
 
 
 @pytest.mark.slow
-def test_images_may_be_apart() -> None:
+def test_images_may_lie_apart() -> None:
     shape = SHAPES[1]
     x, weights = random_input(shape), random_weights(shape)
     images, *size = shape.out_shape
@@ -143,7 +143,7 @@ def test_threads_and_repetition_change_no_byte() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
-def test_footprint_is_what_is_used(threads: int) -> None:
+def test_footprint_equals_the_bytes_used(threads: int) -> None:
     shape = pooled(1, (24, 24), (24, 25, 26), (3, 3, 3), (2, 2, 2), "relu")
     x, weights = random_input(shape), random_weights(shape)
     variants = LANES.variants(shape, MACHINE)
@@ -169,7 +169,7 @@ def test_overflow_is_found_before_maximum_and_activation_hide_it(activation: Act
         run(LANES, shape, x, weights, threads=2)
 
 
-def test_only_those_that_can_pool_say_so() -> None:
+def test_only_tested_primitives_claim_to_pool() -> None:
     """Every primitive that applies to such a shape is one that was tested above."""
     for shape in SHAPES:
         direct = "cpu.conv.first" if shape.fin <= 4 else "cpu.conv.direct_lanes"
@@ -183,7 +183,7 @@ def test_only_those_that_can_pool_say_so() -> None:
     assert LANES.why_not(wide, MACHINE) == "kernel and window reach 33, beyond the largest tile of 32"
 
 
-def test_shapes_of_two_layers_in_one() -> None:
+def test_fused_shape_has_the_sizes_of_both_layers() -> None:
     conv, pool = ConvShape(2, 3, 4, (10, 9, 8), (2, 2, 4), "relu"), PoolShape(2, 4, (9, 8, 5), (2, 3, 3))
     both = fused(conv, pool)
     assert both is not None
@@ -211,7 +211,7 @@ def test_direct_sums_that_overflow_are_counted_before_they_are_pooled(fin: int) 
         run(find("cpu.conv.first" if fin <= 4 else "cpu.conv.direct_lanes"), shape, x, weights, threads=2)
 
 
-def test_a_stopped_crew_stops_a_step() -> None:
+def test_stopped_thread_pool_stops_a_step() -> None:
     shape = SHAPES[0]
     variant = LANES.variants(shape, MACHINE)[0]
     with ThreadPool(2) as crew:

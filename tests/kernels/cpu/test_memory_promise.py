@@ -27,8 +27,8 @@ ON_CPU = [primitive for primitive in TABLE if primitive.name.startswith("cpu.")]
 
 
 @pytest.mark.parametrize("primitive", ON_CPU, ids=lambda primitive: primitive.name)
-def test_footprint_is_what_the_system_counts(primitive: Primitive, repository: Path, tmp_path: Path) -> None:
-    """Random shapes of 24 MiB and more, one thread and three, each in a process of its own."""
+def test_system_counts_no_more_bytes_than_the_footprint(primitive: Primitive, repository: Path, tmp_path: Path) -> None:
+    """Random shapes of 24 MiB and more run with one and three threads, each in its own process."""
     out = tmp_path / "memory.json"
     words = ["--shapes", "3", "--threads", "1", "3", "--only", primitive.name, "--most-mib", "80", "--out", str(out)]
     command = [sys.executable, str(repository / "tests" / "support" / "footprint_promise.py"), *words]

@@ -35,13 +35,13 @@ RUNS_HERE = [simd for simd in COMPILED if simd == "avx2" or MACHINE.simd == "avx
 
 @pytest.mark.skipif(not (shutil.which("c++") or shutil.which("g++")), reason="no C++ compiler is here")
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the kernels are for x86-64")
-def test_kernels_are_compiled_where_a_compiler_is() -> None:
+def test_kernels_are_compiled_if_a_compiler_exists() -> None:
     """Without them the tests below would pass by running nothing."""
     assert COMPILED == ["avx512", "avx2"]
 
 
 @pytest.mark.parametrize("simd", RUNS_HERE)
-def test_every_library_has_the_sides_that_python_offers(simd: str) -> None:
+def test_every_library_has_the_tile_sizes_that_python_offers(simd: str) -> None:
     lib = library.library(simd)
     assert [n for n in range(1, 100) if lib.znnpy_tiled_side(n)] == [1, *conv_fft_lanes.SIDES]
 
@@ -49,10 +49,10 @@ def test_every_library_has_the_sides_that_python_offers(simd: str) -> None:
 @pytest.mark.parametrize("kept", [0, 1])
 @pytest.mark.parametrize("simd", RUNS_HERE)  # of one tile one after the other: the definition is worked out once
 @pytest.mark.parametrize("tile", [(n, n, n) for n in conv_fft_lanes.SIDES] + [(1, 8, 12), (20, 1, 1), (32, 16, 18)])
-def test_every_library_computes_every_side(
+def test_every_library_computes_every_tile_size(
     simd: str, tile: tuple[int, int, int], kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tiles that reach beyond the input, several groups, maps that fill no block and more than a panel of them."""
+    """Tiles reach beyond the input; some maps fill no block, others more than a panel."""
     monkeypatch.setattr(conv_fft_lanes, "this_machine", lambda: replace(MACHINE, simd=simd))
     k = tuple(1 if side == 1 else min(3, side - 1) for side in tile)
     n = tuple(5 if side == 1 else side + 3 for side in tile)
@@ -69,7 +69,7 @@ def test_every_library_computes_every_side(
 def test_every_library_computes_every_block_of_a_direct_convolution(
     simd: str, fin: int, fout: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lines that are one block of voxels, of every size, and lines that are several."""
+    """Lines are one block of voxels of every size, or several blocks."""
     monkeypatch.setattr(conv_direct_lanes, "this_machine", lambda: replace(MACHINE, simd=simd))
     primitive = find("cpu.conv.first" if fin <= conv_direct_lanes.FEW else "cpu.conv.direct_lanes")
     for outputs in (*range(1, 14), 23, 25):
@@ -80,7 +80,7 @@ def test_every_library_computes_every_block_of_a_direct_convolution(
 
 @pytest.mark.parametrize("simd", RUNS_HERE)
 def test_every_library_writes_past_the_caches(simd: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same bytes, where every line is whole and where the output begins in the middle of one."""
+    """The bytes are equal, whether the output begins at a cache line or inside one."""
     monkeypatch.setattr(conv_direct_lanes, "this_machine", lambda: replace(MACHINE, simd=simd))
     shape = ConvShape(1, 2, 80, (30, 34, 39), (2, 3, 2), "relu")
     assert library.streams(shape.fout, shape.out_bytes)
@@ -95,7 +95,7 @@ def test_every_library_writes_past_the_caches(simd: str, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("maps", [1, 7, 16, 21, 32, 77])
 @pytest.mark.parametrize("simd", RUNS_HERE)
 def test_every_library_takes_maxima(simd: str, maps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several columns along y and x, not a number among the values, written past the caches or not."""
+    """There are several columns along y and x, and NaN, written past the caches or not."""
     monkeypatch.setattr(pool_lanes, "this_machine", lambda: replace(MACHINE, simd=simd))
     monkeypatch.setattr(pool_lanes, "RING_BYTES", 64 * maps * 4)
     monkeypatch.setattr(pool_lanes, "COLUMN_BYTES", 256 * maps * 4)
@@ -114,8 +114,8 @@ def test_every_library_takes_maxima(simd: str, maps: int, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("simd", RUNS_HERE)
-def test_values_that_are_not_finite_are_counted(simd: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each once, with ReLU as without; maps beyond the last, whose kernels are zero, do not count."""
+def test_values_not_finite_are_counted_once(simd: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ReLU changes nothing; maps beyond the last, whose kernels are zero, do not count."""
     monkeypatch.setattr(conv_direct_lanes, "this_machine", lambda: replace(MACHINE, simd=simd))
     shape = ConvShape(1, 2, 19, (4, 5, 40), (1, 2, 3), "relu")
     x, weights = random_input(shape), random_weights(shape)
@@ -150,13 +150,13 @@ MEASURED: list[tuple[str, LayerShape, float]] = [
 
 @pytest.mark.parametrize(("name", "shape", "milliseconds"), MEASURED, ids=str)
 def test_work_fits_measured_times(name: str, shape: LayerShape, milliseconds: float) -> None:
-    """Shortest or middle one of a few runs of 2 threads on 2 Zen 5 cores, 2026-11-21."""
+    """The times are the shortest or middle ones of a few runs of 2 threads on 2 Zen 5 cores, 2026-11-21."""
     (variant,) = find(name).variants(shape, MACHINE)
     expected = 1000 * seconds(find(name).work(shape, variant), Rates())
     assert 0.7 < milliseconds / expected < 1.4, f"{milliseconds} measured, {expected:.1f} expected"
 
 
-def test_a_missing_library_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = ConvShape(1, 16, 16, (20, 20, 20), (3, 3, 3))
     primitive = find("cpu.conv.fft_lanes")
     old = replace(MACHINE, simd="other", processor="an old processor")
@@ -171,7 +171,7 @@ def test_a_missing_library_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("pool", [(1, 1, 1), (2, 2, 2)])
 @pytest.mark.parametrize("calls", [1, 10**6])
 def test_workers_share_the_units_of_all_groups(pool: Vec3, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More workers than cores and than units of some stages, groups of unequal size, and as many returns as can be."""
+    """There are more workers than cores and units, and groups of unequal size."""
     shape = ConvShape(6, 21, 19, (13, 14, 14), (3, 2, 4), "relu", pool)
     x, weights, variant = random_input(shape), random_weights(shape), Variant.of(tile=(6, 8, 10), group=5, kept=0)
     primitive = find("cpu.conv.fft_lanes")
@@ -182,7 +182,7 @@ def test_workers_share_the_units_of_all_groups(pool: Vec3, calls: int, monkeypat
         np.testing.assert_array_equal(run(primitive, shape, x, weights, variant, threads=threads).out, expected)
 
 
-def test_a_damaged_library_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_damaged_library_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"\x7fELF, and no more")
     monkeypatch.setattr(library, "path", lambda simd: broken)
@@ -197,7 +197,7 @@ def test_a_damaged_library_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert reason.startswith("the compiled kernels for avx2 are damaged")
 
 
-def test_a_library_of_another_version_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_of_another_version_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """An installation in place keeps the libraries it compiled when the sources move on."""
     monkeypatch.setattr(library, "VERSION", library.VERSION + 1)
     library._fault.cache_clear()

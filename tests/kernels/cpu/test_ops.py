@@ -35,7 +35,9 @@ def _pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @SMALL
 @TYPES
 @pytest.mark.parametrize(("activation", "op"), POINTWISE)
-def test_activations(activation: Activation, op: Callable[..., Any], dtype: str, block: int) -> None:
+def test_activations_equal_the_definition(
+    activation: Activation, op: Callable[..., Any], dtype: str, block: int
+) -> None:
     del block
     x = values((3, 5, 7), dtype)
     exact = reference.activate(x.astype(np.float64), activation)
@@ -48,7 +50,7 @@ def test_activations(activation: Activation, op: Callable[..., Any], dtype: str,
     assert_near(x, exact, dtype)
 
 
-def test_activations_of_values_at_the_ends() -> None:
+def test_activations_of_extreme_values_equal_the_definition() -> None:
     x = np.array([np.nan, np.inf, -np.inf, -200, 200], np.float32)
     np.testing.assert_array_equal(ops.relu(x), [np.nan, np.inf, 0, 0, 200])
     np.testing.assert_array_equal(ops.sigmoid(x), [np.nan, 1, 0, 0, 1])
@@ -59,7 +61,7 @@ def test_activations_of_values_at_the_ends() -> None:
 @TYPES
 @pytest.mark.parametrize("shape", IMAGES)
 @pytest.mark.parametrize("over", ["maps", "all"])
-def test_softmax(over: ops.Over, shape: tuple[int, ...], dtype: str, block: int) -> None:
+def test_softmax_equals_the_definition(over: ops.Over, shape: tuple[int, ...], dtype: str, block: int) -> None:
     del block
     x = 20 * values(shape, dtype)  # far apart: exp of a sum of them alone would overflow
     wide = x.astype(np.float64)
@@ -72,7 +74,7 @@ def test_softmax(over: ops.Over, shape: tuple[int, ...], dtype: str, block: int)
 @SMALL
 @TYPES
 @pytest.mark.parametrize("case", WINDOWS, ids=str)
-def test_pooling(case: Window, dtype: str, block: int) -> None:
+def test_pooling_equals_the_definition(case: Window, dtype: str, block: int) -> None:
     del block
     x, sliding = values(case.shape, dtype), case.sliding
     where: dict[str, Any] = {"stride": sliding.stride, "padding": sliding.padding}
@@ -83,7 +85,7 @@ def test_pooling(case: Window, dtype: str, block: int) -> None:
         assert_near(ops.average_pool(x, case.window, counts_padding=counts, **where), exact, dtype)
 
 
-def test_windows_do_not_overlap_unless_told() -> None:
+def test_windows_do_not_overlap_by_default() -> None:
     x = values((1, 4, 5, 6, 2))
     np.testing.assert_array_equal(ops.max_pool(x, (2, 2, 3)), reference.max_pool(x, (2, 2, 3)))
     x[0, 1, 1, 1, 0] = np.nan
@@ -91,7 +93,7 @@ def test_windows_do_not_overlap_unless_told() -> None:
 
 
 @pytest.mark.parametrize("layout", ["szyxf -> sfzyx", "szyxf->xfzsy", "szyxf->szyxf"])
-def test_layouts(layout: str) -> None:
+def test_layouts_equal_a_transposition(layout: str) -> None:
     x = values((2, 3, 4, 5, 6))
     before, _, after = layout.replace(" ", "").partition("->")
     out = ops.convert_layout(x, layout)
@@ -109,7 +111,9 @@ def test_layouts(layout: str) -> None:
 @pytest.mark.parametrize("case", CONVOLUTIONS, ids=str)
 @pytest.mark.parametrize("mode", ["correlation", "convolution"])
 @pytest.mark.parametrize("method", ["direct", "implicit_gemm"])
-def test_convolutions(method: ops.Method, mode: ops.Mode, case: Convolution, dtype: str, block: int) -> None:
+def test_convolutions_equal_the_definition(
+    method: ops.Method, mode: ops.Mode, case: Convolution, dtype: str, block: int
+) -> None:
     del block
     x, weights, sliding = values(case.shape, dtype), case.weights(), case.sliding
     for activation in ("none", "relu", "softmax"):
@@ -121,8 +125,8 @@ def test_convolutions(method: ops.Method, mode: ops.Mode, case: Convolution, dty
         assert_near(out, exact, dtype)
 
 
-def test_the_definition_turns_kernels_as_the_paper_does() -> None:
-    """O[p] = sum over r of F[r] * D0[p u + R - r - 1 - pad], equation (3) of the paper, along one axis."""
+def test_definition_flips_kernels_as_in_the_paper() -> None:
+    """O[p] = sum over r of F[r] * D0[p u + R - r - 1 - pad] is equation (3) of the paper, along one axis."""
     image, kernel = np.arange(1.0, 7.0), np.array([1.0, 10.0, 100.0])
     u, pad, R = 2, 1, 3
     padded = dict(enumerate(image))
@@ -134,7 +138,7 @@ def test_the_definition_turns_kernels_as_the_paper_does() -> None:
     np.testing.assert_array_equal(out.reshape(-1), paper)
 
 
-def test_the_definition_pools_as_by_hand() -> None:
+def test_definition_pools_as_computed_by_hand() -> None:
     image = np.array([4.0, -2.0, 8.0]).reshape(1, 1, 1, 3, 1)
     window, sliding = (1, 1, 3), Sliding((1, 1, 2), (0, 0, 1))
     by_hand: list[tuple[Any, dict[str, Any], list[float]]] = [
@@ -162,7 +166,7 @@ def test_memory_does_not_grow_with_images(method: ops.Method) -> None:
     assert peak < 4 * 4 * on_cpu.BLOCK
 
 
-def test_what_does_not_fit_is_told() -> None:
+def test_unfit_arguments_are_refused() -> None:
     x, weights = values((1, 2, 3, 4, 2)), CONVOLUTIONS[1].weights()
     refused: list[tuple[Callable[[], object], str]] = [
         (lambda: ops.relu(x.astype(np.float64)), r"arrays are float32 or float16, not float64"),
@@ -212,7 +216,7 @@ def test_results_over_their_input_are_refused() -> None:
     assert (ops.sigmoid(x[:1], out=x[:1]) > 0).all()  # another view of the same is x itself
 
 
-def test_nothing_is_nothing() -> None:
+def test_no_images_give_an_empty_result() -> None:
     x = np.empty((0, 2, 3, 4, 2), np.float32)
     assert ops.relu(x).shape == ops.softmax(x, "all").shape == x.shape
     assert ops.max_pool(x, (1, 3, 2)).shape == (0, 2, 1, 2, 2)

@@ -63,7 +63,7 @@ BY_NUMPY = ("cpu.pool.max", "cpu.pool.fragments", "cpu.maxfilter.direct", "cpu.m
 
 
 def primitive_for(shape: LayerShape) -> Primitive:
-    """The one that always works."""
+    """Return the primitive that always works."""
     (found,) = [p for p in primitives_for(shape) if p.name in BY_NUMPY]
     return found
 
@@ -87,7 +87,7 @@ def exact(shape: LayerShape, x: Array) -> np.ndarray:
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("primitive", "shape"), EACH, ids=ids)
-def test_equals_the_definition(primitive: Primitive, shape: LayerShape, threads: int) -> None:
+def test_output_equals_the_definition(primitive: Primitive, shape: LayerShape, threads: int) -> None:
     x = random_input(shape)
     before = x.copy()
     ran = run(primitive, shape, x, threads=threads)
@@ -145,14 +145,14 @@ def test_batch_may_have_any_stride(primitive: Primitive, shape: LayerShape) -> N
 
 
 @pytest.mark.parametrize("shape", SHAPES[5:7], ids=str)
-def test_scratch_is_a_few_lines(shape: LayerShape) -> None:
+def test_scratch_holds_a_few_lines(shape: LayerShape) -> None:
     footprint = primitive_for(shape).footprint(shape, primitive_for(shape).variants(shape, MACHINE)[0], 2)
     assert 0 < sum(s.nbytes for s in footprint.scratch) < shape.in_bytes / 4
     assert footprint.resident == 0
 
 
 @pytest.mark.parametrize(("primitive", "shape"), EACH, ids=ids)
-def test_work_counts_what_is_moved(primitive: Primitive, shape: LayerShape) -> None:
+def test_work_counts_moved_bytes(primitive: Primitive, shape: LayerShape) -> None:
     (work,) = primitive.work(shape, primitive.variants(shape, MACHINE)[0])
     assert work.unit == ("pool" if primitive.name in BY_NUMPY else "lane_stream")
     assert work.nbytes >= shape.in_bytes + shape.out_bytes
@@ -172,8 +172,8 @@ def test_larger_windows_are_more_work_for_the_same_output() -> None:
 
 
 @pytest.mark.parametrize("maps", [1, 3, 16, 40])
-def test_nan_comes_through(maps: int) -> None:
-    """Wherever in its window it is, and whatever lies beside it."""
+def test_nan_in_a_window_gives_nan(maps: int) -> None:
+    """The position of NaN in its window and the values beside it make no difference."""
     shapes: list[LayerShape] = [
         PoolShape(1, maps, (5, 8, 5), (2, 3, 2)),
         PoolShape(1, maps, (4, 6, 8), (2, 3, 2), fragments=False),
@@ -199,7 +199,7 @@ def test_threads_and_repetition_change_no_byte(shape: LayerShape) -> None:
 
 
 @pytest.mark.parametrize("shape", [SHAPES[5], SHAPES[9], SHAPES[13]], ids=str)
-def test_a_stopped_crew_stops_a_step(shape: LayerShape) -> None:
+def test_stopped_thread_pool_stops_a_step(shape: LayerShape) -> None:
     for primitive in primitives_for(shape):
         (variant,) = primitive.variants(shape, MACHINE)
         with ThreadPool(2) as crew:
@@ -210,7 +210,7 @@ def test_a_stopped_crew_stops_a_step(shape: LayerShape) -> None:
                 step.run(random_input(shape), np.empty(shape.out_shape, np.float32), scratch)
 
 
-def test_why_not_says_why() -> None:
+def test_unsupported_shape_gets_a_reason() -> None:
     fragments, plain = PoolShape(1, 1, (3, 3, 3), (2, 2, 2)), PoolShape(1, 1, (4, 4, 4), (2, 2, 2), fragments=False)
     conv = ConvShape(1, 1, 1, (3, 3, 3), (2, 2, 2))
     assert "see cpu.pool.fragments" in (find("cpu.pool.max").why_not(fragments, MACHINE) or "")

@@ -14,7 +14,7 @@ SIDES = (4, 6, 8, 12, 16, 24)
 
 
 def useful_sides(outputs: int, reach: int) -> list[int]:
-    """Those that hold the reach and cover the outputs with less than all smaller ones do."""
+    """Return the sides that hold the reach and cover the outputs with less than all smaller ones do."""
     if reach == 1:
         return [1]
     covered = {side: -(-outputs // (side - reach + 1)) * side for side in SIDES if side >= reach}
@@ -37,7 +37,7 @@ def longest_by_shortest(tile: Vec3, counts: Vec3) -> float:
     ],
     ids=str,
 )
-def test_tiles_are_those_of_the_definition(outputs: Vec3, reach: Vec3) -> None:
+def test_tiles_equal_those_of_the_definition(outputs: Vec3, reach: Vec3) -> None:
     found: dict[Vec3, Vec3] = {}
     for z, y, x in product(*(useful_sides(m, r) for m, r in zip(outputs, reach, strict=True))):
         alike = outputs[1] == outputs[2] and reach[1] == reach[2]

@@ -63,7 +63,7 @@ def run(
 
 
 @pytest.mark.parametrize(("shape", "variant"), SHAPES, ids=str)
-def test_equals_the_definition(device: Any, shape: ConvShape, variant: Variant) -> None:
+def test_output_equals_the_definition(device: Any, shape: ConvShape, variant: Variant) -> None:
     x, weights = random_input(shape), random_weights(shape)
     out, peak = run(device, shape, x, weights, variant)
     assert_close(out, x, weights, shape)
@@ -73,8 +73,8 @@ def test_equals_the_definition(device: Any, shape: ConvShape, variant: Variant) 
 
 @pytest.mark.parametrize("scale", [0, 1, 10])
 @pytest.mark.parametrize("fin", [MOST_TERMS, MOST_TERMS + 1])
-def test_sums_are_cut_before_they_lose_too_much(device: Any, fin: int, scale: int) -> None:
-    """Without a bias, which makes the answer larger, and with one that is larger than the rest of a sum."""
+def test_long_sums_are_split_to_stay_exact(device: Any, fin: int, scale: int) -> None:
+    """They run without a bias, and with one that is larger than the rest of a sum."""
     shape = ConvShape(1, fin, 64, (1, 4, 16), (1, 1, 1), "none")
     x, weights = random_input(shape), random_weights(shape)
     weights.bias[...] *= scale
@@ -100,8 +100,8 @@ def test_long_sums_are_as_exact_as_short_ones(device: Any, shape: ConvShape, var
     assert peak == np.abs(out).max()
 
 
-def test_the_peak_is_of_whole_sums_alone(device: Any) -> None:
-    """Here the first part of a sum is larger than all of it; float32 holds these exactly."""
+def test_peak_ignores_partial_sums(device: Any) -> None:
+    """The first part of a sum is larger than all of it; float32 holds these exactly."""
     shape = ConvShape(1, 4000, 16, (1, 1, 2), (1, 1, 1), "relu")
     x, weights = np.ones(shape.in_shape, np.float32), random_weights(shape)
     weights.weight[:, :2000], weights.weight[:, 2000:], weights.bias[...] = 1, -0.5, 0
@@ -111,7 +111,7 @@ def test_the_peak_is_of_whole_sums_alone(device: Any) -> None:
 
 
 @pytest.mark.parametrize("activation", ["none", "relu", "tanh", "sigmoid"])
-def test_does_activations(device: Any, activation: Any) -> None:
+def test_activations_equal_the_definition(device: Any, activation: Any) -> None:
     shape = ConvShape(2, 5, 3, (3, 4, 3), (2, 2, 2), activation)
     x, weights = random_input(shape), random_weights(shape)
     out, peak = run(device, shape, x, weights, NARROW)
@@ -120,7 +120,7 @@ def test_does_activations(device: Any, activation: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", INPUTS)
-def test_is_as_accurate_for_odd_inputs(device: Any, kind: str) -> None:
+def test_odd_inputs_are_as_accurate(device: Any, kind: str) -> None:
     shape, variant = SHAPES[1]
     x, weights = random_input(shape, kind), random_weights(shape)
     assert_close(run(device, shape, x, weights, variant)[0], x, weights, shape)
@@ -130,7 +130,7 @@ def test_is_as_accurate_for_odd_inputs(device: Any, kind: str) -> None:
 @pytest.mark.parametrize("carried", [0, 1, 4])
 @pytest.mark.parametrize(("fin", "fout"), [(3, 5), (8, 8)])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_planes_are_carried_and_images_lie_apart(
+def test_carried_planes_and_strided_images_equal_the_definition(
     device: Any, precision: Any, fin: int, fout: int, carried: int, gap: int
 ) -> None:
     shape = ConvShape(3, fin, fout, (6, 5, 4), (3, 2, 2), "relu", precision=precision)
@@ -143,7 +143,7 @@ def test_planes_are_carried_and_images_lie_apart(
 
 @pytest.mark.parametrize("fin", [3, 6, 12, 40])
 def test_half_precision_is_storage_only(device: Any, fin: int) -> None:
-    """Maps of a voxel of 6, 12, 24 and 80 bytes: copies of 2, 4, 8 and 16."""
+    """The maps of a voxel take 6, 12, 24 and 80 bytes, so that copies are 2, 4, 8 and 16 bytes wide."""
     shape = ConvShape(2, fin, 18, (3, 4, 6), (1, 2, 3), "relu", precision="fp16")
     variant = Variant.of(channels=32, span=2, voxels=32, maps=16)
     weights = random_weights(shape)
@@ -157,7 +157,7 @@ def test_half_precision_is_storage_only(device: Any, fin: int) -> None:
 
 @pytest.mark.parametrize("fin", [4, 6, 7])
 def test_copies_are_as_wide_as_maps_allow(device: Any, fin: int) -> None:
-    """Maps of a voxel of 16, 24 and 28 bytes: copies of 16, 8 and 4; the input ends where memory does."""
+    """The maps of a voxel take 16, 24 and 28 bytes; the input ends at the end of its memory."""
     shape = ConvShape(1, fin, 4, (2, 3, 5), (2, 1, 2), "relu")
     x, weights = random_input(shape), random_weights(shape)
     assert_close(run(device, shape, x, weights, NARROW)[0], x, weights, shape)
@@ -166,8 +166,8 @@ def test_copies_are_as_wide_as_maps_allow(device: Any, fin: int) -> None:
 @pytest.mark.parametrize(
     ("into", "gap", "wide"), [("x", 0, True), ("x", 4, True), ("x", 2, False), ("out", 4, True), ("out", 2, False)]
 )
-def test_wide_copies_are_for_images_that_lie_for_them(device: Any, into: str, gap: int, wide: bool) -> None:
-    """Both are true of the copies of inputs and of the stores of outputs, which one kernel has."""
+def test_wide_copies_run_only_for_aligned_images(device: Any, into: str, gap: int, wide: bool) -> None:
+    """One kernel copies inputs and stores outputs, so that both must be aligned."""
     shape = ConvShape(2, 4, 8, (2, 3, 5), (2, 1, 2))
     step: Any = BLOCK.bind(BLOCK.prepare(random_weights(shape), NARROW, device), shape, NARROW, device)
     taken = []
@@ -181,7 +181,7 @@ def test_wide_copies_are_for_images_that_lie_for_them(device: Any, into: str, ga
     assert taken == [wide]
 
 
-def test_a_result_that_is_not_finite_shows_in_the_peak(device: Any) -> None:
+def test_peak_reports_a_result_not_finite(device: Any) -> None:
     shape, variant = replace(SHAPES[1][0], activation="relu"), SHAPES[1][1]
     weights, x = random_weights(shape), random_input(shape)
     x[0, 3, 3, 3, 1] = np.nan
@@ -196,7 +196,7 @@ def test_a_result_that_is_not_finite_shows_in_the_peak(device: Any) -> None:
 @pytest.mark.parametrize("kx", [1, 2, 3, 5, 11, 70])
 @pytest.mark.parametrize(("fin", "fout"), [(1, 1), (7, 80), (512, 512)])
 def test_every_division_fits_every_card(gpu: Gpu, precision: Any, kx: int, fin: int, fout: int) -> None:
-    """Of a patch, of a larger one for which it was not made, and of single voxels."""
+    """It is checked for its own patch, for a larger one, and for single voxels."""
     shape = ConvShape(1, fin, fout, (3, 17, kx + 12), (3, 2, kx), precision=precision)
     variants = BLOCK.variants(shape, replace(MACHINE, gpu=gpu))
     assert 1 <= len(variants) <= len(SEGMENTS) + 1
@@ -214,8 +214,8 @@ def test_every_division_fits_every_card(gpu: Gpu, precision: Any, kx: int, fin: 
 
 @pytest.mark.parametrize("k", [1, 3, 5])
 @pytest.mark.parametrize("maps", [64, 128, 256, 512])
-def test_large_layers_are_divided_as_the_paper_does(maps: int, k: int) -> None:
-    """128 pixels, 64 filters, 32 bytes of each."""
+def test_large_layers_are_divided_as_in_the_paper(maps: int, k: int) -> None:
+    """A block has 128 pixels and 64 filters, and reads 32 bytes of each."""
     shape = ConvShape(1, maps, maps, (1, 223 + k, 223 + k), (1, k, k))
     division = _Division.of(BLOCK.variants(shape, WITH_GPU)[0])
     assert (division.voxels, division.maps, division.channels * FLOAT32) == (128, 64, 32)
@@ -240,14 +240,14 @@ def test_the_papers_division_keeps_its_promises(gpu: Gpu, precision: Any, k: int
     assert division.blocks(fout) * _tile(shape.out, division, shape.itemsize).count(shape.out) >= card.multiprocessors
 
 
-def test_what_the_paper_does_not_bound_is_estimated() -> None:
+def test_layers_outside_the_papers_bounds_get_an_estimate() -> None:
     """8 filters of one tap are too few products of any number of pixels; a small image has too few blocks."""
     for shape in (ConvShape(1, 64, 8, (1, 512, 512), (1, 1, 1)), ConvShape(1, 512, 512, (1, 9, 9), (1, 3, 3))):
         assert _by_the_paper(shape, H200, SEGMENTS) is None
         assert len(BLOCK.variants(shape, WITH_GPU)) == len(SEGMENTS)
 
 
-def test_blocks_are_smaller_where_there_are_few() -> None:
+def test_blocks_are_smaller_for_small_layers() -> None:
     """Large layers take the paper's 128 voxels, and as many maps as leave least over; small ones fill the card."""
 
     def chosen(fout: int, n: int) -> tuple[int, int]:
@@ -262,7 +262,7 @@ def test_blocks_are_smaller_where_there_are_few() -> None:
     assert voxels * maps < 128 * 64
 
 
-def test_its_work_is_the_arithmetic_of_whole_blocks() -> None:
+def test_work_counts_the_arithmetic_of_whole_blocks() -> None:
     shape = ConvShape(2, 5, 18, (4, 9, 34), (3, 2, 1), "relu")
     (work,) = BLOCK.work(shape, NARROW)
     tiles = 2 * 18  # of 4 x 8 x 1 in an image of 34 x 8 x 2
@@ -273,7 +273,7 @@ def test_its_work_is_the_arithmetic_of_whole_blocks() -> None:
     assert BLOCK.work(replace(long, precision="tf32"), NARROW)[0].nbytes == long.in_bytes + long.out_bytes
 
 
-def test_what_does_not_apply_says_why() -> None:
+def test_unsupported_shape_gets_a_reason() -> None:
     shape = SHAPES[1][0]
     assert BLOCK.why_not(shape, WITH_GPU) is None
     assert BLOCK.why_not(shape, MACHINE) == "needs a CUDA device"

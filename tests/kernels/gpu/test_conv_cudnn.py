@@ -61,7 +61,7 @@ def run(device: Any, shape: ConvShape, x: Any, weights: ConvWeights, mib: int = 
 @pytest.mark.parametrize("mib", [1, 64])
 @pytest.mark.parametrize("activation", ["none", "relu", "tanh", "sigmoid"])
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16"])
-def test_equals_the_definition(device: Any, precision: Precision, activation: Activation, mib: int) -> None:
+def test_output_equals_the_definition(device: Any, precision: Precision, activation: Activation, mib: int) -> None:
     shape = replace(SHAPE, precision=precision, activation=activation)
     weights, x = random_weights(shape), random_input(shape)
     if precision == "fp16":
@@ -72,7 +72,7 @@ def test_equals_the_definition(device: Any, precision: Precision, activation: Ac
     assert np.sqrt(np.mean((out - exact) ** 2) / np.mean(exact**2)) <= ALLOWED[precision]
 
 
-def test_bias_and_activation_follow_where_no_plan_brings_them(device: Any, offers: list[Offer]) -> None:
+def test_bias_and_activation_run_separately_if_no_plan_fuses_them(device: Any, offers: list[Offer]) -> None:
     offers[:] = [Offer(finishes=False)]
     x, weights = random_input(SHAPE), random_weights(SHAPE)
     assert_close(run(device, SHAPE, x, weights), x, weights, SHAPE)
@@ -110,7 +110,7 @@ def test_images_may_lie_apart(device: Any, precision: Precision, planes: tuple[i
 
 
 @pytest.mark.parametrize("most", [65535, 2])
-def test_images_may_lie_apart_where_bias_and_activation_follow(
+def test_images_may_lie_apart_with_separate_bias_and_activation(
     device: Any, offers: list[Offer], monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     monkeypatch.setattr(conv_cudnn, "MOST_IMAGES", most)  # of five
@@ -119,7 +119,7 @@ def test_images_may_lie_apart_where_bias_and_activation_follow(
 
 
 @pytest.mark.parametrize("planes", [(3, 2), (3, 0), (0, 2)])
-def test_a_plan_that_fails_where_images_lie_apart_is_not_taken_there(
+def test_plan_failing_on_strided_images_is_not_used_for_them(
     device: Any, offers: list[Offer], planes: tuple[int, int]
 ) -> None:
     offers[:] = [
@@ -136,9 +136,7 @@ def _is_dense(problem: Convolution) -> bool:
     return (problem.x_step, problem.out_step) == (prod(problem.n) * problem.fin, prod(m) * problem.fout)
 
 
-def test_a_plan_that_fails_for_some_sizes_only_is_found_out_by_its_first_result(
-    device: Any, offers: list[Offer]
-) -> None:
+def test_plan_failing_for_some_sizes_is_found_by_its_first_result(device: Any, offers: list[Offer]) -> None:
     offers[:] = [Offer("sometimes", fault=0.1, faulty=lambda problem: problem.n == SHAPE.n), Offer("always")]
     x, weights = random_input(SHAPE), random_weights(SHAPE)
     assert_close(run(device, SHAPE, x, weights), x, weights, SHAPE)
@@ -146,8 +144,8 @@ def test_a_plan_that_fails_for_some_sizes_only_is_found_out_by_its_first_result(
 
 
 @pytest.mark.parametrize("large", [True, False])
-def test_a_plan_that_refuses_to_run_is_replaced(device: Any, offers: list[Offer], large: bool) -> None:
-    """For the sizes that it refuses; for all where it refuses the small layer."""
+def test_plan_refusing_to_run_is_replaced(device: Any, offers: list[Offer], large: bool) -> None:
+    """It is replaced for the sizes that it refuses, and for all if it refuses the small layer."""
     offers[:] = [Offer("some", refuses=lambda problem: (problem.n == SHAPE.n) == large), Offer("all")]
     x, weights = random_input(SHAPE), random_weights(SHAPE)
     assert_close(run(device, SHAPE, x, weights), x, weights, SHAPE)
@@ -155,10 +153,10 @@ def test_a_plan_that_refuses_to_run_is_replaced(device: Any, offers: list[Offer]
     assert {(problem.n, name) for problem, name in cudnn_plans._REFUSED} == ({(SHAPE.n, "some")} if large else set())
 
 
-def test_steps_of_one_image_are_those_of_its_part(
+def test_strides_of_one_image_are_those_of_its_part(
     device: Any, offers: list[Offer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not those of the whole layer: cuDNN refuses to step over 2^31 values."""
+    """Strides of the whole layer would exceed 2^31 values, which cuDNN refuses."""
     offers[:] = [Offer(refuses=lambda problem: problem.batch == 1 and not _is_dense(problem))]
     shape = replace(SHAPE, batch=1)
     monkeypatch.setattr(conv_cudnn, "MOST_VALUES", 5 * 7 * 9 * 8)
@@ -173,7 +171,7 @@ def parts_tried(device: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("refuses", ["to be planned", "to run"])
-def test_smaller_parts_where_larger_ones_have_none_but_the_naive_plan(
+def test_smaller_parts_are_used_if_larger_ones_have_only_the_naive_plan(
     device: Any, offers: list[Offer], monkeypatch: pytest.MonkeyPatch, refuses: str
 ) -> None:
     plane = 7 * 9 * 8
@@ -188,7 +186,7 @@ def test_smaller_parts_where_larger_ones_have_none_but_the_naive_plan(
     assert parts_tried(device) == [6, 4], "two parts of two planes out, and none smaller"
 
 
-def test_the_naive_plan_for_all_where_smaller_parts_do_not_help(
+def test_naive_plan_runs_the_whole_layer_if_smaller_parts_do_not_help(
     device: Any, offers: list[Offer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plane = 7 * 9 * 8
@@ -208,16 +206,14 @@ def test_the_naive_plan_for_all_where_smaller_parts_do_not_help(
         run(device, SHAPE, x, weights)
 
 
-def test_weights_that_overflow_are_no_fault_of_the_plan(device: Any) -> None:
+def test_overflowing_weights_do_not_reject_a_plan(device: Any) -> None:
     shape = replace(SHAPE, activation="none")
     weights, x = random_weights(shape), random_input(shape)
     weights.weight[...] = 3e38
     assert not np.isfinite(run(device, shape, x, weights)).all()
 
 
-def test_sums_that_overflow_on_their_way_to_a_small_one_are_no_fault_of_the_plan(
-    device: Any, offers: list[Offer]
-) -> None:
+def test_overflowing_partial_sums_do_not_reject_a_plan(device: Any, offers: list[Offer]) -> None:
     offers[:] = [Offer("some", fault=np.nan, faulty=lambda problem: problem.n == SHAPE.n)]
     weights = random_weights(SHAPE)
     weights.weight[:, ::2], weights.weight[:, 1::2] = 3e38, -3e38
@@ -225,7 +221,7 @@ def test_sums_that_overflow_on_their_way_to_a_small_one_are_no_fault_of_the_plan
     assert all(cudnn_plans._RIGHT.values())
 
 
-def test_infinite_values_are_no_fault_of_the_plan(device: Any) -> None:
+def test_infinite_values_do_not_reject_a_plan(device: Any) -> None:
     shape = replace(SHAPE, precision="fp16", activation="none")
     weights = random_weights(shape)
     x = np.full(shape.in_shape, 60000.0, np.float32)
@@ -236,7 +232,7 @@ def test_infinite_values_are_no_fault_of_the_plan(device: Any) -> None:
 
 
 @pytest.mark.parametrize("most", [1 + 6 * 7 * 9 * 8, 4 * 7 * 9 * 8, 2 * 6 * 7 * 9 * 8])
-def test_large_tensors_go_in_parts(device: Any, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+def test_large_tensors_are_computed_in_parts(device: Any, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     monkeypatch.setattr(conv_cudnn, "MOST_VALUES", most)
     shape = replace(SHAPE, precision="tf32")
     x, weights = random_input(shape), random_weights(shape)
@@ -258,41 +254,41 @@ def test_parts_cover_all_and_none_is_too_large() -> None:
     assert parts(shape, prod(shape.in_shape[1:]), prod(shape.out_shape[1:]), 5 * 372 * 372 * 80) == []
 
 
-def test_images_far_apart_go_one_by_one() -> None:
+def test_images_far_apart_are_computed_one_by_one() -> None:
     shape = ConvShape(4, 8, 8, (20, 20, 20), (3, 3, 3))
     assert len(parts(shape, 64000, 46656, 2**31)) == 1
     assert [images for images, _ in parts(shape, 2**30, 46656, 2**31)] == [slice(0, 2), slice(2, 4)]
     assert len(parts(shape, 64000, 2**31, 2**31)) == 4
 
 
-def test_a_plan_that_wants_too_much_memory_is_passed_over(device: Any, offers: list[Offer]) -> None:
+def test_plan_with_too_large_a_workspace_is_skipped(device: Any, offers: list[Offer]) -> None:
     offers[:] = [Offer("greedy", 64 * 2**20 + 1, fault=1.0), Offer("modest", 2**20), Offer("never reached", fault=1.0)]
     x, weights = random_input(SHAPE), random_weights(SHAPE)
     assert_close(run(device, SHAPE, x, weights, 64), x, weights, SHAPE)
 
 
-def test_a_plan_that_computes_something_else_is_skipped_and_remembered(device: Any, offers: list[Offer]) -> None:
+def test_wrong_plan_is_skipped_and_remembered(device: Any, offers: list[Offer]) -> None:
     offers[:] = [Offer("wrong", fault=0.01), Offer("right")]
     x, weights = random_input(SHAPE), random_weights(SHAPE)
     assert_close(run(device, SHAPE, x, weights), x, weights, SHAPE)
     assert {key[0]: right for key, right in cudnn_plans._RIGHT.items()} == {"wrong": False, "right": True}
 
 
-def test_without_a_plan_it_says_what_it_looked_for(device: Any, offers: list[Offer]) -> None:
+def test_missing_plan_names_the_layer(device: Any, offers: list[Offer]) -> None:
     offers[:] = [Offer("wrong", fault=0.01), Offer("greedy", 2**20 + 1)]
     words = r"no plan for 2x8->16 @6x7x9 k3x2x4 fp32 within 1048576 bytes.*: wrong, wrong; choose"
     with pytest.raises(DeviceError, match=words):
         run(device, SHAPE, random_input(SHAPE), random_weights(SHAPE))
 
 
-def test_a_plan_that_cannot_be_tried_is_not_taken(device: Any, offers: list[Offer]) -> None:
+def test_plan_refusing_the_trial_layer_is_not_used(device: Any, offers: list[Offer]) -> None:
     offers[:] = [Offer("picky", takes=lambda problem: problem.n == SHAPE.n, fault=1.0), Offer("right")]
     x, weights = random_input(SHAPE), random_weights(SHAPE)
     assert_close(run(device, SHAPE, x, weights), x, weights, SHAPE)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_what_it_holds_is_what_it_promised(device: Any, precision: Precision) -> None:
+def test_held_bytes_equal_the_footprint(device: Any, precision: Precision) -> None:
     shape, variant = replace(SHAPE, precision=precision), Variant.of(precision=precision, workspace=1, choice=0)
     held = device.allocated
     resident = PLAIN.prepare(random_weights(shape), variant, device)
@@ -302,7 +298,7 @@ def test_what_it_holds_is_what_it_promised(device: Any, precision: Precision) ->
     assert resident is not None
 
 
-def test_says_why_not() -> None:
+def test_unsupported_shape_gets_a_reason() -> None:
     assert PLAIN.why_not(SHAPE, WITH_GPU) is None
     assert PLAIN.why_not(SHAPE, MACHINE) == "needs a CUDA device"
     without = replace(MACHINE, gpu=replace(GPU, versions=()))
@@ -324,13 +320,13 @@ def test_says_why_not() -> None:
         ("fp16", 16, True),
     ],
 )
-def test_planes_begin_where_it_can_read_them(precision: Precision, fin: int, applies: bool) -> None:
+def test_maps_must_fill_aligned_planes(precision: Precision, fin: int, applies: bool) -> None:
     shape = replace(SHAPE, fin=fin, precision=precision)
     assert (PLAIN.why_not(shape, WITH_GPU) is None) == applies
     assert (PLAIN.why_not(replace(shape, fin=8, fout=fin), WITH_GPU) is None) == applies
 
 
-def test_long_sums_are_not_exact_enough_in_fp32() -> None:
+def test_long_sums_in_fp32_are_refused() -> None:
     shape = ConvShape(1, 80, 80, (20, 20, 20), (4, 4, 4))
     assert "5,120 products" in (PLAIN.why_not(shape, WITH_GPU) or "")
     assert PLAIN.why_not(replace(shape, k=(3, 4, 4)), WITH_GPU) is None
@@ -338,7 +334,7 @@ def test_long_sums_are_not_exact_enough_in_fp32() -> None:
 
 
 @pytest.mark.parametrize(("choice", "name"), [(0, "first"), (1, "second"), (2, "second"), (9, "second")])
-def test_the_variant_says_which_plan_is_taken(device: Any, offers: list[Offer], choice: int, name: str) -> None:
+def test_variant_names_the_plan_to_use(device: Any, offers: list[Offer], choice: int, name: str) -> None:
     offers[:] = [Offer("eng0"), Offer("greedy", 2**40), Offer("first"), Offer("wrong", fault=0.1), Offer("second")]
     asked = Convolution(2, 8, 16, SHAPE.n, SHAPE.k, "fp32", 6 * 7 * 9 * 8, 4 * 6 * 6 * 16, "relu")
     problem, plan = cudnn_plans.choose(device, asked, 2**20, choice)
@@ -346,7 +342,7 @@ def test_the_variant_says_which_plan_is_taken(device: Any, offers: list[Offer], 
 
 
 @pytest.mark.parametrize(("finishing", "taken"), [(["eng0"], ("plain", False)), (["eng0_k2=1", "a"], ("a", True))])
-def test_the_naive_plan_is_the_last_resort(
+def test_naive_plan_is_the_last_resort(
     device: Any, offers: list[Offer], finishing: list[str], taken: tuple[str, bool]
 ) -> None:
     offers[:] = [*(Offer(name) for name in finishing), Offer("eng0", finishes=False), Offer("plain", finishes=False)]
@@ -357,7 +353,7 @@ def test_the_naive_plan_is_the_last_resort(
     assert cudnn_plans.choose(device, asked, 0, 0).plan.name == "eng0_k2=1"
 
 
-def test_workspaces_hold_weights_then_one_tensor_then_both() -> None:
+def test_workspace_holds_weights_then_one_tensor_then_both() -> None:
     shape = ConvShape(1, 80, 80, (150, 150, 150), (5, 5, 5), precision="tf32")
     lean, one, both = (
         [v.count("workspace") for v in primitive.variants(shape, WITH_GPU)[::4]] for primitive in (PLAIN, ROOMY, ROOMY)
@@ -371,7 +367,7 @@ def test_workspaces_hold_weights_then_one_tensor_then_both() -> None:
     assert [(s.name, s.nbytes) for s in footprint.scratch] == [("workspace", one[0] * 2**20)]
 
 
-def test_large_kernels_in_tf32_are_fast_only_where_tensors_may_be_copied() -> None:
+def test_large_kernels_in_tf32_are_fast_only_with_room_for_copies() -> None:
     small, large = (ConvShape(1, 16, 8, (30, 30, 30), k, precision="tf32") for k in ((3, 3, 3), (5, 5, 5)))
     for shape, primitive, unit in (
         (small, PLAIN, "gpu_cudnn_tf32"),

@@ -61,7 +61,7 @@ def run(
 
 @BOTH
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_equals_the_definition(device: Any, shape: ConvShape, variant: Variant) -> None:
+def test_output_equals_the_definition(device: Any, shape: ConvShape, variant: Variant) -> None:
     x, weights = random_input(shape), random_weights(shape)
     out, peak = run(device, shape, x, weights, variant)
     assert_close(out, x, weights, shape)
@@ -71,7 +71,7 @@ def test_equals_the_definition(device: Any, shape: ConvShape, variant: Variant) 
 @BOTH
 @pytest.mark.parametrize("maps", [1, 3, 9, 70, 150])
 @pytest.mark.parametrize("activation", get_args(Activation))
-def test_does_all_activations(device: Any, activation: Activation, maps: int, variant: Variant) -> None:
+def test_all_activations_equal_the_definition(device: Any, activation: Activation, maps: int, variant: Variant) -> None:
     shape = ConvShape(2, 2, maps, (3, 4, 3), (2, 2, 2), activation)
     x, weights = 10 * random_input(shape), random_weights(shape)
     out, peak = run(device, shape, x, weights, variant)
@@ -81,7 +81,7 @@ def test_does_all_activations(device: Any, activation: Activation, maps: int, va
 
 @BOTH
 @pytest.mark.parametrize("kind", INPUTS)
-def test_is_as_accurate_for_odd_inputs(device: Any, kind: str, variant: Variant) -> None:
+def test_odd_inputs_are_as_accurate(device: Any, kind: str, variant: Variant) -> None:
     x, weights = random_input(SHAPES[1], kind), random_weights(SHAPES[1])
     out, _ = run(device, SHAPES[1], x, weights, variant)
     assert_close(out, x, weights, SHAPES[1])
@@ -91,7 +91,7 @@ def test_is_as_accurate_for_odd_inputs(device: Any, kind: str, variant: Variant)
 @pytest.mark.parametrize("gap", [0, 7])
 @pytest.mark.parametrize("carried", [0, 1, 4])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_planes_are_carried_and_images_lie_apart(
+def test_carried_planes_and_strided_images_equal_the_definition(
     device: Any, precision: Any, carried: int, gap: int, variant: Variant
 ) -> None:
     shape = replace(SHAPES[2], precision=precision)
@@ -133,7 +133,7 @@ def test_windows_step_over_zeros_around_the_image(
 
 
 @BOTH
-def test_a_result_that_is_not_finite_shows_in_the_peak(device: Any, variant: Variant) -> None:
+def test_peak_reports_a_result_not_finite(device: Any, variant: Variant) -> None:
     shape = SHAPES[1]
     weights, x = random_weights(shape), random_input(shape)
     x[0, 3, 3, 3, 1] = np.nan
@@ -143,7 +143,7 @@ def test_a_result_that_is_not_finite_shows_in_the_peak(device: Any, variant: Var
     assert run(device, shape, x, weights, variant)[1] == np.inf
 
 
-def test_what_does_not_apply_says_why() -> None:
+def test_unsupported_shape_gets_a_reason() -> None:
     pool = PoolShape(1, 1, (3, 3, 3), (2, 2, 2))
     assert DIRECT.why_not(SHAPES[0], MACHINE) == "needs a CUDA device"
     assert DIRECT.why_not(pool, WITH_GPU) == "computes convolutions, not pool"
@@ -153,7 +153,7 @@ def test_what_does_not_apply_says_why() -> None:
     assert DIRECT.why_not(SHAPES[0], WITH_GPU) is None
 
 
-def test_its_work_is_the_arithmetic_of_whole_tiles_and_groups() -> None:
+def test_work_counts_the_arithmetic_of_whole_tiles_and_groups() -> None:
     shape = ConvShape(2, 5, 18, (4, 5, 6), (3, 2, 1), "softmax")
     taps = 3 * 2 * 1 * 5
     (shared,), (plain,) = DIRECT.work(shape, SHARED), DIRECT.work(shape, PLAIN)
@@ -162,7 +162,7 @@ def test_its_work_is_the_arithmetic_of_whole_tiles_and_groups() -> None:
     assert plain.flops == 4 * 2 * 2 * (2 * 2 * 4 * 6) * taps * 32  # one after the other: two rounds; four times slower
 
 
-def test_tiles_are_cut_as_the_shapes_above_mean_to() -> None:
+def test_shapes_above_reach_every_kind_of_tile() -> None:
     tiles = {shape: tile_of(Lowering.of(shape)) for shape in SHAPES[7:]}
     along_y, along_z, maps, planes = tiles.values()
     assert along_y is not None
@@ -175,7 +175,7 @@ def test_tiles_are_cut_as_the_shapes_above_mean_to() -> None:
     assert (planes.planes, planes.chunk, planes.apart) == (1, 2, True)
 
 
-def test_a_kernel_too_large_for_shared_memory_is_asked_of_memory() -> None:
+def test_kernel_too_large_for_shared_memory_is_read_from_memory() -> None:
     shape = ConvShape(1, 1, 1, (1, 40, 2000), (1, 30, 1990))
     assert DIRECT.variants(shape, WITH_GPU) == (PLAIN,)
     assert DIRECT.variants(SHAPES[1], WITH_GPU) == (SHARED, PLAIN)

@@ -52,7 +52,9 @@ def run(
 
 @pytest.mark.parametrize("maps", [1, 2, 3, 8, 1000])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_equals_the_definition_however_many_maps_go_together(device: Any, shape: ConvShape, maps: int) -> None:
+def test_output_equals_the_definition_for_any_number_of_maps_at_a_time(
+    device: Any, shape: ConvShape, maps: int
+) -> None:
     x, weights = random_input(shape), random_weights(shape)
     out, peak = run(device, shape, x, weights, Variant.of(maps=maps))
     assert_close(out, x, weights, shape)
@@ -60,7 +62,7 @@ def test_equals_the_definition_however_many_maps_go_together(device: Any, shape:
 
 
 @pytest.mark.parametrize("kind", ["relu", "shifted", "hot"])
-def test_is_as_accurate_for_odd_inputs(device: Any, kind: str) -> None:
+def test_odd_inputs_are_as_accurate(device: Any, kind: str) -> None:
     shape = SHAPES[0]
     x, weights = random_input(shape, kind), random_weights(shape)
     out, _ = run(device, shape, x, weights, Variant.of(maps=3))
@@ -78,7 +80,7 @@ def test_half_precision_is_storage_only(device: Any) -> None:
     assert abs(peak - np.abs(exact).max()) < 1e-5 * np.abs(exact).max()  # before it was rounded
 
 
-def test_a_result_beyond_float16_shows_in_the_peak(device: Any) -> None:
+def test_peak_reports_a_result_beyond_float16(device: Any) -> None:
     shape = ConvShape(1, 2, 2, (4, 4, 4), (2, 2, 2), "none", precision="fp16")
     weights = random_weights(shape)
     weights.weight[...] = 1.0
@@ -88,7 +90,7 @@ def test_a_result_beyond_float16_shows_in_the_peak(device: Any) -> None:
 
 
 @pytest.mark.parametrize("carried", [1, 3, 5])
-def test_planes_carried_from_elsewhere_come_first(device: Any, carried: int) -> None:
+def test_carried_planes_come_before_the_input(device: Any, carried: int) -> None:
     shape = ConvShape(2, 3, 2, (6, 5, 7), (2, 3, 3), "relu")
     x, weights = random_input(shape), random_weights(shape)
     out, _ = run(device, shape, x, weights, Variant.of(maps=2), carried)
@@ -110,7 +112,7 @@ def test_batches_may_lie_apart(device: Any) -> None:
     assert np.isnan(found[:, 4]).all()
 
 
-def test_runs_again_from_what_an_earlier_run_left(device: Any) -> None:
+def test_second_run_ignores_leftovers_of_the_first(device: Any) -> None:
     shape, variant = SHAPES[1], Variant.of(maps=4)
     weights = random_weights(shape)
     scratch = {s.name: device.allocate(s.nbytes, s.name) for s in FFT.footprint(shape, variant, 1).scratch}
@@ -124,7 +126,7 @@ def test_runs_again_from_what_an_earlier_run_left(device: Any) -> None:
     assert (found[0] != found[1]).any()
 
 
-def test_what_it_holds_is_what_it_promised(device: Any) -> None:
+def test_held_bytes_equal_the_footprint(device: Any) -> None:
     shape = SHAPES[3]
     variant = FFT.variants(shape, WITH_GPU)[0]
     held = device.allocated
@@ -137,13 +139,14 @@ def test_what_it_holds_is_what_it_promised(device: Any) -> None:
     assert step is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_once", [10**9, 40])
 @pytest.mark.parametrize("maps", [1, 2, 3, 8, 1000])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_every_plan_of_cufft_is_promised(
+def test_footprint_counts_every_cufft_plan(
     monkeypatch: pytest.MonkeyPatch, shape: ConvShape, maps: int, at_once: int
 ) -> None:
-    """And the table of sines: what a step takes beside what it prepared."""
+    """It also counts the table of sines, which a step takes beside its prepared weights."""
     monkeypatch.setattr(conv_fft, "LINES_VALUES", at_once)
     variant = Variant.of(maps=maps)
     with EmulatedDevice() as emulated:
@@ -173,8 +176,8 @@ def test_fewer_maps_at_a_time_take_less_memory() -> None:
     assert len(set(working)) == 3
 
 
-def test_memory_is_no_more_than_table_ii_says() -> None:
-    """S f (n + ñ) + f ñ; S (f + f') ñ + 2 f ñ; S f' (n' + ñ) + f' ñ, with all maps transformed at once."""
+def test_memory_is_at_most_that_of_table_ii() -> None:
+    """The table gives S f (n + ñ) + f ñ, S (f + f') ñ + 2 f ñ, and S f' (n' + ñ) + f' ñ for all maps at once."""
     shape = ConvShape(2, 40, 30, (59, 61, 60), (5, 5, 5))
     footprint = FFT.footprint(shape, Variant.of(maps=40), 1)
     spectrum = 8 * good_size(59) * good_size(61) * (good_size(60, even=True) // 2 + 1)
@@ -186,17 +189,17 @@ def test_memory_is_no_more_than_table_ii_says() -> None:
     assert footprint.working(shape) <= table
 
 
-def test_sizes_have_no_factor_beyond_seven() -> None:
+def test_transform_sizes_have_no_factor_beyond_seven() -> None:
     assert [good_size(n) for n in (1, 7, 11, 13, 97, 127, 150, 211)] == [1, 7, 12, 14, 98, 128, 150, 216]
     assert [good_size(n, even=True) for n in (1, 7, 15, 25, 27, 81, 121)] == [2, 8, 16, 28, 28, 84, 126]
 
 
 @pytest.mark.parametrize(("total", "most"), [(1, 1), (7, 7), (7, 8), (7, 3), (6, 3), (1, 5), (100, 1)])
-def test_how_many_there_are_at_a_time(total: int, most: int) -> None:
+def test_counts_of_parts_equal_those_of_all_parts(total: int, most: int) -> None:
     assert _counts(total, most) == {count for _, count in _some(total, most)}
 
 
-def test_says_why_not() -> None:
+def test_unsupported_shape_gets_a_reason() -> None:
     shape = SHAPES[0]
     assert FFT.why_not(shape, WITH_GPU) is None
     assert FFT.why_not(shape, MACHINE) == "needs a CUDA device"
@@ -213,5 +216,5 @@ def test_work_grows_with_the_layer() -> None:
     assert 2 < work[1].flops / work[0].flops < 4
 
 
-def test_refuses_lengths_nobody_tried() -> None:
+def test_untested_lengths_are_refused() -> None:
     assert "2048 points" in (FFT.why_not(ConvShape(1, 1, 1, (2049, 3, 3), (2, 2, 2)), WITH_GPU) or "")

@@ -73,7 +73,7 @@ def run(
 
 
 def rms_error(out: Any, x: Any, weights: ConvWeights, shape: ConvShape) -> float:
-    """Of the rms answer; NaN and untouched voxels fail."""
+    """Return the error relative to the rms answer; NaN and untouched voxels fail."""
     assert np.isfinite(out).all(), f"{(~np.isfinite(out)).sum()} of {out.size} voxels not finite"
     exact = reference.convolve(x, weights.weight, weights.bias, shape.activation)
     if shape.pools:
@@ -83,7 +83,7 @@ def rms_error(out: Any, x: Any, weights: ConvWeights, shape: ConvShape) -> float
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_equals_the_definition(device: Any, shape: ConvShape, precision: Precision) -> None:
+def test_output_equals_the_definition(device: Any, shape: ConvShape, precision: Precision) -> None:
     shape = replace(shape, precision=precision)
     x, weights = random_input(shape), random_weights(shape)
     out, peak = run(device, shape, x, weights, tiled(shape))
@@ -92,7 +92,7 @@ def test_equals_the_definition(device: Any, shape: ConvShape, precision: Precisi
 
 
 def of_tile(device: Any, tile: Vec3, precision: Precision) -> float:
-    """The error of a layer a little larger than a tile."""
+    """Return the error of a layer a little larger than a tile."""
     z, y, x = tile
     shape = ConvShape(1, 2, 3, (z + 1, y + 2, x - 1), (3, 2, 4), "none", precision=precision)
     values, weights = random_input(shape), random_weights(shape)
@@ -124,7 +124,7 @@ def test_tiles_in_groups_give_the_same(device: Any, group: int) -> None:
 
 @pytest.mark.parametrize("gap", [0, 2])
 @pytest.mark.parametrize("carried", [0, 1, 2, 9])
-def test_planes_are_carried_and_images_lie_apart(device: Any, carried: int, gap: int) -> None:
+def test_carried_planes_and_strided_images_equal_the_definition(device: Any, carried: int, gap: int) -> None:
     shape = ConvShape(2, 3, 5, (13, 18, 7), (3, 4, 5), "relu", precision="tf32")
     x, weights = random_input(shape), random_weights(shape)
     out, _ = run(device, shape, x, weights, tiled(shape), carried, gap)
@@ -154,7 +154,7 @@ def test_spectra_in_float16_neither_overflow_nor_vanish(device: Any, kind: str, 
 
 @pytest.mark.parametrize("size", [1e-20, 1e-4, 1e4, 1e20])
 @pytest.mark.parametrize("precision", ["fp32", "tf32"])
-def test_kernels_may_be_of_any_size(device: Any, precision: Precision, size: float) -> None:
+def test_kernels_of_any_size_equal_the_definition(device: Any, precision: Precision, size: float) -> None:
     shape = replace(SHAPES[1], activation="none", precision=precision)
     x, weights = random_input(shape), random_weights(shape)
     weights.bias[...] = 0
@@ -165,8 +165,8 @@ def test_kernels_may_be_of_any_size(device: Any, precision: Precision, size: flo
     assert error <= ALLOWED[precision]
 
 
-def test_the_largest_sums_there_can_be_do_not_overflow(device: Any) -> None:
-    """All values and all weights alike: everything is in one frequency."""
+def test_largest_possible_sums_do_not_overflow(device: Any) -> None:
+    """Equal values and equal weights put everything into one frequency."""
     shape = ConvShape(1, 16, 8, (8, 16, 16), (3, 5, 5), "none", precision="tf32")
     x, weights = np.ones(shape.in_shape, np.float32), random_weights(shape)
     weights.weight[...] = 1
@@ -177,7 +177,7 @@ def test_the_largest_sums_there_can_be_do_not_overflow(device: Any) -> None:
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_result_that_is_not_finite_shows_in_the_peak(device: Any, precision: Precision, value: float) -> None:
+def test_peak_reports_a_result_not_finite(device: Any, precision: Precision, value: float) -> None:
     shape = replace(SHAPES[1], activation="none", precision=precision)
     x, weights = random_input(shape), random_weights(shape)
     x[1, 4, 4, 4, 1] = value
@@ -193,8 +193,8 @@ def test_zeros_give_the_bias(device: Any) -> None:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_kernels_that_are_next_to_nothing_give_the_bias(device: Any, precision: Precision) -> None:
-    """What would bring their spectra to size is more than float32 holds."""
+def test_vanishing_kernels_give_the_bias(device: Any, precision: Precision) -> None:
+    """The factor that would scale their spectra is beyond float32."""
     shape = replace(SHAPES[1], activation="none", precision=precision)
     weights = random_weights(shape)
     weights.weight[...] *= np.float32(1e-37)
@@ -204,7 +204,7 @@ def test_kernels_that_are_next_to_nothing_give_the_bias(device: Any, precision: 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[4]], ids=str)
-def test_kernels_are_streamed(device: Any, shape: ConvShape, precision: Precision) -> None:
+def test_streamed_kernels_give_the_same_output(device: Any, shape: ConvShape, precision: Precision) -> None:
     shape = replace(shape, precision=precision)
     x, weights = random_input(shape), random_weights(shape)
     out, _ = run(device, shape, x, weights, tiled(shape, group=3, kernels="streamed"))
@@ -215,7 +215,7 @@ def test_kernels_are_streamed(device: Any, shape: ConvShape, precision: Precisio
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_many_kernels_are_streamed(cuda_device: Any, precision: Precision) -> None:
+def test_many_streamed_kernels_give_the_same_output(cuda_device: Any, precision: Precision) -> None:
     shape = ConvShape(1, 80, 84, (60, 33, 37), (3, 4, 3), "relu", precision=precision)
     x, weights = random_input(shape), random_weights(shape)
     for tile in ((16, 16, 16), (32, 32, 32)):
@@ -227,10 +227,10 @@ def test_many_kernels_are_streamed(cuda_device: Any, precision: Precision) -> No
 
 @pytest.mark.parametrize("kernels", ["kept", "streamed"])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_what_preparing_takes_is_promised(
+def test_footprint_covers_the_preparation(
     device: Any, monkeypatch: pytest.MonkeyPatch, precision: Precision, kernels: str
 ) -> None:
-    """Where it is more than the layer takes as it runs; at the same time there is no arena."""
+    """The preparation takes more than the layer does as it runs; no arena exists at the same time."""
     shape = ConvShape(1, 20, 18, (4, 5, 6), (3, 4, 5), "relu", precision=precision)
     variant = tiled(shape, kernels=kernels)
     footprint = TILED.footprint(shape, variant, 1)
@@ -251,7 +251,7 @@ def test_what_preparing_takes_is_promised(
     assert most - 4 * shape.fout <= peak <= most, "biases come last, when all else was given back"
 
 
-def test_what_streaming_spares_and_costs() -> None:
+def test_streaming_spares_resident_memory_and_costs_an_upload() -> None:
     here = replace(MACHINE, gpu=LARGE)
     for shape, many in (
         (ConvShape(1, 8, 8, (60, 60, 60), (3, 3, 3)), False),
@@ -283,7 +283,7 @@ POOLED = [
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("shape", POOLED, ids=str)
-def test_pools_into_fragments(device: Any, shape: ConvShape, precision: Precision) -> None:
+def test_fused_pooling_gives_fragments(device: Any, shape: ConvShape, precision: Precision) -> None:
     shape = replace(shape, precision=precision)
     x, weights = random_input(shape), random_weights(shape)
     out, peak = run(device, shape, x, weights, tiled(shape))
@@ -292,7 +292,7 @@ def test_pools_into_fragments(device: Any, shape: ConvShape, precision: Precisio
 
 
 @pytest.mark.parametrize(("group", "gap"), [(1, 2), (3, 0), (5, 2)])
-def test_pools_in_groups_behind_planes_that_are_carried(device: Any, group: int, gap: int) -> None:
+def test_fused_pooling_works_in_groups_with_carried_planes(device: Any, group: int, gap: int) -> None:
     shape = ConvShape(2, 2, 3, (11, 25, 18), (3, 15, 4), "relu", (2, 2, 2), precision="tf32")  # a tile has 2 rows
     x, weights = random_input(shape), random_weights(shape)
     out, _ = run(device, shape, x, weights, tiled(shape, group=group), carried=3, gap=gap)
@@ -300,7 +300,7 @@ def test_pools_in_groups_behind_planes_that_are_carried(device: Any, group: int,
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_maximum_keeps_what_is_not_a_number(device: Any, value: float) -> None:
+def test_fused_maximum_keeps_nan(device: Any, value: float) -> None:
     shape = replace(POOLED[0], activation="none")
     x, weights = random_input(shape), random_weights(shape)
     x[0, 7, 8, 9, 1] = value
@@ -314,7 +314,7 @@ def test_a_maximum_keeps_what_is_not_a_number(device: Any, value: float) -> None
 @pytest.mark.parametrize("pool", [(2, 2, 2), (1, 2, 2), (2, 1, 2), (2, 2, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)], ids=str)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("z", SIDES_Z)
-def test_all_tiles_pool(cuda_device: Any, z: int, precision: Precision, pool: Vec3) -> None:
+def test_all_tiles_pool_into_fragments(cuda_device: Any, z: int, precision: Precision, pool: Vec3) -> None:
     shape = ConvShape(2, 17, 26, (2 * z, 49, 78), (4, 3, 4), "relu", pool, precision=precision)
     x, weights = random_input(shape), random_weights(shape)
     for group in (3, 1000):
@@ -324,7 +324,7 @@ def test_all_tiles_pool(cuda_device: Any, z: int, precision: Precision, pool: Ve
 
 @pytest.mark.parametrize("group", [1, 2, 7, 10**6])
 @pytest.mark.parametrize("k", [1, 3, 16])
-def test_groups_that_pool_have_every_window_once(k: int, group: int) -> None:
+def test_pooling_groups_hold_every_window_once(k: int, group: int) -> None:
     """Windows along y of all groups, one after the other; k = 16: a tile has one row of results."""
     for size in range(k + 2, k + 60, 2):
         shape = ConvShape(2, 3, 3, (9, size, 40), (3, k, 3), "none", (1, 2, 1))
@@ -338,7 +338,7 @@ def test_groups_that_pool_have_every_window_once(k: int, group: int) -> None:
         assert windows == {slab: list(range(cover.windows[1])) for slab in range(2 * cover.grid[0])}
 
 
-def test_pools_by_no_more_than_two() -> None:
+def test_pooling_windows_beyond_two_are_refused() -> None:
     here, shape = replace(MACHINE, gpu=LARGE), ConvShape(1, 3, 3, (49, 49, 49), (3, 3, 3), "relu", (2, 2, 3))
     assert TILED.why_not(shape, here) == "fuses pooling by 1 or 2 along each axis, not by 2x2x3"
     assert TILED.why_not(replace(shape, pool=(2, 2, 2)), here) is None
@@ -351,7 +351,7 @@ def test_pools_by_no_more_than_two() -> None:
 @pytest.mark.parametrize("fout", [3, 80, 170])
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.gpu
-def test_many_maps(cuda_device: Any, precision: Precision, fin: int, fout: int) -> None:
+def test_many_maps_equal_the_definition(cuda_device: Any, precision: Precision, fin: int, fout: int) -> None:
     shape = ConvShape(1, fin, fout, (30, 33, 37), (3, 4, 3), "relu", precision=precision)
     x, weights = random_input(shape), random_weights(shape)
     for tile in ((16, 16, 16), (24, 24, 24), (32, 32, 32), (8, 32, 32)):
@@ -361,8 +361,8 @@ def test_many_maps(cuda_device: Any, precision: Precision, fin: int, fout: int) 
 
 @pytest.mark.parametrize("fout", [3, 24, 160])
 @pytest.mark.gpu
-def test_of_many_maps_tensor_cores_cut_off_little(cuda_device: Any, fout: int) -> None:
-    """In one sum they leave 1.2e-6 of these; the emulator's cut off nothing."""
+def test_sums_of_many_maps_on_tensor_cores_stay_exact(cuda_device: Any, fout: int) -> None:
+    """A single sum would leave 1.2e-6 of these; the emulator's sums are exact."""
     shape = ConvShape(1, 160, fout, (30, 33, 37), (3, 4, 3), "none")
     x, weights = np.maximum(random_input(shape), 0), random_weights(shape)
     weights.bias[...] = 0
@@ -370,7 +370,7 @@ def test_of_many_maps_tensor_cores_cut_off_little(cuda_device: Any, fout: int) -
     assert rms_error(out, x, weights, shape) <= 6e-7
 
 
-def test_a_few_maps_more_than_a_step_of_the_product(device: Any) -> None:
+def test_maps_beyond_a_step_of_the_product_equal_the_definition(device: Any) -> None:
     shape = ConvShape(1, 90, 42, (3, 4, 4), (2, 2, 2), "none", precision="tf32")
     x, weights = random_input(shape), random_weights(shape)
     out, _ = run(device, shape, x, weights, tiled(shape))
@@ -425,7 +425,7 @@ def test_small_cards_have_smaller_blocks() -> None:
             assert block.shared_bytes <= SMALL.shared_block_bytes
 
 
-def test_what_does_not_apply_says_why() -> None:
+def test_unsupported_shape_gets_a_reason() -> None:
     here, shape = replace(MACHINE, gpu=LARGE), ConvShape(1, 3, 3, (50, 50, 50), (3, 3, 3))
     assert TILED.why_not(shape, here) is None
     assert TILED.why_not(shape, MACHINE) == "needs a CUDA device"

@@ -61,7 +61,7 @@ def variant_of(units: str, groups: int, *, ahead: bool) -> Variant:
 
 
 def walk_whole_columns(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block takes every z of its tile."""
+    """Let a block compute every z of its tile."""
     monkeypatch.setattr(device, "gpu", replace(device.gpu, multiprocessors=1))
     monkeypatch.setattr(conv_first, "BLOCKS", 1)
 
@@ -88,7 +88,7 @@ def run(
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_equals_the_definition(device: Any, shape: ConvShape, ahead: bool) -> None:
+def test_output_equals_the_definition(device: Any, shape: ConvShape, ahead: bool) -> None:
     x, weights = random_input(shape), random_weights(shape)
     out, peak = run(device, shape, x, weights, FLOAT, ahead=ahead)
     assert_close(out, x, weights, shape)
@@ -101,7 +101,7 @@ def test_equals_the_definition(device: Any, shape: ConvShape, ahead: bool) -> No
     ids=str,
 )
 def test_tensor_cores_round_as_tf32_does(device: Any, shape: ConvShape, ahead: bool) -> None:
-    """What comes ahead in SHAPES[5] is more than registers hold."""
+    """The prefetched values of SHAPES[5] are more than registers hold."""
     x, weights = random_input(shape), random_weights(shape)
     out, peak = run(device, shape, x, weights, TENSOR, ahead=ahead)
     assert error_of(out, x, weights, shape) <= 1e-3
@@ -111,7 +111,9 @@ def test_tensor_cores_round_as_tf32_does(device: Any, shape: ConvShape, ahead: b
 @pytest.mark.parametrize(
     ("kx", "ahead"), [*product([1, 2, 3, 5, 6, 7, 8, 9, 10], [False]), *product([1, 3, 6, 10], [True])]
 )
-def test_does_kernels_of_any_width(device: Any, monkeypatch: pytest.MonkeyPatch, kx: int, ahead: bool) -> None:
+def test_kernels_of_any_width_equal_the_definition(
+    device: Any, monkeypatch: pytest.MonkeyPatch, kx: int, ahead: bool
+) -> None:
     walk_whole_columns(device, monkeypatch)
     shape = ConvShape(1, 1, 5, (4, 5, 20), (2, 3, kx), "none")
     x, weights = random_input(shape), random_weights(shape)
@@ -120,7 +122,7 @@ def test_does_kernels_of_any_width(device: Any, monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize("kind", INPUTS)
-def test_is_as_accurate_for_odd_inputs(device: Any, kind: str) -> None:
+def test_odd_inputs_are_as_accurate(device: Any, kind: str) -> None:
     x, weights = random_input(SHAPES[1], kind), random_weights(SHAPES[1])
     assert_close(run(device, SHAPES[1], x, weights, FLOAT)[0], x, weights, SHAPES[1])
     assert error_of(run(device, SHAPES[1], x, weights, TENSOR)[0], x, weights, SHAPES[1]) <= 1e-3
@@ -130,7 +132,7 @@ def test_is_as_accurate_for_odd_inputs(device: Any, kind: str) -> None:
 @pytest.mark.parametrize("carried", [0, 1, 4])
 @pytest.mark.parametrize("maps", [5, 8])
 @pytest.mark.parametrize(("precision", "units"), [("fp32", FLOAT), ("tf32", TENSOR), ("fp16", TENSOR)])
-def test_planes_are_carried_and_images_lie_apart(
+def test_carried_planes_and_strided_images_equal_the_definition(
     device: Any, precision: Any, units: str, maps: int, carried: int, gap: int
 ) -> None:
     shape = ConvShape(3, 2, maps, (6, 5, 4), (3, 2, 2), "relu", precision=precision)
@@ -142,7 +144,7 @@ def test_planes_are_carried_and_images_lie_apart(
 
 @pytest.mark.parametrize("units", [FLOAT, TENSOR])
 @pytest.mark.parametrize(("shape", "ahead"), [(DEEP[0], False), *product(DEEP, [True])], ids=str)
-def test_a_block_walks_along_z_where_there_are_many(
+def test_block_computes_several_planes_along_z(
     device: Any, monkeypatch: pytest.MonkeyPatch, shape: ConvShape, units: str, ahead: bool
 ) -> None:
     walk_whole_columns(device, monkeypatch)
@@ -153,10 +155,10 @@ def test_a_block_walks_along_z_where_there_are_many(
 
 
 @pytest.mark.parametrize(("precision", "units"), [("fp32", FLOAT), ("tf32", TENSOR), ("fp16", TENSOR)])
-def test_what_comes_ahead_is_what_is_staged_plainly(
+def test_prefetched_values_equal_plainly_staged_ones(
     device: Any, monkeypatch: pytest.MonkeyPatch, precision: Any, units: str
 ) -> None:
-    """To the bit: rounded to tf32, not cut off."""
+    """They are equal to the bit: rounded to tf32, not truncated."""
     walk_whole_columns(device, monkeypatch)
     shape = replace(DEEP[1], precision=precision)
     x, weights = random_input(shape), random_weights(shape)
@@ -168,7 +170,7 @@ def test_what_comes_ahead_is_what_is_staged_plainly(
 @pytest.mark.parametrize("carried", [0, 1, 4, 6])
 @pytest.mark.parametrize("shape", [DEEP[0], DEEP[3]], ids=str)
 @pytest.mark.parametrize(("precision", "units"), [("fp32", FLOAT), ("tf32", TENSOR), ("fp16", TENSOR)])
-def test_planes_that_come_ahead_may_be_carried(
+def test_prefetched_planes_may_be_carried(
     device: Any, monkeypatch: pytest.MonkeyPatch, precision: Any, units: str, shape: ConvShape, carried: int
 ) -> None:
     walk_whole_columns(device, monkeypatch)
@@ -184,7 +186,7 @@ def test_planes_that_come_ahead_may_be_carried(
     [(SHAPES[1], False), (SHAPES[1], True), (SHAPES[2], False), (SHAPES[2], True), (SHAPES[5], False), (DEEP[4], True)],
     ids=str,
 )
-def test_half_precision_is_storage_and_tf32(device: Any, shape: ConvShape, ahead: bool) -> None:
+def test_half_precision_stores_float16_and_computes_in_tf32(device: Any, shape: ConvShape, ahead: bool) -> None:
     shape = replace(shape, precision="fp16")
     weights = random_weights(shape)
     x = random_input(shape).astype(np.float16).astype(np.float32)
@@ -197,7 +199,7 @@ def test_half_precision_is_storage_and_tf32(device: Any, shape: ConvShape, ahead
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("units", [FLOAT, TENSOR])
-def test_a_result_that_is_not_finite_shows_in_the_peak(
+def test_peak_reports_a_result_not_finite(
     device: Any, monkeypatch: pytest.MonkeyPatch, units: str, ahead: bool
 ) -> None:
     walk_whole_columns(device, monkeypatch)
@@ -227,7 +229,7 @@ def test_two_blocks_fit_any_card(fin: int, units: str) -> None:
             assert all(_shared_bytes(ahead, fin, k, wide) <= SHARED_BYTES for wide in _widths(ahead, fin, k))
 
 
-def test_what_comes_ahead_has_its_room() -> None:
+def test_prefetching_needs_its_shared_memory() -> None:
     """One chunk stays, and one plane more has room; of several, two have. 1 -> 80 maps."""
 
     def room(k: int, units: str) -> tuple[int, int, int, int, list[int]]:
@@ -245,7 +247,7 @@ def test_what_comes_ahead_has_its_room() -> None:
     assert (_wide(shape), _wide(shape, plan)) == (32, 16)
 
 
-def test_registers_hold_what_passes_through_them() -> None:
+def test_prefetching_needs_its_registers() -> None:
     """8 values of 192 threads: of 4 maps and lines of 9 taps, one plane is too much for tensor cores."""
     plan = _plan(4, 80, (2, 9, 9), TENSOR, 5, ahead=True)
     assert max((192 // wide + 8) * (wide + 8) * 4 for wide in WIDTHS) > 8 * 192
@@ -253,7 +255,7 @@ def test_registers_hold_what_passes_through_them() -> None:
     assert _fits(_plan(4, 80, (2, 9, 9), FLOAT, 5, ahead=True), 4, (2, 9, 9))
 
 
-def test_staging_ahead_is_a_further_choice() -> None:
+def test_prefetching_is_an_additional_variant() -> None:
     shape = ConvShape(1, 1, 80, (200, 200, 200), (3, 3, 3), "relu")
     plain, ahead = FIRST.variants(shape, WITH_GPU)
     assert (str(plain), str(ahead)) == ("groups=5 units=float", "groups=5 staging=ahead units=float")
@@ -269,7 +271,7 @@ def test_staging_ahead_is_a_further_choice() -> None:
     assert [str(variant) for variant in FIRST.variants(no_room, WITH_GPU)] == ["groups=5 units=tensor"]
 
 
-def test_what_does_not_apply_says_why() -> None:
+def test_unsupported_shape_gets_a_reason() -> None:
     shape = SHAPES[1]
     assert FIRST.why_not(shape, WITH_GPU) is None
     assert FIRST.why_not(shape, MACHINE) == "needs a CUDA device"
@@ -289,12 +291,12 @@ def test_what_does_not_apply_says_why() -> None:
 
 
 @pytest.mark.parametrize(("precision", "units"), [("fp32", FLOAT), ("tf32", TENSOR), ("fp16", TENSOR)])
-def test_the_precision_says_which_units_compute(precision: Any, units: str) -> None:
+def test_precision_fixes_the_computing_units(precision: Any, units: str) -> None:
     shape = replace(SHAPES[1], precision=precision)
     assert {variant.word("units") for variant in FIRST.variants(shape, WITH_GPU)} == {units}
 
 
-def test_blocks_sum_fewer_maps_where_images_are_small() -> None:
+def test_blocks_compute_fewer_maps_for_small_images() -> None:
     """28 x 28 and 512 filters have 35 blocks of 80 maps; a multiprocessor of 132 should have 4 filters of the 512."""
 
     def groups(n: tuple[int, int, int], fout: int, k: tuple[int, int, int], batch: int = 1) -> list[int]:
@@ -312,7 +314,7 @@ def test_blocks_sum_fewer_maps_where_images_are_small() -> None:
 
 @pytest.mark.parametrize("units", [FLOAT, TENSOR])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_does_any_number_of_groups(device: Any, groups: int, units: str) -> None:
+def test_any_number_of_groups_equals_the_definition(device: Any, groups: int, units: str) -> None:
     shape = ConvShape(2, 1, 52, (2, 7, 9), (2, 3, 3), "relu")
     x, weights = random_input(shape), random_weights(shape)
     out, peak = run(device, shape, x, weights, units, groups=groups)
@@ -320,7 +322,7 @@ def test_does_any_number_of_groups(device: Any, groups: int, units: str) -> None
     assert peak == np.abs(out).max()
 
 
-def test_its_work_is_the_arithmetic_of_whole_tiles() -> None:
+def test_work_counts_the_arithmetic_of_whole_tiles() -> None:
     shape = ConvShape(2, 2, 18, (4, 9, 34), (3, 2, 1), "relu")
     (plain,), (tensor,) = (FIRST.work(shape, Variant.of(groups=2, units=units)) for units in (FLOAT, TENSOR))
     tiles = 2 * 2 * 3 * 1  # 16 wide, 12 high

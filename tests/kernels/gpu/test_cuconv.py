@@ -49,7 +49,7 @@ def run(
 
 @pytest.mark.parametrize("turn", range(3))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_equals_the_definition(device: Any, shape: ConvShape, turn: int) -> None:
+def test_output_equals_the_definition(device: Any, shape: ConvShape, turn: int) -> None:
     x, weights = random_input(shape), random_weights(shape)
     out, peak = run(device, shape, x, weights, variants(shape, "float")[turn])
     assert_close(out, x, weights, shape)
@@ -69,7 +69,7 @@ def test_tensor_cores_round_as_tf32_does(device: Any, shape: ConvShape, precisio
 
 
 @pytest.mark.parametrize("kind", INPUTS)
-def test_is_as_accurate_for_odd_inputs(device: Any, kind: str) -> None:
+def test_odd_inputs_are_as_accurate(device: Any, kind: str) -> None:
     shape = SHAPES[3]
     x, weights = random_input(shape, kind), random_weights(shape)
     out, _ = run(device, shape, x, weights, Variant.of(side=16, taps=2, units="float"))
@@ -79,7 +79,7 @@ def test_is_as_accurate_for_odd_inputs(device: Any, kind: str) -> None:
 @pytest.mark.parametrize("gap", [0, 7, 8])
 @pytest.mark.parametrize("maps", [5, 8])
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16"])
-def test_images_lie_anywhere(device: Any, precision: Any, maps: int, gap: int) -> None:
+def test_images_may_lie_anywhere(device: Any, precision: Any, maps: int, gap: int) -> None:
     shape = ConvShape(3, maps, 13 - maps, (3, 5, 4), (3, 2, 2), "relu", precision=precision)
     x, weights = random_input(shape).astype(np.float16).astype(np.float32), random_weights(shape)
     units = "float" if precision == "fp32" else "tensor"
@@ -90,8 +90,8 @@ def test_images_lie_anywhere(device: Any, precision: Any, maps: int, gap: int) -
 
 
 @pytest.mark.parametrize("offset", [1, 4])
-def test_images_start_on_any_plane(device: Any, offset: int) -> None:
-    """16 bytes at a time only where the address allows it."""
+def test_images_may_start_on_any_plane(device: Any, offset: int) -> None:
+    """Reads are 16 bytes wide only if the address allows it."""
     shape = ConvShape(2, 4, 8, (2, 3, 3), (2, 2, 1), "relu")
     x, weights = random_input(shape), random_weights(shape)
     variant = Variant.of(side=16, taps=2, units="float")
@@ -106,7 +106,7 @@ def test_images_start_on_any_plane(device: Any, offset: int) -> None:
 
 @pytest.mark.parametrize("activation", ["none", "relu", "tanh", "sigmoid"])
 @pytest.mark.parametrize("taps", [1, 4])
-def test_does_all_activations(device: Any, activation: Activation, taps: int) -> None:
+def test_all_activations_equal_the_definition(device: Any, activation: Activation, taps: int) -> None:
     shape = ConvShape(2, 4, 9, (3, 4, 3), (2, 1, 2), activation)
     x, weights = 10 * random_input(shape), random_weights(shape)
     out, peak = run(device, shape, x, weights, Variant.of(side=16, taps=taps, units="float"))
@@ -133,7 +133,7 @@ def test_long_sums_are_as_exact_as_short_ones(device: Any, shape: ConvShape, tap
     assert peak == np.abs(out).max()
 
 
-def test_partial_sums_come_some_voxels_at_a_time(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partial_sums_may_be_computed_some_voxels_at_a_time(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(partitioning, "PARTS_BYTES", 4 * 4 * 6 * 64)
     shape = ConvShape(2, 3, 4, (4, 9, 8), (3, 1, 2), "relu")
     variant = Variant.of(side=16, taps=1, units="float")
@@ -147,7 +147,7 @@ def test_partial_sums_come_some_voxels_at_a_time(device: Any, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("taps", [1, 24])
-def test_a_result_that_is_not_finite_shows_in_the_peak(device: Any, taps: int) -> None:
+def test_peak_reports_a_result_not_finite(device: Any, taps: int) -> None:
     shape, variant = SHAPES[2], Variant.of(side=16, taps=taps, units="float")
     weights, x = random_weights(shape), random_input(shape)
     x[0, 3, 3, 3, 1] = np.nan
@@ -168,7 +168,7 @@ def test_equal_runs_give_equal_bits(device: Any) -> None:
 @pytest.mark.parametrize("maps", [(16, 32), (832, 128), (80, 80), (1, 2048)])
 @pytest.mark.parametrize("k", [(1, 1, 1), (1, 3, 3), (1, 5, 5), (3, 3, 3), (1, 2, 4)])
 @pytest.mark.parametrize("m", [(1, 7, 7), (1, 27, 27), (48, 64, 64)])
-def test_choices_keep_to_the_memory(m: Vec3, k: Vec3, maps: tuple[int, int], units: str) -> None:
+def test_partitions_stay_within_their_memory(m: Vec3, k: Vec3, maps: tuple[int, int], units: str) -> None:
     n = (m[0] + k[0] - 1, m[1] + k[1] - 1, m[2] + k[2] - 1)
     shape = ConvShape(1, *maps, n, k)
     found = choices(shape, 132, units)
@@ -193,13 +193,13 @@ def test_small_layers_take_small_blocks_and_large_ones_large() -> None:
     assert choices(ConvShape(1, 80, 64, (66, 66, 66), (3, 3, 3)), 132, "float")[0] == (64, 27)
 
 
-def test_parts_that_do_not_fit_the_memory_are_not_tried() -> None:
+def test_parts_beyond_the_memory_are_not_tried() -> None:
     shape = ConvShape(1, 2, 1024, (33, 33, 33), (29, 29, 29))
     assert partition(shape, 16, 29).parts_bytes > PARTS_BYTES
     assert {taps for _, taps in choices(shape, 132, "float")} <= {29**2, 29**3}
 
 
-def test_what_does_not_apply_says_why() -> None:
+def test_unsupported_shape_gets_a_reason() -> None:
     shape = SHAPES[0]
     assert CUCONV.why_not(shape, MACHINE) == "needs a CUDA device"
     assert CUCONV.why_not(PoolShape(1, 1, (3, 3, 3), (2, 2, 2)), WITH_GPU) == "computes convolutions, not pool"
@@ -215,7 +215,7 @@ def test_what_does_not_apply_says_why() -> None:
     assert CUCONV.why_not(shape, WITH_GPU) is None
 
 
-def test_its_work_is_the_arithmetic_of_whole_blocks_and_what_parts_take() -> None:
+def test_work_counts_whole_blocks_and_partial_sums() -> None:
     shape = ConvShape(2, 5, 18, (4, 5, 6), (3, 2, 1), "relu")
     voxels = 2 * 2 * 4 * 6
     products, sums = CUCONV.work(shape, Variant.of(side=32, taps=4, units="float"))

@@ -22,7 +22,7 @@ SOURCE = str(Path(__file__).parent / "ops.cu")
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int64, np.float16, np.float32, np.float64, np.complex64])
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 5, 2, 1, 9)])
-def test_arrays_come_back_as_they_were_put(device: Any, shape: tuple[int, ...], dtype: npt.DTypeLike) -> None:
+def test_arrays_return_unchanged(device: Any, shape: tuple[int, ...], dtype: npt.DTypeLike) -> None:
     host = np.random.default_rng(1).integers(0, 100, shape).astype(dtype)
     array = device.put(host, "an array")
     back = device.get(array)
@@ -31,14 +31,14 @@ def test_arrays_come_back_as_they_were_put(device: Any, shape: tuple[int, ...], 
     assert np.array_equal(back, host)
 
 
-def test_arrays_of_any_order_may_be_put(device: Any) -> None:
+def test_arrays_of_any_memory_order_are_uploaded(device: Any) -> None:
     host = np.arange(60, dtype=np.float32).reshape(3, 4, 5).transpose(2, 0, 1)[:, ::-1]
     array = device.put(host, "turned")
     assert array.strides == (48, 16, 4)
     assert np.array_equal(device.get(array), host)
 
 
-def test_views_of_any_stride_come_back(device: Any) -> None:
+def test_views_of_any_stride_are_downloaded(device: Any) -> None:
     host = np.arange(240, dtype=np.float16).reshape(2, 10, 12)
     array = device.put(host, "an array")
     assert np.array_equal(device.get(array[:, 3:7, ::2]), host[:, 3:7, ::2])
@@ -60,7 +60,7 @@ def test_memory_is_aligned_accounted_and_freed_with_its_last_view(device: Any) -
     assert device.allocated == before
 
 
-def test_memory_is_given_back_at_once_where_that_is_asked_for(device: Any) -> None:
+def test_memory_is_freed_at_once_on_request(device: Any) -> None:
     first = device.allocate(1000, "first")
     view = device.view(first, (10,), np.float32)
     held = device.allocated
@@ -73,7 +73,7 @@ def test_memory_is_given_back_at_once_where_that_is_asked_for(device: Any) -> No
     assert second.nbytes == 1000
 
 
-def test_views_lie_where_they_say(device: Any) -> None:
+def test_views_lie_at_their_offsets(device: Any) -> None:
     data = device.put(np.arange(256, dtype=np.uint8), "bytes")
     view = device.view(data, (2, 3, 2), np.uint16, offset=6, strides=(100, 10, 2))
     assert view.strides == (100, 10, 2)
@@ -102,7 +102,7 @@ def test_views_beyond_their_memory_are_refused(
         device.view(data, shape, np.float32, offset=offset, strides=strides)
 
 
-def test_more_memory_than_there_is_is_refused_in_a_sentence(device: Any) -> None:
+def test_too_large_an_allocation_is_refused_in_one_sentence(device: Any) -> None:
     much = 1 << 50
     with pytest.raises(
         DeviceError,
@@ -113,13 +113,13 @@ def test_more_memory_than_there_is_is_refused_in_a_sentence(device: Any) -> None
     assert np.array_equal(device.get(device.put(np.ones(3), "it goes on")), np.ones(3))
 
 
-def test_free_bytes_fall_by_what_is_held(device: Any) -> None:
+def test_free_bytes_fall_by_the_held_bytes(device: Any) -> None:
     before = device.free_bytes()
     held = device.allocate(256 << 20, "a lot")
     assert 0 < device.free_bytes() <= before - held.nbytes
 
 
-def test_pinned_arrays_are_arrays_of_the_host(device: Any) -> None:
+def test_pinned_arrays_are_numpy_arrays(device: Any) -> None:
     array = device.pinned((3, 4), np.float16)
     array[...] = np.arange(12).reshape(3, 4)
     assert type(array) is np.ndarray
@@ -128,8 +128,8 @@ def test_pinned_arrays_are_arrays_of_the_host(device: Any) -> None:
     assert device.pinned((0, 4), np.float32).shape == (0, 4)
 
 
-def test_copies_wait_for_what_they_are_told_to(device: Any) -> None:
-    """Up on one stream, a kernel on another, down on a third."""
+def test_copies_wait_for_their_events(device: Any) -> None:
+    """One stream uploads, a second runs a kernel, and a third downloads."""
     kernel = device.kernels(SOURCE, ["add_one"])["add_one"]
     count = 1 << 16
     source, target = device.pinned((count,), np.float32), device.pinned((count,), np.float32)
@@ -150,8 +150,8 @@ def test_copies_wait_for_what_they_are_told_to(device: Any) -> None:
     assert np.array_equal(target, np.arange(count) + 20)
 
 
-def test_a_stream_that_waits_for_nobody_comes_too_early() -> None:
-    """What the emulator does late, it shows: the copy down was not told to wait."""
+def test_unsynchronised_stream_reads_old_values() -> None:
+    """The emulator runs late on purpose, and the download was not told to wait."""
     with EmulatedDevice() as device:
         source, target = np.ones(4, np.float32), np.zeros(4, np.float32)
         array = device.view(device.allocate(16, "values"), (4,), np.float32)
@@ -174,7 +174,7 @@ def test_copies_may_skip_between_images(device: Any) -> None:
     assert np.array_equal(device.get(data), expected)
 
 
-def test_copies_that_do_not_fit_are_refused(device: Any) -> None:
+def test_copies_between_unequal_sizes_are_refused(device: Any) -> None:
     data = device.put(np.zeros((4, 6, 2), np.float32), "an array")
     with pytest.raises(ValueError, match=r"a copy of \(4, 6, 3\) float32 into \(4, 6, 2\) float32"):
         device.copy_async(data, np.zeros((4, 6, 3), np.float32), device.stream)
@@ -207,13 +207,13 @@ def test_seconds_of_work_are_positive(device: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [True, "words", [1, 2], 1j])
-def test_what_kernels_do_not_take_is_refused(device: Any, value: object) -> None:
+def test_invalid_kernel_arguments_are_refused(device: Any, value: object) -> None:
     kernel = device.kernels(SOURCE, ["add_one"])["add_one"]
     with pytest.raises(TypeError, match="argument 1 of add_one is a"):
         kernel((1,), (32,), device.allocate(4, "a value"), value)
 
 
-def test_launches_that_cannot_be_are_refused(device: Any) -> None:
+def test_impossible_launches_are_refused(device: Any) -> None:
     kernel = device.kernels(SOURCE, ["add_one"])["add_one"]
     array = device.put(np.zeros(8, np.float32), "values")
     words = r"launch of add_one on grid \(1,\) of blocks \(2048,\).* was refused: CUDA_ERROR_INVALID_VALUE"
@@ -225,7 +225,7 @@ def test_launches_that_cannot_be_are_refused(device: Any) -> None:
     assert np.array_equal(device.get(array), np.zeros(8))
 
 
-def test_nothing_is_held_once_it_is_closed(device: Any) -> None:
+def test_closed_device_holds_no_memory(device: Any) -> None:
     other = type(device)(device.gpu)
     kept = other.allocate(1000, "an array that outlives its device")
     assert other.allocated == 1000
@@ -236,7 +236,7 @@ def test_nothing_is_held_once_it_is_closed(device: Any) -> None:
 
 
 @pytest.mark.gpu
-def test_the_device_describes_itself(cuda_device: Device) -> None:
+def test_device_reports_plausible_properties(cuda_device: Device) -> None:
     gpu = cuda_device.gpu
     assert gpu.capability >= (8, 0)
     assert 1 << 30 < gpu.memory_bytes < 1 << 40
@@ -249,21 +249,21 @@ def test_the_device_describes_itself(cuda_device: Device) -> None:
 
 
 @pytest.mark.gpu
-def test_a_fault_of_the_compiler_is_told(cuda_device: Device, tmp_path: Path) -> None:
+def test_compiler_error_is_reported(cuda_device: Device, tmp_path: Path) -> None:
     (tmp_path / "wrong.cu").write_text("__global__ void wrong() { nothing(); }\n")
     with pytest.raises(DeviceError, match=r'(?s)the CUDA compiler refused .*wrong.cu: wrong:.*"nothing" is undefined'):
         cuda_device.kernels(str(tmp_path / "wrong.cu"), ["wrong"])
 
 
 @pytest.mark.gpu
-def test_kernels_know_what_they_take(cuda_device: Device) -> None:
+def test_kernels_report_their_registers_and_local_bytes(cuda_device: Device) -> None:
     kernel = cuda_device.kernels(SOURCE, ["add_one"])["add_one"]
     assert 0 < kernel.registers < 64
     assert kernel.local_bytes == 0
 
 
 class Refused(RuntimeError):
-    """As CuPy's errors: words with the code's name, and the code."""
+    """An error like CuPy's, whose text has the name of a code, and which has the code."""
 
     def __init__(self, status: int, words: str) -> None:
         super().__init__(words)
@@ -278,7 +278,7 @@ def fake_cupy(
     major: int = 8,
     no_compiler: str = "",
 ) -> SimpleNamespace:
-    """What `find_gpu` asks of CuPy, as if the machine were so."""
+    """Make the parts of CuPy that `find_gpu` calls, for a machine with these properties."""
 
     def count() -> int:
         if refused is not None:
@@ -309,7 +309,7 @@ def fake_cupy(
     return SimpleNamespace(cuda=SimpleNamespace(runtime=runtime, nvrtc=nvrtc), __version__="14.2.0")
 
 
-def test_a_card_is_described_from_what_cuda_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_description_follows_cudas_properties(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy())
     gpu = find_gpu()
     assert gpu == Gpu("Fake", (8, 6), 82, 24 << 30, 6 << 20, 99 << 10, 100 << 10, 936.096e9, 13000, gpu.versions)
@@ -345,7 +345,7 @@ def test_a_card_is_described_from_what_cuda_says(monkeypatch: pytest.MonkeyPatch
     ],
     ids=["no CuPy", "no driver", "old driver", "too old a card", "no compiler", "no device", "none visible", "unknown"],
 )
-def test_why_there_is_no_gpu_is_one_sentence(
+def test_missing_gpu_is_explained_in_one_sentence(
     monkeypatch: pytest.MonkeyPatch, cupy: SimpleNamespace | None, sentence: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "cupy", cupy)
@@ -353,7 +353,7 @@ def test_why_there_is_no_gpu_is_one_sentence(
         find_gpu()
 
 
-def test_the_emulator_offers_what_a_device_does() -> None:
+def test_emulator_has_the_interface_of_a_device() -> None:
     """Whoever runs on one runs on the other: the same names, and the same parameters in the same order."""
     from inspect import signature
 

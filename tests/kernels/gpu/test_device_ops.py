@@ -70,7 +70,7 @@ def test_every_thread_of_a_grid_runs_once(device: Any, kernels: dict[str, Any]) 
     assert np.array_equal(device.get(values), expected)
 
 
-def test_arguments_arrive_as_they_were_given(device: Any, kernels: dict[str, Any]) -> None:
+def test_arguments_arrive_unchanged(device: Any, kernels: dict[str, Any]) -> None:
     out = poisoned(device, 1)
     one = device.put(np.ones(3, np.float32), "one")
     kernels["every_argument"]((1,), (32,), one, out, 2**32 + 2**20, 0.5, np.int32(-7), None)
@@ -84,21 +84,21 @@ def test_grids_and_blocks_have_three_dimensions(device: Any, kernels: dict[str, 
     assert np.array_equal(device.get(out), np.tensordot([100000, 10000, 1000, 100, 10, 1], where, 1))
 
 
-def test_fixed_shared_memory_and_barriers(device: Any, kernels: dict[str, Any]) -> None:
+def test_barriers_order_accesses_to_shared_memory(device: Any, kernels: dict[str, Any]) -> None:
     values = np.random.default_rng(1).random((16, 16), np.float32)
     out = poisoned(device, 16, 16)
     kernels["transpose<16>"]((1,), (16, 16), device.put(values, "values"), out)
     assert np.array_equal(device.get(out), values.T)
 
 
-def test_dynamic_shared_memory_is_as_large_as_asked(device: Any, kernels: dict[str, Any]) -> None:
+def test_dynamic_shared_memory_has_the_requested_size(device: Any, kernels: dict[str, Any]) -> None:
     values = np.random.default_rng(2).integers(0, 100, (7, 128)).astype(np.float32)
     out = poisoned(device, 7)
     kernels["sum_of_block<1>"]((7,), (128,), device.put(values, "values"), out, shared=96 << 10)
     assert np.array_equal(device.get(out), values.sum(axis=1))
 
 
-def test_shuffles_reach_the_lanes_they_name(device: Any, kernels: dict[str, Any]) -> None:
+def test_shuffles_reach_the_named_lanes(device: Any, kernels: dict[str, Any]) -> None:
     values = np.random.default_rng(3).random(64, np.float32)
     out = poisoned(device, 64, 5)
     kernels["shuffles"]((1,), (64,), device.put(values, "values"), out)
@@ -145,7 +145,7 @@ def test_activations_are_read_and_written_in_three_widths(
 
 
 @pytest.mark.parametrize("worst", [-3.5, np.inf, -np.inf, np.nan])
-def test_peaks_are_magnitudes_and_bad_values_win(device: Any, kernels: dict[str, Any], worst: float) -> None:
+def test_peak_is_a_magnitude_and_keeps_values_not_finite(device: Any, kernels: dict[str, Any], worst: float) -> None:
     values = np.random.default_rng(5).uniform(-1, 1, 1000).astype(np.float32)
     values[777] = worst
     peaks = device.put(np.zeros(2, np.float32), "peaks")
@@ -153,7 +153,7 @@ def test_peaks_are_magnitudes_and_bad_values_win(device: Any, kernels: dict[str,
     assert np.array_equal(device.get(peaks), np.abs([np.float32(worst)] * 2), equal_nan=True)
 
 
-def test_a_peak_never_falls(device: Any, kernels: dict[str, Any]) -> None:
+def test_peak_never_falls(device: Any, kernels: dict[str, Any]) -> None:
     peaks = device.put(np.full(2, 7, np.float32), "peaks")
     kernels["peaks"]((1,), (32,), device.put(np.ones(32, np.float32), "values"), peaks[:1], peaks[1:], 32)
     assert np.array_equal(device.get(peaks), [7, 7])
@@ -169,7 +169,7 @@ def test_tf32_keeps_ten_bits(device: Any, kernels: dict[str, Any]) -> None:
     assert np.array_equal(device.get(out).view(np.uint32), expected)
 
 
-def test_matrices_are_dealt_to_the_lanes(device: Any, kernels: dict[str, Any]) -> None:
+def test_matrices_are_distributed_over_the_lanes(device: Any, kernels: dict[str, Any]) -> None:
     """Lane 4 g + t: elements 2 t, 2 t + 1 of row g; transposed, of column g; the first in the lower half of a word."""
     numbers = np.arange(256, dtype=np.uint16).reshape(4, 8, 8)
     out = device.put(np.zeros((32, 12), np.uint32), "words")
@@ -180,7 +180,7 @@ def test_matrices_are_dealt_to_the_lanes(device: Any, kernels: dict[str, Any]) -
     assert np.array_equal(device.get(out), expected)
 
 
-def test_half_products_of_a_warp(device: Any, kernels: dict[str, Any]) -> None:
+def test_warp_products_in_float16_equal_numpy(device: Any, kernels: dict[str, Any]) -> None:
     """cp.async, ldmatrix, its transposed twin and mma together: small integers, so that float16 is exact."""
     rng = np.random.default_rng(7)
     a, b = rng.integers(-8, 8, (16, 16)).astype(np.float16), rng.integers(-8, 8, (16, 8)).astype(np.float16)
@@ -190,7 +190,7 @@ def test_half_products_of_a_warp(device: Any, kernels: dict[str, Any]) -> None:
     assert np.array_equal(device.get(d), start + a.astype(np.float32) @ b.astype(np.float32))
 
 
-def test_tf32_products_of_a_warp(device: Any, kernels: dict[str, Any]) -> None:
+def test_warp_products_in_tf32_equal_numpy(device: Any, kernels: dict[str, Any]) -> None:
     rng = np.random.default_rng(8)
     a, b = rng.integers(-99, 99, (16, 8)).astype(np.float32), rng.integers(-99, 99, (8, 8)).astype(np.float32)
     d = poisoned(device, 16, 8)
@@ -198,14 +198,14 @@ def test_tf32_products_of_a_warp(device: Any, kernels: dict[str, Any]) -> None:
     assert np.array_equal(device.get(d), a @ b)
 
 
-def test_asynchronous_copies_arrive_or_are_zeros(device: Any, kernels: dict[str, Any]) -> None:
+def test_asynchronous_copies_give_values_or_zeros(device: Any, kernels: dict[str, Any]) -> None:
     values = np.random.default_rng(9).random(384, np.float32)
     out = poisoned(device, 384)
     kernels["copies<0>"]((1,), (32,), device.put(values, "values"), out, 260)
     assert np.array_equal(device.get(out), np.where(np.arange(384) < 260, values, 0))
 
 
-def test_activations_are_those_of_the_definition(device: Any, kernels: dict[str, Any]) -> None:
+def test_activations_equal_the_definition(device: Any, kernels: dict[str, Any]) -> None:
     values = np.concatenate([np.linspace(-100, 100, 201), [np.nan, np.inf, -np.inf]]).astype(np.float32)
     out = poisoned(device, 4, len(values))
     kernels["activations"]((1,), (256,), device.put(values, "values"), out, len(values))
@@ -216,7 +216,7 @@ def test_activations_are_those_of_the_definition(device: Any, kernels: dict[str,
     np.testing.assert_allclose(device.get(out), expected, rtol=3e-7, atol=1e-37)
 
 
-def test_denormals_are_zeros(device: Any, kernels: dict[str, Any]) -> None:
+def test_denormals_are_flushed_to_zero(device: Any, kernels: dict[str, Any]) -> None:
     """CuPy has it so: scales must not depend on them."""
     values = np.array([1e-39, -1e-39, 1.2e-38, 3e-45], np.float32)
     out = poisoned(device, 4)
@@ -227,8 +227,8 @@ def test_denormals_are_zeros(device: Any, kernels: dict[str, Any]) -> None:
     assert values[0] * np.float32(2) > 0  # on the host they are what they were
 
 
-def test_quotients_are_whole(device: Any, kernels: dict[str, Any]) -> None:
-    """At multiples and beside them, up to the largest that are promised."""
+def test_quotients_equal_integer_division(device: Any, kernels: dict[str, Any]) -> None:
+    """They are tried at multiples and beside them, up to the largest that are promised."""
     rng = np.random.default_rng(10)
     most = 2**31 - 65
     d = np.concatenate([np.arange(1, 3000), rng.integers(1, 2**20, 3000), [most - 1, most]])
@@ -243,7 +243,7 @@ def test_quotients_are_whole(device: Any, kernels: dict[str, Any]) -> None:
     assert np.array_equal(found[1][d < 2**12], (n % 2**20 // d)[d < 2**12])
 
 
-def test_shared_memory_holds_nothing_when_a_block_starts(emulated: Any) -> None:
+def test_shared_memory_is_poisoned_when_a_block_starts(emulated: Any) -> None:
     kernel = emulated.kernels(SOURCE, NAMES)["untouched<0>"]
     out = emulated.put(np.zeros((3, 2, 64), np.float32), "a result")
     kernel((3,), (64,), out, 64, shared=256)
@@ -257,39 +257,39 @@ def test_a_missing_barrier_changes_the_answer(emulated: Any, faulty: dict[str, A
     assert not np.array_equal(emulated.get(out), [128] * 4)
 
 
-def test_copies_that_nobody_waited_for_have_not_arrived(emulated: Any, faulty: dict[str, Any]) -> None:
+def test_copies_without_a_wait_have_not_arrived(emulated: Any, faulty: dict[str, Any]) -> None:
     out = poisoned(emulated, 384)
     faulty["copies<2>"]((1,), (32,), emulated.put(np.ones(384, np.float32), "values"), out, 384)
     assert np.array_equal(np.isnan(emulated.get(out)), np.arange(384) >= 128)
 
 
-def test_a_barrier_that_not_all_reach_is_told(emulated: Any, faulty: dict[str, Any]) -> None:
+def test_barrier_missed_by_some_threads_is_reported(emulated: Any, faulty: dict[str, Any]) -> None:
     faulty["half_a_barrier"]((1,), (32,), poisoned(emulated, 32))
     with pytest.raises(DeviceError, match=r"16 of 32 threads wait at a barrier of the block, 16 at one of a warp"):
         emulated.synchronize()
 
 
 @pytest.mark.parametrize("at", [1024, -1024, 2**40])
-def test_access_far_beyond_an_array_is_told(emulated: Any, faulty: dict[str, Any], at: int) -> None:
+def test_access_far_beyond_an_array_is_reported(emulated: Any, faulty: dict[str, Any], at: int) -> None:
     faulty["beyond"]((1,), (1,), poisoned(emulated, 64), at)
     with pytest.raises(DeviceError, match=r"beyond on grid \(1,\) .* thread \(0, 0, 0\): reaches beyond an array"):
         emulated.synchronize()
 
 
 @pytest.mark.parametrize("at", [3, -1])
-def test_writes_just_beside_an_array_are_told(emulated: Any, faulty: dict[str, Any], at: int) -> None:
+def test_writes_just_beside_an_array_are_reported(emulated: Any, faulty: dict[str, Any], at: int) -> None:
     faulty["beyond"]((1,), (1,), poisoned(emulated, 3), at)
     with pytest.raises(DeviceError, match="wrote beside the 12 bytes of a result"):
         emulated.synchronize()
 
 
-def test_use_beyond_shared_memory_is_told(emulated: Any, faulty: dict[str, Any]) -> None:
+def test_use_beyond_shared_memory_is_reported(emulated: Any, faulty: dict[str, Any]) -> None:
     faulty["untouched<1>"]((1,), (64,), poisoned(emulated, 128), 64, shared=256)
     with pytest.raises(DeviceError, match="reaches beyond its 256 bytes of dynamic shared memory"):
         emulated.synchronize()
 
 
-def test_arguments_of_another_size_than_the_parameter_are_refused(emulated: Any, faulty: dict[str, Any]) -> None:
+def test_arguments_of_a_wrong_size_are_refused(emulated: Any, faulty: dict[str, Any]) -> None:
     array = poisoned(emulated, 3)
     with pytest.raises(TypeError, match=r"argument 1 of add_one is int32; it takes an integer of 8 bytes"):
         faulty["add_one"]((1,), (32,), array, np.int32(3))
@@ -303,7 +303,7 @@ def test_arguments_of_another_size_than_the_parameter_are_refused(emulated: Any,
         faulty["add_one"]((1,), (32,), array)
 
 
-def test_a_small_card_refuses_what_it_lacks() -> None:
+def test_small_gpu_refuses_missing_features() -> None:
     with EmulatedDevice(SMALL_GPU) as device:
         kernel = device.kernels(SOURCE, NAMES)["untouched<0>"]
         out = poisoned(device, 128)
@@ -314,14 +314,14 @@ def test_a_small_card_refuses_what_it_lacks() -> None:
         assert EMULATED_GPU.shared_block_bytes > SMALL_GPU.shared_block_bytes
 
 
-def test_headers_are_part_of_the_text_once() -> None:
+def test_headers_are_included_once() -> None:
     text = source_text(SOURCE)
     assert text.count("DEVICE void sync_block()") == 1
     assert '\n#include "' not in text
     assert '#line 1 "device_ops.cuh"' in text
 
 
-def test_a_changed_header_changes_the_text(tmp_path: Path) -> None:
+def test_changed_header_changes_the_source_text(tmp_path: Path) -> None:
     (tmp_path / "part.cuh").write_text("int part = 1;\n")
     (tmp_path / "whole.cu").write_text('#include "part.cuh"\n#include "part.cuh"\nint whole = part;\n')
     assert source_text(str(tmp_path / "whole.cu")).count("int part = 1;") == 1
@@ -329,7 +329,7 @@ def test_a_changed_header_changes_the_text(tmp_path: Path) -> None:
     assert source_text(str(tmp_path / "whole.cu")).count("int part = 2;") == 1
 
 
-def test_a_header_that_is_nowhere_is_named(tmp_path: Path) -> None:
+def test_missing_header_is_named(tmp_path: Path) -> None:
     (tmp_path / "whole.cu").write_text('#include "nothing.cuh"\n')
     with pytest.raises(FileNotFoundError, match=r'whole.cu includes "nothing.cuh"'):
         source_text(str(tmp_path / "whole.cu"))
@@ -339,7 +339,7 @@ SEAM = {KERNELS / "device_ops.cuh", KERNELS / "wgmma.cuh"}
 
 
 @pytest.mark.parametrize("source", sorted(set(KERNELS.rglob("*.cu*")) - SEAM), ids=lambda path: path.name)
-def test_kernels_ask_the_machine_through_the_seam_only(source: Path) -> None:
+def test_kernels_use_device_intrinsics_only_through_the_shared_headers(source: Path) -> None:
     """Words that only a device knows, and raw shared memory, which the emulator could not poison, stay in two files."""
     text = source.read_text()
     found = [

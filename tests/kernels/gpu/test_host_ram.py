@@ -87,7 +87,7 @@ def run(
     times: int = 1,
     threads: int = 2,
 ) -> Any:
-    """The output, from poisoned memory. Fails where the device does not keep what the footprint says."""
+    """Return the output, from poisoned memory, and fail if the device holds more than the footprint says."""
     kind = np.dtype(np.float16 if shape.precision == "fp16" else np.float32)
     given = of_host(x.astype(kind), strided=strided)
     promised = HOST_RAM.footprint(shape, chosen, 1)
@@ -130,7 +130,7 @@ def test_every_division_equals_the_definition(device: Any, shape: ConvShape) -> 
 
 @pytest.mark.parametrize("kernels", ["kept", "streamed"])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_sub_layers_are_computed_by_the_tiled_fft(device: Any, precision: Precision, kernels: str) -> None:
+def test_tiled_fft_computes_sublayers(device: Any, precision: Precision, kernels: str) -> None:
     """It needs the largest value of its input, and finds that of its output."""
     shape = ConvShape(1, 3, 4, (8, 9, 7), (3, 4, 2), "relu", precision=precision)
     x, weights = random_input(shape), random_weights(shape)
@@ -152,7 +152,7 @@ def test_sub_layers_are_computed_by_the_tiled_fft(device: Any, precision: Precis
     ],
     ids=lambda inner: inner["inner"],
 )
-def test_other_primitives_compute_sub_layers(device: Any, inner: dict[str, Any]) -> None:
+def test_other_primitives_compute_sublayers(device: Any, inner: dict[str, Any]) -> None:
     """Some find the largest of what they write themselves, of others it is looked for."""
     if inner["inner"] == "gpu.conv.cudnn" and not hasattr(device.libraries, "offers"):
         pytest.importorskip("cudnn")
@@ -169,7 +169,9 @@ def test_other_primitives_compute_sub_layers(device: Any, inner: dict[str, Any])
 @pytest.mark.parametrize("maps_in", [5, 2])
 @pytest.mark.parametrize("activation", get_args(Activation))
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_does_all_activations(device: Any, precision: Precision, activation: Activation, maps_in: int) -> None:
+def test_all_activations_equal_the_definition(
+    device: Any, precision: Precision, activation: Activation, maps_in: int
+) -> None:
     shape = replace(SHAPE, activation=activation, precision=precision)
     x, weights = 3 * random_input(shape), random_weights(shape)
     all_maps = activation == "softmax"
@@ -180,7 +182,7 @@ def test_does_all_activations(device: Any, precision: Precision, activation: Act
 
 
 @pytest.mark.parametrize("kind", INPUTS)
-def test_is_as_accurate_for_odd_inputs(device: Any, kind: str) -> None:
+def test_odd_inputs_are_as_accurate(device: Any, kind: str) -> None:
     x, weights = random_input(SHAPE, kind), random_weights(SHAPE)
     out = run(device, SHAPE, x, weights, variant(SHAPE, planes=2, maps_in=2, maps_out=3))
     assert_close(out, x, weights, SHAPE)
@@ -198,7 +200,7 @@ def test_runs_repeat_byte_by_byte_on_arrays_of_any_strides(
     assert np.array_equal(out, run(device, SHAPE, x, weights, chosen))
 
 
-def test_pinned_memory_is_what_the_footprint_says(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_memory_equals_the_footprint(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pinned, taken = device.pinned, []
 
     def noted(shape: Any, dtype: Any) -> Any:
@@ -213,7 +215,7 @@ def test_pinned_memory_is_what_the_footprint_says(device: Any, monkeypatch: pyte
         assert sum(array.nbytes for array in taken) == HOST_RAM.footprint(SHAPE, chosen, 1).host
 
 
-def test_uploads_and_downloads_go_beside_the_computing(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transfers_overlap_with_computing(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next part is on its way before a sub-layer is queued, and outputs are fetched when the next one is queued."""
     told: list[str] = []
     copy_async = device.copy_async
@@ -247,7 +249,7 @@ def test_uploads_and_downloads_go_beside_the_computing(device: Any, monkeypatch:
         *(("tanh", maps_in, value) for maps_in, value in ((5, np.nan), (2, np.inf), (2, np.nan))),
     ],
 )
-def test_what_is_not_finite_is_told(device: Any, value: float, activation: Activation, maps_in: int) -> None:
+def test_values_not_finite_are_reported(device: Any, value: float, activation: Activation, maps_in: int) -> None:
     """Sums too, where the activation would hide it."""
     shape = replace(SHAPE, activation=activation)
     x, weights = random_input(shape), random_weights(shape)
@@ -257,7 +259,7 @@ def test_what_is_not_finite_is_told(device: Any, value: float, activation: Activ
 
 
 @pytest.mark.parametrize("activation", ["none", "sigmoid"])
-def test_parts_of_sums_that_float16_cannot_hold_are_told(device: Any, activation: Activation) -> None:
+def test_partial_sums_beyond_float16_are_reported(device: Any, activation: Activation) -> None:
     """They may be, where the sum itself is small."""
     shape = ConvShape(1, 2, 3, (4, 4, 4), (1, 1, 1), activation, precision="fp16")
     weights = ConvWeights(np.ones((3, 2, 1, 1, 1), np.float32), np.zeros(3, np.float32))
@@ -269,7 +271,7 @@ def test_parts_of_sums_that_float16_cannot_hold_are_told(device: Any, activation
         run(device, shape, x, weights, variant(shape, maps_in=1))
 
 
-def test_stops_between_sub_layers_and_leaves_nothing_under_way(device: Any) -> None:
+def test_stopped_layer_ends_between_sublayers_with_nothing_pending(device: Any) -> None:
     chosen = variant(SHAPE, planes=1, maps_in=2)
     resident = HOST_RAM.prepare(random_weights(SHAPE), chosen, device)
     scratch = {s.name: device.allocate(s.nbytes, s.name) for s in HOST_RAM.footprint(SHAPE, chosen, 1).scratch}
@@ -296,7 +298,7 @@ def test_stops_between_sub_layers_and_leaves_nothing_under_way(device: Any) -> N
     assert_close(again, x, random_weights(SHAPE), SHAPE)
 
 
-def test_waiting_for_the_device_ends_when_the_run_is_stopped(device: Any) -> None:
+def test_stopped_run_ends_the_wait_for_the_device(device: Any) -> None:
     chosen = variant(SHAPE)
     step = HOST_RAM.bind(HOST_RAM.prepare(random_weights(SHAPE), chosen, device), SHAPE, chosen, device)
 
@@ -317,7 +319,7 @@ def test_waiting_for_the_device_ends_when_the_run_is_stopped(device: Any) -> Non
 
 @pytest.mark.parametrize("order", get_args(Order))
 @pytest.mark.parametrize("early", ["uploads", "stream", "downloads"])
-def test_one_stream_may_be_ahead_of_the_others(
+def test_streams_may_run_ahead_of_each_other(
     device: Any, monkeypatch: pytest.MonkeyPatch, early: str, order: Order
 ) -> None:
     """Each does what it is given as soon as it may, while the others wait until somebody asks."""
@@ -341,7 +343,7 @@ def test_one_stream_may_be_ahead_of_the_others(
         assert_close(run(device, SHAPE, x, weights, chosen, times=2), x, weights, SHAPE)
 
 
-def test_no_plan_takes_it_unasked() -> None:
+def test_plans_use_it_only_if_named() -> None:
     """Tensors of plans live on the device."""
     assert HOST_RAM not in TABLE
     assert find("gpu.conv.host_ram", IN_HOST_RAM) is HOST_RAM
@@ -349,7 +351,7 @@ def test_no_plan_takes_it_unasked() -> None:
         find("gpu.conv.host_ram")
 
 
-def test_what_does_not_apply_says_why() -> None:
+def test_unsupported_shape_gets_a_reason() -> None:
     assert HOST_RAM.why_not(SHAPE, MACHINE) == "needs a CUDA device"
     assert HOST_RAM.why_not(PoolShape(1, 1, (3, 3, 3), (2, 2, 2)), WITH_GPU) == "computes convolutions, not pool"
     pooled = replace(SHAPE, n=(9, 8, 8), pool=(1, 2, 1))
@@ -362,7 +364,7 @@ def test_what_does_not_apply_says_why() -> None:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("activation", ["relu", "softmax"])
-def test_variants_fit_the_card_and_run(precision: Precision, activation: Activation) -> None:
+def test_variants_fit_the_gpu_and_run(precision: Precision, activation: Activation) -> None:
     shape = ConvShape(2, 6, 12, (20, 30, 30), (3, 3, 3), activation, precision=precision)
     small = replace(WITH_GPU, gpu=replace(GPU, memory_bytes=2**22))
     for machine in (WITH_GPU, small):
@@ -376,7 +378,7 @@ def test_variants_fit_the_card_and_run(precision: Precision, activation: Activat
             assert activation != "softmax" or (chosen.count("maps_in"), chosen.count("maps_out")) == (6, 12)
 
 
-def test_the_fastest_of_all_inner_primitives_is_taken() -> None:
+def test_fastest_inner_primitive_is_chosen() -> None:
     shape, speeds = ConvShape(2, 6, 12, (20, 30, 30), (3, 3, 3), "relu"), Speeds(25e9, 25e9, 2e12)
     rates = assumed_rates(WITH_GPU, 1, "gpu")
     assert isinstance(HOST_RAM, ConvHostRam)
@@ -392,7 +394,7 @@ def test_the_fastest_of_all_inner_primitives_is_taken() -> None:
     assert HOST_RAM.fastest(shape, WITH_GPU, 2**10, speeds, rates.seconds) is None
 
 
-def test_work_is_that_of_all_sub_layers_and_of_the_link() -> None:
+def test_work_counts_all_sublayers_and_transfers() -> None:
     shape = ConvShape(2, 5, 7, (9, 8, 7), (3, 2, 4), "relu")
     up, inner, sums, down = HOST_RAM.work(shape, variant(shape, planes=3, maps_in=2, maps_out=4))
     assert (up.unit, inner.unit, sums.unit, down.unit) == ("gpu_link", "gpu_direct", "gpu_stream", "gpu_link")
@@ -415,7 +417,7 @@ def test_work_is_that_of_all_sub_layers_and_of_the_link() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_large_layers_equal_those_that_the_device_holds(cuda_device: Any, precision: Precision) -> None:
+def test_large_layers_equal_layers_held_by_the_device(cuda_device: Any, precision: Precision) -> None:
     """And what is copied goes beside what is computed."""
     shape = ConvShape(2, 48, 40, (90, 96, 96), (5, 5, 5), "relu", precision=precision)
     x, weights = random_input(shape), random_weights(shape)
@@ -427,7 +429,7 @@ def test_large_layers_equal_those_that_the_device_holds(cuda_device: Any, precis
         assert np.sqrt(np.mean((out - whole) ** 2) / np.mean(whole**2)) <= 2 * ALLOWED[precision]
 
 
-def test_space_of_a_layer_holds_what_variants_name() -> None:
+def test_search_space_holds_every_variant() -> None:
     shape = ConvShape(2, 6, 12, (20, 30, 30), (3, 3, 3), "relu")
     space = Space.whole(shape)
     for chosen in HOST_RAM.variants(shape, WITH_GPU):

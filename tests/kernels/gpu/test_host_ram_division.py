@@ -82,7 +82,7 @@ def limits(shape: ConvShape) -> Iterator[int]:
 
 @pytest.mark.parametrize("speeds", SPEEDS.values(), ids=SPEEDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_search_finds_what_following_everything_finds(shape: ConvShape, speeds: Speeds) -> None:
+def test_search_equals_exhaustive_search(shape: ConvShape, speeds: Speeds) -> None:
     several = set()
     for limit in limits(shape):
         every, found = followed(shape, limit, speeds, made_up), divide(shape, limit, speeds, made_up)
@@ -98,6 +98,7 @@ def test_the_search_finds_what_following_everything_finds(shape: ConvShape, spee
     assert len(several) > 1, "the limits change nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "variant"),
     [
@@ -107,8 +108,8 @@ def test_the_search_finds_what_following_everything_finds(shape: ConvShape, spee
         ("gpu.conv.cudnn", Variant.of(choice=0, precision="fp32", workspace=16)),
     ],
 )
-def test_so_it_does_with_the_work_of_primitives(name: str, variant: Variant) -> None:
-    """Parts of their images and planes never take less than the whole together, which the bounds rely on."""
+def test_search_equals_exhaustive_search_with_real_primitives(name: str, variant: Variant) -> None:
+    """The bounds rely on it that parts together never take less than the whole."""
     primitive = find(name)
 
     def inner(shape: ConvShape) -> Sublayer:
@@ -130,7 +131,7 @@ def indices(bounds: Bounds) -> Iterator[tuple[int, ...]]:
 @pytest.mark.parametrize("inner", [made_up, free])
 @pytest.mark.parametrize("speeds", SPEEDS.values(), ids=SPEEDS)
 @pytest.mark.parametrize("shape", [*SHAPES, ConvShape(3, 5, 5, (6, 3, 3), (3, 2, 2), "relu")], ids=str)
-def test_bounds_are_below_what_divisions_take(shape: ConvShape, speeds: Speeds, inner: Inner) -> None:
+def test_bounds_are_below_the_seconds_of_every_division(shape: ConvShape, speeds: Speeds, inner: Inner) -> None:
     bounds = Bounds(shape, 2**62, speeds, Space.whole(shape), inner)
     nearest = 0.0
     for at in indices(bounds):
@@ -144,8 +145,8 @@ def test_bounds_are_below_what_divisions_take(shape: ConvShape, speeds: Speeds, 
 
 
 @pytest.mark.parametrize("division", [Division(1, 8, 1, 8, "inputs"), Division(1, 8, 4, 1, "outputs")], ids=str)
-def test_bounds_know_what_does_not_go_side_by_side(division: Division) -> None:
-    """Much is downloaded before room for the next part of the input is free: far more than the longer way alone."""
+def test_bounds_count_transfers_that_cannot_overlap(division: Division) -> None:
+    """Much is downloaded before there is room for the next part of the input."""
     shape, speeds = ConvShape(1, 8, 8, (64, 6, 6), (1, 1, 1)), Speeds(1e6, 1e6, 1e8)
     d = division
     space = Space([(d.images, d.planes)], [d.maps_in], [d.maps_out], [d.order])
@@ -154,10 +155,11 @@ def test_bounds_know_what_does_not_go_side_by_side(division: Division) -> None:
     assert 0.95 * taken < bound <= taken * (1 + 1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", [made_up, free])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_buffers_alone_are_no_more_than_what_is_needed(shape: ConvShape, inner: Inner) -> None:
-    """Whatever fits is still there when the limit is what it needs."""
+def test_buffer_bytes_are_a_lower_bound_of_needed_bytes(shape: ConvShape, inner: Inner) -> None:
+    """Every division that fits is still found with a limit of its needed bytes."""
     speeds = SPEEDS["all three count"]
     for found in followed(shape, 2**62, speeds, inner):
         needed = vram(shape, found.footprint)
@@ -171,7 +173,7 @@ def test_buffers_alone_are_no_more_than_what_is_needed(shape: ConvShape, inner: 
 
 
 def test_kernels_that_do_not_fit_end_the_search_early() -> None:
-    """What is kept of kernels is known of groups of maps, whatever the images and planes."""
+    """Bytes of kernels follow from groups of maps, whatever the images and planes."""
     shape, asked = ConvShape(4, 6, 7, (40, 5, 5), (3, 3, 3)), 0
 
     def heavy(sub: ConvShape) -> Sublayer:
@@ -183,6 +185,7 @@ def test_kernels_that_do_not_fit_end_the_search_early() -> None:
     assert asked == 6 * 7  # of all images and planes; no division was followed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
     [
@@ -193,7 +196,7 @@ def test_kernels_that_do_not_fit_end_the_search_early() -> None:
     ids=str,
 )
 @pytest.mark.parametrize("speeds", [Speeds(2e7, 3e7, 1e9), Speeds(3e6, 2e6, 1e9)], ids=["computing", "the link"])
-def test_few_numbers_of_maps_hold_one_that_is_nearly_the_best(shape: ConvShape, speeds: Speeds) -> None:
+def test_few_candidate_counts_of_maps_are_nearly_optimal(shape: ConvShape, speeds: Speeds) -> None:
     few = Space.whole(shape)
     every = replace(few, maps_in=range(1, shape.fin + 1), maps_out=range(1, shape.fout + 1))
     for limit in limits(shape):
@@ -204,8 +207,8 @@ def test_few_numbers_of_maps_hold_one_that_is_nearly_the_best(shape: ConvShape, 
 
 
 @pytest.mark.parametrize(("within", "most"), [(0.01, 30), (0.0, 900)])
-def test_a_large_layer_takes_few_questions(within: float, most: int) -> None:
-    """To ask the inner primitive is what takes time."""
+def test_large_layer_asks_inner_primitives_few_times(within: float, most: int) -> None:
+    """Asking the inner primitive takes most of the time."""
     shape, asked = ConvShape(1, 80, 80, (300, 300, 300), (3, 3, 3), "relu"), 0
 
     def inner(sub: ConvShape) -> Sublayer:
@@ -228,7 +231,7 @@ def test_a_large_layer_takes_few_questions(within: float, most: int) -> None:
     ],
     ids=str,
 )
-def test_it_is_never_worse_than_the_heuristics(shape: ConvShape, memory: float) -> None:
+def test_search_is_never_worse_than_the_heuristics(shape: ConvShape, memory: float) -> None:
     limit, speeds = int(memory * 2**30), Speeds(2e9, 2e9, 1e12)
     found, paper = divide(shape, limit, speeds, made_up), by_heuristics(shape, limit, speeds, made_up)
     assert found is not None
@@ -236,7 +239,7 @@ def test_it_is_never_worse_than_the_heuristics(shape: ConvShape, memory: float) 
     assert vram(shape, found.footprint) <= limit
 
 
-def test_heuristics_prefer_images_and_divide_maps_only_where_none_fits() -> None:
+def test_heuristics_divide_maps_only_if_no_image_fits() -> None:
     shape, speeds = ConvShape(6, 4, 4, (8, 8, 8), (3, 3, 3)), SPEEDS["all three count"]
     one = follow(shape, Division(1, 6, 4, 4), 2**62, speeds, made_up)
     assert one is not None
@@ -292,9 +295,10 @@ def naive(divided: Divided, speeds: Speeds) -> tuple[float, int]:
     return down, nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("speeds", SPEEDS.values(), ids=SPEEDS)
 @pytest.mark.parametrize("shape", [*SHAPES, ConvShape(31, 3, 4, (3, 3, 3), (2, 2, 2))], ids=str)
-def test_seconds_are_those_of_every_sub_layer_followed(shape: ConvShape, speeds: Speeds) -> None:
+def test_seconds_equal_a_simulation_of_every_sublayer(shape: ConvShape, speeds: Speeds) -> None:
     for division in Space.whole(shape).divisions():
         divided = Divided(shape, division)
         expected, nbytes = naive(divided, speeds)
@@ -302,10 +306,11 @@ def test_seconds_are_those_of_every_sub_layer_followed(shape: ConvShape, speeds:
         assert divided.uploaded_bytes == nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("speeds", SPEEDS.values(), ids=SPEEDS)
 @pytest.mark.parametrize("order", ORDERS)
-def test_so_they_are_where_much_comes_again(order: Order, speeds: Speeds) -> None:
-    """Sub-layers of a pass, passes, chunks and images, with and without parts at the end that differ."""
+def test_seconds_equal_a_simulation_with_repeated_passes(order: Order, speeds: Speeds) -> None:
+    """There are sub-layers, passes, chunks and images, with and without smaller last parts."""
     for shape in (ConvShape(4, 13, 14, (16, 3, 3), (2, 2, 2)), ConvShape(1, 12, 9, (14, 2, 3), (3, 1, 2), "relu")):
         for chunk in ((1, 2), (1, 13), (1, shape.out[0]), (shape.batch, shape.out[0])):
             chunk = chunk[0], min(chunk[1], shape.out[0])
@@ -317,7 +322,7 @@ def test_so_they_are_where_much_comes_again(order: Order, speeds: Speeds) -> Non
 
 
 @pytest.mark.parametrize(("order", "most"), [("outputs", 300), ("inputs", 1200)])
-def test_what_comes_again_is_not_followed(order: Order, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_passes_are_not_simulated(order: Order, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     divided, count = Divided(ConvShape(30, 50, 60, (101, 4, 4), (2, 2, 2)), Division(1, 3, 1, 1, order)), 0
     visit = timeline._Clocks._visit
 
@@ -332,7 +337,7 @@ def test_what_comes_again_is_not_followed(order: Order, most: int, monkeypatch: 
     assert count < most
 
 
-def test_what_waits_once_does_not_wait_again() -> None:
+def test_initial_wait_is_counted_once() -> None:
     clocks = timeline._Clocks(Divided(SHAPES[0], Division(1, 7, 5, 6)))
     clocks.upload = 5.0
 
@@ -343,7 +348,7 @@ def test_what_waits_once_does_not_wait_again() -> None:
     assert clocks.compute == 15
 
 
-def test_one_sub_layer_goes_up_is_computed_and_comes_down() -> None:
+def test_single_sublayer_is_uploaded_computed_and_downloaded() -> None:
     shape, speeds = SHAPES[1], SPEEDS["all three count"]
     divided = Divided(shape, Division(3, 4, 4, 3))
     computing = made_up(shape).seconds + shape.out_bytes / speeds.memory  # its largest value is looked for
@@ -352,7 +357,7 @@ def test_one_sub_layer_goes_up_is_computed_and_comes_down() -> None:
     assert (divided.x_buffers, divided.slots, divided.landings, divided.count) == (1, 1, 1, 1)
 
 
-def test_primitives_that_want_the_largest_value_wait_for_it() -> None:
+def test_primitives_needing_the_largest_value_wait_for_it() -> None:
     shape, speeds = SHAPES[0], SPEEDS["all three count"]
     divided = Divided(shape, Division(1, 7, 5, 6))
 
@@ -366,7 +371,7 @@ def test_primitives_that_want_the_largest_value_wait_for_it() -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("groups", list(product((1, 2, 3, 4), (1, 2, 3, 5))), ids=str)
-def test_every_group_meets_every_group_once(groups: tuple[int, int], order: Order) -> None:
+def test_every_input_group_meets_every_output_group_once(groups: tuple[int, int], order: Order) -> None:
     shape = ConvShape(1, groups[0], groups[1], (3, 3, 3), (1, 1, 1))
     seen = Divided(shape, Division(1, 3, 1, 1, order)).visits
     assert {(v.group_in, v.group_out) for v in seen} == set(product(range(groups[0]), range(groups[1])))
@@ -380,7 +385,7 @@ def test_every_group_meets_every_group_once(groups: tuple[int, int], order: Orde
     assert len(uploads) == groups[0] + again
 
 
-def test_what_is_needed_is_what_is_there_at_a_time() -> None:
+def test_needed_bytes_equal_the_bytes_alive_at_a_time() -> None:
     """Buffers at all times, scratch of the stage that has most, kernels of all groups; no input and no output."""
     shape = ConvShape(3, 5, 6, (9, 5, 4), (3, 1, 2), "relu", precision="fp16")
     divided = Divided(shape, Division(1, 4, 2, 4, "inputs"))
@@ -400,7 +405,7 @@ def test_what_is_needed_is_what_is_there_at_a_time() -> None:
     assert {s.name for s in whole.scratch} == {"host_ram.x", "host_ram.out", "host_ram.peaks", "spectra", "results"}
 
 
-def test_sizes_of_parts() -> None:
+def test_sizes_of_parts_equal_those_by_hand() -> None:
     assert sizes(FEW) == list(range(1, FEW + 1))
     assert sizes(20) == [1, 2, 3, 4, 5, 7, 10, 20]
     assert sizes(20, 8) == [1, 2, 3, 4, 5, 7, 8, 10, 16, 20]
@@ -412,20 +417,20 @@ def test_sizes_of_parts() -> None:
     assert [Parts(20, 7).of(n) for n in range(3)] == [(0, 7), (7, 14), (14, 20)]
 
 
-def test_a_softmax_keeps_all_maps_of_a_voxel() -> None:
+def test_softmax_keeps_all_maps_of_a_voxel_together() -> None:
     shape = ConvShape(2, 5, 6, (9, 5, 4), (3, 1, 2), "softmax")
     assert {(d.maps_in, d.maps_out) for d in Space.whole(shape).divisions()} == {(5, 6)}
     assert by_heuristics(shape, 2000, SPEEDS["all three count"], made_up) is None
 
 
-def test_what_divides_no_layer_says_why() -> None:
+def test_indivisible_layer_gets_a_reason() -> None:
     with pytest.raises(ValueError, match=r"maps_in=6.*parts of \(1, 7, 5, 6\) are at least 1 and at most all of them"):
         Divided(SHAPES[0], Division(1, 7, 6, 6))
     with pytest.raises(ValueError, match="takes 3 of 4 planes of 2 images: take 1 image"):
         Divided(SHAPES[1], Division(2, 3, 4, 3))
 
 
-def test_sub_layers_that_a_primitive_does_not_compute_are_not_taken() -> None:
+def test_unsupported_sublayers_are_not_chosen() -> None:
     shape, speeds = SHAPES[0], SPEEDS["all three count"]
 
     def picky(sub: ConvShape) -> Sublayer | None:

@@ -70,7 +70,7 @@ def error(found: npt.NDArray[Any], exact: npt.NDArray[Any]) -> float:
 
 
 def rounded(x: Any, precision: Precision) -> Any:
-    """What float16 activations hold."""
+    """Round to what float16 activations hold."""
     return x.astype(np.float16).astype(np.float32) if precision == "fp16" else x
 
 
@@ -80,7 +80,7 @@ def exact_of(shape: ConvShape, x: Any, weights: ConvWeights) -> npt.NDArray[Any]
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("way", WAYS, ids="-".join)
-def test_equals_the_definition(device: Any, way: tuple[str, Precision], shape: ConvShape) -> None:
+def test_output_equals_the_definition(device: Any, way: tuple[str, Precision], shape: ConvShape) -> None:
     x, weights = rounded(random_input(shape), way[1]), random_weights(shape)
     out, peak = run(device, way, shape, x, weights)
     assert error(out, exact_of(shape, x, weights)) <= ALLOWED[way[1]]
@@ -90,8 +90,10 @@ def test_equals_the_definition(device: Any, way: tuple[str, Precision], shape: C
 @pytest.mark.parametrize("maps", [3, 9])
 @pytest.mark.parametrize("activation", get_args(Activation))
 @pytest.mark.parametrize("way", [way for way in WAYS if way[1] != "tf32"], ids="-".join)
-def test_does_all_activations(device: Any, way: tuple[str, Precision], activation: Activation, maps: int) -> None:
-    """softmax on float32 units alone."""
+def test_all_activations_equal_the_definition(
+    device: Any, way: tuple[str, Precision], activation: Activation, maps: int
+) -> None:
+    """The softmax runs on float32 units alone."""
     shape = ConvShape(2, 2, maps, (3, 4, 3), (2, 2, 2), activation)
     if activation == "softmax" and way[0] != "float":
         variants = GEMM.variants(replace(shape, precision=way[1]), WITH_GPU)
@@ -105,7 +107,7 @@ def test_does_all_activations(device: Any, way: tuple[str, Precision], activatio
 
 @pytest.mark.parametrize("kind", INPUTS)
 @pytest.mark.parametrize("way", [way for way in WAYS if way[1] == "fp32"], ids="-".join)
-def test_is_as_accurate_for_odd_inputs(device: Any, way: tuple[str, Precision], kind: str) -> None:
+def test_odd_inputs_are_as_accurate(device: Any, way: tuple[str, Precision], kind: str) -> None:
     x, weights = random_input(SHAPES[1], kind), random_weights(SHAPES[1])
     out, _ = run(device, way, SHAPES[1], x, weights)
     assert error(out, exact_of(SHAPES[1], x, weights)) <= 1e-6
@@ -114,7 +116,7 @@ def test_is_as_accurate_for_odd_inputs(device: Any, way: tuple[str, Precision], 
 @pytest.mark.parametrize("scale", [0, 1, 10])
 @pytest.mark.parametrize("units", ["float", "tensor", "warpgroup"])
 def test_long_sums_lose_little(device: Any, units: str, scale: int) -> None:
-    """With the largest bias, begun with which a sum would lose more; without one, which makes the answer larger."""
+    """It is tried with the largest bias, which makes sums lose more, and without one."""
     shape = ConvShape(1, 125, 64, (2, 5, 20), (2, 2, 5), "none")
     assert prod(shape.k) * shape.fin == floats.MOST_TERMS
     x, weights = random_input(shape), random_weights(shape)
@@ -125,11 +127,12 @@ def test_long_sums_lose_little(device: Any, units: str, scale: int) -> None:
     assert [variant.word("units") for variant in longer] == ["warpgroup", "tensor"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fout", [3, 80])
 @pytest.mark.parametrize(("fin", "k"), [(16, (4, 12, 12)), (64, (5, 5, 5)), (2, (6, 20, 24))])
 @pytest.mark.parametrize("units", ["tensor", "warpgroup"])
-def test_of_hundreds_of_terms_none_is_added_to_all_before(units: str, fin: int, k: Vec3, fout: int) -> None:
-    """Of one sign, they would leave up to 5e-7. The emulator's tensor cores cut off nothing: what they add is exact."""
+def test_hundreds_of_terms_are_summed_in_groups(units: str, fin: int, k: Vec3, fout: int) -> None:
+    """Terms of one sign would lose up to 5e-7 in one sum; the emulator's tensor cores are exact."""
     shape = ConvShape(1, fin, fout, (k[0], k[1] + 1, k[2] + 8), k, "none")
     x, weights = np.abs(random_input(shape)), random_weights(shape)
     weights.weight[...] = np.abs(weights.weight)
@@ -141,7 +144,7 @@ def test_of_hundreds_of_terms_none_is_added_to_all_before(units: str, fin: int, 
 @pytest.mark.parametrize(("fin", "gap"), [(8, 0), (8, 7), (8, 8), (1, 3), (3, 0), (12, 4)])
 @pytest.mark.parametrize("carried", [0, 1, 2])
 @pytest.mark.parametrize("way", WAYS, ids="-".join)
-def test_planes_are_carried_and_images_lie_apart(
+def test_carried_planes_and_strided_images_equal_the_definition(
     device: Any, way: tuple[str, Precision], carried: int, fin: int, gap: int
 ) -> None:
     shape = ConvShape(2, fin, 6, (4, 8, 4), (3, 3, 2), "relu")
@@ -163,7 +166,7 @@ def test_float16_holds_values_of_any_size(device: Any, way: tuple[str, Precision
 
 
 @pytest.mark.parametrize("way", WAYS, ids="-".join)
-def test_a_result_that_is_not_finite_shows_in_the_peak(device: Any, way: tuple[str, Precision]) -> None:
+def test_peak_reports_a_result_not_finite(device: Any, way: tuple[str, Precision]) -> None:
     shape = SHAPES[1]
     weights, x = random_weights(shape), random_input(shape)
     x[0, 3, 3, 3, 1] = np.nan
@@ -184,7 +187,9 @@ SLIDES: list[tuple[Vec3, Vec3, Sliding]] = [
 
 @pytest.mark.parametrize(("n", "k", "sliding"), SLIDES)
 @pytest.mark.parametrize("way", WAYS, ids="-".join)
-def test_strides_and_padding(device: Any, way: tuple[str, Precision], n: Vec3, k: Vec3, sliding: Sliding) -> None:
+def test_strides_and_padding_equal_the_definition(
+    device: Any, way: tuple[str, Precision], n: Vec3, k: Vec3, sliding: Sliding
+) -> None:
     units, precision = way
     problem = Lowering(3, 5, n, k, "relu", precision, sliding)
     rng = np.random.default_rng(7)
@@ -207,7 +212,7 @@ def test_strides_and_padding(device: Any, way: tuple[str, Precision], n: Vec3, k
 @pytest.mark.parametrize("shared", [99 * 1024, 227 * 1024])
 @pytest.mark.parametrize("k", [1, 2, 3, 5, 9])
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16"])
-def test_a_plan_fits_every_card(precision: Precision, k: int, shared: int) -> None:
+def test_tiling_fits_every_gpu(precision: Precision, k: int, shared: int) -> None:
     """And covers whole outputs with few voxels too many."""
     problem = Lowering(80, 80, (100 + k - 1,) * 3, (k, k, k), "relu", precision)
     plan = tensor.plan_of(problem, 1, shared)
@@ -244,7 +249,7 @@ def test_images_of_few_voxels_share_a_tile() -> None:
     assert plan.tile == (4, 8, 8)
 
 
-def test_what_does_not_apply_says_why() -> None:
+def test_unsupported_shape_gets_a_reason() -> None:
     pool = PoolShape(1, 1, (3, 3, 3), (2, 2, 2))
     assert GEMM.why_not(SHAPES[0], MACHINE) == "needs a CUDA device"
     assert GEMM.why_not(pool, WITH_GPU) == "computes convolutions, not pool"
@@ -261,7 +266,7 @@ def test_what_does_not_apply_says_why() -> None:
     assert GEMM.variants(SHAPES[0], old) == (FLOAT,)
 
 
-def test_its_work_is_the_arithmetic_of_whole_groups() -> None:
+def test_work_counts_the_arithmetic_of_whole_groups() -> None:
     shape = ConvShape(2, 5, 18, (4, 5, 6), (3, 2, 1), "softmax")
     (work,) = GEMM.work(shape, FLOAT)
     assert (work.unit, work.flops) == ("gpu_gemm_float", 2 * 2 * (2 * 2 * 4 * 6) * (3 * 2 * 1 * 5) * 32)
@@ -269,7 +274,7 @@ def test_its_work_is_the_arithmetic_of_whole_groups() -> None:
 
 
 @pytest.mark.parametrize(("precision", "unit", "times"), [("fp32", "gpu_gemm_split", 3), ("tf32", "gpu_gemm_half", 1)])
-def test_its_work_on_tensor_cores_is_that_of_whole_blocks(precision: Precision, unit: str, times: int) -> None:
+def test_work_on_tensor_cores_counts_whole_blocks(precision: Precision, unit: str, times: int) -> None:
     shape = ConvShape(1, 18, 70, (6, 33, 34), (2, 2, 3), "relu", precision=precision)
     (work,) = GEMM.work(shape, Variant.of(units="tensor", precision=precision))
     plan = tensor.plan_of(Lowering.of(shape), 1, 227 * 1024)
@@ -280,10 +285,10 @@ def test_its_work_on_tensor_cores_is_that_of_whole_blocks(precision: Precision, 
 
 @pytest.mark.parametrize("blocks", [1, 2, 5])
 @pytest.mark.parametrize("way", WAYS[2:], ids="-".join)
-def test_a_block_takes_tile_after_tile(
+def test_block_computes_several_tiles(
     device: Any, monkeypatch: pytest.MonkeyPatch, way: tuple[str, Precision], blocks: int
 ) -> None:
-    """Of several planes and images, in several stages and rounds; the last tiles reach beyond the output."""
+    """There are several planes, images, stages and rounds; the last tiles reach beyond the output."""
     monkeypatch.setattr(device, "gpu", replace(device.gpu, multiprocessors=blocks))
     monkeypatch.setattr(tensor.Block, "resident", 1)
     monkeypatch.setattr(tensor, "MOST_GROUP", 2)
@@ -296,8 +301,8 @@ def test_a_block_takes_tile_after_tile(
 
 
 @pytest.mark.parametrize("way", WAYS, ids="-".join)
-def test_twice_is_the_same(device: Any, way: tuple[str, Precision]) -> None:
-    """To the last bit."""
+def test_repeated_runs_give_equal_bits(device: Any, way: tuple[str, Precision]) -> None:
+    """A second run gives the output of the first."""
     x, weights = rounded(random_input(SHAPES[5]), way[1]), random_weights(SHAPES[5])
     first, second = (run(device, way, SHAPES[5], x, weights)[0] for _ in range(2))
     np.testing.assert_array_equal(first, second)

@@ -52,7 +52,7 @@ def by_memory(primitive: Primitive, shape: ConvShape, machine: Machine) -> list[
 
 
 def cases() -> list[Case]:
-    """What differs in indexing, by a card as the emulated one; a library that is not here chooses on the device."""
+    """Return one case for each way of indexing on the emulated card; cuDNN chooses on the device."""
     machine = replace(MACHINE, gpu=EMULATED_GPU)
     found: list[Case] = []
     for primitive in CONVOLUTIONS:
@@ -82,7 +82,7 @@ def random_planes() -> npt.NDArray[np.float32]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", cases(), ids=words)
-def test_equals_the_definition_up_to_the_last_voxel(cuda_device: Device, case: Case) -> None:
+def test_large_layers_equal_the_definition_up_to_the_last_voxel(cuda_device: Device, case: Case) -> None:
     primitive, precision, variant = case
     device, shape = cuda_device, replace(SHAPE, precision=precision)
     assert min(prod(shape.in_shape), prod(shape.out_shape)) > 2**31
@@ -127,7 +127,7 @@ def computed(
     planes: npt.NDArray[Any],
     weights: ConvWeights,
 ) -> Any:
-    """The output on the device, which held no numbers before."""
+    """Return the output on the device, which held NaN before."""
     few = device.put(planes, "planes")
     x = device.view(device.allocate(shape.in_bytes, "x"), shape.in_shape, planes.dtype)
     for z in range(shape.n[0]):

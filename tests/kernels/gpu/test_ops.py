@@ -49,7 +49,7 @@ def poisoned(device: Any, shape: tuple[int, ...], dtype: str, gap: int = 0) -> A
 @TYPES
 @pytest.mark.parametrize("shape", [(2, 3, 5, 4, 3), (3, 4, 90), (5,), (1032, 1)])
 @pytest.mark.parametrize(("activation", "op"), POINTWISE)
-def test_activations(
+def test_activations_equal_the_definition(
     device: Any, activation: Activation, op: Callable[..., Any], shape: tuple[int, ...], dtype: str, gap: int
 ) -> None:
     host = values(shape, dtype)
@@ -80,7 +80,7 @@ def test_thin_arrays_without_gaps_fill_the_device(
     assert launched == [("pointwise<float, 4>", (118, 1))]  # 120,000 values, four a thread, 256 threads a block
 
 
-def test_activations_of_lines_and_numbers(device: Any) -> None:
+def test_activations_of_arrays_of_any_rank_equal_the_definition(device: Any) -> None:
     host = values((300,))
     x = device.put(host, "x")
     np.testing.assert_array_equal(device.get(ops.relu(x[::3], device=device)), np.maximum(host[::3], 0))
@@ -88,7 +88,7 @@ def test_activations_of_lines_and_numbers(device: Any) -> None:
     np.testing.assert_array_equal(device.get(ops.relu(number, device=device)), np.maximum(host[7], 0))
 
 
-def test_activations_of_values_at_the_ends(device: Any) -> None:
+def test_activations_of_extreme_values_equal_the_definition(device: Any) -> None:
     x = device.put(np.array([np.nan, np.inf, -np.inf, -200, 200], np.float32), "x")
     np.testing.assert_array_equal(device.get(ops.relu(x, device=device)), [np.nan, np.inf, 0, 0, 200])
     np.testing.assert_array_equal(device.get(ops.sigmoid(x, device=device)), [np.nan, 1, 0, 0, 1])
@@ -98,7 +98,9 @@ def test_activations_of_values_at_the_ends(device: Any) -> None:
 @TYPES
 @pytest.mark.parametrize("shape", [*IMAGES, (2, 1, 12, 16, 12), (1, 1, 3, 2, 70)])
 @pytest.mark.parametrize("over", ["maps", "all"])
-def test_softmax(device: Any, over: ops.Over, shape: tuple[int, ...], dtype: str, gap: int) -> None:
+def test_softmax_equals_the_definition(
+    device: Any, over: ops.Over, shape: tuple[int, ...], dtype: str, gap: int
+) -> None:
     host = 20 * values(shape, dtype)  # far apart: exp of a sum of them alone would overflow
     x, wide = images(device, host, gap), host.astype(np.float64)
     exact = reference.activate(wide, "softmax") if over == "maps" else reference.softmax_of_images(wide)
@@ -109,7 +111,7 @@ def test_softmax(device: Any, over: ops.Over, shape: tuple[int, ...], dtype: str
 
 @TYPES
 @pytest.mark.parametrize("shape", [(2, 1, 91, 101, 1), (1, 3, 104, 40, 3)])  # 36 and 37 blocks an image
-def test_softmax_of_images_counts_all_that_more_parts_than_a_warp_has_found(
+def test_softmax_of_images_adds_more_parts_than_a_warp_has_lanes(
     device: Any, shape: tuple[int, ...], dtype: str
 ) -> None:
     host = values(shape, dtype) / 10  # near each other: none may be left out
@@ -121,7 +123,7 @@ def test_softmax_of_images_counts_all_that_more_parts_than_a_warp_has_found(
 @GAPS
 @TYPES
 @pytest.mark.parametrize("case", WINDOWS, ids=str)
-def test_pooling(device: Any, case: Window, dtype: str, gap: int) -> None:
+def test_pooling_equals_the_definition(device: Any, case: Window, dtype: str, gap: int) -> None:
     host, sliding = values(case.shape, dtype), case.sliding
     x = images(device, host, gap)
     exact = reference.pool_sliding(host, case.window, sliding, "max")
@@ -135,7 +137,7 @@ def test_pooling(device: Any, case: Window, dtype: str, gap: int) -> None:
 
 @pytest.mark.parametrize("layout", ["szyxf -> sfzyx", "szyxf->xfzsy", "szyxf->szyxf", "szyxf -> fxyzs"])
 @pytest.mark.parametrize("shape", [(2, 3, 4, 5, 6), (1, 2, 20, 35, 3), (1, 1, 1, 70, 65), (1, 1, 1, 1, 1)])
-def test_layouts(device: Any, layout: str, shape: tuple[int, ...]) -> None:
+def test_layouts_equal_a_transposition(device: Any, layout: str, shape: tuple[int, ...]) -> None:
     host = values(shape)
     before, _, after = layout.replace(" ", "").partition("->")
     exact = np.einsum(f"{before}->{after}", host)
@@ -154,7 +156,7 @@ def test_layouts(device: Any, layout: str, shape: tuple[int, ...]) -> None:
         np.testing.assert_array_equal(narrow, np.einsum(f"{before}->{after}", host[:, :, ::2, 1:]).astype(np.float16))
 
 
-def test_a_layout_is_turned_along_what_is_contiguous() -> None:
+def test_layout_is_transposed_along_contiguous_axes() -> None:
     turn = turning((2, 3, 10, 50, 50), (75000, 1, 7500, 150, 3), (75000, 25000, 2500, 50, 1))  # channels first
     assert (turn.n, turn.x_steps, turn.out_steps) == ((1, 1, 2, 25000, 3), (0, 0, 75000, 3, 1), (0, 0, 75000, 1, 25000))
     assert (turn.tile, turn.across) == ((256, 4), True)
@@ -177,7 +179,7 @@ WAYS: list[tuple[ops.Method, Precision, str, float, str]] = [
 
 
 def as_older(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device, as if its tensor cores did not read shared memory."""
+    """Return the device as if its tensor cores did not read shared memory."""
     monkeypatch.setattr(device, "gpu", replace(device.gpu, capability=(8, 0)))
 
 
@@ -191,7 +193,7 @@ def either(device: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixture
 @pytest.mark.parametrize("case", CONVOLUTIONS, ids=str)
 @pytest.mark.parametrize("mode", ["correlation", "convolution"])
 @pytest.mark.parametrize(("method", "precision", "dtype", "allowed", "kernel"), WAYS)
-def test_convolutions(
+def test_convolutions_equal_the_definition(
     device: Any,
     method: ops.Method,
     precision: Precision,
@@ -275,7 +277,7 @@ def test_kernels_too_large_for_shared_memory_are_refused() -> None:
         assert_near(device.get(gemm(half, weights)), exact, "float16")
 
 
-def test_precisions_that_do_not_fit_are_told(device: Any) -> None:
+def test_unsupported_precision_is_refused(device: Any) -> None:
     host, weights = values((1, 2, 3, 4, 2)), CONVOLUTIONS[1].weights()
     x = device.put(host, "x")
     gemm: dict[str, Any] = {"method": "implicit_gemm", "padding": (0, 1, 1)}
@@ -304,7 +306,7 @@ LOOPED = [
 
 @pytest.fixture
 def small(device: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The device, as if three blocks filled it: loops over images and over values take several rounds."""
+    """Return the device as if three blocks filled it, so that loops take several rounds."""
     monkeypatch.setattr(device, "gpu", replace(device.gpu, multiprocessors=MULTIPROCESSORS))
     monkeypatch.setattr(on_gpu, "WAVES", 1)
     monkeypatch.setattr(on_gpu, "PARTS", 2)
@@ -314,7 +316,9 @@ def small(device: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 @GAPS
 @TYPES
 @pytest.mark.parametrize("shape", LOOPED)
-def test_loops_take_what_a_full_device_leaves(small: Any, shape: tuple[int, ...], dtype: str, gap: int) -> None:
+def test_loops_compute_the_elements_beyond_a_full_device(
+    small: Any, shape: tuple[int, ...], dtype: str, gap: int
+) -> None:
     host = values(shape, dtype)
     x, wide = images(small, host, gap), host.astype(np.float64)
     window, sliding = (1, 3, 2), Sliding((1, 2, 1), (0, 1, 1))
@@ -336,8 +340,8 @@ def test_loops_take_what_a_full_device_leaves(small: Any, shape: tuple[int, ...]
 
 
 @pytest.mark.parametrize("shape", LOOPED)
-def test_the_largest_value_is_found_wherever_it_is(small: Any, shape: tuple[int, ...]) -> None:
-    """Of every value in turn of those that lie a prime apart: by it x is scaled for tensor cores."""
+def test_largest_value_is_found_at_any_position(small: Any, shape: tuple[int, ...]) -> None:
+    """It is moved over positions that lie a prime apart; x is scaled by it for tensor cores."""
     host, peak = values(shape), small.put(np.zeros(1, np.float32), "peak")
     for place in (*range(0, host.size, 1009), host.size - 1):
         host.reshape(-1)[place] = -100 - place
@@ -347,7 +351,7 @@ def test_the_largest_value_is_found_wherever_it_is(small: Any, shape: tuple[int,
 
 @pytest.mark.parametrize("method", ["direct", "implicit_gemm", "softmax"])
 @TYPES
-def test_memory_beside_is_given_back_when_the_work_is_done(either: Any, method: Any, dtype: str) -> None:
+def test_temporary_memory_is_freed_when_the_work_is_done(either: Any, method: Any, dtype: str) -> None:
     x, weights = either.put(values(CONVOLUTIONS[0].shape, dtype), "x"), CONVOLUTIONS[0].weights()
     gc.collect()
     held = either.allocated
@@ -359,7 +363,8 @@ def test_memory_beside_is_given_back_when_the_work_is_done(either: Any, method: 
     assert either.allocated == held + out.nbytes
 
 
-def test_what_needs_no_memory_does_not_wait() -> None:
+@pytest.mark.slow
+def test_operations_without_temporary_memory_do_not_wait() -> None:
     with EmulatedDevice(EMULATED_GPU) as emulated:
         device: Any = emulated
         x = device.put(values((2, 3, 4, 5, 6)), "x")
@@ -421,7 +426,7 @@ def test_results_over_their_input_are_refused(device: Any) -> None:
     np.testing.assert_array_equal(device.get(beside), np.maximum(host[:, :3], 0))
 
 
-def test_what_a_device_cannot_take_is_told() -> None:
+def test_unfit_arguments_are_refused() -> None:
     with EmulatedDevice(EMULATED_GPU) as emulated:
         device: Any = emulated
         x = device.put(values((2, 3, 4, 5, 6)), "x")

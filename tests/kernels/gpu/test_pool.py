@@ -64,7 +64,7 @@ def exact(shape: LayerShape, x: Any) -> Any:
 
 
 def halved(shape: LayerShape, precision: str) -> tuple[LayerShape, Any]:
-    """The shape in a precision, and an input in what it is stored in."""
+    """Return the shape in a precision, and an input in its stored type."""
     shape = replace(shape, precision=precision)  # type: ignore[arg-type]
     return shape, random_input(shape).astype(np.float16 if precision == "fp16" else np.float32)
 
@@ -76,7 +76,7 @@ def run(device: Any, shape: LayerShape, x: Any, out: Any, before: Any = None) ->
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_equals_the_definition(device: Any, shape: LayerShape, precision: str) -> None:
+def test_output_equals_the_definition(device: Any, shape: LayerShape, precision: str) -> None:
     shape, x = halved(shape, precision)
     on_device = device.put(x, "x")
     out = device.put(np.full(shape.out_shape, np.nan, x.dtype), "out")
@@ -93,7 +93,7 @@ def test_images_may_lie_anywhere(device: Any, shape: LayerShape, precision: str,
     poison = np.array(np.nan, x.dtype)
 
     def apart(sizes: tuple[int, ...], values: Any) -> tuple[Any, Any]:
-        """A buffer of NaN with images in it, `offset` values from its start and between each other."""
+        """Make a buffer of NaN with images in it, `offset` values from its start and between each other."""
         step = int(np.prod(sizes[1:])) + offset
         host = np.full(offset + sizes[0] * step, poison)
         host[offset:].reshape(sizes[0], step)[:, : step - offset] = values
@@ -134,7 +134,7 @@ def test_nan_stays_nan(device: Any, maps: int, precision: str) -> None:
     assert np.isnan(device.get(out)).sum() == 8
 
 
-def test_what_does_not_apply_says_why() -> None:
+def test_unsupported_shape_gets_a_reason() -> None:
     pool, fragments, maxfilter, maxout = TABLE[0], TABLE[1], TABLE[2], TABLE[3]
     conv = ConvShape(1, 1, 1, (3, 3, 3), (1, 1, 1))
     dense, strided = PoolShape(1, 1, (3, 3, 3), (2, 2, 2)), PoolShape(1, 1, (2, 2, 2), (2, 2, 2), fragments=False)
@@ -147,7 +147,7 @@ def test_what_does_not_apply_says_why() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_it_moves_its_input_and_output_once(shape: LayerShape) -> None:
+def test_work_counts_input_and_output_once(shape: LayerShape) -> None:
     primitive = primitive_for(shape)
     footprint = primitive.footprint(shape, Variant(), 1)
     assert footprint.working(shape) == shape.in_bytes + shape.out_bytes

@@ -31,7 +31,7 @@ class Launch(ctypes.Structure):
 
 
 def compiler() -> str | None:
-    """The C++ compiler that is here."""
+    """Return the C++ compiler of this machine."""
     return os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
 
 
@@ -60,7 +60,7 @@ def compiled(source: str, names: tuple[str, ...], defines: tuple[tuple[str, int 
 
 @functools.cache
 def _header() -> Path:
-    """The emulator's own words, read by the compiler once for all kernels; as text for one that cannot keep them."""
+    """Return the emulator's header, precompiled once for all kernels, or as text if the compiler cannot."""
     texts = {path.name: path.read_text() for path in sorted(HEADER.parent.glob("*.hpp"))}
     command = [compiler() or "g++", *FLAGS]
     digest = hashlib.sha256("\0".join((*texts.values(), *command)).encode()).hexdigest()[:24]
@@ -80,7 +80,7 @@ def _header() -> Path:
 
 @contextmanager
 def _one_process(made: Path) -> Iterator[None]:
-    """The others wait, and find `made`."""
+    """Let one process make the file, while others wait and find `made`."""
     with open(f"{made}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -91,7 +91,7 @@ def _ran(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _text(source: str, names: Sequence[str]) -> str:
-    """The source, and two functions that reach the named kernels by number."""
+    """Return the source, with two functions that reach the named kernels by number."""
     launches = "".join(
         f"        case {number}: return emulator::launch({name}, launch, arguments);\n"
         for number, name in enumerate(names)
@@ -135,7 +135,7 @@ def _loaded(path: Path) -> ctypes.CDLL:
 
 @functools.cache
 def _folder() -> Path:
-    """Where compiled kernels are: ZNNPY_EMULATOR_CACHE keeps them between runs, conftest.py for one run's processes."""
+    """Return the folder of compiled kernels: ZNNPY_EMULATOR_CACHE, which conftest.py sets for a run."""
     kept = os.environ.get("ZNNPY_EMULATOR_CACHE")
     if kept:
         Path(kept).mkdir(parents=True, exist_ok=True)

@@ -237,7 +237,7 @@ class EmulatedDevice:
 
     @contextmanager
     def calling(self, call: str, nbytes: int | None = None) -> Iterator[None]:
-        """What is refused here is a DeviceError already."""
+        """Pass on refusals, which are DeviceErrors already."""
         del call, nbytes
         yield
 

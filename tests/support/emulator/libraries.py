@@ -1,4 +1,4 @@
-"""What cuFFT and cuDNN compute, by numpy, over the memory of an emulated device."""
+"""Stand-ins for cuFFT and cuDNN compute by numpy in the memory of an emulated device."""
 
 from __future__ import annotations
 

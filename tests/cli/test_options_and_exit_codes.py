@@ -69,7 +69,7 @@ from znnpy.volume.journal import Journal, JournalHeader, journal_path
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, tuple) else "",
 )
-def test_usage_error(place: Place, words: tuple[str, ...], said: str) -> None:
+def test_wrong_arguments_are_usage_errors(place: Place, words: tuple[str, ...], said: str) -> None:
     before = place.state()
     result = place.run(*words)
     assert result.exit_code == 2
@@ -78,18 +78,18 @@ def test_usage_error(place: Place, words: tuple[str, ...], said: str) -> None:
     assert place.state() == before
 
 
-def test_leading_zeros_are_no_large_numbers(place: Place) -> None:
+def test_numbers_with_leading_zeros_are_decimal(place: Place) -> None:
     assert place.run("plan", "--shape", f"{'0' * 5000}40, 040,40", "--json").exit_code == 0
 
 
 @pytest.mark.parametrize("word", ["plan", "infer", "measure", "verify", "demo", "primitives", "graph", "timeline"])
-def test_help(place: Place, word: str) -> None:
+def test_every_command_prints_its_help(place: Place, word: str) -> None:
     result = place.run(word, "--help")
     assert result.exit_code == 0
     assert f"{word} [OPTIONS]" in result.stdout
 
 
-def test_infer_writes_beside_the_volume(place: Place) -> None:
+def test_infer_writes_beside_the_volume_by_default(place: Place) -> None:
     result = place.run("infer", place.volume, "--network", place.folder / "net.yaml")
     assert result.exit_code == 0
     out = place.folder / "volume_tiny.h5"
@@ -101,7 +101,7 @@ def test_infer_writes_beside_the_volume(place: Place) -> None:
     assert " voxels/s, 35.6 KiB written (" in result.stderr  # 2 maps of 4,560 float32
 
 
-def test_infer_json(place: Place) -> None:
+def test_infer_prints_one_json_document(place: Place) -> None:
     result = place.infer("--json")
     assert result.exit_code == 0
     report = json.loads(result.stdout)
@@ -132,7 +132,7 @@ def test_every_option_of_infer_reaches_the_output(place: Place) -> None:
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
-def test_columns_and_patches_give_the_same_prediction(place: Place, axis: int) -> None:
+def test_columns_and_patches_give_equal_predictions(place: Place, axis: int) -> None:
     """Along the longest axis, whichever it is."""
     long = np.random.default_rng(8).integers(0, 256, (70, 20, 19), np.uint8)
     place.write_volume(np.ascontiguousarray(np.moveaxis(long, 0, axis)))
@@ -152,7 +152,7 @@ def test_columns_and_patches_give_the_same_prediction(place: Place, axis: int) -
     assert place.run("verify", place.out, place.volume, "--network", place.folder / "net.yaml").exit_code == 0
 
 
-def test_no_depth_first_keeps_all_fragments_together(place: Place) -> None:
+def test_no_depth_first_computes_all_fragments_together(place: Place) -> None:
     words = ("plan", "fib25_boundary", "--shape", "330,330,330", "--patch", "176,176,176", "--ram", "1100M", "--json")
     split = json.loads(place.run(*words).stdout)["plan"]
     assert max(Plan.from_json(json.dumps(split)).sub_batches) > 1
@@ -161,7 +161,7 @@ def test_no_depth_first_keeps_all_fragments_together(place: Place) -> None:
     assert sentence.endswith(", or drop --patch, or drop --cover, or drop --no-depth-first")
 
 
-def test_reflect_is_as_large_as_the_volume(place: Place) -> None:
+def test_reflected_output_is_as_large_as_the_volume(place: Place) -> None:
     assert place.infer().exit_code == 0
     valid = place.prediction()
     assert place.infer("--border", "reflect", "--overwrite", "--output-dtype", "uint8").exit_code == 0
@@ -172,7 +172,7 @@ def test_reflect_is_as_large_as_the_volume(place: Place) -> None:
     np.testing.assert_allclose(inside / 255, valid, atol=0.5 / 255 + 1e-5)
 
 
-def test_plan_prints_and_writes_what_infer_takes(place: Place) -> None:
+def test_written_plan_is_accepted_by_infer(place: Place) -> None:
     plan = place.folder / "plan.json"
     result = place.run("plan", place.folder / "net.yaml", "--volume", place.volume, "--out", plan, "--threads", 1)
     assert result.exit_code == 0
@@ -200,7 +200,7 @@ def test_plan_of_columns_runs_on_another_volume(place: Place, size: tuple[int, i
     np.testing.assert_allclose(found, place.prediction(), atol=1e-5)
 
 
-def test_plan_json(place: Place) -> None:
+def test_plan_prints_one_json_document(place: Place) -> None:
     result = place.run("plan", "n337", "--shape", "150,160,170", "--ram", "8G", "--threads", "2", "--json")
     assert result.exit_code == 0
     document = json.loads(result.stdout)
@@ -210,7 +210,7 @@ def test_plan_json(place: Place) -> None:
     assert plan.limits.threads == 2
 
 
-def test_primitives(place: Place) -> None:
+def test_primitives_command_lists_the_table(place: Place) -> None:
     result = place.run("primitives")
     assert result.exit_code == 0
     for name in (
@@ -225,7 +225,7 @@ def test_primitives(place: Place) -> None:
     assert {"name", "kind", "version", "summary", "source", "why_not"} == rows[0].keys()
 
 
-def test_out_of_memory_is_a_sentence(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_is_one_sentence(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     import znnpy.inference
 
     def refuse(*args: object, **words: object) -> None:
@@ -236,21 +236,21 @@ def test_out_of_memory_is_a_sentence(place: Place, monkeypatch: pytest.MonkeyPat
     assert sentence == "out of memory: Unable to allocate 3.00 GiB; give a smaller --ram or --patch"
 
 
-def test_no_plan_is_not_taken_for_a_full_machine() -> None:
+def test_no_plan_error_keeps_its_own_sentence() -> None:
     """NoPlanError is a MemoryError too; its own sentence is the better one."""
     door = cli.main.commands["plan"]
     assert isinstance(door, doors.Door)
     assert door._explain(NoPlanError("nothing fits")) == ("Error: nothing fits", 1)
 
 
-def test_interrupted_planning_says_nothing_of_resuming() -> None:
+def test_interrupted_planning_advises_no_resume() -> None:
     door = cli.main.commands["plan"]
     assert isinstance(door, doors.Door)
     assert door._explain(KeyboardInterrupt()) == ("interrupted", 130)
     assert door._explain(Terminated()) == ("stopped by SIGTERM", 143)
 
 
-def test_a_bug_is_not_hidden(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bug_is_shown_with_its_traceback(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     import znnpy.inference
 
     def break_down(*args: object, **words: object) -> None:
@@ -261,7 +261,7 @@ def test_a_bug_is_not_hidden(place: Place, monkeypatch: pytest.MonkeyPatch) -> N
         place.infer()
 
 
-def test_closed_pipe_is_no_traceback(place: Place) -> None:
+def test_closed_pipe_gives_no_traceback(place: Place) -> None:
     program = Path(sys.executable).with_name("znnpy")
     done = subprocess.run(
         ["bash", "-c", f"'{program}' primitives --json | true; echo ${{PIPESTATUS[0]}}"],
@@ -274,7 +274,7 @@ def test_closed_pipe_is_no_traceback(place: Place) -> None:
 
 
 def header(place: Place, blas: str) -> None:
-    """The journal of an unfinished run whose products were those of `blas`."""
+    """Return the journal of an unfinished run whose products were those of `blas`."""
     head = JournalHeader({}, {"processor": processor()}, "", blas, 1)
     journal = Journal(journal_path(place.out))
     journal.create("0123456789abcdef", head)
@@ -292,7 +292,7 @@ def header(place: Place, blas: str) -> None:
         ("openblas", None),
     ],
 )
-def test_only_kernels_that_openblas_has_are_asked_for(
+def test_only_kernels_known_to_openblas_are_requested(
     place: Place, monkeypatch: pytest.MonkeyPatch, blas: str, asked: str | None
 ) -> None:
     monkeypatch.setenv("OPENBLAS_CORETYPE", "")
@@ -302,7 +302,7 @@ def test_only_kernels_that_openblas_has_are_asked_for(
     assert os.environ.get("OPENBLAS_CORETYPE") == asked
 
 
-def test_kernels_are_not_asked_for_on_another_processor(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_not_requested_on_another_processor(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENBLAS_CORETYPE", "mine")
     header(place, "openblas Nehalem")
     monkeypatch.setattr(cli, "processor", lambda: "another")
@@ -310,6 +310,6 @@ def test_kernels_are_not_asked_for_on_another_processor(place: Place, monkeypatc
     assert os.environ["OPENBLAS_CORETYPE"] == "mine"
 
 
-def test_commands_are_clicks() -> None:
+def test_commands_are_click_commands() -> None:
     assert isinstance(cli.main, click.Group)
     assert set(cli.main.commands) == {"plan", "infer", "verify", "demo", "primitives", "graph", "timeline", "measure"}

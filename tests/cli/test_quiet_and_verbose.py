@@ -21,7 +21,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
 
 
-def test_a_run_logs_one_line_for_each_phase(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+def test_run_logs_one_line_for_each_phase(place: Place, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "znnpy"):
         znnpy.infer(place.volume, place.folder / "net.yaml", threads=1, patch=(8, 8, 8), cover="patches")
     said = [line for line in lines(caplog) if line.split()[0] in PHASES]
@@ -32,7 +32,7 @@ def test_a_run_logs_one_line_for_each_phase(place: Place, caplog: pytest.LogCapt
     assert {record.name for record in caplog.records} == {"znnpy"}
 
 
-def test_what_does_not_change_is_said_once(
+def test_unchanged_settings_are_logged_once(
     place: Place, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_log, "_LOGGED", set())
@@ -46,7 +46,7 @@ def test_what_does_not_change_is_said_once(
     assert len([line for line in lines(caplog) if line.startswith("planned ")]) == 6
 
 
-def test_verbose_logs_on_stderr(place: Place) -> None:
+def test_verbose_run_logs_on_stderr(place: Place) -> None:
     result = place.infer("--verbose")
     assert result.exit_code == 0
     told = [line.split() for line in result.stderr.splitlines()]
@@ -56,7 +56,7 @@ def test_verbose_logs_on_stderr(place: Place) -> None:
     assert not logging.getLogger("znnpy").handlers
 
 
-def test_a_warning_is_printed_at_once_and_not_when_quiet(place: Place) -> None:
+def test_warning_is_printed_at_once_unless_quiet(place: Place) -> None:
     """Grey values of 0..1, where the network expects a mean of 120."""
     place.write_volume(np.random.default_rng(7).random((20, 23, 25), np.float32))
     said = place.infer().stderr.splitlines()
@@ -65,7 +65,7 @@ def test_a_warning_is_printed_at_once_and_not_when_quiet(place: Place) -> None:
     assert place.infer("--quiet", "--overwrite").output == ""
 
 
-def test_quiet_prints_errors_only(place: Place) -> None:
+def test_quiet_run_prints_errors_only(place: Place) -> None:
     result = place.infer("--quiet")
     assert (result.exit_code, result.output) == (0, "")
     assert place.refusal(*place.words, "--quiet").startswith(f"the output {place.out} exists")

@@ -67,9 +67,10 @@ def burning(run: Callable[[Callable[[Event], None]], object]) -> int:
     return sum(seconds > 0.3 * max(spent) for seconds in spent)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2, 4])
-def test_threads_means_threads(tmp_path: Path, threads: int) -> None:
-    """Counted by the system: what reads and writes beside them takes no time to speak of."""
+def test_run_uses_as_many_threads_as_requested(tmp_path: Path, threads: int) -> None:
+    """The system counts them; reading and writing beside them takes next to no time."""
     layers = Conv((3, 3, 3), 32, "tanh"), Conv((3, 3, 3), 32, "tanh"), Conv((1, 1, 1), 2, "tanh")
     place = Place.furnish(tmp_path, Network("wide", 1, layers, None))
     volume = place.write_volume(np.random.default_rng(3).integers(0, 256, (204, 104, 104), np.uint8))
@@ -81,7 +82,7 @@ def test_threads_means_threads(tmp_path: Path, threads: int) -> None:
     assert burning(run) == threads
 
 
-def test_runs_at_the_same_time_share_one_pool(place: Place) -> None:
+def test_concurrent_runs_share_one_pool(place: Place) -> None:
     most = []
 
     def look(event: Event) -> None:
@@ -101,7 +102,8 @@ def test_runs_at_the_same_time_share_one_pool(place: Place) -> None:
     assert not crew_threads()
 
 
-def test_a_network_called_from_threads_of_the_callers(tiny_network: Callable[..., Network]) -> None:
+@pytest.mark.slow
+def test_network_called_from_many_threads_gives_equal_results(tiny_network: Callable[..., Network]) -> None:
     """Eight callers, two threads: results are those of one caller, and nobody is left behind."""
     network = tiny_network()
     trained = TrainedNetwork(network, tuple(random_weights(network, seed=3)))
@@ -115,7 +117,7 @@ def test_a_network_called_from_threads_of_the_callers(tiny_network: Callable[...
     assert not crew_threads()
 
 
-def test_crews_together_keep_no_more_threads_busy_than_the_largest() -> None:
+def test_overlapping_pools_keep_no_more_threads_busy_than_the_largest() -> None:
     busy, seen = Busy(), [np.zeros(40, int) for _ in range(6)]
 
     def work(number: int) -> None:
@@ -136,7 +138,7 @@ def test_crews_together_keep_no_more_threads_busy_than_the_largest() -> None:
     assert busy.most <= 3
 
 
-def test_a_small_crew_beside_a_large_one_keeps_to_its_number() -> None:
+def test_small_pool_beside_a_large_one_keeps_to_its_number() -> None:
     busy = Busy()
 
     def piece(lo: int, hi: int, worker: int) -> None:
@@ -150,7 +152,7 @@ def test_a_small_crew_beside_a_large_one_keeps_to_its_number() -> None:
     assert busy.most == 2
 
 
-def test_crews_take_turns() -> None:
+def test_overlapping_pools_take_turns() -> None:
     """Work that was there before does not have to end first: shares of one and of the other alternate."""
     order: list[str] = []
     begun = threading.Event()
@@ -174,7 +176,7 @@ def test_crews_take_turns() -> None:
     assert order[-1] == "late"
 
 
-def test_a_crew_that_waits_for_another_is_stopped_at_once() -> None:
+def test_pool_waiting_for_another_is_stopped_at_once() -> None:
     hold = threading.Event()
 
     def held(lo: int, hi: int, worker: int) -> None:
@@ -196,7 +198,7 @@ def test_a_crew_that_waits_for_another_is_stopped_at_once() -> None:
         waiting.result()
 
 
-def test_the_error_of_the_first_share_is_raised_whoever_was_faster() -> None:
+def test_error_of_the_first_share_is_raised() -> None:
     def piece(lo: int, hi: int, worker: int) -> None:
         del hi, worker
         time.sleep(0.03 if lo == 0 else 0)
@@ -211,8 +213,8 @@ def test_the_error_of_the_first_share_is_raised_whoever_was_faster() -> None:
 
 @pytest.mark.usefixtures("collects_nothing")
 @pytest.mark.parametrize("fails", ["a share", "stopped"])
-def test_what_failed_lets_go_of_its_arrays(fails: str) -> None:
-    """At once, and not when the garbage collector comes: they are most of a machine's memory."""
+def test_failed_work_releases_its_arrays_at_once(fails: str) -> None:
+    """They are most of a machine's memory and must not wait for the garbage collector."""
     arrays: list[weakref.ref[Any]] = []
 
     def call(crew: ThreadPool) -> None:
@@ -237,7 +239,7 @@ def test_what_failed_lets_go_of_its_arrays(fails: str) -> None:
         assert [array() for array in arrays] == [None] * 3
 
 
-def test_threads_end_with_the_crews_that_asked_for_them() -> None:
+def test_threads_end_with_the_pools_that_requested_them() -> None:
     before = threading.active_count()
     with ThreadPool(2):
         with ThreadPool(4):
@@ -252,7 +254,7 @@ def test_threads_end_with_the_crews_that_asked_for_them() -> None:
 
 
 @pytest.mark.torch
-def test_an_openmp_setting_of_the_callers_threads_is_left_alone() -> None:
+def test_openmp_setting_of_the_callers_threads_is_left_alone() -> None:
     """A crew that opens first in one thread and closes last in another would restore it in the wrong one."""
     import torch
 
@@ -283,7 +285,7 @@ def child(pipe: Connection) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_a_forked_child_has_a_pool_of_its_own() -> None:
+def test_forked_child_has_its_own_pool() -> None:
     if "fork" not in multiprocessing.get_all_start_methods():
         pytest.skip("this system does not fork")
     context = multiprocessing.get_context("fork")

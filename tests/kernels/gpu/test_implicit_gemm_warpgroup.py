@@ -45,7 +45,7 @@ CUTS = [
 @pytest.mark.parametrize("carried", [0, 1])
 @pytest.mark.parametrize(("sizes", "shared", "most", "cut"), CUTS)
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_every_cut_of_a_problem_equals_the_definition(
+def test_every_division_of_a_layer_equals_the_definition(
     device: Any,
     monkeypatch: pytest.MonkeyPatch,
     precision: Precision,
@@ -55,7 +55,7 @@ def test_every_cut_of_a_problem_equals_the_definition(
     cut: tuple[int, int] | None,
     carried: int,
 ) -> None:
-    """By two blocks, tile after tile, and groups of few taps."""
+    """Divisions by two blocks, tile after tile, and groups of few taps are tried."""
     monkeypatch.setattr(device, "gpu", replace(device.gpu, multiprocessors=1))
     monkeypatch.setattr(warpgroup, "MOST_GROUP", dict.fromkeys(PRECISIONS, most))
     monkeypatch.setattr(warpgroup, "shared_of", lambda _: shared)
@@ -77,7 +77,7 @@ def test_every_cut_of_a_problem_equals_the_definition(
 @pytest.mark.parametrize("staged", [1, 2, 4])
 @pytest.mark.parametrize("fout", [16, 21, 32, 136])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_results_leave_in_every_way(
+def test_every_way_of_storing_results_equals_the_definition(
     device: Any, monkeypatch: pytest.MonkeyPatch, precision: Precision, fout: int, staged: int
 ) -> None:
     """Rows of voxels at once, a voxel at a time with gaps between or in slices, value by value; many tiles a block.
@@ -106,8 +106,8 @@ def test_results_leave_in_every_way(
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32"])
-def test_what_is_too_large_beside_zeros_is_infinite_alone(device: Any, precision: Precision) -> None:
-    """What brings sums back is beyond float32 there: 2^139."""
+def test_only_overflowing_values_become_infinite(device: Any, precision: Precision) -> None:
+    """The factor that scales the sums back, 2^139, is beyond float32."""
     shape = ConvShape(1, 5, 6, (3, 7, 9), (2, 2, 2), "none", precision=precision)
     x, weights = np.zeros(shape.in_shape, np.float32), random_weights(shape)
     x[0, 1, 3, 4, 2] = 1e30
@@ -128,7 +128,9 @@ def run(device: Any, shape: ConvShape, x: Any, weights: ConvWeights, carried: in
 @pytest.mark.parametrize("padding", [(0, 0, 0), (1, 1, 1), (0, 2, 1), (2, 0, 3)])
 @pytest.mark.parametrize(("fin", "n", "k"), [(3, (3, 9, 9), (1, 3, 3)), (16, (2, 2, 9), (3, 2, 3))])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_padding(device: Any, precision: Precision, fin: int, n: Vec3, k: Vec3, padding: Vec3) -> None:
+def test_padding_equals_the_definition(
+    device: Any, precision: Precision, fin: int, n: Vec3, k: Vec3, padding: Vec3
+) -> None:
     if any(a + 2 * p < b for a, p, b in zip(n, padding, k, strict=True)):
         padding = (1, *padding[1:])
     problem = Lowering(fin, 5, n, k, "relu", precision, Sliding(padding=padding))
@@ -148,7 +150,7 @@ def test_padding(device: Any, precision: Precision, fin: int, n: Vec3, k: Vec3, 
 @pytest.mark.parametrize("fout", [3, 16, 40, 80])
 @pytest.mark.parametrize(("fin", "k"), [(80, (4, 4, 4)), (1, (5, 5, 5)), (80, (2, 2, 2))])
 def test_sums_of_positive_products_are_exact_in_fp32(device: Any, fin: int, k: Vec3, fout: int) -> None:
-    """What tensor cores cut off all has one sign then. The emulator cuts off nothing."""
+    """Truncation of tensor cores would add up; the emulator does not truncate."""
     shape = ConvShape(1, fin, fout, (k[0] + 1, k[1] + 1, k[2] + 9), k, "none", precision="fp32")
     x, weights = np.abs(random_input(shape)), random_weights(shape)
     weights.weight[...] = np.abs(weights.weight)
@@ -159,8 +161,8 @@ def test_sums_of_positive_products_are_exact_in_fp32(device: Any, fin: int, k: V
 @pytest.mark.parametrize("k", [(1, 1, 1), (1, 3, 3), (2, 2, 2), (3, 3, 3), (5, 5, 5), (7, 7, 7), (9, 9, 9)], ids=str)
 @pytest.mark.parametrize("fout", [16, 80, 128])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_plan_fits_two_blocks(precision: Precision, fout: int, k: Vec3) -> None:
-    """Of any number of maps in; whatever a tile is, it covers the output."""
+def test_tiling_fits_two_blocks_in_a_multiprocessor(precision: Precision, fout: int, k: Vec3) -> None:
+    """It holds for any number of input maps, and tiles cover the output."""
     for fin in (*range(1, 20), 80, 100, 128, 200, 300):
         problem = problem_of(fin, fout, (40 + k[0], 50, 61), k, precision)
         plan = warpgroup.plan_of(problem, 1, warpgroup.SHARED)
@@ -175,13 +177,13 @@ def test_a_plan_fits_two_blocks(precision: Precision, fout: int, k: Vec3) -> Non
 @pytest.mark.parametrize(
     ("fin", "k", "wanted"), [(1, (3, 3, 3), (3, 2, 1)), (4, (1, 1, 1), (1, 1, 1)), (3, (2, 5, 9), (2, 3, 2))]
 )
-def test_few_maps_are_folded_where_that_is_less(fin: int, k: Vec3, wanted: Vec3) -> None:
+def test_few_maps_are_folded_if_that_saves_work(fin: int, k: Vec3, wanted: Vec3) -> None:
     matrix = warpgroup.Matrix.of(fin, k)
     assert matrix.k == wanted
     assert matrix.folded == (wanted != k)
 
 
-def test_only_cards_that_have_its_instructions_are_asked() -> None:
+def test_gpus_without_warpgroup_instructions_are_refused() -> None:
     shape = ConvShape(1, 8, 8, (9, 9, 9), (3, 3, 3), "relu")
     units = [v.word("units") for v in GEMM.variants(shape, replace(MACHINE, gpu=GPU))]
     assert units == ["warpgroup", "tensor", "float"]
@@ -192,7 +194,7 @@ def test_only_cards_that_have_its_instructions_are_asked() -> None:
     assert not warpgroup.applies(replace(Lowering.of(shape), activation="softmax"), GPU)
 
 
-def test_its_work_grows_with_what_is_not_there() -> None:
+def test_work_counts_empty_parts_of_tiles() -> None:
     """17 lines of output need tiles that are nearly empty."""
     shape = ConvShape(1, 80, 80, (17, 17, 17), (2, 2, 2), "relu", precision="tf32")
     (whole,) = GEMM.work(shape, Variant.of(units="warpgroup", precision="tf32"))
@@ -207,7 +209,7 @@ BULK = str(Path(__file__).parent / "bulk.cu")
 
 
 def bulk_copied(device: Any, fault: str, rounds: int) -> Any:
-    """(rounds, 128) numbers, copied in and out by a kernel that adds 1 to them; and what they were."""
+    """Copy (rounds, 128) numbers in and out by a kernel that adds 1; return them and their old values."""
     values = np.random.default_rng(11).integers(0, 1000, (rounds, 128)).astype(np.float32)
     out = device.put(np.full_like(values, np.nan), "a result")
     name = f"bulk_copies<{fault}>"
@@ -217,13 +219,13 @@ def bulk_copied(device: Any, fault: str, rounds: int) -> Any:
 
 @pytest.mark.parametrize("rounds", [1, 2, 3, 8])
 def test_bulk_copies_arrive_and_leave(device: Any, rounds: int) -> None:
-    """Both arrivals in both parities."""
+    """Both barriers of arrival go through both parities."""
     out, values = bulk_copied(device, "NO_FAULT", rounds)
     assert np.array_equal(out, values + 1)
 
 
 @pytest.mark.parametrize("fault", ["NOBODY_WAITS", "COMES_EARLY", "OVERWRITES", "COMMITS_LATE"])
-def test_a_bulk_copy_that_nobody_waited_for_changes_the_answer(fault: str) -> None:
+def test_bulk_copy_without_a_wait_changes_the_answer(fault: str) -> None:
     with EmulatedDevice() as device:
         out, values = bulk_copied(device, fault, 3)
     assert not np.array_equal(out, values + 1)
@@ -232,6 +234,6 @@ def test_a_bulk_copy_that_nobody_waited_for_changes_the_answer(fault: str) -> No
 @pytest.mark.parametrize(
     ("fault", "told"), [("WRONG_PHASE", "nothing is on its way"), ("ODD_BYTES", "multiples of 16")]
 )
-def test_a_bulk_copy_that_cannot_be_is_told(fault: str, told: str) -> None:
+def test_invalid_bulk_copy_is_reported(fault: str, told: str) -> None:
     with EmulatedDevice() as device, pytest.raises(DeviceError, match=told):
         bulk_copied(device, fault, 3)

@@ -31,7 +31,7 @@ CARD = replace(EMULATED_GPU, name="a card", memory_bytes=4 * 2**30)
 
 
 class CudaError(Exception):
-    """As CuPy raises them."""
+    """An error with the attributes of those that CuPy raises."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"status {status}")
@@ -40,7 +40,7 @@ class CudaError(Exception):
 
 @dataclass
 class Cuda:
-    """What `find_gpu` asks CuPy's runtime, up to the description of the device."""
+    """A stand-in for the parts of CuPy's runtime that `find_gpu` calls before it describes the device."""
 
     driver: int = 13000
     devices: int = 0
@@ -77,7 +77,7 @@ def _asks_cupy(emulated_gpus: EmulatedGpus) -> None:
 
 @pytest.fixture
 def without(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with neither driver nor CuPy."""
+    """Let the machine have neither driver nor CuPy."""
     answer(monkeypatch, None)
     show_traces_of_cuda(monkeypatch, cupy=False)
 
@@ -112,7 +112,7 @@ MISSING = [
 
 @pytest.mark.parametrize("command", ["plan", "infer"])
 @pytest.mark.parametrize(("cuda", "said"), MISSING)
-def test_a_gpu_that_is_asked_for_and_not_there_is_an_error(
+def test_missing_gpu_is_an_error_if_asked_for(
     place: Place, monkeypatch: pytest.MonkeyPatch, cuda: Cuda | None, said: str, command: str
 ) -> None:
     answer(monkeypatch, cuda)
@@ -124,10 +124,10 @@ def test_a_gpu_that_is_asked_for_and_not_there_is_an_error(
 
 
 @pytest.mark.parametrize(("cuda", "said"), MISSING)
-def test_auto_goes_on_with_the_cpu_and_says_why(
+def test_auto_device_falls_back_to_the_cpu_and_says_why(
     place: Place, monkeypatch: pytest.MonkeyPatch, cuda: Cuda | None, said: str
 ) -> None:
-    """Where CuPy or a driver is there and the other is not, with what to install."""
+    """If only one of CuPy and a driver is there, the message says what to install."""
     answer(monkeypatch, cuda)
     show_traces_of_cuda(monkeypatch, cupy=cuda is not None, drivers=(place.volume,))  # a file that exists
     result = place.infer()
@@ -140,7 +140,7 @@ def test_auto_goes_on_with_the_cpu_and_says_why(
 
 
 @pytest.mark.usefixtures("without")
-def test_a_machine_without_any_gpu_hears_little_of_it(place: Place) -> None:
+def test_machine_without_any_gpu_gets_no_warning(place: Place) -> None:
     result = place.infer()
     assert "\ndevice     CPU; no GPU for CUDA here\n" in result.stdout
     asked = place.infer("--overwrite", "--device", "cpu")
@@ -149,7 +149,7 @@ def test_a_machine_without_any_gpu_hears_little_of_it(place: Place) -> None:
 
 @pytest.mark.usefixtures("without")
 @pytest.mark.parametrize("precision", ["tf32", "fp16"])
-def test_the_cpu_computes_in_fp32_and_says_so_once(place: Place, precision: str) -> None:
+def test_cpu_computes_in_fp32_and_says_so_once(place: Place, precision: str) -> None:
     said = f"the CPU computes in fp32, more exactly than the {precision} that is asked for"
     result = place.infer("--precision", precision, "--device", "cpu")
     assert result.exit_code == 0
@@ -161,7 +161,7 @@ def test_the_cpu_computes_in_fp32_and_says_so_once(place: Place, precision: str)
 
 
 @pytest.mark.usefixtures("without")
-def test_a_limit_for_a_gpu_that_is_not_there_limits_nothing(place: Place) -> None:
+def test_vram_limit_without_gpu_limits_nothing(place: Place) -> None:
     result = place.infer("--vram", "2G")
     assert result.exit_code == 0
     assert "\ndevice     CPU; no GPU for CUDA here; --vram limits nothing on the CPU\n" in result.stdout
@@ -188,14 +188,16 @@ def test_a_limit_for_a_gpu_that_is_not_there_limits_nothing(place: Place) -> Non
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 @pytest.mark.parametrize("command", ["plan", "infer"])
-def test_usage_errors(place: Place, command: str, words: tuple[str, ...], said: str) -> None:
+def test_contradicting_gpu_options_are_usage_errors(
+    place: Place, command: str, words: tuple[str, ...], said: str
+) -> None:
     result = place.run(command, *(["v.h5"] if command == "infer" else []), *words)
     assert result.exit_code == 2
     assert said in result.stderr
 
 
 @pytest.mark.parametrize("words", [("--device", "gpu"), ("--vram", "2G"), ("--precision", "tf32")])
-def test_a_plan_fixes_the_device(place: Place, words: tuple[str, str]) -> None:
+def test_given_plan_fixes_the_device(place: Place, words: tuple[str, str]) -> None:
     result = place.infer("--plan", "p.json", *words)
     assert result.exit_code == 2
     assert f"{words[0]} is fixed by the plan: leave it out, or leave --plan out" in result.stderr
@@ -209,7 +211,7 @@ def test_a_plan_fixes_the_device(place: Place, words: tuple[str, str]) -> None:
         ({"device": "cpu", "vram": "2G"}, "`vram` limits the memory of a GPU, and none is used: drop it"),
     ],
 )
-def test_wrong_words_are_value_errors_in_the_library(place: Place, words: dict[str, Any], said: str) -> None:
+def test_invalid_arguments_are_value_errors_in_the_library(place: Place, words: dict[str, Any], said: str) -> None:
     network = place.folder / "net.yaml"
     with pytest.raises(ValueError, match=said):
         znnpy.infer(place.volume, network, out=place.out, **words)
@@ -223,7 +225,7 @@ def plan_words(place: Place, *more: object) -> list[object]:
     return ["plan", place.folder / "net.yaml", "--volume", place.volume, *more]
 
 
-def test_a_plan_for_a_gpu_promises_its_memory(place: Place, card: Callable[..., None]) -> None:
+def test_gpu_plan_promises_its_memory(place: Place, card: Callable[..., None]) -> None:
     card()
     place.write_small_volume()
     result = place.run(*plan_words(place, "--precision", "tf32"))
@@ -237,7 +239,7 @@ def test_a_plan_for_a_gpu_promises_its_memory(place: Place, card: Callable[..., 
     assert document["notes"] == []
 
 
-def test_the_cpu_is_compared_where_both_may_be_taken(place: Place, card: Callable[..., None]) -> None:
+def test_auto_plan_is_compared_with_the_best_cpu_plan(place: Place, card: Callable[..., None]) -> None:
     """Its best plan, the same as with --device cpu, and that it takes longer; where one device is meant, it is not."""
     card()
     place.write_small_volume()
@@ -257,8 +259,8 @@ def test_the_cpu_is_compared_where_both_may_be_taken(place: Place, card: Callabl
         } <= {"gpu"}
 
 
-def test_memory_that_other_programs_hold(place: Place, card: Callable[..., None]) -> None:
-    """By default nine tenths of what is free; more is planned for, and refused when it is to run."""
+def test_vram_held_by_other_programs_is_not_planned_with(place: Place, card: Callable[..., None]) -> None:
+    """The default is nine tenths of the free bytes; a larger limit is planned for, and refused at run time."""
     card(taken=3 * 2**30)
     place.write_small_volume()
     limit = json.loads(place.run(*plan_words(place, "--json")).stdout)["plan"]["limits"]["vram_bytes"]
@@ -276,7 +278,7 @@ def test_memory_that_other_programs_hold(place: Place, card: Callable[..., None]
     )
 
 
-def test_too_little_memory_of_a_gpu_is_the_nearest_miss(place: Place, card: Callable[..., None]) -> None:
+def test_too_little_vram_names_the_nearest_miss(place: Place, card: Callable[..., None]) -> None:
     card()
     place.write_small_volume()
     sentence = place.refusal(*plan_words(place, "--vram", "100M"))
@@ -285,7 +287,7 @@ def test_too_little_memory_of_a_gpu_is_the_nearest_miss(place: Place, card: Call
     assert "allow at least --vram " in sentence
 
 
-def test_a_full_gpu_is_named_with_what_is_free(place: Place, card: Callable[..., None]) -> None:
+def test_full_gpu_is_named_with_its_free_bytes(place: Place, card: Callable[..., None]) -> None:
     """Asked for, it is an error; else the run goes on with the CPU and says why."""
     card(replace(CARD, memory_bytes=2**30), taken=960 * MIB)
     place.write_small_volume()
@@ -296,9 +298,7 @@ def test_a_full_gpu_is_named_with_what_is_free(place: Place, card: Callable[...,
     assert "\ndevice     CPU; a card is not used: nothing fits in " in result.stdout
 
 
-def test_primitives_of_the_gpu_are_listed_with_why_they_do_not_run(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_primitives_are_listed_with_reasons_without_gpu(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     answer(monkeypatch, Cuda(driver=0))
     listed = place.run("primitives").stdout
     (told,) = (line for line in listed.splitlines() if line.endswith(f" cannot run here: {NO_DRIVER}"))
@@ -310,7 +310,7 @@ def test_primitives_of_the_gpu_are_listed_with_why_they_do_not_run(
     assert all(row["why_not"] is None for row in rows if row["name"] in ("cpu.conv.direct", "cpu.conv.first"))
 
 
-def test_primitives_that_lack_a_library_say_which(place: Place, emulated_gpus: EmulatedGpus) -> None:
+def test_primitive_without_its_library_names_the_library(place: Place, emulated_gpus: EmulatedGpus) -> None:
     emulated_gpus.use(gpu=CARD)
     lacking = {row["name"]: row["why_not"] for row in json.loads(place.run("primitives", "--json").stdout)}
     assert lacking["gpu.conv.fft"] is None

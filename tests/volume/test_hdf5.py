@@ -54,7 +54,7 @@ DTYPES = ["u1", "i1", "<u2", ">u2", "<i4", ">i4", "<u8", ">i8", "<f2", ">f2", "<
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(5, 7, 9), (2, 5, 7, 9)], ids=str)
-def test_every_number_type(store: Store, dtype: str, shape: tuple[int, ...]) -> None:
+def test_every_number_type_is_read(store: Store, dtype: str, shape: tuple[int, ...]) -> None:
     stored = voxels(shape, dtype)
     with open_volume(store(main=stored)) as volume:
         assert volume.size == (5, 7, 9)
@@ -64,7 +64,7 @@ def test_every_number_type(store: Store, dtype: str, shape: tuple[int, ...]) -> 
         np.testing.assert_array_equal(whole(volume), stored.reshape(volume.shape))
 
 
-def test_reads_a_box(store: Store) -> None:
+def test_box_is_read(store: Store) -> None:
     stored = voxels((3, 11, 13, 17), ">u2")
     with open_volume(store(main=stored)) as volume:
         out = np.zeros((3, 4, 1, 9), np.uint16)
@@ -72,7 +72,7 @@ def test_reads_a_box(store: Store) -> None:
         np.testing.assert_array_equal(out, stored[:, 2:6, 12:13, 5:14])
 
 
-def test_the_only_volume_is_found_in_nested_groups(tmp_path: Path) -> None:
+def test_only_volume_is_found_in_nested_groups(tmp_path: Path) -> None:
     path = tmp_path / "nested.h5"
     stored = voxels((4, 5, 6), "u1")
     with h5py.File(path, "w") as file:
@@ -104,7 +104,7 @@ def test_several_datasets_are_listed(store: Store) -> None:
         assert volume.size == (4, 5, 6)
 
 
-def test_unknown_dataset(store: Store) -> None:
+def test_unknown_dataset_is_refused(store: Store) -> None:
     path = store(raw=voxels((4, 5, 6), "u1"))
     with pytest.raises(VolumeError, match=r"has no dataset 'rwa'; it holds raw \(4x5x6 uint8\)"):
         open_volume(path, "rwa")
@@ -124,7 +124,7 @@ def test_unknown_dataset(store: Store) -> None:
     ],
     ids=["bool", "complex", "compound", "text", "2D", "5D", "empty", "null"],
 )
-def test_what_is_no_volume(store: Store, array: Any, message: str) -> None:
+def test_datasets_other_than_volumes_are_refused(store: Store, array: Any, message: str) -> None:
     path = store(main=array)
     with pytest.raises(VolumeError, match=r"volume\.h5: main " + message):
         open_volume(path, "main")
@@ -135,31 +135,31 @@ def test_what_is_no_volume(store: Store, array: Any, message: str) -> None:
         open_volume(path)
 
 
-def test_a_file_without_datasets(store: Store) -> None:
+def test_file_without_datasets_is_refused(store: Store) -> None:
     with pytest.raises(
         VolumeError, match="holds no 3D or 4D dataset of numbers and no other dataset; store the volume as"
     ):
         open_volume(store())
 
 
-def test_missing_file(tmp_path: Path) -> None:
+def test_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(VolumeError, match=r"there is no file .*nowhere\.h5; check the path"):
         open_volume(tmp_path / "nowhere.h5")
 
 
-def test_folder(tmp_path: Path) -> None:
+def test_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(VolumeError, match="is a folder, not an HDF5 file"):
         open_volume(tmp_path)
 
 
-def test_not_hdf5(tmp_path: Path) -> None:
+def test_file_of_another_format_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "volume.h5"
     path.write_text("just words")
     with pytest.raises(VolumeError, match=r"is not an HDF5 file \(10 bytes without its signature\); convert it"):
         open_volume(path)
 
 
-def test_cut_short(store: Store) -> None:
+def test_cut_file_is_refused(store: Store) -> None:
     path = store(main=voxels((50, 50, 50), "<f8"))
     size = path.stat().st_size
     os.truncate(path, 100_000)
@@ -167,7 +167,7 @@ def test_cut_short(store: Store) -> None:
         open_volume(path)
 
 
-def test_damaged_chunks_are_told_apart_from_the_file(tmp_path: Path) -> None:
+def test_damaged_chunk_is_distinguished_from_a_damaged_file(tmp_path: Path) -> None:
     path = tmp_path / "volume.h5"
     with h5py.File(path, "w") as file:
         made = file.create_dataset("main", data=voxels((16, 16, 16), "u1"), chunks=(8, 8, 8), compression="gzip")
@@ -182,7 +182,7 @@ def test_damaged_chunks_are_told_apart_from_the_file(tmp_path: Path) -> None:
             volume.read(Box((8, 0, 0), (9, 1, 1)), np.zeros((1, 1, 1, 1), np.uint8))
 
 
-def test_a_virtual_dataset_needs_its_files(tmp_path: Path) -> None:
+def test_virtual_dataset_without_its_files_is_refused(tmp_path: Path) -> None:
     layout = h5py.VirtualLayout((4, 5, 6), "u2")
     stored = voxels((4, 5, 6), "u2")
     for z in range(4):
@@ -204,7 +204,7 @@ def test_a_virtual_dataset_needs_its_files(tmp_path: Path) -> None:
         open_volume(path)
 
 
-def test_unreadable(store: Store) -> None:
+def test_unreadable_file_is_refused(store: Store) -> None:
     path = store(main=voxels((4, 5, 6), "u1"))
     program = """
 import os, sys
@@ -224,7 +224,7 @@ except VolumeError as error:
     assert done.stdout == "volume.h5 may not be read by this user (Permission denied); change its permissions\n"
 
 
-def test_locked_by_a_program_that_writes(store: Store) -> None:
+def test_file_locked_by_a_writer_is_refused(store: Store) -> None:
     path = store(main=voxels((4, 5, 6), "u1"))
     holder = "import h5py, sys; f = h5py.File(sys.argv[1], 'r+'); print('open', flush=True); sys.stdin.read()"
     with subprocess.Popen(
@@ -273,7 +273,7 @@ with hdf5.open_volume(Path(sys.argv[1]), None) as volume:
 
 
 @pytest.mark.slow
-def test_missing_filter(tmp_path: Path) -> None:
+def test_missing_filter_is_named(tmp_path: Path) -> None:
     pytest.importorskip("hdf5plugin")
     path = tmp_path / "volume.h5"
 
@@ -302,7 +302,7 @@ def test_large_chunks_are_counted(tmp_path: Path) -> None:
         assert volume.extra_bytes == 4 * 2**26 + INDEX_BYTES + hdf5.SPARE_BYTES - READER_BYTES
 
 
-def test_identity_follows_the_content_not_the_path(tmp_path: Path, store: Store) -> None:
+def test_identity_depends_on_the_content_and_not_on_the_path(tmp_path: Path, store: Store) -> None:
     path = store(main=voxels((30, 20, 25), "u1"))
     with open_volume(path) as volume:
         before = volume.identity()
@@ -317,7 +317,7 @@ def test_identity_follows_the_content_not_the_path(tmp_path: Path, store: Store)
     assert {key for key in before if before[key] != after[key]} == {"samples_sha256"}
 
 
-def test_npy(tmp_path: Path) -> None:
+def test_npy_file_is_opened(tmp_path: Path) -> None:
     stored = voxels((2, 4, 5, 6), ">f4")
     np.save(tmp_path / "volume.npy", stored)
     with open_volume(tmp_path / "volume.npy") as volume:
@@ -332,7 +332,7 @@ def test_npy(tmp_path: Path) -> None:
         open_volume(tmp_path / "pickled.npy")
 
 
-def test_a_file_that_the_caller_has_open(tmp_path: Path) -> None:
+def test_file_opened_by_the_caller_is_read(tmp_path: Path) -> None:
     """Other code of this process may have the file open before and while the volume is; closing releases the file."""
     path = tmp_path / "volume.h5"
     voxels = np.arange(60, dtype=np.uint8).reshape(3, 4, 5)

@@ -49,7 +49,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Refusing]:
 
 
 def zarr_loop() -> Any:
-    """The event loop in which zarr reads and writes; its thread has started."""
+    """Start the event loop in which zarr reads and writes, with its thread."""
     (loop,) = zarr.core.sync.loop
     assert loop is not None
     return loop
@@ -61,7 +61,7 @@ def own_threads() -> list[str]:
 
 @pytest.mark.parametrize("suffix", [".h5", ".zarr"])
 @pytest.mark.parametrize(("cover", "volume"), [("patches", ".h5"), ("columns", ".h5"), ("patches", ".zarr")])
-def test_wherever_a_thread_is_refused(
+def test_refused_thread_ends_a_command_with_one_sentence(
     place: Place, refusing: Callable[[int], Refusing], suffix: str, cover: str, volume: str
 ) -> None:
     out, source = place.folder / f"out{suffix}", place.volume.with_suffix(volume)
@@ -91,14 +91,14 @@ def test_wherever_a_thread_is_refused(
     ]
 
 
-def test_the_library_raises_an_error_of_its_own(refusing: Callable[[int], Refusing]) -> None:
+def test_refused_thread_raises_a_znnpy_error_in_the_library(refusing: Callable[[int], Refusing]) -> None:
     refusing(2)
     with pytest.raises(ThreadError, match="give a smaller `threads`"), ThreadPool(3):
         raise AssertionError("a crew of three began with one thread")
     assert own_threads() == []
 
 
-def test_a_library_that_finds_no_address_space(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_without_address_space_is_reported(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*words: object, **named: object) -> None:
         raise ImportError("libhdf5.so: failed to map segment from shared object")
 
@@ -109,7 +109,7 @@ def test_a_library_that_finds_no_address_space(place: Place, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("error", [RuntimeError("another"), ImportError("another")])
-def test_other_errors_are_mistakes_of_ours(place: Place, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_other_errors_are_reported_as_bugs(place: Place, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def fail(*words: object, **named: object) -> None:
         raise error
 

@@ -20,7 +20,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("uncompiled")
-def test_a_run_without_compiled_kernels_says_what_is_lost(place: Place) -> None:
+def test_run_without_compiled_kernels_warns_of_lost_speed(place: Place) -> None:
     lost = "the fastest methods do not run here, a run takes two to three times as long: the kernels for avx"
     result = place.infer()
     assert result.exit_code == 0
@@ -30,7 +30,7 @@ def test_a_run_without_compiled_kernels_says_what_is_lost(place: Place) -> None:
 
 
 @pytest.mark.usefixtures("uncompiled")
-def test_reasons_of_this_machine_are_no_questions_of_shape(place: Place) -> None:
+def test_reason_of_this_machine_is_given_without_a_shape(place: Place) -> None:
     rows = json.loads(place.run("primitives", "--json").stdout)
     reasons = {row["name"]: row["why_not"] for row in rows if row["name"].startswith("cpu.")}
     assert "were not compiled" in reasons["cpu.conv.first"]
@@ -39,7 +39,7 @@ def test_reasons_of_this_machine_are_no_questions_of_shape(place: Place) -> None
     assert "cannot run here: takes up to" not in place.run("primitives").stdout
 
 
-def test_networks_that_ship_without_weights_say_so(place: Place) -> None:
+def test_shipped_network_without_weights_is_refused_with_advice(place: Place) -> None:
     names = sorted(set(shipped()) - {"fib25_boundary"})
     assert len(names) == 4
     for name in names:

@@ -32,26 +32,26 @@ def test_command_line_loads_no_numpy() -> None:
     assert loaded_by("import znnpy.cli") == set()
 
 
-def test_heavy_libraries_are_seen_when_they_are_loaded() -> None:
+def test_loaded_heavy_libraries_are_detected() -> None:
     assert "numpy" in loaded_by("import numpy")
 
 
 @pytest.mark.parametrize("name", znnpy.__all__)
-def test_public_name_opens(name: str) -> None:
+def test_public_name_is_importable(name: str) -> None:
     assert getattr(znnpy, name) is not None
     assert name in dir(znnpy)
 
 
-def test_all_is_sorted_and_whole() -> None:
+def test_all_is_sorted_and_complete() -> None:
     assert list(znnpy.__all__) == sorted(set(znnpy.__all__))
     assert {"infer", "plan", "load_network", "primitive", "ZnnpyError"} <= set(znnpy.__all__)
 
 
-def test_modules_of_operations_need_no_import_of_their_own() -> None:
+def test_modules_of_operations_are_attributes_of_znnpy() -> None:
     assert loaded_by("import znnpy; assert znnpy.ops.relu") >= {"numpy"}
 
 
-def test_type_checkers_see_the_names_that_there_are_at_run_time() -> None:
+def test_type_checkers_see_the_runtime_names() -> None:
     """The imports under TYPE_CHECKING are what `__getattr__` gives: the same names, from the same modules."""
     tree = ast.parse(Path(znnpy.__file__).read_text())
     blocks = [node for node in tree.body if isinstance(node, ast.If)]
@@ -68,18 +68,18 @@ def test_every_error_is_public() -> None:
     assert raised <= set(znnpy.__all__)
 
 
-def test_unknown_name_is_an_attribute_error() -> None:
+def test_unknown_name_raises_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'znnpy' has no attribute 'infra'"):
         getattr(znnpy, "infra")  # noqa: B009 -- type checkers refuse the plain form, and that is tested elsewhere
 
 
-def test_version_is_the_distributions() -> None:
+def test_version_equals_that_of_the_distribution() -> None:
     from importlib.metadata import version
 
     assert znnpy.__version__ == version("znnpy")
 
 
-def test_no_room_takes_the_name_of_a_public_function() -> None:
+def test_no_module_has_the_name_of_a_public_function() -> None:
     """Importing `znnpy.infer` as a module would put it in the function's place."""
     import znnpy.inference
 

@@ -41,14 +41,14 @@ PAIRS = [(p, s) for s in SHAPES for p in TABLE if p.kind == s.kind and p.why_not
 
 
 def behind(shape: tuple[int, ...], floats: int) -> tuple[Array, Array]:
-    """An array of NaN that starts so many floats behind a cache line; as many lie between its images: what they are."""
+    """Make an array so many floats behind a cache line, with NaN between its images."""
     image = prod(shape[1:])
     store = aligned_bytes(FLOAT32 * shape[0] * (image + floats)).view(np.float32).reshape(shape[0], -1)
     store[...] = np.nan
     return store[:, floats:].reshape(shape, copy=False), store[:, :floats]
 
 
-def test_memory_is_touched_in_parts_between_which_an_interrupt_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_touching_memory_answers_an_interrupt_between_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second part is never begun; without an interrupt every page is written to, and keeps its values."""
     monkeypatch.setattr(memory, "TOUCHED", 4 * PAGE)
     block = aligned_bytes(11 * PAGE + 5)
@@ -76,7 +76,7 @@ def test_memory_is_touched_in_parts_between_which_an_interrupt_is_answered(monke
 
 @pytest.mark.parametrize("floats", [1, 8])
 @pytest.mark.parametrize(("primitive", "shape"), PAIRS, ids=lambda v: v.name if hasattr(v, "name") else str(v))
-def test_arrays_start_on_any_float(primitive: Primitive, shape: LayerShape, floats: int) -> None:
+def test_arrays_may_start_on_any_float(primitive: Primitive, shape: LayerShape, floats: int) -> None:
     weights = random_weights(shape) if isinstance(shape, ConvShape) else None
     given = random_input(shape, "relu")
     (x, _), (out, gaps) = behind(shape.in_shape, floats), behind(shape.out_shape, floats)
@@ -98,8 +98,8 @@ CARRYING = [(p, s) for p, s in PAIRS if p.footprint(s, p.variants(s, MACHINE)[0]
 
 @pytest.mark.parametrize("floats", [0, 1, 16])
 @pytest.mark.parametrize(("primitive", "shape"), CARRYING, ids=lambda v: v.name if hasattr(v, "name") else str(v))
-def test_planes_that_are_kept_elsewhere_change_no_byte(primitive: Primitive, shape: LayerShape, floats: int) -> None:
-    """Any number of the first planes, on any float."""
+def test_planes_kept_elsewhere_change_no_byte(primitive: Primitive, shape: LayerShape, floats: int) -> None:
+    """Any number of the first planes may be kept, on any float."""
     weights = random_weights(shape) if isinstance(shape, ConvShape) else None
     given = random_input(shape)
     variants = primitive.variants(shape, MACHINE)

@@ -13,7 +13,7 @@ def blas_threads() -> set[int]:
 
 
 @pytest.mark.parametrize("first_out", [0, 1], ids=["first in, first out", "last in, first out"])
-def test_overlapping_crews_restore_what_was_before(first_out: int) -> None:
+def test_overlapping_thread_pools_restore_the_former_blas_threads(first_out: int) -> None:
     with threadpool_limits(limits=2):
         crews = [ThreadPool(1), ThreadPool(1)]
         for crew in crews:

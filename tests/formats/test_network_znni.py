@@ -20,7 +20,7 @@ def size(text: str) -> Vec3:
     return (z[0] if z else 1), y, x
 
 
-def test_all_33_files_agree_with_their_table(shared_data: Path) -> None:
+def test_original_33_files_agree_with_their_table(shared_data: Path) -> None:
     folder = shared_data / "znni_networks"
     row = re.compile(r"\| (\S+\.znni) \| (\d+) \| ([\dx]+)(?: \([\dx]+\))? \| ([\dx]+) \| (.*) \|")
     rows = [found.groups() for found in map(row.fullmatch, (folder / "README.md").read_text().splitlines()) if found]
@@ -41,7 +41,7 @@ def test_all_33_files_agree_with_their_table(shared_data: Path) -> None:
         assert {one.activation for one in convolutions} == {"relu"}
 
 
-def test_a_header_that_contradicts_its_lines(shared_data: Path) -> None:
+def test_header_contradicting_its_lines_is_refused(shared_data: Path) -> None:
     path = shared_data / "znni_networks" / CONTRADICTS_ITSELF
     with pytest.raises(NetworkFileError) as caught:
         read_network(path)
@@ -104,7 +104,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("content", "message"), REFUSED, ids=range(len(REFUSED)))
-def test_refused_znni_in_one_sentence(content: str, message: str, tmp_path: Path) -> None:
+def test_invalid_znni_file_is_refused_in_one_sentence(content: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "a.znni"
     path.write_text(content)
     with pytest.raises(NetworkFileError) as caught:

@@ -48,7 +48,7 @@ def architectures_of(source: str) -> tuple[int, ...]:
 
 
 def programs() -> dict[tuple[int, str, tuple[tuple[str, int | str], ...]], list[KernelInstance]]:
-    """What is compiled at once."""
+    """Return the sources that are compiled together."""
     found: dict[tuple[int, str, tuple[tuple[str, int | str], ...]], list[KernelInstance]] = {}
     for architecture, instance in chosen():
         found.setdefault((architecture, instance.source, instance.defines), []).append(instance)
@@ -73,7 +73,7 @@ def test_kernels_compile_within_their_registers(
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_source_is_left_out() -> None:
+def test_every_source_is_compiled() -> None:
     sources = {path.relative_to(KERNELS).as_posix() for path in KERNELS.rglob("*.cu")}
     assert {instance.source for instance in instances()} == sources
 
@@ -86,7 +86,7 @@ def test_every_architecture_sees_every_source() -> None:
 
 
 @pytest.mark.parametrize("architecture", [80, 120])
-def test_what_the_assembler_says_is_read(tmp_path: Path, architecture: int) -> None:
+def test_assembler_report_is_parsed(tmp_path: Path, architecture: int) -> None:
     """Kernels that need a stack, more registers than they may have, shared memory, and none of these."""
     (tmp_path / "greedy.cu").write_text(
         """
@@ -126,7 +126,7 @@ def test_what_the_assembler_says_is_read(tmp_path: Path, architecture: int) -> N
     assert (modest.stack, modest.spilled, modest.fixed_shared) == (0, 0, 0)
 
 
-def test_a_kernel_that_does_not_compile_is_told(tmp_path: Path) -> None:
+def test_compile_error_is_reported(tmp_path: Path) -> None:
     (tmp_path / "wrong.cu").write_text("__global__ void wrong() { nothing(); }\n")
     with pytest.raises(AssertionError, match=r'(?s)wrong.cu for sm_90:.*identifier "nothing" is undefined'):
         compile_for(90, str(tmp_path / "wrong.cu"), ["wrong"], {})
@@ -139,10 +139,10 @@ def test_a_kernel_that_does_not_compile_is_told(tmp_path: Path) -> None:
         ("sums[0][0] = 3.0f * sums[0][1];", r"(?s)for sm_90:.*\(C75\d\d\).* serialized .*products"),
     ],
 )
-def test_products_that_wait_one_by_one_are_told(
+def test_serialized_warpgroup_products_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, between: str, told: str | None
 ) -> None:
-    """As where sums are touched between two of them."""
+    """They occur if sums are touched between two products."""
     source = tmp_path / "waits.cu"
     source.write_text(
         f"""

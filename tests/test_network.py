@@ -52,7 +52,7 @@ def needed_by(layers: tuple[Layer, ...], position: Vec3) -> set[Vec3]:
 
 
 @pytest.mark.parametrize("layers", NETWORKS.values(), ids=NETWORKS)
-def test_field_of_view_and_period(layers: tuple[Layer, ...]) -> None:
+def test_field_of_view_and_period_equal_those_by_hand(layers: tuple[Layer, ...]) -> None:
     network = Network("a", 2, layers)
     view = network.field_of_view
     first = needed_by(layers, (0, 0, 0))
@@ -90,7 +90,7 @@ def stride_before(layers: tuple[Layer, ...], axis: int) -> int:
 
 @pytest.mark.parametrize("layers", NETWORKS.values(), ids=NETWORKS)
 def test_margins_reach_as_far_as_the_output_sees(layers: tuple[Layer, ...]) -> None:
-    """Of each activation, the farthest voxel that the output's first one depends on."""
+    """They reach the farthest voxel that the first output voxel depends on."""
     network = Network("a", 2, layers)
     assert len(network.margins) == len(layers) + 1
     for index, margin in enumerate(network.margins):
@@ -102,7 +102,7 @@ def test_margins_reach_as_far_as_the_output_sees(layers: tuple[Layer, ...]) -> N
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("layers", NETWORKS.values(), ids=NETWORKS)
-def test_a_turned_network_is_the_same_along_other_axes(layers: tuple[Layer, ...], axis: int) -> None:
+def test_transposed_network_has_the_same_sizes_along_other_axes(layers: tuple[Layer, ...], axis: int) -> None:
     network = Network("a", 2, layers, Normalise((1.0, 2.0), (3.0, 4.0)))
     along = network.turned(axis)
     order = turn(axis)
@@ -132,7 +132,7 @@ chains = st.lists(
 
 
 @given(chains, st.tuples(*[st.integers(1, 3)] * 3))
-def test_any_chain_has_shapes_for_multiples_of_its_period(chain: list[Layer], times: Vec3) -> None:
+def test_every_chain_has_shapes_for_multiples_of_its_period(chain: list[Layer], times: Vec3) -> None:
     network = Network("a", 1, tuple(chain))
     period = network.period
     out = (times[0] * period[0], times[1] * period[1], times[2] * period[2])
@@ -175,7 +175,7 @@ def walked(network: Network, thick: int, steps: int) -> list[list[tuple[int, lis
 
 @pytest.mark.slow
 @given(chains, st.integers(1, 3), st.tuples(st.integers(1, 2), st.integers(1, 2)))
-def test_the_planes_of_a_column_add_up(chain: list[Layer], times: int, cross: tuple[int, int]) -> None:
+def test_planes_of_a_column_are_each_computed_once(chain: list[Layer], times: int, cross: tuple[int, int]) -> None:
     """Every plane of every layer is computed once, and a layer is ahead of the output by its margin.
 
     Patches agree: of a whole column in one piece, a layer's input has the planes of its steps and its margin.
@@ -205,7 +205,7 @@ def test_the_planes_of_a_column_add_up(chain: list[Layer], times: int, cross: tu
     assert shapes[-1].out_shape == alone[-1].out_shape
 
 
-def test_planes_of_a_column_by_hand() -> None:
+def test_planes_of_a_column_equal_those_by_hand() -> None:
     network = Network("a", 1, (Conv((3, 2, 1), 5), Pool((2, 1, 3)), MaxFilter((2, 2, 2)), Maxout(5)))
     assert network.margins == ((5, 2, 5), (3, 1, 5), (2, 1, 3), (0, 0, 0), (0, 0, 0))
     shapes = network.layer_shapes((4, 7, 6), streams=True)
@@ -218,7 +218,7 @@ def test_planes_of_a_column_by_hand() -> None:
     assert network.layer_shapes((4, 7, 6))[0].in_shape == (1, 4 + 5, 9, 11, 1)
 
 
-def test_images_in_parts() -> None:
+def test_images_in_parts_give_shapes_with_smaller_batches() -> None:
     """A layer takes some of the images that the one before makes, and makes as many more."""
     network = Network(
         "a", 1, (Conv((1, 2, 2), 4), Pool((2, 1, 3)), Conv((2, 2, 2), 2), Pool((1, 2, 1)), MaxFilter((2, 1, 1)))
@@ -248,13 +248,13 @@ def test_images_in_parts() -> None:
         ((1, 1, -3, 6), r"layer 2 .* gets 6 images, which are not a multiple of -3"),
     ],
 )
-def test_parts_that_do_not_divide(batches: tuple[int, ...], said: str) -> None:
+def test_indivisible_parts_are_refused(batches: tuple[int, ...], said: str) -> None:
     network = Network("a", 1, (Conv((1, 2, 2), 4), Pool((2, 1, 3)), Conv((2, 2, 2), 2), Pool((1, 2, 1))))
     with pytest.raises(ShapeError, match=f"^{said}$"):
         network.layer_shapes((4, 2, 3), batches=batches)
 
 
-def test_a_patch_that_is_no_multiple_of_the_period() -> None:
+def test_patch_off_the_period_is_refused() -> None:
     network = Network("a", 1, (Pool((2, 3, 1)), Conv((2, 2, 2), 1)))
     with pytest.raises(ShapeError) as caught:
         network.layer_shapes((4, 4, 4))
@@ -265,7 +265,7 @@ def test_a_patch_that_is_no_multiple_of_the_period() -> None:
         network.layer_shapes((0, 3, 1))
 
 
-def test_a_volume_smaller_than_the_field_of_view() -> None:
+def test_volume_smaller_than_the_field_of_view_is_refused() -> None:
     network = Network("a", 1, (Conv((2, 5, 3), 1),))
     assert network.dense_size((2, 5, 4)) == (1, 1, 2)
     with pytest.raises(ShapeError) as caught:
@@ -276,7 +276,7 @@ def test_a_volume_smaller_than_the_field_of_view() -> None:
     )
 
 
-def test_networks_that_cannot_be() -> None:
+def test_impossible_network_is_refused() -> None:
     with pytest.raises(ShapeError, match="a network needs at least 1 input channel, not 0"):
         Network("a", 0, (Pool((2, 2, 2)),))
     with pytest.raises(ShapeError, match="a network needs at least one layer"):
@@ -285,7 +285,7 @@ def test_networks_that_cannot_be() -> None:
         Network("a", 1, (Conv((1, 1, 1), 5), Maxout(2)))
 
 
-def test_a_network_has_at_most_a_stated_number_of_layers() -> None:
+def test_too_many_layers_are_refused() -> None:
     layer = Conv((1, 1, 1), 1)
     assert len(Network("a", 1, (layer,) * MOST_LAYERS).layers) == MOST_LAYERS
     with pytest.raises(ShapeError) as caught:
@@ -293,7 +293,7 @@ def test_a_network_has_at_most_a_stated_number_of_layers() -> None:
     assert str(caught.value) == "a network has at most 500 layers, and this one has 501; split it"
 
 
-def test_maps_convolutions_and_parameters() -> None:
+def test_maps_convolutions_and_parameters_are_counted() -> None:
     network = Network(
         "a", 3, (Pool((1, 2, 2)), Conv((2, 3, 4), 6), Maxout(3), MaxFilter((2, 2, 2)), Conv((1, 1, 2), 5))
     )
@@ -303,7 +303,7 @@ def test_maps_convolutions_and_parameters() -> None:
     assert network.output_channels == 5
 
 
-def test_sha256_is_of_what_is_computed_not_of_its_name() -> None:
+def test_sha256_depends_on_the_layers_and_not_on_the_name() -> None:
     layers = (Conv((2, 3, 4), 6, "relu"), Pool((1, 2, 2)))
     network = Network("a", 1, layers)
     assert network.sha256 == Network("b", 1, layers).sha256
@@ -317,7 +317,7 @@ def test_sha256_is_of_what_is_computed_not_of_its_name() -> None:
     assert len({network.sha256, *(other.sha256 for other in others)}) == 6
 
 
-def test_the_vocabulary_loads_no_numpy() -> None:
+def test_network_module_loads_no_numpy() -> None:
     code = (
         "import json, sys, znnpy.network, znnpy.patches, znnpy.planner.plan; "
         "print(json.dumps([name for name in ('numpy', 'pyfftw', 'h5py') if name in sys.modules]))"

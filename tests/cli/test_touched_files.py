@@ -109,18 +109,18 @@ COMMANDS += [
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_paths_that_python_tells_of(audited: Audited, name: str) -> None:
+def test_python_audit_reports_only_allowed_paths(audited: Audited, name: str) -> None:
     assert audited.elsewhere(name, lambda touched: touched.told) == set()
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_paths_that_the_system_is_asked_for(audited: Audited, name: str) -> None:
+def test_system_calls_name_only_allowed_paths(audited: Audited, name: str) -> None:
     if audited.done[name][0].asked is None:
         pytest.skip("strace is not installed, or may not trace processes here")
     assert audited.elsewhere(name, lambda touched: touched.asked) == set()
 
 
-def test_the_audit_sees_what_is_written(audited: Audited) -> None:
+def test_audit_sees_every_written_file(audited: Audited) -> None:
     """Python's audit reports the files of a run, and strace reports at least those."""
     touched, (out, trace, *_) = audited.done["infer .h5"]
     seen = {path.name for path in touched.told}
@@ -128,14 +128,14 @@ def test_the_audit_sees_what_is_written(audited: Audited) -> None:
     assert touched.asked is None or touched.told <= touched.asked | {out}
 
 
-def test_users_files_are_as_they_were(audited: Audited) -> None:
+def test_users_files_are_unchanged(audited: Audited) -> None:
     left = {path.name for path in audited.place.folder.iterdir()} - {path.name for path in audited.users}
     assert left == {"plan.json", "trace.json", "timeline.png", "demo", "out.h5", "out.zarr"}
     assert all(path.read_text() == "a user's" for path in audited.users if path.suffix not in (".yaml", ".npz", ".h5"))
 
 
 @pytest.mark.long
-def test_measure(audited: Audited, tmp_path: Path) -> None:
+def test_measure_writes_its_cost_file_and_the_cache(audited: Audited, tmp_path: Path) -> None:
     """Costs go to the file that is named, and what FFTW learns meanwhile into the cache."""
     costs = tmp_path / "costs.json"
     audited.run("measure", "measure", "--device", "cpu", "--out", costs, writes=[costs, audited.cache])

@@ -38,7 +38,7 @@ def nested(place: Place) -> dict[str, Path]:
     return paths
 
 
-def test_no_file_that_a_volume_is_made_of_is_replaced(place: Place) -> None:
+def test_files_of_a_volume_are_not_replaced(place: Place) -> None:
     paths = nested(place)
     with open_volume(paths["linked"], "raw") as volume:
         assert {os.path.realpath(file) for file in volume.files} == {os.path.realpath(p) for p in paths.values()}
@@ -62,7 +62,7 @@ def test_no_file_that_a_volume_is_made_of_is_replaced(place: Place) -> None:
     assert place.state() == before
 
 
-def test_the_array_that_a_link_in_a_zarr_folder_names_is_not_replaced(place: Place) -> None:
+def test_zarr_array_behind_a_link_is_not_replaced(place: Place) -> None:
     zarr = pytest.importorskip("zarr")
     there = place.folder / "there.zarr"
     zarr.create_array(there, data=np.full(SIZE, 7, np.uint8))
@@ -73,7 +73,7 @@ def test_the_array_that_a_link_in_a_zarr_folder_names_is_not_replaced(place: Pla
     assert (zarr.open_array(there, mode="r")[:] == 7).all()
 
 
-def test_the_folder_of_a_given_zarr_array_is_not_replaced(place: Place) -> None:
+def test_folder_of_a_given_zarr_array_is_not_replaced(place: Place) -> None:
     zarr = pytest.importorskip("zarr")
     group, net = place.folder / "group.zarr", place.folder / "net.yaml"
     array = zarr.open_group(group, mode="w").create_array("raw.zarr", data=np.full(SIZE, 7, np.uint8))
@@ -83,7 +83,7 @@ def test_the_folder_of_a_given_zarr_array_is_not_replaced(place: Place) -> None:
     assert (zarr.open_group(group, mode="r")["raw.zarr"][:] == 7).all()
 
 
-def test_the_file_behind_a_given_view_of_a_memory_map_is_not_replaced(place: Place) -> None:
+def test_file_behind_a_view_of_a_memory_map_is_not_replaced(place: Place) -> None:
     path = place.folder / "voxels.h5"
     np.full(SIZE, 7, np.uint8).tofile(path)
     for volume in (np.asarray(np.memmap(path, np.uint8, "r", shape=SIZE)), np.memmap(path, np.uint8, "r", shape=SIZE)):
@@ -92,7 +92,7 @@ def test_the_file_behind_a_given_view_of_a_memory_map_is_not_replaced(place: Pla
     assert path.read_bytes() == bytes([7]) * volume.size
 
 
-def test_the_sources_of_a_given_dataset_are_not_replaced(place: Place) -> None:
+def test_sources_of_a_given_dataset_are_not_replaced(place: Place) -> None:
     paths = nested(place)
     before = place.state()
     for name in ("virtual", "inner", "source", "raw"):
@@ -102,7 +102,7 @@ def test_the_sources_of_a_given_dataset_are_not_replaced(place: Place) -> None:
 
 
 @pytest.mark.parametrize("word", ["--out", "--plot"])
-def test_plans_do_not_replace_the_weights_of_the_network(place: Place, word: str) -> None:
+def test_plan_does_not_replace_the_weights(place: Place, word: str) -> None:
     weights = place.folder / "net.npz"
     before = place.state()
     path = weights if word == "--out" else place.folder / "net.png"
@@ -114,7 +114,7 @@ def test_plans_do_not_replace_the_weights_of_the_network(place: Place, word: str
 
 
 @pytest.mark.parametrize("word", ["--out", "--export"])
-def test_measurements_do_not_replace_the_weights_of_the_network(place: Place, word: str) -> None:
+def test_measurement_does_not_replace_the_weights(place: Place, word: str) -> None:
     weights = place.folder / "net.npz"
     before = place.state()
     said = place.refusal("measure", place.folder / "net.yaml", "--overwrite", word, weights)

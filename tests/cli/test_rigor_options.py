@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 
 class Clock:
-    """As if this machine were half as fast; nothing is run."""
+    """A clock of a machine that is half as fast as this one; nothing runs."""
 
     def __init__(self, refuses: str = "") -> None:
         self.refuses = refuses
@@ -52,7 +52,7 @@ def words(place: Place, *more: object) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("asked", ["measure", "exhaustive"])
-def test_layers_are_timed_before_a_plan_is_given(place: Place, monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
+def test_layers_are_timed_before_the_plan_is_printed(place: Place, monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
     timed_by(Clock(), monkeypatch)
     file = place.folder / "plan.json"
     result = place.run(*words(place, "--rigor", asked, "--out", file))
@@ -71,7 +71,7 @@ def test_layers_are_timed_before_a_plan_is_given(place: Place, monkeypatch: pyte
     assert Plan.from_json(json.dumps(json.loads(place.run(*words(place, "--json")).stdout)["plan"])).rigor == "estimate"
 
 
-def test_what_does_not_run_is_named_with_its_reason(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_primitive_is_named_with_its_reason(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     first = json.loads(place.run(*words(place, "--json")).stdout)["plan"]["stages"][0]["choices"][0]["primitive"]
     timed_by(Clock(refuses=first), monkeypatch)
     document = json.loads(place.run(*words(place, "--json", "--rigor", "measure")).stdout)
@@ -79,7 +79,7 @@ def test_what_does_not_run_is_named_with_its_reason(place: Place, monkeypatch: p
     assert "not today" in {row["why"] for row in document["why_not"] if row["primitive"] == first}
 
 
-def test_what_is_not_timed_within_the_limit_is_said(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_limit_is_noted_with_the_number_of_measured_layers(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     timed_by(Clock(), monkeypatch)
     document = json.loads(place.run(*words(place, "--json", "--rigor", "exhaustive", "--time-limit", "1e-6")).stdout)
     (note,) = document["notes"]
@@ -88,7 +88,7 @@ def test_what_is_not_timed_within_the_limit_is_said(place: Place, monkeypatch: p
     assert not any(choice["measured"] for choice in document["plan"]["stages"][0]["choices"])
 
 
-def test_words_that_contradict_each_other(place: Place) -> None:
+def test_contradicting_options_are_usage_errors(place: Place) -> None:
     for some, said in (
         (("--time-limit", 5), "--time-limit is for layers that are timed: give --rigor measure or exhaustive"),
         (("--rigor", "measure", "--time-limit", 0), "0.0 is not a positive number"),
@@ -103,14 +103,14 @@ def test_words_that_contradict_each_other(place: Place) -> None:
         planning.plan(place.folder / "net.yaml", machine="m.json", paranoid=True)
 
 
-def test_every_layer_of_a_plan_is_checked(place: Place) -> None:
+def test_paranoid_plan_checks_every_layer(place: Place) -> None:
     result = place.run(*words(place, "--paranoid", "--json"))
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout)["plan"]["rigor"] == "estimate"
     assert "layers, checking cpu." in result.stderr
 
 
-def test_a_layer_that_is_off_is_one_sentence(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_layer_is_one_sentence(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     right = HostLayer.at
 
     def at(self: HostLayer, position: Position) -> Any:
@@ -128,7 +128,7 @@ def test_a_layer_that_is_off_is_one_sentence(place: Place, monkeypatch: pytest.M
     assert not file.exists()
 
 
-def test_patches_are_held_against_the_definition(place: Place) -> None:
+def test_paranoid_run_compares_patches_with_the_definition(place: Place) -> None:
     assert place.infer("--device", "cpu").exit_code == 0
     plain = place.out.read_bytes()
     result = place.infer("--device", "cpu", "--overwrite", "--paranoid")
@@ -142,7 +142,7 @@ def test_patches_are_held_against_the_definition(place: Place) -> None:
         assert place.infer("--device", "cpu", "--overwrite", "--paranoid", *more).exit_code == 0
 
 
-def test_a_patch_that_is_off_stops_the_run(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_patch_stops_the_run(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     exact = verify.by_definition
 
     def off(*of: Any) -> Any:

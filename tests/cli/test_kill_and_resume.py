@@ -160,19 +160,21 @@ def kill(ground: Ground, folder: Path, times: int) -> None:
     assert number >= 4
 
 
-def test_killed_a_dozen_times(ground: Ground, tmp_path: Path) -> None:
+def test_output_survives_a_dozen_kills(ground: Ground, tmp_path: Path) -> None:
     kill(ground, tmp_path, 12)
 
 
 @pytest.mark.long
-def test_killed_two_hundred_times(ground: Ground, tmp_path: Path) -> None:
+def test_output_survives_two_hundred_kills(ground: Ground, tmp_path: Path) -> None:
     kill(ground, tmp_path, 200)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("suffix", SUFFIXES)
 @pytest.mark.parametrize("replaces", [False, True])
-def test_killed_before_each_of_the_last_changes(ground: Ground, tmp_path: Path, suffix: str, replaces: bool) -> None:
+def test_output_survives_a_kill_before_each_final_change(
+    ground: Ground, tmp_path: Path, suffix: str, replaces: bool
+) -> None:
     """Kill runs while the output takes its name and files beside it are removed; kill the runs that go on too."""
     killed = 0
     for change in range(ground.changes[suffix] - 12, ground.changes[suffix] + 8):  # replacing takes some more

@@ -1,4 +1,4 @@
-"""What a GPU session moves: exact copies, so they equal what numpy says, bit for bit."""
+"""A GPU session moves data by exact copies, which equal those of numpy bit for bit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def moves(device: Any, **changed: Any) -> LoadStore:
 
 
 def word(device: Any) -> Any:
-    """A peak nobody has raised yet."""
+    """Make a peak of zero."""
     return device.put(np.zeros(1, np.float32), "peak")
 
 
@@ -50,7 +50,7 @@ def grey(dtype: str, shape: tuple[int, ...], seed: int = 1) -> Any:
 
 
 def normalised(raw: Any, normalise: Normalise | None) -> Any:
-    """As znnpy.run normalises on a CPU: (c, z, y, x) to (z, y, x, c) float32."""
+    """Normalise as on a CPU: (c, z, y, x) to (z, y, x, c) float32."""
     wide = raw.dtype.itemsize > 2 and raw.dtype != np.float32
     dtype = np.float64 if wide else np.float32
     out = np.empty((*raw.shape[1:], len(raw)), np.float32)
@@ -65,7 +65,7 @@ def normalised(raw: Any, normalise: Normalise | None) -> Any:
 
 @pytest.mark.parametrize("given", [True, False], ids=["normalised", "as it is"])
 @pytest.mark.parametrize("raw_type", RAW)
-def test_patches_enter_as_on_the_cpu(device: Any, raw_type: str, given: bool) -> None:
+def test_patches_are_loaded_as_on_the_cpu(device: Any, raw_type: str, given: bool) -> None:
     raw = grey(raw_type, (1, 5, 7, 9))
     normalise = Normalise((117.3,), (31.7,)) if given else None
     m = moves(device, raw=raw_type, normalise=normalise)
@@ -78,7 +78,7 @@ def test_patches_enter_as_on_the_cpu(device: Any, raw_type: str, given: bool) ->
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize(("channels", "n"), [(1, (3, 4, 5)), (2, (5, 37, 41)), (3, (34, 3, 6)), (5, (2, 3, 33))])
-def test_patches_enter_turned_and_interleaved(device: Any, channels: int, n: Vec3, axis: int) -> None:
+def test_patches_are_loaded_transposed_and_interleaved(device: Any, channels: int, n: Vec3, axis: int) -> None:
     raw = grey("uint16", (channels, *n))
     normalise = Normalise(tuple(100.0 + c for c in range(channels)), tuple(30.0 + c for c in range(channels)))
     m = moves(device, raw=np.uint16, values=np.float16, normalise=normalise)
@@ -90,7 +90,7 @@ def test_patches_enter_turned_and_interleaved(device: Any, channels: int, n: Vec
     assert device.get(peak)[0] == np.abs(exact).max()  # before it was rounded
 
 
-def test_a_patch_may_begin_anywhere(device: Any) -> None:
+def test_patch_may_begin_at_any_address(device: Any) -> None:
     raw = grey("uint8", (1, 4, 5, 6))
     store = device.put(np.concatenate([np.zeros(3, np.uint8), raw.reshape(-1)]), "raw")
     out = poisoned(device, (4, 5, 6, 1), np.float32)
@@ -99,7 +99,7 @@ def test_a_patch_may_begin_anywhere(device: Any) -> None:
 
 
 @pytest.mark.parametrize("worst", [np.inf, np.nan, -1e39])
-def test_what_float32_cannot_hold_shows_in_the_peak(device: Any, worst: float) -> None:
+def test_peak_reports_values_beyond_float32(device: Any, worst: float) -> None:
     raw = np.ones((1, 3, 3, 3))
     raw[0, 1, 2, 0] = worst
     m, peak = moves(device, raw=np.float64), word(device)
@@ -119,7 +119,7 @@ def test_what_float32_cannot_hold_shows_in_the_peak(device: Any, worst: float) -
     ],
     ids=str,
 )
-def test_fragments_go_to_their_places(
+def test_fragments_are_stored_at_their_positions(
     device: Any, windows: tuple[Vec3, ...], m: Vec3, maps: int, out_type: str, axis: int
 ) -> None:
     images = prod(map(prod, windows))
@@ -151,7 +151,7 @@ def test_long_periods_fit_the_shared_memory_of_any_card(axis: int) -> None:
         np.testing.assert_array_equal(small.get(store).transpose(axes), dense)
 
 
-def test_fragments_come_in_parts(device: Any) -> None:
+def test_fragments_may_be_stored_in_parts(device: Any) -> None:
     windows: tuple[Vec3, ...] = ((2, 2, 1), (1, 3, 2))
     fragments = np.random.default_rng(6).standard_normal((24, 2, 3, 5, 2)).astype(np.float16)
     store = poisoned(device, (2, 4, 18, 10), np.float32)
@@ -167,7 +167,7 @@ def test_fragments_come_in_parts(device: Any) -> None:
     np.testing.assert_array_equal(before[~untouched], dense[~untouched])
 
 
-def test_values_beyond_float16_show_in_the_peak(device: Any) -> None:
+def test_peak_reports_values_beyond_float16(device: Any) -> None:
     fragments = np.array([1.0, -70000.0], np.float32).reshape(1, 1, 1, 2, 1)
     peak = word(device)
     store = poisoned(device, (1, 1, 1, 2), np.float16)
@@ -179,7 +179,7 @@ def test_values_beyond_float16_show_in_the_peak(device: Any) -> None:
 @pytest.mark.parametrize(("carried", "new"), [(1, 1), (3, 2), (2, 5), (7, 1), (6, 6), (9, 13)])
 @pytest.mark.parametrize("join", [True, False], ids=["joined", "apart"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_planes_are_kept(device: Any, dtype: Any, carried: int, new: int, maps: int, join: bool) -> None:
+def test_carried_planes_are_copied(device: Any, dtype: Any, carried: int, new: int, maps: int, join: bool) -> None:
     rng = np.random.default_rng(carried)
     planes = carried + new if join else new
     kept = rng.standard_normal((3, carried, 2, 5, maps)).astype(dtype)
@@ -196,7 +196,7 @@ def test_planes_are_kept(device: Any, dtype: Any, carried: int, new: int, maps: 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("n", [(1, 1, 1), (3, 5, 7), (2, 4, 16)], ids=str)
-def test_zeros_and_peaks(device: Any, dtype: Any, n: Vec3) -> None:
+def test_zeros_and_peaks_equal_numpy(device: Any, dtype: Any, n: Vec3) -> None:
     values = np.random.default_rng(8).standard_normal((4, *n, 3)).astype(dtype)
     values[0] = 100  # of an image that is not asked for
     values[1, -1, -1, -1, -1] = -9
@@ -210,8 +210,8 @@ def test_zeros_and_peaks(device: Any, dtype: Any, n: Vec3) -> None:
 
 
 @pytest.mark.parametrize("offset", [1, 2, 4])
-def test_images_may_begin_anywhere(device: Any, offset: int) -> None:
-    """A wide word on a wrong address is an error of the device, not of the emulator."""
+def test_images_may_begin_at_any_address(device: Any, offset: int) -> None:
+    """A wide access to an unaligned address is an error on a device, not in the emulator."""
     values = np.random.default_rng(9).standard_normal(2 * (offset + 96) + offset).astype(np.float32)
     whole, peak, m = device.put(values, "images"), word(device), moves(device)
     sizes, strides = (2, 3, 2, 4, 4), (4 * (96 + offset), 128, 64, 16, 4)
@@ -229,7 +229,7 @@ def test_images_may_begin_anywhere(device: Any, offset: int) -> None:
 
 
 @pytest.mark.parametrize("worst", [np.inf, -np.inf, np.nan])
-def test_the_peak_of_what_is_not_finite_is_not_finite(device: Any, worst: float) -> None:
+def test_peak_of_values_not_finite_is_not_finite(device: Any, worst: float) -> None:
     values = np.ones((1, 2, 3, 5, 1), np.float32)
     values[0, 1, 1, 1, 0] = worst
     peak = word(device)

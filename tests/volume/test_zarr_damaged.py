@@ -37,7 +37,7 @@ def made(path: Path, dtype: str = "u2", zarr_format: int = 3, **words: Any) -> P
 
 
 def changed(path: Path, change: Change) -> Path:
-    """The metadata of an array, changed."""
+    """Return the metadata of an array, changed."""
     file = path / "zarr.json" if (path / "zarr.json").exists() else path / ".zarray"
     document = json.loads(file.read_text())
     change(document)
@@ -75,7 +75,7 @@ def refused(path: Path, message: str) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("zarr_format", [2, 3])
-def test_metadata_that_are_no_array(tmp_path: Path, zarr_format: int, key: str, value: Any, said: str) -> None:
+def test_invalid_metadata_is_refused(tmp_path: Path, zarr_format: int, key: str, value: Any, said: str) -> None:
     def change(document: dict[str, Any]) -> None:
         if key == "chunks" and zarr_format == 3:
             document["chunk_grid"]["configuration"]["chunk_shape"] = value
@@ -101,7 +101,7 @@ def test_metadata_that_are_no_array(tmp_path: Path, zarr_format: int, key: str, 
     ],
     ids=range(10),
 )
-def test_more_metadata_of_format_3(tmp_path: Path, change: Change, said: str) -> None:
+def test_invalid_metadata_of_format_3_is_refused(tmp_path: Path, change: Change, said: str) -> None:
     refused(changed(made(tmp_path / "v.zarr"), change), said)
 
 
@@ -118,7 +118,7 @@ def test_more_metadata_of_format_3(tmp_path: Path, change: Change, said: str) ->
     ],
     ids=range(7),
 )
-def test_more_metadata_of_format_2(tmp_path: Path, change: Change, said: str) -> None:
+def test_invalid_metadata_of_format_2_is_refused(tmp_path: Path, change: Change, said: str) -> None:
     refused(changed(made(tmp_path / "v.zarr", zarr_format=2), change), said)
 
 
@@ -132,20 +132,20 @@ def test_more_metadata_of_format_2(tmp_path: Path, change: Change, said: str) ->
     ],
     ids=["nested", "list", "bytes", "empty"],
 )
-def test_metadata_that_are_no_object(tmp_path: Path, content: bytes, said: str) -> None:
+def test_metadata_without_an_object_is_refused(tmp_path: Path, content: bytes, said: str) -> None:
     path = made(tmp_path / "v.zarr")
     (path / "zarr.json").write_bytes(content)
     refused(path, rf"zarr\.json {said}")
 
 
-def test_metadata_of_a_gigabyte_are_not_read(tmp_path: Path) -> None:
+def test_metadata_of_a_gigabyte_is_not_read(tmp_path: Path) -> None:
     path = made(tmp_path / "v.zarr")
     os.truncate(path / "zarr.json", 2**30)
     refused(path, r"zarr\.json has more than 4,194,304 bytes, which metadata never need; copy it again")
 
 
 @pytest.mark.parametrize("name", ["zarr.json", "c/0/0/0"])
-def test_pipes_are_not_waited_for(tmp_path: Path, name: str) -> None:
+def test_pipes_are_refused_without_waiting(tmp_path: Path, name: str) -> None:
     path = made(tmp_path / "v.zarr")
     (path / name).unlink()
     os.mkfifo(path / name)
@@ -153,7 +153,7 @@ def test_pipes_are_not_waited_for(tmp_path: Path, name: str) -> None:
         whole(open_volume(path))
 
 
-def test_a_folder_and_a_file_that_is_too_large_for_a_chunk(tmp_path: Path) -> None:
+def test_folder_or_huge_file_as_chunk_is_refused(tmp_path: Path) -> None:
     path = made(tmp_path / "v.zarr")
     os.truncate(path / "c/0/0/0", 2**24)
     with pytest.raises(VolumeError, match=r"c/0/0/0 holds 16,777,216 bytes where at most 4,194,304 can be; it is"):
@@ -164,7 +164,7 @@ def test_a_folder_and_a_file_that_is_too_large_for_a_chunk(tmp_path: Path) -> No
         whole(open_volume(path))
 
 
-def test_links_in_a_circle(tmp_path: Path) -> None:
+def test_cyclic_links_are_refused(tmp_path: Path) -> None:
     group = zarr.open_group(tmp_path / "v.zarr", mode="w")
     group.create_group("a")
     (tmp_path / "v.zarr/a/b").symlink_to(tmp_path / "v.zarr")
@@ -173,7 +173,7 @@ def test_links_in_a_circle(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("zarr_format", [2, 3])
 @pytest.mark.parametrize("sharded", [False, True])
-def test_missing_chunks_are_counted_once_and_in_the_box(tmp_path: Path, zarr_format: int, sharded: bool) -> None:
+def test_missing_chunks_in_the_box_are_counted_once(tmp_path: Path, zarr_format: int, sharded: bool) -> None:
     if sharded and zarr_format == 2:
         return
     words: dict[str, Any] = {"shards": (8, 3, 5)} if sharded else {}
@@ -207,7 +207,9 @@ def test_missing_chunks_are_counted_once_and_in_the_box(tmp_path: Path, zarr_for
 @pytest.mark.parametrize("index_location", ["start", "end"])
 @pytest.mark.parametrize("endian", ["little", "big"])
 @pytest.mark.parametrize("checked", [True, False])
-def test_missing_chunks_within_shards(tmp_path: Path, index_location: str, endian: str, checked: bool) -> None:
+def test_missing_chunks_within_shards_are_counted(
+    tmp_path: Path, index_location: str, endian: str, checked: bool
+) -> None:
     """2x2x1 chunks of 4x3x5 voxels in a shard; of the second shard one chunk is empty, and the third is not there."""
     index_codecs = [codecs.BytesCodec(endian=endian), *([codecs.Crc32cCodec()] if checked else [])]
     chunks = codecs.ShardingCodec(chunk_shape=(4, 3, 5), index_codecs=index_codecs, index_location=index_location)
@@ -242,7 +244,7 @@ def test_missing_chunks_within_shards(tmp_path: Path, index_location: str, endia
         volume.read(Box((0, 0, 0), (8, 5, 5)), np.ones((1, 8, 5, 5), np.uint16))
 
 
-def test_an_index_of_a_shard_that_is_damaged_tells_of_no_missing_chunk(tmp_path: Path) -> None:
+def test_damaged_index_of_a_shard_counts_no_missing_chunk(tmp_path: Path) -> None:
     """The numbers of the first chunk say that it is not there, and the checksum says that they are wrong."""
     path = made(tmp_path / "v.zarr", shards=(8, 6, 5))
     shard = path / "c/0/0/0"
@@ -257,7 +259,7 @@ def test_an_index_of_a_shard_that_is_damaged_tells_of_no_missing_chunk(tmp_path:
             whole(volume)
 
 
-def test_shards_whose_missing_chunks_are_not_found(tmp_path: Path) -> None:
+def test_nested_shards_are_read_without_counting_missing_chunks(tmp_path: Path) -> None:
     """Shards in shards are read, their missing chunks count as being there, and they are refused if none may miss."""
     inner = codecs.ShardingCodec(chunk_shape=(2, 3, 5))
     outer = codecs.ShardingCodec(chunk_shape=(4, 3, 5), codecs=[inner])
@@ -275,7 +277,7 @@ def test_shards_whose_missing_chunks_are_not_found(tmp_path: Path) -> None:
         volume.expect(Box((0, 0, 0), (8, 6, 5)))
 
 
-def test_a_fill_value_of_null_is_none(tmp_path: Path) -> None:
+def test_null_fill_value_means_no_fill_value(tmp_path: Path) -> None:
     path = changed(made(tmp_path / "v.zarr", zarr_format=2), lambda d: d.update(fill_value=None))
     np.testing.assert_array_equal(whole(open_volume(path))[0], np.arange(1, 241).reshape(8, 6, 5))
     (path / "1.0.0").unlink()
@@ -284,7 +286,7 @@ def test_a_fill_value_of_null_is_none(tmp_path: Path) -> None:
 
 
 def image(path: Path, axes: list[Any], steps: list[Any], **more: Any) -> Path:
-    """An OME-Zarr image of format 0.4 in two sizes, (t, c, z, y, x)."""
+    """Write an OME-Zarr image of format 0.4 in two sizes, (t, c, z, y, x)."""
     group = zarr.open_group(path, mode="w", zarr_format=2)
     for name, size in (("0", (1, 1, 8, 6, 5)), ("1", (1, 1, 4, 3, 3))):
         array = group.create_array(
@@ -299,7 +301,7 @@ def image(path: Path, axes: list[Any], steps: list[Any], **more: Any) -> Path:
 AXES = [{"name": name, "type": "space", "unit": "nanometer"} for name in "tczyx"]
 
 
-def test_the_finest_of_an_image_in_several_sizes(tmp_path: Path) -> None:
+def test_finest_scale_of_an_image_is_chosen(tmp_path: Path) -> None:
     steps = [{"type": "scale", "scale": [1, 1, 40, 4, 4]}, {"type": "translation", "translation": [0, 0, 80, 0, 2]}]
     path = image(
         tmp_path / "v.zarr", AXES, steps, coordinateTransformations=[{"type": "scale", "scale": [1, 1, 2, 1, 1]}]
@@ -330,13 +332,13 @@ def test_the_finest_of_an_image_in_several_sizes(tmp_path: Path) -> None:
     ],
     ids=range(8),
 )
-def test_a_scale_that_cannot_be_read_is_none(tmp_path: Path, axes: Any, steps: Any) -> None:
+def test_unreadable_scale_is_ignored(tmp_path: Path, axes: Any, steps: Any) -> None:
     with open_volume(image(tmp_path / "v.zarr", axes, steps)) as volume:
         assert volume.space is None
         assert volume.dataset == "0"
 
 
-def test_many_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_arrays_and_groups_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from znnpy.volume import zarr_nodes
 
     monkeypatch.setattr(zarr_nodes, "MOST_NODES", 5)

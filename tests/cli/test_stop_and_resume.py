@@ -29,7 +29,7 @@ SLOW = ("--patch", "2,2,2", "--threads", "1")  # thousands of patches: seconds o
 
 
 def furnish(folder: Path, network: Network) -> Place:
-    """A volume that takes seconds in tiny patches."""
+    """Write a volume that takes seconds in tiny patches."""
     place = Place.furnish(folder, network)
     place.write_volume(np.random.default_rng(11).integers(0, 256, (45, 43, 41), np.uint8))
     return place
@@ -52,12 +52,12 @@ def start(place: Place, *words: str, **environment: str) -> subprocess.Popen[str
 
 
 def _heed_interrupts() -> None:
-    """A shell starts background jobs deaf to SIGINT, which every child inherits: so may pytest, and then this."""
+    """Restore SIGINT: a shell starts background jobs, and so perhaps pytest, with it ignored."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def wait_until_recorded(place: Place, process: subprocess.Popen[str], lines: int = 2) -> int:
-    """Until some columns are on disk and on record: more than `lines` of the journal. How many there are now."""
+    """Wait until the journal has more than `lines` lines, and return how many it has."""
     journal = place.out.with_name("out.h5.journal")
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
@@ -78,7 +78,7 @@ def finish(place: Place, *words: str) -> str:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory, tiny_network: Callable[..., Network]) -> Bits:
-    """The prediction of an uninterrupted run."""
+    """Return the prediction of an uninterrupted run."""
     place = furnish(tmp_path_factory.mktemp("uninterrupted"), tiny_network())
     finish(place)
     return bits(place)
@@ -94,7 +94,7 @@ def bits(place: Place) -> Bits:
     [(signal.SIGTERM, 143, "stopped by SIGTERM; "), (signal.SIGINT, 130, "interrupted; ")],
     ids=["SIGTERM", "SIGINT"],
 )
-def test_stop_keeps_what_was_finished(slow: Place, expected: Bits, number: int, code: int, said: str) -> None:
+def test_stopped_run_keeps_finished_columns(slow: Place, expected: Bits, number: int, code: int, said: str) -> None:
     process = start(slow)
     wait_until_recorded(slow, process)
     process.send_signal(number)
@@ -110,7 +110,7 @@ def test_stop_keeps_what_was_finished(slow: Place, expected: Bits, number: int, 
     np.testing.assert_array_equal(bits(slow), expected)
 
 
-def test_kill_at_any_moment_then_resume(slow: Place, expected: Bits) -> None:
+def test_killed_run_resumes_byte_for_byte(slow: Place, expected: Bits) -> None:
     rng = np.random.default_rng(5)
     partial = slow.out.with_name("out.h5.partial")
     kills = 0
@@ -129,7 +129,7 @@ def test_kill_at_any_moment_then_resume(slow: Place, expected: Bits) -> None:
     assert {path.name for path in slow.folder.iterdir()} == {"volume.h5", "net.yaml", "net.npz", "out.h5"}
 
 
-def test_kill_within_columns_then_resume(slow: Place) -> None:
+def test_run_killed_within_a_column_resumes_byte_for_byte(slow: Place) -> None:
     """A column that was not finished is computed again from its first step."""
     columns = ("--cover", "columns", "--patch", "2,4,4", "--threads", "1")  # 100 columns of 20 steps
     lines = 2
@@ -151,7 +151,7 @@ def test_kill_within_columns_then_resume(slow: Place) -> None:
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names kernels of x86 processors")
-def test_resumed_run_asks_blas_for_the_kernels_it_began_with(slow: Place) -> None:
+def test_resumed_run_uses_the_blas_kernels_of_its_start(slow: Place) -> None:
     process = start(slow, OPENBLAS_CORETYPE="Nehalem")
     wait_until_recorded(slow, process)
     process.kill()
@@ -159,7 +159,7 @@ def test_resumed_run_asks_blas_for_the_kernels_it_began_with(slow: Place) -> Non
     assert "BLAS kernels openblas Nehalem" in finish(slow)
 
 
-def test_volume_changed_between_run_and_resume(slow: Place) -> None:
+def test_resume_after_the_volume_changed_is_refused(slow: Place) -> None:
     process = start(slow)
     wait_until_recorded(slow, process)
     process.terminate()

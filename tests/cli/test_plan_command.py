@@ -1,4 +1,4 @@
-"""What `znnpy plan` adds to a plan: why other primitives were not taken, and pictures of throughput against memory."""
+"""`znnpy plan` says why other primitives were not chosen, and plots throughput against memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from znnpy.report.memory_sweep import Point
 pytestmark = pytest.mark.slow
 
 
-def test_in_words_and_as_json(place: Place) -> None:
+def test_reasons_are_printed_and_in_json(place: Place) -> None:
     words = ("plan", place.folder / "net.yaml", "--volume", place.volume, "--device", "cpu")
     document = json.loads(place.run(*words, "--json").stdout)
     rows = document["why_not"]
@@ -37,7 +37,7 @@ def plot_words(place: Place, plot: Path) -> tuple[object, ...]:
     return ("plan", place.folder / "net.yaml", "--volume", place.volume, *words)
 
 
-def test_a_picture_of_throughput_against_memory(place: Place) -> None:
+def test_plot_shows_throughput_against_memory(place: Place) -> None:
     """Points of columns and of patches, the plan among them; the file is a picture, and there only when it is whole."""
     picture = place.folder / "curves.png"
     place.write_small_volume()
@@ -56,7 +56,7 @@ def test_a_picture_of_throughput_against_memory(place: Place) -> None:
     assert place.run(*plot_words(place, picture), "--overwrite", "--cover", "patches").exit_code == 0
 
 
-def test_pictures_that_cannot_be_written(place: Place) -> None:
+def test_unwritable_plot_is_refused_before_planning(place: Place) -> None:
     """One sentence, before anything is planned."""
     assert "does not end in .png: give a --plot that does" in place.refusal(*plot_words(place, place.folder / "a.jpg"))
     assert "is not a folder; give another --plot" in place.refusal(*plot_words(place, place.folder / "gone" / "a.png"))
@@ -64,13 +64,13 @@ def test_pictures_that_cannot_be_written(place: Place) -> None:
     assert "is a folder; give another --plot" in place.refusal(*plot_words(place, place.folder / "folder.png"))
 
 
-def test_no_plan_no_picture(place: Place) -> None:
+def test_no_plot_is_written_without_a_plan(place: Place) -> None:
     words = plot_words(place, place.folder / "curves.png")
     place.write_small_volume()
     assert "nothing fits" in place.refusal(*words, "--ram", "1M")
 
 
-def test_a_disk_that_fills_leaves_the_old_picture(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_leaves_the_old_plot(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     picture = place.folder / "curves.png"
     picture.write_bytes(b"old")
     place.write_small_volume()
@@ -88,7 +88,7 @@ def test_a_disk_that_fills_leaves_the_old_picture(place: Place, monkeypatch: pyt
     assert not list(place.folder.glob("*.partial"))
 
 
-def test_time_left_of_the_curves(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_of_the_curves_shows_time_left(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     plan = znnpy.plan(place.folder / "net.yaml", shape=(30, 30, 30), device="cpu")
     found: list[Point] = []
     with pytest.MonkeyPatch.context() as patch, progress.curves() as into:
@@ -98,7 +98,7 @@ def test_time_left_of_the_curves(place: Place, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err.startswith("curves  25%  limit 2.00 GiB, about ")
 
 
-def test_limits_and_volumes_that_cannot_be_planned(place: Place) -> None:
+def test_impossible_limits_and_volumes_are_refused(place: Place) -> None:
     """One sentence each, with the numbers and what to do."""
     words = ("plan", place.folder / "net.yaml", "--device", "cpu")
     small = place.refusal(*words, "--shape", "7,11,9", "--ram", "1M")
@@ -109,7 +109,7 @@ def test_limits_and_volumes_that_cannot_be_planned(place: Place) -> None:
         assert place.run(*words, f"{word}={value}").exit_code == 2
 
 
-def test_an_output_below_the_pooling_period_is_planned(place: Place) -> None:
+def test_output_below_the_pooling_period_is_planned(place: Place) -> None:
     """The patch is as large as the period, and what is beyond the output is not written."""
     fov = place.network.field_of_view
     shape = ",".join(map(str, fov))
@@ -118,7 +118,7 @@ def test_an_output_below_the_pooling_period_is_planned(place: Place) -> None:
     assert document["plan"]["patch_out"] == list(place.network.period) != [1, 1, 1]
 
 
-def test_a_limit_above_the_machine_is_planned_and_said(place: Place) -> None:
+def test_limit_above_the_machine_is_planned_with_a_note(place: Place) -> None:
     words = ("plan", place.folder / "net.yaml", "--shape", "30,30,30", "--device", "cpu", "--ram", "512T")
     result = place.run(*words)
     assert result.exit_code == 0

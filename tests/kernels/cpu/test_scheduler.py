@@ -28,7 +28,7 @@ GRAPHS = [TaskGraph(1, 1, 1, 1, 1), TaskGraph(4, 5, 1, 4, 4), TaskGraph(2, 3, 4,
 
 
 @pytest.mark.parametrize("tasks", GRAPHS, ids=str)
-def test_the_graph_has_no_cycle_and_the_distances_that_a_run_uses(tasks: TaskGraph) -> None:
+def test_graph_has_no_cycle_and_correct_distances(tasks: TaskGraph) -> None:
     whole = graph(tasks)
     check(tasks, whole)
     kinds = Counter(task.kind for task in whole)
@@ -37,7 +37,7 @@ def test_the_graph_has_no_cycle_and_the_distances_that_a_run_uses(tasks: TaskGra
     assert kinds["sync"] == 4
 
 
-def test_a_damaged_graph_is_found() -> None:
+def test_damaged_graph_is_refused() -> None:
     tasks = TaskGraph(2, 2, 1, 1, 1)
     first, second = Task("multiply", 0, 0), Task("multiply", 1, 0)
     whole = graph(tasks)
@@ -62,8 +62,8 @@ def test_kernels_are_numbered_from_the_most_distant_on() -> None:
     assert distances == sorted(distances, reverse=True)
 
 
-def test_a_graph_of_the_paper_is_a_networkx_graph() -> None:
-    """Fig. 3: four input and five output maps, four images."""
+def test_graph_of_the_paper_converts_to_networkx() -> None:
+    """Figure 3 has four input maps, five output maps and four images."""
     whole = graph(TaskGraph(4, 5, 1, 4, 4))
     assert isinstance(whole, networkx.DiGraph)
     assert len(whole) == 4 + 4 * 4 + 4 * 5 + 4 * 5 * 4 + 5 * 4
@@ -79,7 +79,7 @@ def test_a_graph_of_the_paper_is_a_networkx_graph() -> None:
 
 
 def cores_as_told(root: Path, cores: dict[int, tuple[int, str, str]]) -> Path:
-    """A folder like Linux's, for cores with package, third-level cache and siblings; an empty text: no such file."""
+    """Make a folder like Linux's, with package, cache and siblings of each core; empty text means no file."""
     for core, (package, cache, siblings) in cores.items():
         told = {"topology/physical_package_id": str(package)}
         told |= {"cache/index3/shared_cpu_list": cache, "topology/thread_siblings_list": siblings}
@@ -111,7 +111,7 @@ def test_workers_and_primaries_are_spread_over_chips() -> None:
     assert [place.core for place in pinning.placements(5, 5, ((0, 1, 2), (3, 4)))] == [0, 3, 1, 4, 2]
 
 
-def test_where_pinning_cannot_be_workers_share_one_chip_and_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_share_one_chip_with_a_note_if_pinning_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(pid: int, cores: set[int]) -> None:
         raise PermissionError(1, "Operation not permitted")
 
@@ -129,7 +129,7 @@ def test_where_pinning_cannot_be_workers_share_one_chip_and_it_is_said(monkeypat
     assert pinning.place_workers(2, 2).unpinned == "this system pins no threads"
 
 
-def test_a_pinned_thread_goes_back_to_where_it_was() -> None:
+def test_pinned_thread_returns_to_its_former_cores() -> None:
     before = os.sched_getaffinity(0)
     core = max(before)
 
@@ -173,7 +173,7 @@ def test_any_timing_respects_the_graph_the_chips_and_the_priorities(tasks: TaskG
         assert_trace(run_scheduler(tasks, found, execute), tasks, found)
 
 
-def test_one_worker_that_begins_does_all() -> None:
+def test_one_worker_alone_does_all_tasks() -> None:
     """The pool may be busy elsewhere: nobody waits for a worker that never comes."""
     tasks, trace = TaskGraph(2, 3, 2, 2, 2), list[Event]()
     found = pinning.placements(4, 2, TWO_CHIPS)
@@ -182,7 +182,7 @@ def test_one_worker_that_begins_does_all() -> None:
     assert_trace(trace, tasks, found)
 
 
-def test_an_error_stops_every_worker_and_comes_out_once() -> None:
+def test_error_stops_every_worker_and_is_raised_once() -> None:
     tasks, raised = TaskGraph(4, 4, 4, 4, 4), list[str]()
     executed: list[Task] = []
     fails = Task("multiply", 1, 2, 3, 0)
