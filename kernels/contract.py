@@ -122,14 +122,14 @@ class Footprint:
     """
 
     resident: int = 0  # kept between patches: weights, transformed weights
-    host: int = 0  # on a GPU: kept between patches in pinned host memory
+    host: int = 0  # bytes kept between patches in pinned host memory (GPU only)
     input_until: int = 0
     output_from: int = 0
     stages: int = 1
     scratch: tuple[Scratch, ...] = ()
     reads_carried: bool = False  # its steps are `CarryingStep`s
-    reads_peak: bool = False  # on a GPU: its steps need an upper bound of |x|
-    raises_peak: bool = False  # on a GPU: its steps compute the largest |out| themselves
+    reads_peak: bool = False  # its steps need an upper bound of |x| (GPU only)
+    raises_peak: bool = False  # its steps compute the largest |out| themselves (GPU only)
     # Memory that libraries (FFTW, BLAS, numpy) allocate themselves while it runs or while weights are prepared.
     allowance: int = 0
 

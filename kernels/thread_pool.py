@@ -72,7 +72,7 @@ class _Job:
     workers: list[int]  # unused worker numbers, a heap
     left: int  # chunks that have not ended
     ended: threading.Event = field(default_factory=threading.Event)
-    errors: list[tuple[int, BaseException]] = field(default_factory=list)  # with the first index of the chunk
+    errors: list[tuple[int, BaseException]] = field(default_factory=list)  # errors with the first index of the chunk
 
 
 class _SharedThreads:
@@ -93,7 +93,7 @@ class _SharedThreads:
                     name = f"znnpy-pool-{len(self._threads)}"
                     # A daemon thread: a pool that was never closed must not keep the process alive.
                     thread = threading.Thread(target=self._work, name=name, daemon=True)
-                    thread.start()  # it blocks on the lock until it is in the list
+                    thread.start()  # the thread blocks on the lock until it is in the list
                     self._threads.append(thread)
                 return
             except RuntimeError as error:
@@ -157,7 +157,7 @@ class _SharedThreads:
                         self._jobs.remove(job)
                         chunk, worker = job.todo.popleft(), heappop(job.workers)
                         if job.todo:
-                            self._jobs.append(job)  # at the back of the queue: pools take turns
+                            self._jobs.append(job)  # the job goes to the back of the queue: pools take turns
                         return job, worker, chunk
                 self._lock.wait()
 

@@ -86,7 +86,7 @@ class ArraySession:
             voxel = np.zeros((), dtype)
         except TypeError:
             raise ValueError(f"dtype is a type that numpy knows, such as 'uint8', not {excerpt(repr(dtype))}") from None
-        like = ArrayVolume(np.broadcast_to(voxel, shape))  # of that shape, in the memory of one voxel
+        like = ArrayVolume(np.broadcast_to(voxel, shape))  # an array of that shape in the memory of one voxel
         self._like, self._source = like, self._source_of(like)
         self._turn = threading.Lock()
         self._open, self._prepared = ExitStack(), ExitStack()  # the devices; what is prepared on them
@@ -94,7 +94,7 @@ class ArraySession:
         self._plan: Plan | None = None
         self._sessions: Sessions = {}
         self._ended = False
-        self._looked = False  # at the grey values of an array
+        self._looked = False  # whether grey values of an array were sampled
 
     @property
     def plan(self) -> Plan:
@@ -193,7 +193,7 @@ class ArraySession:
         _, plan = self._running()
         for session in self._sessions.values():
             session.crew.resume()
-        self._ended = plan.device == "gpu"  # until the run has ended well
+        self._ended = plan.device == "gpu"  # stays so until the run has ended well
         timings = pipeline.run_workers(workers_of(plan, self._sessions, self._network), source, result, progress)
         self._ended = any(worker.lost for worker in timings.workers)
 

@@ -29,7 +29,7 @@ from znnpy.shapes import text
 from znnpy.stopping import working
 from znnpy.volume.journal import default_output, journal_path, read_header
 
-FIXED_BY_PLAN = ("ram", "threads", "patch", "only", "cover", "vram", "precision", "costs")  # by the plan of a run
+FIXED_BY_PLAN = ("ram", "threads", "patch", "only", "cover", "vram", "precision", "costs")  # options that a plan fixes
 
 _X86 = (
     "Atom Barcelona Bobcat Bulldozer Cooperlake Core2 Dunnington Excavator Haswell Nano Nehalem Opteron Opteron_SSE3 "
@@ -39,7 +39,7 @@ _ARM = (
     "a64fx armv8 armv8sve armv9sme cortexa53 cortexa55 cortexa57 cortexa72 cortexa73 emag8180 falkor neoversen1 "
     "neoversen2 neoversev1 thunderx thunderx2t99 thunderx3t110 tsv110 vortex vortexm4"
 )
-OPENBLAS_KERNELS = frozenset(_X86.split() + _ARM.split())  # what OPENBLAS_CORETYPE may name
+OPENBLAS_KERNELS = frozenset(_X86.split() + _ARM.split())  # legal values of OPENBLAS_CORETYPE
 
 
 @click.group(cls=Doors, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

@@ -54,7 +54,7 @@ SALT_TISSUE, SALT_MOTTLE, SALT_NOISE = 0, 1, 2  # keep the random streams of one
 class Slab:
     """Some planes of the synthetic volume. Both arrays are (planes, y, x)."""
 
-    z: int  # of its first plane
+    z: int  # z of its first plane
     raw: Greys  # grey values
     truth: Greys  # 1 where a 6-neighbour belongs to another cell, else 0: what the shipped network was trained on
 
@@ -67,7 +67,7 @@ class Demo:
     truth: Path
     prediction: Path
     picture: Path
-    roc_auc: float  # of the prediction, against the generator's membranes
+    roc_auc: float  # ROC area of the prediction, against the generator's membranes
     report: Report
 
     def lines(self) -> list[str]:

@@ -29,7 +29,7 @@ from znnpy.messages import excerpt, one_line, speaking_to_command_line
 from znnpy.stopping import INTERRUPTED, SENTENCES, TERMINATED, Terminated
 
 PIPED_WIDTH = 120  # columns of a table that goes to a file
-QUIET = "znnpy.quiet"  # in the context of a command: whether it prints errors only
+QUIET = "znnpy.quiet"  # key in the context of a command: whether it prints errors only
 PLAIN = "znnpy.plain"  # how standard streams treat a character that their encoding lacks
 SIMILAR = {"µ": "u", "×": "x", "…": "...", "–": "-", "·": ".", "²": "2", "³": "3", "θ": "theta"}
 
@@ -129,7 +129,7 @@ class Door(Printed):
         if debug:
             traceback.print_exception(expected)
         message, code = self._explain(expected)
-        with suppress(OSError):  # nobody can be told; the exit code tells
+        with suppress(OSError):  # if this fails too, the exit code alone reports the error
             click.echo(wrapped(message, sys.stderr), file=sys.stderr)
         _print_error(message.removeprefix("Error: "), as_json)
         ctx.exit(code)
@@ -240,7 +240,7 @@ def _logging(verbose: bool) -> Iterator[None]:
 def _print_error(sentence: str, as_json: bool) -> None:
     """Print `{"error": sentence}` on stdout if the command was asked for JSON."""
     if as_json:
-        with suppress(OSError):  # nobody can be told; standard error and the exit code tell
+        with suppress(OSError):  # standard error and the exit code report it as well
             click.echo(json.dumps({"error": sentence}, indent=1), file=sys.stdout)
 
 

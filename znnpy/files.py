@@ -24,7 +24,7 @@ from pydantic_core import from_json
 from znnpy.errors import OutputError
 from znnpy.messages import option
 
-MOST_METADATA_BYTES = 2**22  # that are read of one metadata file
+MOST_METADATA_BYTES = 2**22  # longest part of a metadata file that is read
 
 Inputs = Mapping[str, Path | Collection[Path] | None]  # files and folders that are read, by their role
 

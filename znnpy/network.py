@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
-MOST_LAYERS = 500  # of one network, since planning takes longer with more layers
+MOST_LAYERS = 500  # layers of one network, since planning takes longer with more
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ from znnpy.volume.base import Volume
 if TYPE_CHECKING:
     from znnpy.kernels.gpu.device import Device
 
-VOXELS = 64  # of a layer's output, recomputed from their windows
+VOXELS = 64  # voxels of a layer's output that are recomputed from their windows
 OF_A_PATCH = 2  # voxels of a patch, recomputed from their fields of view
 BESIDE = 4096  # voxels of a patch that show how large its values are
 

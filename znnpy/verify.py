@@ -34,7 +34,7 @@ from znnpy.volume.source import Source, parse_roi
 # error that a layer may have.
 TOLERANCES = {"fp32": 1e-5, "tf32": 1e-2, "fp16": 5e-2}
 BLOCK = 2**14  # samples judged at a time, so that memory does not grow with their number
-BATCH_BYTES = 2**22  # of fields of view recomputed at a time, in float64 with the most maps; fits the cache
+BATCH_BYTES = 2**22  # fields of view recomputed at a time, in float64 with the most maps; fits the cache
 
 Real = npt.NDArray[np.float64]
 

@@ -43,12 +43,12 @@ if TYPE_CHECKING:
 FEW = 4  # most input maps of a first layer
 MOST_BLOCKS = 3  # blocks of channels in a panel, as in direct.cpp
 SUMS = 24  # registers that hold sums
-LEAST_SUMS = 8  # with fewer, each product waits for the one before
+LEAST_SUMS = 8  # fewest sums at a time: below it, each product waits for the one before
 ENDING_TAPS = 8  # taps that take as long as starting and ending a block of outputs
 THROUGH_CACHES = 3  # time to write a large output through the caches, relative to streaming stores
 RUN = 48  # most windows of a row that are computed together
 ROWS = 16  # most rows of windows
-PLANES_BYTES = 384 * 1024  # of a worker's maxima, which stay in L2
+PLANES_BYTES = 384 * 1024  # size of a worker's maxima, which stay in L2
 MAXIMA_FLOPS = 40.0  # cost of pooling per value, besides moving it
 OFFSET = 8  # bytes of a tap's offset
 CALL_BYTES = 2**14  # Python memory that calls into the library take, per worker
@@ -205,7 +205,7 @@ def _windows(shape: ConvShape) -> _Windows:
     along_y, along_x = my - py + 1, mx - px + 1
     run = min(along_x, RUN)
     rows = max(1, min(along_y, ROWS, PLANES_BYTES // (pz * run * voxel)))
-    run, rows = -(-along_x // -(-along_x // run)), -(-along_y // -(-along_y // rows))  # of nearly equal size
+    run, rows = -(-along_x // -(-along_x // run)), -(-along_y // -(-along_y // rows))  # parts of nearly equal size
     units = shape.batch * -(-along_y // rows) * -(-along_x // run)
     room = (py * (run + px - 1) + pz * rows * run) * voxel
     return _Windows(units, rows, run, run + px - 1, units * mz * (rows + py - 1), room)

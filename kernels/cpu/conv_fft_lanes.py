@@ -71,7 +71,7 @@ class _Tiling(ctypes.Structure):
     )
 
 
-GROUP_BYTES = ctypes.sizeof(_Tiling) + 3 * STAGE_BYTES  # of a run: a group's arguments and counters
+GROUP_BYTES = ctypes.sizeof(_Tiling) + 3 * STAGE_BYTES  # arguments and counters of one group in a run
 
 
 def _panels(count: int) -> int:
@@ -86,15 +86,15 @@ class _Sizes(NamedTuple):
     span: Vec3  # results of a whole tile: tile - k + 1
     step: Vec3  # outputs of a whole tile: span - p + 1
     counts: Vec3  # tiles along each axis
-    tiles: int  # in all images
+    tiles: int  # tiles in all images
     columns: int  # frequencies (x, y)
-    kernel_bytes: int  # of the spectra of one column
+    kernel_bytes: int  # kernel spectra of one column
     tile_pitch: int  # bytes from tile to tile of a column
     point_blocks: int  # blocks of a worker per point of a column: its input and a panel of results
     plane_bytes: int  # per worker, forward and inverse
     pool_bytes: int  # per worker, pooling
     bias_bytes: int
-    along_x_bytes: int  # of kernels transformed along x alone
+    along_x_bytes: int  # kernels transformed along x alone
     forward: Work
     inverse: Work
     along_z: float  # operations, maxima included

@@ -53,7 +53,7 @@ LIBRARY_BYTES = 15 * 2**16  # per thread: packed by BLAS and copied by FFTW
 COPIED_BYTES = 3 * 2**18  # per thread: copied by FFTW in addition, if columns along y are longer than LONG_COLUMN
 LONG_COLUMN = 96
 INPUT_BYTES = 2**16  # per task that transforms input maps
-CHAIN_BYTES = 8  # of a run's counters, for each chain of multiply-adds
+CHAIN_BYTES = 8  # size of a run's counter for one chain of multiply-adds
 # Costs fitted to 32 and 80 maps, k = 5, S = 1 and 8, on 2 Zen 5 cores (2026-11-21).
 THIN = 10  # a product over k values takes the time of k + 10 at full rate
 NARROW = {16: (4.0, 2.3), 32: (2.1, 1.5)}  # time of a product relative to full rate: per image, and per product

@@ -37,7 +37,7 @@ from znnpy.kernels.contract import ALIGNMENT
 Direction = Literal["FFTW_FORWARD", "FFTW_BACKWARD"]
 
 CODELETS = frozenset((*range(1, 17), 20, 25, 32))  # lengths for which FFTW has straight-line code
-TRANSFORM_SECONDS = 0.4  # at most, to measure one transform: the stop flag is not checked meanwhile
+TRANSFORM_SECONDS = 0.4  # limit for measuring one transform: the stop flag is not checked meanwhile
 
 _planner = threading.RLock()
 _set_aside: list[tuple[bytes, bytes, bytes]] = []  # the process's wisdom while we plan; guarded by _planner
@@ -77,7 +77,7 @@ class Wisdom:
         """
         self.known = dict(known or {})
         self.seconds = seconds
-        self.used: dict[str, str] = {}  # by transforms planned inside
+        self.used: dict[str, str] = {}  # results for the transforms planned inside
         self.learned: dict[str, str] = {}  # the part of `used` that was not known
         self.refused: set[str] = set()  # names of known entries that this FFTW rejects
         self.sentences: list[str] = []  # warnings that the owner has to report

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from znnpy.kernels.thread_pool import ThreadPool
     from znnpy.machine import Machine
 
-RING_BYTES = 40 * 1024  # of a worker's lines, which stay in L1
-COLUMN_BYTES = 512 * 1024  # of the input of a plane of windows of a column, which stays in L2
+RING_BYTES = 40 * 1024  # a worker's lines, which stay in L1
+COLUMN_BYTES = 512 * 1024  # input of a plane of windows of a column, which stays in L2
 WHOLE_LINES, ANY_LINES = 1, 2  # lines of the cache that are written past it, as in pool.hpp
 LOADS = 3.0  # operations for each float in a maximum: two maxima in both orders, and the NaN check
 RUN_FLOATS = 32  # floats processed in the time it takes to start a run of maps that has no neighbour along x
@@ -68,10 +68,10 @@ class _Columns(NamedTuple):
     windows: Vec3  # windows of an image, over all fragments
     lines: int  # lines of windows in a column; those of the fragments are interleaved
     run: int  # windows along x in a column; a multiple of into[2]
-    columns: int  # in all images
+    columns: int  # columns in all images
     past: int  # how the output is written past the caches if it is aligned to cache lines
-    ready_bytes: int  # of a worker's lines, before the one that is assembled for output
-    room_bytes: int  # of a worker's lines
+    ready_bytes: int  # a worker's lines, without the one that is assembled for output
+    room_bytes: int  # all of a worker's lines
 
 
 def _columns(shape: Windowed) -> _Columns:

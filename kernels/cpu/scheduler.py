@@ -87,8 +87,8 @@ class Scheduler:
         self._begun = 0  # started tasks of this stage's numbered kind: inputs, kernels, outputs
         self._left = 0  # unfinished tasks of this stage, except kernels
         self._chains: list[int] = []  # multiply-adds done in each chain, which is the next row
-        self._held: dict[tuple[int, int, int], _Held] = {}  # by row, column, slab
-        self._buffers: dict[int, _Held] = {}  # by owner; also while the kernel is being transformed
+        self._held: dict[tuple[int, int, int], _Held] = {}  # kernels in buffers by row, column, slab
+        self._buffers: dict[int, _Held] = {}  # kernels in buffers by owner; also while they are being transformed
         self._queues: dict[int, list[tuple[int, int, _Held]]] = {place.chip: [] for place in places}
         self._queued = 0
 

@@ -44,16 +44,16 @@ if TYPE_CHECKING:
     from znnpy.shapes import Precision
 
 MIB = 2**20
-LEAN_MIB = 16  # of workspace besides a copy of the weights: enough for plans that copy neither input nor output
-FEW_TAPS = 32  # of a kernel: with more, tf32 has no plan without copies (27 and 125 tried) except those of fp32
+LEAN_MIB = 16  # workspace besides a copy of the weights: enough for plans that copy neither input nor output
+FEW_TAPS = 32  # taps of a kernel: with more, tf32 has no plan without copies (27 and 125 tried) except those of fp32
 CHOICES = 4  # plans to choose from
 OLDEST = (9, 16)  # version of cuDNN: 9.8 to 9.15 have 3D kernels with wrong results
-MOST_VALUES = 2**31  # of a tensor passed to cuDNN: beyond it, cuDNN is not reliable
+MOST_VALUES = 2**31  # values of a tensor passed to cuDNN: beyond it, cuDNN is not reliable
 LESS_VALUES = (2**29, 2**27)  # tried if it has no good plan for so many: 2^31 bytes in fp32, and less
 ALIGNED = 16  # bytes: cuDNN's alignment of images; in a column they start on any plane
-MOST_TERMS = 5000  # of a sum in float32, in sequence, for an error of 1e-6: 2,160 cost 5.8e-7, 10,000 1.3e-6
+MOST_TERMS = 5000  # longest float32 sum, in sequence, for an error of 1e-6: 2,160 cost 5.8e-7, 10,000 1.3e-6
 THREADS = 256
-MOST_IMAGES = 65535  # of a grid along y; a loop does the rest
+MOST_IMAGES = 65535  # blocks of a grid along y; a loop does the rest
 UNITS: dict[Precision, Unit] = {"fp32": "gpu_cudnn_fp32", "tf32": "gpu_cudnn_tf32", "fp16": "gpu_cudnn_fp16"}
 
 
@@ -174,7 +174,7 @@ class _Call(NamedTuple):
     """A part of the layer that is convolved at once."""
 
     images: slice
-    planes: slice  # of the output
+    planes: slice  # planes of the output
     by: Chosen
 
 
@@ -264,7 +264,7 @@ class _Step:
         for way in ways:
             try:
                 calls = self._calls_for(way, x_step, out_step)
-            except NoPlanError as error:  # it stands if smaller parts do not help
+            except NoPlanError as error:  # the error stands if smaller parts do not help
                 refusal = refusal or error
                 continue
             if not any(is_naive(call.by.plan) for call in calls):

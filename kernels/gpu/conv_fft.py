@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 TILE = 32  # side of the tiles that blocks transpose, as in conv_fft.cu
 BLOCK = (TILE, 8, 1)
-THREADS = 256  # of blocks of kernels without tiles
+THREADS = 256  # threads of blocks of kernels without tiles
 EXPANDED = 16  # nonzero values of a line up to which Horner's rule beats a padded transform
 TOGETHER = 4  # most kernels, and images, that one thread multiplies at once
 FULL_VALUES = 2**25  # complex numbers whose transform fills a GPU
@@ -45,7 +45,7 @@ LINES_VALUES = 2**26  # complex numbers per call of cuFFT: far below 2^31
 LONGEST = 2048  # points, up to which cuFFT's scratch is known (libraries.py)
 WORK_ALIGNMENT = 256  # bytes
 WORK_BYTES = 1024 + WORK_ALIGNMENT  # scratch of cuFFT for lines along x, besides their own memory
-TABLES_BYTES = 2**20  # of one plan of cuFFT
+TABLES_BYTES = 2**20  # tables of one plan of cuFFT
 
 
 class _Sizes(NamedTuple):
@@ -62,7 +62,7 @@ class _Sizes(NamedTuple):
 def _sizes(shape: ConvShape, variant: Variant) -> _Sizes:
     gz, gy, gx = good_size(shape.n[0]), good_size(shape.n[1]), good_size(shape.n[2], even=True)
     half, most = gx // 2 + 1, variant.count("maps")
-    kernels = most // shape.fin * shape.fin or most  # of whole output maps, if of more than one
+    kernels = most // shape.fin * shape.fin or most  # kernels of whole output maps, if of more than one
     return _Sizes(
         (gz, gy, gx),
         half,
@@ -124,7 +124,7 @@ class ConvFft:
         del threads
         shape = as_conv(shape)
         t = _sizes(shape, variant)
-        rows = COMPLEX64 * t.half * t.padded[1]  # of one plane before its last transposition
+        rows = COMPLEX64 * t.half * t.padded[1]  # one plane before its last transposition
         plans = sum(2 if axis == "x" else 1 for axis, _ in _batches(shape, t))
         return Footprint(
             resident=shape.weight_bytes + TABLES_BYTES * plans + COMPLEX64 * t.padded[0],  # last: a table of sines

@@ -34,17 +34,17 @@ if TYPE_CHECKING:
 
 SOURCE = "conv_first.cu"
 THREADS, TILE, GROUP, HEAD, AT_ONCE = 192, 192, 16, 32, 8  # as in conv_first.cu
-WIDTHS = (32, 16, 8)  # of a tile along x
-MOST_GROUPS = 5  # of GROUP maps that a block sums
-MOST_MAPS = 4  # of the input
+WIDTHS = (32, 16, 8)  # tile sizes along x
+MOST_GROUPS = 5  # groups of GROUP maps that a block sums
+MOST_MAPS = 4  # maps of the input
 WIDEST = 11  # kernel along x: the inputs of a row of taps stay in registers
-MOST_IMAGES = 65535  # of a grid along z
+MOST_IMAGES = 65535  # blocks of a grid along z
 SHARED_BYTES = 49 << 10  # per block: two fit a multiprocessor of any GPU
 RESIDENT = 2  # blocks per multiprocessor
 BLOCKS = 16  # blocks per multiprocessor that there should be: limits how many z a block takes
 REGISTERS = 168
 TENSOR_SPEED = 4.0  # throughput of tensor cores relative to float32 units
-AHEAD = ("staging", "ahead")  # of a variant; without it a chunk is staged, then multiplied
+AHEAD = ("staging", "ahead")  # value of a variant; without it a chunk is staged, then multiplied
 # Cost with staging ahead relative to that without, for flops of taps and for bytes, and flops per output value besides
 # its taps: fitted to 1 to 80 maps, k = 2 to 8, on an H200, benchmarks/results/layers_first-..
 AHEAD_FLOPS, AHEAD_BYTES, BESIDE = 0.45, 0.77, 16
@@ -53,11 +53,11 @@ AHEAD_FLOPS, AHEAD_BYTES, BESIDE = 0.45, 0.77, 16
 class _Plan(NamedTuple):
     """The division of one layer's kernels."""
 
-    blocks: int  # of maps
-    groups: int  # of GROUP maps per block
-    rows: int  # of taps per chunk: (dz, dy)
+    blocks: int  # blocks of maps
+    groups: int  # groups of GROUP maps per block
+    rows: int  # rows of taps per chunk: (dz, dy)
     chunks: int
-    kernel_floats: int  # of a chunk and a block of maps
+    kernel_floats: int  # kernels of a chunk and a block of maps
     planes: int  # most planes of the input that a chunk needs
     units: str
     ahead: bool  # whether the next chunk is staged while one is multiplied
@@ -146,7 +146,7 @@ def _divided_groups(shape: ConvShape, gpu: Gpu) -> int:
 
 def _shared_bytes(plan: _Plan, fin: int, k: Vec3, wide: int) -> int:
     planes = plan.slots * fin * (TILE // wide + k[1] - 1) * _pitch(wide, k)
-    offsets = -(-plan.rows * fin * k[2] // 8) * 8 // 2  # of 2 bytes
+    offsets = -(-plan.rows * fin * k[2] // 8) * 8 // 2  # offsets of 2 bytes
     return FLOAT32 * (HEAD + plan.groups * GROUP + planes + plan.buffers * (plan.kernel_floats + offsets))
 
 
@@ -282,7 +282,7 @@ def _fragments(matrix: npt.NDArray[np.float32], plan: _Plan) -> npt.NDArray[np.f
     apart = chunks.reshape(plan.chunks, eights, 2, 4, blocks, plan.groups, 4, 2, 2)
     ordered = apart.transpose(4, 0, 1, 5, 6, 8, 3, 7, 2)
     bits = np.ascontiguousarray(ordered).view(np.uint32)
-    return ((bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)  # to the nearest tf32
+    return ((bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)  # rounded to the nearest tf32
 
 
 class _Step:

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from znnpy.shapes import Activation
 
 ALLOWED = {"fp32": 1e-6, "tf32": 1e-3, "fp16": 2e-3}  # rms error of a plan, relative to the rms answer
-ROUNDING = {"fp32": 2.0**-22, "tf32": 2.0**-22, "fp16": 2.0**-10}  # of stored values
+ROUNDING = {"fp32": 2.0**-22, "tf32": 2.0**-22, "fp16": 2.0**-10}  # relative rounding error of stored values
 BEYOND: Vec3 = (1, 4, 9)  # voxels of the small layer's output, minus one
-CHECK_BYTES = 8 << 20  # of workspace for the small layer
+CHECK_BYTES = 8 << 20  # workspace for the small layer
 LOOKS = 15  # voxels that are checked, besides the last
 NAIVE = "eng0"
 

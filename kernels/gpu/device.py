@@ -201,7 +201,7 @@ class Device:
             raise refusal(f"cudaMalloc for {what}", error, nbytes, self.free_bytes()) from error
         owner = _Owner()
         freeing = weakref.finalize(owner, self._free, address)
-        freeing.atexit = False  # at exit the process frees everything anyway
+        freeing.atexit = False  # the process frees everything at exit anyway
         with self._lock:
             self._held[address] = nbytes, freeing
         memory = cuda.UnownedMemory(address, max(1, nbytes), owner, self.number)

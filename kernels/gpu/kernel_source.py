@@ -22,7 +22,7 @@ _ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once\b")
 class KernelInstance:
     """One kernel that a primitive may launch, and its resource limits; tests compile it for all architectures."""
 
-    source: str  # in kernels/gpu, e.g. "pool.cu"
+    source: str  # name of a file in kernels/gpu, e.g. "pool.cu"
     name: str  # a C++ name expression, e.g. "forward<16, 8, half>"
     registers: int  # most registers per thread: the number of resident threads was planned with it
     defines: tuple[tuple[str, int | str], ...] = ()

@@ -220,7 +220,7 @@ def _fragment_of(windows: Sequence[Vec3]) -> tuple[Vec3, npt.NDArray[np.int32]]:
     Voxel i of fragment o1 of the first pooling, o2 of the second, .. is voxel o1 + p1 * (o2 + p2 * (.. + i)), and the
     last pooling's offset varies fastest.
     """
-    place = np.zeros((1, 3), np.int64)  # of each fragment
+    place = np.zeros((1, 3), np.int64)  # offset of each fragment
     period = np.ones(3, np.int64)
     for window in windows:
         offsets = np.indices(window).reshape(3, -1).T

@@ -37,7 +37,7 @@ THREADS, WARP, SUMMED_BYTES = 256, 32, 8  # as in ops.cu
 WAVES = 16  # blocks per multiprocessor: enough to hide each other's latency
 PARTS = 512  # most parts of an image that softmax adds up: each block reads them all
 TILE, NARROW = 1024, 32  # values of a tile that is transposed, and the most along its first side
-MOST_IMAGES = 65535  # of a grid along y; kernels loop over the rest
+MOST_IMAGES = 65535  # blocks of a grid along y; kernels loop over the rest
 REGISTERS = 80
 
 

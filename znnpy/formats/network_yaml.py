@@ -119,7 +119,7 @@ class _NetworkEntry(_Entry):
     input_channels: Count = Field(description=COUNT, examples=["1"])
     normalise: Any = None  # a _NormaliseEntry or empty, checked separately
     weights: Words | None = Field(None, description=f"the path of a file, as {_ONE_LINE}", examples=["my_network.npz"])
-    layers: list[Any] = Field(  # of _LAYERS, each checked separately
+    layers: list[Any] = Field(  # entries of _LAYERS, each checked separately
         min_length=1,
         description="a list of at least one layer",
         examples=["[{type: conv, kernel: [3, 3, 3], out: 1}]"],

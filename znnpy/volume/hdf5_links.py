@@ -97,7 +97,7 @@ def _object_named(
             target = at.links.get_val(part)
             parts.extendleft(reversed(_parts(target)))
             if target.startswith(b"/"):
-                at = h5py.h5g.open(at, b"/")  # of the file that the group lies in
+                at = h5py.h5g.open(at, b"/")  # root of the file that the group lies in
             continue
         if kind == h5py.h5l.TYPE_EXTERNAL:
             target, inside = at.links.get_val(part)

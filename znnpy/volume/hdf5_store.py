@@ -35,7 +35,7 @@ from znnpy.volume.store import DAMAGED, Store, check_stored, chunk_of, chunks_of
 DATASET = "prediction"
 PAGE = 4096  # bytes: chunks are aligned to pages
 THREADS = 2  # number of writing threads; plans set aside memory for a chunk of each, WRITER_BYTES
-THREAD_BYTES = 2**20  # bytes of a box for each thread: written in 0.5 ms (`writing-xeon-2cores-2026-11-22.json`)
+THREAD_BYTES = 2**20  # part of a box for each thread: written in 0.5 ms (`writing-xeon-2cores-2026-11-22.json`)
 
 
 class Hdf5Store(Store):

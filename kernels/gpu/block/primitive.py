@@ -40,10 +40,10 @@ COPY_ISSUES, KERNEL_ISSUES = 20, 4  # approximate instructions per copy of input
 SEGMENTS = (32, 64)  # bytes of a voxel's maps, as in the paper
 VOXELS, MAPS = (128, 64, 32), (16, 32, 48, 64, 80)  # sizes of blocks that the kernel is instantiated for
 COMMON = 16  # voxels along x of the tile for which shared memory is divided
-NARROWEST = 4  # of a tile along x: neighbours that lanes of a warp read together
-MOST_TERMS = 2500  # of a sum in fp32, in sequence, for an error of 1e-6 of the rms answer: they leave 8.8e-7
-PART_TERMS = 1500  # of a part of a longer sum: errors of the parts add up and leave 7e-7
-MOST_BLOCKS = 2**31 - 1  # of a grid along x
+NARROWEST = 4  # narrowest tile along x: lanes of a warp read so many neighbours together
+MOST_TERMS = 2500  # longest fp32 sum, in sequence, for an error of 1e-6 of the rms answer: they leave 8.8e-7
+PART_TERMS = 1500  # length of the parts of a longer sum: errors of the parts add up and leave 7e-7
+MOST_BLOCKS = 2**31 - 1  # blocks of a grid along x
 RESIDENT = 3  # blocks per multiprocessor that its registers are divided for
 RESERVED = 2 << 10  # bytes of a block's shared memory: CUDA's own and the kernel's fixed arrays; rounded up
 MOST_SHARED = 98 << 10  # bytes per block that every GPU has, minus the fixed arrays
@@ -55,8 +55,8 @@ class _Division(NamedTuple):
 
     channels: int  # input maps of a segment
     span: int  # taps along x in a step
-    voxels: int  # of a block
-    maps: int  # of a block
+    voxels: int  # voxels of a block
+    maps: int  # maps of a block
 
     @classmethod
     def of(cls, variant: Variant) -> _Division:
@@ -236,7 +236,7 @@ def _step_cycles(shape: ConvShape, division: _Division, products: int) -> float:
     mine, my_maps, width = division.voxels // 16, division.maps // 8, 2 if division.maps % 32 else 4
     taps = division.span * min(division.channels, _quads(shape.fin))
     reads = mine / QUAD + my_maps / width  # per tap and thread
-    passes = 2 * mine / QUAD + my_maps / 2  # of shared memory, per warp: 64 bytes of different addresses each
+    passes = 2 * mine / QUAD + my_maps / 2  # reads of shared memory, per warp: 64 bytes of different addresses each
     copies = (division.voxels + division.span - 1) * division.channels * shape.itemsize / _copy_bytes(shape)
     kernels = FLOAT32 * taps * division.maps / 16
     issued = THREADS * taps * (mine * my_maps + reads) + COPY_ISSUES * copies + KERNEL_ISSUES * kernels

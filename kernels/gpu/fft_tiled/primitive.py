@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 GROUPS = (64, 256, 1024, 4096)  # tiles whose spectra are in memory at the same time
 STREAMED_FROM = 2**26  # bytes of kernel spectra: smaller ones are always kept on the device
 _WARP = 32
-_CHUNK = 160  # of the product's depth, in shared memory at a time
+_CHUNK = 160  # part of the product's depth that is in shared memory at a time
 
 
 def spectra_for(shape: ConvShape) -> Spectra:

@@ -29,7 +29,7 @@ from znnpy.kernels.gpu.fft_tiled.tiles import (
 from znnpy.shapes import ConvShape, Vec3
 
 EXCESS = 1.3  # tiles may cover this many times the smallest total volume: larger ones are slower
-_FFT: dict[int, Unit] = {16: "gpu_fft16", 24: "gpu_fft24", 32: "gpu_fft32"}  # by the side of a plane
+_FFT: dict[int, Unit] = {16: "gpu_fft16", 24: "gpu_fft24", 32: "gpu_fft32"}  # unit by the side of a plane
 
 
 @lru_cache(maxsize=2)  # why_not and variants of a shape are requested one after the other

@@ -21,8 +21,8 @@ Spectra = Literal["half", "quick", "split"]
 MAPS = 8  # maps of a spectrum are padded to a multiple of it: 16 real numbers, a step of the tensor cores
 SIDES_Z = (8, 16, 24, 32)
 SIDES = (16, 24, 32)  # along y and x, which are equal
-COLUMN_THREADS = 256  # of a block of forward_z and inverse_z
-POOL_THREADS = 128  # of a block of inverse_z_pool
+COLUMN_THREADS = 256  # threads of a block of forward_z and inverse_z
+POOL_THREADS = 128  # threads of a block of inverse_z_pool
 POOL_ROWS = 16  # windows along y per block
 POOL_COLUMNS = 8  # results along x of a warp
 NUMBER = {"half": 4, "quick": 4, "split": 8}  # bytes of a complex number
@@ -106,9 +106,9 @@ def padded(maps: int) -> int:
 class Group(NamedTuple):
     """Tiles whose spectra are in memory at the same time."""
 
-    first: int  # slab
+    first: int  # index of the first slab
     slabs: int
-    row: int  # of tiles along y
+    row: int  # index of the first row of tiles along y
     rows: int
     columns: int
     overlap: int = 0  # rows of results shared with the previous groups of the slab
@@ -123,9 +123,9 @@ class Tiling(NamedTuple):
 
     unpooled: Vec3  # results of an image
     step: Vec3  # outputs of one tile along y and x, windows along z
-    windows: Vec3  # of an image
+    windows: Vec3  # windows of an image
     grid: Vec3  # tiles of one image, as in groups of whole slabs
-    tiles: int  # of all images
+    tiles: int  # tiles of all images
 
     @classmethod
     @lru_cache(maxsize=64)  # the planner requests all groups of a tile, and all tiles of a shape, in turn

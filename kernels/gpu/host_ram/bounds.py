@@ -25,7 +25,7 @@ from znnpy.kernels.gpu.host_ram.space import Space
 from znnpy.kernels.gpu.host_ram.timeline import Speeds
 from znnpy.shapes import FLOAT32, ConvShape
 
-_Grid = npt.NDArray[np.float64]  # of sizes, counts, bytes or seconds, along the axes they depend on
+_Grid = npt.NDArray[np.float64]  # sizes, counts, bytes or seconds, along the axes they depend on
 _ONE: _Grid = np.ones(1)
 
 
@@ -104,7 +104,7 @@ class _Link:
         self._planes = _Cut(shape.out[0], _along(0, [planes for _, planes in space.chunks]))
         self._into = _Cut(shape.fin, _along(2, space.maps_in))
         self._out_of = _Cut(shape.fout, _along(3, space.maps_out))
-        self._plane_in, self._plane_out = (shape.itemsize * prod(n[1:]) for n in (shape.n, shape.out))  # of one map
+        self._plane_in, self._plane_out = (shape.itemsize * prod(n[1:]) for n in (shape.n, shape.out))  # one map
         self._upload, self._download = self._plane_in / speeds.upload, self._plane_out / speeds.download
         self.room = vram_bytes - self._buffers()
         self.first = self._read(self._images.size, self._planes.size) * self._into.size * self._upload
@@ -144,7 +144,7 @@ class _Link:
         Nothing is uploaded again if sums stay on the device.
         """
         into, turns = self._into, self._out_of.count - 1
-        above, below = np.ceil(turns / 2), np.floor(turns / 2)  # where passes end
+        above, below = np.ceil(turns / 2), np.floor(turns / 2)  # ends of passes
         again = above * (into.length - into.size - into.last) + below * (into.length - STAGED * into.size)
         return np.where(self._inputs | (into.count <= STAGED), 0.0, again)
 

@@ -50,7 +50,7 @@ class Division:
     """The sizes of a sub-layer."""
 
     images: int  # S_i
-    planes: int  # of the output; fewer than all only if `images` is 1
+    planes: int  # planes of the output; fewer than all only if `images` is 1
     maps_in: int  # f_i
     maps_out: int  # f'_i
     order: Order = "outputs"

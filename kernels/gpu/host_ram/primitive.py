@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 Seconds = Callable[[Primitive, ConvShape, Variant], float]  # the planner's estimate
 
-PREFIX = "inner_"  # of the parameters of the inner primitive's variant
+PREFIX = "inner_"  # prefix of the parameters of the inner primitive's variant
 # Without rates of a GPU, the link and the launches decide: bytes per second, seconds per sub-layer.
 LINK = Speeds(upload=25e9, download=25e9, memory=1e12)
 LAUNCHES = 1e-3

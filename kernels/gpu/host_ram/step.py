@@ -40,7 +40,7 @@ SUM_WORD, OUT_WORD = 2, 3  # indices of peaks, after those of both input buffers
 class Resident(NamedTuple):
     """The data kept between runs."""
 
-    kernels: Mapping[tuple[int, int], Any]  # by group of input and of output maps: the inner primitive's resident data
+    kernels: Mapping[tuple[int, int], Any]  # the inner primitive's resident data, by group of input and of output maps
     bias: Any  # (f',) float32 on the device if outputs are sums, else None
 
 
@@ -48,10 +48,10 @@ class _Task(NamedTuple):
     """One sub-layer in progress."""
 
     images: tuple[int, int]
-    planes: tuple[int, int]  # of the output
+    planes: tuple[int, int]  # planes of the output
     visit: Visit
-    buffer: int  # for the input
-    slot: int  # for the output
+    buffer: int  # input buffer
+    slot: int  # output buffer
 
 
 class _Landing(NamedTuple):

@@ -39,9 +39,9 @@ class Speeds:
 class _Costs(NamedTuple):
     """Seconds for the parts of one chunk; the key True stands for the last group of maps."""
 
-    upload: Mapping[bool, float]  # by group of input maps
-    look: Mapping[bool, float]  # to find the largest value, if the primitive requests it
-    compute: Mapping[tuple[bool, bool, bool], float]  # by both groups, and whether it is the first sum
+    upload: Mapping[bool, float]  # uploads, by group of input maps
+    look: Mapping[bool, float]  # finding the largest value, if the primitive requests it
+    compute: Mapping[tuple[bool, bool, bool], float]  # computing, by both groups and whether it is the first sum
     download: Mapping[bool, float]
 
 

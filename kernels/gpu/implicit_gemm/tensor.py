@@ -118,7 +118,7 @@ class Matrix:
     depth: int
     k: Vec3
     step: int = 1  # lines from one row of k to the next
-    groups: int = 1  # of 8 voxels along x as maps
+    groups: int = 1  # groups of 8 voxels along x as maps
 
     @property
     def products(self) -> int:
@@ -203,7 +203,7 @@ def plan_of(problem: Lowering, images: int, shared: int) -> Plan | None:
             depth //= 2
         tiles = -(-planes // depth) * -(-my // ty) * -(-mx // tx)
         cost = tiles * (block.voxels * taps + LOADED * (depth * rows))
-        if cost <= least:  # of equals the one that is longer along x
+        if cost <= least:  # of two equal ones, take the one that is longer along x
             best, least = (depth, ty, tx), cost
     if best is None:
         return None

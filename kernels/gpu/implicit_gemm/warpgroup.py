@@ -39,11 +39,11 @@ RESIDENT = 2  # blocks per multiprocessor: while one writes or waits, the other 
 SHARED = 228 * 1024 // RESIDENT - 1024  # bytes per block assumed for estimates of work
 RESERVED = 1024  # bytes of shared memory per block for the system
 SIZES_BYTES, POINTER, OFFSET_BYTES, ALIGNMENT = 224, 8, 4, 128  # as in warpgroup.cu
-VALUE_BYTES = {"fp16": FLOAT16, "tf32": FLOAT32, "fp32": FLOAT32}  # of activations
-MAPS = tuple(range(16, 129, 16))  # of a block
+VALUE_BYTES = {"fp16": FLOAT16, "tf32": FLOAT32, "fp32": FLOAT32}  # size of an activation
+MAPS = tuple(range(16, 129, 16))  # maps of a block
 WIDEST_OF_TWO = 80  # maps with which a warpgroup holds two matrices of sums
 MOST_WITH_CACHE = 97 * 1024  # bytes of shared memory that leave enough L1 for values loaded through registers
-FEWEST_TAPS = 5  # of a stage, if there are enough maps
+FEWEST_TAPS = 5  # fewest taps of a stage, if there are enough maps
 # Taps between two barriers. In fp32 tensor cores add up no more of them, since they truncate sums.
 MOST_GROUP = {"fp16": 16, "tf32": 16, "fp32": 5}
 SLICE = 32  # cost of a slice of maps besides its products, in maps: assumed
@@ -63,7 +63,7 @@ class Matrix:
     """The kernels as they are multiplied."""
 
     fin: int
-    k: Vec3  # in steps, if folded
+    k: Vec3  # kernel size, in steps if folded
     folded: bool
 
     @classmethod
