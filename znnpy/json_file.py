@@ -1,4 +1,4 @@
-"""JSON files that hold a plan or costs: read whole, in one format and within bounds, or refused in one sentence."""
+"""Read JSON files that hold a plan or costs: files that are damaged, too large or of another format are refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Content = TypeVar("Content")
 
 @dataclass(frozen=True, slots=True)
 class JsonFile(Generic[Content]):
-    """One kind of file: its names in messages, and the adapter that checks its content."""
+    """A kind of JSON file: its names in messages, and the adapter that checks its content."""
 
     name: str  # subject of messages: "plan"
     content: str  # subject and verb of messages: "the plan is"
@@ -114,12 +114,12 @@ class JsonFile(Generic[Content]):
 
 
 def _beyond(value: object) -> str | None:
-    """Return why a number or a text cannot stand in a plan or a cost file."""
+    """Return why a number or a text is not legal in a plan or a cost file; None if it is legal."""
     if isinstance(value, int) and abs(value) > MOST_NUMBER:
         return f"a number is {excerpt(value, SHOWN)}, and none is beyond {MOST_NUMBER:,}"
     if isinstance(value, str):
         if len(value) > MOST_TEXT:
             return f"a text has {len(value):,} characters, and none has more than {MOST_TEXT:,}"
         if not value.isprintable() and one_line(value) != value:
-            return f"a text steers the terminal: {excerpt(value, SHOWN)}"
+            return f"a text contains control characters: {excerpt(value, SHOWN)}"
     return None

@@ -66,7 +66,7 @@ class Machine:
 
     @property
     def blas_warning(self) -> str | None:
-        """A warning if BLAS runs kernels for an older processor than this one; else None."""
+        """Warning if BLAS runs kernels for an older processor than this one; else None."""
         slow = self.simd == "avx512" and any(name in self.blas for name in ("Haswell", "Zen", "Sandybridge", "Nehalem"))
         if not slow:
             return None
@@ -143,7 +143,7 @@ def limits_of(
 
     free_bytes  of the GPU's memory, including what this process already holds of it: `vram` may not exceed it, and is
                 nine tenths of it by default. None if no GPU is used; then there is no limit on its memory.
-    beyond      `vram` may exceed the free memory, since nothing runs now
+    beyond      whether `vram` may exceed the free memory, since nothing runs now
 
     DeviceError if other programs hold so much of the GPU's memory that `vram` is not free.
     """

@@ -1,4 +1,4 @@
-"""The values that options may take where only some are legal; `znnpy.shapes` lists the precisions of a layer.
+"""The legal values of options that allow only some; `znnpy.shapes` lists the precisions of a layer.
 
 This module loads no numpy, as the command line does not.
 """

@@ -1,4 +1,4 @@
-"""Range and mean of the values that a run writes."""
+"""Compute the range and mean of the values that a run writes."""
 
 from __future__ import annotations
 

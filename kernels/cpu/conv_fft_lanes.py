@@ -80,7 +80,7 @@ def _panels(count: int) -> int:
 
 
 class _Sizes(NamedTuple):
-    """Positions of the tiles of one shape, and their cost, whatever the size of groups."""
+    """Positions of the tiles of one shape, and their cost, for groups of any size."""
 
     tile: Vec3
     span: Vec3  # results of a whole tile: tile - k + 1
@@ -349,7 +349,7 @@ class _Step:
         t.x_image, t.out_image = x.strides[0] // FLOAT32, out.strides[0] // FLOAT32
         if before is not None:
             t.before, t.before_image, t.carried = before.ctypes.data, before.strides[0] // FLOAT32, before.shape[1]
-        rooms = scratch["blocks"].reshape(pool.threads, -1)
+        buffers = scratch["blocks"].reshape(pool.threads, -1)
         bad = (ctypes.c_int64 * pool.threads)()
         for start in range(0, len(self._groups), TOGETHER):
             some = self._groups[start : start + TOGETHER]
@@ -363,7 +363,7 @@ class _Step:
 
             def piece(lo: int, hi: int, worker: int, shared: Any = shared, counters: Any = counters) -> None:
                 del lo, hi  # units are taken from the counters: no worker waits for another while any are left
-                own = _address(rooms[worker]), *counters, ctypes.byref(bad, worker * ctypes.sizeof(ctypes.c_int64))
+                own = _address(buffers[worker]), *counters, ctypes.byref(bad, worker * ctypes.sizeof(ctypes.c_int64))
                 while run(*shared, *own):
                     pool.check()
 

@@ -1,4 +1,4 @@
-"""Division of a task-parallel FFT convolution into tasks: blocks of maps, slabs of frequencies, parts of the batch."""
+"""Divide a task-parallel FFT convolution into tasks: blocks of maps, slabs of frequencies, parts of the batch."""
 
 from __future__ import annotations
 

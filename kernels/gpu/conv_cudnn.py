@@ -1,10 +1,10 @@
 """Direct convolution by NVIDIA's cuDNN, channels last: the baseline, and the best choice for some layers.
 
-Method   cuDNN's implicit matrix product, by those of its plans that compute correctly: cudnn_plans.py. cuDNN's
-         heuristics do not know the fastest, so the variant selects a plan. Bias and activation are fused if a plan can,
-         else applied by a kernel of ours.
+Method   cuDNN's implicit matrix product; only those of its plans are used that compute correctly (cudnn_plans.py).
+         cuDNN's heuristics do not find the fastest one, so the variant selects a plan. Bias and activation are fused
+         if the plan can, otherwise a kernel of ours applies them.
 Layout   Channels last, as everywhere. A layer of 2^31 values or more is computed image by image and in slabs of planes;
-         in even smaller parts if cuDNN has only its naive plan for those, as in fp32.
+         the parts are even smaller if cuDNN has only its naive plan for these, as in fp32.
 Memory   Input, output, workspace.
 Bound    Arithmetic.
 Source   ZNNi IV-B.1; Chetlur et al., cuDNN (2014); nvidia-cudnn-frontend.
@@ -29,7 +29,7 @@ from znnpy.kernels.gpu.cudnn_plans import (
     check_bytes,
     choose,
     is_naive,
-    looks_right,
+    looks_plausible,
     refuse,
     reject,
 )
@@ -122,7 +122,7 @@ class ConvCudnn:
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, device: Device) -> _Resident:
         assert weights is not None
-        dtype = np.float16 if variant.word("precision") == "fp16" else np.float32
+        dtype = np.float16 if variant.text("precision") == "fp16" else np.float32
         with np.errstate(over="ignore"):  # values beyond float16 show in the result, as any overflow
             kernels = np.ascontiguousarray(weights.weight.transpose(0, 2, 3, 4, 1), dtype)
         return _Resident(
@@ -233,7 +233,7 @@ class _Step:
             refuse(problem, plan)
             return False
         given, into = self._parts(call, x, out)
-        right = looks_right(self._device, given, *self._resident, into, self._shape.activation)
+        right = looks_plausible(self._device, given, *self._resident, into, self._shape.activation)
         if not right:
             reject(problem, plan)
         return right

@@ -175,7 +175,7 @@ class ConvDirect:
         shape = as_conv(shape)
         problem, voxels, maps = Lowering.of(shape), prod(shape.out_shape[1:4]), _padded(shape.fout)
         held, slower = _group(shape.fout), PLAIN
-        if variant.word("kernel") == "shared":
+        if variant.text("kernel") == "shared":
             tile = tile_of(problem)
             assert tile is not None, "was not among the variants"
             held, slower = tile.warps_maps * _group(shape.fout), 1.0
@@ -190,7 +190,7 @@ class ConvDirect:
         return prepare(weights, device)
 
     def bind(self, resident: Any, shape: LayerShape, variant: Variant, device: Device) -> DirectStep:
-        return DirectStep(resident, Lowering.of(as_conv(shape)), device, variant.word("kernel"))
+        return DirectStep(resident, Lowering.of(as_conv(shape)), device, variant.text("kernel"))
 
 
 def prepare(weights: ConvWeights, device: Device) -> _Resident:

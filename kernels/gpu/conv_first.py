@@ -68,17 +68,17 @@ class _Plan(NamedTuple):
 
     @property
     def buffers(self) -> int:
-        """Buffers of kernels: if one chunk is all, it stays."""
+        """Number of buffers of kernels: 1 if there is one chunk, which stays."""
         return 2 if self.ahead and self.chunks > 1 else 1
 
     @property
     def arriving(self) -> int:
-        """Planes staged ahead at a time: the next z shares all but one."""
+        """Number of planes staged ahead at a time: the next z shares all but one."""
         return self.planes if self.chunks > 1 else 1
 
     @property
     def slots(self) -> int:
-        """Planes that fit the tile."""
+        """Number of planes that fit the tile."""
         return self.planes + self.arriving if self.ahead else self.planes
 
 
@@ -99,7 +99,7 @@ def _plan(fin: int, fout: int, k: Vec3, units: str, groups: int, *, ahead: bool 
 
 
 def _fits(plan: _Plan, fin: int, k: Vec3) -> bool:
-    """Whether shared memory suffices for any tile; if all kernels stay, for at least one."""
+    """Return whether shared memory suffices for any tile or, if all kernels stay, for at least one."""
     some = 1 if plan.ahead and plan.chunks == 1 else len(WIDTHS)
     return len(_widths(plan, fin, k)) >= some
 
@@ -116,12 +116,12 @@ def _widths(plan: _Plan, fin: int, k: Vec3) -> list[int]:
 
 
 def _plan_of(shape: ConvShape, variant: Variant) -> _Plan:
-    units, groups, ahead = variant.word("units"), variant.count("groups"), AHEAD in variant.parameters
+    units, groups, ahead = variant.text("units"), variant.count("groups"), AHEAD in variant.parameters
     return _plan(shape.fin, shape.fout, shape.k, units, groups, ahead=ahead)
 
 
 def _comes_ahead(shape: ConvShape, groups: int) -> bool:
-    """Whether there is something to stage while something is multiplied, and space for both."""
+    """Return whether there is something to stage while something is multiplied, and space for both."""
     plan = _plan(shape.fin, shape.fout, shape.k, _units(shape), groups, ahead=True)
     return _fits(plan, shape.fin, shape.k) and (plan.chunks > 1 or shape.out[0] > 1)
 
@@ -132,7 +132,7 @@ def _most_groups(fout: int) -> int:
 
 
 def _divided_groups(shape: ConvShape, gpu: Gpu) -> int:
-    """Return the groups of a block: the most, or if these blocks do not fill the GPU, the paper's number (3.1)."""
+    """Return the groups of a block: the most or, if these blocks do not fill the GPU, the paper's number (3.1)."""
     most, wide, (mz, my, mx) = _most_groups(shape.fout), _wide(shape), shape.out
     tiles = shape.batch * mz * -(-my // (TILE // wide)) * -(-mx // wide)
     if tiles * -(-shape.fout // (most * GROUP)) >= RESIDENT * gpu.multiprocessors:
@@ -156,7 +156,7 @@ def _pitch(wide: int, k: Vec3) -> int:
 
 
 def _wide(shape: ConvShape, plan: _Plan | None = None) -> int:
-    """Return the width of the tiles that cover the least, of those that fit if they are fewer than WIDTHS."""
+    """Return the width of the tiles that cover the least, among the widths that fit."""
     _, my, mx = shape.out
     widths = _widths(plan, shape.fin, shape.k) if plan is not None and plan.ahead else WIDTHS
     return min(widths, key=lambda wide: -(-mx // wide) * -(-my // (TILE // wide)))
@@ -235,14 +235,14 @@ class ConvFirst:
         shape = as_conv(shape)
         plan = _plan_of(shape, variant)
         floats = plan.padded * prod(shape.k) * shape.fin
-        if variant.word("units") == "tensor":
+        if variant.text("units") == "tensor":
             floats = plan.blocks * plan.chunks * plan.kernel_floats
         return Footprint(resident=FLOAT32 * (floats + plan.padded), reads_carried=True, raises_peak=True)
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
         shape = as_conv(shape)
         plan = _plan_of(shape, variant)
-        units, wide, (mz, my, mx) = variant.word("units"), _wide(shape, plan), shape.out
+        units, wide, (mz, my, mx) = variant.text("units"), _wide(shape, plan), shape.out
         voxels = shape.batch * mz * -(-my // (TILE // wide)) * -(-mx // wide) * TILE
         flops = 2.0 * voxels * prod(shape.k) * shape.fin * plan.padded
         equal = flops if units == "float" else flops / TENSOR_SPEED
@@ -253,7 +253,7 @@ class ConvFirst:
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, device: Device) -> _Resident:
         assert weights is not None
-        units, (fout, fin, *k) = variant.word("units"), weights.weight.shape
+        units, (fout, fin, *k) = variant.text("units"), weights.weight.shape
         ahead = AHEAD in variant.parameters
         plan = _plan(fin, fout, (k[0], k[1], k[2]), units, variant.count("groups"), ahead=ahead)
         more = plan.padded - fout
@@ -290,7 +290,7 @@ class _Step:
         self._resident, self._shape, self._device = resident, shape, device
         self._plan = plan = _plan_of(shape, variant)
         self._wide = _wide(shape, plan)
-        kx = 0 if variant.word("units") == "tensor" else shape.k[2]
+        kx = 0 if variant.text("units") == "tensor" else shape.k[2]
         sizes = (shape.itemsize, shape.fin, plan.groups, kx, shape.activation)
         names = [_kernel(*sizes, vectors=vectors, ahead=plan.ahead) for vectors in (False, True)]
         compiled = device.kernels(SOURCE, names)

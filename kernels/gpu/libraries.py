@@ -1,4 +1,4 @@
-"""Interface to NVIDIA's libraries: batched transforms by cuFFT, convolutions by cuDNN through its frontend.
+"""Use NVIDIA's libraries: batched transforms by cuFFT, convolutions by cuDNN through its frontend.
 
 A device offers them as `device.libraries`; tests implement the same interface with numpy
 (tests/support/emulator/libraries.py). CuPy and cuDNN's frontend are imported when a library is first used.

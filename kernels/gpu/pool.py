@@ -79,7 +79,7 @@ class _OnGpu:
 
 
 class _Maxima(_OnGpu):
-    """The common part of the three primitives, which differ in where windows start and where their maxima go."""
+    """The common part of the three primitives, which differ in the starts of windows and the places of their maxima."""
 
     __slots__ = ()
 

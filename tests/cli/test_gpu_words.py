@@ -198,7 +198,7 @@ def test_usage_errors(place: Place, command: str, words: tuple[str, ...], said: 
 def test_a_plan_fixes_the_device(place: Place, words: tuple[str, str]) -> None:
     result = place.infer("--plan", "p.json", *words)
     assert result.exit_code == 2
-    assert f"{words[0]} is fixed by the plan: leave it out, or leave --plan out" in result.stderr
+    assert f"{words[0]} is fixed by the plan: omit it, or omit --plan" in result.stderr
 
 
 @pytest.mark.parametrize(

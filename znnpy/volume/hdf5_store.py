@@ -144,12 +144,12 @@ class Hdf5Store(Store):
             self._write(planes, address)
 
     def _read(self, planes: npt.NDArray[Any], address: int) -> None:
-        room = planes.data.cast("B")
-        while room:
-            count = os.preadv(self._file.fileno(), [room], address)
+        rest = planes.data.cast("B")
+        while rest:
+            count = os.preadv(self._file.fileno(), [rest], address)
             if not count:
                 raise OSError(f"{self._path} ends at byte {address}: another program cut it short")
-            room, address = room[count:], address + count
+            rest, address = rest[count:], address + count
 
     def _write(self, planes: npt.NDArray[Any], address: int) -> None:
         rest = planes.data.cast("B")

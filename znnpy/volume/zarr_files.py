@@ -29,7 +29,7 @@ NOWHERE = 2**64 - 1  # both numbers in the index of a shard for a chunk that is 
 SLACK_BYTES = 2**20  # allowance of a stored chunk beyond twice its size: headers of codecs
 
 
-class VolumeFiles(LocalStore):  # type: ignore[misc]  # the package is not seen by mypy
+class VolumeFiles(LocalStore):  # type: ignore[misc]  # mypy does not follow the package
     """The folder of a Zarr volume, opened for reading; `watch` names the array."""
 
     def __init__(self, root: Path | str, *, read_only: bool = True) -> None:

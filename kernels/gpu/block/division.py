@@ -1,4 +1,4 @@
-"""Division of direct convolutions among the multiprocessors of a GPU: the paper's procedures, as arithmetic.
+"""Divide direct convolutions among the multiprocessors of a GPU: the paper's procedures, as arithmetic.
 
 They determine how many products a multiprocessor must do on the data it has while the next data are in flight or, if it
 has fewer, how many bytes must be in flight at once. No arrays, no device.
@@ -155,10 +155,10 @@ def _among_images(card: Card, image: Image, filters: int, taps: int) -> Single:
 
 def _pieces(card: Card, held: int, nbytes: int, products: int, most: int) -> int | None:
     """Return the fewest pieces of `nbytes` that fit (step 2) and have enough products each (step 1), or None."""
-    room = card.shared_bytes - held
-    if room <= 0:
+    free = card.shared_bytes - held
+    if free <= 0:
         return None
-    fewest = max(1, ceil(nbytes / room))
+    fewest = max(1, ceil(nbytes / free))
     return fewest if fewest <= min(most, products // card.hiding_products) else None
 
 

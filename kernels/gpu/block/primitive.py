@@ -139,21 +139,21 @@ def _blocks(shape: ConvShape, division: _Division) -> int:
     return shape.batch * _tile(out, division, shape.itemsize).count(out) * division.blocks(shape.fout)
 
 
-def _room(gpu: Gpu) -> int:
+def _shared_limit(gpu: Gpu) -> int:
     """Return the bytes of shared memory of a block, if RESIDENT blocks share a multiprocessor."""
     return min(gpu.shared_multiprocessor_bytes // RESIDENT - RESERVED, MOST_SHARED)
 
 
 def _with_span(shape: ConvShape, division: _Division, gpu: Gpu) -> _Division:
     """Return the division with the most taps along x, at least 1, in equal pieces of a row, that fit most shapes."""
-    return division._replace(span=_span(shape.k[2], division, shape.itemsize, _room(gpu)))
+    return division._replace(span=_span(shape.k[2], division, shape.itemsize, _shared_limit(gpu)))
 
 
 @cache
-def _span(kx: int, division: _Division, itemsize: int, room: int) -> int:
+def _span(kx: int, division: _Division, itemsize: int, limit: int) -> int:
     for pieces in range(1, kx + 1):
         span = -(-kx // pieces)
-        if division._replace(span=span).shared_bytes(COMMON, itemsize) <= room:
+        if division._replace(span=span).shared_bytes(COMMON, itemsize) <= limit:
             return span
     return 1
 
@@ -170,11 +170,11 @@ def _divisions(shape: ConvShape, gpu: Gpu) -> tuple[_Division, ...]:
 def _by_the_paper(shape: ConvShape, gpu: Gpu, segments: Sequence[int]) -> _Division | None:
     """Return the most pixels (W'_x) and fewest bytes (S) for which some number of filters (M') is in bounds (3.2).
 
-    This departs from the paper: A segment consists of maps, and a step takes several taps along x of it, as these share
-    voxels. A block must hide the latency alone, within its share of the shared memory. Within the bounds the paper
-    measured what is best; here it is the most filters of those with the fewest sums outside of the layer. There must be
-    a block for each multiprocessor, else pixels become fewer: the paper's GPU has 28.
-    None if the kernel has no such size.
+    This departs from the paper in three points. A segment consists of maps, and a step takes several taps along x of
+    it, as these share voxels. A block must hide the latency alone, within its share of the shared memory. Within the
+    bounds the paper measured the best number of filters; here it is the largest one among those with the fewest sums
+    outside of the layer. There must be a block for each multiprocessor, else pixels become fewer: the paper's GPU has
+    28. None if the kernel has no such size.
     """
     fewest = card_of(gpu).multiprocessors
     found = _within_bounds(shape.fin, shape.fout, shape.k, shape.precision, gpu, tuple(segments))
@@ -191,9 +191,9 @@ def _within_bounds(
         channels, found = segment // shape.itemsize, []
         for maps in MAPS:
             division = _with_span(shape, _Division(channels, 1, voxels, maps), gpu)
-            room = replace(card, shared_bytes=_room(gpu) - division.staged(COMMON) * PLACE_BYTES)
+            free = replace(card, shared_bytes=_shared_limit(gpu) - division.staged(COMMON) * PLACE_BYTES)
             taps = division.span * min(channels, _quads(shape.fin))
-            bounds = divide_multiple(room, taps, voxels, division.image_bytes(COMMON, shape.itemsize))
+            bounds = divide_multiple(free, taps, voxels, division.image_bytes(COMMON, shape.itemsize))
             if bounds.fewest <= min(maps, shape.fout) and maps <= bounds.most:
                 found.append(division)
         best = min(

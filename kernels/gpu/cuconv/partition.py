@@ -1,4 +1,4 @@
-"""Partition of a layer for cuConv: sides of its blocks, taps of a part, voxels of a launch. Arithmetic only.
+"""Partition a layer for cuConv: sides of its blocks, taps of a part, voxels of a launch. Arithmetic only.
 
 A part is the sum over some taps of all f values; in the paper it is one tap (a row of a filter). More taps per part
 make fewer partial sums and fewer blocks. All taps in one part make a single stage, as for 1x1x1 kernels.
@@ -41,7 +41,7 @@ class Partition(NamedTuple):
 
     @property
     def parts_bytes(self) -> int:
-        """The partial sums of one launch; 0 if one part has all taps."""
+        """Bytes of the partial sums of one launch; 0 if one part has all taps."""
         return FLOAT32 * self.maps * self.parts * self.at_once if self.parts > 1 else 0
 
 

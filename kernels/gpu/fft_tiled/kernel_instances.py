@@ -1,4 +1,4 @@
-"""Kernels of the fused tiled FFT: every tile size, with the blocks that large and small shared memory allow."""
+"""List the kernels of the fused tiled FFT: every tile size, with blocks for large and for small shared memory."""
 
 from __future__ import annotations
 

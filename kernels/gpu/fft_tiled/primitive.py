@@ -373,7 +373,7 @@ class _Step:
 
 def _of(shape: LayerShape, variant: Variant) -> tuple[ConvShape, TiledLayer]:
     shape = as_conv(shape)
-    return shape, tiled_layer(shape, *_words(variant))
+    return shape, tiled_layer(shape, *_settings(variant))
 
 
 @lru_cache(maxsize=256)  # thousands of shapes share a few
@@ -382,17 +382,17 @@ def _variant(tile: Vec3, group: int, spectra: Spectra, kernels: str) -> Variant:
 
 
 @lru_cache(maxsize=256)
-def _words(variant: Variant) -> tuple[Vec3, int, Spectra]:
+def _settings(variant: Variant) -> tuple[Vec3, int, Spectra]:
     return variant.size("tile"), variant.count("group"), _spectra(variant)
 
 
 def _spectra(variant: Variant) -> Spectra:
-    word = variant.word("spectra")
+    word = variant.text("spectra")
     return "quick" if word == "quick" else "split" if word == "split" else "half"
 
 
 def _streams(variant: Variant) -> bool:
-    return variant.word("kernels") == "streamed"
+    return variant.text("kernels") == "streamed"
 
 
 def _block(side: int, spectra: Spectra, maps: int, shared_bytes: int) -> PlaneBlock:

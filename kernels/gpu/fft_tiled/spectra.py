@@ -1,4 +1,4 @@
-"""Spectra of a layer's kernels on a GPU, in the layout of the product kernel."""
+"""Compute the spectra of a layer's kernels on a GPU, in the layout of the product kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A layer divided into tiles: candidate tiles, bytes between the kernels, the work of each. Arithmetic only.
+"""Divide a layer into tiles: candidate tiles, bytes between the kernels, the work of each. Arithmetic only.
 
 The planner requests tens of thousands of variants, so values common to several of them are cached.
 """
@@ -60,7 +60,7 @@ def kernel_bytes(fin: int, fout: int, k: Vec3, tile: Vec3, spectra: Spectra, str
 
 
 class TiledLayer(NamedTuple):
-    """A layer divided into tiles, whether its kernels are kept or streamed."""
+    """A layer divided into tiles; its kernels may be kept or streamed."""
 
     cover: Cover
     spectra: Spectra

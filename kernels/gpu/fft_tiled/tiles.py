@@ -61,7 +61,7 @@ class PlaneBlock:
 
     @property
     def shared_bytes(self) -> int:
-        """The shared memory of a block: `Plane::NUMBERS`."""
+        """Bytes of shared memory of a block: `Plane::NUMBERS`."""
         return self.side * (self.side + 1) * self.maps * NUMBER[self.spectra]
 
     def forward(self, stored: str | None = None) -> str:
@@ -70,7 +70,7 @@ class PlaneBlock:
 
     @property
     def inverse(self) -> str:
-        """The C++ name of `inverse_plane`."""
+        """C++ name of `inverse_plane`."""
         _, number, lane = TYPES[self.spectra]
         return f"inverse_plane<{self._sizes}, {number}, {lane}, {self._launch}>"
 
@@ -119,7 +119,7 @@ class Group(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """The arrangement of tiles over a layer, whatever their groups."""
+    """The arrangement of tiles over a layer, independent of their groups."""
 
     unpooled: Vec3  # results of an image
     step: Vec3  # outputs of one tile along y and x, windows along z
@@ -164,7 +164,7 @@ class Cover:
 
     @property
     def groups(self) -> Sequence[Group]:
-        """The groups, of nearly equal size."""
+        """Groups of nearly equal size."""
         _, y, x = self.grid
         if not self._rows:
             return [Group(lo, hi - lo, 0, y, x) for lo, hi in _pieces(self._slabs, self.count)]
@@ -202,7 +202,7 @@ class Cover:
         return first, min(self.shape.n[1] - first, group.rows * self.step[1] + self.shape.k[1] - 1)
 
     def rows_out(self, group: Group) -> tuple[int, int]:
-        """Return the first row along y of a group's results, and their number; windows start in all but py - 1."""
+        """Return the first row along y of a group's results, and their number; no windows start in the last py - 1."""
         first = group.row * self.step[1] - group.overlap
         return first, min(self.unpooled[1] - first, group.rows * self.step[1])
 

@@ -1,4 +1,4 @@
-"""The implicit matrix product on tensor cores, in float16 products of values as one or two words: tensor.cu."""
+"""The implicit matrix product on tensor cores: products of values stored as one or two float16 words; tensor.cu."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class Matrix:
 
 
 def matrix_of(fin: int, k: Vec3) -> Matrix:
-    """Return the matrix unchanged or, if that takes fewer products, folded: voxels along x, and two lines, as maps."""
+    """Return the matrix unchanged or, if that takes fewer products, folded: voxels along x, and two lines, are maps."""
     kz, ky, kx = k
     groups = -(-kx // PIECE)
     found = [Matrix(fin, k)]
@@ -139,7 +139,7 @@ def matrix_of(fin: int, k: Vec3) -> Matrix:
 
 
 def is_folded(matrix: Matrix, fin: int) -> bool:
-    """Whether the matrix has voxels along x, or lines, as maps."""
+    """Return whether the matrix has voxels along x, or lines, as maps."""
     return matrix.depth != fin
 
 

@@ -135,7 +135,7 @@ class Plan(NamedTuple):
 
     @property
     def remembers(self) -> bool:
-        """Whether origins of a tile's rows are stored, since stages have the same voxels."""
+        """Whether origins of a tile's rows are stored, because stages have the same voxels."""
         return not self.matrix.folded and self.matrix.stages > 1 and self.depth == self.matrix.k[0]
 
     def shared_bytes(self, precision: Precision) -> int:
@@ -175,12 +175,12 @@ def tiles_of(problem: Lowering, images: int, tile: Vec3) -> Vec3:
 
 
 def is_flat(problem: Lowering) -> bool:
-    """Whether planes of all images form one row: each output plane depends on one input plane."""
+    """Return whether planes of all images form one row: each output plane depends on one input plane."""
     return problem.k[0] == 1 and problem.sliding.padding[0] == 0
 
 
 def applies(problem: Lowering, gpu: Gpu) -> bool:
-    """Whether this method computes `problem` on `gpu`."""
+    """Return whether this method computes `problem` on `gpu`."""
     plain = problem.sliding.stride == VALID.stride and problem.activation != "softmax"
     return plain and gpu.capability == CAPABILITY and plan_of(problem, 1, shared_of(gpu)) is not None
 
@@ -221,7 +221,7 @@ def _cuts(fin: int, fout: int, k: Vec3, precision: Precision, shared: int) -> tu
 
 
 def _grouped(plan: Plan, precision: Precision, shared: int) -> Plan | None:
-    """Return the plan with as many taps at once as fit, and rows being written; None if not one tap fits."""
+    """Return the plan with as many taps at once as fit, and as many rows staged; None if not one tap fits."""
     taps = WORDS[precision] * 2 * CHUNK * plan.maps * FLOAT16  # bytes of a tap, twice
     most = min(plan.taps, MOST_GROUP[precision], (shared - plan._replace(group=0).shared_bytes(precision)) // taps)
     if most < 1:
@@ -244,12 +244,12 @@ def _tile_cycles(plan: Plan, precision: Precision) -> float:
     products = plan.matrix.products * matrices * (3 if precision == "fp32" else 1) * plan.maps / 2
     pieces = plan.stages * plan.matrix.pieces * plan.region_rows
     rounds = plan.stages * -(-plan.taps // plan.group)
-    beside = MATRIX_CYCLES[precision] * matrices + ROUND_CYCLES[precision] * rounds
-    return products + beside + pieces * (FOLDED_CYCLES if folded else PIECE_CYCLES)[precision]
+    others = MATRIX_CYCLES[precision] * matrices + ROUND_CYCLES[precision] * rounds
+    return products + others + pieces * (FOLDED_CYCLES if folded else PIECE_CYCLES)[precision]
 
 
 def flops_of(problem: Lowering, images: int, shared: int) -> float:
-    """Return the flops that tensor cores could do in that time."""
+    """Return the flops that tensor cores could do in the time of the problem."""
     plan = plan_of(problem, images, shared)
     assert plan is not None, "a tile was found"
     return FLOPS_OF_CYCLE * -(-problem.fout // plan.maps) * cycles_of(plan, problem, images)

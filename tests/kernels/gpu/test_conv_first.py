@@ -291,7 +291,7 @@ def test_what_does_not_apply_says_why() -> None:
 @pytest.mark.parametrize(("precision", "units"), [("fp32", FLOAT), ("tf32", TENSOR), ("fp16", TENSOR)])
 def test_the_precision_says_which_units_compute(precision: Any, units: str) -> None:
     shape = replace(SHAPES[1], precision=precision)
-    assert {variant.word("units") for variant in FIRST.variants(shape, WITH_GPU)} == {units}
+    assert {variant.text("units") for variant in FIRST.variants(shape, WITH_GPU)} == {units}
 
 
 def test_blocks_sum_fewer_maps_where_images_are_small() -> None:
