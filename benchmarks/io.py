@@ -351,7 +351,7 @@ def command(
         }
         wanted = experiments or EXPERIMENTS
         for number, experiment in enumerate(wanted):
-            runs.budget = Budget(budget.left / 60 / (len(wanted) - number))  # what one leaves is the others'
+            runs.budget = Budget(budget.left / 60 / (len(wanted) - number))  # the others get what one leaves
             for row in made[experiment]:
                 figure = row.failure or f"{row.median:.3g} {row.unit} ({min(row.values):.3g} to {max(row.values):.3g})"
                 click.echo(f"{row.group:8} {row.case:52} {row.subject:24} {figure}"[:200])

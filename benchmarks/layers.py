@@ -42,12 +42,12 @@ from benchmarks.harness.results import Program, Result, Results, Row, device_of,
 from benchmarks.harness.timing import Budget, Clock, Entry, TorchClock, WallClock, interleave, repeats_of
 from znnpy.kernels.table import of_kind
 
-MOST_ERROR = {"fp32": 1e-5, "tf32": 2e-3, "fp16": 5e-3, "bf16": 2e-2}  # rms; beyond, a figure is void
+MOST_ERROR = {"fp32": 1e-5, "tf32": 2e-3, "fp16": 5e-3, "bf16": 2e-2}  # relative rms error; a figure beyond it is void
 ROUNDS = 6
-SHARES = 1.5  # times its even share of the time that is left, which a case may take
-FAR = 4.0  # times the fastest method's time: one variant and one round will do
-LEAST_METHODS = 2  # of a case, however little time there is
-FAILURES = (RuntimeError, MemoryError, znnpy.ZnnpyError)  # of one method; the others are measured
+SHARES = 1.5  # a case may take this many times its even share of the remaining time
+FAR = 4.0  # one variant and one round suffice for a method this many times slower than the fastest
+LEAST_METHODS = 2  # methods of a case that are measured however little time there is
+FAILURES = (RuntimeError, MemoryError, znnpy.ZnnpyError)  # failures of one method; the others are still measured
 SLOW_SECONDS = {"cpu": 4.0, "gpu": 0.2}
 KERNELS = (2, 3, 5, 7, 9)
 GPU_OUT = {2: 160, 3: 160, 5: 168, 7: 156, 9: 160}  # output voxels along an axis: whole tiles of FFTs of 16 and 32
@@ -114,7 +114,7 @@ class Bench:
         self, result: Result, place: Place, budget: Budget, only: Sequence[str], limits: dict[str, Any]
     ) -> None:
         self._result, self._place, self._budget, self._only = result, place, budget, only
-        self._limits = limits  # of the machine: bytes and operations per second
+        self._limits = limits  # limits of the machine: bytes and operations per second
 
     def measure(self, case: Case, seconds: float) -> list[Row]:
         """Measure every method on a case, in about so many seconds."""
@@ -124,7 +124,7 @@ class Bench:
         problem, small = Problem.of(case.shape, self._place), Problem.of(smaller(case.shape), self._place)
         row = partial(Row, case.group, case.name, unit="ns/voxel")
         rows: list[Row] = []
-        trials: dict[str, tuple[Any, float]] = {}  # of one variant of each method, on the smaller volume
+        trials: dict[str, tuple[Any, float]] = {}  # time of one variant of each method, on the smaller volume
         trying, choosing = Budget(seconds / 180), Budget(seconds / 90)  # a third of the time, and the second third
         for primitive in sorted(self._methods(case.shape), key=partial(self._effort, small)):
             if len(trials) >= LEAST_METHODS and not trying.left:
@@ -272,7 +272,7 @@ def _torch_entry(given: Problem, precision: str, layout: str, where: str, clock:
                 kept[0] = out
 
         clock.seconds(run)
-        if shape.pools:  # it leaves its maxima where they are, so there are no fragments to compare
+        if shape.pools:  # it does not move its maxima, so there are no fragments to compare
             return Entry(f"PyTorch {precision}, {layout}", run, clock), float("nan")
         error = given.error(lambda box: np.asarray(kept[0].permute(0, 2, 3, 4, 1)[box].float().cpu().numpy()))
         if not error <= MOST_ERROR[precision]:
@@ -418,7 +418,7 @@ def measure_all(
     precisions = (precision or ("tf32", "fp16", "fp32")) if gpu is not None else ("fp32",)
     wanted = [(case, p) for p in precisions for case in cases(place.device, p, place.threads, quick=quick)]
     order = [case.group for case, _ in wanted]
-    wanted.sort(key=lambda one: order.index(one[0].group))  # what matters most in every precision first
+    wanted.sort(key=lambda one: order.index(one[0].group))  # the most important cases in every precision come first
     wanted = [(case, p) for case, p in wanted if not groups or case.group in groups]
     named_cases = [replace(case, name=f"{case.name}, {p}") if gpu is not None else case for case, p in wanted]
     missing = [f"{case.group}: {case.name}" for case in named_cases]
@@ -439,7 +439,7 @@ def measure_all(
         if torch_sees_a_gpu():
             import torch
 
-            torch.cuda.empty_cache()  # of the peers, for the next case
+            torch.cuda.empty_cache()  # memory of the peers, for the next case
         if rows:
             show(rows)
             result.add(rows)

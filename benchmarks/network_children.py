@@ -17,11 +17,11 @@ from benchmarks.harness.isolate import Answer, Request
 from benchmarks.harness.timing import peak_bytes
 
 CORNER = 24  # output voxels along an axis that are compared between peers
-WARM_STEPS = 2  # that do not count in a steady state: buffers are pinned, the pipeline fills
+WARM_STEPS = 2  # steps that do not count in a steady state: buffers are pinned, the pipeline fills
 WARM_SECONDS = 20.0  # a first run that takes longer counts: memory that it touches weighs little
-SMALLER_IS_SLOWER = 0.97  # below so much of the best speed no smaller patch is tried
-TORCH_FLOPS = {  # per second, to tell beforehand what takes too long
-    "cpu": {"fp32": 4e10, "bf16": 4e10},  # of each thread
+SMALLER_IS_SLOWER = 0.97  # no smaller patch is tried below this share of the best speed
+TORCH_FLOPS = {  # operations per second, to predict which patches take too long
+    "cpu": {"fp32": 4e10, "bf16": 4e10},  # rate of each thread
     "cuda": {"fp32": 1.2e13, "tf32": 8e13, "fp16": 1.2e14, "bf16": 1.2e14},
 }
 
@@ -116,7 +116,7 @@ def run_torch(request: Request) -> Iterator[Answer]:
         if peers.operations(name, side) / rate > min(request["run_seconds"], end - time.perf_counter()):
             continue
         raw = noise((side + field_of_view(name) - 1,) * 3)
-        yield {"side": side, "failure": "it ended the process"}  # unless another line on this side follows
+        yield {"side": side, "failure": "it ended the process"}  # counts unless another line on this side follows
         try:
             out = net(raw)  # libraries choose their algorithms
             seconds: list[float] = []

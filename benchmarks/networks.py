@@ -36,14 +36,14 @@ CHILDREN = "benchmarks.network_children"
 GROUPS = ("networks", "columns", "disk", "modes", "gpus", "exactness")
 MODES = ("gpu", "gpu-host", "cpu-to-gpu", "side-by-side")
 LARGEST_SIDE = 1024
-MOST_DIFFERENCE = {"fp32": 1e-3, "tf32": 5e-2, "fp16": 5e-2, "bf16": 0.5}  # rms, relative; beyond, a figure is void
+MOST_DIFFERENCE = {"fp32": 1e-3, "tf32": 5e-2, "fp16": 5e-2, "bf16": 0.5}  # relative rms; a figure beyond it is void
 ORIGINAL: dict[
     str, dict[str, float]
 ] = {  # voxels/s: on the CPU its code of 2016 on 2 Zen 5 cores; on a GPU Table V, a Titan X and 72 cores
     "cpu": {"n337": 30_804, "n537": 7_908, "n726": 23_883, "n926": 12_497},
     "gpu": {"n337": 1.06e6, "n537": 0.33e6, "n726": 0.47e6, "n926": 0.375e6},
 }
-SPARE_SECONDS = 60.0  # of a process beside what is predicted: imports, planning, kernels
+SPARE_SECONDS = 60.0  # time of a process besides its runs: imports, planning, compiling kernels
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ class Bench:
             if outcome.failure is None:
                 break
             reached = outcome.answers[-1]["side"] if outcome.answers else 0
-            todo = [side for side in todo if side < reached]  # what killed the process is not tried again
+            todo = [side for side in todo if side < reached]  # sides that killed the process are not tried again
             seconds -= outcome.seconds
         if not best:
             return row(failure=failure)

@@ -39,11 +39,11 @@ from benchmarks.planner_runs import PLANNING_SECONDS, Facts, Planner, Point, tol
 from benchmarks.planner_tables import TABLES, headline
 
 EXPERIMENTS = ("first", "time", "predict", "regret", "memory")
-STATES = ("assumed", "calibrated", "measured")  # what the costs come from
-GIVE_UP = 3.0  # times as long as the pick: such a rival is not run
-BESIDE = 3  # rivals that take turns with the pick
-LIMITS_MIB = {"cpu": (400, 3072), "gpu": (3072, 32768)}  # of random limits
-SIDES = {"cpu": (90, 260), "gpu": (220, 600)}  # of random volumes
+STATES = ("assumed", "calibrated", "measured")  # origins of the costs
+GIVE_UP = 3.0  # a rival predicted to take this many times as long as the pick is not run
+BESIDE = 3  # rivals measured in the same rounds as the pick
+LIMITS_MIB = {"cpu": (400, 3072), "gpu": (3072, 32768)}  # range of random limits
+SIDES = {"cpu": (90, 260), "gpu": (220, 600)}  # range of sides of random volumes
 PREDICTED = {
     "cpu": [
         *(Point(name, 520, limit, "predicted against measured speed")
@@ -285,7 +285,7 @@ def command(device: str, minutes: float, quick: bool, out: Path | None, against:
             raise click.ClickException(f"`znnpy measure` failed: {why}")
         made = _experiments(planner, quick=quick, against=against, **words)
         for number, name in enumerate(experiments):
-            planner.budget = Budget(budget.left / 60 / (len(experiments) - number))  # what one leaves is the others'
+            planner.budget = Budget(budget.left / 60 / (len(experiments) - number))  # the others get what one leaves
             rows = made[name]
             for row in rows:
                 figure = row.failure or f"{row.median:.3g} {row.unit} ({min(row.values):.3g} to {max(row.values):.3g})"

@@ -26,8 +26,8 @@ from benchmarks.harness.timing import Budget, LowestFree, peak_bytes
 from benchmarks.io_runs import Nowhere
 
 PLANNING_SECONDS = 300.0  # limit of one plan
-LATE = 20.0  # limit of a run: so many times as long as predicted, and a minute
-STAGES = ("preparing", "computing", "waiting")  # what a plan predicts
+LATE = 20.0  # limit of a run: this many times the prediction, and a minute
+STAGES = ("preparing", "computing", "waiting")  # times that a plan predicts
 
 Facts = dict[str, Any]
 

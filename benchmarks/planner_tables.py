@@ -9,7 +9,7 @@ from statistics import median
 from benchmarks.harness import markdown
 from benchmarks.harness.results import Result, Results, Row
 
-MARGIN = 0.03  # by which a rival has to be faster, in every round, to beat the pick
+MARGIN = 0.03  # a rival beats the pick if it is faster by more than this share, in every round
 COMMAND = "planner [--device gpu]"
 
 

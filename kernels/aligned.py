@@ -20,25 +20,25 @@ TOUCHED = 2**28  # bytes, a multiple of PAGE; takes a quarter of a second on a s
 
 def aligned_bytes(nbytes: int) -> Bytes:
     """Return (nbytes,) uint8 aligned to ALIGNMENT; its pages are touched when first written."""
-    room = np.empty(nbytes + ALIGNMENT, np.uint8)
-    start = -room.ctypes.data % ALIGNMENT
-    return room[start : start + nbytes]
+    buffer = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -buffer.ctypes.data % ALIGNMENT
+    return buffer[start : start + nbytes]
 
 
-def touch(block: Bytes, hands: ThreadPool, told: Callable[[int], None] | None = None) -> None:
+def touch(block: Bytes, pool: ThreadPool, progress: Callable[[int], None] | None = None) -> None:
     """Write to every page of a block without changing its values, so that the system commits the memory.
 
     All threads share the work: committing is slow, most of all on a virtual machine, which has to ask its host for the
     memory. Ctrl-C is handled after each TOUCHED bytes.
 
-    told  called after each TOUCHED bytes with the number of bytes touched since the last call.
+    progress  called after each TOUCHED bytes with the number of bytes touched since the last call.
     """
     for start in range(0, block.size, TOUCHED):
         part = block[start : start + TOUCHED]
         pages = part[::PAGE]
-        hands.each(partial(_write, pages), pages.size)
-        if told is not None:
-            told(part.size)
+        pool.each(partial(_write, pages), pages.size)
+        if progress is not None:
+            progress(part.size)
 
 
 def _write(pages: Bytes, lo: int, hi: int, worker: int) -> None:

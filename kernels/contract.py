@@ -65,7 +65,7 @@ ALIGNMENT = 64  # bytes, for scratch and tensors in the arena: one cache line, o
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Choices for the search inside a primitive: tile size, blocking, splits. Pure data, e.g. tile=(16, 16, 16)."""
+    """Settings inside a primitive that the planner may choose, such as tile=(16, 16, 16): pure data."""
 
     parameters: tuple[tuple[str, int | str | tuple[int, int, int]], ...] = ()
 
@@ -85,10 +85,10 @@ class Variant:
             raise TypeError(f"{name} is {value}, not a size")
         return value
 
-    def word(self, name: str) -> str:
+    def text(self, name: str) -> str:
         value = self._value(name)
         if not isinstance(value, str):
-            raise TypeError(f"{name} is {value}, not a word")
+            raise TypeError(f"{name} is {value}, not a text")
         return value
 
     def _value(self, name: str) -> int | str | Vec3:
@@ -122,14 +122,14 @@ class Footprint:
     """
 
     resident: int = 0  # kept between patches: weights, transformed weights
-    host: int = 0  # on a GPU: kept between patches in pinned host memory
+    host: int = 0  # bytes kept between patches in pinned host memory (GPU only)
     input_until: int = 0
     output_from: int = 0
     stages: int = 1
     scratch: tuple[Scratch, ...] = ()
     reads_carried: bool = False  # its steps are `CarryingStep`s
-    reads_peak: bool = False  # on a GPU: its steps need an upper bound of |x|
-    raises_peak: bool = False  # on a GPU: its steps compute the largest |out| themselves
+    reads_peak: bool = False  # its steps need an upper bound of |x| (GPU only)
+    raises_peak: bool = False  # its steps compute the largest |out| themselves (GPU only)
     # Memory that libraries (FFTW, BLAS, numpy) allocate themselves while it runs or while weights are prepared.
     allowance: int = 0
 
@@ -174,7 +174,7 @@ class CarryingStep(Protocol):
     """A step that reads the first planes of its input from a column's carry buffer, so that nothing is copied."""
 
     def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes], before: Array | None = None) -> None:
-        """Compute the layer as `Step.run` does, on the planes of `before` followed along z by those of `x`.
+        """Compute the layer as `Step.run` does; along z the input is the planes of `before`, followed by those of `x`.
 
         before  (S, carried, y, x, f) float32; not modified; strides as for `x`. None: all planes are in `x`.
         x       (S, n_z - carried, y, x, f).

@@ -1,8 +1,8 @@
-"""Definitions of all layers in plain, slow float64 numpy: the reference for every primitive.
+"""Define all layers in plain, slow float64 numpy: the reference for every primitive.
 
-There are two ways to the dense result that share only the definitions of a layer: `dense_by_fragments` runs the layers
-on the whole input with max-pooling fragments and puts the fragments back in place; `dense_by_sliding` crops the field
-of view at each position and runs the plain, strided network on it, which is the definition of "dense".
+Two functions compute the dense result; they share only the definitions of the layers. `dense_by_fragments` runs the
+layers on the whole input with max-pooling fragments and puts the fragments back in place. `dense_by_sliding` crops the
+field of view at each position and runs the plain, strided network on it, which is the definition of "dense".
 
 Arrays are (S, z, y, x, f), channels last; the input is already normalised.
 """

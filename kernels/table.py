@@ -1,4 +1,4 @@
-"""Every primitive znnpy knows, in one table. To add one: write it, test it, add a row."""
+"""The table of all primitives. To add one: write it, test it, add a row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The threads of the process: shared by all runs, with single-threaded BLAS and FFTW, and a stop flag per run.
+"""Thread pools: all runs of a process share its threads, with single-threaded BLAS and FFTW, and a stop flag per run.
 
 Sharing  Thread pools that are open at the same time (several calls of infer or of a network, from threads of the
          caller) share the process's worker threads, which serve them in turn, chunk by chunk. There are as many worker
@@ -30,7 +30,7 @@ from znnpy.errors import Stopped, ThreadError
 CHUNKS_PER_THREAD = (
     4  # per thread: while one thread is held up by the system, the others wait for at most a quarter of its part
 )
-# With 16 threads 64 chunks took 2.3 ms to hand out, however small (`host_ram_runs-nvidia-h200-2026-11-22.json`).
+# With 16 threads it took 2.3 ms to distribute 64 chunks of any size (`host_ram_runs-nvidia-h200-2026-11-22.json`).
 MIN_CHUNK_BYTES = 2**21
 POLL_SECONDS = 0.1  # interval at which a waiting thread checks the stop flag
 
@@ -38,11 +38,11 @@ Piece = Callable[[int, int, int], None]
 
 
 class _OneBlasThread:
-    """Limit BLAS to one thread per call while any pool of the process is open; restore the old limit after the last.
+    """Limits BLAS to one thread per call while any pool of the process is open, and then restores the old limit.
 
-    The setting belongs to the process, so overlapping pools must not each restore what they found. OpenMP is left
-    alone: its setting belongs to the thread that makes it, and the last pool may close in another thread than the one
-    that opened the first, which would then stay limited for ever.
+    The limit belongs to the process, so overlapping pools must not each restore the limit that they found. The limit of
+    OpenMP is not changed: it belongs to a thread, and the last pool may close in another thread than the one that
+    opened the first, which would then stay limited for ever.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class _Job:
     workers: list[int]  # unused worker numbers, a heap
     left: int  # chunks that have not ended
     ended: threading.Event = field(default_factory=threading.Event)
-    errors: list[tuple[int, BaseException]] = field(default_factory=list)  # with the first index of the chunk
+    errors: list[tuple[int, BaseException]] = field(default_factory=list)  # errors with the first index of the chunk
 
 
 class _SharedThreads:
@@ -93,7 +93,7 @@ class _SharedThreads:
                     name = f"znnpy-pool-{len(self._threads)}"
                     # A daemon thread: a pool that was never closed must not keep the process alive.
                     thread = threading.Thread(target=self._work, name=name, daemon=True)
-                    thread.start()  # it blocks on the lock until it is in the list
+                    thread.start()  # the thread blocks on the lock until it is in the list
                     self._threads.append(thread)
                 return
             except RuntimeError as error:
@@ -136,7 +136,7 @@ class _SharedThreads:
             job, worker, (lo, hi) = taken
             try:
                 job.piece(lo, hi, worker)
-            except BaseException as error:  # whatever it is, `ThreadPool.each` raises it in the waiting thread
+            except BaseException as error:  # `ThreadPool.each` raises it in the waiting thread
                 job.errors.append((lo, error))
             with self._lock:
                 heappush(job.workers, worker)
@@ -157,7 +157,7 @@ class _SharedThreads:
                         self._jobs.remove(job)
                         chunk, worker = job.todo.popleft(), heappop(job.workers)
                         if job.todo:
-                            self._jobs.append(job)  # at the back of the queue: pools take turns
+                            self._jobs.append(job)  # the job goes to the back of the queue: pools take turns
                         return job, worker, chunk
                 self._lock.wait()
 
@@ -167,7 +167,7 @@ _shared_threads = _SharedThreads()
 
 
 def _after_fork() -> None:
-    """Replace the state in a child of fork, which has none of its parent's threads and locks in an arbitrary state."""
+    """Replace the state in a child of fork, which has no threads of its parent, and locks in an arbitrary state."""
     global _one_blas_thread, _shared_threads
     _one_blas_thread, _shared_threads = _OneBlasThread(), _SharedThreads()
 
@@ -216,7 +216,7 @@ class ThreadPool:
     def each(self, piece: Piece, count: int, *, least: int = 1) -> None:
         """Call `piece(lo, hi, worker)` for chunks of `range(count)` and wait for all of them.
 
-        least  smallest chunk worth handing out (`min_chunk`).
+        least  smallest chunk that is worth the cost of starting it (`min_chunk`).
 
         Calls with the same `worker`, 0 <= worker < threads and < count, never overlap in time, so data per worker needs
         no lock. If chunks raise, the exception of the one with the lowest index is raised after all chunks have ended;
@@ -259,7 +259,7 @@ class ThreadPool:
 
 
 def min_chunk(nbytes: int, count: int) -> int:
-    """Return how many of `count` items, `nbytes` in total, to put at least in one chunk if they are only copied."""
+    """Return the least number of items for one chunk, if `count` items of `nbytes` in total are only copied."""
     return max(1, -(-MIN_CHUNK_BYTES * count // max(1, nbytes)))
 
 

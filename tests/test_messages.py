@@ -60,7 +60,7 @@ NAMED_THERE = {
     "cli.py",
     "plot_commands.py",
     "command_options.py",
-    "doors.py",
+    "command_runtime.py",
     "messages.py",
 }  # modules of the command line
 COMPILERS = {"kernel_source.py"}  # options of CUDA's compiler

@@ -129,7 +129,7 @@ def test_large_layers_are_checked_on_fewer_images_or_skipped_with_a_note(
     check_plan(only, MIXED, site(), lambda progress: None)
     assert [shape.batch for shape in seen] == [1]
     monkeypatch.setattr(OpenTarget, "room", lambda self, limits: one - 1)
-    with pytest.raises(VerifyError, match=r"to be checked, and there are .*: plan within less memory"):
+    with pytest.raises(VerifyError, match=r"to be checked, and .* are free: plan within less memory"):
         check_plan(only, MIXED, site(), lambda progress: None)
 
 

@@ -1,4 +1,4 @@
-"""`python -m znnpy` is `znnpy`. A signal is answered from the first line on, before anything else is loaded."""
+"""Run the command line as `python -m znnpy`. Signals are handled from the first line on, before anything is loaded."""
 
 import os
 

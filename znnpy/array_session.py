@@ -1,4 +1,4 @@
-"""A network, planned and prepared once for arrays of one shape, and run on any number of them."""
+"""A session that plans and prepares a network once, and runs it on any number of arrays of one shape."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ class _Result:
         self.array[(slice(None), *box.slices)] = voxels
 
     def finish_column(self, index: int) -> None:
-        """Nothing to record: what is in memory ends with the process."""
+        """Do nothing: an output in memory needs no record of what is finished."""
 
 
 class ArraySession:
     """Runs one network on arrays of one shape. `TrainedNetwork.session` makes it; a context manager.
 
     Entering makes the plan, prepares the weights and takes the memory; leaving gives it back. Any thread may call it:
-    calls from several threads take turns, and each uses all threads of the plan. After a call that raised an error, the
-    next call works as if it had not been, unless the plan is for a GPU: then the session has ended.
+    calls from several threads run one after the other, and each uses all threads of the plan. A call that raises an
+    error does not affect the next one, unless the plan is for a GPU: then the session has ended.
 
-    Where the GPU refuses memory that the plan was promised, a plan that needs less is made and the call runs again.
+    If the GPU refuses memory that the plan needs, a plan that needs less is made, and the call runs again.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class ArraySession:
             voxel = np.zeros((), dtype)
         except TypeError:
             raise ValueError(f"dtype is a type that numpy knows, such as 'uint8', not {excerpt(repr(dtype))}") from None
-        like = ArrayVolume(np.broadcast_to(voxel, shape))  # of that shape, in the memory of one voxel
+        like = ArrayVolume(np.broadcast_to(voxel, shape))  # an array of that shape in the memory of one voxel
         self._like, self._source = like, self._source_of(like)
         self._turn = threading.Lock()
         self._open, self._prepared = ExitStack(), ExitStack()  # the devices; what is prepared on them
@@ -94,11 +94,11 @@ class ArraySession:
         self._plan: Plan | None = None
         self._sessions: Sessions = {}
         self._ended = False
-        self._looked = False  # at the grey values of an array
+        self._looked = False  # whether grey values of an array were sampled
 
     @property
     def plan(self) -> Plan:
-        """The plan by which arrays are computed; ValueError outside of the `with` block."""
+        """Plan of the session; ValueError outside of the `with` block."""
         return self._running()[1]
 
     @property
@@ -148,10 +148,10 @@ class ArraySession:
         """Return the dense prediction of one array.
 
         array     of the session's shape, any integer or float dtype with at most as many bytes a voxel as its dtype.
-        out       where the prediction goes: float32 of `output_shape`, strides of any order, its elements apart;
-                  None: a new array.
+        out       array for the prediction: float32 of `output_shape`, strides of any order, no two elements in the same
+                  place; None: a new array.
         progress  called with an Event in the calling thread: before the first patch, after each one, and while the last
-                  ones are written; what it raises ends the call.
+                  ones are written; an exception that it raises ends the call.
 
         Returns `out`, or the new array.
 
@@ -171,7 +171,7 @@ class ArraySession:
         if out is not None and (why := why_unwritable(out)):
             raise ShapeError(f"`out` {why}")
         if out is not None and np.may_share_memory(array, out):
-            raise ShapeError("`out` shares memory with the array, which is read meanwhile; give memory of its own")
+            raise ShapeError("`out` shares memory with the array, which is read meanwhile; give separate memory")
         with self._turn:
             target, plan = self._running()
             self._look_once(volume)
@@ -189,11 +189,11 @@ class ArraySession:
         return result.array
 
     def _compute(self, source: Source, result: _Result, progress: Callable[[pipeline.Event], None] | None) -> None:
-        """Run the plan on one array; an error ends the session where the plan is for a GPU."""
+        """Run the plan on one array; an error ends the session if the plan is for a GPU."""
         _, plan = self._running()
         for session in self._sessions.values():
             session.crew.resume()
-        self._ended = plan.device == "gpu"  # until the run has ended well
+        self._ended = plan.device == "gpu"  # stays so until the run has ended well
         timings = pipeline.run_workers(workers_of(plan, self._sessions, self._network), source, result, progress)
         self._ended = any(worker.lost for worker in timings.workers)
 
@@ -208,12 +208,12 @@ class ArraySession:
         self._plan, self._sessions, self._ended = plan, sessions, False
 
     def _forget(self) -> None:
-        """Give back what was prepared."""
+        """Release all that was prepared."""
         self._plan, self._sessions = None, {}
         self._prepared.close()
 
     def _leaner(self, target: OpenTarget, plan: Plan, refused: VramError) -> Plan:
-        """Return a plan within what the GPU has now; VramError where one was given, or where nothing fits."""
+        """Return a plan that fits the GPU's free memory; VramError if the user gave a plan, or if none fits."""
         if self._given is not None:
             raise refused
         try:
@@ -223,7 +223,7 @@ class ArraySession:
 
     @property
     def _work(self) -> Work:
-        """What is to be computed; the memory of a prediction counted."""
+        """Description of the work to plan for, including the memory of a prediction."""
         held = FLOAT32 * prod(self.output_shape)
         return Work(self._network, self._source.output, self._like.dtype.itemsize, FLOAT32, held_bytes=held)
 
@@ -234,7 +234,7 @@ class ArraySession:
                 _log.warning("%s", doubt)
 
     def _running(self) -> tuple[OpenTarget, Plan]:
-        """Return what is open, and the plan that runs on it; ValueError where the session has ended."""
+        """Return the open target and the plan that runs on it; ValueError if the session has ended."""
         if self._ended:
             raise ValueError("the session ended with an error on the GPU; open another")
         if self._target is None or self._plan is None:

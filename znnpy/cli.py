@@ -1,7 +1,8 @@
-"""The command line: words in, exit codes out. Everything else is a function of another room.
+"""The commands: each checks its options, calls a function of another module and prints the result.
 
 Exit codes: 0 done · 1 an expected error, one sentence on stderr · 2 usage · 130 Ctrl-C · 143 SIGTERM.
-Loads no numpy: a resumed run first asks BLAS for the kernels it began with, and BLAS chooses them when numpy is loaded.
+This module loads no numpy: a resumed run must first request the BLAS kernels that it began with, and BLAS chooses its
+kernels when numpy is loaded.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import click
 
 import znnpy
 from znnpy.command_options import command_of, json_option
-from znnpy.doors import Door, Doors, Resumable, print_json, print_lines, print_table, quiet
+from znnpy.command_runtime import Command, CommandGroup, ResumableCommand, print_json, print_lines, print_table, quiet
 from znnpy.errors import OutputError, ResumeError, ZnnpyError
 from znnpy.files import Inputs, regular_file, write_asked
 from znnpy.formats.networks import read_network
@@ -29,7 +30,7 @@ from znnpy.shapes import text
 from znnpy.stopping import working
 from znnpy.volume.journal import default_output, journal_path, read_header
 
-FIXED_BY_PLAN = ("ram", "threads", "patch", "only", "cover", "vram", "precision", "costs")  # by the plan of a run
+FIXED_BY_PLAN = ("ram", "threads", "patch", "only", "cover", "vram", "precision", "costs")  # options that a plan fixes
 
 _X86 = (
     "Atom Barcelona Bobcat Bulldozer Cooperlake Core2 Dunnington Excavator Haswell Nano Nehalem Opteron Opteron_SSE3 "
@@ -39,10 +40,10 @@ _ARM = (
     "a64fx armv8 armv8sve armv9sme cortexa53 cortexa55 cortexa57 cortexa72 cortexa73 emag8180 falkor neoversen1 "
     "neoversen2 neoversev1 thunderx thunderx2t99 thunderx3t110 tsv110 vortex vortexm4"
 )
-OPENBLAS_KERNELS = frozenset(_X86.split() + _ARM.split())  # what OPENBLAS_CORETYPE may name
+OPENBLAS_KERNELS = frozenset(_X86.split() + _ARM.split())  # legal values of OPENBLAS_CORETYPE
 
 
-@click.group(cls=Doors, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(znnpy.__version__, package_name="znnpy")
 def main() -> None:
     """Run a trained 3D convolutional network over every position of a volume: exact, within memory, fast."""
@@ -59,11 +60,11 @@ class PlanCommand(PlanOptions):
     out: Path | None = option(None, "write the plan here, for `znnpy infer --plan`", "new path")
     plot: Path | None = option(None, "draw throughput against memory here, NAME.png", "new path")
     overwrite: bool = option(False, "replace the files given as --out and --plot", "flag")
-    why: bool = option(False, "name every primitive for every layer, its time, and why it is not taken", "flag")
+    why: bool = option(False, "list every primitive for every layer, with its time and why it was not chosen", "flag")
     as_json: bool = option(False, "print one JSON document")
 
 
-@command_of(main, PlanCommand, Door)
+@command_of(main, PlanCommand, Command)
 def plan(asked: PlanCommand) -> None:
     """Choose columns or patches, their size and primitives for NETWORK, and say why.
 
@@ -121,10 +122,10 @@ def plan(asked: PlanCommand) -> None:
     if asked.as_json:
         predicted = {"seconds": chosen.seconds, "voxels_per_second": chosen.voxels_per_second}
         promised = {"peak_bytes": chosen.memory.peak, "vram_bytes": chosen.memory.vram}
-        told = {"notes": notes, "why_not": [row.as_json() for row in rows]}
+        messages = {"notes": notes, "why_not": [row.as_json() for row in rows]}
         if plot is not None:
-            told["curves"] = [point.as_json() for point in sorted(found, key=in_order)]
-        print_json({**predicted, **promised, **told, "plan": json.loads(chosen.to_json())})
+            messages["curves"] = [point.as_json() for point in sorted(found, key=in_order)]
+        print_json({**predicted, **promised, **messages, "plan": json.loads(chosen.to_json())})
     else:
         machine = machine_of(chosen, machine_file)
         print_table(plan_renderable(chosen, file.network, machine))
@@ -139,17 +140,17 @@ def plan(asked: PlanCommand) -> None:
 def _check_what_runs(asked: PlanOptions) -> bool:
     """Return whether layers run before there is a plan; UsageError for conflicting options."""
     if asked.costs is not None and asked.machine is not None:
-        raise click.UsageError("--machine names a file that holds the costs of that machine: leave --costs out")
+        raise click.UsageError("--machine names a file that holds the costs of that machine: omit --costs")
     runs = asked.rigor != "estimate" or asked.paranoid
     if runs and asked.machine is not None:
-        raise click.UsageError("layers run on the machine that is here: leave out --rigor and --paranoid, or --machine")
+        raise click.UsageError("--rigor and --paranoid run layers on this machine: omit them, or omit --machine")
     if asked.time_limit is not None and asked.rigor == "estimate":
-        raise click.UsageError("--time-limit is for layers that are timed: give --rigor measure or exhaustive")
+        raise click.UsageError("--time-limit limits how long layers are timed: give --rigor measure or exhaustive")
     return runs
 
 
 def _files_of_volume(asked: PlanOptions) -> Collection[Path]:
-    """Return every file that the voxels lie in; VolumeError where the volume cannot be read."""
+    """Return every file that holds voxels; VolumeError if the volume cannot be read."""
     if asked.volume is None:
         return ()
     from znnpy.volume.base import Absent
@@ -160,7 +161,7 @@ def _files_of_volume(asked: PlanOptions) -> Collection[Path]:
 
 
 def _picture_file(path: Path, overwrite: bool, inputs: Inputs) -> Path:
-    """Where to write a plot; OutputError when it may not be written there, MissingExtraError without matplotlib."""
+    """Return the path of a plot; OutputError if it may not be written there, MissingExtraError without matplotlib."""
     from znnpy.plots.figures import require_matplotlib
 
     if path.suffix.lower() != ".png":
@@ -176,23 +177,23 @@ class InferCommand(InferOptions):
     as_json: bool = option(False, "print one JSON document")
 
 
-@command_of(main, InferCommand, Resumable)
+@command_of(main, InferCommand, ResumableCommand)
 def infer(asked: InferCommand) -> None:
     """Predict every position of VOLUME."""
     volume, out = asked.volume, asked.out
     assert isinstance(volume, Path)
     assert out is None or isinstance(out, Path)
     if asked.overwrite and asked.resume:
-        raise click.UsageError("--overwrite starts again and --resume goes on: give one of them")
+        raise click.UsageError("--overwrite starts again and --resume continues: give one of them")
     fixed = {name: bool(getattr(asked, name)) for name in FIXED_BY_PLAN}
     others = {"no-depth-first": not asked.depth_first, "device": asked.device != "auto", "mode": asked.mode != "auto"}
     for name, is_given in {**fixed, **others}.items():
         if asked.plan is not None and is_given:
-            raise click.UsageError(f"--{name} is fixed by the plan: leave it out, or leave --plan out")
+            raise click.UsageError(f"--{name} is fixed by the plan: omit it, or omit --plan")
     if out is None and not volume.name:
-        raise click.UsageError(f"{str(volume)!r} has no name to make the output's of: give --out")
+        raise click.UsageError(f"cannot derive an output name from {str(volume)!r}: give --out")
     if asked.resume:
-        _ask_for_same_kernels(out or default_output(volume, read_network(asked.network).network.name))
+        _request_same_kernels(out or default_output(volume, read_network(asked.network).network.name))
     _check_primitives(asked)
     import znnpy.inference
     from znnpy.progress import show
@@ -213,17 +214,17 @@ class MeasureCommand(MeasureOptions):
     as_json: bool = option(False, "print one JSON document")
 
 
-@command_of(main, MeasureCommand, Door)
+@command_of(main, MeasureCommand, Command)
 def measure(asked: MeasureCommand) -> None:
     """Measure how fast this machine is.
 
-    Plans that are made from then on count with it. With NETWORK, a file or the name of one that ships, the layers of
-    its best plans are measured too.
+    Later plans use the measured speeds. If NETWORK is given (a file, or the name of a network that ships with znnpy),
+    the layers of its best plans are measured too.
     """
     if asked.overwrite and asked.export is None and asked.out is None:
         raise click.UsageError("--overwrite replaces the files given as --export and --out: give one of them too")
     if asked.device == "gpu" and asked.threads is not None:
-        raise click.UsageError("--threads are for the processor, and layers on a GPU do not use them: drop them")
+        raise click.UsageError("--threads applies to the CPU, and layers on a GPU do not use it: omit it")
     file = None if asked.network is None else read_network(asked.network)
     read = {} if file is None else {"network": file.path, "weights": file.weights}
     export, out = (
@@ -253,14 +254,14 @@ class VerifyCommand(VerifyOptions):
     as_json: bool = option(False, "print one JSON document")
 
 
-@command_of(main, VerifyCommand, Door)
+@command_of(main, VerifyCommand, Command)
 def verify(asked: VerifyCommand) -> None:
     """Check OUTPUT, predicted from VOLUME, against the definition.
 
-    Recomputes sampled voxels by literally sliding the window, in float64, and prints the worst error.
+    Recomputes sampled voxels in float64 by sliding the window over the volume, and prints the worst error.
     """
     if asked.precision is not None and asked.tolerance is not None:
-        raise click.UsageError("--precision stands for a tolerance: give one of --precision and --tolerance")
+        raise click.UsageError("--precision implies a tolerance: give one of --precision and --tolerance")
     from znnpy.verify import verify_as_asked
 
     report = verify_as_asked(asked)
@@ -277,11 +278,11 @@ class DemoCommand(DemoOptions):
     as_json: bool = option(False, "print one JSON document")
 
 
-@command_of(main, DemoCommand, Door)
+@command_of(main, DemoCommand, Command)
 def demo(asked: DemoCommand) -> None:
     """Predict a synthetic volume and save a picture.
 
-    Writes the volume, its true membranes, and what the network that ships makes of it.
+    Writes the volume, its true membranes, and the prediction of the network that ships with znnpy.
     """
     from znnpy.demo import run
     from znnpy.progress import show
@@ -295,12 +296,12 @@ def demo(asked: DemoCommand) -> None:
         print_lines(done.lines())
 
 
-@main.command(cls=Door)
+@main.command(cls=Command)
 @json_option
 def primitives(as_json: bool) -> None:
-    """List the ways to compute a layer.
+    """List the methods that compute a layer.
 
-    Says of each when it is the one to take and where it comes from.
+    Says when each is the best choice, and where it was published.
     """
     from znnpy.kernels.table import IN_HOST_RAM, TABLE
     from znnpy.primitive_list import primitives_table, why_not_here
@@ -319,7 +320,7 @@ def primitives(as_json: bool) -> None:
 
 
 def _check_primitives(asked: PlanningOptions) -> None:
-    """Raise UsageError for names of no primitive, and for names and limits of a device that is not asked for."""
+    """Raise UsageError for unknown primitives, and for primitives and limits of a device that is not used."""
     from znnpy.kernels.table import IN_HOST_RAM, TABLE, find
     from znnpy.run.asked import devices_asked
 
@@ -334,10 +335,11 @@ def _check_primitives(asked: PlanningOptions) -> None:
         raise click.UsageError(str(error)) from None
 
 
-def _ask_for_same_kernels(out: Path) -> None:
+def _request_same_kernels(out: Path) -> None:
     """Make BLAS run the kernels that the run to be resumed began with: they decide the last bits of its output.
 
-    On another processor nothing is asked for, as kernels it cannot run would kill the process: the run refuses instead.
+    On another processor none are requested, since kernels that it cannot run would kill the process; the run is refused
+    later.
     """
     try:
         header = read_header(out)

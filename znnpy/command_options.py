@@ -62,7 +62,7 @@ def _size(value: str) -> int:
 
 
 def _number(value: str) -> int | float:
-    """Read a number, whole ones exactly; NaN and infinity too."""
+    """Read a number, also NaN or infinity; whole numbers are exact."""
     try:
         return int(value) if re.fullmatch(r"\s*[+-]?\d{1,20}\s*", value) else float(value)
     except ValueError:
@@ -135,9 +135,9 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 
 
 def command_of(
-    group: click.Group, kind: type[Asked], door: type[click.Command]
+    group: click.Group, kind: type[Asked], command_class: type[click.Command]
 ) -> Callable[[Callable[[Asked], None]], click.Command]:
-    """Make a command of a function that takes one object of options."""
+    """Turn a function that takes one object of options into a command of `group`."""
 
     def add(run: Callable[[Asked], None]) -> click.Command:
         def callback(**values: Any) -> None:
@@ -151,7 +151,7 @@ def command_of(
         )
         parameters += [click.Option([f"--{name}"], is_flag=True, help=help) for name, help in loud]
         parameters.append(click.Option(["--json", "as_json"], is_flag=True, help="Print one JSON document on stdout."))
-        made = door(name=run.__name__, callback=callback, params=parameters, help=run.__doc__)
+        made = command_class(name=run.__name__, callback=callback, params=parameters, help=run.__doc__)
         group.add_command(made)
         return made
 
@@ -159,7 +159,7 @@ def command_of(
 
 
 def _parameter(of: Field[Any]) -> click.Parameter:
-    """Return an option as the command line has it."""
+    """Return the command line's form of an option."""
     what = about(of)
     if of.default is MISSING:
         return click.Argument([of.name], type=_type(what))
@@ -192,10 +192,10 @@ def _type(what: Option) -> ParamType:
 
 
 def _help(what: Option) -> str:
-    """Return the help as a sentence, and in brackets what holds if the option is not given.
+    """Return the help as a sentence, followed by the default in brackets.
 
     Help that begins with a value and a colon keeps its case.
     """
     unset = f" [default: {what.unset}]" if what.unset else ""
-    begun = what.help if re.match(r"\w+:", what.help) else what.help[0].upper() + what.help[1:]
-    return f"{begun}{unset}." if not begun.endswith(".") else begun
+    sentence = what.help if re.match(r"\w+:", what.help) else what.help[0].upper() + what.help[1:]
+    return f"{sentence}{unset}." if not sentence.endswith(".") else sentence

@@ -54,7 +54,7 @@ SALT_TISSUE, SALT_MOTTLE, SALT_NOISE = 0, 1, 2  # keep the random streams of one
 class Slab:
     """Some planes of the synthetic volume. Both arrays are (planes, y, x)."""
 
-    z: int  # of its first plane
+    z: int  # z of its first plane
     raw: Greys  # grey values
     truth: Greys  # 1 where a 6-neighbour belongs to another cell, else 0: what the shipped network was trained on
 
@@ -67,7 +67,7 @@ class Demo:
     truth: Path
     prediction: Path
     picture: Path
-    roc_auc: float  # of the prediction, against the generator's membranes
+    roc_auc: float  # ROC area of the prediction, against the generator's membranes
     report: Report
 
     def lines(self) -> list[str]:
@@ -122,10 +122,10 @@ def run(
     with h5py.File(volume) as v, h5py.File(truth) as t, h5py.File(prediction) as p:
         raw, membranes, probability = v["raw"], t["truth"], p["prediction"]
         lo = [int(at) for at in probability.attrs["offset"]]
-        seen = tuple(slice(at, at + n) for at, n in zip(lo, probability.shape, strict=True))
-        auc = roc_auc(membranes[seen] > 0, probability[()])
+        covered = tuple(slice(at, at + n) for at, n in zip(lo, probability.shape, strict=True))
+        auc = roc_auc(membranes[covered] > 0, probability[()])
         z = probability.shape[0] // 2
-        drawn = draw(raw[(lo[0] + z, *seen[1:])], probability[z], membranes[(lo[0] + z, *seen[1:])])
+        drawn = draw(raw[(lo[0] + z, *covered[1:])], probability[z], membranes[(lo[0] + z, *covered[1:])])
     saved = io.BytesIO()
     drawn.save(saved, "PNG")
     write_asked(picture, saved.getvalue(), "folder", overwrite=overwrite)

@@ -15,8 +15,8 @@ ZnnpyError
 ├── ThreadError          the system refuses to start a thread (also a RuntimeError)
 └── MissingExtraError    an optional package is needed for this (also an ImportError)
 
-Each message says in one sentence what happened, with numbers, and in one what to do. Inner code raises the cause; a
-caller that knows more (which layer, which patch) adds it with `with_context`.
+Each message says what happened, with numbers, and what to do. Inner code raises the cause; a caller that knows more
+(which layer, which patch) adds it with `with_context`.
 
 Invalid arguments (border="x", ram="12Q", threads=0) raise a plain ValueError or TypeError.
 
@@ -31,7 +31,7 @@ from znnpy.messages import option
 
 
 class ZnnpyError(Exception):
-    """The root. The command line turns it into one sentence and exit code 1."""
+    """The base class of znnpy's errors. The command line turns it into one sentence and exit code 1."""
 
     def with_context(self, context: str) -> Self:
         """Return the same error with `context: ` in front, for a caller that knows where it happened."""
@@ -114,4 +114,4 @@ class MissingExtraError(ZnnpyError, ImportError):
 
 
 class Stopped(BaseException):
-    """Unwinds worker threads after a run was told to stop."""
+    """Unwinds worker threads after a run was stopped."""

@@ -1,4 +1,4 @@
-"""Advice on installing the packages of an extra. This module imports nothing that takes time."""
+"""Advise how to install the packages of an extra. This module imports nothing that takes time."""
 
 from __future__ import annotations
 

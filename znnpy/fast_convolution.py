@@ -52,9 +52,9 @@ def convolve(x: npt.NDArray[Any], out: npt.NDArray[Any], weights: ConvWeights, p
     source = np.ascontiguousarray(np.pad(x, around) if any(padding) else x, np.float32)
     direct = out.dtype == np.float32 and out.flags.c_contiguous
     target = out if direct else np.empty(out.shape, np.float32)
-    with ThreadPool(this_machine().cores) as crew:
-        step = primitive.bind(primitive.prepare(weights, variant, crew), shape, variant, crew)
-        scratch = {s.name: aligned_bytes(s.nbytes) for s in primitive.footprint(shape, variant, crew.threads).scratch}
+    with ThreadPool(this_machine().cores) as pool:
+        step = primitive.bind(primitive.prepare(weights, variant, pool), shape, variant, pool)
+        scratch = {s.name: aligned_bytes(s.nbytes) for s in primitive.footprint(shape, variant, pool.threads).scratch}
         try:
             step.run(source, target, scratch)
         except ValuesOverflowError:
@@ -80,8 +80,8 @@ def fastest(shape: ConvShape) -> tuple[Primitive, Variant] | None:
             continue
         for variant in primitive.variants(shape, machine):
             footprint = primitive.footprint(shape, variant, machine.cores)
-            beside = footprint.resident + footprint.allowance + sum(scratch.nbytes for scratch in footprint.scratch)
+            extra = footprint.resident + footprint.allowance + sum(scratch.nbytes for scratch in footprint.scratch)
             seconds = rates.seconds(primitive, shape, variant) + footprint.resident / PREPARED
-            if beside <= bound and seconds < least:
+            if extra <= bound and seconds < least:
                 best, least = (primitive, variant), seconds
     return best

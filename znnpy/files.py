@@ -24,7 +24,7 @@ from pydantic_core import from_json
 from znnpy.errors import OutputError
 from znnpy.messages import option
 
-MOST_METADATA_BYTES = 2**22  # that are read of one metadata file
+MOST_METADATA_BYTES = 2**22  # longest part of a metadata file that is read
 
 Inputs = Mapping[str, Path | Collection[Path] | None]  # files and folders that are read, by their role
 
@@ -141,12 +141,12 @@ def _sync(path: Path, flags: int) -> None:
 
 
 def draft_name(path: Path) -> Path:
-    """Return an unused name beside `path`, with 64 random bits in it."""
+    """Return an unused name in the folder of `path`, with 64 random bits in it."""
     return path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
 
 
-def draft_beside(path: Path) -> tuple[Path, FileIO]:
-    """Create a file with an unused name beside `path`; return its path, and the file open for writing."""
+def create_draft(path: Path) -> tuple[Path, FileIO]:
+    """Create a file with an unused name in the folder of `path`; return its path, and the file open for writing."""
     draft = draft_name(path)
     return draft, create_new(draft)
 
@@ -159,7 +159,7 @@ def replace_file(path: Path, content: bytes, *, overwrite: bool = True) -> None:
     overwrite  False: FileExistsError if the name is taken
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft, file = draft_beside(path)
+    draft, file = create_draft(path)
     try:
         with file:
             write_all(file, content)

@@ -64,7 +64,7 @@ _log = logging.getLogger(__name__)
 def infer(asked: InferOptions) -> Report:
     """Predict every position of a volume within limits of memory; the output is complete, or it is not there.
 
-    PARAMETERS
+    OPTIONS
 
     Returns a Report with times, speeds and memory beside what the plan predicted.
 

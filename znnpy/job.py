@@ -48,7 +48,7 @@ def job_of(
 
 
 def settings_of(only: Sequence[str], machine: Machine) -> Settings:
-    """Return the settings that decide the bytes of a run beside its plan."""
+    """Return the settings that, besides the plan, decide the bytes of a run."""
     gpu = machine.gpu
     return {
         "only": sorted(only),
@@ -59,7 +59,7 @@ def settings_of(only: Sequence[str], machine: Machine) -> Settings:
 
 
 def attributes_of(network: Network, source: Source, job: dict[str, Any], plan: Plan) -> dict[str, Any]:
-    """Return the attributes of an output: its place in the volume and in the specimen, and what made it."""
+    """Return the attributes of an output: its position in the volume and in the specimen, and how it was made."""
     space = source.volume.space
     return {
         **(space.behind(source.offset).attributes() if space is not None else {}),
@@ -78,7 +78,7 @@ def attributes_of(network: Network, source: Source, job: dict[str, Any], plan: P
 
 
 def roi_text(region: Box | None, size: Vec3) -> str:
-    """`z0:z1,y0:y1,x0:x1`, however it was typed; empty for the whole volume."""
+    """Return a region in the one form `z0:z1,y0:y1,x0:x1`; empty for the whole volume."""
     if region is None or region == Box((0, 0, 0), size):
         return ""
     return ",".join(f"{lo}:{hi}" for lo, hi in zip(region.lo, region.hi, strict=True))

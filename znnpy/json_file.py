@@ -1,4 +1,4 @@
-"""JSON files that hold a plan or costs: read whole, in one format and within bounds, or refused in one sentence."""
+"""Read JSON files that hold a plan or costs: files that are damaged, too large or of another format are refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 2**22
 MOST_VALUES = 200_000  # numbers, texts, lists and objects; the largest legal plan has half as many
-MOST_NUMBER = 2**60  # on either side of 0; products of ten such numbers still fit into a float
+MOST_NUMBER = 2**60  # largest absolute value; products of ten such numbers still fit into a float
 MOST_TEXT = 2000  # characters of one text
 MOST_DEPTH = 32  # lists and objects within each other
 SHOWN = 60  # characters of one value in a message
@@ -29,13 +29,13 @@ Content = TypeVar("Content")
 
 @dataclass(frozen=True, slots=True)
 class JsonFile(Generic[Content]):
-    """One kind of file: its names in messages, and the adapter that checks its content."""
+    """A kind of JSON file: its names in messages, and the adapter that checks its content."""
 
-    name: str  # "plan": there is no ..
-    content: str  # "the plan is": .. damaged
-    format: int  # that is read
+    name: str  # subject of messages: "plan"
+    content: str  # subject and verb of messages: "the plan is"
+    format: int  # format that this version reads
     again: str  # advice for a file that cannot be read
-    written_by: str  # the command, its file left out
+    written_by: str  # command that writes such a file, without the file name
     adapter: Callable[[], TypeAdapter[Content]]
 
     def parsed(self, text: str) -> Content:
@@ -74,7 +74,7 @@ class JsonFile(Generic[Content]):
         except json.JSONDecodeError as error:
             where = f"line {error.lineno}, column {error.colno}: {error.msg}"
             raise self._refused(f"{self.content} damaged or cut off: {where}") from None
-        except ValueError:  # of integers too long to read
+        except ValueError:  # an integer is too long to read
             raise self._refused(f"{self.content} damaged: a number has thousands of digits") from None
         except RecursionError:
             raise self._refused(f"{self.content} damaged: nested too deeply") from None
@@ -114,12 +114,12 @@ class JsonFile(Generic[Content]):
 
 
 def _beyond(value: object) -> str | None:
-    """Return why a number or a text cannot stand in a plan or a cost file."""
+    """Return why a number or a text is not legal in a plan or a cost file; None if it is legal."""
     if isinstance(value, int) and abs(value) > MOST_NUMBER:
         return f"a number is {excerpt(value, SHOWN)}, and none is beyond {MOST_NUMBER:,}"
     if isinstance(value, str):
         if len(value) > MOST_TEXT:
             return f"a text has {len(value):,} characters, and none has more than {MOST_TEXT:,}"
         if not value.isprintable() and one_line(value) != value:
-            return f"a text steers the terminal: {excerpt(value, SHOWN)}"
+            return f"a text contains control characters: {excerpt(value, SHOWN)}"
     return None

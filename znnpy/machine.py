@@ -26,8 +26,8 @@ OWN_CGROUPS = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")
 _FEWEST = 2.0**20  # bytes: a smaller number without a unit lacks the unit by mistake
 _LARGEST = 2.0**60  # bytes: longer numbers are mistakes
-_DEFAULT_SHARE = 0.75  # of the machine's memory; the rest is for the file cache and other programs
-_DEFAULT_VRAM_SHARE = 0.9  # of the free memory of the card; the rest is for the programs that draw the screen
+_DEFAULT_SHARE = 0.75  # share of the machine's memory; the rest is for the file cache and other programs
+_DEFAULT_VRAM_SHARE = 0.9  # share of the card's free memory; the rest is for the programs that draw the screen
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +37,13 @@ class Gpu:
     name: str
     capability: tuple[int, int]  # (9, 0): sm_90
     multiprocessors: int
-    memory_bytes: int  # of the card, used or not
+    memory_bytes: int  # all memory of the card, used or not
     l2_bytes: int
     shared_block_bytes: int  # shared memory that one block may have
     shared_multiprocessor_bytes: int
     bandwidth: float  # bytes per second, from clock and width of its memory
     driver: int  # version of CUDA that the driver supports: 13000 is 13.0
-    versions: tuple[tuple[str, str], ...]  # of CuPy, CUDA's libraries, and cuDNN's frontend if it is installed
+    versions: tuple[tuple[str, str], ...]  # versions of CuPy, CUDA's libraries, and cuDNN's frontend if it is installed
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +52,10 @@ class Machine:
 
     processor: str
     simd: str  # widest vector instructions: avx512 | avx2 | other
-    cores: int  # that this process may run on (affinity, cgroup quota)
-    ram_bytes: int  # that this process may use (cgroup limit, physical memory)
+    cores: int  # cores that this process may run on (affinity, cgroup quota)
+    ram_bytes: int  # memory that this process may use (cgroup limit, physical memory)
     blas: str  # kernels that BLAS runs, e.g. "openblas SkylakeX"
-    versions: tuple[tuple[str, str], ...]  # of the libraries that determine speed and rounding
+    versions: tuple[tuple[str, str], ...]  # versions of the libraries that determine speed and rounding
     gpu: Gpu | None = None  # the GPU that this run may use; None: it was not asked for, or there is none
 
     @property
@@ -66,7 +66,7 @@ class Machine:
 
     @property
     def blas_warning(self) -> str | None:
-        """A warning if BLAS runs kernels for an older processor than this one; else None."""
+        """Warning if BLAS runs kernels for an older processor than this one; else None."""
         slow = self.simd == "avx512" and any(name in self.blas for name in ("Haswell", "Zen", "Sandybridge", "Nehalem"))
         if not slow:
             return None
@@ -78,9 +78,9 @@ class Machine:
 class Limits:
     """The memory and threads that a run may use."""
 
-    ram_bytes: int  # of the whole process
+    ram_bytes: int  # limit of the whole process
     threads: int
-    vram_bytes: int | None = None  # of the GPU, including all that this process takes there; None: no GPU is used
+    vram_bytes: int | None = None  # limit of the GPU, including all that this process takes there; None: no GPU is used
 
     def part(self, number: int) -> Limits:
         """Return limits with one `number`-th of the memory of the device that runs the layers."""
@@ -143,7 +143,7 @@ def limits_of(
 
     free_bytes  of the GPU's memory, including what this process already holds of it: `vram` may not exceed it, and is
                 nine tenths of it by default. None if no GPU is used; then there is no limit on its memory.
-    beyond      `vram` may exceed the free memory, since nothing runs now
+    beyond      whether `vram` may exceed the free memory, since nothing runs now
 
     DeviceError if other programs hold so much of the GPU's memory that `vram` is not free.
     """
@@ -211,7 +211,7 @@ def cgroup_bytes(own: Path = OWN_CGROUPS, root: Path = CGROUPS) -> Iterator[int]
     root  folder where the groups are mounted.
     """
     for folder in _groups("memory", own, root):
-        for name in ("memory.max", "memory.limit_in_bytes"):  # of cgroup v2, v1
+        for name in ("memory.max", "memory.limit_in_bytes"):  # names of cgroup v2, v1
             if limit := _count(_text(folder / name)):
                 yield limit
 

@@ -1,4 +1,4 @@
-"""Name arguments in messages, and show the content of files. This module imports no numpy, as the command line."""
+"""Name arguments in messages, and show the content of files. The module imports no numpy, as the command line needs."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def option(name: str, value: object = None) -> str:
 
 
 def excerpt(content: object, longest: int = LONGEST_EXCERPT) -> str:
-    """Return `content` on one line of at most `longest` characters, none of which controls a terminal.
+    r"""Return `content` on one line of at most `longest` characters, none of which controls a terminal.
 
-    Control characters, line ends, surrogates and marks of writing direction become escapes such as `\\x1b`.
+    Control characters, line ends, surrogates and marks of writing direction become escapes such as `\x1b`.
     """
     text = str(content)
     if len(text) > longest:

@@ -1,4 +1,4 @@
-"""A network as a chain of layers, with its field of view, fragment period, and layer shapes for a patch."""
+"""Describe a network as a chain of layers, with its field of view, fragment period, and layer shapes for a patch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
-MOST_LAYERS = 500  # of one network, since planning takes longer with more layers
+MOST_LAYERS = 500  # layers of one network, since planning takes longer with more
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,7 @@ class Network:
 
     @cached_property
     def margins(self) -> tuple[Vec3, ...]:
-        """How much larger the input and the output of every layer are than the dense output, in its voxels.
+        """Voxels by which the input and the output of every layer are larger than the dense output.
 
         The first margin is field of view - 1, the last is 0.
         """
@@ -190,7 +190,7 @@ class Network:
         return tuple(reversed(margins))
 
     def turned(self, axis: int) -> Network:
-        """Return the network for volumes with `axis` first: kernels and windows reordered by `shapes.turned`."""
+        """Return the network for volumes with `axis` first: kernels and windows are reordered by `shapes.turned`."""
         return replace(self, layers=tuple(_turned(layer, axis) for layer in self.layers))
 
     @property
@@ -239,8 +239,8 @@ class Network:
         """Return the shape of every layer for a patch of `out` dense output voxels, with poolings as fragments.
 
         batches    images that each layer takes at a time, a part of those that the layer before it makes; default: all.
-        streams      `out` is one step along z: the input of a layer is what is new since the last step, preceded by the
-                   last kernel - 1 (or window - 1) planes of the step before.
+        streams    whether `out` is one step along z: then the input of a layer is the new planes, preceded by the
+                   last kernel - 1 (or window - 1) planes of the previous step.
         precision  precision of every layer.
 
         ShapeError if `out` is not a multiple of the fragment period, or batches do not divide.

@@ -305,7 +305,7 @@ def _result(
             raise ShapeError(f"the result is {tuple(shape)} {kind}, and out is {out.shape} {out.dtype}")
         if not any_order:
             _check_order("out", out, device)
-        _check_apart(x, out, device, in_place=in_place)
+        _check_separate(x, out, device, in_place=in_place)
         return out
     if device is None:
         return np.empty(shape, kind)
@@ -343,7 +343,7 @@ def _check_order(what: str, array: Array, device: Device | None) -> None:
         )
 
 
-def _check_apart(x: Array, out: Array, device: Device | None, *, in_place: bool) -> None:
+def _check_separate(x: Array, out: Array, device: Device | None, *, in_place: bool) -> None:
     places = _place(x, device), _place(out, device)
     if not np.may_share_memory(*places, max_work=OVERLAP_WORK):  # type: ignore[arg-type]  # any number is accepted
         return

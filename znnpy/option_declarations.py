@@ -1,4 +1,4 @@
-"""How options are declared, and how functions, their signatures and their docstrings are made from declarations.
+"""Declare options, and make functions with their signatures and docstrings from the declarations.
 
 This module loads no numpy, as the command line does not.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
-PARAMETERS = "PARAMETERS"  # the line of a docstring that the descriptions of the options replace
+OPTIONS = "OPTIONS"  # the line of a docstring that the descriptions of the options replace
 LINE = 116  # characters of a line of a docstring
 
 P = ParamSpec("P")
@@ -27,17 +27,17 @@ Kind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """How one option is described, and how the command line reads it.
+    """The description of one option, and how the command line reads it.
 
-    help      what it means, without its default
-    unset     what the default None stands for; empty where None is not a legal value
-    values    the legal values, if only some are
-    kind      how the command line reads it; None: the command line does not have it
-    metavar   what stands for the value on a help page
-    argument  the command line takes it by position
-    least     the smallest legal whole number, and `most` the largest, on the command line
-    off       what the option that switches a flag off does, on the command line
-    in_python what to add to the description in Python
+    help      meaning, without the default
+    unset     meaning of the default None; empty if None is not a legal value
+    values    the legal values, if only some are legal
+    kind      type of the value on the command line; None: the command line does not have the option
+    metavar   placeholder of the value on a help page
+    argument  whether the command line takes it by position
+    least     smallest legal whole number on the command line, and `most` the largest
+    off       meaning of the option that switches a flag off, on the command line
+    in_python addition to the description in Python
     """
 
     help: str
@@ -93,7 +93,7 @@ def options_of(kind: type) -> Iterator[Field[Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """Options whose values are checked when they are given: ValueError for one that is not legal."""
+    """A set of options that are checked when it is made: ValueError if a value is not legal."""
 
     def __post_init__(self) -> None:
         for of in fields(self):
@@ -145,7 +145,7 @@ def _describe(
         parameters.insert(0, inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY))
     returns = run.__annotations__.get("return", inspect.Signature.empty)
     call.__signature__ = signature.replace(parameters=parameters, return_annotation=returns)  # type: ignore[attr-defined]
-    call.__doc__ = inspect.cleandoc(run.__doc__ or "").replace(PARAMETERS, described(options))
+    call.__doc__ = inspect.cleandoc(run.__doc__ or "").replace(OPTIONS, described(options))
 
 
 def described(kind: type) -> str:
@@ -156,6 +156,6 @@ def described(kind: type) -> str:
     for name in inspect.signature(kind).parameters:
         of = found[name]
         parts = [of.help, *([of.in_python] if of.in_python else []), *([f"None: {of.unset}"] if of.unset else [])]
-        text = name.ljust(width) + "; ".join(parts).replace("; Or ", ". Or ").replace("; Of ", ". Of ") + "."
+        text = name.ljust(width) + "; ".join(parts) + "."
         lines += textwrap.wrap(text, LINE, subsequent_indent=" " * width, break_on_hyphens=False)
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The values that options may take where only some are legal; `znnpy.shapes` lists the precisions of a layer.
+"""The legal values of options that allow only some; `znnpy.shapes` lists the precisions of a layer.
 
 This module loads no numpy, as the command line does not.
 """
@@ -22,12 +22,12 @@ COVERS: tuple[Cover, ...] = get_args(Cover)
 Device = Literal["auto", "cpu", "gpu"]
 DEVICES: tuple[Device, ...] = get_args(Device)
 
-DeviceKind = Literal["cpu", "gpu"]  # what a plan may be for
+DeviceKind = Literal["cpu", "gpu"]  # device that a plan is for
 
 OffloadMode = Literal["gpu-host", "cpu-to-gpu"]  # one GPU; the tensors of the first layers lie in host memory
 OFFLOAD_MODES: tuple[OffloadMode, ...] = get_args(OffloadMode)
 
-Mode = Literal["cpu", "gpu", "gpu-host", "cpu-to-gpu", "side-by-side"]  # of a plan
+Mode = Literal["cpu", "gpu", "gpu-host", "cpu-to-gpu", "side-by-side"]  # mode of a plan
 AskedMode = Literal["auto", "cpu", "gpu", "gpu-host", "cpu-to-gpu", "side-by-side"]
 MODES: tuple[AskedMode, ...] = get_args(AskedMode)
 

@@ -49,7 +49,7 @@ MEASURE_MINUTES = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class MachineOptions(Checked):
-    """What of the machine is used."""
+    """Options that say how much of the machine is used."""
 
     ram: int | str | None = option(
         None,
@@ -82,7 +82,7 @@ class MachineOptions(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeOptions(MachineOptions):
-    """What narrows the choice of a plan for one device."""
+    """Options that restrict the plan for one device."""
 
     cover: Cover | None = option(
         None,
@@ -121,24 +121,22 @@ class ComputeOptions(MachineOptions):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of `only`."""
+        """Names in `only`."""
         return (self.only,) if isinstance(self.only, str) else tuple(self.only)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceOptions(Checked):
-    """Which devices compute together, and what is known of their speed."""
+    """Options that say which devices work together, and which measured costs are used."""
 
     mode: AskedMode = option(
         "auto",
-        "gpu: GPUs alone; gpu-host, cpu-to-gpu: the first layers in host memory; side-by-side: the CPU computes beside "
-        "GPUs; auto: cpu, gpu, or both where that is faster in a long run",
+        "gpu: GPUs alone; gpu-host, cpu-to-gpu: the tensors of the first layers are in host memory; side-by-side: the "
+        "CPU and the GPUs share the volume; auto: cpu, gpu, or both if that is faster in a long run",
         "text",
         values=MODES,
     )
-    gpus: int | str | None = option(
-        None, 'number of identical GPUs that compute together, or "all"', "gpus", unset="1", metavar="N"
-    )
+    gpus: int | str | None = option(None, 'number of identical GPUs to use, or "all"', "gpus", unset="1", metavar="N")
     costs: str | Path | None = option(
         None,
         "file of speeds that `znnpy measure --out` wrote on this machine",
@@ -150,18 +148,18 @@ class DeviceOptions(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanningOptions(ComputeOptions, DeviceOptions):
-    """What a plan is chosen by."""
+    """Options that restrict the search for a plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(PlanningOptions):
-    """By which plan a network runs."""
+    """Options that give the plan of a run, or restrict the search for it."""
 
     plan: str | Path | Plan | None = option(
         None,
         "plan that `znnpy plan --out` wrote",
         "path",
-        unset="the fastest plan is made now",
+        unset="the fastest plan is searched for",
         in_python="a file or a Plan",
     )
 
@@ -170,8 +168,8 @@ class RunOptions(PlanningOptions):
 class _BorderOption(Checked):
     border: Border = option(
         "valid",
-        "valid: the output is smaller by the field of view less 1; reflect: as large as the input, which is mirrored "
-        "at its faces",
+        "valid: the output is smaller than the input by the field of view minus 1; reflect: the output is as large as "
+        "the input, which is mirrored at its faces",
         "text",
         values=BORDERS,
     )
@@ -179,7 +177,7 @@ class _BorderOption(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class RegionOptions(_BorderOption):
-    """What of a volume is predicted, and how the output is stored."""
+    """Options that say which part of a volume is predicted, and how the output is stored."""
 
     dataset: str | None = option(None, "array inside the file", "text", unset="the only 3D or 4D one")
     fill_missing: float | None = option(
@@ -219,7 +217,7 @@ class PlanOptions(RegionOptions, PlanningOptions):
     shape: Vec3 | None = option(None, "voxels Z,Y,X of the volume to plan for", "voxels", metavar="Z,Y,X")
     machine: str | Path | None = option(
         None,
-        "plan for the machine that FILE describes (from `znnpy measure --export`)",
+        "plan for the machine described by FILE (from `znnpy measure --export`)",
         "path",
         unset="this machine",
         metavar="FILE",
@@ -234,20 +232,20 @@ class PlanOptions(RegionOptions, PlanningOptions):
         None,
         "seconds after which no further layer is timed",
         "positive",
-        unset="60 to measure, no limit where exhaustive",
+        unset="60 for measure, no limit for exhaustive",
         metavar="SECONDS",
     )
     paranoid: bool = option(
         False,
         "run each chosen layer and compare it with the definition",
         "flag",
-        in_python="VerifyError where they differ",
+        in_python="VerifyError if they differ",
     )
     tell: Callable[[str], None] = option(
-        log_once, "called with each sentence on what is not as asked for, such as that there is no GPU"
+        log_once, "called with each message about a request that could not be met, such as that there is no GPU"
     )
     tell_why: Callable[[list[Considered]], None] | None = option(
-        None, "called once with every primitive for every layer, its time in seconds, and why it was not taken"
+        None, "called once with every primitive for every layer, its time in seconds, and why it was not chosen"
     )
     tell_point: Callable[[Point], None] | None = option(
         None, "called with the best plan within each of several memory limits, for 12 seconds at most"
@@ -274,8 +272,8 @@ class InferOptions(RegionOptions, RunOptions):
         None,
         "output file, (maps, z, y, x), or (z, y, x) for one map",
         "new path",
-        unset="beside the volume, named after the volume and the network",
-        in_python="Or anything of such a shape and of `output_dtype` that takes assignment to slices: one thread "
+        unset="a file in the volume's folder, named after the volume and the network",
+        in_python="or anything of such a shape and of `output_dtype` that takes assignment to slices: one thread "
         "assigns finished blocks, in any order. It has no journal: an error leaves it half written, and nothing can "
         "be resumed there",
     )
@@ -284,15 +282,15 @@ class InferOptions(RegionOptions, RunOptions):
     )
     missing_chunks: MissingChunks = option(
         "fill",
-        "what chunks that were never written mean: the fill value of the volume, or an error",
+        "fill: chunks that were never written read as the fill value of the volume; error: they are an error",
         "text",
         values=MISSING_CHUNKS,
-        in_python="Of a Zarr volume in shards only whole shards that are missing count",
+        in_python="in a Zarr volume with shards, only shards that are missing completely count",
     )
-    overwrite: bool = option(False, "replace the output, and whatever an unfinished run left of it", "flag")
+    overwrite: bool = option(False, "replace the output, and what an unfinished run left of it", "flag")
     resume: bool = option(
         False,
-        "go on where a run of the same job stopped, with its plan",
+        "continue where a run of the same job stopped, with its plan",
         "flag",
         in_python="the bytes are those of an uninterrupted run",
     )
@@ -305,7 +303,7 @@ class InferOptions(RegionOptions, RunOptions):
         None,
         "write a trace of the run to this file, for `znnpy timeline` and chrome://tracing",
         "new path",
-        in_python="also of a run that fails",
+        in_python="it is also written if the run fails",
     )
     progress: Callable[[Event], None] | None = option(
         None,
@@ -335,7 +333,7 @@ class SessionOptions(_BorderOption, RunOptions):
     _: KW_ONLY
     dtype: npt.DTypeLike = option(
         "float32",
-        "dtype of the arrays, or one with as many bytes; arrays of types with fewer bytes are taken too",
+        "dtype of the arrays, or one with as many bytes; arrays of types with fewer bytes are accepted too",
     )
 
 
@@ -354,7 +352,7 @@ class MeasureOptions(MachineOptions):
     minutes: float = option(MEASURE_MINUTES, "minutes after which no further layer is measured", "positive")
     out: Path | None = option(None, "keep the costs in this file, and not in the cache folder", "new path")
     overwrite: bool = option(False, "replace the files that are written", "flag")
-    clock: Clock | None = option(None, "what times layers instead of the device")
+    clock: Clock | None = option(None, "clock that times layers instead of the device's own")
     tell: Callable[[Progress], None] = option(ignore, "called before each layer that is timed")
 
 
@@ -393,7 +391,7 @@ class VerifyOptions(Checked):
         None,
         "precision whose errors are allowed: 1e-5, 1e-2 in tf32, 5e-2 in fp16",
         "text",
-        unset="fp32, whatever the output says",
+        unset="fp32, even if the output names another precision",
         values=PRECISIONS,
     )
     tolerance: float | None = option(

@@ -83,7 +83,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Cover(Sequence[Column]):
-    """Columns whose `write` boxes partition the dense output [0, size). Each is made when it is asked for.
+    """Columns whose `write` boxes partition the dense output [0, size). Each is made when it is requested.
 
     Columns lie on a grid, z slowest. The last column along an axis is moved inwards and writes only the remainder,
     except along the axis of the columns, where it has fewer steps. If the output is smaller than the patch, the patch

@@ -45,7 +45,7 @@ DEFAULT_SHAPE: Vec3 = (1024, 1024, 1024)  # what `plan` assumes when it is told 
 def plan(asked: PlanOptions) -> Plan:
     """Return the fastest plan for a network, a volume and memory limits; it needs no weights.
 
-    PARAMETERS
+    OPTIONS
 
     NoPlanError names the smallest need when nothing fits, DeviceError says why there is no GPU for device "gpu", and
     ValueError names a value that an argument cannot have.

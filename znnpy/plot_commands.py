@@ -8,13 +8,13 @@ from pathlib import Path
 import click
 
 from znnpy.command_options import FILE, MOST_VOXELS, NEW_FILE, json_option
-from znnpy.doors import Door, print_json, print_lines
+from znnpy.command_runtime import Command, print_json, print_lines
 from znnpy.errors import OutputError
 from znnpy.files import regular_file, write_asked
 from znnpy.stopping import working
 
 
-@click.command(cls=Door)
+@click.command(cls=Command)
 @click.option(
     "--maps",
     nargs=2,
@@ -35,7 +35,7 @@ from znnpy.stopping import working
 def graph(maps: tuple[int, int], batch: int, out: Path, overwrite: bool) -> None:
     """Draw the tasks of a task-parallel convolution.
 
-    The graph shows the tasks of cpu.conv.fft_tasks, one for each map and image, and what each waits for.
+    The graph shows the tasks of cpu.conv.fft_tasks, one for each map and image, and their dependencies.
     """
     from znnpy.plots.task_graph import FORMATS, task_graph
 
@@ -47,7 +47,7 @@ def graph(maps: tuple[int, int], batch: int, out: Path, overwrite: bool) -> None
         write_asked(target, drawn, overwrite=overwrite)
 
 
-@click.command(cls=Door)
+@click.command(cls=Command)
 @click.argument("trace", type=FILE)
 @click.option("--out", type=NEW_FILE, help="Draw the timeline to this file, NAME.png.")
 @click.option("--overwrite", is_flag=True, help="Replace the file given as --out.")

@@ -1,4 +1,4 @@
-"""List the primitives, and find those that do not run on this machine by asking each about typical layers."""
+"""List the primitives, and find out by means of typical layers which of them do not run on this machine."""
 
 from __future__ import annotations
 

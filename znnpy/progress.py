@@ -22,7 +22,7 @@ BAR_WIDTH = 10  # characters at least; the bar takes the room that the text leav
 
 
 class _Log:
-    """Lines on stderr, one in SECONDS_BETWEEN_LINES at most. A stderr that cannot be written stops no run."""
+    """Writes lines to stderr, at most one per SECONDS_BETWEEN_LINES. A stderr that cannot be written stops no run."""
 
     def __init__(self, last: float) -> None:
         self._last = last  # time of the last line, by the monotonic clock
@@ -155,9 +155,10 @@ def _collecting(tell: Callable[[float, str], None]) -> Callable[[list[Point]], C
 class _Speed:
     """Describes events. Speed and time left count the work of this run, not that of the runs it resumes.
 
-    Both follow the work, which advances in the first steps of a column too, before any voxel is written. The speed is
-    that of the report: output voxels over all seconds of the run, preparation included. The time left assumes the
-    average pace since computing began; rich's own estimate knows only the last 30 s, and steps of a column differ.
+    Both depend on the work done, which grows even in the first steps of a column, before any voxel is written. The
+    speed is that of the report: output voxels divided by all seconds of the run, including preparation. The time left
+    assumes the average speed since computing began; rich's own estimate covers only the last 30 s, and steps of a
+    column differ.
     """
 
     def __init__(self) -> None:
@@ -165,7 +166,7 @@ class _Speed:
         self._began = 0.0  # seconds of the run when it began to compute
 
     def describe(self, event: Event) -> str:
-        """Return patches or columns, speed, bytes written, time left, and the seconds that each stage has worked."""
+        """Describe the patches or columns, speed, bytes written, time left, and the seconds that each stage worked."""
         if event.preparing is not None:
             return _preparing(*event.preparing)
         speed, left = self._measure(event)
@@ -183,7 +184,7 @@ class _Speed:
         return full if len(full) <= width else short
 
     def _measure(self, event: Event) -> tuple[float, list[str]]:
-        """Return voxels per second, and the time left as text; a list without it at the end."""
+        """Return voxels per second, and a list with the time left as text, which is empty at the end."""
         if self._before is None:
             self._before, self._began = event.work_done, event.seconds
         done, rest, computing = event.work_done - self._before, 1 - event.work_done, event.seconds - self._began
@@ -208,7 +209,7 @@ def _columns(event: Event) -> str:
 
 
 def _steps(event: Event) -> str:
-    """Return the steps done; nothing for patches, which are columns of one step."""
+    """Describe the steps done; return nothing for patches, which are columns of one step."""
     return f"{event.steps_done}/{event.steps} steps" if event.steps > event.columns else ""
 
 

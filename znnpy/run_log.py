@@ -1,4 +1,4 @@
-"""The log of a run: a line for each phase, at level INFO of the logger `znnpy`."""
+"""Log a run: one line for each phase, at level INFO of the logger `znnpy`."""
 
 from __future__ import annotations
 

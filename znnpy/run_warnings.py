@@ -1,4 +1,4 @@
-"""Warnings about runs that are slow, or whose output is incomplete."""
+"""Warn about runs that are slow, or whose output is incomplete."""
 
 from __future__ import annotations
 

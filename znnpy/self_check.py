@@ -37,31 +37,31 @@ from znnpy.volume.base import Volume
 if TYPE_CHECKING:
     from znnpy.kernels.gpu.device import Device
 
-VOXELS = 64  # of a layer's output, recomputed from their windows
-OF_A_PATCH = 2  # voxels of a patch, recomputed from their fields of view
-BESIDE = 4096  # voxels of a patch that show how large its values are
+VOXELS = 64  # voxels of a layer's output that are recomputed from their windows
+PATCH_VOXELS = 2  # voxels of a patch, recomputed from their fields of view
+SCALE_VOXELS = 4096  # voxels of a patch that show how large its values are
 
 Real = npt.NDArray[np.float64]
 
 
-def check_plan(plan: Plan, network: Network, site: OpenTarget, tell: Callable[[Progress], None]) -> None:
-    """Run every layer of `plan`, and of its CPU plan beside GPUs, with its primitive on random values.
+def check_plan(plan: Plan, network: Network, target: OpenTarget, tell: Callable[[Progress], None]) -> None:
+    """Run every layer of `plan`, and of its CPU plan if it has one, with its primitive on random values.
 
     VerifyError names the first layer whose output differs from the definition by more than its precision allows, at
     VOXELS voxels including corners, or that does not fit this machine.
     """
-    rooms = site.rooms(plan.limits)
+    rooms = target.rooms(plan.limits)
     layers = {(where, c.primitive, c.shape, c.variant): c for where, c in layers_of(plan)}
-    with wisdom_kept(site.machine, plan.seconds):
+    with wisdom_kept(target.machine, plan.seconds):
         for done, ((where, *_), choice) in enumerate(layers.items()):
             tell(Progress(done, len(layers), np.inf, f"checking {choice.primitive} on {choice.shape}"))
             name = f"{choice.where} ({network.layers[choice.layers[0]]})"
-            with ThreadPool(max(1, where.threads)) as crew:
-                _check_layer(choice, name, where, rooms, crew, site.gpu)
+            with ThreadPool(max(1, where.threads)) as pool:
+                _check_layer(choice, name, where, rooms, pool, target.gpu)
         tell(Progress(len(layers), len(layers), np.inf, ""))
 
 
-def _check_layer(choice: Choice, name: str, where: Where, rooms: Rooms, crew: ThreadPool, gpu: Device | None) -> None:
+def _check_layer(choice: Choice, name: str, where: Where, rooms: Rooms, pool: ThreadPool, gpu: Device | None) -> None:
     """Check one layer; it runs on fewer images if all do not fit into `rooms`."""
     primitive, shape, variant = find(choice.primitive, ALL), choice.shape, choice.variant
     while (lacks := lacking(where, primitive, shape, variant, rooms)) and shape.batch > 1:
@@ -69,16 +69,16 @@ def _check_layer(choice: Choice, name: str, where: Where, rooms: Rooms, crew: Th
     if lacks is not None:
         device, needed = lacks
         raise VerifyError(
-            f"{name} needs {human_bytes(needed)} to be checked, and there are {human_bytes(max(rooms[device], 0))}: "
+            f"{name} needs {human_bytes(needed)} to be checked, and {human_bytes(max(rooms[device], 0))} are free: "
             f"plan within less memory, or without {option('paranoid')}"
         )
     layer: HostLayer | DeviceLayer | HostRamLayer
     if where.device == "cpu":
-        layer = HostLayer(crew, primitive, shape, variant)
+        layer = HostLayer(pool, primitive, shape, variant)
     elif gpu is not None and where.hosted:
-        layer = HostRamLayer(gpu, crew, primitive, shape, variant)
+        layer = HostRamLayer(gpu, pool, primitive, shape, variant)
     else:
-        assert gpu is not None, "layers of a GPU are checked where one is open"
+        assert gpu is not None, "layers of a GPU are checked only if one is open"
         layer = DeviceLayer(gpu, primitive, shape, variant)
     try:
         layer.run()
@@ -169,16 +169,16 @@ class CheckedOutput:
         return self.output.done
 
     def write(self, box: Box, voxels: npt.NDArray[Any]) -> None:
-        """Check OF_A_PATCH voxels, then write the patch; VerifyError if one is wrong."""
+        """Check PATCH_VOXELS voxels, then write the patch; VerifyError if one is wrong."""
         rng = np.random.default_rng([*box.lo])
-        inside = np.stack([rng.integers(0, size, OF_A_PATCH) for size in box.size], axis=1)
+        inside = np.stack([rng.integers(0, size, PATCH_VOXELS) for size in box.size], axis=1)
         written = np.stack([voxels[(slice(None), *place)] for place in inside])
         at = inside + np.array(box.lo)
         to_corner = np.array(self.offset) - (np.array(self.trained.network.field_of_view) - 1) // 2
         exact = by_definition(self.trained, self.volume, at + to_corner)
-        some = np.stack([rng.integers(0, size, BESIDE) for size in box.size])
-        beside = voxels[(slice(None), *some)].T
-        judged = Judged.of(at, written, exact, TOLERANCES[self.precision], beside)
+        some = np.stack([rng.integers(0, size, SCALE_VOXELS) for size in box.size])
+        others = voxels[(slice(None), *some)].T
+        judged = Judged.of(at, written, exact, TOLERANCES[self.precision], others)
         if judged.beyond:
             raise VerifyError(
                 f"output voxel (z, y, x) = {judged.where}, map {judged.channel}, is {judged.written:.8g}, and by "

@@ -40,18 +40,22 @@ def text(v: tuple[int, ...]) -> str:
 
 
 def add(a: Vec3, b: Vec3) -> Vec3:
+    """Return the sum of two sizes, axis by axis."""
     return a[0] + b[0], a[1] + b[1], a[2] + b[2]
 
 
 def subtract(a: Vec3, b: Vec3) -> Vec3:
+    """Return the difference of two sizes, axis by axis."""
     return a[0] - b[0], a[1] - b[1], a[2] - b[2]
 
 
 def multiply(a: Vec3, b: Vec3) -> Vec3:
+    """Return the product of two sizes, axis by axis."""
     return a[0] * b[0], a[1] * b[1], a[2] * b[2]
 
 
 def ceil_divide(a: Vec3, b: Vec3) -> Vec3:
+    """Return the quotient of two sizes, axis by axis, rounded up."""
     return -(-a[0] // b[0]), -(-a[1] // b[1]), -(-a[2] // b[2])
 
 
@@ -96,12 +100,12 @@ class Sliding:
 
         ShapeError if there is none.
         """
-        room = tuple(m + 2 * pad - size for m, pad, size in zip(n, self.padding, k, strict=True))
-        if min(room) < 0:
+        free = tuple(m + 2 * pad - size for m, pad, size in zip(n, self.padding, k, strict=True))
+        if min(free) < 0:
             raise ShapeError(
                 f"a window of {text(k)} is larger than the image of {text(n)} with {text(self.padding)} zeros around it"
             )
-        z, y, x = (left // step + 1 for left, step in zip(room, self.stride, strict=True))
+        z, y, x = (left // step + 1 for left, step in zip(free, self.stride, strict=True))
         return z, y, x
 
 
@@ -325,8 +329,8 @@ LayerShape = ConvShape | PoolShape | FilterShape | MaxoutShape
 def fused(conv: LayerShape, pool: LayerShape) -> ConvShape | None:
     """Return one convolution that pools its result into fragments for the two layers; None if they are not that.
 
-    If the pooling takes planes from the step before (`Network.layer_shapes`, walks), the convolution computes that many
-    planes again.
+    If the pooling takes planes from the previous step of a column (`Network.layer_shapes`), the convolution computes
+    that many planes again.
     """
     if not isinstance(conv, ConvShape) or not isinstance(pool, PoolShape):
         return None

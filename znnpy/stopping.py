@@ -1,4 +1,4 @@
-"""Handlers of Ctrl-C (SIGINT) and SIGTERM for a process of the command line, from its start to its end.
+"""Handle Ctrl-C (SIGINT) and SIGTERM in a process of the command line, from its start to its end.
 
 During the start nothing needs an orderly end: the handlers end the process at once, with one sentence on standard error
 and exit code 130 or 143. They raise no exception then, because a library that is being imported may swallow it, or
@@ -26,7 +26,7 @@ _ASKED: list[int] = []  # signals that asked the work to stop
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM asked the process to stop; unwinds like Ctrl-C, so that finished work is kept."""
+    """Raised after SIGTERM; it unwinds like Ctrl-C, so that finished work is kept."""
 
 
 def leave_when_stopped() -> None:
@@ -38,7 +38,7 @@ def leave_when_stopped() -> None:
 
 @contextmanager
 def working() -> Iterator[None]:
-    """Inside, SIGINT raises KeyboardInterrupt and SIGTERM raises Terminated in the main thread, the calling one.
+    """Make SIGINT raise KeyboardInterrupt and SIGTERM raise Terminated in this block, in the calling (main) thread.
 
     A second signal ends a process of the command line at once.
     """
@@ -73,7 +73,7 @@ def end(code: int | str | None) -> None:
 
 
 def _heeded(number: signal.Signals) -> bool:
-    """Return whether the handler of the signal may be replaced: not if the parent ignores it or C code handles it."""
+    """Return whether the handler of the signal may be replaced: not if it is ignored, or handled by C code."""
     return signal.getsignal(number) not in (signal.SIG_IGN, None)
 
 

@@ -1,4 +1,4 @@
-"""The timeline of a run: what each device and thread did when, read from the run's trace, and how busy it was."""
+"""Read the timeline of a run from its trace: what each device and thread did when, and how busy it was."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from znnpy.run.trace import Span, read_spans
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A span, cut to the window."""
+    """The part of a span that lies in the window."""
 
     begin: float  # seconds since the trace began
     end: float
@@ -46,12 +46,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A run, or a window of it."""
+    """A run, or the part of it in a window of time."""
 
     begin: float  # seconds since the trace began
     end: float
     rows: Sequence[Row]
-    ended: str | None  # why it ended early
+    ended: str | None  # reason why it ended early
 
     def share(self, row: Row) -> float:
         """Return the share of the window in which a row is busy, or waits if it is a row of waiting."""

@@ -30,23 +30,23 @@ class TrainedNetwork:
     weights: tuple[ConvWeights, ...]
 
     def __repr__(self) -> str:
-        """One line; `network` and `weights` hold the rest."""
+        """Return one line; `network` and `weights` hold the rest."""
         return f"<TrainedNetwork of {self.network!r}>"
 
     @method_of(CallOptions)
     def __call__(self, asked: CallOptions) -> npt.NDArray[np.float32]:
         """Return the dense prediction of a volume that fits into memory, (maps, z, y, x) float32.
 
-        `session` saves time where there are many arrays.
+        `session` saves time if there are many arrays.
 
-        PARAMETERS
+        OPTIONS
 
         ShapeError when the array is smaller than the field of view, NoPlanError when nothing fits into `ram` or `vram`,
         PlanFileError when `plan` does not fit network or machine, DeviceError when there is no GPU for device "gpu",
         VolumeError for a dtype or values that cannot be used.
         """
         array = asked.array
-        ArrayVolume(array)  # refuses what is no volume before its shape is asked for
+        ArrayVolume(array)  # refuses an object that is no volume before its shape is used
         with ArraySession(self.network, self.weights, array.shape, array.dtype, asked.border, asked) as run:
             return run(array, progress=asked.progress)
 
@@ -58,13 +58,13 @@ class TrainedNetwork:
                 for array, out in blocks:
                     run(array, out=out)
 
-        PARAMETERS
+        OPTIONS
 
-        Returns an ArraySession. Any thread may call it; calls take turns.
+        Returns an ArraySession. Any thread may call it; calls run one after the other.
 
         ShapeError when `shape` is smaller than the field of view, NoPlanError when nothing fits into `ram` or `vram`,
-        PlanFileError when `plan` does not fit network or machine, DeviceError when there is no GPU for device "gpu":
-        these two when the session is entered.
+        PlanFileError when `plan` does not fit network or machine, DeviceError when there is no GPU for device "gpu";
+        the last two are raised when the session is entered.
         """
         return ArraySession(self.network, self.weights, asked.shape, asked.dtype, asked.border, asked)
 
@@ -81,10 +81,10 @@ def load_network(where: str | Path, weights: str | Path | None = None) -> Traine
 
 
 def load_trained(file: NetworkFile, weights: str | Path | None = None, ram: int | str | None = None) -> TrainedNetwork:
-    """The network of `file` with `weights`, or with those that the file names.
+    """Return the network of `file` with `weights`, or with those that the file names.
 
     NoPlanError, before they are read, when the weights alone take more than `ram`, by default 3/4 of the machine's
-    memory: a small compressed file may hold as many as a network asks for.
+    memory: a small compressed file may unpack to any number of weights.
     """
     path = Path(weights) if weights is not None else file.weights
     if path is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-LONGEST = 1e9  # seconds that are told from each other: a plan edited by hand may say any number
+LONGEST = 1e9  # longest time that is written exactly: a plan edited by hand may hold any number
 
 
 def human_bytes(nbytes: int) -> str:

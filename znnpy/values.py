@@ -1,4 +1,4 @@
-"""Range and mean of the values that a run writes."""
+"""Compute the range and mean of the values that a run writes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from znnpy.patches import Box
 from znnpy.run.pipeline import Writes
 
-PIECE = 2**17  # values
+PIECE = 2**17  # values counted at a time
 
 
 @dataclass(frozen=True, slots=True)

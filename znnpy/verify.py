@@ -34,7 +34,7 @@ from znnpy.volume.source import Source, parse_roi
 # error that a layer may have.
 TOLERANCES = {"fp32": 1e-5, "tf32": 1e-2, "fp16": 5e-2}
 BLOCK = 2**14  # samples judged at a time, so that memory does not grow with their number
-BATCH_BYTES = 2**22  # of fields of view recomputed at a time, in float64 with the most maps; fits the cache
+BATCH_BYTES = 2**22  # fields of view recomputed at a time, in float64 with the most maps; fits the cache
 
 Real = npt.NDArray[np.float64]
 
@@ -83,7 +83,7 @@ class VerifyReport:
 def verify(asked: VerifyOptions) -> VerifyReport:
     """Recompute sampled voxels of an output from the field of view of each in the volume.
 
-    PARAMETERS
+    OPTIONS
 
     Values round in proportion to their size, so the tolerance is multiplied by the largest of 1, |definition|, and the
     root mean square of the definition over up to 16384 samples of the same map. Outputs of float16 and uint8 may differ
@@ -174,7 +174,7 @@ def _allowed(samples: int, precision: str | None, tolerance: float | None) -> tu
     if tolerance is not None and not (isfinite(tolerance) and tolerance > 0):
         raise ValueError(f"a tolerance must be positive and finite, not {tolerance}")
     if precision is not None and tolerance is not None:
-        raise ValueError("a precision stands for a tolerance: give one of them")
+        raise ValueError("a precision implies a tolerance: give one of them")
     if tolerance is not None:
         return None, tolerance
     return precision or "fp32", TOLERANCES[precision or "fp32"]
@@ -218,16 +218,16 @@ class Judged:
         written: npt.NDArray[Any],
         exact: Real,
         tolerance: float,
-        beside: npt.NDArray[Any] | None = None,
+        others: npt.NDArray[Any] | None = None,
     ) -> Judged:
         """Judge samples at `at` (n, 3) of the output, given what is written and what is exact, both (n, maps).
 
-        beside  other values of the output, (m, maps), if the samples are too few to show how large values are
+        others  other values of the output, (m, maps), if the samples are too few to show how large values are
         """
         error, step = _errors(written, exact)
         magnitude = magnitude_of(exact)
-        if beside is not None:
-            known = _values(beside)
+        if others is not None:
+            known = _values(others)
             magnitude = np.maximum(magnitude, magnitude_of(np.where(np.isfinite(known), known, 0.0)).min(axis=0))
         allowed = tolerance * magnitude + step
         sample, channel = (int(i) for i in np.unravel_index((error / allowed).argmax(), error.shape))
@@ -321,7 +321,7 @@ def magnitude_of(exact: Real) -> Real:
 
 
 def by_definition(trained: TrainedNetwork, volume: Volume, corners: npt.NDArray[np.int64]) -> Real:
-    """Apply the plain network to each field of view: (samples, maps). `corners`: their first voxels."""
+    """Apply the plain network to each field of view, given by its first voxel in `corners`: (samples, maps)."""
     network = trained.network
     batch = max(1, BATCH_BYTES // (8 * max(network.maps) * prod(network.field_of_view)))
     exact = [

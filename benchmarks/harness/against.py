@@ -24,7 +24,7 @@ from benchmarks.harness.isolate import ROOT, Answer, Child, Outcome, Request
 from benchmarks.harness.results import Row
 from benchmarks.harness.timing import Budget
 
-ALLOWED = 0.03  # by which our median may be slower, or by the spread of theirs against theirs where that is larger
+ALLOWED = 0.03  # our median may be slower by this share, or by the spread of theirs against theirs if that is larger
 CASE_SECONDS = 600.0  # limit of one request
 FUNCTION = "benchmarks.harness.against:work"
 NAMES = ("theirs", "ours", "theirs again", "ours again")

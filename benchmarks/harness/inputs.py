@@ -17,7 +17,7 @@ import numpy.typing as npt
 Vec3 = tuple[int, int, int]
 
 SEED = 20261121
-BYTES = 2**24 - 3  # random ones; a prime number, so that their repetition meets no axis
+BYTES = 2**24 - 3  # number of random bytes; a prime, so that their repetition coincides with no axis
 GREY = 127.5, 73.9  # mean and standard deviation of uniform bytes
 # Layers of the networks in ZNNi (SC16), Table III, and of the one that ships: kernel or window, then output maps.
 LAYERS = {
@@ -27,9 +27,9 @@ LAYERS = {
     "n926": ["c8 80", "p2", "c9 80", "p2", *["c9 80"] * 3, "c9 3"],
     "fib25": ["c4 16", "p2", "c3 24", "p2", "c3 24", "c3 24", "c1 1"],
     **{f"layer{k}": [f"c{k} 80"] for k in (2, 3, 5, 7, 9)},  # one layer alone
-    "tiny": ["c2 3", "p2", "c3 2"],  # for trials of the benchmarks themselves
+    "tiny": ["c2 3", "p2", "c3 2"],  # small network for trials of the benchmarks themselves
 }
-CHANNELS = {f"layer{k}": 80 for k in (2, 3, 5, 7, 9)}  # of the input, where it has more than one
+CHANNELS = {f"layer{k}": 80 for k in (2, 3, 5, 7, 9)}  # input channels of networks that have more than one
 NETWORKS = ("n337", "n537", "n726", "n926", "fib25")
 
 

@@ -88,7 +88,7 @@ class Child:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         self._ram_bytes = ram_bytes
-        self._late: str | None = None  # why it was killed
+        self._late: str | None = None  # reason why it was killed
 
     def __enter__(self) -> Self:
         return self
@@ -178,7 +178,7 @@ def serve(function: str, ram_bytes: str, *path: str) -> None:
     """Answer requests until stdin ends: the main function of a child."""
     sys.path.extend(place for place in path if place not in sys.path)
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what others print on stdout must not mix with answers
+    os.dup2(2, 1)  # text that libraries print on stdout must not mix with answers
     module, name = function.split(":")
     found: Callable[[Request], Answer | Iterable[Answer]] = getattr(importlib.import_module(module), name)
     if int(ram_bytes):

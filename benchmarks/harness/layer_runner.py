@@ -21,8 +21,8 @@ from benchmarks.harness.timing import DeviceClock, Rotation, WallClock
 from znnpy.machine import this_machine
 
 ALIGNMENT = 256  # bytes, of scratch and of arrays on the CPU
-VARIANTS = 6  # of a method, that are tried
-HOPELESS = 2.0  # times the best variant's time: no second run, since the first one touches memory
+VARIANTS = 6  # variants of a method that are tried
+HOPELESS = 2.0  # a variant this many times slower than the best runs once: a first run touches memory
 OPERATIONS = {"product": 1.0, "fft": 5.0, "copy": 8.0, "pool": 8.0, "lane_product": 0.8, "lane_fft": 1.3}  # in products
 CORNER = 4  # output voxels along an axis of the boxes that are compared with the definition
 Shape = Any  # znnpy.ConvShape, PoolShape or FilterShape
@@ -35,8 +35,8 @@ class Host:
     device = "cpu"
     opened = None
 
-    def __init__(self, crew: Any) -> None:
-        self._crew, self.threads = crew, crew.threads
+    def __init__(self, pool: Any) -> None:
+        self._pool, self.threads = pool, pool.threads
         self.machine, self.clock = this_machine(), WallClock()
 
     def put(self, array: npt.NDArray[Any]) -> Any:
@@ -60,7 +60,7 @@ class Host:
 
     def bind(self, primitive: Any, shape: Shape, variant: Any, weights: Any) -> Any:
         """Prepare the weights and return a step for the shape."""
-        return primitive.bind(primitive.prepare(weights, variant, self._crew), shape, variant, self._crew)
+        return primitive.bind(primitive.prepare(weights, variant, self._pool), shape, variant, self._pool)
 
     def peaks(self, footprint: Any, largest: float) -> dict[str, int]:
         """Return nothing: on the CPU no step takes them."""
@@ -128,8 +128,8 @@ def place_of(device: str, threads: int | None = None) -> Iterator[Place]:
         with znnpy.Device(znnpy.find_gpu()) as opened:
             yield OnGpu(opened)
     else:
-        with znnpy.ThreadPool(threads or this_machine().cores) as crew:
-            yield Host(crew)
+        with znnpy.ThreadPool(threads or this_machine().cores) as pool:
+            yield Host(pool)
 
 
 def limits_of(place: Place) -> dict[str, Any]:

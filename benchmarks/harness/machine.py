@@ -31,7 +31,7 @@ READINGS = (
 )
 COPIED_BYTES = 2**30
 MATRIX = 8192  # rows and columns
-ROUNDS = 5  # of every limit; the median counts
+ROUNDS = 5  # measurements of every limit; the median counts
 
 
 def machine_name(gpu: Any = None, gpus: int = 1) -> str:

@@ -27,9 +27,9 @@ Method = Literal["plain", "fragments", "dilated"]
 Tensor = Any  # torch.Tensor: PyTorch is an extra, and its types are not read
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
-ALGORITHMS = 10  # of cuDNN for each convolution, that PyTorch times at most
+ALGORITHMS = 10  # algorithms of cuDNN for each convolution that PyTorch times at most
 MOST_TAPS = 4  # size of kernels up to which the definition multiplies tap by tap
-MOST_VALUES = 2**31 - 1  # of a tensor: beyond, kernels of PyTorch fail
+MOST_VALUES = 2**31 - 1  # values of a tensor: kernels of PyTorch fail beyond
 
 
 class DenseTorch:
@@ -56,7 +56,7 @@ class DenseTorch:
             (placed(weight, precision, layout, device), placed(bias, precision, None, device))
             for weight, bias in weights_of(folder, name)
         ]
-        self._pinned: Tensor = None  # where output is downloaded to
+        self._pinned: Tensor = None  # host buffer that output is downloaded to
         if device != "cpu":
             compute_in(precision, algorithms)
 

@@ -123,7 +123,7 @@ class Result:
         partial = path.with_name(f"{path.name}.partial")
         content = {"schema": SCHEMA, **asdict(self)}
         rows = [json.dumps(row, default=list, allow_nan=False) for row in content.pop("rows")]
-        head = json.dumps(content, indent=1, default=list, allow_nan=False)[:-2]  # without the closing brace
+        head = json.dumps(content, indent=1, default=list, allow_nan=False)[:-2]  # text without the closing brace
         partial.write_text(f'{head},\n "rows": [\n  ' + ",\n  ".join(rows) + "\n ]\n}\n")  # a line for each row
         os.replace(partial, path)
         return path
@@ -144,7 +144,7 @@ def read(path: Path) -> Result:
     return result
 
 
-Results = Mapping[str, Sequence[Result]]  # by benchmark, in the order of machine names
+Results = Mapping[str, Sequence[Result]]  # results by benchmark, in the order of machine names
 
 
 def current(folder: Path = CURRENT) -> Results:

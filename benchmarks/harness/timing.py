@@ -16,9 +16,9 @@ from math import ceil
 from typing import Any, Protocol, Self
 
 PAUSE = 0.02  # seconds before a run on the CPU: OpenMP's threads spin for a while when their work is done
-LEAST_SECONDS = 4e-3  # of work that is timed together: shorter work is repeated
+LEAST_SECONDS = 4e-3  # shorter work is repeated, and timed together
 MOST_REPEATS = 50
-LOOK_SECONDS = 0.02  # between two readings of memory
+LOOK_SECONDS = 0.02  # time between two readings of memory
 
 
 class Budget:

@@ -34,8 +34,8 @@ from benchmarks.papers.cases import LAYERS, PAPERS
 from benchmarks.papers.run import layer_rows, network_rows
 from benchmarks.papers.tables import TABLES, headline, peak_flops
 
-MATRIX = 2048  # rows and columns of the product that tells what a CPU computes at most
-WRITE_SECONDS = 30.0  # after so long the file is written again
+MATRIX = 2048  # rows and columns of the product by which the peak of a CPU is measured
+WRITE_SECONDS = 30.0  # interval at which the file is written again
 
 
 @click.command()
@@ -71,7 +71,7 @@ def command(
     rounds = 2 if quick else rounds
     for number, paper in enumerate(wanted):
         left = 60 * minutes - (time.monotonic() - begun)
-        budget = Budget(max(0.0, left) / 60 / (len(wanted) - number))  # what one does not need is the others'
+        budget = Budget(max(0.0, left) / 60 / (len(wanted) - number))  # the others get what one leaves
         result.left_out = [line for line in result.left_out if not line.startswith(paper)]
         if paper in LAYERS:
             with place_of(device) as place:

@@ -11,11 +11,11 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-HOLD_BYTES = 2**27  # of the copy that holds work back, a tenth of a millisecond long
+HOLD_BYTES = 2**27  # size of the copy that holds work back, a tenth of a millisecond long
 MOST_HOLDS = 300
-SPARE = 1.5  # times as long is the device held as the host needs
-USUAL_SECONDS = 5e-5  # that the host needs to queue a run, until it is known
-LONG_SECONDS = 2e-3  # such a run finds nothing in a cache that was put there before it
+SPARE = 1.5  # the device is held this many times as long as the host needs
+USUAL_SECONDS = 5e-5  # assumed time that the host needs to queue a run, until it is measured
+LONG_SECONDS = 2e-3  # a run this long finds nothing in a cache that was put there before it
 TRIES = 3
 COPIES = 3  # the median counts
 

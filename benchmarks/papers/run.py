@@ -30,14 +30,14 @@ OURS, BESIDE, COPIED, PEER, INEXACT, CPU, COPY = (
     "ours", "beside", "ours, with copies", "peer", "peer, inexact", "processor", "copy",
 )  # fmt: skip
 CUDNN = "gpu.conv.cudnn"  # primitives whose names begin so run cuDNN's plans
-MOST_ERROR = {"fp32": 1e-5, "tf32": 2e-3, "fp16": 5e-3}  # rms; beyond, ours is void, and a peer is inexact
-WRONG = 2e-2  # beyond, in any precision, a peer is not inexact but wrong
-CLOSE = 1.5  # times the time of the best, by one run behind another: what takes part in rounds
-SERIES_SECONDS, MOST_RUNS = 1e-3, 12  # of one series of runs, at least and at most
-SLOW_SECONDS, SLOW_ROUNDS = 0.02, 4  # what runs longer, and how often then
-CPU_FLOPS = 4e10  # per second and core: tells what takes too long on a CPU
+MOST_ERROR = {"fp32": 1e-5, "tf32": 2e-3, "fp16": 5e-3}  # relative rms; beyond it ours is void, a peer inexact
+WRONG = 2e-2  # beyond it, in any precision, a peer is wrong, not just inexact
+CLOSE = 1.5  # contenders up to this many times the best one's time take part in rounds
+SERIES_SECONDS, MOST_RUNS = 1e-3, 12  # shortest series of runs, and the most runs of one
+SLOW_SECONDS, SLOW_ROUNDS = 0.02, 4  # runs that take longer are slow; rounds of a slow run
+CPU_FLOPS = 4e10  # operations per second and core, to predict which cases take too long on a CPU
 BYTE = 16.0  # floating-point operations that take as long as a byte, roughly: orders variants
-ALGORITHMS = 10  # of cuDNN that PyTorch tries for a layout
+ALGORITHMS = 10  # algorithms of cuDNN that PyTorch tries for a layout
 MODES = {"cpu": ("cpu",), "gpu": ("gpu", "gpu-host", "cpu-to-gpu", "side-by-side")}
 
 
@@ -175,7 +175,7 @@ class LayerBench:
             try:
                 run, crop = problem.bound(primitive, variant), _cropped(problem)
                 crop(np.s_[:1, :1, :1, :1])  # waits for earlier work
-                problem.out.fill(np.nan)  # what is not written is seen
+                problem.out.fill(np.nan)  # so that voxels which are not written are found
                 begin = time.perf_counter()
                 run()
                 spent = time.perf_counter() - begin

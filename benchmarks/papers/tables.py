@@ -13,11 +13,11 @@ from benchmarks.harness.results import Ratio, Result, Results, Row, device_of, r
 from benchmarks.papers.cases import Case, cases_of, experiments
 from benchmarks.papers.run import BESIDE, COPIED, COPY, CPU, INEXACT, OURS, PEER
 
-FLOPS_A_CLOCK = {  # of a multiprocessor, dense: NVIDIA's white papers on the A100 and the H100
+FLOPS_A_CLOCK = {  # dense operations of a multiprocessor: NVIDIA's white papers on the A100 and the H100
     (8, 0): {"fp32": 128, "tf32": 1024, "fp16": 2048},
     (9, 0): {"fp32": 256, "tf32": 2048, "fp16": 4096},
 }
-FFT_OPERATIONS = 2.5  # of a real transform of n values, over n log2 n
+FFT_OPERATIONS = 2.5  # operations of a real transform of n values, over n log2 n
 Found = dict[str, Any]
 
 

@@ -1,4 +1,4 @@
-"""Memory that BLAS and numpy allocate themselves during a product: part of a layer's memory promise."""
+"""Count the memory that BLAS and numpy allocate themselves during a product: part of a layer's memory promise."""
 
 from __future__ import annotations
 

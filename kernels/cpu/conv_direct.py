@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from znnpy.kernels.thread_pool import ThreadPool
     from znnpy.machine import Machine
 
-BLOCK_BYTES = 1024 * 1024  # of a worker's columns, which stay in L2 until BLAS has packed them
+BLOCK_BYTES = 1024 * 1024  # size of a worker's columns, which stay in L2 until BLAS has packed them
 CACHED = 3  # a copy within the cache is this many times faster than one that misses it
-APART = 1.8  # a copy of every second, third, ... float is this many times slower
+STRIDED = 1.8  # a copy of every second, third, ... float is this many times slower
 RUN_FLOATS = 10  # floats copied in the time it takes to start a run
-MIN_VOXELS = 32  # with fewer rows the product is bound by reading the kernels
+MIN_VOXELS = 32  # fewest rows of a product: below it, reading the kernels limits the speed
 SHORT_RUN = 16  # floats; below this, copying runs is slower than copying single floats along x
 
 
@@ -106,7 +106,7 @@ class ConvDirect:
         voxels = float(prod(shape.out_shape[:4]))
         columns = 2 * FLOAT32 * voxels * b.taps / CACHED if b.gathered else 0.0
         if b.by_tap:
-            columns *= APART if shape.fin > 1 else 1
+            columns *= STRIDED if shape.fin > 1 else 1
         else:
             columns *= 1 + RUN_FLOATS / (shape.k[2] * shape.fin)
         return (

@@ -5,8 +5,8 @@ Method   A block of neighbouring outputs of a line times a panel of one to three
          each voxel is broadcast to a vector. Bias and ReLU follow in registers; large outputs are written past the
          caches (streaming stores), so that memory is not read before it is overwritten.
          If pooling into fragments is fused, a worker takes some lines and columns of windows and follows them along z:
-         it computes lines of outputs, their maxima over x and y, and from plane p_z on the maxima over z, each into its
-         fragment.
+         it computes lines of outputs and their maxima over x and y. From plane p_z on it also computes the maxima over
+         z, and writes each into its fragment.
 Memory   The kernels, in the order they are read. Scratch only for pooling: those lines and planes, in L2.
 Bound    Compute: 500 to 540 GFLOP/s, the limit of the registers, from 100 taps (k^3 * fin) on; with fewer, memory: 44
          GB/s written at k = 2, 1 -> 80 maps (2 Zen 5 cores, AVX-512, 2026-11-21). 1.4 to 2.5 times as fast as the BLAS
@@ -43,12 +43,12 @@ if TYPE_CHECKING:
 FEW = 4  # most input maps of a first layer
 MOST_BLOCKS = 3  # blocks of channels in a panel, as in direct.cpp
 SUMS = 24  # registers that hold sums
-LEAST_SUMS = 8  # with fewer, each product waits for the one before
+LEAST_SUMS = 8  # fewest sums at a time: below it, each product waits for the one before
 ENDING_TAPS = 8  # taps that take as long as starting and ending a block of outputs
 THROUGH_CACHES = 3  # time to write a large output through the caches, relative to streaming stores
 RUN = 48  # most windows of a row that are computed together
 ROWS = 16  # most rows of windows
-PLANES_BYTES = 384 * 1024  # of a worker's maxima, which stay in L2
+PLANES_BYTES = 384 * 1024  # size of a worker's maxima, which stay in L2
 MAXIMA_FLOPS = 40.0  # cost of pooling per value, besides moving it
 OFFSET = 8  # bytes of a tap's offset
 CALL_BYTES = 2**14  # Python memory that calls into the library take, per worker
@@ -82,7 +82,7 @@ def _panels(count: int) -> Iterator[tuple[int, int]]:
 
 
 class _DirectLanes:
-    """The common part of the two primitives, which differ in the layers they take."""
+    """The common part of the two primitives, which differ in the layers that they accept."""
 
     __slots__ = ()
 
@@ -99,7 +99,7 @@ class _DirectLanes:
         workers = min(threads, windows.units)
         return Footprint(
             resident=FLOAT32 * lanes * (taps + 1) + OFFSET * taps,
-            scratch=(Scratch("windows", workers * windows.room_bytes),) if shape.pools else (),
+            scratch=(Scratch("windows", workers * windows.worker_bytes),) if shape.pools else (),
             allowance=ALIGNMENT + workers * (CALL_BYTES + sums),
         )
 
@@ -193,7 +193,7 @@ class _Windows(NamedTuple):
     run: int  # windows of a row
     line: int  # outputs computed in a row
     lines: int  # lines computed in total
-    room_bytes: int  # scratch of a worker
+    worker_bytes: int  # scratch of a worker
 
 
 def _windows(shape: ConvShape) -> _Windows:
@@ -205,10 +205,10 @@ def _windows(shape: ConvShape) -> _Windows:
     along_y, along_x = my - py + 1, mx - px + 1
     run = min(along_x, RUN)
     rows = max(1, min(along_y, ROWS, PLANES_BYTES // (pz * run * voxel)))
-    run, rows = -(-along_x // -(-along_x // run)), -(-along_y // -(-along_y // rows))  # of nearly equal size
+    run, rows = -(-along_x // -(-along_x // run)), -(-along_y // -(-along_y // rows))  # parts of nearly equal size
     units = shape.batch * -(-along_y // rows) * -(-along_x // run)
-    room = (py * (run + px - 1) + pz * rows * run) * voxel
-    return _Windows(units, rows, run, run + px - 1, units * mz * (rows + py - 1), room)
+    buffer = (py * (run + px - 1) + pz * rows * run) * voxel
+    return _Windows(units, rows, run, run + px - 1, units * mz * (rows + py - 1), buffer)
 
 
 def _voxels(width: int) -> int:
@@ -245,7 +245,7 @@ class _Step:
 
     def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes]) -> None:
         shape, pool, lib, w = self._shape, self._pool, self._library, self._windows
-        rooms = scratch["windows"].reshape(-1, w.room_bytes) if shape.pools else None
+        buffers = scratch["windows"].reshape(-1, w.worker_bytes) if shape.pools else None
         d = _Direct.from_buffer_copy(self._direct)  # a copy, since steps may run at the same time
         d.x, d.out = x.ctypes.data, out.ctypes.data
         d.x_image, d.out_image = x.strides[0] // FLOAT32, out.strides[0] // FLOAT32
@@ -256,11 +256,11 @@ class _Step:
             for first in range(lo, hi, self._most):
                 pool.check()
                 some = ctypes.c_int64(first), ctypes.c_int64(min(hi, first + self._most))
-                if rooms is None:
+                if buffers is None:
                     bad[worker] += lib.znnpy_direct(ctypes.byref(d), *some)
                 else:
-                    room = ctypes.c_void_p(rooms[worker].ctypes.data)
-                    bad[worker] += lib.znnpy_direct_pool(ctypes.byref(d), room, *some)
+                    buffer = ctypes.c_void_p(buffers[worker].ctypes.data)
+                    bad[worker] += lib.znnpy_direct_pool(ctypes.byref(d), buffer, *some)
 
         pool.each(piece, w.units)
         if sum(bad):

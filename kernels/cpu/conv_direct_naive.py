@@ -3,7 +3,7 @@
 Method   Workers take output maps of the batch. For each plane of a map they add up, tap by tap, the weighted sum over
          input maps. Bias and activation follow at the end, over whole voxels.
 Memory   The least of all primitives: two planes of one map for each worker.
-Bound    Reading the input k^3 fout times, from the cache at best.
+Bound    Reading the input k^3 fout times, at best from the cache.
 Source   Zlateski, Lee, Seung, ZNNi (SC16), IV-A.1, algorithm 1.
 Tested   tests/kernels/cpu/test_conv.py
 """

@@ -41,16 +41,16 @@ if TYPE_CHECKING:
 
     Complex = npt.NDArray[np.complex64]
 
-LINES_BYTES = 256 * 1024  # of a worker's lines in step 1, which stay in L2
-COLUMNS_BYTES = 64 * 1024  # of a worker's columns along z, which FFTW may copy to a buffer; as fast as 256 KiB
-PRODUCT_BYTES = 768 * 1024  # of a worker's frequencies in step 2: kernel, product and sum
+LINES_BYTES = 256 * 1024  # size of a worker's lines in step 1, which stay in L2
+COLUMNS_BYTES = 64 * 1024  # a worker's columns along z, which FFTW may copy to a buffer; as fast as 256 KiB
+PRODUCT_BYTES = 768 * 1024  # size of a worker's frequencies in step 2: kernel, product and sum
 # Costs fitted to 1 to 80 maps in and out, k = 3 to 9, on 2 Zen 5 cores (2026-11-20).
 CACHED = 4  # a copy within the cache is this many times faster than one that misses it
 PLANAR = 4  # a transform here is this many times slower than one of 80 maps innermost, data movement included
 THIN = 8  # a product over k values takes the time of k + 8 at full rate
-SCATTERED_BYTES = 32  # of traffic for a float written among other maps
+SCATTERED_BYTES = 32  # traffic for a float written among other maps
 COPIED_BYTES = 5 * 2**18  # copied by FFTW at most, of a thread's lines with inconvenient strides
-HEAP_BYTES = 5 * 2**16  # of each of several threads: its heap keeps what FFTW freed (42 shapes, 2026-11-21)
+HEAP_BYTES = 5 * 2**16  # the heap of each of several threads keeps what FFTW freed (42 shapes, 2026-11-21)
 
 
 class _Sizes(NamedTuple):
@@ -59,14 +59,14 @@ class _Sizes(NamedTuple):
     padded: Vec3  # the transform's size
     half: int  # frequencies along x
     pitch: int  # complex numbers from line to line
-    plane: int  # and from plane to plane; this and `pitch` are odd numbers of cache lines
+    plane: int  # complex numbers from plane to plane; this and `pitch` are odd numbers of cache lines
     image: int  # complex numbers of one map's spectrum
     lines: int  # lines along x transformed at once (step 1)
     columns: int  # columns along z transformed at once (step 1); whole cache lines
     rows: int  # lines y of frequencies multiplied at once (step 2), an odd number
     worker_before: int  # bytes of a worker's scratch in step 1
-    worker_product: int  # in step 2
-    worker_image: int  # and in step 3
+    worker_product: int  # bytes of a worker's scratch in step 2
+    worker_image: int  # bytes of a worker's scratch in step 3
 
 
 def _sizes(shape: ConvShape) -> _Sizes:

@@ -71,7 +71,7 @@ class _Tiling(ctypes.Structure):
     )
 
 
-GROUP_BYTES = ctypes.sizeof(_Tiling) + 3 * STAGE_BYTES  # of a run: a group's arguments and counters
+GROUP_BYTES = ctypes.sizeof(_Tiling) + 3 * STAGE_BYTES  # arguments and counters of one group in a run
 
 
 def _panels(count: int) -> int:
@@ -80,21 +80,21 @@ def _panels(count: int) -> int:
 
 
 class _Sizes(NamedTuple):
-    """Positions of the tiles of one shape, and their cost, whatever the size of groups."""
+    """Positions of the tiles of one shape, and their cost, for groups of any size."""
 
     tile: Vec3
     span: Vec3  # results of a whole tile: tile - k + 1
     step: Vec3  # outputs of a whole tile: span - p + 1
     counts: Vec3  # tiles along each axis
-    tiles: int  # in all images
+    tiles: int  # tiles in all images
     columns: int  # frequencies (x, y)
-    kernel_bytes: int  # of the spectra of one column
+    kernel_bytes: int  # kernel spectra of one column
     tile_pitch: int  # bytes from tile to tile of a column
     point_blocks: int  # blocks of a worker per point of a column: its input and a panel of results
     plane_bytes: int  # per worker, forward and inverse
     pool_bytes: int  # per worker, pooling
     bias_bytes: int
-    along_x_bytes: int  # of kernels transformed along x alone
+    along_x_bytes: int  # kernels transformed along x alone
     forward: Work
     inverse: Work
     along_z: float  # operations, maxima included
@@ -349,7 +349,7 @@ class _Step:
         t.x_image, t.out_image = x.strides[0] // FLOAT32, out.strides[0] // FLOAT32
         if before is not None:
             t.before, t.before_image, t.carried = before.ctypes.data, before.strides[0] // FLOAT32, before.shape[1]
-        rooms = scratch["blocks"].reshape(pool.threads, -1)
+        buffers = scratch["blocks"].reshape(pool.threads, -1)
         bad = (ctypes.c_int64 * pool.threads)()
         for start in range(0, len(self._groups), TOGETHER):
             some = self._groups[start : start + TOGETHER]
@@ -363,7 +363,7 @@ class _Step:
 
             def piece(lo: int, hi: int, worker: int, shared: Any = shared, counters: Any = counters) -> None:
                 del lo, hi  # units are taken from the counters: no worker waits for another while any are left
-                own = _address(rooms[worker]), *counters, ctypes.byref(bad, worker * ctypes.sizeof(ctypes.c_int64))
+                own = _address(buffers[worker]), *counters, ctypes.byref(bad, worker * ctypes.sizeof(ctypes.c_int64))
                 while run(*shared, *own):
                     pool.check()
 

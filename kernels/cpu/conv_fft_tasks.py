@@ -53,7 +53,7 @@ LIBRARY_BYTES = 15 * 2**16  # per thread: packed by BLAS and copied by FFTW
 COPIED_BYTES = 3 * 2**18  # per thread: copied by FFTW in addition, if columns along y are longer than LONG_COLUMN
 LONG_COLUMN = 96
 INPUT_BYTES = 2**16  # per task that transforms input maps
-CHAIN_BYTES = 8  # of a run's counters, for each chain of multiply-adds
+CHAIN_BYTES = 8  # size of a run's counter for one chain of multiply-adds
 # Costs fitted to 32 and 80 maps, k = 5, S = 1 and 8, on 2 Zen 5 cores (2026-11-21).
 THIN = 10  # a product over k values takes the time of k + 10 at full rate
 NARROW = {16: (4.0, 2.3), 32: (2.1, 1.5)}  # time of a product relative to full rate: per image, and per product
@@ -228,7 +228,8 @@ class _Plans:
 class _Step:
     """The convolution of one shape, planned.
 
-    observe  if set, is called with every task's begin and end and every allocation of synchronisations, one at a time.
+    observe     if set, is called with every task's begin and end and every allocation of synchronisations, one at a
+                time.
     placements  the cores of the workers, or the reason why they are not pinned.
     """
 
@@ -259,19 +260,19 @@ class _Step:
         run = _Run(self, x, out, scratch)
 
         @quiet()
-        def sit(lo: int, hi: int, worker: int) -> None:
+        def work(lo: int, hi: int, worker: int) -> None:
             del worker  # a thread of the pool; the place holds the worker's number
             for place in self.placements.places[lo:hi]:
                 with pinned(place.core):
                     run.scheduler.work(place)
 
-        self.pool.each(sit, self.pool.threads)
+        self.pool.each(work, self.pool.threads)
         if self._softmax is not None:
             apply_epilogue(self._softmax, out, self.pool)
 
 
 class _Run:
-    """One run: the work of every task, in buffers that synchronisations hand out."""
+    """One run: the work of every task, in buffers that synchronisations allocate."""
 
     def __init__(self, step: _Step, x: Array, out: Array, scratch: Mapping[str, Bytes]) -> None:
         self._step, self._shape, self._sizes = step, step.shape, step.sizes
@@ -303,13 +304,13 @@ class _Run:
         )
         for name in [name for name in self._held if name not in stages[task.part]]:
             del self._held[name]
-            self._tell("free", task, worker, name)
+            self._report("free", task, worker, name)
         for name in stages[task.part]:
             if name in self._given and name not in self._held:
                 self._held[name] = self._shaped(name)
-                self._tell("allocate", task, worker, name)
+                self._report("allocate", task, worker, name)
 
-    def _tell(self, what: Literal["allocate", "free"], task: Task, worker: int, name: str) -> None:
+    def _report(self, what: Literal["allocate", "free"], task: Task, worker: int, name: str) -> None:
         if self._step.observe is not None:
             self._step.observe(Event(what, worker, task, name, worker))
 

@@ -54,10 +54,10 @@ if TYPE_CHECKING:
 
 SIDES = (8, 12, 16, 20, 32)  # lengths with straight-line vector codelets in FFTW; 24 and 40 run at a third of the rate
 GROUPS = (8, 24, 64)  # tiles that share one pass over the kernel spectra
-PLANES_BYTES = 192 * 1024  # of a worker's planes in the forward and inverse pass: they and their spectra stay in L2
-COLUMNS_BYTES = 512 * 1024  # of a worker's columns in the product, before and after it
+PLANES_BYTES = 192 * 1024  # a worker's planes in the forward and inverse pass: they and their spectra stay in L2
+COLUMNS_BYTES = 512 * 1024  # a worker's columns in the product, before and after it
 COPIED_BYTES = 704 * 1024  # copied by FFTW per thread, at most: lines, and columns it buffers (60 shapes, 2026-11-21)
-PREPARE_BYTES = 2**20  # of a worker's half-transformed kernels
+PREPARE_BYTES = 2**20  # a worker's half-transformed kernels
 PACKING_TILES = 11  # the product of T tiles takes the time of T + 11 at full rate (2026-11-20, 80 x 80, T = 8..128)
 
 
@@ -67,12 +67,12 @@ class _Tiling(NamedTuple):
     tile: Vec3
     step: Vec3  # outputs of a whole tile: tile - k + 1
     counts: Vec3  # tiles along each axis
-    tiles: int  # in all images
+    tiles: int  # tiles in all images
     group: int  # tiles of the largest group
     half: int  # frequencies along x
     columns: int  # frequencies (y, x)
     planes: int  # planes of a tile transformed at once, forward; divides the tile
-    planes_out: int  # the same, inverse
+    planes_out: int  # planes of a tile transformed at once, inverse
     block: int  # columns multiplied at once
     pitch_in: int  # complex numbers from plane to plane of a tile's spectra
     pitch_out: int

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from znnpy.kernels.thread_pool import ThreadPool
     from znnpy.shapes import Activation
 
-LINES_BYTES = 256 * 1024  # of lines processed at once, which stay in L2
+LINES_BYTES = 256 * 1024  # lines processed at once, which stay in L2
 
 
 class Epilogue:

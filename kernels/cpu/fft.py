@@ -37,7 +37,7 @@ from znnpy.kernels.contract import ALIGNMENT
 Direction = Literal["FFTW_FORWARD", "FFTW_BACKWARD"]
 
 CODELETS = frozenset((*range(1, 17), 20, 25, 32))  # lengths for which FFTW has straight-line code
-TRANSFORM_SECONDS = 0.4  # at most, to measure one transform: the stop flag is not checked meanwhile
+TRANSFORM_SECONDS = 0.4  # limit for measuring one transform: the stop flag is not checked meanwhile
 
 _planner = threading.RLock()
 _set_aside: list[tuple[bytes, bytes, bytes]] = []  # the process's wisdom while we plan; guarded by _planner
@@ -45,7 +45,7 @@ _set_aside: list[tuple[bytes, bytes, bytes]] = []  # the process's wisdom while 
 
 @contextmanager
 def planning() -> Iterator[None]:
-    """Make plans depend on sizes and our `Wisdom` alone: other wisdom of the process is set aside.
+    """Make plans depend on sizes and our `Wisdom` alone, by setting other wisdom of the process aside in this block.
 
     Setting it aside and restoring it costs 1.5 to 2 ms, so make the transforms of a layer within one block. Only one
     thread plans at a time; the process must not plan transforms of its own meanwhile (pyFFTW's lock is inaccessible).
@@ -64,9 +64,9 @@ def planning() -> Iterator[None]:
 
 
 class Wisdom:
-    """The results of FFTW's measurements: for each transform, by description, the text from which FFTW plans it again.
+    """The results of FFTW's measurements: the text from which FFTW plans a transform again, by its description.
 
-    `with wisdom:` applies it to the transforms that this thread plans inside.
+    `with wisdom:` applies it to the transforms that this thread plans in the block.
     """
 
     def __init__(self, known: Mapping[str, str] | None = None, seconds: float = 0.0) -> None:
@@ -77,7 +77,7 @@ class Wisdom:
         """
         self.known = dict(known or {})
         self.seconds = seconds
-        self.used: dict[str, str] = {}  # by transforms planned inside
+        self.used: dict[str, str] = {}  # results for the transforms planned inside
         self.learned: dict[str, str] = {}  # the part of `used` that was not known
         self.refused: set[str] = set()  # names of known entries that this FFTW rejects
         self.sentences: list[str] = []  # warnings that the owner has to report
@@ -91,7 +91,7 @@ class Wisdom:
         _wisdom.reset(self._before)
 
     def give(self, problem: _Problem) -> None:
-        """Load the wisdom for `problem` into FFTW, and nothing else. Call it within `planning`."""
+        """Replace FFTW's wisdom by the wisdom for `problem`. Call it within `planning`."""
         pyfftw.forget_wisdom()
         name = str(problem)
         for text in filter(None, (self.used.get(name), self.known.get(name))):
@@ -112,7 +112,7 @@ class Wisdom:
         text = pyfftw.export_wisdom()[1].decode()
         if spent < limit and _given(text):
             self.used[name] = self.learned[name] = text
-        else:  # cut short, it is no better than an estimate; all workers must plan alike
+        else:  # if cut short, it is no better than an estimate; all workers must plan alike
             self._in_vain.add(name)
             pyfftw.forget_wisdom()
 
@@ -180,7 +180,7 @@ def _layout(array: npt.NDArray[Any]) -> str:
 
 
 def _mapped(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return an array of the same layout that has memory of its own, in pages of its own."""
+    """Return an array of the same layout in separate memory pages."""
     nbytes = sum((size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True)) + array.itemsize
     return np.ndarray(array.shape, array.dtype, mmap.mmap(-1, nbytes), 0, array.strides)
 
@@ -222,7 +222,7 @@ class Transform:
 def like(shape: Sequence[int], strides: Sequence[int], dtype: npt.DTypeLike, *, place: int = 0) -> npt.NDArray[Any]:
     """Return an array of this shape and these strides (bytes) to plan with; it has no memory to read or write.
 
-    Arrays of different `place` count as different arrays, those of the same as one (a transform in place).
+    Arrays with different `place` count as different arrays, those with the same `place` as one (in-place transform).
     """
     return np.lib.stride_tricks.as_strided(_NOWHERE[place * ALIGNMENT :].view(dtype)[:1], shape, strides)
 

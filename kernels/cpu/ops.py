@@ -1,11 +1,11 @@
-"""Array operations of networks besides convolutions, on numpy arrays; convolutions with strides and padding.
+"""Array operations of networks on numpy arrays; convolutions may have strides and padding.
 
 `znnpy.ops` checks and documents the arguments. Arrays are float32 or float16 of any strides, computed in float32.
 
 Method   Arrays are processed in pieces of BLOCK values in float32, which stay in the cache. Convolutions are products
          of BLAS: direct adds up one per tap; implicit_gemm computes one per piece, from a lowered matrix of that piece
          alone.
-Memory   A few pieces, whatever the sizes; a piece is at least a line of the output along x, with its taps.
+Memory   A few pieces for arrays of any size; a piece is at least a line of the output along x, with its taps.
 Source   Chetlur et al., cuDNN: efficient primitives for deep learning, 2014, 3.
 Tested   tests/kernels/cpu/test_ops.py
 """
@@ -138,7 +138,7 @@ def _lines(image: Values) -> Iterator[tuple[int, slice]]:
 
 
 def _planes(out: Values, line: int = 0) -> Iterator[tuple[int, int, slice]]:
-    """Yield the pieces (image, z, lines along y) of `out`, of up to BLOCK values, also at `line` values a line."""
+    """Yield the pieces (image, z, lines along y) of `out`: up to BLOCK values, if a line counts as `line` values."""
     lines = max(1, BLOCK // max(1, line, out.shape[3] * out.shape[4]))
     for s, z in product(range(out.shape[0]), range(out.shape[1])):
         for y in range(0, out.shape[2], lines):
@@ -153,13 +153,13 @@ def _taps(
         plane = z * sliding.stride[0] + dz - sliding.padding[0]
         if not 0 <= plane < len(image):
             continue
-        from_y, to_y = _seen(image.shape[1], rows.start, rows.stop, dy, sliding, 1)
-        from_x, to_x = _seen(image.shape[2], 0, m[2], dx, sliding, 2)
+        from_y, to_y = _inside(image.shape[1], rows.start, rows.stop, dy, sliding, 1)
+        from_x, to_x = _inside(image.shape[2], 0, m[2], dx, sliding, 2)
         if to_y.start < to_y.stop and to_x.start < to_x.stop:
             yield (image[plane, from_y, from_x], (to_y, to_x)), tap
 
 
-def _seen(n: int, first: int, end: int, d: int, sliding: Sliding, axis: int) -> tuple[slice, slice]:
+def _inside(n: int, first: int, end: int, d: int, sliding: Sliding, axis: int) -> tuple[slice, slice]:
     """Return the range in the image and in the piece of the positions first .. end whose tap `d` lies in the image."""
     step, offset = sliding.stride[axis], d - sliding.padding[axis]
     low = max(first, -(offset // step))
@@ -169,7 +169,7 @@ def _seen(n: int, first: int, end: int, d: int, sliding: Sliding, axis: int) -> 
 
 
 def _counts(x: Values, out: Values, window: Vec3, sliding: Sliding, axis: int, *, whole: bool) -> Floats:
-    """Return how many values each window along an axis has in the image, or in all if `whole`."""
+    """Return the number of values that each window along an axis has in the image; if `whole`, the window's size."""
     starts = np.arange(out.shape[1 + axis]) * sliding.stride[axis] - sliding.padding[axis]
     inside = np.minimum(starts + window[axis], x.shape[1 + axis]) - np.maximum(starts, 0)
     return np.where(whole, window[axis], inside).astype(np.float32)

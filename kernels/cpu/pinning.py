@@ -1,4 +1,4 @@
-"""Core pinning: one core per worker, spread over the chips, and the choice of primary workers (ZNNi IV-A.3)."""
+"""Pin workers to cores, spread over the chips, and choose the primary workers (ZNNi IV-A.3)."""
 
 from __future__ import annotations
 

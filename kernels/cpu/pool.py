@@ -39,15 +39,15 @@ if TYPE_CHECKING:
     from znnpy.kernels.thread_pool import ThreadPool
     from znnpy.machine import Machine
 
-NUMPY_BYTES = 128 * 1024  # allocated by numpy's iterators at most, per thread
-LINES_BYTES = 256 * 1024  # of a worker's lines between two passes, which stay in L2
+NUMPY_BYTES = 128 * 1024  # upper bound of what numpy's iterators allocate, per thread
+LINES_BYTES = 256 * 1024  # a worker's lines between two passes, which stay in L2
 
 # Costs of passes within the cache, in bytes that miss it (2026-11-20, 2 threads on 2 Zen 5 cores, 1 to 80 maps).
 CACHED = 5  # a byte in the cache costs a fifth
-RUN_BYTES = 150  # to start a run of maps that has no neighbour along x: 5 ns
-STEP_BYTES = 15  # the same for a single map: a step of a strided loop
-CALL_BYTES = 35_000  # to call numpy once, while the other threads wait for the interpreter: 1.2 us
-GATHERED_BYTES = 15  # a maximum of two maps of a voxel, one by one
+RUN_BYTES = 150  # cost to start a run of maps that has no neighbour along x: 5 ns
+STEP_BYTES = 15  # cost of a single map there: a step of a strided loop
+CALL_BYTES = 35_000  # cost of a numpy call, while the other threads wait for the interpreter: 1.2 us
+GATHERED_BYTES = 15  # cost of a maximum of two maps of a voxel, one by one
 
 
 class _Lines(NamedTuple):
@@ -57,8 +57,8 @@ class _Lines(NamedTuple):
     planes: int  # positions along z, per image
     lines: int  # positions along y, per plane
     block: int  # positions along y at a time; a multiple of p_y for fragments
-    over_planes: int  # of a worker's maxima over planes
-    worker_bytes: int  # of a worker's maxima over planes, and over planes and lines
+    over_planes: int  # bytes of a worker's maxima over planes
+    worker_bytes: int  # bytes of a worker's maxima over planes, and over planes and lines
 
 
 def _lines(shape: Windowed) -> _Lines:

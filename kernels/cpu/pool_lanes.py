@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from znnpy.kernels.thread_pool import ThreadPool
     from znnpy.machine import Machine
 
-RING_BYTES = 40 * 1024  # of a worker's lines, which stay in L1
-COLUMN_BYTES = 512 * 1024  # of the input of a plane of windows of a column, which stays in L2
+RING_BYTES = 40 * 1024  # a worker's lines, which stay in L1
+COLUMN_BYTES = 512 * 1024  # input of a plane of windows of a column, which stays in L2
 WHOLE_LINES, ANY_LINES = 1, 2  # lines of the cache that are written past it, as in pool.hpp
 LOADS = 3.0  # operations for each float in a maximum: two maxima in both orders, and the NaN check
 RUN_FLOATS = 32  # floats processed in the time it takes to start a run of maps that has no neighbour along x
@@ -68,10 +68,10 @@ class _Columns(NamedTuple):
     windows: Vec3  # windows of an image, over all fragments
     lines: int  # lines of windows in a column; those of the fragments are interleaved
     run: int  # windows along x in a column; a multiple of into[2]
-    columns: int  # in all images
+    columns: int  # columns in all images
     past: int  # how the output is written past the caches if it is aligned to cache lines
-    ready_bytes: int  # of a worker's lines, before the one that is assembled for output
-    room_bytes: int  # of a worker's lines
+    ready_bytes: int  # a worker's lines, without the one that is assembled for output
+    worker_bytes: int  # all of a worker's lines
 
 
 def _columns(shape: Windowed) -> _Columns:
@@ -88,9 +88,9 @@ def _columns(shape: Windowed) -> _Columns:
     columns = shape.batch * -(-windows[1] // lines) * -(-windows[2] // run)
     past = 0 if shape.out_bytes <= STREAM_BYTES else ANY_LINES if shape.f % LANES else WHOLE_LINES
     ready_bytes = line_bytes * (p[1] + 1 if p[1] > 1 else 1 if p[0] > 1 else 0)
-    room_bytes = ready_bytes + (-(-run // into[2]) * voxel if past == ANY_LINES else 0)
-    room_bytes = -(-room_bytes // ALIGNMENT) * ALIGNMENT
-    return _Columns(step, into, windows, lines, run, columns, past, ready_bytes, room_bytes)
+    worker_bytes = ready_bytes + (-(-run // into[2]) * voxel if past == ANY_LINES else 0)
+    worker_bytes = -(-worker_bytes // ALIGNMENT) * ALIGNMENT
+    return _Columns(step, into, windows, lines, run, columns, past, ready_bytes, worker_bytes)
 
 
 class _Maxima:
@@ -106,7 +106,7 @@ class _Maxima:
         del variant
         t = _columns(as_windowed(shape))
         workers = min(threads, t.columns)
-        nbytes = workers * t.room_bytes
+        nbytes = workers * t.worker_bytes
         return Footprint(scratch=(Scratch("lines", nbytes),) if nbytes else (), allowance=workers * CALL_BYTES)
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
@@ -116,7 +116,9 @@ class _Maxima:
         rims = (1 + (p[1] - t.step[1]) / (t.step[1] * t.lines)) * (1 + (p[2] - t.step[2]) / (t.step[2] * t.run))
         moved = rims * shape.in_bytes + shape.out_bytes * (1 if t.past else 2)
         lines = shape.batch * t.windows[0] * t.windows[1] * FLOAT32 * shape.f
-        loads = rims * lines * shape.n[2] * (t.step[1] * p[0] + p[1]) + p[2] * shape.out_bytes * _apart(shape, t)
+        loads = rims * lines * shape.n[2] * (t.step[1] * p[0] + p[1]) + p[2] * shape.out_bytes * _scatter_slowdown(
+            shape, t
+        )
         return (Work("lane_stream", LOADS * loads, moved),)
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> None:
@@ -128,7 +130,7 @@ class _Maxima:
         return _Step(as_windowed(shape), pool)
 
 
-def _apart(shape: Windowed, columns: _Columns) -> float:
+def _scatter_slowdown(shape: Windowed, columns: _Columns) -> float:
     """Return the slowdown of the last maximum where neighbouring windows do not go to neighbouring voxels."""
     if columns.into[2] * columns.step[2] == 1:
         return 1.0
@@ -195,13 +197,13 @@ class _Step:
         pooling.ready, pooling.past = t.ready_bytes // FLOAT32, t.past
         if t.past == WHOLE_LINES and (pooling.out | out.strides[0]) % ALIGNMENT:
             pooling.past = 0
-        rooms = scratch["lines"].reshape(-1, t.room_bytes) if "lines" in scratch else None
+        buffers = scratch["lines"].reshape(-1, t.worker_bytes) if "lines" in scratch else None
 
         def piece(lo: int, hi: int, worker: int) -> None:
-            room = ctypes.c_void_p(None if rooms is None else rooms[worker].ctypes.data)
+            buffer = ctypes.c_void_p(None if buffers is None else buffers[worker].ctypes.data)
             for first in range(lo, hi, self._most):
                 pool.check()
                 last = ctypes.c_int64(min(hi, first + self._most))
-                lib.znnpy_pool(ctypes.byref(pooling), room, ctypes.c_int64(first), last)
+                lib.znnpy_pool(ctypes.byref(pooling), buffer, ctypes.c_int64(first), last)
 
         pool.each(piece, t.columns)

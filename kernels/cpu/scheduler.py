@@ -1,4 +1,4 @@
-"""Execution of a `TaskGraph`: tasks most distant from the sink go first, to any allowed worker (ZNNi IV-A.3).
+"""Execute a `TaskGraph`: tasks most distant from the sink go first, to any allowed worker (ZNNi IV-A.3).
 
 Tasks are counted instead of stored: a stage ends when its count is 0; a multiply-add waits for its kernel and for the
 one before it in its chain. The worker that completes the last task of a stage executes the synchronisation that
@@ -58,10 +58,11 @@ class _Held:
 
 
 class Scheduler:
-    """One run of one graph by the workers of `places`. Each calls `work` once; the first must, the others may.
+    """One run of one graph by the workers of `places`. The first must call `work` once, the others may.
 
-    execute  does a task; `check` raises Stopped if the run is to stop; `observe`, if given, is called at every begin
-             and end.
+    execute  does the work of a task.
+    check    raises Stopped if the run is to stop.
+    observe  if given, is called when a task begins and when it ends.
     """
 
     def __init__(
@@ -87,8 +88,8 @@ class Scheduler:
         self._begun = 0  # started tasks of this stage's numbered kind: inputs, kernels, outputs
         self._left = 0  # unfinished tasks of this stage, except kernels
         self._chains: list[int] = []  # multiply-adds done in each chain, which is the next row
-        self._held: dict[tuple[int, int, int], _Held] = {}  # by row, column, slab
-        self._buffers: dict[int, _Held] = {}  # by owner; also while the kernel is being transformed
+        self._held: dict[tuple[int, int, int], _Held] = {}  # kernels in buffers by row, column, slab
+        self._buffers: dict[int, _Held] = {}  # kernels in buffers by owner; also while they are being transformed
         self._queues: dict[int, list[tuple[int, int, _Held]]] = {place.chip: [] for place in places}
         self._queued = 0
 
@@ -105,7 +106,7 @@ class Scheduler:
                 self.check()
                 self._execute(taken[0], place.worker, taken[1])
                 self._end(place, *taken)
-        except BaseException as error:  # whatever it is, the others must not wait for this worker
+        except BaseException as error:  # after any error the others must not wait for this worker
             others = self._failed
             with self._lock:
                 self._failed = True
@@ -121,7 +122,7 @@ class Scheduler:
                 if self._stage == 3:
                     return None
                 if (taken := self._next(place)) is not None:
-                    self._tell("begin", place, *taken)
+                    self._report("begin", place, *taken)
                     return taken
                 self._waiting += 1
                 self._lock.wait(POLL_SECONDS)
@@ -164,7 +165,7 @@ class Scheduler:
     def _end(self, place: Placement, task: Task, owner: int) -> None:
         """Count `task` as done; if a synchronisation waited for it alone, execute that."""
         with self._lock:
-            self._tell("end", place, task, owner)
+            self._report("end", place, task, owner)
             match task.kind:
                 case "sync":
                     self._begin_stage(task.part)
@@ -180,7 +181,7 @@ class Scheduler:
                 return
             self._syncing = True
             sync = Task("sync", part=self._stage + 1)
-            self._tell("begin", place, sync, place.worker)
+            self._report("begin", place, sync, place.worker)
         self._execute(sync, place.worker, place.worker)
         self._end(place, sync, place.worker)
 
@@ -221,6 +222,6 @@ class Scheduler:
     def _chain(self, task: Task, part: int) -> int:
         return (task.column * self._tasks.slabs + task.slab) * self._tasks.products + part
 
-    def _tell(self, what: Literal["begin", "end"], place: Placement, task: Task, owner: int) -> None:
+    def _report(self, what: Literal["begin", "end"], place: Placement, task: Task, owner: int) -> None:
         if self._observe is not None:
             self._observe(Event(what, place.worker, task, owner=owner))

@@ -6,7 +6,7 @@ maps of 512 fragments would be millions of nodes. `graph` builds the same graph 
 it.
 
 Multiply-adds into one place form a chain, input maps in rising order: the order of accumulation, and with it every byte
-of the result, is the same whatever the timing.
+of the result, does not depend on timing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Division of a task-parallel FFT convolution into tasks: blocks of maps, slabs of frequencies, parts of the batch."""
+"""Divide a task-parallel FFT convolution into tasks: blocks of maps, slabs of frequencies, parts of the batch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from znnpy.kernels.cpu.task_graph import Task, TaskGraph
 from znnpy.shapes import COMPLEX64, FLOAT32, ConvShape, Vec3
 
 WIDTHS = 16, 32  # maps of a block, or more: fewer fill no vector; more make faster products and fewer tasks
-KERNEL_BYTES = 4 * 2**20  # of a primary worker's kernels: 0.2 ms to transform, and they stay in the chip's cache
-PRODUCT_BYTES = 2 * 2**20  # of a worker's product before it is added
-LINES_BYTES = 256 * 1024  # of a worker's lines in transforms, which stay in L2
-TASK_VALUES = 100_000  # of transforms: small images share a task, so that it takes 0.2 ms
+KERNEL_BYTES = 4 * 2**20  # a primary worker's kernels: 0.2 ms to transform, and they stay in the chip's cache
+PRODUCT_BYTES = 2 * 2**20  # a worker's product before it is added
+LINES_BYTES = 256 * 1024  # a worker's lines in transforms, which stay in L2
+TASK_VALUES = 100_000  # values of a task of transforms: small images share one, so that it takes 0.2 ms
 
 
 class Block(NamedTuple):
@@ -26,8 +26,8 @@ class Block(NamedTuple):
     lo: int  # first map
     width: int  # maps
     row: int  # complex numbers from line y to line y
-    image: int  # and from image to image
-    start: int  # of the first image
+    image: int  # complex numbers from image to image
+    start: int  # position of the first image
     lines: int  # lines y transformed at once
 
 
@@ -35,9 +35,9 @@ class KernelBytes(NamedTuple):
     """Bytes in a primary worker's buffer, for the largest pair of blocks and the largest slab of kernels."""
 
     whole: int
-    along_xy: int  # of one x, transformed along x and y
-    along_x: int  # of one x
-    real: int  # of one x, real and imaginary parts separate
+    along_xy: int  # kernels of one x, transformed along x and y
+    along_x: int  # kernels of one x, transformed along x
+    real: int  # kernels of one x, real and imaginary parts separate
 
 
 @dataclass(frozen=True, slots=True)

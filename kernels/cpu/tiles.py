@@ -1,4 +1,4 @@
-"""Selection of tile sizes for overlap-save convolutions."""
+"""Select tile sizes for overlap-save convolutions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def sides(m: int, k: int, all_sides: tuple[int, ...]) -> Sequence[int]:
 
 @cache
 def tiles_worth(m: Vec3, reach: Vec3, all_sides: tuple[int, ...]) -> Mapping[Vec3, int]:
-    """Return the tiles worth trying for `m` outputs that depend on `reach` inputs each, and how many cover an image.
+    """Return the tiles worth trying for `m` outputs that depend on `reach` inputs each, and the number covering them.
 
     Tiles are skipped if they cover more than EXCESS times the volume of the best, if they are elongated, and if they
     are the mirror image of another tile where y and x are alike (x keeps the long side).

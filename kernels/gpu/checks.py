@@ -1,4 +1,4 @@
-"""Checks before CUDA is called: kernel arguments, views of memory, copies. Arithmetic only."""
+"""Check kernel arguments, views of memory and copies before CUDA is called. Arithmetic only."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Direct convolution by NVIDIA's cuDNN, channels last: the baseline, and the best choice for some layers.
 
-Method   cuDNN's implicit matrix product, by those of its plans that compute correctly: cudnn_plans.py. cuDNN's
-         heuristics do not know the fastest, so the variant selects a plan. Bias and activation are fused if a plan can,
-         else applied by a kernel of ours.
+Method   cuDNN's implicit matrix product; only those of its plans are used that compute correctly (cudnn_plans.py).
+         cuDNN's heuristics do not find the fastest one, so the variant selects a plan. Bias and activation are fused
+         if the plan can, otherwise a kernel of ours applies them.
 Layout   Channels last, as everywhere. A layer of 2^31 values or more is computed image by image and in slabs of planes;
-         in even smaller parts if cuDNN has only its naive plan for those, as in fp32.
+         the parts are even smaller if cuDNN has only its naive plan for these, as in fp32.
 Memory   Input, output, workspace.
 Bound    Arithmetic.
 Source   ZNNi IV-B.1; Chetlur et al., cuDNN (2014); nvidia-cudnn-frontend.
@@ -29,7 +29,7 @@ from znnpy.kernels.gpu.cudnn_plans import (
     check_bytes,
     choose,
     is_naive,
-    looks_right,
+    looks_plausible,
     refuse,
     reject,
 )
@@ -44,16 +44,16 @@ if TYPE_CHECKING:
     from znnpy.shapes import Precision
 
 MIB = 2**20
-LEAN_MIB = 16  # of workspace besides a copy of the weights: enough for plans that copy neither input nor output
-FEW_TAPS = 32  # of a kernel: with more, tf32 has no plan without copies (27 and 125 tried) except those of fp32
+LEAN_MIB = 16  # workspace besides a copy of the weights: enough for plans that copy neither input nor output
+FEW_TAPS = 32  # taps of a kernel: with more, tf32 has no plan without copies (27 and 125 tried) except those of fp32
 CHOICES = 4  # plans to choose from
 OLDEST = (9, 16)  # version of cuDNN: 9.8 to 9.15 have 3D kernels with wrong results
-MOST_VALUES = 2**31  # of a tensor passed to cuDNN: beyond it, cuDNN is not reliable
+MOST_VALUES = 2**31  # values of a tensor passed to cuDNN: beyond it, cuDNN is not reliable
 LESS_VALUES = (2**29, 2**27)  # tried if it has no good plan for so many: 2^31 bytes in fp32, and less
 ALIGNED = 16  # bytes: cuDNN's alignment of images; in a column they start on any plane
-MOST_TERMS = 5000  # of a sum in float32, in sequence, for an error of 1e-6: 2,160 cost 5.8e-7, 10,000 1.3e-6
+MOST_TERMS = 5000  # longest float32 sum, in sequence, for an error of 1e-6: 2,160 cost 5.8e-7, 10,000 1.3e-6
 THREADS = 256
-MOST_IMAGES = 65535  # of a grid along y; a loop does the rest
+MOST_IMAGES = 65535  # blocks of a grid along y; a loop does the rest
 UNITS: dict[Precision, Unit] = {"fp32": "gpu_cudnn_fp32", "tf32": "gpu_cudnn_tf32", "fp16": "gpu_cudnn_fp16"}
 
 
@@ -122,7 +122,7 @@ class ConvCudnn:
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, device: Device) -> _Resident:
         assert weights is not None
-        dtype = np.float16 if variant.word("precision") == "fp16" else np.float32
+        dtype = np.float16 if variant.text("precision") == "fp16" else np.float32
         with np.errstate(over="ignore"):  # values beyond float16 show in the result, as any overflow
             kernels = np.ascontiguousarray(weights.weight.transpose(0, 2, 3, 4, 1), dtype)
         return _Resident(
@@ -174,7 +174,7 @@ class _Call(NamedTuple):
     """A part of the layer that is convolved at once."""
 
     images: slice
-    planes: slice  # of the output
+    planes: slice  # planes of the output
     by: Chosen
 
 
@@ -233,7 +233,7 @@ class _Step:
             refuse(problem, plan)
             return False
         given, into = self._parts(call, x, out)
-        right = looks_right(self._device, given, *self._resident, into, self._shape.activation)
+        right = looks_plausible(self._device, given, *self._resident, into, self._shape.activation)
         if not right:
             reject(problem, plan)
         return right
@@ -264,7 +264,7 @@ class _Step:
         for way in ways:
             try:
                 calls = self._calls_for(way, x_step, out_step)
-            except NoPlanError as error:  # it stands if smaller parts do not help
+            except NoPlanError as error:  # the error stands if smaller parts do not help
                 refusal = refusal or error
                 continue
             if not any(is_naive(call.by.plan) for call in calls):

@@ -25,8 +25,8 @@
  */
 #include "activation.cuh"
 
-constexpr int THREADS = 128;    // of a block of `plain`, as in conv_direct.py
-constexpr int MOST_WARPS = 6;   // of a block of `tiled`, as in conv_direct.py
+constexpr int THREADS = 128;    // threads of a block of `plain`, as in conv_direct.py
+constexpr int MOST_WARPS = 6;   // warps of a block of `tiled`, as in conv_direct.py
 constexpr int LANE = 4;         // voxels of a lane of `tiled`, neighbours along y, as in conv_direct.py
 constexpr int HEAD = 32;        // floats, for Staged, as in conv_direct.py
 constexpr int AT_ONCE = 4;      // lines for which a warp has inputs in flight
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(THREADS, 4)
     T* const to = out + s * out_image + i * maps;
     const int padded = (maps + GROUP - 1) / GROUP * GROUP;
     const long long from_line = nx * fin;
-    constexpr int MAPS = GROUP == 1 ? 1 : 4;  // written at a time
+    constexpr int MAPS = GROUP == 1 ? 1 : 4;  // maps written at a time
     const bool soft = activation == SOFTMAX, twice = soft && maps > GROUP;
     Summed all = {-INFINITY, 0.0f};
     float largest = 0.0f;
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(THREADS, 4)
                     const float* taps = kernels + ((dz * ky + dy) * kx + first_x) * fin * padded + g0;
                     const T* const end = line + (end_x - first_x) * (int)fin;
 #pragma unroll(GROUP < 16 ? 2 : 1)
-                    for (const T* from = line; from < end; ++from, taps += padded) {  // of neighbours along x, all maps
+                    for (const T* from = line; from < end; ++from, taps += padded) {  // neighbours along x, all maps
                         const float in[1] = {load_activation(from)};
                         add_tap<GROUP, 1>(part, in, taps);
                     }
@@ -154,14 +154,14 @@ __global__ void __launch_bounds__(THREADS, 4)
 
 /* The layout of a tile's input in shared memory, and its origin: stored there too, because registers are for sums. */
 template <class T> struct Staged {
-    const T *old, *fresh;                  // of this image, as if all planes were there
+    const T *old, *fresh;                  // inputs of this image, as if all planes were there
     int carried, nz, ny, nx, fin;
     int z0, y0, x0;                        // start of the tile's window in the input, possibly outside
-    int lines, columns;                    // of a plane, of a line
+    int lines, columns;                    // of a plane: lines; of a line: columns
     int pitch, plane;                      // floats from line to line, from map to map
     int more_planes;                       // planes for voxels after the first
-    int tile_z, tile_y, tile_x;            // of the output
-    T* out;                                // of this image
+    int tile_z, tile_y, tile_x;            // tile of the output
+    T* out;                                // output of this image
 };
 
 /* Stages `planes` planes from z0 + dz on of `count` maps from f0 on. */
@@ -199,7 +199,7 @@ template <int GROUP>
 DEVICE void accumulate(float (&sums)[LANE][GROUP], const float* at, int plane, int plane_lines, int pitch,
                        const float* kernels, int planes, int count, int ky, int kx, int step_y, long long fin,
                        long long padded) {
-    const long long row = kx * fin * padded;  // of kernels, to the next tap along y
+    const long long row = kx * fin * padded;  // kernel values to the next tap along y
 #pragma unroll 1
     for (int dz = 0; dz < planes; ++dz) {
 #pragma unroll 1
@@ -286,12 +286,12 @@ template <class T, int GROUP>
 DEVICE float write_voxels(const float (&sums)[LANE][GROUP], const Staged<T>& n, const Summed* summed, int lz, int ly,
                           int lx, int g0, int warp_maps, int warps_maps, long long mz, long long my, long long mx,
                           long long maps, int activation, bool vectors, float largest) {
-    constexpr int MAPS = GROUP == 1 ? 1 : 4;  // written at a time
+    constexpr int MAPS = GROUP == 1 ? 1 : 4;  // maps written at a time
 #pragma unroll
     for (int v = 0; v < LANE; ++v) {
         const int z = n.tile_z + lz, y = n.tile_y + ly + v, column = n.tile_x + lx;
         const int known = z < mz && y < my && column < mx ? (int)maps - g0 : 0;
-        Summed all = {-INFINITY, 0.0f};  // of all warps with this voxel
+        Summed all = {-INFINITY, 0.0f};  // sums of all warps with this voxel
         for (int other = 0; activation == SOFTMAX && other < warps_maps; ++other)
             all = joined(all, summed[v * blockDim.x + threadIdx.x + (other - warp_maps) * WARP]);
         T* const to = n.out + ((z * my + y) * mx + column) * maps + g0;
@@ -320,7 +320,7 @@ __global__ void __launch_bounds__(MOST_WARPS * WARP, 2)
     Summed* const summed = reinterpret_cast<Summed*>(total + (apart ? LANE * GROUP * MOST_WARPS * WARP : 0));
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const int warp_maps = warp % (int)warps_maps, warp_voxels = warp / (int)warps_maps;
-    const int rows = WARP / (int)wide * LANE;  // of a warp along y
+    const int rows = WARP / (int)wide * LANE;  // lines of a warp along y
     if (threadIdx.x == 0) {
         const int high = (int)warps_y * rows, deep = blockDim.x / WARP / (int)(warps_maps * warps_y);
         const int tiles_x = (mx + wide - 1) / wide, tiles_y = (my + high - 1) / high, tiles_z = (mz + deep - 1) / deep;

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 SOURCE = "conv_direct.cu"
 THREADS, WARP, MOST_WARPS, LANE, HEAD = 128, 32, 6, 4, 32  # as in conv_direct.cu
 SUMMED_BYTES = 8  # size of Summed in conv_direct.cu
-WIDTHS = (32, 16, 8)  # of a tile along x
-SHARED_BYTES = 40 << 10  # of staged input: two blocks fit a multiprocessor of any GPU
+WIDTHS = (32, 16, 8)  # tile sizes along x
+SHARED_BYTES = 40 << 10  # size of the staged input: two blocks fit a multiprocessor of any GPU
 LONGEST = 512  # products summed in sequence, if there are more: a float32 sum of 4,000 is wrong by 1e-6
 MOST_BYTES = 99 << 10  # per block, available on any GPU
 FEW = 4  # input maps staged at a time, at least, if all planes of taps fit with so many
@@ -76,7 +76,7 @@ class Tile(NamedTuple):
     warps_y: int
     warps_maps: int  # warps that share voxels
     warps: int
-    planes: int  # of taps at a time
+    planes: int  # planes of taps at a time
     chunk: int  # input maps at a time
     pitch: int  # floats from line to line
     plane: int  # floats from map to map
@@ -175,7 +175,7 @@ class ConvDirect:
         shape = as_conv(shape)
         problem, voxels, maps = Lowering.of(shape), prod(shape.out_shape[1:4]), _padded(shape.fout)
         held, slower = _group(shape.fout), PLAIN
-        if variant.word("kernel") == "shared":
+        if variant.text("kernel") == "shared":
             tile = tile_of(problem)
             assert tile is not None, "was not among the variants"
             held, slower = tile.warps_maps * _group(shape.fout), 1.0
@@ -190,7 +190,7 @@ class ConvDirect:
         return prepare(weights, device)
 
     def bind(self, resident: Any, shape: LayerShape, variant: Variant, device: Device) -> DirectStep:
-        return DirectStep(resident, Lowering.of(as_conv(shape)), device, variant.word("kernel"))
+        return DirectStep(resident, Lowering.of(as_conv(shape)), device, variant.text("kernel"))
 
 
 def prepare(weights: ConvWeights, device: Device) -> _Resident:

@@ -2,14 +2,14 @@
  *
  * Computes   gather    maps of an image, channels last, as padded planar lines along x, for in-place R2C transforms
  *            pad       lines of kernels, padded the same way
- *            turn      transposed matrices, so that the axis transformed next is innermost, padded or cropped
+ *            transpose matrices, so that the axis transformed next is innermost, padded or cropped
  *            expand    the spectra of lines with `count` nonzero values, by Horner's rule in exp(-2 pi i z / n)
  *            multiply  sums[s][g] += sum over maps i of spectra[s][i] * conj(kernels[g][i]), at every frequency
  *            scatter   planar lines along x back to channels last: scaled, bias, activation, largest |value|
  * Shapes     T is float or half; complex numbers are float2; a spectrum of `image` complex numbers is stored as
  *            [x][y][z].
- * Launch     blocks of 32 x 8 threads on tiles of 32 x 32 values (gather, turn, scatter: 4 to 8 KiB of shared memory)
- *            or 32 columns (expand); blocks of 256 (pad, multiply). One grid axis, so that no size exceeds a limit of
+ * Launch     blocks of 32 x 8 threads on tiles of 32 x 32 values (gather, transpose, scatter: 4 to 8 KiB of shared
+ *            memory) or 32 columns (expand); blocks of 256 (pad, multiply). One grid axis, so that no size exceeds a limit of
  *            65535.
  * Bound      memory.
  * Source     Zlateski, Lee, Seung, ZNNi (SC16), III-C and algorithm 3.
@@ -73,8 +73,8 @@ extern "C" __global__ void pad(const float* source, float* target, long long lin
 }
 
 /* Computes target[b][c][r] = source[b][r][c], zero for r >= rows, for c < wide <= columns and r < deep. */
-extern "C" __global__ void turn(const float2* source, float2* target, long long rows, long long columns, long long wide,
-                                long long deep) {
+extern "C" __global__ void transpose(const float2* source, float2* target, long long rows, long long columns,
+                                     long long wide, long long deep) {
     SHARED(float2, tile, [TILE][TILE + 1]);
     const long long tiles_c = (wide + TILE - 1) / TILE, tiles_r = (deep + TILE - 1) / TILE;
     long long unit = blockIdx.x;
@@ -91,10 +91,10 @@ extern "C" __global__ void turn(const float2* source, float2* target, long long 
         if (c + row < wide && r + lane < deep) target[(b * wide + c + row) * deep + r + lane] = tile[lane][row];
 }
 
-/* Computes target[b][c][z] = sum over d < count of source[b][d][c] * turns[z]^d: transposition, padding and transform
- * in one pass that reads very little. Shared memory: count x 32 complex numbers.
+/* Computes target[b][c][z] = sum over d < count of source[b][d][c] * twiddles[z]^d: transposition, padding and
+ * transform in one pass that reads very little. Shared memory: count x 32 complex numbers.
  */
-extern "C" __global__ void expand(const float2* source, float2* target, const float2* turns, long long count,
+extern "C" __global__ void expand(const float2* source, float2* target, const float2* twiddles, long long count,
                                   long long columns, long long deep) {
     EXTERN_SHARED(float2, values);
     const long long tiles = (columns + TILE - 1) / TILE;
@@ -104,12 +104,13 @@ extern "C" __global__ void expand(const float2* source, float2* target, const fl
         if (lane < wide) values[d * TILE + lane] = source[(b * count + d) * columns + first + lane];
     sync_block();
     for (int z = lane; z < deep; z += TILE) {
-        const float2 turn = turns[z];
+        const float2 twiddle = twiddles[z];
         for (int c = threadIdx.y; c < wide; c += ROWS) {
             float2 sum = values[(count - 1) * TILE + c];
             for (int d = (int)count - 2; d >= 0; --d) {
                 const float2 value = values[d * TILE + c];
-                sum = make_float2(value.x + sum.x * turn.x - sum.y * turn.y, value.y + sum.x * turn.y + sum.y * turn.x);
+                sum = make_float2(value.x + sum.x * twiddle.x - sum.y * twiddle.y,
+                                  value.y + sum.x * twiddle.y + sum.y * twiddle.x);
             }
             target[(b * columns + first + c) * deep + z] = sum;
         }

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 TILE = 32  # side of the tiles that blocks transpose, as in conv_fft.cu
 BLOCK = (TILE, 8, 1)
-THREADS = 256  # of blocks of kernels without tiles
+THREADS = 256  # threads of blocks of kernels without tiles
 EXPANDED = 16  # nonzero values of a line up to which Horner's rule beats a padded transform
 TOGETHER = 4  # most kernels, and images, that one thread multiplies at once
 FULL_VALUES = 2**25  # complex numbers whose transform fills a GPU
@@ -45,7 +45,7 @@ LINES_VALUES = 2**26  # complex numbers per call of cuFFT: far below 2^31
 LONGEST = 2048  # points, up to which cuFFT's scratch is known (libraries.py)
 WORK_ALIGNMENT = 256  # bytes
 WORK_BYTES = 1024 + WORK_ALIGNMENT  # scratch of cuFFT for lines along x, besides their own memory
-TABLES_BYTES = 2**20  # of one plan of cuFFT
+TABLES_BYTES = 2**20  # tables of one plan of cuFFT
 
 
 class _Sizes(NamedTuple):
@@ -62,7 +62,7 @@ class _Sizes(NamedTuple):
 def _sizes(shape: ConvShape, variant: Variant) -> _Sizes:
     gz, gy, gx = good_size(shape.n[0]), good_size(shape.n[1]), good_size(shape.n[2], even=True)
     half, most = gx // 2 + 1, variant.count("maps")
-    kernels = most // shape.fin * shape.fin or most  # of whole output maps, if of more than one
+    kernels = most // shape.fin * shape.fin or most  # kernels of whole output maps, if of more than one
     return _Sizes(
         (gz, gy, gx),
         half,
@@ -124,7 +124,7 @@ class ConvFft:
         del threads
         shape = as_conv(shape)
         t = _sizes(shape, variant)
-        rows = COMPLEX64 * t.half * t.padded[1]  # of one plane before its last transposition
+        rows = COMPLEX64 * t.half * t.padded[1]  # one plane before its last transposition
         plans = sum(2 if axis == "x" else 1 for axis, _ in _batches(shape, t))
         return Footprint(
             resident=shape.weight_bytes + TABLES_BYTES * plans + COMPLEX64 * t.padded[0],  # last: a table of sines
@@ -245,13 +245,13 @@ class FftStep:
         self._kernels = device.kernels(
             "conv_fft.cu",
             [
-                *(f"gather<{self._type}>", f"scatter<{self._type}>", "pad", "turn", "expand"),
+                *(f"gather<{self._type}>", f"scatter<{self._type}>", "pad", "transpose", "expand"),
                 *(f"multiply<{g}, {s}>" for g in sorted(outputs) for s in sorted(images)),
             ],
         )
         gz, gy, gx = t.padded
-        turns = np.exp(-2j * np.pi / gz * np.arange(gz)).astype(np.complex64)
-        self._turns = device.put(turns.view(np.float32), "a table of sines")
+        twiddles = np.exp(-2j * np.pi / gz * np.arange(gz)).astype(np.complex64)
+        self._twiddles = device.put(twiddles.view(np.float32), "a table of sines")
         counts: dict[str, set[int]] = {axis: set() for axis in "zyx"}
         for axis, count in _batches(shape, t):
             counts[axis].add(count)
@@ -308,18 +308,18 @@ class FftStep:
         t = self._sizes
         gz, gy, _ = t.padded
         self._along_x.forward(store, at, maps * nz * ny, self._work(lines))
-        self._turn(self._from(store, at), lines, maps * nz, (ny, t.half), (t.half, gy))
+        self._transpose(self._from(store, at), lines, maps * nz, (ny, t.half), (t.half, gy))
         self._along_y.forward(lines, 0, maps * nz * t.half, lines[:0])
         if expand:
             columns = t.half * gy
             self._kernels["expand"](
                 (maps * -(-columns // TILE),),
                 BLOCK,
-                *(lines, self._from(store, at), self._turns, nz, columns, gz),
+                *(lines, self._from(store, at), self._twiddles, nz, columns, gz),
                 shared=COMPLEX64 * nz * TILE,
             )
             return
-        self._turn(lines, self._from(store, at), maps, (nz, t.half * gy), (t.half * gy, gz))
+        self._transpose(lines, self._from(store, at), maps, (nz, t.half * gy), (t.half * gy, gz))
         self._along_z.forward(store, at, maps * t.half * gy, lines[:0])
 
     def _multiply(self, first: int, kernels: int, scratch: Mapping[str, Any]) -> None:
@@ -367,9 +367,9 @@ class FftStep:
         mz, my, mx = shape.out
         store, lines, at = scratch["sums"], scratch["lines_out"], first * t.image
         self._along_z.backward(store, at, maps * t.half * gy, lines[:0])
-        self._turn(self._from(store, at), lines, maps, (t.half * gy, gz), (mz, t.half * gy))
+        self._transpose(self._from(store, at), lines, maps, (t.half * gy, gz), (mz, t.half * gy))
         self._along_y.backward(lines, 0, maps * mz * t.half, lines[:0])
-        self._turn(lines, self._from(store, at), maps * mz, (t.half, gy), (my, t.half))
+        self._transpose(lines, self._from(store, at), maps * mz, (t.half, gy), (my, t.half))
         self._along_x.backward(store, at, maps * mz * my, self._work(lines))
         self._kernels[f"scatter<{self._type}>"](
             (-(-mx // TILE) * -(-maps // TILE) * my * mz,),
@@ -384,10 +384,12 @@ class FftStep:
             *(shape.fout, first, maps, mz, my, mx, 2 * t.half),
         )
 
-    def _turn(self, source: Any, target: Any, batch: int, rows_columns: tuple[int, int], to: tuple[int, int]) -> None:
+    def _transpose(
+        self, source: Any, target: Any, batch: int, rows_columns: tuple[int, int], to: tuple[int, int]
+    ) -> None:
         """Transpose `batch` matrices, cropped to the first `to[0]` columns, lines padded with zeros to `to[1]`."""
         blocks = batch * -(-to[0] // TILE) * -(-to[1] // TILE)
-        self._kernels["turn"]((blocks,), BLOCK, source, target, *rows_columns, *to)
+        self._kernels["transpose"]((blocks,), BLOCK, source, target, *rows_columns, *to)
 
     def _work(self, lines: Any) -> Any:
         """Return cuFFT's scratch for lines along x: free before their first transposition and after their last."""

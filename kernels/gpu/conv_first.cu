@@ -33,12 +33,12 @@ constexpr int LANE = 4;                                          // voxels and n
 /* Kept in shared memory, so that values derived from it are recomputed where needed: the registers are for sums. */
 struct Sizes {
     int carried, ny, nx, my, mx, maps, ky, kx, wide;
-    int lines, pitch, plane;   // of a plane of the tile: lines, floats from one to the next, floats of all for one f
-    int x0, y0, z_end;         // of the block
+    int lines, pitch, plane;   // lines of a plane of the tile, floats from one to the next, floats of a plane for one f
+    int x0, y0, z_end;         // position of the block
     int all_rows, rows, chunks, kernel_floats;
-    int planes, slots;         // of a chunk at most; of those that fit the tile
-    const void *before, *x;    // of the block's image, as if all planes were in both
-    int columns, step_lines, step_columns;  // of Walk: values in a tile line, and THREADS of them
+    int planes, slots;         // planes of a chunk at most; planes that fit the tile
+    const void *before, *x;    // the block's image, as if all planes were in both
+    int columns, step_lines, step_columns;  // strides of Walk: values in a tile line, and THREADS of them
 };
 
 /* Stages planes first .. first + count of one image, from (y, x) on, in tile [plane][f][lines][pitch]; zeros outside.
@@ -281,11 +281,11 @@ __global__ void __launch_bounds__(THREADS, 2)
     const int more_offsets = ((int)rows * FIN * n.kx + 7) / 8 * 8;
     const int lane = threadIdx.x % WARP, t = lane % 4;
     const int g0 = blockIdx.y * GROUP * GROUPS + 4 * t;
-    int at[LANE];  // of the window of each voxel in the tile
+    int at[LANE];  // start of the window of each voxel in the tile
 #pragma unroll
     for (int v = 0; v < LANE; ++v) at[v] = voxel_of<TENSOR>(v) / n.wide * n.pitch + voxel_of<TENSOR>(v) % n.wide;
 
-    int slot = 0;  // of the tile, where planes of a chunk start
+    int slot = 0;  // slot of the tile where planes of a chunk start
     if constexpr (AHEAD) {
         stage_kernels<FIN, GROUPS, TENSOR>(staged, offsets, kernels, Chunk(0, n), n);
         const int count = Chunk(0, n).planes;
@@ -310,11 +310,11 @@ __global__ void __launch_bounds__(THREADS, 2)
 #pragma unroll 1
         for (int number = 0; number < n.chunks; ++number) {
             const Chunk chunk(number, n);
-            const bool second = turns && slot > 0;  // of two buffers
+            const bool second = turns && slot > 0;  // whether the second of two buffers is used
             const int eights = (chunk.count * FIN * n.kx + 7) / 8;
             const T *const early = static_cast<const T*>(n.before), *const late = static_cast<const T*>(n.x);
             T held[AT_ONCE];
-            int filled = 0, first = z + chunk.plane, count = chunk.planes;  // AHEAD: of the data loaded next
+            int filled = 0, first = z + chunk.plane, count = chunk.planes;  // AHEAD: position of the data loaded next
             if constexpr (AHEAD) {
                 cp_async_wait<0>();
                 sync_block();  // this chunk is there, and no thread reads the one before

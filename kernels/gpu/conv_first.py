@@ -34,17 +34,17 @@ if TYPE_CHECKING:
 
 SOURCE = "conv_first.cu"
 THREADS, TILE, GROUP, HEAD, AT_ONCE = 192, 192, 16, 32, 8  # as in conv_first.cu
-WIDTHS = (32, 16, 8)  # of a tile along x
-MOST_GROUPS = 5  # of GROUP maps that a block sums
-MOST_MAPS = 4  # of the input
+WIDTHS = (32, 16, 8)  # tile sizes along x
+MOST_GROUPS = 5  # groups of GROUP maps that a block sums
+MOST_MAPS = 4  # maps of the input
 WIDEST = 11  # kernel along x: the inputs of a row of taps stay in registers
-MOST_IMAGES = 65535  # of a grid along z
+MOST_IMAGES = 65535  # blocks of a grid along z
 SHARED_BYTES = 49 << 10  # per block: two fit a multiprocessor of any GPU
 RESIDENT = 2  # blocks per multiprocessor
 BLOCKS = 16  # blocks per multiprocessor that there should be: limits how many z a block takes
 REGISTERS = 168
 TENSOR_SPEED = 4.0  # throughput of tensor cores relative to float32 units
-AHEAD = ("staging", "ahead")  # of a variant; without it a chunk is staged, then multiplied
+AHEAD = ("staging", "ahead")  # value of a variant; without it a chunk is staged, then multiplied
 # Cost with staging ahead relative to that without, for flops of taps and for bytes, and flops per output value besides
 # its taps: fitted to 1 to 80 maps, k = 2 to 8, on an H200, benchmarks/results/layers_first-..
 AHEAD_FLOPS, AHEAD_BYTES, BESIDE = 0.45, 0.77, 16
@@ -53,11 +53,11 @@ AHEAD_FLOPS, AHEAD_BYTES, BESIDE = 0.45, 0.77, 16
 class _Plan(NamedTuple):
     """The division of one layer's kernels."""
 
-    blocks: int  # of maps
-    groups: int  # of GROUP maps per block
-    rows: int  # of taps per chunk: (dz, dy)
+    blocks: int  # blocks of maps
+    groups: int  # groups of GROUP maps per block
+    rows: int  # rows of taps per chunk: (dz, dy)
     chunks: int
-    kernel_floats: int  # of a chunk and a block of maps
+    kernel_floats: int  # kernels of a chunk and a block of maps
     planes: int  # most planes of the input that a chunk needs
     units: str
     ahead: bool  # whether the next chunk is staged while one is multiplied
@@ -68,17 +68,17 @@ class _Plan(NamedTuple):
 
     @property
     def buffers(self) -> int:
-        """Buffers of kernels: if one chunk is all, it stays."""
+        """Number of buffers of kernels: 1 if there is one chunk, which stays."""
         return 2 if self.ahead and self.chunks > 1 else 1
 
     @property
     def arriving(self) -> int:
-        """Planes staged ahead at a time: the next z shares all but one."""
+        """Number of planes staged ahead at a time: the next z shares all but one."""
         return self.planes if self.chunks > 1 else 1
 
     @property
     def slots(self) -> int:
-        """Planes that fit the tile."""
+        """Number of planes that fit the tile."""
         return self.planes + self.arriving if self.ahead else self.planes
 
 
@@ -99,7 +99,7 @@ def _plan(fin: int, fout: int, k: Vec3, units: str, groups: int, *, ahead: bool 
 
 
 def _fits(plan: _Plan, fin: int, k: Vec3) -> bool:
-    """Whether shared memory suffices for any tile; if all kernels stay, for at least one."""
+    """Return whether shared memory suffices for any tile or, if all kernels stay, for at least one."""
     some = 1 if plan.ahead and plan.chunks == 1 else len(WIDTHS)
     return len(_widths(plan, fin, k)) >= some
 
@@ -116,12 +116,12 @@ def _widths(plan: _Plan, fin: int, k: Vec3) -> list[int]:
 
 
 def _plan_of(shape: ConvShape, variant: Variant) -> _Plan:
-    units, groups, ahead = variant.word("units"), variant.count("groups"), AHEAD in variant.parameters
+    units, groups, ahead = variant.text("units"), variant.count("groups"), AHEAD in variant.parameters
     return _plan(shape.fin, shape.fout, shape.k, units, groups, ahead=ahead)
 
 
 def _comes_ahead(shape: ConvShape, groups: int) -> bool:
-    """Whether there is something to stage while something is multiplied, and space for both."""
+    """Return whether there is something to stage while something is multiplied, and space for both."""
     plan = _plan(shape.fin, shape.fout, shape.k, _units(shape), groups, ahead=True)
     return _fits(plan, shape.fin, shape.k) and (plan.chunks > 1 or shape.out[0] > 1)
 
@@ -132,7 +132,7 @@ def _most_groups(fout: int) -> int:
 
 
 def _divided_groups(shape: ConvShape, gpu: Gpu) -> int:
-    """Return the groups of a block: the most, or if these blocks do not fill the GPU, the paper's number (3.1)."""
+    """Return the groups of a block: the most or, if these blocks do not fill the GPU, the paper's number (3.1)."""
     most, wide, (mz, my, mx) = _most_groups(shape.fout), _wide(shape), shape.out
     tiles = shape.batch * mz * -(-my // (TILE // wide)) * -(-mx // wide)
     if tiles * -(-shape.fout // (most * GROUP)) >= RESIDENT * gpu.multiprocessors:
@@ -146,7 +146,7 @@ def _divided_groups(shape: ConvShape, gpu: Gpu) -> int:
 
 def _shared_bytes(plan: _Plan, fin: int, k: Vec3, wide: int) -> int:
     planes = plan.slots * fin * (TILE // wide + k[1] - 1) * _pitch(wide, k)
-    offsets = -(-plan.rows * fin * k[2] // 8) * 8 // 2  # of 2 bytes
+    offsets = -(-plan.rows * fin * k[2] // 8) * 8 // 2  # offsets of 2 bytes
     return FLOAT32 * (HEAD + plan.groups * GROUP + planes + plan.buffers * (plan.kernel_floats + offsets))
 
 
@@ -156,7 +156,7 @@ def _pitch(wide: int, k: Vec3) -> int:
 
 
 def _wide(shape: ConvShape, plan: _Plan | None = None) -> int:
-    """Return the width of the tiles that cover the least, of those that fit if they are fewer than WIDTHS."""
+    """Return the width of the tiles that cover the least, among the widths that fit."""
     _, my, mx = shape.out
     widths = _widths(plan, shape.fin, shape.k) if plan is not None and plan.ahead else WIDTHS
     return min(widths, key=lambda wide: -(-mx // wide) * -(-my // (TILE // wide)))
@@ -235,14 +235,14 @@ class ConvFirst:
         shape = as_conv(shape)
         plan = _plan_of(shape, variant)
         floats = plan.padded * prod(shape.k) * shape.fin
-        if variant.word("units") == "tensor":
+        if variant.text("units") == "tensor":
             floats = plan.blocks * plan.chunks * plan.kernel_floats
         return Footprint(resident=FLOAT32 * (floats + plan.padded), reads_carried=True, raises_peak=True)
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
         shape = as_conv(shape)
         plan = _plan_of(shape, variant)
-        units, wide, (mz, my, mx) = variant.word("units"), _wide(shape, plan), shape.out
+        units, wide, (mz, my, mx) = variant.text("units"), _wide(shape, plan), shape.out
         voxels = shape.batch * mz * -(-my // (TILE // wide)) * -(-mx // wide) * TILE
         flops = 2.0 * voxels * prod(shape.k) * shape.fin * plan.padded
         equal = flops if units == "float" else flops / TENSOR_SPEED
@@ -253,7 +253,7 @@ class ConvFirst:
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, device: Device) -> _Resident:
         assert weights is not None
-        units, (fout, fin, *k) = variant.word("units"), weights.weight.shape
+        units, (fout, fin, *k) = variant.text("units"), weights.weight.shape
         ahead = AHEAD in variant.parameters
         plan = _plan(fin, fout, (k[0], k[1], k[2]), units, variant.count("groups"), ahead=ahead)
         more = plan.padded - fout
@@ -282,7 +282,7 @@ def _fragments(matrix: npt.NDArray[np.float32], plan: _Plan) -> npt.NDArray[np.f
     apart = chunks.reshape(plan.chunks, eights, 2, 4, blocks, plan.groups, 4, 2, 2)
     ordered = apart.transpose(4, 0, 1, 5, 6, 8, 3, 7, 2)
     bits = np.ascontiguousarray(ordered).view(np.uint32)
-    return ((bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)  # to the nearest tf32
+    return ((bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)  # rounded to the nearest tf32
 
 
 class _Step:
@@ -290,7 +290,7 @@ class _Step:
         self._resident, self._shape, self._device = resident, shape, device
         self._plan = plan = _plan_of(shape, variant)
         self._wide = _wide(shape, plan)
-        kx = 0 if variant.word("units") == "tensor" else shape.k[2]
+        kx = 0 if variant.text("units") == "tensor" else shape.k[2]
         sizes = (shape.itemsize, shape.fin, plan.groups, kx, shape.activation)
         names = [_kernel(*sizes, vectors=vectors, ahead=plan.ahead) for vectors in (False, True)]
         compiled = device.kernels(SOURCE, names)

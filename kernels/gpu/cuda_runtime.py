@@ -1,4 +1,4 @@
-"""CUDA's runtime through CuPy: its import, its errors and its descriptions of devices."""
+"""Access CUDA's runtime through CuPy: its import, its errors and its descriptions of devices."""
 
 from __future__ import annotations
 
@@ -65,8 +65,10 @@ def _versions(cupy: Any, library: int) -> tuple[tuple[str, str], ...]:
     try:
         compiler = ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
     except (ImportError, RuntimeError) as error:  # CuPy alone, without CUDA's libraries
-        told = str(error).strip().partition("\n")[0]
-        raise DeviceError(f"CUDA's compiler, which CuPy needs, cannot be loaded ({told}): {install('gpu')}") from error
+        reason = str(error).strip().partition("\n")[0]
+        raise DeviceError(
+            f"CUDA's compiler, which CuPy needs, cannot be loaded ({reason}): {install('gpu')}"
+        ) from error
     found = [("cupy", cupy.__version__), ("cuda", dotted(library)), ("nvrtc", compiler)]
     for package in ("nvidia-cublas", "nvidia-cufft", "nvidia-cudnn-cu13", "nvidia-cudnn-frontend"):
         try:

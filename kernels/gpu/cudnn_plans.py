@@ -1,9 +1,9 @@
-"""Selection of cuDNN plans that compute a convolution correctly.
+"""Select cuDNN plans that compute a convolution correctly.
 
-Method   Of the plans that cuDNN's heuristics propose, in their order, those are used that need no more workspace than
-         given and compute a small layer of the same maps and kernel correctly: some versions have 3D kernels that do
-         not. A plan's result for the first input is then checked in a few voxels: some are wrong for some sizes only.
-         Findings are remembered for the life of the process.
+Method   cuDNN's heuristics propose plans. A plan is used if it needs no more workspace than given and computes a small
+         layer of the same maps and kernel correctly: some versions have 3D kernels that do not. Then a few voxels of
+         its result for the first input are checked, since some plans are wrong for some sizes only. The results of
+         these checks are kept until the process ends.
 Memory   While a plan is tried: the small layer twice, its weights, CHECK_BYTES of workspace.
 Source   nvidia-cudnn-frontend; observed errors: cuDNN 9.8 to 9.15.
 Tested   tests/kernels/gpu/test_conv_cudnn.py
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from znnpy.shapes import Activation
 
 ALLOWED = {"fp32": 1e-6, "tf32": 1e-3, "fp16": 2e-3}  # rms error of a plan, relative to the rms answer
-ROUNDING = {"fp32": 2.0**-22, "tf32": 2.0**-22, "fp16": 2.0**-10}  # of stored values
+ROUNDING = {"fp32": 2.0**-22, "tf32": 2.0**-22, "fp16": 2.0**-10}  # relative rounding error of stored values
 BEYOND: Vec3 = (1, 4, 9)  # voxels of the small layer's output, minus one
-CHECK_BYTES = 8 << 20  # of workspace for the small layer
-LOOKS = 15  # voxels that are checked, besides the last
+CHECK_BYTES = 8 << 20  # workspace for the small layer
+CHECKED_VOXELS = 15  # voxels that are checked, besides the last
 NAIVE = "eng0"
 
 _RIGHT: dict[tuple[object, ...], bool] = {}  # results of this process's checks
@@ -40,7 +40,7 @@ _REFUSED: set[tuple[Convolution, str]] = set()  # plans that failed to run, for 
 
 
 def forget() -> None:
-    """Forget all findings, so that plans are checked again as in a new process."""
+    """Forget the results of all checks, so that plans are checked again as in a new process."""
     _RIGHT.clear()
     _REFUSED.clear()
 
@@ -56,7 +56,7 @@ def reject(problem: Convolution, plan: ConvolutionPlan) -> None:
 
 
 class Chosen(NamedTuple):
-    """A plan and its problem, which includes bias and activation or not."""
+    """A plan and its problem, with or without bias and activation."""
 
     problem: Convolution
     plan: ConvolutionPlan
@@ -90,21 +90,21 @@ def choose(device: Device, asked: Convolution, limit: int, choice: int) -> Chose
                 break
     if right:
         return right[-1]
-    told = f"; wrong on a small layer: {', '.join(wrong)}" if wrong else ""
-    told += f"; refused to run: {', '.join(refused)}" if refused else ""
+    failures = f"; wrong on a small layer: {', '.join(wrong)}" if wrong else ""
+    failures += f"; refused to run: {', '.join(refused)}" if refused else ""
     raise NoPlanError(
-        f"cuDNN has no plan for {asked} within {limit} bytes of workspace{told}; "
+        f"cuDNN has no plan for {asked} within {limit} bytes of workspace{failures}; "
         f"choose another primitive with {option('only')}"
     )
 
 
 def is_naive(plan: ConvolutionPlan) -> bool:
-    """Whether it is the plan that always exists and is many times slower than others."""
+    """Return whether it is the plan that always exists and is many times slower than others."""
     return plan.name.split("_")[0] == NAIVE
 
 
 def is_right(device: Device, problem: Convolution, plan: ConvolutionPlan) -> bool:
-    """Whether the plan computes a small layer of these maps and this kernel correctly; tried once per process.
+    """Return whether the plan computes a small layer of these maps and this kernel correctly; tried once per process.
 
     False also if it cannot be tried.
     """
@@ -115,10 +115,10 @@ def is_right(device: Device, problem: Convolution, plan: ConvolutionPlan) -> boo
 
 
 def _key(problem: Convolution, plan: ConvolutionPlan) -> tuple[object, ...]:
-    return plan.name, problem.fin, problem.fout, problem.k, problem.precision, problem.finish, _apart(problem)
+    return plan.name, problem.fin, problem.fout, problem.k, problem.precision, problem.finish, _gaps(problem)
 
 
-def _apart(problem: Convolution) -> tuple[bool, bool, bool]:
+def _gaps(problem: Convolution) -> tuple[bool, bool, bool]:
     """Return whether there are several images, and whether there are gaps between those of input and of output."""
     n, m = prod(problem.n) * problem.fin, prod(valid(problem.n, problem.k)) * problem.fout
     several = problem.batch > 1
@@ -130,10 +130,10 @@ def _computes_right(device: Device, problem: Convolution, plan: ConvolutionPlan)
 
     The weights are not the layer's: those may be 0, or so large that sums overflow.
     """
-    several, x_apart, out_apart = _apart(problem)
+    several, x_gap, out_gap = _gaps(problem)
     n, dtype = add(problem.k, BEYOND), np.float16 if problem.precision == "fp16" else np.float32
     m, images = valid(n, problem.k), 2 if several else 1
-    wide = (images, n[0] + x_apart, *n[1:], problem.fin), (images, m[0] + out_apart, *m[1:], problem.fout)
+    wide = (images, n[0] + x_gap, *n[1:], problem.fin), (images, m[0] + out_gap, *m[1:], problem.fout)
     small = replace(problem, batch=images, n=n, x_step=prod(wide[0][1:]), out_step=prod(wide[1][1:]))
     same = device.libraries.same(small, plan)
     if same is None or same.workspace_bytes > CHECK_BYTES:
@@ -143,29 +143,29 @@ def _computes_right(device: Device, problem: Convolution, plan: ConvolutionPlan)
     weight: Any = rng.standard_normal((problem.fout, *problem.k, problem.fin), np.float32)
     weight = (weight / np.float32(np.sqrt(weight[0].size))).astype(dtype)
     bias = rng.standard_normal(problem.fout, np.float32)
-    given = device.put(x, "a small layer")[:, int(x_apart) :]
+    given = device.put(x, "a small layer")[:, int(x_gap) :]
     out = device.put(np.full(wide[1], np.nan, dtype), "its result")
     kernels, biases = device.put(weight, "its weights"), device.put(bias, "its biases")
     workspace = device.allocate(same.workspace_bytes, "its workspace")
     try:
-        same.run(given, kernels, biases, out[:, int(out_apart) :], workspace)
+        same.run(given, kernels, biases, out[:, int(out_gap) :], workspace)
     except RefusedError:
         return False
-    found = device.get(out)[:, int(out_apart) :]
-    plain = reference.convolve(x[:, int(x_apart) :], weight.transpose(0, 4, 1, 2, 3), np.zeros_like(bias))
+    found = device.get(out)[:, int(out_gap) :]
+    plain = reference.convolve(x[:, int(x_gap) :], weight.transpose(0, 4, 1, 2, 3), np.zeros_like(bias))
     exact = plain if problem.finish is None else reference.activate(plain + bias, problem.finish)
     limit = ALLOWED[problem.precision] * _rms(plain) + ROUNDING[problem.precision] * _rms(exact)
     return bool(_rms(found - exact) <= limit)  # NaN is not
 
 
-def looks_right(device: Device, given: Any, kernels: Any, biases: Any, into: Any, activation: Activation) -> bool:
-    """Whether some voxels of a result are plausible; the bound is above all rounding errors of sums."""
+def looks_plausible(device: Device, given: Any, kernels: Any, biases: Any, into: Any, activation: Activation) -> bool:
+    """Return whether some voxels of a result are plausible; the bound is above all rounding errors of sums."""
     kz, ky, kx = kernels.shape[1:4]
     weight = device.get(kernels).astype(np.float64)
     bias = device.get(biases).astype(np.float64)
     rng = np.random.default_rng(20261121)
     last = [m - 1 for m in into.shape[:4]]
-    for s, z, y, v in [[int(rng.integers(m + 1)) for m in last] for _ in range(LOOKS)] + [last]:
+    for s, z, y, v in [[int(rng.integers(m + 1)) for m in last] for _ in range(CHECKED_VOXELS)] + [last]:
         window = device.get(given[s, z : z + kz, y : y + ky, v : v + kx]).astype(np.float64)
         found = device.get(into[s, z, y, v]).astype(np.float64)
         with np.errstate(over="ignore", invalid="ignore"):  # overflow is detected elsewhere

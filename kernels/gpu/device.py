@@ -1,4 +1,4 @@
-"""One CUDA device: memory, streams, copies and kernels.
+"""Control one CUDA device: memory, streams, copies and kernels.
 
 Primitives and sessions use only `Device` and `Kernel`. Arrays are cupy.ndarray; callers use only attributes that numpy
 arrays have too (shape, strides, dtype, slices, views) and methods of `Device`, so that the tests' emulator, whose
@@ -96,12 +96,12 @@ class Kernel:
 
     @property
     def registers(self) -> int:
-        """The registers of one thread."""
+        """Registers of one thread."""
         return int(self._raw.num_regs)
 
     @property
     def local_bytes(self) -> int:
-        """The local memory of one thread: spilled registers and arrays with run-time indices."""
+        """Bytes of local memory of one thread: spilled registers and arrays with run-time indices."""
         return int(self._raw.local_size_bytes)
 
     def __call__(
@@ -201,7 +201,7 @@ class Device:
             raise refusal(f"cudaMalloc for {what}", error, nbytes, self.free_bytes()) from error
         owner = _Owner()
         freeing = weakref.finalize(owner, self._free, address)
-        freeing.atexit = False  # at exit the process frees everything anyway
+        freeing.atexit = False  # the process frees everything at exit anyway
         with self._lock:
             self._held[address] = nbytes, freeing
         memory = cuda.UnownedMemory(address, max(1, nbytes), owner, self.number)
@@ -250,7 +250,7 @@ class Device:
         return host
 
     def pinned(self, shape: Sequence[int], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """Return an uninitialised array in pinned host memory, which copies need not stage."""
+        """Return an uninitialised array in pinned host memory, from which the device copies directly."""
         count, kind = prod(shape), np.dtype(dtype)
         nbytes = max(1, count * kind.itemsize)
         with self.calling("cudaHostAlloc", nbytes):
@@ -280,7 +280,7 @@ class Device:
         return int(array.data.ptr)
 
     def holds(self, array: object) -> bool:
-        """Whether `array` is an array in this device's memory, whoever allocated it."""
+        """Return whether `array` is in this device's memory, no matter what allocated it."""
         return isinstance(array, self._cupy.ndarray) and array.device.id == self.number
 
     def copy_async(self, target: Array, source: Array, stream: Any) -> None:
@@ -360,15 +360,15 @@ class Device:
                 return {name: Kernel(self, name, module.get_function(name)) for name in names}
         except self._cupy.cuda.compiler.CompileException as error:
             log = [line for line in str(error).splitlines() if line.strip()]
-            told = "\n".join(log[:_LOG_LINES])
-            raise DeviceError(f"the CUDA compiler refused {words}:\n{told}") from error
+            message = "\n".join(log[:_LOG_LINES])
+            raise DeviceError(f"the CUDA compiler refused {words}:\n{message}") from error
 
     def _free(self, address: int) -> None:
         with self._lock:
             held = self._held.pop(address, None)
         if held is None or self.abandoned:
             return
-        held[1].detach()  # the address may belong to another array by the time nobody refers to this one
+        held[1].detach()  # another array may have the address by the time the last reference to this one is gone
         runtime = self._cupy.cuda.runtime
         before = runtime.getDevice()  # the collector may run in the middle of a call to another device
         try:

@@ -14,7 +14,7 @@
 
 #ifndef ZNNPY_EMULATOR
 #include <cuda_fp16.h>
-#define INFINITY __int_as_float(0x7f800000)  // of <math.h>, which NVRTC lacks
+#define INFINITY __int_as_float(0x7f800000)  // constant of <math.h>, which NVRTC lacks
 #define NAN __int_as_float(0x7fffffff)
 #endif
 
@@ -244,7 +244,7 @@ template <int COUNT> inline void load_matrices(unsigned (&words)[COUNT], const v
         words[i] = low | high << 16;
     }
 }
-struct Operands {  // of one lane, as numbers: the lower half of a word first
+struct Operands {  // operands of one lane, as numbers: the lower half of a word first
     float a[8], b[4];
 };
 inline Operands numbers_of(const unsigned (&a)[4], const unsigned (&b)[2]) {

@@ -1,4 +1,4 @@
-"""A list of all kernels that our primitives compile: tests compile it for every architecture without a GPU."""
+"""List all kernels that our primitives compile: tests compile them for every architecture without a GPU."""
 
 from __future__ import annotations
 
@@ -45,5 +45,5 @@ def _load_store() -> list[KernelInstance]:
 def _conv_fft() -> list[KernelInstance]:
     most = conv_fft.TOGETHER
     names = [f"{kernel}<{value}>" for kernel in ("gather", "scatter") for value in ("float", "half")]
-    names += ["pad", "turn", "expand", "multiply<1, 1>", f"multiply<{most}, {most}>"]
+    names += ["pad", "transpose", "expand", "multiply<1, 1>", f"multiply<{most}, {most}>"]
     return [KernelInstance("conv_fft.cu", name, 128) for name in names]

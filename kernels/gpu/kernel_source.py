@@ -1,4 +1,4 @@
-"""Source text of kernels for the compiler, with our own headers inlined, so that any change in them changes the text.
+"""Assemble the source of kernels, with our own headers inlined, so that any change in a header changes the text.
 
 CuPy caches compiled kernels on disk by source text, options and compiler version, but ignores included files: a changed
 header would go unnoticed. CUDA's own headers stay includes.
@@ -22,7 +22,7 @@ _ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once\b")
 class KernelInstance:
     """One kernel that a primitive may launch, and its resource limits; tests compile it for all architectures."""
 
-    source: str  # in kernels/gpu, e.g. "pool.cu"
+    source: str  # name of a file in kernels/gpu, e.g. "pool.cu"
     name: str  # a C++ name expression, e.g. "forward<16, 8, half>"
     registers: int  # most registers per thread: the number of resident threads was planned with it
     defines: tuple[tuple[str, int | str], ...] = ()
@@ -48,8 +48,8 @@ def compiler_options(source: str, defines: Mapping[str, int | str]) -> tuple[str
 
 def describe_kernels(source: str, names: Sequence[str], defines: Mapping[str, int | str]) -> str:
     """Describe kernels for messages, e.g. `pool.cu: forward<2>, backward (TILE=16)`."""
-    told = ", ".join(f"{name}={value}" for name, value in sorted(defines.items()))
-    return f"{source}: {', '.join(names)}" + (f" ({told})" if told else "")
+    macros = ", ".join(f"{name}={value}" for name, value in sorted(defines.items()))
+    return f"{source}: {', '.join(names)}" + (f" ({macros})" if macros else "")
 
 
 def _inlined(path: Path, seen: set[Path]) -> list[str]:
@@ -72,4 +72,4 @@ def _find(name: str, including: Path) -> Path:
     for folder in (including.parent, KERNELS):
         if (folder / name).is_file():
             return folder / name
-    raise FileNotFoundError(f'{including.name} includes "{name}", which is neither beside it nor in {KERNELS}')
+    raise FileNotFoundError(f'{including.name} includes "{name}", which is neither in its folder nor in {KERNELS}')

@@ -1,4 +1,4 @@
-"""Interface to NVIDIA's libraries: batched transforms by cuFFT, convolutions by cuDNN through its frontend.
+"""Use NVIDIA's libraries: batched transforms by cuFFT, convolutions by cuDNN through its frontend.
 
 A device offers them as `device.libraries`; tests implement the same interface with numpy
 (tests/support/emulator/libraries.py). CuPy and cuDNN's frontend are imported when a library is first used.
@@ -42,7 +42,7 @@ class Convolution:
     fout: int
     n: Vec3
     k: Vec3
-    precision: Precision  # of values and arithmetic
+    precision: Precision  # precision of values and arithmetic
     x_step: int  # values from one image to the next
     out_step: int
     finish: Activation | None  # the activation, after the bias; None: neither bias nor activation
@@ -116,7 +116,7 @@ class CudaLibraries:
 
     def __init__(self, device: LibraryDevice) -> None:
         self._device = device
-        self._handle: Any = None  # of cuDNN, created at first use
+        self._handle: Any = None  # handle of cuDNN, created at first use
 
     def lines(self, kind: Kind, n: int, count: int) -> Lines:
         return _CufftLines(self._device, kind, n, count)

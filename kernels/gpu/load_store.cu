@@ -13,8 +13,8 @@
  */
 #include "device_ops.cuh"
 
-constexpr int CHANNELS = 4;  // of a tile of `load` at a time, as in load_store.py
-constexpr int MAPS = 8;      // of a tile of `store` at a time, as in load_store.py
+constexpr int CHANNELS = 4;  // channels of a tile of `load` at a time, as in load_store.py
+constexpr int MAPS = 8;      // maps of a tile of `store` at a time, as in load_store.py
 
 /* A stored value minus the mean, as float32; wide types subtract in float64. */
 template <class Raw> DEVICE float centred(Raw value, double mean) {

@@ -1,14 +1,14 @@
-"""Data movement of a GPU session besides its layers: patches in and out, carried planes, peaks.
+"""Move the data of a GPU session between its layers: patches in and out, carried planes, peaks.
 
-These signatures are fixed (arrays are in device memory; addresses are integers, 0: not wanted; all calls are queued on
-`device.stream` and return at once):
+Arrays are in device memory. Addresses are integers; 0 means that the value is not wanted. All calls are queued on
+`device.stream` and return at once:
 
-    LoadStore(device, raw=, values=, out=, windows=, normalise=)   compiles, uploads its tables: `moves.nbytes` bytes
-    moves.load(raw, x, peak)                     a raw patch -> normalised activations
-    moves.store(first, fragments, out, peak)     a part of the last fragments -> their places in the dense patch
-    moves.keep(kept, x, join=)                   the last planes of every image, for the next step of a column
-    moves.clear(x)                               zeros
-    moves.peak(x, peak)                          the largest |x|
+    LoadStore(device, raw=, values=, out=, windows=, normalise=)   compiles, uploads its tables (`nbytes` bytes)
+    load(raw, x, peak)                     a raw patch -> normalised activations
+    store(first, fragments, out, peak)     a part of the last fragments -> their places in the dense patch
+    keep(kept, x, join=)                   the last planes of every image, for the next step of a column
+    clear(x)                               zeros
+    peak(x, peak)                          the largest |x|
 
 Bound    Memory: everything is read once and written once.
 Tested   tests/kernels/gpu/test_load_store.py
@@ -220,7 +220,7 @@ def _fragment_of(windows: Sequence[Vec3]) -> tuple[Vec3, npt.NDArray[np.int32]]:
     Voxel i of fragment o1 of the first pooling, o2 of the second, .. is voxel o1 + p1 * (o2 + p2 * (.. + i)), and the
     last pooling's offset varies fastest.
     """
-    place = np.zeros((1, 3), np.int64)  # of each fragment
+    place = np.zeros((1, 3), np.int64)  # offset of each fragment
     period = np.ones(3, np.int64)
     for window in windows:
         offsets = np.indices(window).reshape(3, -1).T

@@ -6,10 +6,10 @@
  *                                written.
  *            slide               the maximum or the mean over the part of each window inside the image, with strides
  *                                and padding.
- *            turn                out = x, whatever the strides of both.
- * Shapes     x, out (S, z, y, x, f) float or half, images in C order, any number of values apart; turn: five axes, any
- *            strides. V: values that a thread takes at once, 1 or 4: sizes and addresses allow it.
- * Launch     256 threads a block, as many blocks as fill the device; loops do the rest. turn: a tile of at most 1024
+ *            reorder             out = x, for any strides of both.
+ * Shapes     x, out (S, z, y, x, f) float or half, images in C order, any number of values apart; reorder: five axes,
+ *            any strides. V: values that a thread takes at once, 1 or 4: sizes and addresses allow it.
+ * Launch     256 threads a block, as many blocks as fill the device; loops do the rest. reorder: a tile of at most 1024
  *            values is transposed in shared memory, so that both sides are accessed along the axis that is contiguous
  *            there.
  * Bound      memory: everything is read once (softmax of an image: twice, wide voxels from L1 the second time), written
@@ -59,7 +59,7 @@ __global__ void pointwise(const T* x, long long x_image, T* out, long long out_i
 template <class T>
 __global__ void softmax_maps(const T* x, long long x_image, T* out, long long out_image, long long images,
                              long long voxels, long long maps, long long lanes) {
-    const int lane = threadIdx.x % (int)lanes, at_once = WARP / (int)lanes;  // voxels of a warp
+    const int lane = threadIdx.x % (int)lanes, at_once = WARP / (int)lanes;  // voxels of a warp at a time
     const long long all = images * voxels, step = global_threads() / WARP * at_once;
     for (long long first = global_thread() / WARP * at_once; first < all; first += step) {  // per warp: its lanes agree
         const long long voxel = first + threadIdx.x % WARP / (int)lanes;
@@ -176,9 +176,10 @@ __global__ void slide(const T* __restrict__ x, long long x_image, T* __restrict_
  * stride along axis 4; out along axis 3 if `across`, else along axis 4 too.
  */
 template <class In, class Out>
-__global__ void turn(const In* x, Out* out, long long n0, long long n1, long long n2, long long n3, long long n4,
-                     long long x0, long long x1, long long x2, long long x3, long long x4, long long o0, long long o1,
-                     long long o2, long long o3, long long o4, long long tile_3, long long tile_4, long long across) {
+__global__ void reorder(const In* x, Out* out, long long n0, long long n1, long long n2, long long n3, long long n4,
+                        long long x0, long long x1, long long x2, long long x3, long long x4, long long o0,
+                        long long o1, long long o2, long long o3, long long o4, long long tile_3, long long tile_4,
+                        long long across) {
     EXTERN_SHARED(float, tile);  // [tile_3][tile_4 + 1]
     const long long tiles_3 = (n3 + tile_3 - 1) / tile_3, tiles_4 = (n4 + tile_4 - 1) / tile_4;
     const long long all = n0 * n1 * n2 * tiles_3 * tiles_4;

@@ -1,4 +1,4 @@
-"""Array operations of networks on a device: activations, softmax, pooling, layouts; convolutions.
+"""Array operations of networks on a device: activations, softmax, pooling, layouts, convolutions.
 
 `znnpy.ops` checks and documents the arguments. Everything is queued on `device.stream`; operations that allocate memory
 wait until it can be freed. Arrays are float32 or float16, computed in float32, images in C order, any number of values
@@ -37,7 +37,7 @@ THREADS, WARP, SUMMED_BYTES = 256, 32, 8  # as in ops.cu
 WAVES = 16  # blocks per multiprocessor: enough to hide each other's latency
 PARTS = 512  # most parts of an image that softmax adds up: each block reads them all
 TILE, NARROW = 1024, 32  # values of a tile that is transposed, and the most along its first side
-MOST_IMAGES = 65535  # of a grid along y; kernels loop over the rest
+MOST_IMAGES = 65535  # blocks of a grid along y; kernels loop over the rest
 REGISTERS = 80
 
 
@@ -51,7 +51,7 @@ def _families(value: str) -> list[list[str]]:
         [f"pointwise<{value}, {width}>" for width in (1, 4)],
         [f"softmax_maps<{value}>", *(f"softmax_{k}<{value}, {w}>" for k in ("parts", "image") for w in (1, 4))],
         [f"slide<{value}, {width}, {is_max}>" for width in (1, 4) for is_max in ("true", "false")],
-        [f"turn<{value}, {other}>" for other in ("half", "float")],
+        [f"reorder<{value}, {other}>" for other in ("half", "float")],
     ]
 
 
@@ -92,7 +92,7 @@ def softmax(device: Device, x: Any, out: Any, *, over_maps: bool) -> None:
     found = device.allocate(SUMMED_BYTES * parts * len(x), "parts of a softmax")
     names = f"softmax_parts<{value}, {width}>", f"softmax_image<{value}, {width}>"
     arguments = (x, image_step(x), out, image_step(out), found, parts, len(x), count)
-    with _lent(device, found):
+    with _temporary(device, found):
         _launch(device, names[0], (parts, images), x, image_step(x), found, len(x), count)
         _launch(device, names[1], (blocks, images), *arguments)
 
@@ -121,14 +121,14 @@ def pool(
 
 def copy(device: Device, x: Any, out: Any) -> None:
     """Compute out = x for equal shapes of up to 5 axes and any strides; values are rounded to out's type."""
-    turn = turning(x.shape, _steps(x), _steps(out))
-    tiles = -(-turn.n[3] // turn.tile[0]) * -(-turn.n[4] // turn.tile[1]) * prod(turn.n[:3])
+    plan = copy_plan(x.shape, _steps(x), _steps(out))
+    tiles = -(-plan.n[3] // plan.tile[0]) * -(-plan.n[4] // plan.tile[1]) * prod(plan.n[:3])
     _launch(
         device,
-        f"turn<{_value(x.dtype.itemsize)}, {_value(out.dtype.itemsize)}>",
+        f"reorder<{_value(x.dtype.itemsize)}, {_value(out.dtype.itemsize)}>",
         (min(tiles, WAVES * device.gpu.multiprocessors), 1),
-        *(x, out, *turn.n, *turn.x_steps, *turn.out_steps, *turn.tile, int(turn.across)),
-        shared=FLOAT32 * turn.tile[0] * (turn.tile[1] + 1),
+        *(x, out, *plan.n, *plan.x_steps, *plan.out_steps, *plan.tile, int(plan.across)),
+        shared=FLOAT32 * plan.tile[0] * (plan.tile[1] + 1),
     )
 
 
@@ -155,11 +155,11 @@ def convolve(
     problem = Lowering(fin, len(weights.bias), (nz, ny, nx), (kz, ky, kx), activation, stored, sliding)
     if method == "direct":
         resident = conv_direct.prepare(weights, device)
-        with _lent(device, *resident):
+        with _temporary(device, *resident):
             conv_direct.DirectStep(resident, problem, device).run(x, out, {})
     elif stored != precision or (stored == "fp16" and activation == "softmax"):  # float16 would round its input
         wholes = floats.prepare(weights, device)
-        with _lent(device, *wholes):
+        with _temporary(device, *wholes):
             floats.FloatProduct(wholes, problem, device).run(x, out, None, 0, 0)
     else:
         _on_tensor_cores(device, x, out, weights, problem)
@@ -178,7 +178,7 @@ def _on_tensor_cores(device: Device, x: Any, out: Any, weights: ConvWeights, pro
     peak = device.allocate(FLOAT32, "the largest value of an image")
     product = warpgroup.WarpgroupProduct if by_warpgroups else tensor.TensorProduct
     step = product(parts, plain, len(x), device)
-    with _lent(device, parts.kernels, parts.bias, peak):
+    with _temporary(device, parts.kernels, parts.bias, peak):
         if problem.precision != "fp16":
             _find_peak(device, x, peak)
         step.run(x, out, None, device.address(peak), 0)
@@ -198,15 +198,15 @@ def _find_peak(device: Device, x: Any, peak: Any) -> None:
 
 
 @contextmanager
-def _lent(device: Device, *arrays: Any) -> Iterator[None]:
-    """Lend memory to the work queued in this block: afterwards wait for that work and free the memory."""
+def _temporary(device: Device, *arrays: Any) -> Iterator[None]:
+    """Allocate memory for the work queued in this block; afterwards wait for that work and free the memory."""
     try:
         yield
     finally:
         device.free(*arrays)
 
 
-class Turning(NamedTuple):
+class CopyPlan(NamedTuple):
     """A copy between two layouts in the kernel's form: five axes, the last two of which are divided into tiles."""
 
     n: tuple[int, ...]
@@ -216,7 +216,7 @@ class Turning(NamedTuple):
     across: bool  # whether out is contiguous along the last axis but one
 
 
-def turning(shape: Sequence[int], x_steps: Sequence[int], out_steps: Sequence[int]) -> Turning:
+def copy_plan(shape: Sequence[int], x_steps: Sequence[int], out_steps: Sequence[int]) -> CopyPlan:
     """Merge axes that are adjacent in both layouts; put x's smallest stride last and out's smallest before it."""
     axes = [axis for axis in zip(shape, x_steps, out_steps, strict=True) if axis[0] != 1]
     axes.sort(key=lambda axis: (-abs(axis[1]), -abs(axis[2])))
@@ -234,11 +234,11 @@ def turning(shape: Sequence[int], x_steps: Sequence[int], out_steps: Sequence[in
     narrow = min(_power(last[0]), NARROW)
     tile_3 = min(_power(nearest[0]), TILE // narrow)
     tile = tile_3, min(_power(last[0]), TILE // tile_3)
-    return Turning(n, x_ready, out_ready, tile, nearest[0] > 1 and abs(nearest[2]) < abs(last[2]))
+    return CopyPlan(n, x_ready, out_ready, tile, nearest[0] > 1 and abs(nearest[2]) < abs(last[2]))
 
 
 def _in_one(*arrays: Any) -> tuple[Any, ...]:
-    """Return arrays without gaps as one image, so that thin ones fill the device too; others unchanged."""
+    """Return arrays without gaps as one image, so that thin ones fill the device too; return others unchanged."""
     whole = all(array.flags.c_contiguous for array in arrays)
     return tuple(array.reshape(1, -1) for array in arrays) if whole else arrays
 

@@ -17,7 +17,7 @@
  */
 #include "device_ops.cuh"
 
-constexpr int THREADS = 512;  // of a block of `slide`, as in pool.py
+constexpr int THREADS = 512;  // threads of a block of `slide`, as in pool.py
 
 template <class E, int N> struct alignas(N * sizeof(E)) Maps {
     E values[N];
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(THREADS, 2)
     if (e >= run || y >= positions_y) return;
     const unsigned i = e / (unsigned)maps, f = e % (unsigned)maps;
     const long long line = nx * maps, plane = ny * line, at = y * step_y * line + i * step_x * maps + f;
-    const long long offset = y % split_y * split_x + i % split_x;  // of the fragment, for split_z 0
+    const long long offset = y % split_y * split_x + i % split_x;  // offset of the fragment, for split_z 0
     const long long out_line = positions_x / split_x * maps, out_plane = positions_y / split_y * out_line;
     const long long to = y / split_y * out_line + i / split_x * maps + f;
     const long long begin = blockIdx.y * chunk, end = min(begin + chunk, positions_z);
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(THREADS, 2)
             return over_plane<PY, PX>((z < carried ? old : fresh) + z * plane, (int)py, (int)px, line, maps);
         };
         if constexpr (PZ > 0) {
-            V last[PZ];  // of planes z - 1, z - 2, ..
+            V last[PZ];  // maxima of planes z - 1, z - 2, ..
 #pragma unroll
             for (int d = PZ - 1; d > 0; --d) last[d - 1] = of_plane(begin + PZ - 1 - d);
 #pragma unroll 1

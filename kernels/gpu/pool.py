@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     from znnpy.machine import Machine
 
 SOURCE = "pool.cu"
-THREADS = 512  # of a block of `slide`
+THREADS = 512  # threads of a block of `slide`
 LINE = 128  # most neighbouring vectors of a line in a block
 WIDEST = 5  # windows up to this width along every axis get a kernel of their own
 WAVES = 16  # blocks per multiprocessor that there should be, dividing z if necessary
 OVERLAPS = 8  # windows in a piece of z, at least: it reads p_z - 1 planes more
 GROUP_THREADS = 256
-MOST_IMAGES = 65535  # of a grid along z; kernels loop over the rest
+MOST_IMAGES = 65535  # blocks of a grid along z; kernels loop over the rest
 REGISTERS = 64
 
 
@@ -79,7 +79,7 @@ class _OnGpu:
 
 
 class _Maxima(_OnGpu):
-    """The common part of the three primitives, which differ in where windows start and where their maxima go."""
+    """The common part of the three primitives, which differ in the starts of windows and the places of their maxima."""
 
     __slots__ = ()
 

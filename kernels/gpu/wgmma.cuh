@@ -127,7 +127,7 @@ DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "
 template <int COUNT> DEVICE void wgmma_wait(float (&d)[COUNT]) {
     wgmma_wait();
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");  // not read before
+    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");  // the sums are not read before
 }
 DEVICE void wgmma_publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -173,7 +173,7 @@ struct WarpgroupProducts {
     int count;
     WarpgroupProduct all[MOST_PRODUCTS];
 };
-inline WarpgroupProducts max_in_flight[1024];  // by thread of the block
+inline WarpgroupProducts max_in_flight[1024];  // products by thread of the block
 
 /* Row `row` of 8 values, `k` of two. */
 inline const half* row_of(unsigned long long factor, int k, int row) {
@@ -227,7 +227,7 @@ struct BulkStores {
     int count, committed;
     Bulk all[4];
 };
-inline BulkStores on_their_way[1024];  // by thread of the block
+inline BulkStores pending_stores[1024];  // stores by thread of the block
 inline Bulk bulk_of(void* to, const void* from, int bytes) {
     const size_t all = reinterpret_cast<size_t>(to) | reinterpret_cast<size_t>(from) | (size_t)bytes;
     if (all % 16 != 0) emulator::fail("bulk copies: addresses and bytes are multiples of 16");
@@ -239,7 +239,7 @@ struct BulkLoad {
     Arrival* arrival;  // null: none
     Bulk bulk;
 };
-inline BulkLoad coming[4];  // of the block
+inline BulkLoad pending_loads[4];  // loads of the block
 }  // namespace twin
 
 // An arrival counts its phases, which detects a wait for the wrong one, or without a barrier after the load, since no
@@ -247,13 +247,13 @@ inline BulkLoad coming[4];  // of the block
 // already the new.
 DEVICE void arrival_begin(Arrival* arrival) {
     *arrival = 0;
-    for (twin::BulkLoad& load : twin::coming) load.arrival = nullptr;
+    for (twin::BulkLoad& load : twin::pending_loads) load.arrival = nullptr;
 }
 DEVICE void bulk_load(void* shared, const void* global, int bytes, Arrival* arrival) {
     const twin::Bulk bulk = twin::bulk_of(shared, global, bytes);
     ++*arrival;
     std::memset(shared, 0xFF, (size_t)bytes);
-    for (twin::BulkLoad& load : twin::coming) {
+    for (twin::BulkLoad& load : twin::pending_loads) {
         if (load.arrival != nullptr) continue;
         load = {arrival, bulk};
         return;
@@ -262,7 +262,7 @@ DEVICE void bulk_load(void* shared, const void* global, int bytes, Arrival* arri
 }
 DEVICE void arrival_wait(Arrival* arrival, int parity) {
     if (*arrival % 2 == (Arrival)parity) emulator::fail("arrival_wait: nothing is on its way");
-    for (twin::BulkLoad& load : twin::coming) {
+    for (twin::BulkLoad& load : twin::pending_loads) {
         if (load.arrival != arrival) continue;
         twin::make(load.bulk);
         load.arrival = nullptr;
@@ -270,16 +270,16 @@ DEVICE void arrival_wait(Arrival* arrival, int parity) {
 }
 
 DEVICE void bulk_store(void* global, const void* shared, int bytes) {
-    twin::BulkStores& mine = twin::on_their_way[emulator::now->number];
+    twin::BulkStores& mine = twin::pending_stores[emulator::now->number];
     if (mine.count == 4) emulator::fail("bulk_store: too many copies under way for the emulator");
     mine.all[mine.count++] = twin::bulk_of(global, shared, bytes);
 }
 DEVICE void bulk_commit() {
-    twin::BulkStores& mine = twin::on_their_way[emulator::now->number];
+    twin::BulkStores& mine = twin::pending_stores[emulator::now->number];
     mine.committed = mine.count;
 }
 DEVICE void bulk_wait() {
-    twin::BulkStores& mine = twin::on_their_way[emulator::now->number];
+    twin::BulkStores& mine = twin::pending_stores[emulator::now->number];
     for (int i = 0; i < mine.committed; ++i) twin::make(mine.all[i]);
     for (int i = mine.committed; i < mine.count; ++i) mine.all[i - mine.committed] = mine.all[i];
     mine.count -= mine.committed, mine.committed = 0;

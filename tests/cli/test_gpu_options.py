@@ -200,7 +200,7 @@ def test_contradicting_gpu_options_are_usage_errors(
 def test_given_plan_fixes_the_device(place: Place, words: tuple[str, str]) -> None:
     result = place.infer("--plan", "p.json", *words)
     assert result.exit_code == 2
-    assert f"{words[0]} is fixed by the plan: leave it out, or leave --plan out" in result.stderr
+    assert f"{words[0]} is fixed by the plan: omit it, or omit --plan" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_cpu_is_measured_with_a_warning_if_the_gpu_does_not_open(place: Place, e
 def test_threads_option_is_refused_for_a_gpu(place: Place) -> None:
     result = place.run("measure", "--device", "gpu", "--threads", 2)
     assert result.exit_code == 2
-    assert "--threads are for the processor, and layers on a GPU do not use them: drop them" in result.stderr
+    assert "--threads applies to the CPU, and layers on a GPU do not use it: omit it" in result.stderr
     with pytest.raises(ValueError, match="`threads` are for the processor"):
         measurement.measure(MeasureOptions(device="gpu", threads=2))
     document = json.loads(place.run("measure", "--json", "--threads", 2).stdout)

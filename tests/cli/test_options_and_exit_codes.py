@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.support.cli import Place
-from znnpy import cli, doors
+from znnpy import cli, command_runtime
 from znnpy.errors import NoPlanError
 from znnpy.machine import processor
 from znnpy.planner.plan import Plan
@@ -38,9 +38,9 @@ from znnpy.volume.journal import Journal, JournalHeader, journal_path
         (("infer", "v.h5", "--roi", "0-9,0:9,0:9"), "'0-9,0:9,0:9' is not of the form z0:z1,y0:y1,x0:x1"),
         (("infer", "v.h5", "--border", "mirror"), "'mirror' is not one of 'valid', 'reflect'"),
         (("infer", "v.h5", "--output-dtype", "int8"), "'int8' is not one of"),
-        (("infer", "v.h5", "--overwrite", "--resume"), "--overwrite starts again and --resume goes on"),
+        (("infer", "v.h5", "--overwrite", "--resume"), "--overwrite starts again and --resume continues"),
         (("infer", "v.h5", "--plan", "p.json", "--ram", "2G"), "--ram is fixed by the plan"),
-        (("infer", "v.h5", "--plan", "p.json", "--cover", "columns"), "--cover is fixed by the plan: leave it out"),
+        (("infer", "v.h5", "--plan", "p.json", "--cover", "columns"), "--cover is fixed by the plan: omit it"),
         (("infer", "v.h5", "--plan", "p.json", "--no-depth-first"), "--no-depth-first is fixed by the plan"),
         (("plan", "--cover", "rows"), "'rows' is not one of 'columns', 'patches'"),
         (("infer", "v.h5", "--depth-first"), "No such option"),
@@ -58,7 +58,7 @@ from znnpy.volume.journal import Journal, JournalHeader, journal_path
         (("infer", "v.h5", "--out", "."), "'.' is a folder: give the name of a file"),
         (("infer", "v.h5", "--out", "..", "--resume"), "'..' is a folder: give the name of a file"),
         (("plan", "--out", "/", "--overwrite"), "'/' is a folder: give the name of a file"),
-        (("infer", "."), "'.' has no name to make the output's of: give --out"),
+        (("infer", "."), "cannot derive an output name from '.': give --out"),
         (("infer",), "Missing argument 'VOLUME'"),
         (("infer", "v.h5", "--gpu"), "No such option"),
         (("verify", "o.h5", "v.h5", "--tolerance", "0"), "0.0 is not a positive number such as 1e-5"),
@@ -238,16 +238,16 @@ def test_out_of_memory_is_one_sentence(place: Place, monkeypatch: pytest.MonkeyP
 
 def test_no_plan_error_keeps_its_own_sentence() -> None:
     """NoPlanError is a MemoryError too; its own sentence is the better one."""
-    door = cli.main.commands["plan"]
-    assert isinstance(door, doors.Door)
-    assert door._explain(NoPlanError("nothing fits")) == ("Error: nothing fits", 1)
+    command = cli.main.commands["plan"]
+    assert isinstance(command, command_runtime.Command)
+    assert command._explain(NoPlanError("nothing fits")) == ("Error: nothing fits", 1)
 
 
 def test_interrupted_planning_advises_no_resume() -> None:
-    door = cli.main.commands["plan"]
-    assert isinstance(door, doors.Door)
-    assert door._explain(KeyboardInterrupt()) == ("interrupted", 130)
-    assert door._explain(Terminated()) == ("stopped by SIGTERM", 143)
+    command = cli.main.commands["plan"]
+    assert isinstance(command, command_runtime.Command)
+    assert command._explain(KeyboardInterrupt()) == ("interrupted", 130)
+    assert command._explain(Terminated()) == ("stopped by SIGTERM", 143)
 
 
 def test_bug_is_shown_with_its_traceback(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,7 +298,7 @@ def test_only_kernels_known_to_openblas_are_requested(
     monkeypatch.setenv("OPENBLAS_CORETYPE", "")
     monkeypatch.delenv("OPENBLAS_CORETYPE")
     header(place, blas)
-    cli._ask_for_same_kernels(place.out)
+    cli._request_same_kernels(place.out)
     assert os.environ.get("OPENBLAS_CORETYPE") == asked
 
 
@@ -306,7 +306,7 @@ def test_kernels_are_not_requested_on_another_processor(place: Place, monkeypatc
     monkeypatch.setenv("OPENBLAS_CORETYPE", "mine")
     header(place, "openblas Nehalem")
     monkeypatch.setattr(cli, "processor", lambda: "another")
-    cli._ask_for_same_kernels(place.out)
+    cli._request_same_kernels(place.out)
     assert os.environ["OPENBLAS_CORETYPE"] == "mine"
 
 

@@ -90,11 +90,17 @@ def test_time_limit_is_noted_with_the_number_of_measured_layers(place: Place, mo
 
 def test_contradicting_options_are_usage_errors(place: Place) -> None:
     for some, said in (
-        (("--time-limit", 5), "--time-limit is for layers that are timed: give --rigor measure or exhaustive"),
+        (("--time-limit", 5), "--time-limit limits how long layers are timed: give --rigor measure or exhaustive"),
         (("--rigor", "measure", "--time-limit", 0), "0.0 is not a positive number"),
         (("--rigor", "patient"), "'patient' is not one of 'estimate', 'measure', 'exhaustive'"),
-        (("--machine", "m.json", "--rigor", "measure"), "leave out --rigor and --paranoid, or --machine"),
-        (("--machine", "m.json", "--paranoid"), "leave out --rigor and --paranoid, or --machine"),
+        (
+            ("--machine", "m.json", "--rigor", "measure"),
+            "--rigor and --paranoid run layers on this machine: omit them, or omit --machine",
+        ),
+        (
+            ("--machine", "m.json", "--paranoid"),
+            "--rigor and --paranoid run layers on this machine: omit them, or omit --machine",
+        ),
     ):
         result = place.run(*words(place, *some))
         assert result.exit_code == 2

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tests.support.cli import Place
-from znnpy.doors import PIPED_WIDTH, print_lines, print_table, wrapped
+from znnpy.command_runtime import PIPED_WIDTH, print_lines, print_table, wrapped
 from znnpy.kernels.table import IN_HOST_RAM, TABLE
 from znnpy.primitive_list import primitives_table
 

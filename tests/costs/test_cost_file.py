@@ -155,7 +155,10 @@ def edited(*path: str | int, to: Any) -> str:
         (edited("more", to=1), "the costs are damaged: more: "),
         (edited("layers", 0, "seconds", to=-1.0), "the costs are damaged: layers.0.seconds: "),
         (edited("layers", 0, "shape", "batch", to=10**400), "the costs are damaged: a number is 10000"),
-        (edited("machine", "processor", to="\x1b[2J"), r"the costs are damaged: a text steers the terminal: \x1b[2J"),
+        (
+            edited("machine", "processor", to="\x1b[2J"),
+            r"the costs are damaged: a text contains control characters: \x1b[2J",
+        ),
         (edited("layers", to=[1] * 10**6), "the costs are damaged: it holds more than 200,000 values"),
     ],
 )

@@ -197,9 +197,9 @@ DAMAGED: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
     "a name of control characters": (
         ("network_name",),
         "\x1b]0;title\x07",
-        r"a text steers the terminal: \\x1b\]0;title\\x07",
+        r"a text contains control characters: \\x1b\]0;title\\x07",
     ),
-    "a key of control characters": (("\x1b[2J",), 1, r"a text steers the terminal: \\x1b\[2J"),
+    "a key of control characters": (("\x1b[2J",), 1, r"a text contains control characters: \\x1b\[2J"),
     "a name without end": (("network_name",), "n" * 3000, "a text has 3,000 characters, and none has more than 2,000"),
     "a long key": (("n" * 1000,), 1, "n{20,30} ... n{20,30}: Unexpected"),
     "a list without end": (

@@ -26,7 +26,7 @@ from znnpy.files import open_regular
 from znnpy.formats.npy import NpyHeader, read_npy_header
 from znnpy.messages import excerpt
 
-PART_BYTES = 2**18  # of an array, read at a time
+PART_BYTES = 2**18  # bytes of an array read at a time
 MOST_LISTED = 2**20  # largest list of arrays in a file, in bytes
 
 
@@ -71,7 +71,7 @@ def undamaged(name: str = "the file") -> Iterator[None]:
     """Turn the errors of a damaged archive into a NetworkFileError that begins with `name`."""
     try:
         yield
-    except NetworkFileError:  # it is also a ValueError
+    except NetworkFileError:  # a NetworkFileError is also a ValueError
         raise
     except _DAMAGE as error:
         why = excerpt(str(error).strip() or type(error).__name__)
@@ -142,7 +142,7 @@ class _Npz:
                     part += more
                 nbytes -= len(part)
                 yield np.frombuffer(part, header.dtype)
-            stream.read(1)  # at the end zipfile compares the checksum
+            stream.read(1)  # zipfile compares the checksum at the end
 
 
 @contextmanager

@@ -30,38 +30,38 @@ _SHORT.maxlevel = 3
 _SHORT.maxstring = _SHORT.maxother = 60
 
 
-def came(value: object) -> str:
+def shown(value: object) -> str:
     """Return `value` as a message shows it: short and on one line."""
     return "empty" if value is None else excerpt(_SHORT.repr(value))
 
 
-def near(word: object, known: Iterable[str]) -> str:
-    """Advise what to do about an unknown word: take one of the similar ones if there are any, else one of all."""
+def suggestion(word: object, known: Iterable[str]) -> str:
+    """Advise which known word to use in place of an unknown one: a similar one if there is any, else any of them."""
     names = {name.lower(): name for name in known}
-    meant = word[:LONGEST_WORD] if isinstance(word, str) else came(word)
-    matches = get_close_matches(meant.lower(), names, n=3)
+    given = word[:LONGEST_WORD] if isinstance(word, str) else shown(word)
+    matches = get_close_matches(given.lower(), names, n=3)
     if matches:
         return f"did you mean {' or '.join(names[match] for match in matches)}?"
-    shown = [*names.values()]
-    return f"use one of {', '.join(shown[:MANY])}{' ...' if len(shown) > MANY else ''}"
+    every = [*names.values()]
+    return f"use one of {', '.join(every[:MANY])}{' ...' if len(every) > MANY else ''}"
 
 
 def require_file(path: Path, what: str, suffixes: Sequence[str], also: Sequence[str] = ()) -> None:
     """Raise NetworkFileError unless `path` is a file with one of the suffixes; OSError if that cannot be determined.
 
     what      what the file should hold, for the message: "network", "weights"
-    also      further names that the user may have meant, besides the files in the folder
+    also      further names to suggest, besides the files in the folder
     """
     accepted = " or ".join(suffixes)
     if path.is_dir():
         names = _names(path, suffixes)
-        inside = f"give a file in it; {near(path.name, names)}" if names else f"no {accepted} file is in it"
+        inside = f"give a file in it; {suggestion(path.name, names)}" if names else f"no {accepted} file is in it"
         raise NetworkFileError(f"{path} is a folder, not a {what} file; {inside}")
     if not path.exists():
         if not path.parent.is_dir():
             raise NetworkFileError(f"there is no {what} file {path}: its folder does not exist; correct the path")
         names = [*_names(path.parent, suffixes), *also]
-        hint = near(path.name, names) if names else f"no {accepted} file is in that folder; correct the path"
+        hint = suggestion(path.name, names) if names else f"no {accepted} file is in that folder; correct the path"
         raise NetworkFileError(f"there is no {what} file {path}; {hint}")
     if path.suffix.lower() not in suffixes:
         if advice := _foreign(path.suffix.lower(), what):
@@ -97,6 +97,7 @@ def _foreign(suffix: str, what: str) -> str | None:
 
 
 def cannot_read(path: Path, error: OSError) -> NetworkFileError:
+    """Return the error for a file that the system does not let us read."""
     return NetworkFileError(f"cannot read {path}: {error.strerror or error}; check its permissions and the disk")
 
 

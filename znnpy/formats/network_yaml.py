@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from znnpy.errors import NetworkFileError
-from znnpy.formats.files import COUNT, LARGEST, came, near
+from znnpy.formats.files import COUNT, LARGEST, shown, suggestion
 from znnpy.formats.yaml12 import read_yaml
 from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Normalise, Pool
 from znnpy.shapes import ACTIVATIONS, Activation, Vec3
@@ -119,7 +119,7 @@ class _NetworkEntry(_Entry):
     input_channels: Count = Field(description=COUNT, examples=["1"])
     normalise: Any = None  # a _NormaliseEntry or empty, checked separately
     weights: Words | None = Field(None, description=f"the path of a file, as {_ONE_LINE}", examples=["my_network.npz"])
-    layers: list[Any] = Field(  # of _LAYERS, each checked separately
+    layers: list[Any] = Field(  # entries of _LAYERS, each checked separately
         min_length=1,
         description="a list of at least one layer",
         examples=["[{type: conv, kernel: [3, 3, 3], out: 1}]"],
@@ -133,10 +133,10 @@ AnyEntry = TypeVar("AnyEntry", bound=_Entry)
 def _check(entry: type[AnyEntry], raw: object, where: str) -> AnyEntry:
     """Check `raw` as an entry; NetworkFileError, which begins with `where`, for the first mistake in it."""
     if not isinstance(raw, dict):
-        raise NetworkFileError(f"{where}expected a mapping, not {came(raw)}; write {entry.example()}")
+        raise NetworkFileError(f"{where}expected a mapping, not {shown(raw)}; write {entry.example()}")
     for key in raw:
         if key not in entry.model_fields:
-            raise NetworkFileError(f"{where}unknown key {came(key)}; {near(key, entry.model_fields)}")
+            raise NetworkFileError(f"{where}unknown key {shown(key)}; {suggestion(key, entry.model_fields)}")
     for key, field in entry.model_fields.items():
         if field.is_required() and key not in raw:
             raise NetworkFileError(f"{where}{key} is missing; add for example {entry.example(key)}")
@@ -145,7 +145,7 @@ def _check(entry: type[AnyEntry], raw: object, where: str) -> AnyEntry:
     except ValidationError as error:
         key = str(error.errors(include_url=False)[0]["loc"][0])
         raise NetworkFileError(
-            f"{where}{key} is {came(raw[key])}, but must be {entry.model_fields[key].description}; "
+            f"{where}{key} is {shown(raw[key])}, but must be {entry.model_fields[key].description}; "
             f"write for example {entry.example(key)}"
         ) from None
 
@@ -158,7 +158,7 @@ def parse(content: str, name: str) -> Parsed:
     raw = read_yaml(content)
     if not isinstance(raw, dict):
         raise NetworkFileError(
-            f"the file is {came(raw)}, but must be a mapping; write at least {_NetworkEntry.example()}"
+            f"the file is {shown(raw)}, but must be a mapping; write at least {_NetworkEntry.example()}"
         )
     entry = _check(_NetworkEntry, raw, "")
     layers = tuple(_layer(index, layer) for index, layer in enumerate(entry.layers))
@@ -171,13 +171,15 @@ def _layer(index: int, raw: object) -> Layer:
     kinds = ", ".join(_LAYERS)
     if not isinstance(raw, dict):
         raise NetworkFileError(
-            f"layer {index} is {came(raw)}, but must be a mapping such as {{type: pool, window: [2, 2, 2]}}"
+            f"layer {index} is {shown(raw)}, but must be a mapping such as {{type: pool, window: [2, 2, 2]}}"
         )
     if "type" not in raw:
         raise NetworkFileError(f"layer {index}: type is missing; add one of {kinds}")
     kind = raw["type"]
     if not isinstance(kind, str) or kind not in _LAYERS:
-        raise NetworkFileError(f"layer {index}: type is {came(kind)}, which is not a layer type; {near(kind, _LAYERS)}")
+        raise NetworkFileError(
+            f"layer {index}: type is {shown(kind)}, which is not a layer type; {suggestion(kind, _LAYERS)}"
+        )
     return _check(_LAYERS[kind], raw, f"layer {index} ({kind}): ").layer()
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 
 from znnpy.errors import NetworkFileError
-from znnpy.formats.files import COUNT, LARGEST, came, near
+from znnpy.formats.files import COUNT, LARGEST, shown, suggestion
 from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Pool
 from znnpy.shapes import Vec3
 
@@ -42,7 +42,7 @@ def parse(content: str, name: str) -> Network:
         raise NetworkFileError(f"the file is empty; its first line must be {_FIRST_LINE}")
     (at, header), *rest = lines
     if not (found := _HEADER.fullmatch(header)):
-        raise NetworkFileError(f"line {at} is {came(header)}, but must be {_FIRST_LINE}; correct it")
+        raise NetworkFileError(f"line {at} is {shown(header)}, but must be {_FIRST_LINE}; correct it")
     channels, count = int(found[1]), int(found[2])
     if not 1 <= channels <= LARGEST:
         raise NetworkFileError(f"line {at}: INPUTS is {channels}, but must be {COUNT}; correct it")
@@ -62,13 +62,13 @@ def parse(content: str, name: str) -> Network:
 def _znni_layer(number: int, line: str) -> Layer:
     word, *arguments = line.split(maxsplit=1)
     if word not in _FORMS:
-        raise NetworkFileError(f"line {number}: unknown layer {came(word)}; {near(word, _FORMS)}")
+        raise NetworkFileError(f"line {number}: unknown layer {shown(word)}; {suggestion(word, _FORMS)}")
     pattern, form = _FORMS[word]
     if not (found := pattern.fullmatch("".join(arguments))):
-        raise NetworkFileError(f"line {number} is {came(line)}, but must be {form}, all whole numbers; correct it")
+        raise NetworkFileError(f"line {number} is {shown(line)}, but must be {form}, all whole numbers; correct it")
     numbers = [int(number) for group in found.groups() for number in group.split(",")]
     if not all(1 <= value <= LARGEST for value in numbers):
-        raise NetworkFileError(f"line {number} is {came(line)}, but every number must be {COUNT}; correct it")
+        raise NetworkFileError(f"line {number} is {shown(line)}, but every number must be {COUNT}; correct it")
     if word == "MAXOUT":
         return Maxout(numbers[0])
     size = _depth_one(found[1])

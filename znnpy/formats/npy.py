@@ -14,7 +14,7 @@ MOST_HEADER = 1024  # bytes; numpy writes about 120 for an array of numbers
 SHOWN = 60  # characters of a header in a message
 
 _MAGIC = b"\x93NUMPY"
-_LENGTH_BYTES = {(1, 0): 2, (2, 0): 4, (3, 0): 4}  # of the header's length, by version
+_LENGTH_BYTES = {(1, 0): 2, (2, 0): 4, (3, 0): 4}  # bytes that hold the header's length, by version
 _WHOLE = r"\d{1,18}L?"  # Python 2 wrote 3L for 3
 _SHAPE = rf"\(\s*(?:{_WHOLE}\s*,\s*)*(?:{_WHOLE})?\s*,?\s*\)"
 _ENTRY = rf"'descr'\s*:\s*'[^']*'|'fortran_order'\s*:\s*(?:True|False)|'shape'\s*:\s*{_SHAPE}"
@@ -29,7 +29,7 @@ class NpyHeader:
     shape: tuple[int, ...]
     by_columns: bool  # the first index varies fastest
     dtype: np.dtype[np.generic]
-    nbytes: int  # of the header itself
+    nbytes: int  # size of the header itself
 
     @property
     def is_real(self) -> bool:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from znnpy.errors import NetworkFileError
 from znnpy.formats.archives import Archive, Stored, open_archive, undamaged
-from znnpy.formats.files import came, cannot_read, require_file
+from znnpy.formats.files import cannot_read, require_file, shown
 from znnpy.messages import excerpt
 from znnpy.network import Conv, ConvWeights, Network
 
@@ -146,7 +146,7 @@ def _check_header(name: str, what: _Needed, stored: Stored) -> None:
         )
     if stored.shape != what.shape:
         raise NetworkFileError(
-            f"{what.layer}: {name} has shape {came(stored.shape)}, but must be {what.shape} {what.axes}; "
+            f"{what.layer}: {name} has shape {shown(stored.shape)}, but must be {what.shape} {what.axes}; "
             "save it so, or give the weights of this network"
         )
 

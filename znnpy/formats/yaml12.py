@@ -29,7 +29,7 @@ from ruamel.yaml.reader import ReaderError
 from znnpy.errors import NetworkFileError
 from znnpy.messages import excerpt
 
-MOST_VALUES = 20_000  # in one file, including keys and lists; an alias counts as what it stands for
+MOST_VALUES = 20_000  # values of one file, including keys and lists; an alias counts as what it stands for
 MOST_DEPTH = 16  # levels of lists and mappings
 LONGEST_NUMBER = 30  # digits
 SHOWN = 60  # characters of one value in a message

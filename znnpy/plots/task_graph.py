@@ -14,7 +14,7 @@ from znnpy.messages import option
 if TYPE_CHECKING:
     import networkx
 
-MOST_TASKS = 1000  # more tasks would be a black rectangle
+MOST_TASKS = 1000  # a plot of more tasks would be a black rectangle
 FORMATS = (".svg", ".dot")
 SPACING, LEVEL, RADIUS, MARGIN = 22, 90, 7, 40  # pixels: between tasks, between levels, of a task, around the plot
 

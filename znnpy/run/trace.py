@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, Self, cast
 
 from znnpy.errors import OutputError, ZnnpyError
-from znnpy.files import draft_beside, open_regular, remove, write_all
+from znnpy.files import create_draft, open_regular, remove, write_all
 from znnpy.messages import excerpt, option
 
 BATCH = 1000  # events that are written at a time
@@ -59,7 +59,7 @@ class Trace:
                 raise OutputError(
                     f"{self._path} is no trace, and nothing else is replaced by one; give another {option('trace')}"
                 )
-            self._draft, self._file = draft_beside(self._path)
+            self._draft, self._file = create_draft(self._path)
         except OutputError:
             raise
         except OSError as error:

@@ -71,7 +71,7 @@ class Volume(ABC):
         why = why_not(shape, dtype)
         if shape is None or why is not None:
             raise VolumeError(f"{self} {why}")
-        self.axes = len(shape)  # as stored
+        self.axes = len(shape)  # number of stored axes
         self.space: Space | None = None  # position of the voxels in the specimen, if metadata state it
         self.channels: int = shape[-4] if len(shape) > 3 else 1
         self.size: Vec3 = (shape[-3], shape[-2], shape[-1])

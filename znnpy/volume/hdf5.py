@@ -37,15 +37,15 @@ from znnpy.volume.hdf5_space import space_of
 from znnpy.volume.regions import Region, pieces
 
 MIB = 2**20
-CACHE_BYTES = 8 * MIB  # of unpacked chunks that HDF5 keeps; a single larger chunk is kept too
-SLOTS = 1009  # of the cache's hash table: a prime, and the largest number of chunks in the cache
+CACHE_BYTES = 8 * MIB  # unpacked chunks that HDF5 keeps; a single larger chunk is kept too
+SLOTS = 1009  # size of the cache's hash table: a prime, and the largest number of chunks in the cache
 PREEMPT = 0.75  # share of the cache that drops fully read chunks first; with 1.0 HDF5 keeps all of them
 STEPS = 3  # copies of a chunk while it is unpacked: as stored, and before and after a filter
 SPARE_BYTES = 4 * MIB  # records of chunks and files while they are read
 AT_ONCE = 512  # chunks per read: HDF5 makes a record of some KiB for each
-PIECE_BYTES = 4 * MIB  # per read if its target is not contiguous in memory
+PIECE_BYTES = 4 * MIB  # bytes per read if its target is not contiguous in memory
 FILE_BYTES = 2 * MIB  # memory that HDF5 takes for each further open file
-OTHER_FILES = 256  # that the process may have open besides the sources of a virtual dataset
+OTHER_FILES = 256  # files that the process may have open besides the sources of a virtual dataset
 
 
 class Hdf5Volume(Volume):
@@ -67,7 +67,7 @@ class Hdf5Volume(Volume):
         self._packed = CompressedChunks(dataset, self._own, str(self)) if self._own else None
         self._missing: list[Region] = []
         self._chunks = Chunks()
-        self._never_written: list[Missing] = []  # of a virtual dataset
+        self._never_written: list[Missing] = []  # parts of a virtual dataset
         # Without a fill value HDF5 leaves the memory unchanged where a chunk is not stored.
         self._has_fill_value = fills(made)
 

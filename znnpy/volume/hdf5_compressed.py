@@ -58,7 +58,7 @@ class CompressedChunks:
         self._packer = packers[0] if packers and stored.chunk else None
         if self._packer is not None and codes[self._packer] == BITSHUFFLE:
             settings = filters[self._packer][2]
-            if len(settings) < 5 or not settings[4]:  # it only reorders bits
+            if len(settings) < 5 or not settings[4]:  # the filter only reorders bits
                 self._packer = None
         self._codes = codes
         self._seen: dict[tuple[int, ...], None] = {}

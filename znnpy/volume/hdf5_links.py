@@ -29,7 +29,7 @@ class MissingTargetError(Exception):
 
 
 def shown(name: bytes) -> str:
-    """Return an HDF5 name as text, with bytes that are not UTF-8 as escapes such as `\\xe9`."""
+    r"""Return an HDF5 name as text, with bytes that are not UTF-8 as escapes such as `\xe9`."""
     return name.decode("utf-8", "backslashreplace")
 
 
@@ -97,7 +97,7 @@ def _object_named(
             target = at.links.get_val(part)
             parts.extendleft(reversed(_parts(target)))
             if target.startswith(b"/"):
-                at = h5py.h5g.open(at, b"/")  # of the file that the group lies in
+                at = h5py.h5g.open(at, b"/")  # root of the file that the group lies in
             continue
         if kind == h5py.h5l.TYPE_EXTERNAL:
             target, inside = at.links.get_val(part)
@@ -144,15 +144,15 @@ def all_datasets(file: h5py.h5f.FileID) -> list[tuple[bytes, h5py.h5d.DatasetID]
     return sorted(found, key=lambda one: one[0])
 
 
-def regular_source(name: str, origin: Path, prefix: str, *, beside: bool = True) -> Path | None:
+def regular_source(name: str, origin: Path, prefix: str, *, in_folder: bool = True) -> Path | None:
     """Return the file that HDF5 would open for `name` as stored in the file `origin`; None where there is none.
 
     prefix  name of the environment variable that lists folders to search first
-    beside  search the folder of `origin` too, before the current one
+    in_folder  search the folder of `origin` too, before the current one
 
     VolumeError if one of the places holds something that is not a regular file.
     """
-    for path in _places(name, origin, prefix, beside):
+    for path in _places(name, origin, prefix, in_folder):
         try:
             mode = path.stat().st_mode
         except (OSError, ValueError):  # missing, or a name that no file can have
@@ -166,14 +166,14 @@ def regular_source(name: str, origin: Path, prefix: str, *, beside: bool = True)
     return None
 
 
-def _places(name: str, origin: Path, prefix: str, beside: bool) -> Iterator[Path]:
+def _places(name: str, origin: Path, prefix: str, in_folder: bool) -> Iterator[Path]:
     """Yield the places where HDF5 searches for a file, in its order."""
-    if beside and os.path.isabs(name):
+    if in_folder and os.path.isabs(name):
         yield Path(name)
         name = os.path.basename(name)
     for folder in filter(None, os.environ.get(prefix, "").split(os.pathsep)):
         yield Path(folder.replace("${ORIGIN}", str(origin.parent))) / name
-    if beside:
+    if in_folder:
         yield origin.parent / name
         yield Path(os.path.realpath(origin)).parent / name
     yield Path(name)

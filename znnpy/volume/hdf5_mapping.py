@@ -53,11 +53,11 @@ class Selection:
 class Mapping:
     """One source of a virtual dataset, or a series of sources: one for each block along an axis."""
 
-    file: str  # as stored
+    file: str  # name as stored
     dataset: str
-    place: Selection  # of the virtual dataset
+    place: Selection  # part of the virtual dataset
     extent: tuple[int, ...]  # shape of the virtual dataset when it was made
-    taken: Selection | None  # of the source; None: the whole source
+    taken: Selection | None  # part of the source; None: the whole source
 
     @classmethod
     def of(cls, made: h5py.h5p.PropDCID, number: int) -> Mapping:

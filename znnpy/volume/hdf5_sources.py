@@ -212,7 +212,7 @@ def _cut_short(dataset: h5py.h5d.DatasetID, made: h5py.h5p.PropDCID, path: Path,
     need, at = prod(shape) * itemsize, 0
     for number in range(made.get_external_count()):
         name, offset, size = made.get_external(number)
-        file = regular_source(os.fsdecode(name), path, "HDF5_EXTFILE_PREFIX", beside=False)
+        file = regular_source(os.fsdecode(name), path, "HDF5_EXTFILE_PREFIX", in_folder=False)
         files |= {file} if file else set()
         end = min(need, at + size)
         there = min(end, at + max(0, file.stat().st_size - offset)) if file else at

@@ -35,7 +35,7 @@ from znnpy.volume.store import DAMAGED, Store, check_stored, chunk_of, chunks_of
 DATASET = "prediction"
 PAGE = 4096  # bytes: chunks are aligned to pages
 THREADS = 2  # number of writing threads; plans set aside memory for a chunk of each, WRITER_BYTES
-THREAD_BYTES = 2**20  # bytes of a box for each thread: written in 0.5 ms (`writing-xeon-2cores-2026-11-22.json`)
+THREAD_BYTES = 2**20  # part of a box for each thread: written in 0.5 ms (`writing-xeon-2cores-2026-11-22.json`)
 
 
 class Hdf5Store(Store):
@@ -144,12 +144,12 @@ class Hdf5Store(Store):
             self._write(planes, address)
 
     def _read(self, planes: npt.NDArray[Any], address: int) -> None:
-        room = planes.data.cast("B")
-        while room:
-            count = os.preadv(self._file.fileno(), [room], address)
+        rest = planes.data.cast("B")
+        while rest:
+            count = os.preadv(self._file.fileno(), [rest], address)
             if not count:
                 raise OSError(f"{self._path} ends at byte {address}: another program cut it short")
-            room, address = room[count:], address + count
+            rest, address = rest[count:], address + count
 
     def _write(self, planes: npt.NDArray[Any], address: int) -> None:
         rest = planes.data.cast("B")

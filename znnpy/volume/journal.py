@@ -25,12 +25,12 @@ from znnpy.errors import OutputError, ResumeError
 from znnpy.files import create_new, is_still, open_regular, reopen, sync_folder, write_all
 from znnpy.messages import excerpt, option
 
-MAGIC = b"znnpy journal 2 "  # and 16 hexadecimal digits, the run's id, and NEW or REPLACES
+MAGIC = b"znnpy journal 2 "  # followed by 16 hexadecimal digits, the run's id, and NEW or REPLACES
 NEW, REPLACES = b" new\n", b" replaces\n"
 FIRST_LINE = re.compile(rb"%s([0-9a-f]{16}) (new|replaces)\n" % MAGIC)
 RECORD = re.compile(rb"\[(\d{1,9}(?:, \d{1,9})*)\] ([0-9a-f]{8})\n")
-MOST_LINE_BYTES = 2**24  # of the header or of a record: longer lines are damaged
-MOST_COLUMNS = 2**26  # of an output: each takes a byte before anything else is known
+MOST_LINE_BYTES = 2**24  # limit of the header and of a record: longer lines are damaged
+MOST_COLUMNS = 2**26  # limit of an output: each takes a byte before anything else is known
 COLUMNS_A_RECORD = 2**16  # columns per line; longer lists take several lines
 
 
@@ -41,7 +41,7 @@ class Settings(TypedDict, total=False):
 
     only: list[str]  # names of primitives that the caller chose
     processor: str
-    versions: dict[str, str]  # of libraries
+    versions: dict[str, str]  # versions of libraries
     gpu: dict[str, str | int] | None
 
 
@@ -53,10 +53,10 @@ class JournalHeader:
 
     job: dict[str, Any]  # identifies the job; JSON types
     settings: Settings
-    plan: str  # plan.json
+    plan: str  # content of plan.json
     blas: str  # kernels that BLAS ran
-    columns: int  # how many the output has
-    wisdom: dict[str, str] = field(default_factory=dict)  # of FFTW, by transform; other transforms were estimated
+    columns: int  # number of columns of the output
+    wisdom: dict[str, str] = field(default_factory=dict)  # FFTW's wisdom by transform; other transforms were estimated
 
 
 def default_output(volume: Path, network: str) -> Path:

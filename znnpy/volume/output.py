@@ -36,7 +36,7 @@ from znnpy.volume.store import JOURNAL_ATTRIBUTE, RUN_ATTRIBUTE, Store, stored_b
 
 Mode = Literal["new", "overwrite", "resume"]
 
-SYNC_SECONDS = 1.0  # between two syncs, so that small columns share one
+SYNC_SECONDS = 1.0  # time between two syncs, so that small columns share one
 
 
 class Output:
@@ -74,7 +74,7 @@ class Output:
         self.path = path
         self.shape = shape
         self.dtype = np.dtype(dtype)
-        self.header: JournalHeader | None = None  # of the run that is resumed or was begun
+        self.header: JournalHeader | None = None  # header of the run that is resumed or was begun
         self.finished = False  # the output is complete: there is nothing to do
         self.done: Set[int] = frozenset()  # columns finished by earlier runs
         self._inputs = inputs

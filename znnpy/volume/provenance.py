@@ -52,7 +52,7 @@ class Provenance:
 
     job: JobClaim
     network: str  # name of the network
-    offset: Vec3  # of the output's first voxel, volume coordinates
+    offset: Vec3  # position of the output's first voxel, volume coordinates
     precision: str  # one of PRECISIONS
 
     @classmethod

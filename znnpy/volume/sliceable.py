@@ -29,7 +29,7 @@ from znnpy.volume.regions import pieces
 from znnpy.volume.registry import open_volume
 from znnpy.volume.storage_paths import storage_paths
 
-PIECE_BYTES = 4 * 2**20  # of voxels requested at once, unless one chunk is larger
+PIECE_BYTES = 4 * 2**20  # voxels requested at once, unless one chunk is larger
 AT_ONCE = 64  # chunks per piece
 STEPS = 4  # copies of a piece: as stored, unpacked, in the order of the array, and as returned
 

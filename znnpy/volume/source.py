@@ -23,7 +23,7 @@ from znnpy.patches import Box
 from znnpy.shapes import Vec3, add, subtract, text
 from znnpy.volume.base import Volume
 
-SLAB_BYTES = 2 * 2**20  # of a patch that are assembled or checked at once
+SLAB_BYTES = 2 * 2**20  # part of a patch that is assembled or checked at once
 
 Index = npt.NDArray[np.intp]
 Mask = npt.NDArray[np.bool_]

@@ -20,7 +20,7 @@ from znnpy.volume.output_names import RUN
 
 RUN_ATTRIBUTE = "znnpy_run"  # the id of the run that made an output
 JOURNAL_ATTRIBUTE = "znnpy_journal"  # the digest of the header of its journal
-DAMAGED = (OSError, RuntimeError, ValueError, KeyError, TypeError)  # what h5py and zarr raise for incomplete files
+DAMAGED = (OSError, RuntimeError, ValueError, KeyError, TypeError)  # raised by h5py and zarr for incomplete files
 CHUNK = 64  # largest number of voxels of a chunk along each axis: 1 MiB of float32
 
 

@@ -36,13 +36,13 @@ except ImportError:
 
 # Errors that damaged chunks and metadata raise.
 DAMAGED = (OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError)
-PIECE_BYTES = 4 * 2**20  # of voxels read at once, or a single larger chunk
+PIECE_BYTES = 4 * 2**20  # voxels read at once, unless one chunk is larger
 AT_ONCE = 64  # chunks per piece: each takes some KiB while it is read
 STEPS = 3  # copies of a chunk while it is unpacked: as stored, unpacked, and in the order of the array
 INDEX_STEPS = 4  # copies of the index of a shard while it is read
 LOOKED_FOR = 100_000  # chunk files: up to this number they are all looked up before a run, if none may be missing
-THREADS = 10  # that unpack at the same time
-THREAD_BYTES = 2 * 2**20  # kept by each thread: its stack, and memory that it freed
+THREADS = 10  # threads that unpack at the same time
+THREAD_BYTES = 2 * 2**20  # memory kept by each thread: its stack, and memory that it freed
 
 
 class ZarrVolume(Volume):

@@ -60,7 +60,7 @@ def _bounded_of_format_2(codec: Numcodec, most: int) -> Numcodec:
 
 
 @dataclass(frozen=True)
-class BoundedCodec(BytesBytesCodec):  # type: ignore[misc]  # the package is not seen by mypy
+class BoundedCodec(BytesBytesCodec):  # type: ignore[misc]  # mypy does not follow the package
     """A codec of format 3 that unpacks at most `most` bytes; arrays are only read through it."""
 
     codec: BytesBytesCodec
@@ -83,7 +83,7 @@ class BoundedCodec(BytesBytesCodec):  # type: ignore[misc]  # the package is not
         return chunk_spec.prototype.buffer.from_bytes(found)
 
 
-class BoundedNumcodec(Numcodec):  # type: ignore[misc]  # the package is not seen by mypy
+class BoundedNumcodec(Numcodec):  # type: ignore[misc]  # mypy does not follow the package
     """A codec of format 2 that unpacks at most `most` bytes; arrays are only read through it."""
 
     codec_id = "bounded"

@@ -26,10 +26,10 @@ from znnpy.volume.regions import Region
 from znnpy.volume.zarr_nodes import METADATA_FILES, Node, ShardIndex
 
 NOWHERE = 2**64 - 1  # both numbers in the index of a shard for a chunk that is not stored
-SLACK_BYTES = 2**20  # that a stored chunk may have beyond twice its size: headers of codecs
+SLACK_BYTES = 2**20  # allowance of a stored chunk beyond twice its size: headers of codecs
 
 
-class VolumeFiles(LocalStore):  # type: ignore[misc]  # the package is not seen by mypy
+class VolumeFiles(LocalStore):  # type: ignore[misc]  # mypy does not follow the package
     """The folder of a Zarr volume, opened for reading; `watch` names the array."""
 
     def __init__(self, root: Path | str, *, read_only: bool = True) -> None:

@@ -27,7 +27,7 @@ NUMBERS = frozenset(
 
 
 INDEX_ENTRY = 16  # bytes of the index of a shard for each of its chunks: where it begins, and how long it is
-CHECKSUM_BYTES = 4  # after an index with a crc32c checksum
+CHECKSUM_BYTES = 4  # checksum (crc32c) after an index
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Node:
     file: tuple[int, ...] = ()  # elements of one file: the chunk, or the shard that holds several
     has_fill_value: bool = True  # there is a value for chunks that are not stored
     is_sharded: bool = False  # files hold several chunks
-    index: ShardIndex | None = None  # of each shard; None: no shards, or their index cannot be read here
+    index: ShardIndex | None = None  # index of each shard; None: no shards, or their index cannot be read here
 
     @property
     def chunk_bytes(self) -> int:

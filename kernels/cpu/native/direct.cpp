@@ -22,7 +22,7 @@ struct Line {  // one panel of the outputs of a line
   ptrdiff_t fin, fout;
   const int64_t *offsets;  // from an output's first input to that of each tap
   ptrdiff_t taps, pitch;  // pitch: floats of the kernels from tap to tap
-  int lanes;  // of the panel's last block
+  int lanes;  // lanes of the panel's last block
   bool relu, stream;
 };
 
@@ -40,7 +40,7 @@ ALWAYS int64_t sum(const Line l, const float *x, float *out, V *finite) {
   const float *const ahead = x + l.offsets[l.taps - 1] + 1 + (VOXELS - 1) * l.fin;
   for (ptrdiff_t i = 0; i < VOXELS * l.fin; i += LANES) __builtin_prefetch(ahead + i);
   const float *w = l.kernels;
-  V totals[VOXELS][VECTORS];  // of whole chunks; not in registers
+  V totals[VOXELS][VECTORS];  // sums of whole chunks; not in registers
   for (ptrdiff_t first = 0;; first += CHUNK) {
     const ptrdiff_t last = l.taps - first > CHUNK ? first + CHUNK : l.taps;
     for (ptrdiff_t tap = first; tap < last; tap++, w += l.pitch) {
@@ -124,7 +124,7 @@ void maxima(const float *source, ptrdiff_t pitch, ptrdiff_t count, float *target
 struct Windows {  // some rows and columns of windows of one plane of an image
   const float *planes;  // (pz, rows, columns, blocks, lane): maxima over y and x
   ptrdiff_t plane;      // floats from plane to plane
-  ptrdiff_t z, y, x;    // of the first
+  ptrdiff_t z, y, x;    // position of the first window
   ptrdiff_t rows, columns;
 };
 

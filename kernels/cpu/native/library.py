@@ -1,4 +1,4 @@
-"""Loading of the compiled kernels for this processor, or the reason why there are none.
+"""Load the compiled kernels for this processor, or say why there are none.
 
 Setup compiles the same sources once for AVX2 and once for AVX-512, if there is a compiler; the library to load is
 chosen when it is first needed. Without a compiler znnpy installs and runs on FFTW and BLAS.
@@ -55,7 +55,7 @@ def path(simd: str) -> Path | None:
 
 @cache
 def library(simd: str) -> ctypes.CDLL:
-    """Load the library for "avx2" or "avx512". Its functions release the interpreter lock.
+    """Load the library for "avx2" or "avx512". Its functions release Python's global lock.
 
     Raises OSError if it is missing or does not load; call `why_not` first.
     """
@@ -79,5 +79,5 @@ def blocks(maps: int) -> int:
 
 
 def streams(maps: int, nbytes: int) -> bool:
-    """Whether an output of `maps` channels and `nbytes` is written past the caches, if it is aligned to cache lines."""
+    """Return whether an output of `maps` channels and `nbytes` is written past the caches if aligned to their lines."""
     return maps % LANES == 0 and nbytes > STREAM_BYTES

@@ -7,7 +7,7 @@ enum { WHOLE_LINES = 1, ANY_LINES = 2 };  // Pooling.past: every voxel fills who
 
 struct Pooling {
   int64_t n[3], p[3];  // input, window: z, y, x
-  int64_t step[3];     // from one window to the next that is computed
+  int64_t step[3];     // distance from one window to the next that is computed
   int64_t into[3];     // fragments along each axis: neighbouring windows go to different ones
   int64_t m[3];        // windows of an image, over all fragments: z, y, x
   int64_t f;

@@ -148,7 +148,7 @@ const float *input_plane(const Tiling &t, ptrdiff_t unit) {
   return image + (((carried ? z : z - t.carried) * t.n[1] + at.y) * t.n[2] + at.x) * t.fin;
 }
 
-constexpr ptrdiff_t LATER_FLOATS = 5 << 13;  // of a plane of spectra that is prefetched: larger ones gain nothing
+constexpr ptrdiff_t LATER_FLOATS = 5 << 13;  // part of a plane of spectra that is prefetched: larger ones gain nothing
 
 int64_t units_of(const Tiling &t, int stage) {
   if (stage == 0) return t.tiles * t.tile[0];

@@ -11,13 +11,13 @@ struct Tiling {
   int64_t step[3];              // outputs of a whole tile: tile - k + 1, less p - 1
   int64_t counts[3];            // tiles of an image along each axis
   int64_t fin, fout;
-  int64_t first, tiles;   // of the group
+  int64_t first, tiles;   // tiles of the group
   int64_t chunk;          // tiles whose columns are multiplied at once
   int64_t column_pitch;   // floats from column to column of the spectra
   int64_t tile_pitch;     // floats from tile to tile of a column
   int64_t x_image, out_image;  // floats from image to image
   int64_t relu, kept, stream;
-  int64_t carried, before_image;  // planes that precede those of x, and floats from image to image of them
+  int64_t carried, before_image;  // planes that precede those of x, and floats from image to image of these planes
   const float *x;
   const float *before;
   float *out;
@@ -53,7 +53,7 @@ struct Complex {  // where the lines of a pass are, in floats
 };
 
 struct Rows {  // real lines of one block of channels, and their spectra
-  ptrdiff_t row, voxel;  // of the image, in floats
+  ptrdiff_t row, voxel;  // strides in the image, in floats
   int rows, voxels, lanes;  // inside the image
   float *spectra;  // (y, x, re/im, lane)
   const float *bias;
@@ -89,7 +89,7 @@ inline bool pools(const Tiling &t) { return t.p[0] * t.p[1] * t.p[2] > 1; }
 inline ptrdiff_t least(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
 inline ptrdiff_t blocks_of(int64_t maps) { return (maps + LANES - 1) / LANES; }
 
-struct Origin {  // of a tile
+struct Origin {  // position of a tile
   ptrdiff_t image, z, y, x;
 };
 

@@ -38,7 +38,7 @@ void plane_maxima(float *image, ptrdiff_t voxels, ptrdiff_t py, ptrdiff_t px, fl
 struct Fragments {  // one plane of windows of a tile, for one block of channels
   const float *planes;  // (pz, rows, columns, lane)
   ptrdiff_t plane;      // floats from plane to plane
-  ptrdiff_t z, y, x;    // of the first window
+  ptrdiff_t z, y, x;    // position of the first window
   ptrdiff_t rows, columns;
   int lanes;
 };

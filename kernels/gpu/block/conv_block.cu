@@ -188,7 +188,7 @@ DEVICE void add_step(float (&sums)[VOXELS / VOXEL_LANES][MAPS / MAP_LANES], cons
             for (int v = 0; v < MINE; ++v) read<QUAD>(in[v], tile + at[v] + quad * QUAD);
 #pragma unroll
             for (int f = 0; f < QUAD; ++f) {
-                if (f == QUAD / 2 && MINE * MY_MAPS > 64) sync_warp();  // else earlier reads find no registers
+                if (f == QUAD / 2 && MINE * MY_MAPS > 64) sync_warp();  // otherwise earlier reads find no registers
                 float w[MY_MAPS];
 #pragma unroll
                 for (int g = 0; g < MY_MAPS; g += WIDTH) read<WIDTH>(w + g, kernels + f * MAPS + g * MAP_LANES);

@@ -1,4 +1,4 @@
-"""Division of direct convolutions among the multiprocessors of a GPU: the paper's procedures, as arithmetic.
+"""Divide direct convolutions among the multiprocessors of a GPU: the paper's procedures, as arithmetic.
 
 They determine how many products a multiprocessor must do on the data it has while the next data are in flight or, if it
 has fewer, how many bytes must be in flight at once. No arrays, no device.
@@ -95,7 +95,7 @@ class Image(NamedTuple):
     """The input, which is cut only between lines: rows of an image, or planes of a volume."""
 
     lines: int  # W_y
-    voxels: int  # of a line, W_x
+    voxels: int  # voxels of a line, W_x
     halo: int  # lines that adjacent pieces share: K - 1
     maps: int = 1  # 1 in the paper
 
@@ -111,11 +111,11 @@ class Image(NamedTuple):
 class Single(NamedTuple):
     """The division of one input map and its filters."""
 
-    divided: Literal["filters", "image"]  # what multiprocessors share; each goes through the other in `pieces`
+    divided: Literal["filters", "image"]  # the part that multiprocessors share; each goes through the other in `pieces`
     pieces: int  # P of the image or Q of the filters
     filters: int  # filters that a multiprocessor applies at a time
-    nbytes: int  # of shared memory: D_1 or D_2
-    products: int  # on one piece: Th_1 or Th_2
+    nbytes: int  # bytes of shared memory: D_1 or D_2
+    products: int  # products on one piece: Th_1 or Th_2
     hides: bool  # whether they hide fetching the next piece, within shared memory; else `volume` must be in flight
 
 
@@ -155,10 +155,10 @@ def _among_images(card: Card, image: Image, filters: int, taps: int) -> Single:
 
 def _pieces(card: Card, held: int, nbytes: int, products: int, most: int) -> int | None:
     """Return the fewest pieces of `nbytes` that fit (step 2) and have enough products each (step 1), or None."""
-    room = card.shared_bytes - held
-    if room <= 0:
+    free = card.shared_bytes - held
+    if free <= 0:
         return None
-    fewest = max(1, ceil(nbytes / room))
+    fewest = max(1, ceil(nbytes / free))
     return fewest if fewest <= min(most, products // card.hiding_products) else None
 
 

@@ -40,10 +40,10 @@ COPY_ISSUES, KERNEL_ISSUES = 20, 4  # approximate instructions per copy of input
 SEGMENTS = (32, 64)  # bytes of a voxel's maps, as in the paper
 VOXELS, MAPS = (128, 64, 32), (16, 32, 48, 64, 80)  # sizes of blocks that the kernel is instantiated for
 COMMON = 16  # voxels along x of the tile for which shared memory is divided
-NARROWEST = 4  # of a tile along x: neighbours that lanes of a warp read together
-MOST_TERMS = 2500  # of a sum in fp32, in sequence, for an error of 1e-6 of the rms answer: they leave 8.8e-7
-PART_TERMS = 1500  # of a part of a longer sum: errors of the parts add up and leave 7e-7
-MOST_BLOCKS = 2**31 - 1  # of a grid along x
+NARROWEST = 4  # narrowest tile along x: lanes of a warp read so many neighbours together
+MOST_TERMS = 2500  # longest fp32 sum, in sequence, for an error of 1e-6 of the rms answer: they leave 8.8e-7
+PART_TERMS = 1500  # length of the parts of a longer sum: errors of the parts add up and leave 7e-7
+MOST_BLOCKS = 2**31 - 1  # blocks of a grid along x
 RESIDENT = 3  # blocks per multiprocessor that its registers are divided for
 RESERVED = 2 << 10  # bytes of a block's shared memory: CUDA's own and the kernel's fixed arrays; rounded up
 MOST_SHARED = 98 << 10  # bytes per block that every GPU has, minus the fixed arrays
@@ -55,8 +55,8 @@ class _Division(NamedTuple):
 
     channels: int  # input maps of a segment
     span: int  # taps along x in a step
-    voxels: int  # of a block
-    maps: int  # of a block
+    voxels: int  # voxels of a block
+    maps: int  # maps of a block
 
     @classmethod
     def of(cls, variant: Variant) -> _Division:
@@ -139,21 +139,21 @@ def _blocks(shape: ConvShape, division: _Division) -> int:
     return shape.batch * _tile(out, division, shape.itemsize).count(out) * division.blocks(shape.fout)
 
 
-def _room(gpu: Gpu) -> int:
+def _shared_limit(gpu: Gpu) -> int:
     """Return the bytes of shared memory of a block, if RESIDENT blocks share a multiprocessor."""
     return min(gpu.shared_multiprocessor_bytes // RESIDENT - RESERVED, MOST_SHARED)
 
 
 def _with_span(shape: ConvShape, division: _Division, gpu: Gpu) -> _Division:
     """Return the division with the most taps along x, at least 1, in equal pieces of a row, that fit most shapes."""
-    return division._replace(span=_span(shape.k[2], division, shape.itemsize, _room(gpu)))
+    return division._replace(span=_span(shape.k[2], division, shape.itemsize, _shared_limit(gpu)))
 
 
 @cache
-def _span(kx: int, division: _Division, itemsize: int, room: int) -> int:
+def _span(kx: int, division: _Division, itemsize: int, limit: int) -> int:
     for pieces in range(1, kx + 1):
         span = -(-kx // pieces)
-        if division._replace(span=span).shared_bytes(COMMON, itemsize) <= room:
+        if division._replace(span=span).shared_bytes(COMMON, itemsize) <= limit:
             return span
     return 1
 
@@ -170,11 +170,11 @@ def _divisions(shape: ConvShape, gpu: Gpu) -> tuple[_Division, ...]:
 def _by_the_paper(shape: ConvShape, gpu: Gpu, segments: Sequence[int]) -> _Division | None:
     """Return the most pixels (W'_x) and fewest bytes (S) for which some number of filters (M') is in bounds (3.2).
 
-    This departs from the paper: A segment consists of maps, and a step takes several taps along x of it, as these share
-    voxels. A block must hide the latency alone, within its share of the shared memory. Within the bounds the paper
-    measured what is best; here it is the most filters of those with the fewest sums outside of the layer. There must be
-    a block for each multiprocessor, else pixels become fewer: the paper's GPU has 28.
-    None if the kernel has no such size.
+    This departs from the paper in three points. A segment consists of maps, and a step takes several taps along x of
+    it, as these share voxels. A block must hide the latency alone, within its share of the shared memory. Within the
+    bounds the paper measured the best number of filters; here it is the largest one among those with the fewest sums
+    outside of the layer. There must be a block for each multiprocessor, else pixels become fewer: the paper's GPU has
+    28. None if the kernel has no such size.
     """
     fewest = card_of(gpu).multiprocessors
     found = _within_bounds(shape.fin, shape.fout, shape.k, shape.precision, gpu, tuple(segments))
@@ -191,9 +191,9 @@ def _within_bounds(
         channels, found = segment // shape.itemsize, []
         for maps in MAPS:
             division = _with_span(shape, _Division(channels, 1, voxels, maps), gpu)
-            room = replace(card, shared_bytes=_room(gpu) - division.staged(COMMON) * PLACE_BYTES)
+            free = replace(card, shared_bytes=_shared_limit(gpu) - division.staged(COMMON) * PLACE_BYTES)
             taps = division.span * min(channels, _quads(shape.fin))
-            bounds = divide_multiple(room, taps, voxels, division.image_bytes(COMMON, shape.itemsize))
+            bounds = divide_multiple(free, taps, voxels, division.image_bytes(COMMON, shape.itemsize))
             if bounds.fewest <= min(maps, shape.fout) and maps <= bounds.most:
                 found.append(division)
         best = min(
@@ -236,7 +236,7 @@ def _step_cycles(shape: ConvShape, division: _Division, products: int) -> float:
     mine, my_maps, width = division.voxels // 16, division.maps // 8, 2 if division.maps % 32 else 4
     taps = division.span * min(division.channels, _quads(shape.fin))
     reads = mine / QUAD + my_maps / width  # per tap and thread
-    passes = 2 * mine / QUAD + my_maps / 2  # of shared memory, per warp: 64 bytes of different addresses each
+    passes = 2 * mine / QUAD + my_maps / 2  # reads of shared memory, per warp: 64 bytes of different addresses each
     copies = (division.voxels + division.span - 1) * division.channels * shape.itemsize / _copy_bytes(shape)
     kernels = FLOAT32 * taps * division.maps / 16
     issued = THREADS * taps * (mine * my_maps + reads) + COPY_ISSUES * copies + KERNEL_ISSUES * kernels

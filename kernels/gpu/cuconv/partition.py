@@ -1,4 +1,4 @@
-"""Partition of a layer for cuConv: sides of its blocks, taps of a part, voxels of a launch. Arithmetic only.
+"""Partition a layer for cuConv: sides of its blocks, taps of a part, voxels of a launch. Arithmetic only.
 
 A part is the sum over some taps of all f values; in the paper it is one tap (a row of a filter). More taps per part
 make fewer partial sums and fewer blocks. All taps in one part make a single stage, as for 1x1x1 kernels.
@@ -13,9 +13,9 @@ from znnpy.shapes import FLOAT32, ConvShape
 
 SIDES = (16, 32, 64)  # voxels, and maps, of a block, as in stages.cu
 THREADS, STAGES = 128, 4  # as in stages.cu
-PARTS_BYTES = 32 << 20  # of partial sums at a time: they stay in the L2 cache of a large GPU until they are summed
-MOST_TERMS = 3000  # of a part's sum on float32 units, in sequence: more cost more than 1e-6 and are added separately
-MOST_PARTS = 65535  # of a grid along y
+PARTS_BYTES = 32 << 20  # partial sums at a time: they stay in the L2 cache of a large GPU until they are summed
+MOST_TERMS = 3000  # longest float32 sum of a part: longer ones cost more than 1e-6 and are cut
+MOST_PARTS = 65535  # blocks of a grid along y
 TENSOR_SPEED = 4.0  # throughput of tensor cores relative to float32 units
 # Assumed clock cycles of a recent GPU; only their ratios matter.
 LAUNCH, BEGIN, LATENCY = 3000, 1500, 800  # a kernel after another, a block before its first product, a read of L2
@@ -32,16 +32,16 @@ class Partition(NamedTuple):
     """One partitioned layer."""
 
     side: int  # voxels, and maps, of a block
-    taps: int  # of a part; the last may have fewer
+    taps: int  # taps of a part; the last may have fewer
     parts: int
-    maps: int  # of the output, in whole fours
-    values: int  # of the input's maps, in whole fours
-    voxels: int  # of all images
+    maps: int  # maps of the output, in whole fours
+    values: int  # maps of the input, in whole fours
+    voxels: int  # voxels of all images
     at_once: int  # voxels of a launch
 
     @property
     def parts_bytes(self) -> int:
-        """The partial sums of one launch; 0 if one part has all taps."""
+        """Bytes of the partial sums of one launch; 0 if one part has all taps."""
         return FLOAT32 * self.maps * self.parts * self.at_once if self.parts > 1 else 0
 
 

@@ -111,7 +111,7 @@ class CuConv:
         c = _partition(shape, variant)
         rows, columns = -(-c.voxels // c.side) * c.side, -(-c.maps // c.side) * c.side
         flops = 2.0 * rows * columns * prod(shape.k) * c.values
-        flops = flops if variant.word("units") == "float" else flops / TENSOR_SPEED
+        flops = flops if variant.text("units") == "float" else flops / TENSOR_SPEED
         if c.parts == 1:
             return (Work("gpu_cuconv", flops, shape.in_bytes + shape.out_bytes),)
         sums = c.voxels * c.maps * c.parts
@@ -126,7 +126,7 @@ class CuConv:
         matrix = weights.weight.transpose(2, 3, 4, 1, 0).reshape(-1, fin, fout)
         kernels = np.pad(matrix, ((0, 0), (0, -fin % FOUR), (0, -fout % FOUR)))
         return _Resident(
-            device.put(kernels if variant.word("units") == "float" else _tf32(kernels), "kernels of gpu.conv.cuconv"),
+            device.put(kernels if variant.text("units") == "float" else _tf32(kernels), "kernels of gpu.conv.cuconv"),
             device.put(np.pad(weights.bias, (0, -fout % FOUR)), "biases of gpu.conv.cuconv"),
         )
 
@@ -148,7 +148,7 @@ class _Step:
     def __init__(self, resident: _Resident, shape: ConvShape, variant: Variant, device: Device) -> None:
         self._resident, self._shape, self._device = resident, shape, device
         self._partition = _partition(shape, variant)
-        units = variant.word("units")
+        units = variant.text("units")
         long = units == "float" and self._partition.taps * shape.fin > MOST_TERMS
         products = [
             _products(shape.itemsize, self._partition.side, units, vectors=vectors, long=long)
@@ -195,6 +195,6 @@ class _Step:
                 )
 
     def _in_fours(self, images: Any, maps: int) -> bool:
-        """Whether four maps of every voxel are aligned for a copy of four."""
+        """Return whether four maps of every voxel are aligned for a copy of four."""
         begins = (self._device.address(images), images.strides[0], maps * self._shape.itemsize)
         return all(begin % (FOUR * self._shape.itemsize) == 0 for begin in begins)

@@ -37,7 +37,7 @@ template <int SIDE, bool TENSOR> struct Block {
     static constexpr int ROWS = TENSOR ? (SIDE == 64 ? 2 : 1) : (SIDE == 64 ? 8 : 4);
     static constexpr int COLUMNS = TENSOR ? (SIDE == 16 ? 2 : 4) : (SIDE == 64 ? 2 : 1);
     static constexpr int ACROSS = SIDE / (TENSOR ? 16 * ROWS : ROWS);  // warps, or lanes, for all voxels
-    static constexpr int ALONG = SIDE / ((TENSOR ? 8 : 4) * COLUMNS);  // for all maps
+    static constexpr int ALONG = SIDE / ((TENSOR ? 8 : 4) * COLUMNS);  // warps, or lanes, for all maps
     static constexpr int UNITS = THREADS / (TENSOR ? WARP : 1);        // warps, or lanes, of the block
     static constexpr int SLICES = UNITS / (ACROSS * ALONG);
     static constexpr int SHARE = DEPTH / SLICES;  // values of a slice, of the DEPTH values
@@ -68,7 +68,7 @@ struct Sizes {
 /* The position of a thread in the rows of a part: the value it copies next, for every voxel. */
 struct Column {
     int f, tap, dx, dy;
-    long long offset;  // of the tap's row from that of the window's first tap
+    long long offset;  // offset of the tap's row from that of the window's first tap
 };
 DEVICE void advance(Column& c, int by, int padded, const Sizes& n) {
     for (c.f += by; c.f >= padded; c.f -= padded) {

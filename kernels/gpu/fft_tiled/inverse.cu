@@ -3,7 +3,7 @@
 #include "activation.cuh"
 #include "tile.cuh"
 
-constexpr int POOL_THREADS = 128;  // of a block of inverse_z_pool, as in tiles.py
+constexpr int POOL_THREADS = 128;  // threads of a block of inverse_z_pool, as in tiles.py
 
 // Reads F = A + i B of one row of plane 0, from kz = 0 and kz = TZ / 2; beyond TX / 2 from the conjugates.
 template <class P, class L, class Number>

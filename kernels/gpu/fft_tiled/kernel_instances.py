@@ -1,4 +1,4 @@
-"""Kernels of the fused tiled FFT: every tile size, with the blocks that large and small shared memory allow."""
+"""List the kernels of the fused tiled FFT: every tile size, with blocks for large and for small shared memory."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from znnpy.kernels.gpu.fft_tiled.primitive import _Product
 from znnpy.kernels.gpu.fft_tiled.tiles import COLUMN_THREADS, PLANE_BLOCKS, POOL_THREADS, SIDES_Z, PlaneBlock
 from znnpy.kernels.gpu.kernel_source import KernelInstance
 
-_REGISTERS = 65536  # of a multiprocessor
-_MOST = 255  # of a thread
+_REGISTERS = 65536  # registers of a multiprocessor
+_MOST = 255  # registers of a thread
 _SHARED = (99 << 10, 163 << 10, 227 << 10)  # bytes a block may have: RTX, A100, H100
 _TYPES = (("Halves", "half2", "float"), ("Quick", "half2", "half"), ("Split", "float2", "float"))
 
@@ -36,7 +36,7 @@ def _planes() -> list[KernelInstance]:
     for (side, spectra), blocks in PLANE_BLOCKS.items():
         for maps, threads, count in dict.fromkeys((blocks[0], blocks[-1])):
             block, registers = PlaneBlock(side, spectra, maps, threads, count), _fair(threads, count)
-            spills = (64, 120) if side > 16 else (0, 0)  # on sm_120 alone, whose compiler keeps less in registers
+            spills = (64, 120) if side > 16 else (0, 0)  # sm_120 spills, since its compiler keeps less in registers
             found += [
                 KernelInstance("fft_tiled/forward.cu", block.forward(), registers),
                 KernelInstance("fft_tiled/inverse.cu", block.inverse, registers, (), *spills),

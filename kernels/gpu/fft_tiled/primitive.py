@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 GROUPS = (64, 256, 1024, 4096)  # tiles whose spectra are in memory at the same time
 STREAMED_FROM = 2**26  # bytes of kernel spectra: smaller ones are always kept on the device
 _WARP = 32
-_CHUNK = 160  # of the product's depth, in shared memory at a time
+_CHUNK = 160  # part of the product's depth that is in shared memory at a time
 
 
 def spectra_for(shape: ConvShape) -> Spectra:
@@ -373,7 +373,7 @@ class _Step:
 
 def _of(shape: LayerShape, variant: Variant) -> tuple[ConvShape, TiledLayer]:
     shape = as_conv(shape)
-    return shape, tiled_layer(shape, *_words(variant))
+    return shape, tiled_layer(shape, *_settings(variant))
 
 
 @lru_cache(maxsize=256)  # thousands of shapes share a few
@@ -382,17 +382,17 @@ def _variant(tile: Vec3, group: int, spectra: Spectra, kernels: str) -> Variant:
 
 
 @lru_cache(maxsize=256)
-def _words(variant: Variant) -> tuple[Vec3, int, Spectra]:
+def _settings(variant: Variant) -> tuple[Vec3, int, Spectra]:
     return variant.size("tile"), variant.count("group"), _spectra(variant)
 
 
 def _spectra(variant: Variant) -> Spectra:
-    word = variant.word("spectra")
+    word = variant.text("spectra")
     return "quick" if word == "quick" else "split" if word == "split" else "half"
 
 
 def _streams(variant: Variant) -> bool:
-    return variant.word("kernels") == "streamed"
+    return variant.text("kernels") == "streamed"
 
 
 def _block(side: int, spectra: Spectra, maps: int, shared_bytes: int) -> PlaneBlock:

@@ -30,11 +30,11 @@ struct Product {
   // blocks.
   static constexpr int SUMS = WORDS == 2 && CHUNK > 96 ? 3 : 1;
 
-  const half* X;  // of this frequency: rows of `row` float16
+  const half* X;  // rows of this frequency: `row` float16 each
   const half* W;  // [column][k], then the remainders of the first (Split), `apart` further
   int rows, columns, depth;  // tiles, 2 * maps out, 2 * maps in
   long long apart;
-  int chunks;  // of depth; the last one is padded with zeros
+  int chunks;  // chunks of depth; the last one is padded with zeros
   half *a, *b;  // shared: STAGES x BM x A_ROW, WORDS x BN x B_ROW
 
   DEVICE void load_b(int column0, int c) const {

@@ -1,4 +1,4 @@
-"""Spectra of a layer's kernels on a GPU, in the layout of the product kernel."""
+"""Compute the spectra of a layer's kernels on a GPU, in the layout of the product kernel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 SLABS = 32  # number of parts in which kernel spectra are streamed
 SLICE = MAPS  # output maps whose kernels are transformed at a time
 WORDS: dict[Spectra, int] = {"half": 1, "quick": 1, "split": 2}
-_MOST_SCALE = 2.0**126  # of kernels: float32 holds little more, and kernels that need it are almost zero
+_MOST_SCALE = 2.0**126  # largest scale of kernels: float32 holds little more, and kernels that need it are almost zero
 _TOP = 2.0**11  # float16 spectra of kernels stay below it: far from infinity, and as far as possible from zero
 
 
@@ -24,7 +24,7 @@ _TOP = 2.0**11  # float16 spectra of kernels stay below it: far from infinity, a
 class KernelSpectra:
     """Kernel spectra (word, frequency, 2 * maps out, 2 * maps in) float16, maps padded, and their scales."""
 
-    packed: Any  # on the device, or in pinned host memory
+    packed: Any  # array on the device, or in pinned host memory
     bias: Any  # (f',) float32
     alpha: float  # factor of the product's sums, so that they fit their stored type
     factor: float  # factor that rescales the results of the inverse transform

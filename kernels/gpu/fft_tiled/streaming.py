@@ -1,4 +1,4 @@
-"""Streaming of kernel spectra that do not fit the GPU: from pinned host memory through two device buffers."""
+"""Stream kernel spectra that do not fit the GPU from pinned host memory through two device buffers."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ struct Group {
   int first, slabs;  // slabs, counted (image, z)
   int rows, columns; // tiles along y and x
   int sy, sx;        // outputs of a tile
-  int ny, nx;        // of U: inputs; of V: outputs
+  int ny, nx;        // size of U: inputs; of V: outputs
   int padded;        // maps
   int planes;        // TZ / 2
 

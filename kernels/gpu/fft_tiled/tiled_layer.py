@@ -1,4 +1,4 @@
-"""A layer divided into tiles: candidate tiles, bytes between the kernels, the work of each. Arithmetic only.
+"""Divide a layer into tiles: candidate tiles, bytes between the kernels, the work of each. Arithmetic only.
 
 The planner requests tens of thousands of variants, so values common to several of them are cached.
 """
@@ -29,7 +29,7 @@ from znnpy.kernels.gpu.fft_tiled.tiles import (
 from znnpy.shapes import ConvShape, Vec3
 
 EXCESS = 1.3  # tiles may cover this many times the smallest total volume: larger ones are slower
-_FFT: dict[int, Unit] = {16: "gpu_fft16", 24: "gpu_fft24", 32: "gpu_fft32"}  # by the side of a plane
+_FFT: dict[int, Unit] = {16: "gpu_fft16", 24: "gpu_fft24", 32: "gpu_fft32"}  # unit by the side of a plane
 
 
 @lru_cache(maxsize=2)  # why_not and variants of a shape are requested one after the other
@@ -60,7 +60,7 @@ def kernel_bytes(fin: int, fout: int, k: Vec3, tile: Vec3, spectra: Spectra, str
 
 
 class TiledLayer(NamedTuple):
-    """A layer divided into tiles, whether its kernels are kept or streamed."""
+    """A layer divided into tiles; its kernels may be kept or streamed."""
 
     cover: Cover
     spectra: Spectra

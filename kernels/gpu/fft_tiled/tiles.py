@@ -21,8 +21,8 @@ Spectra = Literal["half", "quick", "split"]
 MAPS = 8  # maps of a spectrum are padded to a multiple of it: 16 real numbers, a step of the tensor cores
 SIDES_Z = (8, 16, 24, 32)
 SIDES = (16, 24, 32)  # along y and x, which are equal
-COLUMN_THREADS = 256  # of a block of forward_z and inverse_z
-POOL_THREADS = 128  # of a block of inverse_z_pool
+COLUMN_THREADS = 256  # threads of a block of forward_z and inverse_z
+POOL_THREADS = 128  # threads of a block of inverse_z_pool
 POOL_ROWS = 16  # windows along y per block
 POOL_COLUMNS = 8  # results along x of a warp
 NUMBER = {"half": 4, "quick": 4, "split": 8}  # bytes of a complex number
@@ -61,7 +61,7 @@ class PlaneBlock:
 
     @property
     def shared_bytes(self) -> int:
-        """The shared memory of a block: `Plane::NUMBERS`."""
+        """Bytes of shared memory of a block: `Plane::NUMBERS`."""
         return self.side * (self.side + 1) * self.maps * NUMBER[self.spectra]
 
     def forward(self, stored: str | None = None) -> str:
@@ -70,7 +70,7 @@ class PlaneBlock:
 
     @property
     def inverse(self) -> str:
-        """The C++ name of `inverse_plane`."""
+        """C++ name of `inverse_plane`."""
         _, number, lane = TYPES[self.spectra]
         return f"inverse_plane<{self._sizes}, {number}, {lane}, {self._launch}>"
 
@@ -106,9 +106,9 @@ def padded(maps: int) -> int:
 class Group(NamedTuple):
     """Tiles whose spectra are in memory at the same time."""
 
-    first: int  # slab
+    first: int  # index of the first slab
     slabs: int
-    row: int  # of tiles along y
+    row: int  # index of the first row of tiles along y
     rows: int
     columns: int
     overlap: int = 0  # rows of results shared with the previous groups of the slab
@@ -119,13 +119,13 @@ class Group(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """The arrangement of tiles over a layer, whatever their groups."""
+    """The arrangement of tiles over a layer, independent of their groups."""
 
     unpooled: Vec3  # results of an image
     step: Vec3  # outputs of one tile along y and x, windows along z
-    windows: Vec3  # of an image
+    windows: Vec3  # windows of an image
     grid: Vec3  # tiles of one image, as in groups of whole slabs
-    tiles: int  # of all images
+    tiles: int  # tiles of all images
 
     @classmethod
     @lru_cache(maxsize=64)  # the planner requests all groups of a tile, and all tiles of a shape, in turn
@@ -164,7 +164,7 @@ class Cover:
 
     @property
     def groups(self) -> Sequence[Group]:
-        """The groups, of nearly equal size."""
+        """Groups of nearly equal size."""
         _, y, x = self.grid
         if not self._rows:
             return [Group(lo, hi - lo, 0, y, x) for lo, hi in _pieces(self._slabs, self.count)]
@@ -202,7 +202,7 @@ class Cover:
         return first, min(self.shape.n[1] - first, group.rows * self.step[1] + self.shape.k[1] - 1)
 
     def rows_out(self, group: Group) -> tuple[int, int]:
-        """Return the first row along y of a group's results, and their number; windows start in all but py - 1."""
+        """Return the first row along y of a group's results, and their number; no windows start in the last py - 1."""
         first = group.row * self.step[1] - group.overlap
         return first, min(self.unpooled[1] - first, group.rows * self.step[1])
 

@@ -1,11 +1,11 @@
-"""Lower bounds for the time of all divisions in a space at once: arrays by chunk, order, input and output maps.
+"""Compute lower bounds for the time of all divisions in a space at once, as arrays by chunk, order, maps in and out.
 
-Link       Without any computing. Some output of a chunk is complete once the data uploaded until then have arrived, and
-           from then on all following outputs are downloaded. If parts of the input wait for the buffers of others, the
-           downloads until those are done do not overlap uploads.
-Computing  In groups of maps for all images and planes at once, which takes no longer than parts of them. The first part
-           is uploaded before it, the last output is downloaded after it.
-Memory     Buffers, without alignment gaps between them, and kernels, which do not depend on images and planes.
+Link       This bound counts no computing. An output of a chunk is complete once the data uploaded until then have
+           arrived, and from then on all following outputs are downloaded. If parts of the input wait for the buffers of
+           others, the downloads until those are done do not overlap uploads.
+Computing  This bound computes groups of maps for all images and planes at once, which takes no longer than computing
+           parts of them. The first part is uploaded before, and the last output is downloaded afterwards.
+Memory     Buffers count without alignment gaps between them, and kernels, which do not depend on images and planes.
 
 Source  First principles: each is the length of a path through the dependencies.
 Tested  tests/kernels/gpu/test_host_ram_division.py, against a simulation of all candidates
@@ -25,7 +25,7 @@ from znnpy.kernels.gpu.host_ram.space import Space
 from znnpy.kernels.gpu.host_ram.timeline import Speeds
 from znnpy.shapes import FLOAT32, ConvShape
 
-_Grid = npt.NDArray[np.float64]  # of sizes, counts, bytes or seconds, along the axes they depend on
+_Grid = npt.NDArray[np.float64]  # sizes, counts, bytes or seconds, along the axes they depend on
 _ONE: _Grid = np.ones(1)
 
 
@@ -45,7 +45,7 @@ class _Cut:
 
 
 class Bounds:
-    """Lower bounds of all divisions in `space`.
+    """The lower bounds of all divisions in `space`.
 
     seconds  (chunks, orders, maps in, maps out) float64; infinite if buffers do not fit, or if the division was
              removed.
@@ -70,7 +70,7 @@ class Bounds:
     def compute(self, at: tuple[int, ...]) -> bool:
         """Add computing and kernels to the bounds of all divisions with these groups of maps; False if already done.
 
-        A part that the primitive does not compute counts as zero: the primitive may compute smaller ones.
+        A part that the primitive cannot compute counts as zero, since the primitive may compute smaller ones.
         """
         into, out_of = at[2:]
         if self._computed[into, out_of]:
@@ -84,7 +84,7 @@ class Bounds:
             if sublayer is not None:
                 computing += count * sublayer.seconds
                 kernels += count * sublayer.footprint.resident
-        bounds, fits = self.seconds[:, :, into, out_of], link.room[:, :, into, out_of] >= kernels
+        bounds, fits = self.seconds[:, :, into, out_of], link.free[:, :, into, out_of] >= kernels
         least = link.first[:, :, into, 0] + computing + link.end[:, :, 0, out_of]
         bounds[...] = np.where(fits, np.maximum(bounds, least), inf)
         return True
@@ -93,7 +93,7 @@ class Bounds:
 class _Link:
     """Bounds that are independent of the primitive for the sub-layers.
 
-    room        bytes that buffers leave free
+    free        bytes that buffers leave free
     first, end  seconds to upload the first part of the input, and to download the last output
     """
 
@@ -104,25 +104,26 @@ class _Link:
         self._planes = _Cut(shape.out[0], _along(0, [planes for _, planes in space.chunks]))
         self._into = _Cut(shape.fin, _along(2, space.maps_in))
         self._out_of = _Cut(shape.fout, _along(3, space.maps_out))
-        self._plane_in, self._plane_out = (shape.itemsize * prod(n[1:]) for n in (shape.n, shape.out))  # of one map
+        self._plane_in, self._plane_out = (shape.itemsize * prod(n[1:]) for n in (shape.n, shape.out))  # one map
         self._upload, self._download = self._plane_in / speeds.upload, self._plane_out / speeds.download
-        self.room = vram_bytes - self._buffers()
+        self.free = vram_bytes - self._buffers()
         self.first = self._read(self._images.size, self._planes.size) * self._into.size * self._upload
         self.end = self._images.last * self._planes.last * self._out_of.last * self._download
-        self.seconds = np.where(self.room >= 0, np.maximum(self._beside(), self._apart()), inf)
+        self.seconds = np.where(self.free >= 0, np.maximum(self._overlapping(), self._sequential()), inf)
 
     def _read(self, images: _Grid, planes: _Grid, chunks: _Grid = _ONE) -> _Grid:
         """Return the input planes of so many images, whose output planes are in so many chunks."""
         return images * (planes + chunks * (self._shape.k[0] - 1))
 
-    def _beside(self) -> _Grid:
+    def _overlapping(self) -> _Grid:
         """Return the seconds of uploads until an output is complete, plus all downloads from then on.
 
-        The first and the last output of a chunk give the largest bounds, and of equal chunks the first and the last.
+        The largest bounds come from the first and the last output of a chunk, and from the first and the last of equal
+        chunks.
         """
         images, planes = self._images, self._planes
         up, down = self._shape.fin * self._upload, self._shape.fout * self._download
-        again = 1 + self._again() / self._shape.fin
+        again = 1 + self._repeated() / self._shape.fin
         late = np.where(again > 1, 1 - self._out_of.last / self._shape.fout, 0.0)  # not in the last output of a chunk
         longest: _Grid = np.zeros(1)
         for image in (0 * _ONE, images.count - 1):
@@ -138,17 +139,17 @@ class _Link:
                 longest = np.maximum(longest, again * (before + own) + left - late * down * some_images * some_planes)
         return longest
 
-    def _again(self) -> _Grid:
+    def _repeated(self) -> _Grid:
         """Return the input maps uploaded again per chunk: all per group of output maps, except two resident groups.
 
         Nothing is uploaded again if sums stay on the device.
         """
-        into, turns = self._into, self._out_of.count - 1
-        above, below = np.ceil(turns / 2), np.floor(turns / 2)  # where passes end
+        into, passes = self._into, self._out_of.count - 1
+        above, below = np.ceil(passes / 2), np.floor(passes / 2)  # ends of passes
         again = above * (into.length - into.size - into.last) + below * (into.length - STAGED * into.size)
         return np.where(self._inputs | (into.count <= STAGED), 0.0, again)
 
-    def _apart(self) -> _Grid:
+    def _sequential(self) -> _Grid:
         """Return the seconds of uploads and downloads that cannot overlap each other.
 
         If sums stay, all groups of input maps but two wait until all outputs of the previous chunk are downloaded. If

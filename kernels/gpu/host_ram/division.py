@@ -1,4 +1,4 @@
-"""Division of a layer in host memory into sub-layers: parts, order, buffers and bytes.
+"""Divide a layer in host memory into sub-layers: parts, order, buffers and bytes.
 
 A sub-layer takes some images, some planes along z if that is one image, some input maps, and computes some output maps.
 Images and planes that are processed together are a chunk; chunks follow one after the other. Within a chunk
@@ -31,7 +31,7 @@ Order = Literal["outputs", "inputs"]
 
 STAGED = 2  # buffers of each kind: one is filled or emptied while the other is in use
 PEAKS_BYTES = 4 * FLOAT32  # for both parts of the input on the device, for partial sums, for the output
-ROOM = 256  # bytes: alignment of each of several buffers
+BUFFER_ALIGNMENT = 256  # bytes: alignment of each of several buffers
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Division:
     """The sizes of a sub-layer."""
 
     images: int  # S_i
-    planes: int  # of the output; fewer than all only if `images` is 1
+    planes: int  # planes of the output; fewer than all only if `images` is 1
     maps_in: int  # f_i
     maps_out: int  # f'_i
     order: Order = "outputs"
@@ -117,9 +117,9 @@ class Parts:
         return number * self.size, min((number + 1) * self.size, self.length)
 
 
-def room(nbytes: int) -> int:
+def rounded_up(nbytes: int) -> int:
     """Return the bytes of a buffer, rounded up to the start of the next one."""
-    return -(-nbytes // ROOM) * ROOM
+    return -(-nbytes // BUFFER_ALIGNMENT) * BUFFER_ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -194,15 +194,15 @@ class Divided:
     @property
     def x_bytes(self) -> int:
         """The bytes from one input buffer to the next."""
-        return room(self.largest.in_bytes)
+        return rounded_up(self.largest.in_bytes)
 
     @property
     def out_bytes(self) -> int:
         """The bytes from one output buffer to the next."""
-        return room(self.largest.out_bytes)
+        return rounded_up(self.largest.out_bytes)
 
     @property
-    def landings(self) -> int:
+    def download_buffers(self) -> int:
         """The number of host buffers that outputs are downloaded to."""
         return min(STAGED, self.chunks * self.maps_out.count)
 
@@ -273,7 +273,7 @@ class Divided:
         groups = [m * n for (_, m), (_, n) in product(self.maps_in.sizes, self.maps_out.sizes)]
         stages = max(footprint.stages for footprint in found)
         kernels = list(zip(groups, found, strict=False))  # maps are the axes that vary first
-        buffers = self.x_buffers * self.x_bytes + self.landings * self.out_bytes + PEAKS_BYTES
+        buffers = self.x_buffers * self.x_bytes + self.download_buffers * self.out_bytes + PEAKS_BYTES
         return Footprint(
             resident=sum(n * each.resident for n, each in kernels) + (FLOAT32 * self.shape.fout if self.sums else 0),
             host=sum(n * each.host for n, each in kernels) + buffers,

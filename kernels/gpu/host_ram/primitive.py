@@ -43,12 +43,12 @@ if TYPE_CHECKING:
 
 Seconds = Callable[[Primitive, ConvShape, Variant], float]  # the planner's estimate
 
-PREFIX = "inner_"  # of the parameters of the inner primitive's variant
+PREFIX = "inner_"  # prefix of the parameters of the inner primitive's variant
 # Without rates of a GPU, the link and the launches decide: bytes per second, seconds per sub-layer.
 LINK = Speeds(upload=25e9, download=25e9, memory=1e12)
 LAUNCHES = 1e-3
 WITHIN = 0.01  # relative tolerance of the time: much less than the error of predictions
-ROOM = 0.9  # usable part of a GPU's memory: contexts and libraries take some
+USABLE_SHARE = 0.9  # usable part of a GPU's memory: contexts and libraries take some
 PADDED = 2  # a whole layer may take this many times the time of its groups of maps, because of padding
 SLABS = 4  # one image in so many parts is tried for variants of the inner primitive
 
@@ -79,14 +79,14 @@ class ConvHostRam:
         return None
 
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
-        """Return for each inner primitive and variant the best division if the link and the launches decide.
+        """Return the best division for each inner primitive and variant, if only the link and the launches cost time.
 
         `fastest` finds the best overall if the times of sub-layers are known. Variants that do not fit the GPU are
         omitted.
         """
         shape = as_conv(shape)
         assert machine.gpu is not None
-        vram_bytes = int(ROOM * machine.gpu.memory_bytes)
+        vram_bytes = int(USABLE_SHARE * machine.gpu.memory_bytes)
         found = []
         for inner, variant in dict.fromkeys(self._menu(shape, machine)):
             of = _sublayers(inner, variant, machine, lambda *_: LAUNCHES)
@@ -189,7 +189,7 @@ class ConvHostRam:
 
     def _inner(self, variant: Variant) -> tuple[Primitive, Variant]:
         """Return the inner primitive that a variant names, and its own variant. KeyError if there is none."""
-        name = variant.word("inner")
+        name = variant.text("inner")
         own = {key.removeprefix(PREFIX): value for key, value in variant.parameters if key.startswith(PREFIX)}
         for inner in self.inner:
             if inner.name == name:
@@ -235,20 +235,20 @@ def _halves(length: int, least: int = 1) -> list[int]:
 
 
 def _sublayers(inner: Primitive, variant: Variant, machine: Machine, seconds: Seconds) -> Inner:
-    """Return sub-layers where `inner` applies and has variants of this kind, whatever their sizes and counts."""
-    kind = _words(variant)
+    """Return sub-layers for shapes where `inner` has variants with the same texts; sizes and counts may differ."""
+    texts = _texts(variant)
 
     def of(shape: ConvShape) -> Sublayer | None:
         if inner.why_not(shape, machine) is not None:
             return None
-        if kind and all(_words(other) != kind for other in inner.variants(shape, machine)):
+        if texts and all(_texts(other) != texts for other in inner.variants(shape, machine)):
             return None
         return Sublayer(seconds(inner, shape, variant), inner.footprint(shape, variant, 1))
 
     return of
 
 
-def _words(variant: Variant) -> tuple[tuple[str, str], ...]:
+def _texts(variant: Variant) -> tuple[tuple[str, str], ...]:
     return tuple((name, value) for name, value in variant.parameters if isinstance(value, str))
 
 
@@ -267,7 +267,7 @@ def _variant(division: Division, inner: Primitive, variant: Variant) -> Variant:
 
 def _divided(shape: ConvShape, variant: Variant) -> Divided:
     """Divide a layer; if it has fewer images or planes than the variant, take all of them."""
-    order: Order = "inputs" if variant.word("order") == "inputs" else "outputs"
+    order: Order = "inputs" if variant.text("order") == "inputs" else "outputs"
     images = min(variant.count("images"), shape.batch)
     planes = min(variant.count("planes"), shape.out[0])
     planes = shape.out[0] if images > 1 else planes

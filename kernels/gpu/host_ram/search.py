@@ -1,13 +1,13 @@
-"""Exact search for the fastest division of a layer, and the heuristics of the ZNNi paper.
+"""Find the fastest division of a layer exactly, or by the heuristics of the ZNNi paper.
 
 Bounds of all candidates are computed at once (bounds.py). The candidate with the smallest bound is examined: first the
 computing time of its groups of maps, which improves the bounds of all candidates with such groups; the next time it is
 simulated completely. When no bound is below the time of a simulated candidate, that candidate is optimal.
 
-So few are simulated, and the result equals that of simulating the whole space, provided that parts of the images and
-planes never take less time than all of them together, as the work of primitives implies (fixed costs, borders,
-padding). Most of the time is spent on querying the inner primitive about sub-layers: space.py explains the choice of
-sizes.
+Few candidates are simulated, yet the result equals that of simulating the whole space, provided that parts of the
+images and planes never take less time than all of them together. The work of primitives implies that (fixed costs,
+borders, padding). Most of the time is spent on querying the inner primitive about sub-layers: space.py explains the
+choice of sizes.
 
 Source  ZNNi VII-A for the heuristics; bounds are first principles (best-first branch and bound).
 Tested  tests/kernels/gpu/test_host_ram_division.py, against a simulation of all candidates

@@ -1,9 +1,9 @@
 """The divisions of a layer that are searched: sizes of the parts of each axis, and both orders.
 
 For a long axis the candidates are the smallest size for each number of parts: others differ only in the last part. For
-maps, which tensor cores take by eights, these rounded up as well. All other multiples of eight would improve the time
-by at most 0.08 % over the benchmark's layers (2026-11-22), 0.5 % if images are not cut along z, and 0.1 % over 190
-synthetic layers, at about twice as many queries to the inner primitive.
+maps, which tensor cores take by eights, the sizes rounded up to eights are candidates as well. All other multiples of
+eight would improve the time by at most 0.08 % over the benchmark's layers (2026-11-22), 0.5 % if images are not cut
+along z, and 0.1 % over 190 synthetic layers, at about twice as many queries to the inner primitive.
 
 Tested  tests/kernels/gpu/test_host_ram_division.py
 """

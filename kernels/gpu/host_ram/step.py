@@ -1,4 +1,4 @@
-"""Execution of a layer in sub-layers: three streams and two pinned buffers each way keep all of them busy.
+"""Execute a layer in sub-layers: with three streams and two pinned buffers each way, uploads and downloads overlap.
 
 While a sub-layer is computed, the host copies the next part of the input into a pinned buffer, queues its upload, and
 copies the previous outputs out of another. Events order the work on the device; the host waits only for pinned buffers,
@@ -40,7 +40,7 @@ SUM_WORD, OUT_WORD = 2, 3  # indices of peaks, after those of both input buffers
 class Resident(NamedTuple):
     """The data kept between runs."""
 
-    kernels: Mapping[tuple[int, int], Any]  # by group of input and of output maps: the inner primitive's resident data
+    kernels: Mapping[tuple[int, int], Any]  # the inner primitive's resident data, by group of input and of output maps
     bias: Any  # (f',) float32 on the device if outputs are sums, else None
 
 
@@ -48,13 +48,13 @@ class _Task(NamedTuple):
     """One sub-layer in progress."""
 
     images: tuple[int, int]
-    planes: tuple[int, int]  # of the output
+    planes: tuple[int, int]  # planes of the output
     visit: Visit
-    buffer: int  # for the input
-    slot: int  # for the output
+    buffer: int  # input buffer
+    slot: int  # output buffer
 
 
-class _Landing(NamedTuple):
+class _Download(NamedTuple):
     """An output in transit to the host."""
 
     task: _Task
@@ -85,7 +85,7 @@ class HostRamStep:
         self._peak_of = {1: found[names[0]], 4: found[names[1]]}
         self._add = device.kernels(SOURCE, [f"add_part<{value}>"])[f"add_part<{value}>"] if divided.sums else None
         self._pinned_in = [device.pinned((divided.x_bytes,), np.uint8) for _ in range(divided.x_buffers)]
-        self._pinned_out = [device.pinned((divided.out_bytes,), np.uint8) for _ in range(divided.landings)]
+        self._pinned_out = [device.pinned((divided.out_bytes,), np.uint8) for _ in range(divided.download_buffers)]
         self._peaks = device.pinned((OUT_WORD + 1,), np.float32)
         self._uploaded = [device.event() for _ in self._pinned_in]
         self._read = [device.event() for _ in self._pinned_in]  # events after the last use of a part of the input
@@ -109,14 +109,14 @@ class HostRamStep:
             )
             device.stream.record(begun)
             self._await(begun, pool)
-        finally:  # nothing refers to the caller's scratch any more, stopped or not
+        finally:  # afterwards no queued work refers to the caller's scratch, even if the run was stopped
             for stream in streams:
                 device.synchronize(stream)
         self._check()
 
     def _run(self, x: Values, out: Values, scratch: Mapping[str, Any], pool: ThreadPool) -> None:
-        landing: deque[_Landing] = deque()
-        tasks, landed = self._tasks(), 0
+        downloads: deque[_Download] = deque()
+        tasks, started = self._tasks(), 0
         first = next(tasks)
         self._upload(first, x, scratch, pool)
         following: _Task | None = first
@@ -126,12 +126,12 @@ class HostRamStep:
                 self._upload(following, x, scratch, pool)
             self._compute(task, scratch)
             if task.visit.last:
-                if len(landing) == len(self._pinned_out):
-                    self._land(landing.popleft(), out, pool)
-                landing.append(self._download(task, scratch, self._pinned_out[landed % len(self._pinned_out)]))
-                landed += 1
-        while landing:
-            self._land(landing.popleft(), out, pool)
+                if len(downloads) == len(self._pinned_out):
+                    self._finish(downloads.popleft(), out, pool)
+                downloads.append(self._download(task, scratch, self._pinned_out[started % len(self._pinned_out)]))
+                started += 1
+        while downloads:
+            self._finish(downloads.popleft(), out, pool)
 
     def _tasks(self) -> Iterator[_Task]:
         divided = self._divided
@@ -149,7 +149,7 @@ class HostRamStep:
         return self._divided.maps_in.of(group_in), self._divided.maps_out.of(group_out)
 
     def _upload(self, task: _Task, x: Values, scratch: Mapping[str, Any], pool: ThreadPool) -> None:
-        """Copy to the pinned buffer that belongs to the device buffer, and upload from there."""
+        """Copy a part of the input to the pinned buffer of the device buffer, and upload it from there."""
         device, buffer, (p, q) = self._device, task.buffer, task.planes
         (fin, fin_end), _ = self._maps(*task.visit[:2])
         part = x[slice(*task.images), p : q + self._divided.shape.k[0] - 1, :, :, fin:fin_end]
@@ -222,19 +222,19 @@ class HostRamStep:
     def _blocks(self, threads: int) -> int:
         return max(1, min(-(-threads // THREADS), WAVES * self._device.gpu.multiprocessors))
 
-    def _download(self, task: _Task, scratch: Mapping[str, Any], pinned: Any) -> _Landing:
+    def _download(self, task: _Task, scratch: Mapping[str, Any], pinned: Any) -> _Download:
         device, source = self._device, self._out(task, scratch)
-        landed = pinned[: source.nbytes].view(self._kind).reshape(source.shape)
+        target = pinned[: source.nbytes].view(self._kind).reshape(source.shape)
         device.downloads.wait_event(self._computed)
-        device.copy_async(landed, source, device.downloads)
+        device.copy_async(target, source, device.downloads)
         device.downloads.record(self._downloaded[task.slot])
-        return _Landing(task, landed)
+        return _Download(task, target)
 
-    def _land(self, landing: _Landing, out: Values, pool: ThreadPool) -> None:
-        task = landing.task
+    def _finish(self, download: _Download, out: Values, pool: ThreadPool) -> None:
+        task = download.task
         self._await(self._downloaded[task.slot], pool)
         _, maps = self._maps(*task.visit[:2])
-        _copy(out[slice(*task.images), slice(*task.planes), :, :, slice(*maps)], landing.pinned, pool)
+        _copy(out[slice(*task.images), slice(*task.planes), :, :, slice(*maps)], download.pinned, pool)
 
     def _sub(self, task: _Task) -> Any:
         (i, j), (p, q) = task.images, task.planes
@@ -249,7 +249,7 @@ class HostRamStep:
         return self._device.view(scratch["host_ram.out"], self._sub(task).out_shape, self._kind, offset=offset)
 
     def _total(self, task: _Task, scratch: Mapping[str, Any], out: Any) -> Any:
-        """Return the place of a sum: in float32, so it is the output itself if that is float32."""
+        """Return the float32 array of a sum: the output itself if that is float32."""
         divided, shape = self._divided, self._sub(task).out_shape
         if not divided.totals:
             return out

@@ -1,13 +1,13 @@
-"""Simulated time of a layer in sub-layers: uploads, computing and downloads in parallel, each in its order.
+"""Simulate the time of a layer in sub-layers: uploads, computing and downloads run in parallel, each in its order.
 
 A sub-layer starts when its part of the input has arrived, the previous one is done, and its output buffer is empty. A
 part is uploaded when the sub-layers that read the buffer's previous content are done; an output is downloaded when it
 is complete. Transfers in both directions overlap.
 
-Repetitions are not simulated to their end: sub-layers of a pass, passes of a chunk, chunks, images. Once a repetition
-advances all active clocks by the same time, the rest is extrapolated until something differs: a part at the end of an
-axis, a first or last one. So the cost depends on the kinds of parts, not on their number; buffers of resident sums are
-simulated individually.
+Repetitions (sub-layers of a pass, passes of a chunk, chunks, images) are not simulated to their end. Once a repetition
+advances all active clocks by the same time, the following ones are extrapolated, until one differs: the first, the
+last, or a part at the end of an axis. So the cost depends on the kinds of parts, not on their number. Buffers of
+resident sums are simulated individually.
 
 Source  ZNNi VII-A, where times add up: there, uploads do not overlap computing.
 Tested  tests/kernels/gpu/test_host_ram_division.py, against a simulation of every sub-layer
@@ -37,11 +37,11 @@ class Speeds:
 
 
 class _Costs(NamedTuple):
-    """Seconds for the parts of one chunk; the key True stands for the last group of maps."""
+    """The seconds for the parts of one chunk; the key True stands for the last group of maps."""
 
-    upload: Mapping[bool, float]  # by group of input maps
-    look: Mapping[bool, float]  # to find the largest value, if the primitive requests it
-    compute: Mapping[tuple[bool, bool, bool], float]  # by both groups, and whether it is the first sum
+    upload: Mapping[bool, float]  # uploads, by group of input maps
+    look: Mapping[bool, float]  # finding the largest value, if the primitive requests it
+    compute: Mapping[tuple[bool, bool, bool], float]  # computing, by both groups and whether it is the first sum
     download: Mapping[bool, float]
 
 
@@ -98,8 +98,9 @@ class _Clocks:
     def _repeat(self, step: Callable[[], None], count: int) -> None:
         """Repeat `step` `count` times, extrapolating once it advances all clocks that it moves by the same time.
 
-        This is not done after the first time: only later does it follow that an unmoved clock decides nothing. If
-        something waited for that clock, it would have waited for it the time before as well, and would not have moved.
+        The first repetition is never extrapolated: only a second one shows that a clock which did not move has no
+        influence. Anything that waits for such a clock would have waited in the repetition before as well, and would
+        not have moved.
         """
         before = self._all
         for done in range(1, count + 1):

@@ -1,1 +1,1 @@
-"""Implicit matrix product: the lowered matrix exists only in shared memory, on tensor cores or float32 units."""
+"""Implicit matrix product on tensor cores or float32 units: the lowered matrix exists only in shared memory."""

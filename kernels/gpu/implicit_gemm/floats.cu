@@ -16,9 +16,9 @@
 
 constexpr int STEP = 16;                           // taps at a time, as in floats.py
 constexpr int AT_ONCE = 4;                         // inputs of a thread in flight
-constexpr int LANE_VOXELS = 4;                     // of a thread
-constexpr int VOXELS = WARP * LANE_VOXELS;         // of a block, as in floats.py
-constexpr int ROW = VOXELS + 2;                    // of shared memory: lanes that write 16 taps have no bank conflicts
+constexpr int LANE_VOXELS = 4;                     // voxels of a thread
+constexpr int VOXELS = WARP * LANE_VOXELS;         // voxels of a block, as in floats.py
+constexpr int ROW = VOXELS + 2;                    // shared memory row: no bank conflicts for lanes that write 16 taps
 
 struct Sizes {
     long long carried, nz, ny, nx, fin, my, mx, voxels;  // voxels: of one image's output
@@ -30,7 +30,7 @@ struct Sizes {
 template <class T> struct Window {
     const T *before, *x;  // both as if all planes were there
     long long z;
-    int y, x0;  // of the first voxel, which may be outside
+    int y, x0;  // position of the first voxel, which may be outside
 };
 
 template <class T>
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(128)
         windows[voxel] = window_of(before, before_image, x, x_image, base + voxel, n);
     sync_block();
 
-    const long long pitch = (maps + GROUP - 1) / GROUP * GROUP;  // of kernels, in maps
+    const long long pitch = (maps + GROUP - 1) / GROUP * GROUP;  // distance of kernels, in maps
     const bool soft = activation == SOFTMAX;
     const long long block_maps = warps * GROUP, blocks = soft ? (maps + block_maps - 1) / block_maps : 1;
     Summed mine[LANE_VOXELS];

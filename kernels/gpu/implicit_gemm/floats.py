@@ -20,7 +20,7 @@ WARP, MOST_WARPS = 32, 4
 VOXELS, STEP, ROW = 128, 16, 130  # as in floats.cu
 WINDOW_BYTES, SUMMED_BYTES = 32, 8  # sizes of Window and Summed in floats.cu
 REGISTERS = 128
-MOST_TERMS = 2500  # of a sum, in sequence, for an error of 1e-6 of the rms answer: they leave 9e-7
+MOST_TERMS = 2500  # longest sum, in sequence, for an error of 1e-6 of the rms answer: they leave 9e-7
 
 
 def group_of(maps: int) -> int:

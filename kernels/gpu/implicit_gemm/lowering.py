@@ -23,7 +23,7 @@ class Lowering:
 
     fin: int
     fout: int
-    n: Vec3  # of an image, including carried planes
+    n: Vec3  # size of an image, including carried planes
     k: Vec3
     activation: Activation
     precision: Precision

@@ -59,22 +59,22 @@ class ConvImplicitGemm:
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
         del threads
         shape = as_conv(shape)
-        if variant.word("units") == "float":
+        if variant.text("units") == "float":
             resident = floats.resident_bytes(shape.fin, shape.fout, prod(shape.k))
             return Footprint(resident=resident, reads_carried=True, raises_peak=True)
-        kernels = warpgroup if variant.word("units") == "warpgroup" else tensor
+        kernels = warpgroup if variant.text("units") == "warpgroup" else tensor
         resident = kernels.resident_bytes(shape.fin, shape.fout, shape.k, shape.precision)
         return Footprint(resident=resident, reads_carried=True, reads_peak=shape.precision != "fp16", raises_peak=True)
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
         shape = as_conv(shape)
         ends = float(shape.in_bytes + shape.out_bytes)
-        if variant.word("units") == "float":
+        if variant.text("units") == "float":
             rounds = 2 if shape.activation == "softmax" else 1
             products = prod(shape.out_shape[:4]) * prod(shape.k) * shape.fin * floats.padded(shape.fout)
             return (Work("gpu_gemm_float", 2.0 * rounds * products, ends),)
         problem, split = Lowering.of(shape), shape.precision == "fp32"
-        if variant.word("units") == "warpgroup":
+        if variant.text("units") == "warpgroup":
             flops = warpgroup.flops_of(problem, shape.batch, warpgroup.SHARED)
             return (Work("gpu_wgmma_split" if split else "gpu_wgmma_half", flops, ends),)
         flops = tensor.flops_of(problem, shape.batch, tensor.LARGE)
@@ -82,16 +82,16 @@ class ConvImplicitGemm:
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, device: Device) -> Any:
         assert weights is not None
-        if variant.word("units") == "float":
+        if variant.text("units") == "float":
             return floats.prepare(weights, device)
-        kernels = warpgroup if variant.word("units") == "warpgroup" else tensor
-        return kernels.prepare(weights, tensor.PRECISIONS[variant.word("precision")], device)
+        kernels = warpgroup if variant.text("units") == "warpgroup" else tensor
+        return kernels.prepare(weights, tensor.PRECISIONS[variant.text("precision")], device)
 
     def bind(self, resident: Any, shape: LayerShape, variant: Variant, device: Device) -> _Step:
         shape = as_conv(shape)
-        if variant.word("units") == "float":
+        if variant.text("units") == "float":
             return _Step(floats.FloatProduct(resident, Lowering.of(shape), device))
-        if variant.word("units") == "warpgroup":
+        if variant.text("units") == "warpgroup":
             return _Step(warpgroup.WarpgroupProduct(resident, Lowering.of(shape), shape.batch, device))
         return _Step(tensor.TensorProduct(resident, Lowering.of(shape), shape.batch, device))
 

@@ -9,18 +9,18 @@
 #include "wgmma.cuh"
 
 constexpr int WARPGROUPS = 2, THREADS = WARPGROUPS * WARPGROUP;  // as in warpgroup.py
-constexpr int MATRIX = 64;                                       // voxels
+constexpr int MATRIX = 64;                                       // voxels of a matrix
 constexpr int AT_ONCE = 2;                                       // pieces that a thread loads at once through registers
-constexpr int COPIES = 2;                                        // and without registers
+constexpr int COPIES = 2;                                        // pieces that it copies at once without registers
 
 /* Parameters of a launch, in shared memory, because the registers are for sums. */
 struct alignas(16) Sizes {
     long long before_image, x_image, out_image;
-    Arrival arrivals[2];  // of kernels of a group of taps, for either half of their buffer
+    Arrival arrivals[2];  // arrivals of kernels of a group of taps, for either half of their buffer
     int carried, nz, ny, nx, fin, mz, my, mx, fout, images, kz, pz, py, px, wide_x;
-    int tz, ty, tx;                       // of a tile
-    int row_z, row_y, row_x;              // from one row of 8 voxels of a matrix to the next
-    int lines, columns, rows;             // of the region
+    int tz, ty, tx;                       // size of a tile
+    int row_z, row_y, row_x;              // steps from one row of 8 voxels of a matrix to the next
+    int lines, columns, rows;             // size of the region
     int deep, pieces;                     // stages of the same maps; pieces of a voxel
     int flat;                             // whether planes of all images form one row
     int tiles_z, tiles_y, tiles_x;
@@ -68,9 +68,9 @@ template <class T, int WORDS, int N, bool FOLDED> struct Region {
     template <class V> DEVICE V* at(int bytes) const {
         return reinterpret_cast<V*>(reinterpret_cast<unsigned char*>(&n) + bytes);
     }
-    DEVICE int* offsets() const { return at<int>(n.offsets); }            // of taps in the region, in pieces
-    DEVICE int* places() const { return at<int>(n.places); }              // of rows of the region
-    DEVICE const T** origins() const { return at<const T*>(n.origins); }  // of rows, if n.remembers
+    DEVICE int* offsets() const { return at<int>(n.offsets); }            // offsets of taps in the region, in pieces
+    DEVICE int* places() const { return at<int>(n.places); }              // places of rows of the region
+    DEVICE const T** origins() const { return at<const T*>(n.origins); }  // origins of rows, if n.remembers
     DEVICE int3* firsts() const { return at<int3>(n.firsts); }            // first voxels of matrices in it: z, y, x
     DEVICE half* taps(int round) const { return at<half>(n.taps) + (round & 1) * loops.group * TAP; }
     DEVICE half* region(int stage) const {

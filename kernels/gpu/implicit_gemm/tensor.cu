@@ -45,7 +45,7 @@ template <class T> struct Plane {
     long long z;
     int y0, x0;  // the first voxel of the output
 };
-constexpr int TABLES = 3;  // of planes: a tile's results may still be written while the next but one starts
+constexpr int TABLES = 3;  // tables of planes: a tile's results may still be written while the next but one starts
 
 /* Blocks that share a multiprocessor's registers, as in tensor.py. */
 template <int WARPS, int MATRICES> constexpr int RESIDENT = WARPS <= 4 || MATRICES <= 2 ? 2 : 1;
@@ -203,7 +203,7 @@ template <class T, int WORDS, int WARPS_M, int WARPS_N, int MT, int NT, bool FOL
         const half* coming = kernels;
         Piece<T> piece;
         PartialSums<MT * NT * 4> partial;
-        int terms = 0;  // of every sum, since the last flush
+        int terms = 0;  // terms of every sum since the last flush
         bool keeps = false;
 #pragma unroll 1
         for (int done = 0; done < stages; ++done, ++stage) {

@@ -1,4 +1,4 @@
-"""The implicit matrix product on tensor cores, in float16 products of values as one or two words: tensor.cu."""
+"""The implicit matrix product on tensor cores: products of values stored as one or two float16 words; tensor.cu."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Matrix:
     depth: int
     k: Vec3
     step: int = 1  # lines from one row of k to the next
-    groups: int = 1  # of 8 voxels along x as maps
+    groups: int = 1  # groups of 8 voxels along x as maps
 
     @property
     def products(self) -> int:
@@ -127,7 +127,7 @@ class Matrix:
 
 
 def matrix_of(fin: int, k: Vec3) -> Matrix:
-    """Return the matrix unchanged or, if that takes fewer products, folded: voxels along x, and two lines, as maps."""
+    """Return the matrix unchanged or, if that takes fewer products, folded: voxels along x, and two lines, are maps."""
     kz, ky, kx = k
     groups = -(-kx // PIECE)
     found = [Matrix(fin, k)]
@@ -139,7 +139,7 @@ def matrix_of(fin: int, k: Vec3) -> Matrix:
 
 
 def is_folded(matrix: Matrix, fin: int) -> bool:
-    """Whether the matrix has voxels along x, or lines, as maps."""
+    """Return whether the matrix has voxels along x, or lines, as maps."""
     return matrix.depth != fin
 
 
@@ -203,7 +203,7 @@ def plan_of(problem: Lowering, images: int, shared: int) -> Plan | None:
             depth //= 2
         tiles = -(-planes // depth) * -(-my // ty) * -(-mx // tx)
         cost = tiles * (block.voxels * taps + LOADED * (depth * rows))
-        if cost <= least:  # of equals the one that is longer along x
+        if cost <= least:  # of two equal ones, take the one that is longer along x
             best, least = (depth, ty, tx), cost
     if best is None:
         return None

@@ -36,7 +36,7 @@ CALLED float smooth(float value, int activation) {
 
 /* The epilogue of a sum: scale, bias, and values below `floor` raised to it. */
 struct End {
-    const float* bias;  // of the block's first map
+    const float* bias;  // bias of the block's first map
     float before, back, floor;
     int activation, maps;  // existing maps of the block
 };
@@ -45,12 +45,12 @@ template <class T, int WORDS, int N, bool FOLDED> struct Product : Region<T, WOR
     using Base = Region<T, WORDS, N, FOLDED>;
     using Base::bring, Base::bring_taps, Base::copy, Base::firsts, Base::loops, Base::n, Base::offsets, Base::planes_in;
     using Base::put, Base::region, Base::stage_of, Base::TAP, Base::taps;
-    static constexpr int MATRICES = WORDS == 1 && N <= 80 ? 2 : 1;  // of a warpgroup, as in warpgroup.py
+    static constexpr int MATRICES = WORDS == 1 && N <= 80 ? 2 : 1;  // matrices of a warpgroup, as in warpgroup.py
     static constexpr int SUMS = N / 2;
-    static constexpr int ROWS = 2 * MATRICES;  // of 8 voxels of a warp
+    static constexpr int ROWS = 2 * MATRICES;  // rows of 8 voxels of a warp
     static constexpr int PITCH = N + (N * sizeof(T) % 128 ? 0 : 16 / (int)sizeof(T));  // from voxel to voxel, staged
 
-    DEVICE T* staged() const {  // of this warp
+    DEVICE T* staged() const {  // staging memory of this warp
         return Base::template at<T>(n.results) + threadIdx.x / WARP * n.staged * 8 * PITCH;
     }
 
@@ -110,11 +110,11 @@ template <class T, int WORDS, int N, bool FOLDED> struct Product : Region<T, WOR
                                    FOLDED ? n.columns : n.rows, along_rows);
         }
         const int last = n.pieces * n.rows;
-        const int share = (last + loops.groups - 1) / loops.groups;  // of the region, loaded per group of taps
+        const int share = (last + loops.groups - 1) / loops.groups;  // part of the region per group of taps
         const half* coming = kernels;
         float parts[MATRICES][SUMS];
         PartialSums<MATRICES * SUMS> partial;
-        int terms = 0;  // of every sum, so far
+        int terms = 0;  // terms of every sum so far
 #pragma unroll 1
         for (int done = 0; done < loops.stages; ++done, ++stage) {
             const bool ends = done + 1 == loops.stages, more = !ends || follows;

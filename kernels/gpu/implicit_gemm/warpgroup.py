@@ -39,11 +39,11 @@ RESIDENT = 2  # blocks per multiprocessor: while one writes or waits, the other 
 SHARED = 228 * 1024 // RESIDENT - 1024  # bytes per block assumed for estimates of work
 RESERVED = 1024  # bytes of shared memory per block for the system
 SIZES_BYTES, POINTER, OFFSET_BYTES, ALIGNMENT = 224, 8, 4, 128  # as in warpgroup.cu
-VALUE_BYTES = {"fp16": FLOAT16, "tf32": FLOAT32, "fp32": FLOAT32}  # of activations
-MAPS = tuple(range(16, 129, 16))  # of a block
+VALUE_BYTES = {"fp16": FLOAT16, "tf32": FLOAT32, "fp32": FLOAT32}  # size of an activation
+MAPS = tuple(range(16, 129, 16))  # maps of a block
 WIDEST_OF_TWO = 80  # maps with which a warpgroup holds two matrices of sums
 MOST_WITH_CACHE = 97 * 1024  # bytes of shared memory that leave enough L1 for values loaded through registers
-FEWEST_TAPS = 5  # of a stage, if there are enough maps
+FEWEST_TAPS = 5  # fewest taps of a stage, if there are enough maps
 # Taps between two barriers. In fp32 tensor cores add up no more of them, since they truncate sums.
 MOST_GROUP = {"fp16": 16, "tf32": 16, "fp32": 5}
 SLICE = 32  # cost of a slice of maps besides its products, in maps: assumed
@@ -63,7 +63,7 @@ class Matrix:
     """The kernels as they are multiplied."""
 
     fin: int
-    k: Vec3  # in steps, if folded
+    k: Vec3  # kernel size, in steps if folded
     folded: bool
 
     @classmethod
@@ -135,7 +135,7 @@ class Plan(NamedTuple):
 
     @property
     def remembers(self) -> bool:
-        """Whether origins of a tile's rows are stored, since stages have the same voxels."""
+        """Whether origins of a tile's rows are stored, because stages have the same voxels."""
         return not self.matrix.folded and self.matrix.stages > 1 and self.depth == self.matrix.k[0]
 
     def shared_bytes(self, precision: Precision) -> int:
@@ -175,12 +175,12 @@ def tiles_of(problem: Lowering, images: int, tile: Vec3) -> Vec3:
 
 
 def is_flat(problem: Lowering) -> bool:
-    """Whether planes of all images form one row: each output plane depends on one input plane."""
+    """Return whether planes of all images form one row: each output plane depends on one input plane."""
     return problem.k[0] == 1 and problem.sliding.padding[0] == 0
 
 
 def applies(problem: Lowering, gpu: Gpu) -> bool:
-    """Whether this method computes `problem` on `gpu`."""
+    """Return whether this method computes `problem` on `gpu`."""
     plain = problem.sliding.stride == VALID.stride and problem.activation != "softmax"
     return plain and gpu.capability == CAPABILITY and plan_of(problem, 1, shared_of(gpu)) is not None
 
@@ -221,7 +221,7 @@ def _cuts(fin: int, fout: int, k: Vec3, precision: Precision, shared: int) -> tu
 
 
 def _grouped(plan: Plan, precision: Precision, shared: int) -> Plan | None:
-    """Return the plan with as many taps at once as fit, and rows being written; None if not one tap fits."""
+    """Return the plan with as many taps at once as fit, and as many rows staged; None if not one tap fits."""
     taps = WORDS[precision] * 2 * CHUNK * plan.maps * FLOAT16  # bytes of a tap, twice
     most = min(plan.taps, MOST_GROUP[precision], (shared - plan._replace(group=0).shared_bytes(precision)) // taps)
     if most < 1:
@@ -244,12 +244,12 @@ def _tile_cycles(plan: Plan, precision: Precision) -> float:
     products = plan.matrix.products * matrices * (3 if precision == "fp32" else 1) * plan.maps / 2
     pieces = plan.stages * plan.matrix.pieces * plan.region_rows
     rounds = plan.stages * -(-plan.taps // plan.group)
-    beside = MATRIX_CYCLES[precision] * matrices + ROUND_CYCLES[precision] * rounds
-    return products + beside + pieces * (FOLDED_CYCLES if folded else PIECE_CYCLES)[precision]
+    others = MATRIX_CYCLES[precision] * matrices + ROUND_CYCLES[precision] * rounds
+    return products + others + pieces * (FOLDED_CYCLES if folded else PIECE_CYCLES)[precision]
 
 
 def flops_of(problem: Lowering, images: int, shared: int) -> float:
-    """Return the flops that tensor cores could do in that time."""
+    """Return the flops that tensor cores could do in the time of the problem."""
     plan = plan_of(problem, images, shared)
     assert plan is not None, "a tile was found"
     return FLOPS_OF_CYCLE * -(-problem.fout // plan.maps) * cycles_of(plan, problem, images)

@@ -125,7 +125,7 @@ def test_windows_step_over_zeros_around_the_image(
     x, weights = random_input(shape), random_weights(shape)
     problem = Lowering(shape.fin, shape.fout, shape.n, shape.k, shape.activation, "fp32", sliding)
     out = device.put(np.full((shape.batch, *problem.out, shape.fout), np.nan, np.float32), "out")
-    step = DirectStep(prepare(weights, device), problem, device, variant.word("kernel"))
+    step = DirectStep(prepare(weights, device), problem, device, variant.text("kernel"))
     step.run(device.put(x, "x"), out, {})
     exact = reference.convolve_sliding(x, weights.weight, weights.bias, shape.activation, sliding)
     assert exact.shape == out.shape

@@ -258,8 +258,8 @@ def test_streaming_spares_resident_memory_and_costs_an_upload() -> None:
         (ConvShape(1, 80, 80, (94,) * 3, (5, 5, 5)), True),
     ):
         variants = TILED.variants(shape, here)
-        assert any(v.word("kernels") == "kept" for v in variants)
-        assert any(v.word("kernels") == "streamed" for v in variants) == many
+        assert any(v.text("kernels") == "kept" for v in variants)
+        assert any(v.text("kernels") == "streamed" for v in variants) == many
     kept, streamed = (tiled(shape, (32, 32, 32), kernels=kernels) for kernels in ("kept", "streamed"))
     whole, spared = (TILED.footprint(shape, variant, 1) for variant in (kept, streamed))
     assert (whole.host, spared.resident, spared.host) == (0, 4 * 80, whole.resident - 4 * 80)

@@ -293,7 +293,7 @@ def test_unsupported_shape_gets_a_reason() -> None:
 @pytest.mark.parametrize(("precision", "units"), [("fp32", FLOAT), ("tf32", TENSOR), ("fp16", TENSOR)])
 def test_precision_fixes_the_computing_units(precision: Any, units: str) -> None:
     shape = replace(SHAPES[1], precision=precision)
-    assert {variant.word("units") for variant in FIRST.variants(shape, WITH_GPU)} == {units}
+    assert {variant.text("units") for variant in FIRST.variants(shape, WITH_GPU)} == {units}
 
 
 def test_blocks_compute_fewer_maps_for_small_images() -> None:

@@ -95,7 +95,7 @@ def run(
     resident = HOST_RAM.prepare(weights, chosen, device)
     kept = device.allocated - held
     assert kept <= promised.resident
-    assert kept == promised.resident or chosen.word("inner") != "gpu.conv.direct"
+    assert kept == promised.resident or chosen.text("inner") != "gpu.conv.direct"
     scratch = {s.name: device.put(np.full(s.nbytes, 0xFF, np.uint8), s.name) for s in promised.scratch}
     step = HOST_RAM.bind(resident, shape, chosen, device)
     outs = []

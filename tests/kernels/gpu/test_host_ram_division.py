@@ -354,7 +354,7 @@ def test_single_sublayer_is_uploaded_computed_and_downloaded() -> None:
     computing = made_up(shape).seconds + shape.out_bytes / speeds.memory  # its largest value is looked for
     expected = shape.in_bytes / speeds.upload + computing + shape.out_bytes / speeds.download
     assert seconds(divided, speeds, made_up) == pytest.approx(expected)
-    assert (divided.x_buffers, divided.slots, divided.landings, divided.count) == (1, 1, 1, 1)
+    assert (divided.x_buffers, divided.slots, divided.download_buffers, divided.count) == (1, 1, 1, 1)
 
 
 def test_primitives_needing_the_largest_value_wait_for_it() -> None:

@@ -59,7 +59,7 @@ def run(
     """Output and its peak, from poisoned memory; the first `carried` planes apart, `gap` values between images."""
     units, precision = way
     shape = replace(shape, precision=precision)
-    (variant,) = (v for v in GEMM.variants(shape, replace(MACHINE, gpu=device.gpu)) if v.word("units") == units)
+    (variant,) = (v for v in GEMM.variants(shape, replace(MACHINE, gpu=device.gpu)) if v.text("units") == units)
     return run_on(device, GEMM, shape, x, weights, variant, carried=carried, gap=gap)
 
 
@@ -97,7 +97,7 @@ def test_all_activations_equal_the_definition(
     shape = ConvShape(2, 2, maps, (3, 4, 3), (2, 2, 2), activation)
     if activation == "softmax" and way[0] != "float":
         variants = GEMM.variants(replace(shape, precision=way[1]), WITH_GPU)
-        assert [variant.word("units") for variant in variants] == ["float"]
+        assert [variant.text("units") for variant in variants] == ["float"]
         return
     x, weights = rounded(10 * random_input(shape), way[1]), random_weights(shape)
     out, peak = run(device, way, shape, x, weights)
@@ -124,7 +124,7 @@ def test_long_sums_lose_little(device: Any, units: str, scale: int) -> None:
     out, _ = run(device, (units, "fp32"), shape, x, weights)
     assert error(out, exact_of(shape, x, weights)) <= 1e-6
     longer = GEMM.variants(replace(shape, fin=126), WITH_GPU)
-    assert [variant.word("units") for variant in longer] == ["warpgroup", "tensor"]
+    assert [variant.text("units") for variant in longer] == ["warpgroup", "tensor"]
 
 
 @pytest.mark.slow

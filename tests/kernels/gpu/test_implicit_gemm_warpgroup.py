@@ -185,11 +185,11 @@ def test_few_maps_are_folded_if_that_saves_work(fin: int, k: Vec3, wanted: Vec3)
 
 def test_gpus_without_warpgroup_instructions_are_refused() -> None:
     shape = ConvShape(1, 8, 8, (9, 9, 9), (3, 3, 3), "relu")
-    units = [v.word("units") for v in GEMM.variants(shape, replace(MACHINE, gpu=GPU))]
+    units = [v.text("units") for v in GEMM.variants(shape, replace(MACHINE, gpu=GPU))]
     assert units == ["warpgroup", "tensor", "float"]
     for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
         gpu = replace(GPU, capability=capability)
-        assert [v.word("units") for v in GEMM.variants(shape, replace(MACHINE, gpu=gpu))] == ["tensor", "float"]
+        assert [v.text("units") for v in GEMM.variants(shape, replace(MACHINE, gpu=gpu))] == ["tensor", "float"]
     assert not warpgroup.applies(replace(Lowering.of(shape), sliding=Sliding((1, 2, 1))), GPU)
     assert not warpgroup.applies(replace(Lowering.of(shape), activation="softmax"), GPU)
 

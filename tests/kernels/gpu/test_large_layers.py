@@ -63,7 +63,7 @@ def cases() -> list[Case]:
                 continue
             variants = by_memory(primitive, shape, machine)
             if primitive.name == SAME_ARITHMETIC:
-                ways = {word: [v for v in variants if v.word("kernels") == word] for word in ("kept", "streamed")}
+                ways = {word: [v for v in variants if v.text("kernels") == word] for word in ("kept", "streamed")}
                 variants = [variant for some in ways.values() for variant in (some[0], some[-1])]
             found += [(primitive, precision, variant) for variant in variants]
     return found

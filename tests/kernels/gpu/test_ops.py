@@ -20,7 +20,7 @@ from znnpy.kernels import reference
 from znnpy.kernels.contract import ConvWeights
 from znnpy.kernels.gpu import ops as on_gpu
 from znnpy.kernels.gpu.implicit_gemm import warpgroup
-from znnpy.kernels.gpu.ops import turning
+from znnpy.kernels.gpu.ops import copy_plan
 from znnpy.shapes import Activation, Precision, Sliding
 
 POINTWISE: list[tuple[Activation, Callable[..., Any]]] = [
@@ -157,10 +157,10 @@ def test_layouts_equal_a_transposition(device: Any, layout: str, shape: tuple[in
 
 
 def test_layout_is_transposed_along_contiguous_axes() -> None:
-    turn = turning((2, 3, 10, 50, 50), (75000, 1, 7500, 150, 3), (75000, 25000, 2500, 50, 1))  # channels first
-    assert (turn.n, turn.x_steps, turn.out_steps) == ((1, 1, 2, 25000, 3), (0, 0, 75000, 3, 1), (0, 0, 75000, 1, 25000))
-    assert (turn.tile, turn.across) == ((256, 4), True)
-    same = turning((2, 3, 4, 5, 6), (360, 120, 30, 6, 1), (360, 120, 30, 6, 1))
+    plan = copy_plan((2, 3, 10, 50, 50), (75000, 1, 7500, 150, 3), (75000, 25000, 2500, 50, 1))  # channels first
+    assert (plan.n, plan.x_steps, plan.out_steps) == ((1, 1, 2, 25000, 3), (0, 0, 75000, 3, 1), (0, 0, 75000, 1, 25000))
+    assert (plan.tile, plan.across) == ((256, 4), True)
+    same = copy_plan((2, 3, 4, 5, 6), (360, 120, 30, 6, 1), (360, 120, 30, 6, 1))
     assert (same.n[4], same.across) == (720, False)
 
 

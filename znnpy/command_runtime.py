@@ -1,4 +1,4 @@
-"""The doors of the command line: how a command starts, stops, prints, and turns expected errors into exit codes.
+"""The base classes of the commands: how a command starts, stops, prints, and turns expected errors into exit codes.
 
 Exit codes: 0 done · 1 an expected error, one sentence on stderr · 2 usage · 130 Ctrl-C · 143 SIGTERM.
 """
@@ -29,25 +29,25 @@ from znnpy.messages import excerpt, one_line, speaking_to_command_line
 from znnpy.stopping import INTERRUPTED, SENTENCES, TERMINATED, Terminated
 
 PIPED_WIDTH = 120  # columns of a table that goes to a file
-QUIET = "znnpy.quiet"  # in the context of a command: whether it prints errors only
+QUIET = "znnpy.quiet"  # key in the context of a command: whether it prints errors only
 PLAIN = "znnpy.plain"  # how standard streams treat a character that their encoding lacks
 SIMILAR = {"µ": "u", "×": "x", "…": "...", "–": "-", "·": ".", "²": "2", "³": "3", "θ": "theta"}
 
 
-class Printed(click.Command):
-    """A command whose help page on a full disk is a sentence too."""
+class PrintingCommand(click.Command):
+    """A command that reports in one sentence, not with a traceback, that its help page cannot be printed."""
 
     def make_context(self, *args: Any, **settings: Any) -> click.Context:
         try:
             return super().make_context(*args, **settings)
-        except OSError as error:  # while words are read, only help and version are printed, and no file is opened
+        except OSError as error:  # parsing arguments prints only help and version, and opens no file
             if error.errno == errno.EPIPE:
                 raise  # click ends the process quietly
             raise click.ClickException(f"cannot print on stdout: {error.strerror}") from error
 
 
-class Doors(Printed, click.Group):
-    """The commands. Ctrl-C at any moment is exit code 130, and closed standard streams lead nowhere."""
+class CommandGroup(PrintingCommand, click.Group):
+    """The group of all commands. Ctrl-C always gives exit code 130; closed standard streams are replaced."""
 
     def main(self, *args: Any, **settings: Any) -> Any:
         _open_closed_streams()
@@ -58,15 +58,15 @@ class Doors(Printed, click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt:  # outside of a command: while words are read, or once more while one stops
+        except KeyboardInterrupt:  # outside of a command: while arguments are parsed, or again while one stops
             ctx.exit(INTERRUPTED)
 
 
 def _open_closed_streams() -> None:
     """Open the null device for standard streams that the caller closed (`2>&-`).
 
-    Each takes the lowest free descriptor, its own: else the next file that is opened gets it, and a library that
-    writes to standard error writes into that file.
+    Each takes the lowest free descriptor, which is its own. Otherwise the next file to be opened would get it, and a
+    library that writes to standard error would write into that file.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -74,7 +74,7 @@ def _open_closed_streams() -> None:
 
 
 def _print_any_character() -> None:
-    """Let standard streams write what their encoding lacks in other characters, and never raise UnicodeEncodeError."""
+    """Make standard streams replace characters that their encoding lacks, so that no UnicodeEncodeError is raised."""
     codecs.register_error(PLAIN, _plain)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -82,17 +82,17 @@ def _print_any_character() -> None:
 
 
 def _plain(error: UnicodeError) -> tuple[str, int]:
-    """Similar ASCII characters where there are some, and escapes such as `\\xe9` for all others."""
+    r"""Replace characters by similar ASCII characters if there are any, and all others by escapes such as `\xe9`."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     signs = error.object[error.start : error.end]
     return "".join(SIMILAR.get(sign) or sign.encode("unicode_escape").decode() for sign in signs), error.end
 
 
-class Door(Printed):
+class Command(PrintingCommand):
     """A command whose expected errors are one sentence on stderr and an exit code; `--debug` adds the traceback."""
 
-    resumes = False  # whether it has --resume: then it says what an interrupted run has kept
+    resumes = False  # whether it has --resume: then its message says what an interrupted run has kept
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -129,13 +129,13 @@ class Door(Printed):
         if debug:
             traceback.print_exception(expected)
         message, code = self._explain(expected)
-        with suppress(OSError):  # nobody can be told; the exit code tells
+        with suppress(OSError):  # if this fails too, the exit code alone reports the error
             click.echo(wrapped(message, sys.stderr), file=sys.stderr)
         _print_error(message.removeprefix("Error: "), as_json)
         ctx.exit(code)
 
     def _explain(self, error: BaseException) -> tuple[str, int]:
-        """The sentence for stderr, and the exit code."""
+        """Return the sentence for stderr, and the exit code."""
         kept = getattr(error, "__notes__", []) if self.resumes else []
         match error:
             case Terminated():
@@ -149,7 +149,7 @@ class Door(Printed):
 
 
 def _refused(error: RuntimeError | ImportError) -> ThreadError | MemoryError | None:
-    """The error that a library means where the system refused it a thread or address space; None for all others."""
+    """Return the error behind a library's error if the system refused a thread or address space; else None."""
     if str(error) == ThreadError.REFUSED:
         return ThreadError.refused()
     if "failed to map segment" in str(error):
@@ -159,15 +159,15 @@ def _refused(error: RuntimeError | ImportError) -> ThreadError | MemoryError | N
     return None
 
 
-class Resumable(Door):
-    """A command that can go on where an earlier run stopped."""
+class ResumableCommand(Command):
+    """A command that can continue where an earlier run stopped."""
 
     resumes = True
 
 
 @contextmanager
 def _printing() -> Iterator[None]:
-    """Around all that goes to stdout: OutputError when it cannot be written, unless the reader of a pipe left."""
+    """Raise OutputError if stdout cannot be written in this block, unless the reader of a pipe left."""
     try:
         yield
     except OSError as error:
@@ -179,9 +179,9 @@ def _printing() -> Iterator[None]:
 
 
 def print_table(renderable: RenderableType) -> None:
-    """Print on stdout, as wide as the terminal; piped, as wide as a table needs; nothing when quiet.
+    """Print on stdout, as wide as the terminal or, if piped, as wide as a table needs; print nothing when quiet.
 
-    Names from files steer no terminal.
+    Control characters in names from files are escaped.
     """
     if quiet():
         return
@@ -198,7 +198,7 @@ def print_table(renderable: RenderableType) -> None:
 
 
 def print_lines(lines: list[str]) -> None:
-    """Print on stdout, on a terminal broken between words; nothing when quiet. Names from files steer no terminal."""
+    """Print lines on stdout, wrapped on a terminal; print nothing when quiet. Control characters are escaped."""
     if quiet():
         return
     with _printing():
@@ -212,11 +212,11 @@ def quiet() -> bool:
 
 
 class _OnStderr(logging.Handler):
-    """Lines on standard error, which may be another stream at each of them: a progress bar stands in for it."""
+    """Writes log lines to the current standard error: a progress bar replaces that stream while it is shown."""
 
     def emit(self, record: logging.LogRecord) -> None:
         line = one_line(self.format(record))
-        with suppress(OSError):  # a full disk, a reader that left: the run matters more than its log
+        with suppress(OSError):  # a full disk, or a reader that left: the run matters more than its log
             click.echo(
                 wrapped(f"warning: {line}" if record.levelno == logging.WARNING else line, sys.stderr), file=sys.stderr
             )
@@ -224,7 +224,7 @@ class _OnStderr(logging.Handler):
 
 @contextmanager
 def _logging(verbose: bool) -> Iterator[None]:
-    """Inside, the log of znnpy goes to stderr: with `verbose` each phase of the work, when quiet errors only."""
+    """Send znnpy's log to stderr in this block: each phase of the work if `verbose`, only errors when quiet."""
     log = logging.getLogger("znnpy")
     handler, level = _OnStderr(), log.level
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s" if verbose else "%(message)s", "%H:%M:%S"))
@@ -240,7 +240,7 @@ def _logging(verbose: bool) -> Iterator[None]:
 def _print_error(sentence: str, as_json: bool) -> None:
     """Print `{"error": sentence}` on stdout if the command was asked for JSON."""
     if as_json:
-        with suppress(OSError):  # nobody can be told; standard error and the exit code tell
+        with suppress(OSError):  # standard error and the exit code report it as well
             click.echo(json.dumps({"error": sentence}, indent=1), file=sys.stdout)
 
 
@@ -251,7 +251,7 @@ def print_json(document: Any) -> None:
 
 
 def wrapped(line: str, stream: TextIO) -> str:
-    """A line as it is; where `stream` is a terminal, broken between words, each further one under the first's text.
+    """Wrap a line if `stream` is a terminal, with a hanging indent below the text after a label; else return it.
 
     A word that is longer than a line, such as a path, stays whole, so that it can be copied.
     """
