@@ -1,1 +1,1 @@
-"""Benchmarks of znnpy: `python -m benchmarks PROGRAM`. README.md lists the questions that each program answers."""
+"""Benchmarks of znnpy, run by `python -m benchmarks PROGRAM`. README.md lists the questions that they answer."""

@@ -1,4 +1,4 @@
-"""`python -m benchmarks layers|networks|planner|io|papers|tables`."""
+"""Run a benchmark: `python -m benchmarks layers|networks|planner|io|papers|tables`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROGRAMS = {
 
 
 class Programs(click.Group):
-    """Loads the module of a program when it is asked for."""
+    """A group of commands that loads the module of a program when the program is called."""
 
     def list_commands(self, context: click.Context) -> list[str]:
         """Return the names of all programs."""
@@ -41,11 +41,11 @@ class Programs(click.Group):
 
 @click.command(cls=Programs, context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
-    """Benchmarks of znnpy."""
+    """Measure znnpy, and fill the tables of the documentation."""
 
 
 def without_forced_blas_kernels() -> None:
-    """Start again without OPENBLAS_CORETYPE: forced kernels can halve the speed of all products.
+    """Restart the process without OPENBLAS_CORETYPE: forced kernels can halve the speed of all products.
 
     The variable is read when numpy is loaded, so the process has to begin without it.
     """

@@ -1,17 +1,19 @@
-"""How fast are volumes read and written, and what do the journal and whole runs on disk cost?
+"""Measure how fast volumes are read and written, and what the journal and whole runs on disk cost.
 
     python -m benchmarks io [--device gpu] [--minutes 10] [--do read --do write ..] [--folder DISK] [--against TREE]
 
-read     GB/s of reading a volume by format, chunks and compression, in boxes that cut chunks as those of a run do: with
-         the file in the page cache, and without it. A plain reader of the same package reads all of it at once beside.
-write    GB/s of writing an output until the system has the bytes, by format, type and shape of the steps; of a plain
-         file of as many bytes.
-journal  Seconds of a run of many columns, and without waiting for the disk: `fsync` counted, timed, and left out.
-whole    Output voxels per second of a real network from file to file, and from memory to memory; with --volume of a
-         real volume by the network that ships.
+read     GB/s of reading a volume by format, chunks and compression, in boxes that cut chunks like those of a run: with
+         the file in the page cache, and without it. For comparison a plain reader of the same package reads the volume
+         at once.
+write    GB/s of writing an output until the system has the bytes, by format, type and shape of the steps; for
+         comparison, of a plain file of as many bytes.
+journal  Seconds of a run of many columns, with and without waiting for the disk: calls of `fsync` are counted and
+         timed, or skipped.
+whole    Output voxels per second of a real network from file to file, and from memory to memory; with --volume, of the
+         network that ships with znnpy on a real volume.
 
-All of it is `znnpy.infer` with a network of one tiny convolution: stages are timed by
-themselves, in the report of each run. With --against another source tree runs in turn with ours.
+All runs are calls of `znnpy.infer`, except for `whole` with a network of one tiny convolution; the report of each run
+has the times of its stages. With --against the runs alternate with those of another source tree.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ import numpy as np
 from benchmarks.harness import markdown, options
 from benchmarks.harness.inputs import Vec3, field_of_view, layers_of, network_file, noise
 from benchmarks.harness.isolate import Child
-from benchmarks.harness.joined import join
 from benchmarks.harness.machine import find_gpu, header, machine_name
+from benchmarks.harness.merging import merge
 from benchmarks.harness.results import Program, Result, Results, Row
 from benchmarks.harness.timing import Budget
 
@@ -48,7 +50,7 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A way to store a volume: its format, side of chunks (0: none), compression as the format's package calls it."""
+    """A way to store a volume: the format, the side of chunks (0: none), and the package's name of the compression."""
 
     suffix: str
     chunk: int = 0
@@ -81,7 +83,7 @@ STORED = (
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """An output, and the steps that write it."""
+    """An output and the shape of the steps that write it."""
 
     name: str
     maps: int
@@ -103,7 +105,7 @@ OUTPUTS = (("h5", "float32"), ("h5", "uint8"), ("zarr", "float32"), ("zarr", "ui
 def copying_network(folder: Path, maps: int) -> Path:
     """Write a network that gives `maps` copies of its input, divided by 256 and without its last planes.
 
-    Its kernels of 2x2x2 have one tap that is not zero: columns need something to carry from step to step.
+    Its kernels of 2x2x2 have one tap that is not zero: so columns carry planes from step to step.
     """
     path = folder / f"copy{maps}.yaml"
     weight = np.zeros((maps, 1, 2, 2, 2), np.float32)
@@ -115,7 +117,7 @@ def copying_network(folder: Path, maps: int) -> Path:
 
 
 def grey_values(size: Vec3) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return noise of about 5 bits a voxel, which compresses as microscopes' images do."""
+    """Return noise of about 5 bits a voxel, which compresses like images of microscopes."""
     return noise(size) // 8 * 8
 
 
@@ -154,7 +156,7 @@ def _plus_one(size: Vec3) -> Vec3:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder, if it is there."""
+    """Remove a file or a folder if it exists."""
     if path.is_dir():
         shutil.rmtree(path)
     else:
@@ -163,10 +165,10 @@ def remove(path: Path) -> None:
 
 @dataclass
 class Runs:
-    """Runs in children that stay until one of their runs fails.
+    """Runs requests in child processes, each of which lives until one of its runs fails.
 
-    folder  on the disk that is measured.
-    trees   source trees by name: ours is None.
+    folder  folder on the disk that is measured.
+    trees   source trees by name; None is our own.
     """
 
     device: str
@@ -194,7 +196,7 @@ class Runs:
         return outcome.answer
 
     def of(self, function: str, request: Facts, ours_only: bool = False) -> dict[str, list[Facts]]:
-        """Return the answers of every tree, in interleaved rounds; a failure is the last answer of its tree."""
+        """Return the answers of every tree, measured in interleaved rounds; a tree ends with its first failure."""
         found: dict[str, list[Facts]] = {tree: [] for tree in self.trees if tree == "here" or not ours_only}
         for number in range(self.rounds + 1):
             if number > 1 and not self.budget.allows(0.1):
@@ -290,7 +292,7 @@ def journal(runs: Runs, size: Vec3, step: Vec3) -> Iterator[Row]:
 
 
 def whole(runs: Runs, network: str, side: int, real: Path | None) -> Iterator[Row]:
-    """Yield voxels per second of whole runs on disk and in memory; of a real volume by the network that ships."""
+    """Yield voxels per second of whole runs on disk and in memory, also on the real volume if there is one."""
     size = (side + field_of_view(network) - 1,) * 3
     name, maps = str(network_file(runs.folder, network)), layers_of(network)[-1].maps
     for how in (Stored("h5"), Stored("zarr", 64, "zstd")):
@@ -332,11 +334,11 @@ def command(
     volume: Path | None,
     rounds: int,
 ) -> None:
-    """Reading and writing by format, the journal, and whole runs on disk."""
+    """Measure reading and writing by format, the journal, and whole runs on disk."""
     gpu = find_gpu(device)
     result, budget = Result("io", machine_name(gpu), header(gpu)), Budget(minutes)
     if experiments:
-        join(result, out, experiments)
+        merge(result, out, experiments)
     trees: dict[str, Path | None] = {"here": None} | ({"against": against} if against else {})
     with (
         tempfile.TemporaryDirectory(dir=folder) as name,
@@ -363,7 +365,7 @@ def command(
 
 
 def _table(result: Result, group: str, subjects: Sequence[str], head: str, digits: int = 3) -> str:
-    """Return the medians of some subjects, a line for each case."""
+    """Return a table of the medians of some subjects, with a line for each case."""
     lines = []
     for case, rows in result.cases(group):
         by_subject = {row.subject: row for row in rows}

@@ -1,4 +1,4 @@
-"""What the child processes of `io.py` do: one run of `znnpy.infer`, its stages timed; and plain readers and writers."""
+"""The work of the child processes of `io.py`: runs of `znnpy.infer` with timed stages, plain readers and writers."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ GB = 1e9
 Facts = dict[str, Any]
 
 
-class Nowhere:
-    """An output that forgets what is assigned to it.
+class Discard:
+    """An output that discards everything that is assigned to it.
 
     shape  (maps, z, y, x).
     """
@@ -36,7 +36,7 @@ class Nowhere:
 
 
 def answer(request: Facts) -> Facts:
-    """Do what the request names."""
+    """Call the function that the request names."""
     functions: dict[str, Callable[[Facts], Facts]] = {
         "read": read,
         "read_plainly": read_plainly,
@@ -49,31 +49,30 @@ def answer(request: Facts) -> Facts:
 
 
 def infer(request: Facts) -> Facts:
-    """Run the network of the request over its volume, and return the report; `out` may be a shape: nothing is kept."""
+    """Run the network of the request over its volume, and return the report; if `out` is a shape, nothing is kept."""
     out: Any = request["out"]
-    words: Facts = {key: request[key] for key in ("cover", "output_dtype") if key in request}
+    arguments: Facts = {key: request[key] for key in ("cover", "output_dtype") if key in request}
     if "patch" in request:
-        words["patch"] = tuple(request["patch"])
+        arguments["patch"] = tuple(request["patch"])
     if isinstance(out, list):
-        out = Nowhere(tuple(out))
+        out = Discard(tuple(out))
     else:
         _remove(out)
     volume: Any = request["volume"]
     if request.get("from_memory"):
         volume = _whole(volume)
     run: Callable[..., Any] = znnpy.infer
-    report = run(volume, request["network"], out=out, device=request["device"], **words)
-    said: Facts = report.as_json()
-    return said
+    report: Facts = run(volume, request["network"], out=out, device=request["device"], **arguments).as_json()
+    return report
 
 
 def read(request: Facts) -> Facts:
-    """Time reading alone."""
+    """Time only the reading of a run."""
     if not request["is_cached"]:
         _forget(Path(request["volume"]))
-    said = infer(request)
-    spent = said["stage_seconds"]["reading"]
-    return {"gb_per_second": request["bytes"] / spent / GB, "seconds": said["seconds"]}
+    report = infer(request)
+    spent = report["stage_seconds"]["reading"]
+    return {"gb_per_second": request["bytes"] / spent / GB, "seconds": report["seconds"]}
 
 
 def read_plainly(request: Facts) -> Facts:
@@ -84,12 +83,12 @@ def read_plainly(request: Facts) -> Facts:
 
 
 def write(request: Facts) -> Facts:
-    """Time writing alone, until the system has the bytes: `fsync` returns at once."""
+    """Time only the writing of a run, until the system has the bytes: `fsync` returns at once."""
     with timed_fsync(really=False) as synced:
-        said = infer(request)
+        report = infer(request)
     _check(request)
-    spent = said["stage_seconds"]["writing"]
-    return {"gb_per_second": request["bytes"] / spent / GB, "seconds": said["seconds"], "fsyncs": synced["calls"]}
+    spent = report["stage_seconds"]["writing"]
+    return {"gb_per_second": request["bytes"] / spent / GB, "seconds": report["seconds"], "fsyncs": synced["calls"]}
 
 
 def write_plainly(request: Facts) -> Facts:
@@ -109,24 +108,24 @@ def write_plainly(request: Facts) -> Facts:
 def journal(request: Facts) -> Facts:
     """Time a whole run, and how much of it went into `fsync`."""
     with timed_fsync(really=request["syncs"]) as synced:
-        said = infer(request)
-    return {"seconds": said["seconds"], "fsyncs": synced["calls"], "fsync_seconds": synced["seconds"]}
+        report = infer(request)
+    return {"seconds": report["seconds"], "fsyncs": synced["calls"], "fsync_seconds": synced["seconds"]}
 
 
 def whole(request: Facts) -> Facts:
-    """Run from end to end; with `verify` compare voxels with the definition."""
-    said = infer(request)
-    found: Facts = {name: said[name] for name in ("voxels_per_second", "seconds", "stage_seconds", "peak_bytes")}
+    """Time a whole run; if `verify` is set, compare voxels with the definition."""
+    report = infer(request)
+    found: Facts = {name: report[name] for name in ("voxels_per_second", "seconds", "stage_seconds", "peak_bytes")}
     if request.get("verify"):
-        words = ["verify", request["out"], request["volume"], "--json", "--samples", "200"]
-        done = subprocess.run([sys.executable, "-m", "znnpy", *words], capture_output=True, text=True, check=False)
+        command = ["verify", request["out"], request["volume"], "--json", "--samples", "200"]
+        done = subprocess.run([sys.executable, "-m", "znnpy", *command], capture_output=True, text=True, check=False)
         found["verified"] = done.returncode == 0
     return found
 
 
 @contextmanager
 def timed_fsync(*, really: bool) -> Iterator[Facts]:
-    """Count and time `os.fsync` within; not `really`: it returns at once."""
+    """Count and time `os.fsync` in this block; if not `really`, it returns at once."""
     kept, found = os.fsync, {"calls": 0, "seconds": 0.0}
 
     def fsync(file: Any) -> None:
@@ -144,7 +143,7 @@ def timed_fsync(*, really: bool) -> Iterator[Facts]:
 
 
 def _check(request: Facts) -> None:
-    """RuntimeError unless corners of the output are copies of the input."""
+    """Raise RuntimeError unless corners of the output are copies of the input."""
     expected, found = _whole(request["volume"]), _whole(request["out"])
     first = found[0] if found.ndim == 4 else found
     expected = expected[tuple(slice(length) for length in first.shape)]

@@ -1,10 +1,11 @@
-"""One layer at a time, by every method, beside PyTorch: convolutions, poolings, threads, preparation of weights.
+"""Measure single layers by every method and in PyTorch: convolutions, poolings, threads, preparation of weights.
 
-Rounds are interleaved in an order that alternates, after a warm run; figures are medians. On a GPU work is timed by
-events of the device, and inputs that its cache could hold take turns. The variant of each method is the one that ran
-fastest on a smaller volume; a method that would take longer than `--slow-seconds` stays on that volume, since time
-per voxel hardly depends on it. Weights are prepared before, as in a run over many patches; bias and ReLU count on all
-sides. A method whose output is further from the definition in float64 than its precision allows has no figure.
+Rounds are interleaved in alternating order, after a warm-up run; figures are medians. On a GPU the work is timed by
+events of the device, and rotated over several inputs if its cache could hold one. The variant of each method is the one
+that ran fastest on a smaller volume; a method that would take longer than `--slow-seconds` stays on that volume, since
+the time per voxel hardly depends on it. Weights are prepared before, as in a run over many patches; all methods include
+bias and ReLU. A method whose output differs from the float64 definition by more than its precision allows has no
+figure.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ import numpy as np
 
 import znnpy
 from benchmarks.harness import against, markdown, options, plots
-from benchmarks.harness.joined import join
 from benchmarks.harness.layer_runner import (
     Place,
     Problem,
@@ -37,6 +37,7 @@ from benchmarks.harness.layer_runner import (
     smaller,
 )
 from benchmarks.harness.machine import header, machine_name, torch_sees_a_gpu
+from benchmarks.harness.merging import merge
 from benchmarks.harness.peers import compute_in, dtype_of, in_layout, largest, placed
 from benchmarks.harness.results import Program, Result, Results, Row, device_of, ratio_of
 from benchmarks.harness.timing import Budget, Clock, Entry, TorchClock, WallClock, interleave, repeats_of
@@ -56,7 +57,7 @@ GROUPS = ("layers", "first", "few-maps", "pools", "pooled", "preparing", "thread
 
 @dataclass(frozen=True)
 class Case:
-    """One layer. `why` says what it is there to show."""
+    """One layer. `why` says why it is measured."""
 
     group: str
     name: str
@@ -108,7 +109,7 @@ def cases(device: str, precision: Any, cores: int, *, quick: bool = False) -> li
 
 
 class Bench:
-    """Measures cases on one device and keeps what it found in a result."""
+    """Measures cases on one device and adds the rows to a result."""
 
     def __init__(
         self, result: Result, place: Place, budget: Budget, only: Sequence[str], limits: dict[str, Any]
@@ -117,7 +118,7 @@ class Bench:
         self._limits = limits  # limits of the machine: bytes and operations per second
 
     def measure(self, case: Case, seconds: float) -> list[Row]:
-        """Measure every method on a case, in about so many seconds."""
+        """Measure every method on a case, in about `seconds`."""
         if case.group == "preparing":
             return self._preparing(case)
         slow = SLOW_SECONDS[self._place.device]
@@ -136,12 +137,12 @@ class Bench:
                     fastest(small, primitive, self._likely(primitive, small)[:1], 0.0)[0],
                 )
             except FAILURES as failure:
-                rows.append(row(subject=primitive.name, failure=said(failure)))
+                rows.append(row(subject=primitive.name, failure=message_of(failure)))
         best = min((spent for _, spent in trials.values()), default=inf)
         share = seconds / 3 / max(1, len(trials))
-        contestants: list[tuple[Entry, Problem, dict[str, Any]]] = []
+        contenders: list[tuple[Entry, Problem, dict[str, Any]]] = []
         for primitive, spent in sorted(trials.values(), key=lambda trial: trial[1]):
-            if len(contestants) >= LEAST_METHODS and not choosing.left:
+            if len(contenders) >= LEAST_METHODS and not choosing.left:
                 rows.append(row(subject=primitive.name, failure="no time left"))
                 continue
             is_far = spent > FAR * best  # variants do not differ by so much
@@ -152,19 +153,19 @@ class Bench:
                 run = where.bound(primitive, variant)
                 error = where.error_of(run)
             except FAILURES as failure:
-                rows.append(row(subject=primitive.name, failure=said(failure)))
+                rows.append(row(subject=primitive.name, failure=message_of(failure)))
                 continue
             if not error <= MOST_ERROR[case.shape.precision]:
                 rows.append(row(subject=primitive.name, failure=f"void: rms error {error:.1e}"))
                 continue
             entry = Entry(primitive.name, run, self._place.clock, [spent] if is_far else [], repeats_of(spent))
             facts = {"variant": str(variant), "error": error, "is_far": is_far}
-            contestants.append((entry, where, facts | {"work": primitive.work(where.shape, variant)}))
+            contenders.append((entry, where, facts | {"work": primitive.work(where.shape, variant)}))
         for entry, error, where in peers(problem, small, slow):
-            contestants.append((entry, where, {"error": error} if error == error else {}))
-        close = [entry for entry, _, facts in contestants if not facts.get("is_far")]
+            contenders.append((entry, where, {"error": error} if error == error else {}))
+        close = [entry for entry, _, facts in contenders if not facts.get("is_far")]
         interleave(close, ROUNDS, Budget(min(seconds / 3, self._budget.left) / 60))
-        return rows + [self._row(case, *contestant) for contestant in contestants]
+        return rows + [self._row(case, *contender) for contender in contenders]
 
     def _effort(self, problem: Problem, primitive: Any) -> float:
         variants = self._likely(primitive, problem)
@@ -201,7 +202,7 @@ class Bench:
         return Row(case.group, case.name, entry.name, "ns/voxel", values, facts=facts)
 
     def _preparing(self, case: Case) -> list[Row]:
-        """Time how long weights take, beside numpy's transforms of the padded kernels."""
+        """Time the preparation of weights, and for comparison numpy's transforms of the padded kernels."""
         shape, clock = case.shape, WallClock()
         problem = Problem.of(shape, self._place)
         padded = np.zeros((80, 32, 32, 32), np.float32)
@@ -217,13 +218,13 @@ class Bench:
         return [Row(case.group, case.name, e.name, "s", tuple(e.seconds), facts={"why": case.why}) for e in entries]
 
 
-def said(failure: Exception) -> str:
-    """Return what a failure says, in few words."""
+def message_of(failure: Exception) -> str:
+    """Return the first part of the message of a failure."""
     return f"{type(failure).__name__}: {failure}"[:300]
 
 
 def peers(problem: Problem, small: Problem, slow: float) -> Iterator[tuple[Entry, float, Problem]]:
-    """Yield PyTorch's conv3d with bias and ReLU in each precision and memory format, or a copy beside poolings."""
+    """Yield PyTorch's conv3d with bias and ReLU in each precision and memory format, or for poolings a copy."""
     shape, on_gpu = problem.shape, problem.place.device == "gpu"
     if shape.kind != "conv":
         if not on_gpu:
@@ -303,7 +304,7 @@ def fastest_of(rows: Sequence[Row], *, peer: bool) -> Row | None:
 
 
 def layers_table(device: str, results: Results) -> str:
-    """Return a table for each machine: the fastest method of each layer, beside PyTorch's."""
+    """Return a table for each machine: the fastest method of each layer, and PyTorch's."""
     found, parts = [result for result in results.get("layers", ()) if device_of(result) == device], []
     for result in found:
         rows = []
@@ -312,11 +313,11 @@ def layers_table(device: str, results: Results) -> str:
                 ours, peer = fastest_of(of_case, peer=False), fastest_of(of_case, peer=True)
                 if ours is None:
                     continue
-                beside = "-" if peer is None else f"{markdown.number(peer.median)} ({peer.subject})"
+                best_peer = "-" if peer is None else f"{markdown.number(peer.median)} ({peer.subject})"
                 compared = ratio_of(peer.values, ours.values) if peer else None
                 bold = "**" if compared and compared.is_clear and compared.median > 1 else ""
                 times = f"{bold}{markdown.times(compared.median)}{bold}" if compared else "-"
-                rows.append((case, f"`{ours.subject}`", markdown.number(ours.median), beside, times))
+                rows.append((case, f"`{ours.subject}`", markdown.number(ours.median), best_peer, times))
         head = ("layer", "fastest method", "ns/voxel", "fastest peer", "times as fast")
         parts.append(markdown.table(head, rows, left=2))
     return markdown.sections(found, parts, f"layers --device {device}")
@@ -383,7 +384,7 @@ def command(
     precision: tuple[str, ...],
     rounds: int,
 ) -> None:
-    """How fast is one layer, by every method and in PyTorch?"""
+    """Measure how fast one layer is by every method and in PyTorch."""
     budget = Budget(minutes)
     if against is not None:
         compare_trees(against, device, budget, rounds, out)
@@ -393,7 +394,7 @@ def command(
 
 
 def compare_trees(other: Path, device: str, budget: Budget, rounds: int, out: Path | None) -> None:
-    """Run `--against`, and fail where ours is slower."""
+    """Compare with another source tree, and fail if ours is slower."""
     rows = run_against(other, device, budget, rounds)
     if out is not None:
         Result("layers", machine_name(), header(), rows).write(out)
@@ -423,7 +424,7 @@ def measure_all(
     named_cases = [replace(case, name=f"{case.name}, {p}") if gpu is not None else case for case, p in wanted]
     missing = [f"{case.group}: {case.name}" for case in named_cases]
     if out is not None or not quick:
-        join(result, out, groups or GROUPS)
+        merge(result, out, groups or GROUPS)
     earlier = list(result.left_out)
     for place_in_list, named in enumerate(named_cases):
         if not budget.left:

@@ -1,4 +1,4 @@
-"""The children of `networks`: one run of a network each, by znnpy, by PyTorch, or by definition."""
+"""The work of the child processes of `networks`: runs of a network by znnpy, by PyTorch, or by definition."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ CORNER = 24  # output voxels along an axis that are compared between peers
 WARM_STEPS = 2  # steps that do not count in a steady state: buffers are pinned, the pipeline fills
 WARM_SECONDS = 20.0  # a first run that takes longer counts: memory that it touches weighs little
 SMALLER_IS_SLOWER = 0.97  # no smaller patch is tried below this share of the best speed
+KEPT_OF_SUMMARY = (
+    "stage_seconds", "vram_bytes", "predicted", "patch", "column", "primitives",
+    "mode", "idle_seconds", "devices", "precision",
+)  # fmt: skip
 TORCH_FLOPS = {  # operations per second, to predict which patches take too long
     "cpu": {"fp32": 4e10, "bf16": 4e10},  # rate of each thread
     "cuda": {"fp32": 1.2e13, "tf32": 8e13, "fp16": 1.2e14, "bf16": 1.2e14},
@@ -27,7 +31,7 @@ TORCH_FLOPS = {  # operations per second, to predict which patches take too long
 
 
 def speed_of_plan(request: Request) -> Answer:
-    """Return the planned speed of a long run, voxels/s; {"network", "side", "options"}."""
+    """Return the planned speed of a long run in voxels/s; the request has "network", "side" and "options"."""
     import znnpy
 
     begin = time.perf_counter()
@@ -38,9 +42,12 @@ def speed_of_plan(request: Request) -> Answer:
 def run_znnpy(request: Request) -> Iterator[Answer]:
     """Predict a cube of noise from memory into memory, or from file to file, and yield a line for each run.
 
-    network  file.                          side     voxels of the volume along an axis.
-    options  of `znnpy.infer`.              rounds   runs beside the first.
-    folder   for files; None: in memory.    corner   file that the first voxels of the output go to; None: none.
+    network  network file.
+    side     voxels of the volume along an axis.
+    options  options of `znnpy.infer`.
+    rounds   number of runs after the first.
+    folder   folder for the files; None: in memory.
+    corner   file for the first voxels of the output; None: none.
     """
     import znnpy
 
@@ -56,13 +63,13 @@ def run_znnpy(request: Request) -> Iterator[Answer]:
             shape = (inner,) * 3 if maps == 1 else (maps, inner, inner, inner)
             out = np.full(shape, np.nan, np.float32) if out is None else out
         events: list[Any] = []
-        words = {"plan": plan, "overwrite": True} if folder else {"plan": plan}
+        more = {"plan": plan, "overwrite": True} if folder else {"plan": plan}
         report = znnpy.infer(
-            volume, request["network"], out=out, progress=events.append, **options_with(options, plan), **words
+            volume, request["network"], out=out, progress=events.append, **options_with(options, plan), **more
         )
         first, plan = plan is None, report.plan
-        said = report.as_json()
-        stages = said["stage_seconds"]
+        summary = report.as_json()
+        stages = summary["stage_seconds"]
         spent = report.seconds - stages.get("planning", 0.0) - stages.get("preparing", 0.0)
         is_warm = first and spent < WARM_SECONDS
         counts += not is_warm
@@ -73,9 +80,8 @@ def run_znnpy(request: Request) -> Iterator[Answer]:
             "steady": steady_rate(events),
             "not_written": 0 if folder else sum(int(np.isnan(part).sum()) for part in out),
             "peak_bytes": peak_bytes(),
-            **{key: said[key] for key in ("stage_seconds", "vram_bytes", "predicted", "patch", "column", "primitives",
-                                          "mode", "idle_seconds", "devices", "precision")},
-        }  # fmt: skip
+            **{key: summary[key] for key in KEPT_OF_SUMMARY},
+        }
     if request["corner"] and folder is None:
         kept = out if out.ndim == 4 else out[None]
         np.save(request["corner"], kept[:, :CORNER, :CORNER, :CORNER])
@@ -87,7 +93,7 @@ def options_with(options: Request, plan: Any) -> Request:
 
 
 def steady_rate(events: list[Any]) -> float:
-    """Return output voxels per second once the pipeline is full: by the share of all work between two events."""
+    """Return output voxels per second while the pipeline is full, from the share of the work between two events."""
     done = [event for event in events if event.steps_done >= WARM_STEPS and event.work_done < 1]
     if len(done) < 2:
         done = events
@@ -98,8 +104,12 @@ def steady_rate(events: list[Any]) -> float:
 def run_torch(request: Request) -> Iterator[Answer]:
     """Run a network in PyTorch on single patches, the largest first, until a smaller one is slower.
 
-    folder, network, method, precision, layout, device, threads; sides: of outputs, the largest first;
-    run_seconds: patches that take longer are not tried; seconds: for all; corner: as for `run_znnpy`.
+    The request has folder, network, method, precision, layout, device and threads, as for `DenseTorch`, and
+
+    sides        sides of output patches, the largest first.
+    run_seconds  patches that would take longer are not tried.
+    seconds      time for all patches.
+    corner       file, as for `run_znnpy`.
     """
     import torch
 
@@ -140,9 +150,9 @@ def run_torch(request: Request) -> Iterator[Answer]:
 
 
 def exactness(request: Request) -> Iterator[Answer]:
-    """Hold znnpy and PyTorch against the definition in float64 on a small patch; a line for each.
+    """Compare znnpy and PyTorch with the float64 definition on a small patch; yield a line for each.
 
-    folder, network, side, devices: [["cpu", "fp32"], ..] of znnpy.
+    The request has folder, network and side, and `devices`, the devices and precisions of znnpy: [["cpu", "fp32"], ..].
     """
     import znnpy
 
@@ -153,8 +163,8 @@ def exactness(request: Request) -> Iterator[Answer]:
     exact = peers.definition(folder, name, raw)
     net = znnpy.load_network(path)
     for device, precision in request["devices"]:
-        words = {"precision": precision} if device == "gpu" else {}
-        most, rms = peers.difference(exact, net(raw, device=device, **words))
+        more = {"precision": precision} if device == "gpu" else {}
+        most, rms = peers.difference(exact, net(raw, device=device, **more))
         yield {"subject": f"znnpy on the {device.upper()}, {precision}", "most": most, "rms": rms, "side": side}
     with suppress(ImportError):
         import torch

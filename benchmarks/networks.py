@@ -1,11 +1,11 @@
-"""Whole networks, dense output: znnpy in every mode, PyTorch three ways, from memory and from disk, and how exact.
+"""Measure whole networks with dense output: znnpy in every mode, PyTorch in three ways, in memory, on disk; exactness.
 
-Every run is a process of its own, on the CPU with `--ram` as its limit of memory. znnpy predicts a whole cube of noise,
-uint8, by its own plan; the cube is as large as the planned speed fills `--run-seconds` with. A speed counts output
-voxels over seconds from the first voxel that is read to the last that is written: planning and preparing, done once
-for a volume of any size, are told apart. A first run that takes less than 20 s does not count. PyTorch runs single
-patches, from voxels in the host's memory to a prediction in it, from the largest that fits down, until a smaller one
-is slower; its best counts. Weights are random, outputs are compared.
+Every run is a separate process; on the CPU `--ram` limits its memory. znnpy predicts a whole cube of uint8 noise by its
+own plan; the cube is so large that a run takes `--run-seconds` at the planned speed. A speed is output voxels divided
+by the seconds from the first voxel that is read to the last that is written: planning and preparing, which are done
+once for a volume of any size, are recorded separately. A first run that takes less than 20 s does not count. PyTorch
+runs single patches, from voxels in host memory to a prediction in host memory. It begins with the largest patch that
+fits and ends when a smaller one is slower; its best speed counts. Weights are random, and outputs are compared.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import numpy as np
 from benchmarks.harness import against, markdown, options, plots
 from benchmarks.harness.inputs import LAYERS, NETWORKS, field_of_view, network_file, period
 from benchmarks.harness.isolate import Answer, Outcome, run_child
-from benchmarks.harness.joined import join
 from benchmarks.harness.machine import find_gpu, header, machine_name, torch_sees_a_gpu
+from benchmarks.harness.merging import merge
 from benchmarks.harness.peers import difference, sides
 from benchmarks.harness.results import Program, Result, Results, Row, device_of
 from benchmarks.harness.timing import Budget
@@ -48,7 +48,7 @@ SPARE_SECONDS = 60.0  # time of a process besides its runs: imports, planning, c
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line asked for."""
+    """The options of the command line."""
 
     device: str
     networks: tuple[str, ...]
@@ -62,7 +62,7 @@ class Asked:
 
 
 class Bench:
-    """Runs networks in children and keeps what they said."""
+    """Runs networks in child processes and adds the rows to a result."""
 
     def __init__(self, asked: Asked, folder: Path, budget: Budget) -> None:
         self._asked, self._folder, self._budget = asked, folder, budget
@@ -70,13 +70,13 @@ class Bench:
         self._threads = this_machine().cores
 
     def networks(self, name: str) -> Iterator[Row]:
-        """Measure znnpy in every precision, then PyTorch every way."""
+        """Measure znnpy in every precision, then PyTorch in every way."""
         for precision in self._asked.precisions:
             yield self._znnpy("networks", name, f"znnpy {precision}", precision=precision, corner=precision)
         yield from self._torch(name)
 
     def columns(self, name: str) -> Iterator[Row]:
-        """Compare columns with patches, within less memory."""
+        """Compare columns with patches, within a smaller memory limit."""
         for ram in dict.fromkeys(("2G", self._asked.ram)):
             side = 0
             for cover in ("columns", "patches"):
@@ -102,7 +102,7 @@ class Bench:
             yield self._znnpy("gpus", name, f"{count} GPUs" if count > 1 else "1 GPU", gpus=count, precision="tf32")
 
     def exactness(self, name: str) -> Iterator[Row]:
-        """Hold outputs against the definition in float64."""
+        """Compare outputs with the float64 definition."""
         on_gpu = self._asked.device == "gpu"
         devices = [["cpu", "fp32"], *(["gpu", precision] for precision in self._asked.precisions if on_gpu)]
         request = {"folder": str(self._folder), "network": name, "side": 8, "devices": devices}
@@ -115,7 +115,7 @@ class Bench:
             yield Row("exactness", name, "all others", "largest relative error", failure=outcome.failure)
 
     def _znnpy(self, group: str, case: str, subject: str, **more: Any) -> Row:
-        """Run znnpy; `more` are options of `infer`, and of the child: name, side, folder, corner."""
+        """Run znnpy; `more` has options of `infer` and of the child (name, side, folder, corner)."""
         asked = self._asked
         name = more.pop("name", case)
         given = {"side": more.pop("side", 0), "folder": more.pop("folder", None), "corner": more.pop("corner", None)}
@@ -160,7 +160,7 @@ class Bench:
         return row(values=tuple(answer["voxels_per_second"] for answer in counted), facts=facts)
 
     def _side(self, name: str, words: dict[str, Any]) -> int:
-        """Return the side of a cube that the planned speed fills `run_seconds` with."""
+        """Return the side of a cube that takes `run_seconds` at the planned speed."""
         asked = self._asked
         least = field_of_view(name) + 2 * period(name) - 1
         if asked.quick:
@@ -180,7 +180,7 @@ class Bench:
         return self._folder / f"{name}-{what}.npy"
 
     def _torch(self, name: str) -> Iterator[Row]:
-        """Yield PyTorch's best of each way."""
+        """Yield PyTorch's best run in each way."""
         if find_spec("torch") is None:
             return
         on_gpu = self._asked.device == "gpu"
@@ -234,7 +234,7 @@ class Bench:
 
 
 def maps_of(name: str) -> int:
-    """Return the output maps of a network: its last word."""
+    """Return the output maps of a network: the last number of its last layer."""
     return int(LAYERS[name][-1].split()[-1])
 
 
@@ -250,14 +250,14 @@ def show(row: Row) -> None:
         click.echo(f"{what} {row.failure}")
     elif row.unit == "voxels/s":
         planned = row.facts.get("planned")
-        beside = f", {row.median / planned:.2f} of the plan" if planned else ""
-        click.echo(f"{what} {row.median:14,.0f} voxels/s +- {row.spread:.0%}{beside}, side {row.facts['side']}")
+        of_plan = f", {row.median / planned:.2f} of the plan" if planned else ""
+        click.echo(f"{what} {row.median:14,.0f} voxels/s +- {row.spread:.0%}{of_plan}, side {row.facts['side']}")
     else:
         click.echo(f"{what} {row.median:.1e}")
 
 
 def fastest_of(rows: Sequence[Row], start: str) -> Row | None:
-    """Return the fastest row whose subject begins so."""
+    """Return the fastest row whose subject begins with `start`."""
     found = [row for row in rows if row.values and row.subject.startswith(start)]
     return max(found, key=lambda row: row.median, default=None)
 
@@ -280,10 +280,10 @@ def networks_table(device: str, results: Results) -> str:
                     continue
                 speed, planned = row.median, row.facts["planned"]
                 of_plan = f"{speed / planned:.2f}" if planned else "-"
-                beside = f"{markdown.speed(peer.median)} ({peer.subject})" if peer else "-"
+                best_peer = f"{markdown.speed(peer.median)} ({peer.subject})" if peer else "-"
                 times = [markdown.times(speed / other) if other else "-" for other in (peer and peer.median, original)]
                 volume = f"{row.facts['side']}^3"
-                rows.append((case, row.subject, markdown.speed(speed), volume, of_plan, beside, *times))
+                rows.append((case, row.subject, markdown.speed(speed), volume, of_plan, best_peer, *times))
         head = ("network", "", "voxels/s", "volume", "of the plan", "fastest peer", "times", "times ZNNi (2016)")
         parts.append(markdown.table(head, rows, left=2))
     return markdown.sections(found, parts, f"networks --device {device}")
@@ -396,7 +396,7 @@ def command(
     run_seconds: float | None,
     rounds: int,
 ) -> None:
-    """How fast is a whole network, in every mode and in PyTorch? How exact?"""
+    """Measure how fast and how exact whole networks are, in every mode and in PyTorch."""
     budget = Budget(minutes)
     if against is not None:
         compare_trees(against, device, ram, budget, rounds, out)
@@ -411,7 +411,7 @@ def command(
 
 
 def compare_trees(other: Path, device: str, ram: str, budget: Budget, rounds: int, out: Path | None) -> None:
-    """Run `--against`, and fail where ours is slower."""
+    """Compare with another source tree, and fail if ours is slower."""
     rows = run_against(other, device, ram, budget, rounds)
     if out is not None:
         Result("networks", machine_name(), header(), rows).write(out)
@@ -424,7 +424,7 @@ def measure_all(asked: Asked, groups: Sequence[str], budget: Budget, out: Path |
     wanted = [(group, name) for group in groups for name in asked.networks]
     missing = [f"{group} of {name}" for group, name in wanted]
     if out is not None or not asked.quick:
-        join(result, out, groups)
+        merge(result, out, groups)
     earlier = list(result.left_out)
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(asked, Path(folder), budget)

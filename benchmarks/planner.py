@@ -1,18 +1,19 @@
-"""Can the planner be trusted? Its predictions, choices, promises of memory and planning times, held against runs.
+"""Compare the planner's predictions, choices, promises of memory and planning times with runs.
 
     python -m benchmarks planner [--device gpu] [--minutes 30] [--do predict --do regret ..] [--against TREE]
 
 predict  A network within a limit of memory is planned with assumed costs, with those of the quick calibration, and
          after `znnpy measure`; each plan runs, and its predicted speed is divided by the measured one.
-first    The first plan on a machine that was never measured: an empty cache folder, nothing else said.
-regret   The pick against its rivals, in whole runs: one primitive wherever it applies, none of one that the pick uses,
-         the other cover, next sizes of the patch, and random patches with random sets of primitives.
+first    The first plan on a machine that was never measured: with an empty cache folder and no other options.
+regret   The chosen plan (the pick) is compared with its rivals in whole runs. Rivals use one primitive wherever it
+         applies, avoid one that the pick uses, use the other cover or the next sizes of the patch, or random patches
+         with random sets of primitives.
 memory   Random networks, volumes and limits: the peak of the process, and of the GPU, against the promise of the plan.
-time     Seconds of planning in a cold process; with --against those of another source tree, in turn with ours.
+time     Seconds of planning in a new process; with --against also those of another source tree, in alternation.
 
-Plans are made and run by `znnpy.plan` and `znnpy.infer` in processes of their own. A run computes the part of the
-output that is predicted to take --run-seconds: whole steps, and whole columns where they fit. Its seconds are those of
-preparing, computing and waiting for data; the plan scales them to the whole output.
+Plans are made and run by `znnpy.plan` and `znnpy.infer` in separate processes. A run computes the part of the output
+that is predicted to take --run-seconds: whole steps, and whole columns if they fit. Its seconds are those of preparing,
+computing and waiting for data; the plan scales them to the whole output.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ import numpy as np
 from benchmarks.harness import options
 from benchmarks.harness.inputs import NETWORKS, SEED, period
 from benchmarks.harness.isolate import Child, run_child
-from benchmarks.harness.joined import join
 from benchmarks.harness.machine import find_gpu, header, machine_name
+from benchmarks.harness.merging import merge
 from benchmarks.harness.results import Program, Result, Row, ratio_of
 from benchmarks.harness.timing import Budget
-from benchmarks.planner_runs import PLANNING_SECONDS, Facts, Planner, Point, told
+from benchmarks.planner_runs import PLANNING_SECONDS, Facts, Planner, Point, facts_of_plan
 from benchmarks.planner_tables import TABLES, headline
 
 EXPERIMENTS = ("first", "time", "predict", "regret", "memory")
 STATES = ("assumed", "calibrated", "measured")  # origins of the costs
 GIVE_UP = 3.0  # a rival predicted to take this many times as long as the pick is not run
-BESIDE = 3  # rivals measured in the same rounds as the pick
+RIVALS_AT_ONCE = 3  # rivals measured in the same rounds as the pick
 LIMITS_MIB = {"cpu": (400, 3072), "gpu": (3072, 32768)}  # range of random limits
 SIDES = {"cpu": (90, 260), "gpu": (220, 600)}  # range of sides of random volumes
 PREDICTED = {
@@ -75,7 +76,7 @@ def promise_rows(case: str, subject: str, runs: Sequence[Facts], facts: Facts) -
 
 
 def predict(planner: Planner, points: Sequence[Point], states: Sequence[str], rounds: int, group: str) -> Iterator[Row]:
-    """Yield predicted over measured speed of the plan of each state; plans that are the same run once."""
+    """Yield predicted over measured speed of the plan of each state; equal plans run only once."""
     for point in points:
         if not planner.budget.left:
             return
@@ -93,7 +94,7 @@ def predict(planner: Planner, points: Sequence[Point], states: Sequence[str], ro
 
 
 def _predicted(point: Point, state: str, made: Facts, runs: Sequence[Facts], group: str) -> Iterator[Row]:
-    unit, about = "predicted/measured", {"why": point.why, **told(made)}
+    unit, about = "predicted/measured", {"why": point.why, **facts_of_plan(made)}
     failure = made.get("failure") or next((run["failure"] for run in runs if run.get("failure")), None)
     if failure or not runs:
         yield Row(group, str(point), state, unit, failure=failure or "no time left", facts=about)
@@ -106,10 +107,10 @@ def _predicted(point: Point, state: str, made: Facts, runs: Sequence[Facts], gro
 
 
 def rivals(pick: Facts, names: Sequence[str], step: int, rng: np.random.Generator) -> Iterator[tuple[str, str, Facts]]:
-    """Yield kind, name and arguments of `znnpy.plan` of every rival, the kinds in turn and random ones without end.
+    """Yield kind, name and arguments of `znnpy.plan` of every rival: each kind in turn, then random ones for ever.
 
-    names  of all primitives of the device.
-    step   sizes of patches are its multiples.
+    names  names of all primitives of the device.
+    step   sizes of patches are multiples of it.
     """
     used = sorted({name for name in pick["primitives"] if ".conv." in name})
     convolutions = [name for name in names if ".conv." in name]
@@ -141,7 +142,7 @@ def _random(pick: Facts, names: Sequence[str], step: int, rng: np.random.Generat
 
 
 def regret(planner: Planner, points: Sequence[Point], rounds: int, most: int) -> Iterator[Row]:
-    """Yield the speed of rivals over that of the pick, which takes turns with a few of them at a time."""
+    """Yield the speed of rivals over that of the pick, which is measured together with a few of them at a time."""
     for point in points:
         if not planner.budget.left:
             return
@@ -151,14 +152,14 @@ def regret(planner: Planner, points: Sequence[Point], rounds: int, most: int) ->
             continue
         with ExitStack() as stack:
             child = stack.enter_context(Child("benchmarks.planner_runs:plan"))
-            contest, seen, tried = list[tuple[str, str, Facts]](), {pick["decisions"]}, 0
-            for kind, name, wishes in rivals(
+            group, seen, tried = list[tuple[str, str, Facts]](), {pick["decisions"]}, 0
+            for kind, name, arguments in rivals(
                 pick, planner.primitives(), period(point.network), np.random.default_rng(SEED)
             ):
                 tried += 1
-                if tried > most or not planner.budget.allows(2 * BESIDE * rounds * planner.run_seconds):
+                if tried > most or not planner.budget.allows(2 * RIVALS_AT_ONCE * rounds * planner.run_seconds):
                     break
-                outcome = child.ask(planner.request(point, "measured", **wishes), PLANNING_SECONDS)
+                outcome = child.ask(planner.request(point, "measured", **arguments), PLANNING_SECONDS)
                 made = outcome.answer if outcome.failure is None else {"failure": outcome.failure}
                 if outcome.failure is not None:  # the child has ended
                     child = stack.enter_context(Child("benchmarks.planner_runs:plan"))
@@ -170,32 +171,32 @@ def regret(planner: Planner, points: Sequence[Point], rounds: int, most: int) ->
                     why = f"not run: predicted to take {slower:.1f} times as long"
                     yield Row("regret", str(point), name, "times the pick", failure=why, facts={"kind": kind})
                     continue
-                contest.append((kind, name, made))
-                if len(contest) == BESIDE:
-                    yield from _contest(planner, point, pick, contest, rounds)
-                    contest.clear()
-            yield from _contest(planner, point, pick, contest, rounds)
+                group.append((kind, name, made))
+                if len(group) == RIVALS_AT_ONCE:
+                    yield from _compare(planner, point, pick, group, rounds)
+                    group.clear()
+            yield from _compare(planner, point, pick, group, rounds)
 
 
-def _contest(
-    planner: Planner, point: Point, pick: Facts, contest: Sequence[tuple[str, str, Facts]], rounds: int
+def _compare(
+    planner: Planner, point: Point, pick: Facts, group: Sequence[tuple[str, str, Facts]], rounds: int
 ) -> Iterator[Row]:
-    plans = [pick, *(made for _, _, made in contest)]
+    plans = [pick, *(made for _, _, made in group)]
     runs: list[list[Facts]] = [[] for _ in plans]
-    for number in range(rounds if contest else 0):
+    for number in range(rounds if group else 0):
         order = range(len(plans)) if number % 2 == 0 else reversed(range(len(plans)))
         for index in order:
             runs[index] += planner.run(point, plans[index])
-    for (kind, name, made), ran in zip(contest, runs[1:], strict=True):
+    for (kind, name, made), ran in zip(group, runs[1:], strict=True):
         failure = next((run["failure"] for run in (*runs[0], *ran) if run.get("failure")), None)
-        about = {"kind": kind, "predicted_over_pick": pick["seconds"] / made["seconds"], **told(made)}
+        about = {"kind": kind, "predicted_over_pick": pick["seconds"] / made["seconds"], **facts_of_plan(made)}
         speeds = [[run.get("speed", 0.0) for run in one] for one in (ran, runs[0])]
         values = () if failure else tuple(a / b for a, b in zip(*speeds, strict=True))
         yield Row("regret", str(point), name, "times the pick", values, failure, about)
 
 
 def memory(planner: Planner, count: int, names: Sequence[str]) -> Iterator[Row]:
-    """Yield the promise over the peak, of plans for random networks, volumes, limits, covers and primitives."""
+    """Yield promised over peak memory of plans for random networks, volumes, limits, covers and primitives."""
     rng = np.random.default_rng(SEED)
     methods = [name for name in planner.primitives() if ".conv." in name]
     for _ in range(count):
@@ -203,31 +204,31 @@ def memory(planner: Planner, count: int, names: Sequence[str]) -> Iterator[Row]:
             return
         name = str(rng.choice(names))
         mib, side = (_between(rng, *ends[planner.device]) for ends in (LIMITS_MIB, SIDES))
-        wishes: Facts = {"depth_first": bool(rng.random() < 0.7)}
+        arguments: Facts = {"depth_first": bool(rng.random() < 0.7)}
         if (cover := str(rng.choice(["any", "columns", "patches"]))) != "any":
-            wishes["cover"] = cover
+            arguments["cover"] = cover
         if rng.random() < 0.5:
-            wishes["only"] = [str(rng.choice(methods))]
+            arguments["only"] = [str(rng.choice(methods))]
         point = Point(name, side, f"{mib}M", "random")
-        made = planner.plan(point, "measured", **wishes)
+        made = planner.plan(point, "measured", **arguments)
         if made.get("failure"):
             continue  # another limit will do
         runs = planner.run(point, made)
         if failure := runs[0].get("failure"):
-            yield Row("memory", str(point), "random plan", "promised/peak", failure=failure, facts=told(made))
+            yield Row("memory", str(point), "random plan", "promised/peak", failure=failure, facts=facts_of_plan(made))
         else:
-            yield from promise_rows(str(point), "random plan", runs, told(made))
+            yield from promise_rows(str(point), "random plan", runs, facts_of_plan(made))
 
 
 def _between(rng: np.random.Generator, low: int, high: int) -> int:
-    """Return a random number; those of each factor of two are as likely as those of any other."""
+    """Return a random number between `low` and `high` whose logarithm is uniformly distributed."""
     return round(exp(rng.uniform(log(low), log(high))))
 
 
 def planning_time(planner: Planner, points: Sequence[Point], rounds: int, against: Path | None) -> Iterator[Row]:
-    """Yield seconds of the process that `znnpy.plan` takes; with `against` both trees in turn, A B B A.
+    """Yield the seconds that a process with `znnpy.plan` takes; with `against` both trees run in the order A B B A.
 
-    Each tree has a cache folder of its own, which a plan that does not count fills.
+    Each tree has its own cache folder; a first plan that does not count fills it.
     """
     trees: dict[str, Path | None] = {"here": None} | ({"against": against} if against else {})
     for point in points:
@@ -247,7 +248,7 @@ def planning_time(planner: Planner, points: Sequence[Point], rounds: int, agains
                 found[tree].append({"wall_seconds": outcome.seconds, **outcome.answer})
         for tree, some in found.items():
             counted = some[1:] or some
-            about = told(counted[0]) | {"first_seconds": some[0]["planning_seconds"]}
+            about = facts_of_plan(counted[0]) | {"first_seconds": some[0]["planning_seconds"]}
             about |= {"peak_bytes": max(one["peak_bytes"] for one in counted)}
             values = tuple(one["planning_seconds"] for one in counted)
             yield Row("time", str(point), tree, "s", values, facts=about)
@@ -260,16 +261,27 @@ def planning_time(planner: Planner, points: Sequence[Point], rounds: int, agains
 @options.shared
 @options.AGAINST
 @click.option("--do", "experiments", type=click.Choice(EXPERIMENTS), multiple=True, help="Default: all of them.")
-@click.option("--networks", multiple=True, type=click.Choice([*NETWORKS, "tiny"]), help="Only these.")
-@click.option("--limits", multiple=True, help="Of RAM, or of VRAM with --device gpu, instead of the usual ones.")
-@click.option("--run-seconds", type=float, help="That a run is predicted to take.  [default: 5, on a GPU 1]")
+@click.option("--networks", multiple=True, type=click.Choice([*NETWORKS, "tiny"]), help="Only these networks.")
+@click.option("--limits", multiple=True, help="Limits of RAM, or of VRAM with --device gpu, instead of the usual ones.")
+@click.option("--run-seconds", type=float, help="Predicted time of a run.  [default: 5, on a GPU 1]")
 @click.option("--rounds", type=int, default=3, show_default=True)
-@click.option("--rivals", "most_rivals", type=int, default=40, show_default=True, help="Of a point, at most.")
-@click.option("--plans", type=int, default=40, show_default=True, help="Random ones, to test promises of memory.")
-@click.option("--measure-minutes", type=float, default=0.5, show_default=True, help="Of `znnpy measure`.")
-@click.option("--machine", type=click.Path(path_type=Path, exists=True), help="Time plans for this machine's file.")
+@click.option(
+    "--rivals",
+    "most_rivals",
+    type=int,
+    default=40,
+    show_default=True,
+    help="Most rivals of one network, volume and limit.",
+)
+@click.option("--plans", type=int, default=40, show_default=True, help="Random plans that test promises of memory.")
+@click.option("--measure-minutes", type=float, default=0.5, show_default=True, help="Minutes of `znnpy measure`.")
+@click.option(
+    "--machine",
+    type=click.Path(path_type=Path, exists=True),
+    help="Time plans for the machine that this file describes.",
+)
 def command(device: str, minutes: float, quick: bool, out: Path | None, against: Path | None, **words: Any) -> None:
-    """Predictions, choices, promises and planning times against runs."""
+    """Compare predictions, choices, promises and planning times with runs."""
     gpu = None if words["machine"] else find_gpu(device)
     result = Result("planner", machine_name(gpu), header(gpu))
     budget = Budget(minutes)
@@ -278,7 +290,7 @@ def command(device: str, minutes: float, quick: bool, out: Path | None, against:
         planner = Planner(device, budget, Path(folder), seconds, words["machine"])
         experiments = words.pop("experiments") or EXPERIMENTS
         if set(experiments) != set(EXPERIMENTS):
-            join(result, out, experiments)
+            merge(result, out, experiments)
         if set(experiments) - {"time", "first"} and (
             why := planner.measure(0.08 if quick else words["measure_minutes"])
         ):
@@ -309,7 +321,7 @@ def _experiments(
     plans: int,
     **_: Any,
 ) -> dict[str, Iterator[Row]]:
-    """Return the rows of each experiment, which are measured when they are taken."""
+    """Return the rows of each experiment as iterators, which measure when they are read."""
 
     def chosen(usual: dict[str, list[Point]]) -> list[Point]:
         points = QUICK if quick else usual[planner.device]

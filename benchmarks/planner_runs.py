@@ -1,7 +1,7 @@
-"""Plans and runs of `planner.py`, each in a process of its own: what is asked for, and what the processes do.
+"""Plans and runs of `planner.py`, each in a separate process: the requests, and the work of the processes.
 
-Processes use the public API of znnpy alone, so that they run in any version that has the arguments in question:
-`planner.py --against` compares two.
+The processes use only the public API of znnpy, so that they run in any version that has the required arguments:
+`planner.py --against` compares two versions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import znnpy
 from benchmarks.harness.inputs import field_of_view, layers_of, network_file, noise, volume_file
 from benchmarks.harness.isolate import ROOT, run_child
 from benchmarks.harness.timing import Budget, LowestFree, peak_bytes
-from benchmarks.io_runs import Nowhere
+from benchmarks.io_runs import Discard
 
 PLANNING_SECONDS = 300.0  # limit of one plan
 LATE = 20.0  # limit of a run: this many times the prediction, and a minute
@@ -49,8 +49,8 @@ class Point:
 class Planner:
     """Plans and runs points in child processes.
 
-    run_seconds  that the part of a run is predicted to take.
-    costs        cache folder by state; "measured" is there once `measure` ran.
+    run_seconds  predicted time of the part that a run computes.
+    costs        cache folders by state; "measured" exists once `measure` ran.
     """
 
     device: str
@@ -64,43 +64,43 @@ class Planner:
         return self.folder / state
 
     def measure(self, minutes: float) -> str | None:
-        """Run `znnpy measure` for the state "measured"; return why it failed."""
+        """Run `znnpy measure` for the state "measured"; return why it failed, or None."""
         request = {"cache": str(self.cache("measured")), "device": self.device, "minutes": minutes}
         return run_child("benchmarks.planner_runs:measure", request, seconds=60 * minutes + 120).failure
 
-    def request(self, point: Point, state: str, **wishes: Any) -> Facts:
-        """Return what a child is asked for a plan.
+    def request(self, point: Point, state: str, **arguments: Any) -> Facts:
+        """Return the request for a plan.
 
-        wishes  further arguments of `znnpy.plan`, and `why`: whether schemes that no session runs are planned, too.
+        arguments  further arguments of `znnpy.plan`, and `why`: whether schemes that no session runs are planned, too.
         """
         size = (point.side,) * 3
         limit = "ram" if self.device == "cpu" else "vram"
-        wanted = {"shape": size, limit: point.limit, "device": self.device, **wishes}
+        wanted = {"shape": size, limit: point.limit, "device": self.device, **arguments}
         if self.machine is not None:
             wanted["machine"] = str(self.machine)
         return {
             "network": str(network_file(self.folder, point.network)),
             "cache": str(self.cache(state)),
             "calibrate": state != "assumed",
-            "wishes": wanted,
+            "arguments": wanted,
         }
 
     def primitives(self) -> list[str]:
         """Return the names of all primitives of the device that run here."""
         command = [sys.executable, "-m", "znnpy", "primitives", "--json"]
-        said = subprocess.run(command, capture_output=True, check=True, cwd=ROOT).stdout
-        return [row["name"] for row in json.loads(said) if row["name"].startswith(self.device) and not row["why_not"]]
+        output = subprocess.run(command, capture_output=True, check=True, cwd=ROOT).stdout
+        return [row["name"] for row in json.loads(output) if row["name"].startswith(self.device) and not row["why_not"]]
 
-    def plan(self, point: Point, state: str, **wishes: Any) -> Facts:
-        """Plan in a cold process; `failure` says why there is no plan."""
-        asked = self.request(point, state, **wishes)
+    def plan(self, point: Point, state: str, **arguments: Any) -> Facts:
+        """Plan in a new process; `failure` says why there is no plan."""
+        asked = self.request(point, state, **arguments)
         outcome = run_child("benchmarks.planner_runs:plan", asked, seconds=PLANNING_SECONDS)
         return outcome.answer if outcome.failure is None else {"failure": outcome.failure}
 
     def run(self, point: Point, made: Facts, times: int = 1) -> list[Facts]:
-        """Run a plan on its part so often; each with `speed`, in output voxels per second of the whole output.
+        """Run a part of a plan `times` times; each result has `speed`, in output voxels per second of the whole output.
 
-        On a GPU one process runs it, once more than is asked for; the first run compiles kernels and does not count.
+        On a GPU one process makes all runs and one more: the first run compiles kernels and does not count.
         """
         runs = times + (self.device == "gpu")
         part = part_of(made, self.run_seconds)
@@ -133,9 +133,9 @@ class Planner:
 
 
 def part_of(made: Facts, most_seconds: float) -> tuple[int, ...]:
-    """Return the output of a run: all, or steps along the plan's axis and then columns, about `most_seconds` long.
+    """Return the part of the output for a run of about `most_seconds`: some steps of a column, some columns, or all.
 
-    One step at the least.
+    It has at least one step.
     """
     output, step, axis = made["output"], made["patch_out"], made["axis"]
     part = [min(a, b) for a, b in zip(step, output, strict=True)]
@@ -149,8 +149,8 @@ def part_of(made: Facts, most_seconds: float) -> tuple[int, ...]:
     return tuple(part)
 
 
-def told(made: Facts) -> Facts:
-    """Return what a result keeps of a plan."""
+def facts_of_plan(made: Facts) -> Facts:
+    """Return the facts of a plan that a result keeps."""
     names = ("voxels_per_second", "planning_seconds", "patch_out", "column", "primitives")
     return {("predicted" if name == names[0] else name): made[name] for name in names if name in made}
 
@@ -173,17 +173,17 @@ def measure(request: Facts) -> Facts:
 def plan(request: Facts) -> Facts:
     """Make a plan; `failure` says why there is none."""
     os.environ["XDG_CACHE_HOME"] = request["cache"]
-    wishes: Facts = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in request["wishes"].items()
+    arguments: Facts = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in request["arguments"].items()
     }
     if not request["calibrate"] and "calibrate" in inspect.signature(znnpy.plan).parameters:
-        wishes["calibrate"] = False
+        arguments["calibrate"] = False
     begin, begin_wall = time.process_time(), time.perf_counter()
-    if wishes.pop("why", False):  # only then are schemes planned that no session runs
-        wishes["tell_why"] = lambda rows: None
+    if arguments.pop("why", False):  # schemes that no session runs are planned only if this is given
+        arguments["tell_why"] = lambda rows: None
     make: Callable[..., Any] = znnpy.plan
     try:
-        made = make(request["network"], **wishes, tell=lambda sentence: None)
+        made = make(request["network"], **arguments, tell=lambda sentence: None)
     except (znnpy.NoPlanError, znnpy.ShapeError, ValueError) as error:
         return {"failure": f"{type(error).__name__}: {error}"[:300]}
     spent = {"planning_seconds": time.process_time() - begin, "planning_wall_seconds": time.perf_counter() - begin_wall}
@@ -191,7 +191,7 @@ def plan(request: Facts) -> Facts:
 
 
 def facts_of(made: Any) -> Facts:
-    """Return what `planner.py` needs to know of a `znnpy.Plan`; `decisions` are the same where two plans run alike.
+    """Return the facts of a `znnpy.Plan` that `planner.py` needs; `decisions` are equal if two plans run alike.
 
     `made` may come from an older source tree (see `--against`), whose plans call two fields by other names.
     """
@@ -213,41 +213,41 @@ def facts_of(made: Any) -> Facts:
 
 
 def run(request: Facts) -> Iterator[Facts]:
-    """Run a plan; on a CPU from file to file, on a GPU from memory to memory, where `volume` and `out` are sizes."""
+    """Run a plan: on a CPU from file to file, on a GPU from memory to memory; there `volume` and `out` are sizes."""
     os.environ["XDG_CACHE_HOME"] = request["cache"]
     gpu = request["device"] == "gpu"
     volume: Any = noise(tuple(request["volume"])) if gpu else request["volume"]
-    out: Any = Nowhere(tuple(request["out"])) if gpu else request["out"]
+    out: Any = Discard(tuple(request["out"])) if gpu else request["out"]
     with ExitStack() as stack:
         free, lowest = free_vram() if gpu else None, None
         if free is not None:
             lowest = stack.enter_context(LowestFree(stack.enter_context(znnpy.Device(znnpy.find_gpu()))))
         for _ in range(request["times"]):
-            words: Facts = {} if gpu else {"overwrite": True}
+            more: Facts = {} if gpu else {"overwrite": True}
             report = znnpy.infer(
-                volume, request["network"], plan=request["plan"], out=out, device=request["device"], **words
+                volume, request["network"], plan=request["plan"], out=out, device=request["device"], **more
             )
-            said = report.as_json()
+            output = report.as_json()
             yield {
                 "part": request["part"],
-                "seconds": sum(said["stage_seconds"].get(stage, 0.0) for stage in STAGES),
-                "whole_seconds": said["seconds"],
-                "predicted_seconds": said["predicted"]["seconds"],
-                "peak_bytes": None if gpu else said["peak_bytes"],
-                "ram_promised": said["predicted"]["peak_bytes"],
+                "seconds": sum(output["stage_seconds"].get(stage, 0.0) for stage in STAGES),
+                "whole_seconds": output["seconds"],
+                "predicted_seconds": output["predicted"]["seconds"],
+                "peak_bytes": None if gpu else output["peak_bytes"],
+                "ram_promised": output["predicted"]["peak_bytes"],
                 "vram_peak_bytes": free - lowest.free_bytes if free is not None and lowest is not None else None,
-                "vram_promised": said["predicted"]["vram_bytes"],
+                "vram_promised": output["predicted"]["vram_bytes"],
             }
 
 
 def free_vram() -> int | None:
-    """Return the bytes of the first GPU that nobody holds, by the driver's tool; None where there is none.
+    """Return the free bytes of the first GPU, by the driver's tool; None if there is no such tool.
 
-    Unlike a call of CUDA it makes no context, which a plan promises too.
+    Unlike a call of CUDA this makes no context, whose memory is part of a plan's promise.
     """
-    words = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits", "--id=0"]
+    command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits", "--id=0"]
     try:
-        said = subprocess.run(words, capture_output=True, text=True, check=True, timeout=20).stdout
+        output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    return int(said.split()[0]) * 2**20
+    return int(output.split()[0]) * 2**20

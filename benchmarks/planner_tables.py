@@ -1,4 +1,4 @@
-"""Tables and statistics of `planner` results."""
+"""Make tables and statistics of `planner` results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COMMAND = "planner [--device gpu]"
 
 
 def error_of(row: Row) -> float:
-    """Return how far a prediction lies from the measurement, as a share: 0.25 for 1.25 or 0.8 times it."""
+    """Return the error of a prediction as a share of the measurement: 0.25 for 1.25 or 0.8 times it."""
     return max(row.median, 1 / row.median) - 1 if row.values else inf
 
 
@@ -24,12 +24,12 @@ def beaten_by(rows: Sequence[Row]) -> list[Row]:
 
 
 def kept(row: Row) -> bool:
-    """Whether no run took more memory than its plan promised."""
+    """Return whether no run took more memory than its plan promised."""
     return bool(row.values) and min(row.values) >= 1
 
 
 def speed_table(result: Result) -> str:
-    """Predicted over measured speed, by what the costs come from."""
+    """Return a table of predicted over measured speed, by the origin of the costs."""
     cases = {**dict(result.cases("first")), **dict(result.cases("predict"))}
     lines = []
     for case in cases:
@@ -45,7 +45,7 @@ def speed_table(result: Result) -> str:
 
 
 def regret_table(result: Result) -> str:
-    """The best rival of each kind, as times the speed of the pick."""
+    """Return a table of the best rival of each kind, relative to the speed of the pick."""
     lines = []
     for case, rows in result.cases("regret"):
         for kind in ("uniform", "without", "neighbour", "random"):
@@ -69,7 +69,7 @@ def regret_table(result: Result) -> str:
 
 
 def memory_table(result: Result) -> str:
-    """Promise over peak, of RAM and of VRAM."""
+    """Return a table of promised over peak memory, of RAM and of VRAM."""
     lines = []
     for what in ("RAM", "VRAM"):
         rows = [row for row in result.of_group("memory") if row.case.endswith(f", {what}") and row.values]
@@ -82,7 +82,7 @@ def memory_table(result: Result) -> str:
 
 
 def time_table(result: Result) -> str:
-    """Seconds of planning, and how many times those of another tree where one was measured."""
+    """Return a table of planning times, relative to another tree if one was measured."""
     lines = []
     for case, rows in result.cases("time"):
         by_tree = {row.subject: row for row in rows if row.values}

@@ -1,7 +1,7 @@
-"""Fills the marked blocks of README.md, benchmarks/README.md and docs/ from the results in results/current.
+"""Fill the marked blocks of README.md, benchmarks/README.md and docs/ from the results in results/current.
 
-A block begins with a line `<!-- begin table: NAME -->` and ends with `<!-- end table: NAME -->`; a program's module
-says in PROGRAM which names it fills. Without `--write` the command lists the blocks that differ, and fails if any does.
+A block begins with a line `<!-- begin table: NAME -->` and ends with `<!-- end table: NAME -->`. PROGRAM in a program's
+module says which names it fills. Without `--write` the command lists the blocks that differ, and fails if any differs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MARK = re.compile(r"^<!-- (?:begin|end) table: .*$", re.MULTILINE)
 
 
 def programs() -> list[Program]:
-    """Return what each program's module says of itself."""
+    """Return the description that each program's module gives of itself."""
     return [import_module(f"benchmarks.{name}").PROGRAM for name in MODULES]
 
 
@@ -51,8 +51,8 @@ def index(results: Results, known: list[Program]) -> str:
         found = results.get(program.name, ())
         for place, result in enumerate(found):
             link = f"[{result.machine}](results/current/{program.name}-{result.machine}.json)"
-            said = (program.question, command) if place == 0 else ("", "")
-            rows.append((*said, program.headline(result), link))
+            first = (program.question, command) if place == 0 else ("", "")
+            rows.append((*first, program.headline(result), link))
         if not found:
             rows.append((program.question, command, NOTHING.format(command=program.command), ""))
     return table(("question", "command", "current figure", "file"), rows, left=4)
@@ -65,10 +65,10 @@ def documents(root: Path = ROOT) -> list[Path]:
 
 
 def filled(text: str, made: Mapping[str, str], where: Path) -> str:
-    """Return a document with all of its blocks filled; ClickException for marks that are no pair or have no table."""
+    """Return a document with all of its blocks filled; ClickException if marks form no pair or have no table."""
     found = [match["name"] for match in BLOCK.finditer(text)]
     if 2 * len(found) != len(MARK.findall(text)):
-        raise click.ClickException(f"{where}: begin and end marks of tables are no pairs")
+        raise click.ClickException(f"{where}: begin and end marks of tables form no pairs")
     for name in found:
         if name not in made:
             raise click.ClickException(f"{where}: no program fills the table {name!r}; known are {', '.join(made)}")
@@ -76,7 +76,7 @@ def filled(text: str, made: Mapping[str, str], where: Path) -> str:
 
 
 def differing(made: Mapping[str, str], root: Path = ROOT) -> Iterator[tuple[Path, str]]:
-    """Yield each document that is not as the results say, with what it should be."""
+    """Yield each document that differs from the results, with its correct content."""
     for path in documents(root):
         text = path.read_text()
         if (right := filled(text, made, path)) != text:

@@ -1,8 +1,8 @@
-"""Two source trees of znnpy compared: the same cases in child processes of both, in turn, in one run.
+"""Compare two source trees of znnpy: child processes of both run the same cases alternately.
 
-Of each case there are two children a tree: ours, theirs, ours again, theirs again. The ratio that counts is ours over
-theirs; theirs over theirs again says how much of it may be chance. Children use only functions that both trees have,
-and caches of their own.
+Each tree has two children for each case: ours, theirs, ours again, theirs again. The ratio that counts is ours over
+theirs; theirs over theirs again shows how much of it may be chance. Children use only functions that both trees have,
+and their own caches.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _run: Any = None  # the session of this child
 
 
 def work(request: Request) -> Answer:
-    """Answer in a child: prepare a session, time one run of it, or time one plan."""
+    """Answer a request in a child: prepare a session, time one run of it, or time one plan."""
     import znnpy
 
     begin = time.perf_counter()
@@ -65,24 +65,24 @@ def _prepare(request: Request) -> None:
 
 
 def session_request(folder: Path, name: str, side: int, **options: Any) -> Request:
-    """Return what a child needs to prepare a session of a network for a cubic volume of noise."""
+    """Return the request to prepare a session of a network for a cubic volume of noise."""
     path = network_file(folder, name)
     return {"do": "prepare", "network": str(path), "shape": [side] * 3, "channels": CHANNELS.get(name, 1),
             "options": options}  # fmt: skip
 
 
 def plan_request(name: str, side: int, **options: Any) -> Request:
-    """Return what a child needs to time a plan of a network that ships."""
+    """Return the request to time a plan of a network that ships with znnpy."""
     return {"do": "plan", "network": name, "shape": [side] * 3, "options": options}
 
 
 def compare(
     cases: Sequence[tuple[str, Request]], other: Path, rounds: int, budget: Budget, *, alone: bool
 ) -> Iterator[list[Row]]:
-    """Yield two rows for each case, "ours" and "theirs", seconds of each run; a failure is a row too.
+    """Yield two rows for each case, "ours" and "theirs", with the seconds of each run; a failure is a row too.
 
     other  source tree that ours is compared with.
-    alone  start each child anew in every round, and have no two at a time: for what needs much memory.
+    alone  start a new child for each run, so that only one exists at a time: for cases that need much memory.
     """
     trees = (other, ROOT, other, ROOT)
     for case, request in cases:
@@ -110,7 +110,7 @@ def compare(
 
 @contextmanager
 def _together(trees: Sequence[Path], caches: str) -> Iterator[Any]:
-    """Four children that live as long as the case; each prepares when it is asked first."""
+    """Open four children that live as long as the case; each prepares at its first request."""
     with ExitStack() as stack:
         with _cache_in(caches):
             children = [stack.enter_context(Child(FUNCTION, source=tree)) for tree in trees]
@@ -129,7 +129,7 @@ def _together(trees: Sequence[Path], caches: str) -> Iterator[Any]:
 
 @contextmanager
 def _alone(trees: Sequence[Path], caches: str) -> Iterator[Any]:
-    """A child for each question."""
+    """Open a new child for each request."""
 
     def ask(place: int, request: Request, budget: Budget) -> Outcome:
         with _cache_in(caches), Child(FUNCTION, source=trees[place]) as child:
@@ -146,7 +146,7 @@ def _timed(request: Request) -> Request:
 
 @contextmanager
 def _cache_in(folder: str) -> Iterator[None]:
-    """Costs and wisdom that other runs kept would tell the trees apart."""
+    """Put caches into `folder` in this block: costs and wisdom of earlier runs would favour one of the trees."""
     before = os.environ.get("XDG_CACHE_HOME")
     os.environ["XDG_CACHE_HOME"] = folder
     try:
@@ -175,7 +175,7 @@ def _rows(case: str, values: Sequence[Sequence[float]], failure: str | None) -> 
 
 
 def report(rows: Sequence[Row]) -> None:
-    """Fail where ours is slower than theirs by more than is allowed, or did not run."""
+    """Fail if ours is slower than theirs by more than is allowed, or did not run."""
     slower = [row.case for row in rows if row.facts.get("is_slower")]
     failed = [f"{row.case}: {row.failure}" for row in rows if row.failure]
     if slower or failed:

@@ -1,7 +1,7 @@
-"""Networks with random weights, and volumes of noise: the same on every machine and for every version of znnpy.
+"""Make networks with random weights and volumes of noise: the same on every machine and for every version of znnpy.
 
-Networks are files as users write them, so that children which run another version read them too. Grey values are
-centred by the network, else their mean would hide what differs from voxel to voxel.
+Networks are files in the format for users, so that children that run another version can read them too. The network
+centres the grey values; otherwise their mean would hide the differences between voxels.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ NETWORKS = ("n337", "n537", "n726", "n926", "fib25")
 class Layer:
     """A cubic convolution, or a max-pooling.
 
-    maps     of the output; 0 for a pooling.
-    is_last  whether it is the last of its network, which has no ReLU: with few maps it might leave nothing but zeros.
+    maps     maps of the output; 0 for a pooling.
+    is_last  whether it is the last of its network, which has no ReLU: few maps might otherwise be all zeros.
     """
 
     size: int
@@ -65,7 +65,7 @@ def field_of_view(name: str) -> int:
 
 
 def period(name: str) -> int:
-    """Return the product of all pooling windows: outputs of whole fragments are multiples of it."""
+    """Return the product of all pooling windows: sizes of outputs of whole fragments are multiples of it."""
     return prod(layer.size for layer in layers_of(name) if not layer.maps)
 
 

@@ -1,4 +1,4 @@
-"""The one protocol of child processes: work in a process of its own, within limits of memory and time.
+"""Run functions in child processes, within limits of memory and time.
 
 The parent names a function as "module:function" and sends requests, one JSON object a line, on the child's stdin. For
 each the child calls the function with that dictionary; the function returns a dictionary, or yields several. Each
@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LACKS_MEMORY = ("can't allocate memory", "MemoryError", "bad_alloc", "Cannot allocate memory", "out of memory")
 KILLED = -9  # exit code after the system ran out of memory
 NEVER_TOUCHED = 2**29  # bytes: stacks of threads and buffers of libraries that are reserved and never become memory
-SAID = 400  # characters of a failure that are kept
+MOST_CHARACTERS = 400  # characters of a failure that are kept
 BOOT = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -46,11 +46,11 @@ Answer = dict[str, Any]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a child answered to one request.
+    """The answers of a child to one request.
 
-    answers  one dictionary for each that the function returned or yielded; those before a failure count.
-    failure  why it ended early; None if it did not.
-    seconds  that the parent waited.
+    answers  dictionaries that the function returned or yielded, also those before a failure.
+    failure  reason why it ended early; None if it did not.
+    seconds  time that the parent waited.
     """
 
     answers: tuple[Answer, ...]
@@ -59,15 +59,15 @@ class Outcome:
 
     @property
     def answer(self) -> Answer:
-        """The last answer; empty where there is none."""
+        """Last answer; empty if there is none."""
         return self.answers[-1] if self.answers else {}
 
 
 class Child:
     """A process that answers requests until it is closed; a context manager.
 
-    function   "module:function" that answers.
-    ram_bytes  allocations beyond it fail in the child; None: no limit.
+    function   "module:function" that answers requests.
+    ram_bytes  limit of memory, beyond which allocations fail in the child; None: no limit.
     source     source tree that znnpy is imported from; None: the tree of this file.
     """
 
@@ -75,9 +75,9 @@ class Child:
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `close`
         # OPENBLAS_CORETYPE forces kernels of BLAS, which can halve the speed of its products
         environment = {k: v for k, v in os.environ.items() if k not in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")}
-        words = [str(source or ROOT), str(ROOT), function, str(ram_bytes or 0), *sys.path]
+        arguments = [str(source or ROOT), str(ROOT), function, str(ram_bytes or 0), *sys.path]
         self._process = subprocess.Popen(
-            [sys.executable, "-c", BOOT, *words],
+            [sys.executable, "-c", BOOT, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
@@ -115,15 +115,15 @@ class Child:
                 return Outcome(tuple(answers), self._late, time.monotonic() - begin)
             if line is None:
                 return Outcome(tuple(answers), self._died(), time.monotonic() - begin)
-            said = json.loads(line)
-            if "answer" in said:
-                answers.append(said["answer"])
+            message = json.loads(line)
+            if "answer" in message:
+                answers.append(message["answer"])
             else:
-                failure = None if said.get("end") else self._known(str(said["failure"]))
+                failure = None if message.get("end") else self._known(str(message["failure"]))
                 return Outcome(tuple(answers), failure, time.monotonic() - begin)
 
     def close(self) -> None:
-        """End the process, which has no request to answer."""
+        """End the process, which must have answered all requests."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -148,28 +148,28 @@ class Child:
         if self._late:
             return self._late
         self._stderr.seek(0)
-        said = self._stderr.read().decode(errors="replace").strip().splitlines()
+        lines = self._stderr.read().decode(errors="replace").strip().splitlines()
         if code == KILLED:
             return self._known("MemoryError: killed by the system")
-        return self._known(f"exit code {code}" + (f": {said[-1]}" if said else ""))
+        return self._known(f"exit code {code}" + (f": {lines[-1]}" if lines else ""))
 
-    def _known(self, said: str) -> str:
-        """Return the failure in one form, whichever library found that there is no memory."""
-        if self._ram_bytes and any(words in said for words in LACKS_MEMORY):
-            return f"out of memory within {self._ram_bytes / 2**30:.1f} GiB: {said}"[:SAID]
-        return said[:SAID]
+    def _known(self, failure: str) -> str:
+        """Return a failure for lack of memory in one form for all libraries, and other failures unchanged."""
+        if self._ram_bytes and any(part in failure for part in LACKS_MEMORY):
+            return f"out of memory within {self._ram_bytes / 2**30:.1f} GiB: {failure}"[:MOST_CHARACTERS]
+        return failure[:MOST_CHARACTERS]
 
 
 def run_child(
     function: str, request: Request, *, seconds: float, ram_bytes: int | None = None, source: Path | None = None
 ) -> Outcome:
-    """Answer one request in a process of its own."""
+    """Answer one request in a separate process."""
     with Child(function, ram_bytes=ram_bytes, source=source) as child:
         return child.ask(request, seconds)
 
 
 def limit_memory(ram_bytes: int) -> None:
-    """Let every later allocation fail that takes this process beyond `ram_bytes`, as on a smaller machine."""
+    """Make allocations beyond `ram_bytes` fail from now on in this process, as on a smaller machine."""
     limit = ram_bytes + NEVER_TOUCHED
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
@@ -185,10 +185,10 @@ def serve(function: str, ram_bytes: str, *path: str) -> None:
         limit_memory(int(ram_bytes))
     for line in sys.stdin:
         try:
-            said = found(json.loads(line))
-            for answer in (said,) if isinstance(said, dict) else said:
+            returned = found(json.loads(line))
+            for answer in (returned,) if isinstance(returned, dict) else returned:
                 _send(answers, {"answer": answer})
-        except Exception as error:  # the parent records whatever went wrong
+        except Exception as error:  # the parent records every failure
             _send(answers, {"failure": f"{type(error).__name__}: {error}"})
             raise
         _send(answers, {"end": True})

@@ -1,4 +1,4 @@
-"""Runs one primitive on one layer, prepared once, on the CPU or on a GPU: the two differ in where their arrays lie."""
+"""Run one primitive on one layer, prepared once, on the CPU or on a GPU; they differ in the place of their arrays."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class Host:
-    """The CPU, with threads of its own."""
+    """The CPU with a thread pool."""
 
     device = "cpu"
     opened = None
@@ -40,13 +40,13 @@ class Host:
         self.machine, self.clock = this_machine(), WallClock()
 
     def put(self, array: npt.NDArray[Any]) -> Any:
-        """Return a copy of an array on ALIGNMENT."""
+        """Return a copy of an array, aligned to ALIGNMENT."""
         made = self.empty(array.shape, array.dtype)
         made[...] = array
         return made
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Return an array on ALIGNMENT that holds NaN where it holds floats; its memory is touched."""
+        """Return an aligned array, filled so that its memory is touched, with NaN if it holds floats."""
         nbytes = prod(shape) * np.dtype(dtype).itemsize
         block = np.empty(nbytes + ALIGNMENT, np.uint8)
         start = -block.ctypes.data % ALIGNMENT
@@ -63,12 +63,12 @@ class Host:
         return primitive.bind(primitive.prepare(weights, variant, self._pool), shape, variant, self._pool)
 
     def peaks(self, footprint: Any, largest: float) -> dict[str, int]:
-        """Return nothing: on the CPU no step takes them."""
+        """Return no arguments: steps on the CPU take no peaks."""
         return {}
 
     @property
     def free_bytes(self) -> int:
-        """Half of the machine's memory."""
+        """Return half of the machine's memory."""
         return self.machine.ram_bytes // 2
 
 
@@ -88,7 +88,7 @@ class OnGpu:
         return self.opened.put(array, "an array of the benchmark")
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Return an array of the device that holds NaN where it holds floats."""
+        """Return an array of the device, filled with NaN if it is of floats."""
         device, kind = self.opened, np.dtype(dtype)
         made = device.view(device.allocate(prod(shape) * kind.itemsize, "an array of the benchmark"), shape, kind)
         if kind.kind == "f":
@@ -106,15 +106,15 @@ class OnGpu:
         return primitive.bind(primitive.prepare(weights, variant, self.opened), shape, variant, self.opened)
 
     def peaks(self, footprint: Any, largest: float) -> dict[str, int]:
-        """Return the addresses of the largest input value and of that of the output, where the footprint asks."""
+        """Return the addresses of the peaks of input and output as arguments, if the footprint requests them."""
         self._values = self.opened.put(np.array([largest, 0], np.float32), "largest values")
         first = self.opened.address(self._values)
-        words = {"x_peak": first} if footprint.reads_peak else {}
-        return words | ({"out_peak": first + 4} if footprint.raises_peak else {})
+        peaks = {"x_peak": first} if footprint.reads_peak else {}
+        return peaks | ({"out_peak": first + 4} if footprint.raises_peak else {})
 
     @property
     def free_bytes(self) -> int:
-        """What is free on the device."""
+        """Return the free memory of the device."""
         return int(self.opened.free_bytes())
 
 
@@ -123,7 +123,7 @@ Place = Host | OnGpu
 
 @contextmanager
 def place_of(device: str, threads: int | None = None) -> Iterator[Place]:
-    """Open the CPU with so many threads, all cores by default, or the first GPU."""
+    """Open the CPU with `threads` threads, by default one for each core, or the first GPU."""
     if device == "gpu":
         with znnpy.Device(znnpy.find_gpu()) as opened:
             yield OnGpu(opened)
@@ -133,7 +133,7 @@ def place_of(device: str, threads: int | None = None) -> Iterator[Place]:
 
 
 def limits_of(place: Place) -> dict[str, Any]:
-    """Return what the machine can do at most: bytes per second of a copy, operations per second of products."""
+    """Return the limits of the machine: bytes per second of a copy, operations per second of products."""
     device = place.opened
     if device is not None:
         found = {"copy": copy_rate(device, min(2**30, device.gpu.memory_bytes // 16))}
@@ -147,9 +147,9 @@ def limits_of(place: Place) -> dict[str, Any]:
 
 @dataclass
 class Problem:
-    """A layer with input and weights, there and in the memory of the host.
+    """A layer with input and weights, on the device and in host memory.
 
-    x  arrays that take turns as input, together larger than the cache of a GPU; all hold the same values.
+    x  arrays that are the input in rotation, together larger than the cache of a GPU; all hold the same values.
     """
 
     shape: Shape
@@ -172,17 +172,17 @@ class Problem:
         return cls(shape, place, values, weights, Rotation(arrays), place.empty(shape.out_shape, kept))
 
     def bound(self, primitive: Any, variant: Any) -> Callable[[], None]:
-        """Return a function that runs the primitive once, or queues it; MemoryError where its scratch does not fit."""
+        """Return a function that runs the primitive once, or queues it; MemoryError if its scratch does not fit."""
         footprint = primitive.footprint(self.shape, variant, self.place.threads)
         needed = sum(one.nbytes for one in footprint.scratch) + footprint.allowance + 2 * footprint.resident
         if needed > 0.9 * self.place.free_bytes:
-            raise MemoryError(f"{primitive.name} {variant} takes {needed:,} bytes beside input and output")
+            raise MemoryError(f"{primitive.name} {variant} takes {needed:,} bytes besides input and output")
         step = self.place.bind(primitive, self.shape, variant, self.weights)
         scratch = {one.name: self.place.empty((one.nbytes,), np.uint8) for one in footprint.scratch}
-        words = self.place.peaks(footprint, float(self.values.max()) * (1 + 2**-10))
+        peaks = self.place.peaks(footprint, float(self.values.max()) * (1 + 2**-10))
 
         def run() -> None:
-            step.run(self.x(), self.out, scratch, **words)
+            step.run(self.x(), self.out, scratch, **peaks)
 
         return run
 
@@ -204,14 +204,14 @@ class Problem:
         return float(np.sqrt(wrong / right)) if right else float("nan")
 
     def error_of(self, run: Callable[[], None]) -> float:
-        """Run on an output that holds NaN, so that what is not written is seen, and return the error."""
+        """Run with an output filled with NaN, so that missing values are found, and return the error."""
         self.place.get(self.out[:1, :1, :1, :1])  # waits for earlier work
         self.out.fill(np.nan)
         run()
         return self.error(lambda box: self.place.get(self.out[box]))
 
     def _definition(self, lo: Vec3, size: Vec3) -> Floats:
-        """Return a box of the layer's output by its definition, of all images, (S, z, y, x, f) float64."""
+        """Return a box of the layer's output, of all images, by its definition: (S, z, y, x, f) float64."""
         shape = self.shape
         p = shape.pool if shape.kind == "conv" else shape.p
         if shape.kind == "maxfilter":
@@ -224,7 +224,7 @@ class Problem:
         return np.asarray(_fragments(found, p) if shape.fragments else found[:, :: p[0], :: p[1], :: p[2]])
 
     def _sums(self, lo: tuple[int, ...], size: tuple[int, ...]) -> Floats:
-        """Return a box of the convolution's sums and biases, before anything else."""
+        """Return a box of the convolution's sums and biases, before activation and pooling."""
         total: Floats = np.zeros((self.shape.batch, *size, self.shape.fout)) + self.weights.bias
         for tap in product(*map(range, self.shape.k)):
             part = self.values[_box(_sum(lo, tap), size)].astype(np.float64)
@@ -273,7 +273,7 @@ def ratio(shape: Shape, other: Shape) -> float:
 
 
 def likely(primitive: Any, shape: Shape, place: Place) -> list[Any]:
-    """Return the variants that are most likely fast, by the work that they do."""
+    """Return the variants that are probably the fastest, judged by their work."""
     offered = primitive.variants(shape, place.machine)
     return sorted(offered, key=lambda variant: effort(primitive.work(shape, variant)))[:VARIANTS]
 
@@ -284,9 +284,9 @@ def effort(work: Sequence[Any]) -> float:
 
 
 def fastest(problem: Problem, primitive: Any, variants: Sequence[Any], seconds: float) -> tuple[float, Any]:
-    """Return seconds and variant of the fastest; RuntimeError or MemoryError where none of them runs.
+    """Return seconds and variant of the fastest; RuntimeError or MemoryError if none of them runs.
 
-    seconds  after which no other variant is tried.
+    seconds  time after which no other variant is tried.
     """
     end = time.monotonic() + seconds
     clock, found = problem.place.clock, list[tuple[float, int]]()

@@ -1,4 +1,4 @@
-"""What every result says of the machine, and what the machine can do at most."""
+"""Describe the machine for the header of a result, and measure its limits."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def machine_name(gpu: Any = None, gpus: int = 1) -> str:
 
 
 def header(gpu: Any = None) -> dict[str, Any]:
-    """Return processor, memory, BLAS kernels, versions, commit, command and time; of a `znnpy.Gpu` what it is too.
+    """Return processor, memory, BLAS kernels, versions, commit, command and time, and the description of the GPU.
 
-    load  processes that ran on average in the last minute: others, since this one has just begun.
+    `load` is the average number of processes that ran in the last minute: others, since this one has just begun.
     """
     machine = this_machine()
     about: dict[str, Any] = {
@@ -67,17 +67,17 @@ def header(gpu: Any = None) -> dict[str, Any]:
 
 
 def readings() -> dict[str, str] | None:
-    """Return clocks, power and temperature of the GPU now; None where no driver answers."""
+    """Return the present clocks, power and temperature of the GPU; None if no driver answers."""
     command = ["nvidia-smi", f"--query-gpu={','.join(READINGS)}", "--format=csv,noheader"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
+        output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    return dict(zip(READINGS, (word.strip() for word in said.splitlines()[0].split(",")), strict=True))
+    return dict(zip(READINGS, (word.strip() for word in output.splitlines()[0].split(",")), strict=True))
 
 
 def torch_sees_a_gpu() -> bool:
-    """Whether PyTorch is installed and finds a GPU."""
+    """Return whether PyTorch is installed and finds a GPU."""
     if find_spec("torch") is None:
         return False
     import torch
@@ -86,7 +86,7 @@ def torch_sees_a_gpu() -> bool:
 
 
 def copy_rate(device: Any, nbytes: int = COPIED_BYTES) -> float:
-    """Bytes per second of a copy within the memory of a `znnpy.Device`; bytes read and bytes written count."""
+    """Measure the bytes per second of a copy in the memory of a `znnpy.Device`; bytes read and bytes written count."""
     source, target = (device.allocate(nbytes, f"the {what} of a copy") for what in ("source", "target"))
     clock = DeviceClock(device)
 
@@ -98,7 +98,7 @@ def copy_rate(device: Any, nbytes: int = COPIED_BYTES) -> float:
 
 
 def product_rates(size: int = MATRIX) -> dict[str, float]:
-    """Operations per second of PyTorch's products of random matrices on the GPU, by precision."""
+    """Measure the operations per second of PyTorch's products of random matrices on the GPU, by precision."""
     import torch
 
     rates = {}
@@ -135,7 +135,7 @@ def _version(name: str) -> str | None:
 def _commit() -> str:
     command = ["git", "rev-parse", "--short", "HEAD"]
     try:
-        said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+        output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
     except OSError:
-        said = ""
-    return said or "unknown"
+        output = ""
+    return output or "unknown"

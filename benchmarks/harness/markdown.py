@@ -1,4 +1,4 @@
-"""Markdown tables and the numbers in them."""
+"""Format Markdown tables and the numbers in them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) 
 
 
 def number(value: float, digits: int = 3) -> str:
-    """Return a number with so many significant digits, without exponent: "0.0123", "1,230"."""
+    """Return a number with `digits` significant digits, without exponent: "0.0123", "1,230"."""
     if value != value or value in (float("inf"), float("-inf")):
         return "-"
     if value == 0:
@@ -55,6 +55,6 @@ def source_of(result: Result) -> str:
 
 
 def sections(results: Sequence[Result], parts: Iterable[str], command: str) -> str:
-    """Join a table for each result, each with its source; say which command is missing where there is none."""
+    """Join the tables of all results, each with its source; if there is no result, name the command to run."""
     made = [f"{part}\n\n{source_of(result)}" for result, part in zip(results, parts, strict=True) if part]
     return "\n\n".join(made) or NOTHING.format(command=command)

@@ -1,4 +1,4 @@
-"""Options of the command line that all benchmarks share."""
+"""Declare options of the command line that all benchmarks share."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from typing import Any
 import click
 
 DEVICE = click.option("--device", type=click.Choice(["cpu", "gpu"]), default="cpu", show_default=True)
-MINUTES = click.option("--minutes", type=float, default=6.0, show_default=True, help="Nothing new begins after them.")
-QUICK = click.option("--quick", is_flag=True, help="Tiny cases, to see that everything works; writes only to --out.")
+MINUTES = click.option(
+    "--minutes", type=float, default=6.0, show_default=True, help="Time after which nothing new begins."
+)
+QUICK = click.option("--quick", is_flag=True, help="Run tiny cases, to see that everything works; write only to --out.")
 OUT = click.option(
-    "--out", type=click.Path(path_type=Path, dir_okay=False), help="Result file instead of that in results/current."
+    "--out", type=click.Path(path_type=Path, dir_okay=False), help="Result file, instead of the one in results/current."
 )
 AGAINST = click.option(
     "--against",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Source tree of another version: run its cases and ours in turn, and print the ratios.",
+    help="Source tree of another version: run the cases in both trees alternately, and print the ratios.",
 )
 
 

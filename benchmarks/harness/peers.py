@@ -1,12 +1,12 @@
-"""Whole networks without znnpy: in PyTorch, three ways as a user would write them, and by definition in float64.
+"""Run whole networks without znnpy: in PyTorch in three ways that a user might write, and by definition in float64.
 
-plain      the network as it was trained: one run gives every period-th voxel, and the dense output takes a run for each
-           of the period^3 offsets
-fragments  every max-pooling once for each of its offsets, the results stacked as a batch and put back in place at the
-           end; exact, and no value is computed twice
-dilated    max-pooling becomes a max-filter at every position, and everything after it is dilated by its window
+plain      The network as it was trained. One run gives every period-th voxel, and the dense output takes a run for each
+           of the period^3 offsets.
+fragments  Every max-pooling runs once for each of its offsets. The results are stacked as a batch, and put back in
+           place at the end. This is exact, and no value is computed twice.
+dilated    Max-pooling becomes a max-filter at every position, and everything after it is dilated by its window.
 
-Maxima are separable passes of `torch.maximum` in the last two: `max_pool3d` took four times as long in networks with
+In the last two, maxima are separable passes of `torch.maximum`: `max_pool3d` took four times as long in networks with
 three poolings, so it would be no fair peer.
 """
 
@@ -35,9 +35,9 @@ MOST_VALUES = 2**31 - 1  # values of a tensor: kernels of PyTorch fail beyond
 class DenseTorch:
     """A network of `harness.inputs` in one precision; call it on one input patch.
 
-    folder    holds NAME.npz, which `network_file` wrote.
+    folder    folder of NAME.npz, which `network_file` wrote.
     layout    "contiguous" or "channels_last_3d".
-    device    "cpu" or "cuda". What a call returns on "cuda" is overwritten by the next.
+    device    "cpu" or "cuda". On "cuda" each call overwrites the result of the previous one.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class DenseTorch:
             compute_in(precision, algorithms)
 
     def __call__(self, raw: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-        """raw (z, y, x), grey values -> (maps, z, y, x); plain: every period-th voxel of that.
+        """Return the output (maps, z, y, x) for grey values (z, y, x); method plain: every period-th voxel of it.
 
-        By fragments the output has to be a multiple of the network's period along every axis.
+        With method fragments the output must be a multiple of the network's period along every axis.
         """
         import torch
 
@@ -106,14 +106,14 @@ def weights_of(folder: Path, name: str) -> list[tuple[npt.NDArray[np.float32], n
 
 
 def dtype_of(precision: str) -> Any:
-    """Return the type of tensors in a precision; tf32 is float32 with another arithmetic, see `compute_in`."""
+    """Return the type of tensors in a precision; tf32 is float32 with other arithmetic, see `compute_in`."""
     import torch
 
     return {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[precision]
 
 
 def compute_in(precision: str, algorithms: int = ALGORITHMS) -> None:
-    """Choose how cuDNN multiplies float32; the fastest of the first `algorithms` that it names is taken."""
+    """Choose how cuDNN multiplies float32, and make it use the fastest of its first `algorithms` algorithms."""
     import torch
 
     torch.backends.cudnn.benchmark = True
@@ -132,8 +132,8 @@ def placed(array: npt.NDArray[np.float32], precision: str, layout: str | None, d
 def in_layout(x: Tensor, layout: str) -> Tensor:
     """Return a tensor (S, f, z, y, x) in a memory format.
 
-    With one map PyTorch takes every array for one of either format, so strides are set by hand: else the convolution
-    after it answers in the other format.
+    PyTorch cannot tell the formats apart if there is one map, so strides are set explicitly: otherwise the result of
+    the next convolution would have the other format.
     """
     x = x.contiguous(memory_format=_format(layout))
     if x.shape[1] == 1 and layout == "channels_last_3d":
@@ -143,7 +143,7 @@ def in_layout(x: Tensor, layout: str) -> Tensor:
 
 
 def largest(x: Tensor, axis: int, extent: int, step: int) -> Tensor:
-    """Return the maximum of `extent` voxels `step` apart along an axis, at every position where they all exist."""
+    """Return the maximum of `extent` voxels, `step` apart along an axis, at every position for which all exist."""
     import torch
 
     kept = x.shape[axis] - (extent - 1) * step
@@ -204,11 +204,11 @@ def operations(name: str, side: int) -> float:
 
 
 def definition(folder: Path, name: str, raw: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """Return a network's output (maps, z, y, x) in float64: on a GPU where PyTorch sees one.
+    """Return a network's output (maps, z, y, x) in float64, computed on a GPU if PyTorch finds one.
 
-    Convolutions are products for each tap, or FFTs where kernels are large.
+    Convolutions are products for each tap, or FFTs if kernels are large.
 
-    raw  (z, y, x); the output has to be a multiple of the network's period along every axis.
+    raw  (z, y, x); the output must be a multiple of the network's period along every axis.
     """
     from benchmarks.harness.machine import torch_sees_a_gpu
 
@@ -242,7 +242,7 @@ def definition(folder: Path, name: str, raw: npt.NDArray[Any]) -> npt.NDArray[np
 
 
 def _by_taps(xp: Any, x: Any, weight: Any, bias: Any) -> Any:
-    """x (S, f, z, y, x), weight (f', f, k), bias (f') -> the valid correlation (S, f', z, y, x), float64."""
+    """Return the valid correlation (S, f', z, y, x) float64 of x (S, f, z, y, x), weight (f', f, k) and bias (f')."""
     valid = [n - k + 1 for n, k in zip(x.shape[2:], weight.shape[2:], strict=True)]
     out = xp.zeros((len(x), len(weight), prod(valid)), dtype=x.dtype, **_where(xp, x))
     for tap in product(*map(range, weight.shape[2:])):
@@ -253,7 +253,7 @@ def _by_taps(xp: Any, x: Any, weight: Any, bias: Any) -> Any:
 
 
 def _by_fft(xp: Any, x: Any, weight: Any, bias: Any) -> Any:
-    """As `_by_taps`, in time that hardly depends on the size of the kernels."""
+    """Return the result of `_by_taps` in a time that hardly depends on the size of the kernels."""
     valid = [n - k + 1 for n, k in zip(x.shape[2:], weight.shape[2:], strict=True)]
     lengths, axes = [good_size(n) for n in x.shape[2:]], (1, 2, 3)
     kept = tuple(slice(size) for size in valid)
@@ -301,8 +301,8 @@ def definition_seconds(name: str, side: int) -> float:
 def difference(exact: npt.NDArray[Any], found: npt.NDArray[Any]) -> tuple[float, float]:
     """Return the largest and the rms error of (maps, z, y, x), as shares of the size of the values.
 
-    The size of a value is the largest of 1, the value and the rms of its map, as `znnpy verify` has it. Only the part
-    that both arrays have counts; NaN makes both NaN.
+    The size of a value is the largest of 1, the value and the rms of its map, as in `znnpy verify`. Only the part that
+    both arrays have counts; NaN makes both errors NaN.
     """
     size = tuple(slice(min(a, b)) for a, b in zip(exact.shape, found.shape, strict=True))
     a, b = exact[size].astype(np.float64), found[size].astype(np.float64)

@@ -1,4 +1,4 @@
-"""Pictures of results with matplotlib (extra `plots`): bars by group, and curves."""
+"""Draw results with matplotlib (extra `plots`): bars by group, and curves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OURS, PEER = "#1f6f8b", "#c9a227"
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A figure of one subject; `note` stands behind it."""
+    """A value of one subject; `note` is written after its bar."""
 
     label: str
     value: float

@@ -1,4 +1,4 @@
-"""The one schema of all results: a file holds the rows of one benchmark on one machine.
+"""The schema of all results: a file holds the rows of one benchmark on one machine.
 
     {"schema": 1, "benchmark": "layers", "machine": "amd-epyc-2cores", "header": {..}, "left_out": [..], "rows": [..]}
 
@@ -25,7 +25,7 @@ class Row:
     """One subject in one case.
 
     group    part of the benchmark, such as "layers" or "pools".
-    case     what was measured, in words that tell it from other cases of the group.
+    case     text that identifies what was measured among the cases of the group.
     subject  method or library, such as "cpu.conv.fft_tiled" or "PyTorch fp32".
     unit     unit of the values, such as "ns/voxel", "voxels/s" or "relative error".
     values   one value per round, in the order in which they were measured; empty after a failure.
@@ -48,7 +48,7 @@ class Row:
 
     @property
     def median(self) -> float:
-        """The median of the values; NaN after a failure."""
+        """Median of the values; NaN after a failure."""
         return median(self.values) if self.values else float("nan")
 
     @property
@@ -59,7 +59,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times one row's values are those of another.
+    """The ratio of one row's values to those of another.
 
     low, high  least and largest ratio of values of the same round.
     """
@@ -78,7 +78,7 @@ class Ratio:
 
 
 def ratio_of(values: Sequence[float], others: Sequence[float]) -> Ratio:
-    """`values` over `others`, both of interleaved rounds; ValueError where either has none."""
+    """Return `values` over `others`, both of interleaved rounds; ValueError if either has none."""
     if not values or not others:
         raise ValueError("a ratio needs values on both sides")
     rounds = [a / b if b else inf for a, b in zip(values, others, strict=False)]
@@ -163,13 +163,13 @@ def device_of(result: Result) -> str:
 
 @dataclass(frozen=True)
 class Program:
-    """What `tables` needs to know of a benchmark; each program's module has one, called PROGRAM.
+    """The description of a benchmark for `tables`; each program's module has one, called PROGRAM.
 
-    name      of the program, and of its results.
-    question  the question that it answers, for the index.
-    command   the words behind `python -m benchmarks`.
+    name      name of the program and of its results.
+    question  question that it answers, for the index.
+    command   arguments of `python -m benchmarks`.
     tables    functions from all current results to Markdown, by the name of the marked block.
-    headline  the most important figure of one result, in a few words.
+    headline  function that returns the most important figure of one result as short text.
     plots     functions that draw all current results into a file, by the name of the picture.
     """
 

@@ -1,8 +1,8 @@
-"""How work is timed: interleaved rounds, clocks of host and device, a time budget, peaks of memory.
+"""Time work in interleaved rounds, with clocks of host and device and a time budget; find peaks of memory.
 
-Rounds are interleaved: each runs every entry once, in an order that alternates, so that a drift of the machine's speed
-meets all entries alike. Every entry runs once before the first round counts: memory is touched for the first time,
-kernels are compiled and libraries choose their algorithms then.
+Each round runs every entry once, in an order that alternates, so that a drift of the machine's speed affects all
+entries alike. Every entry runs once before the first round counts: in this run memory is touched for the first time,
+kernels are compiled and libraries choose their algorithms.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ LOOK_SECONDS = 0.02  # time between two readings of memory
 
 
 class Budget:
-    """The time that a benchmark may take; it writes what it has when the time is up."""
+    """The time that a benchmark may take; it writes the results so far when the time is up."""
 
     def __init__(self, minutes: float) -> None:
         self._end = time.monotonic() + 60 * minutes
 
     @property
     def left(self) -> float:
-        """Seconds that are left; never negative."""
+        """Remaining seconds; never negative."""
         return max(0.0, self._end - time.monotonic())
 
     def allows(self, seconds: float) -> bool:
-        """Whether work that takes so many seconds fits into what is left."""
+        """Return whether work that takes `seconds` fits into the remaining time."""
         return seconds <= self.left
 
 
 class Clock(Protocol):
-    """Something that times work."""
+    """A clock that times work."""
 
     def seconds(self, run: Callable[[], Any], repeats: int = 1) -> float:
-        """Seconds of one run, when `repeats` of them follow each other."""
+        """Return the seconds of one run, averaged over `repeats` consecutive ones."""
         ...
 
 
 class WallClock:
-    """Times work on the CPU, which is done when the call returns."""
+    """A clock for work on the CPU, which is done when the call returns."""
 
     def __init__(self, pause: float = PAUSE) -> None:
         self._pause = pause
 
     def seconds(self, run: Callable[[], Any], repeats: int = 1) -> float:
-        """Seconds of one run, by the host's clock."""
+        """Return the seconds of one run, by the host's clock."""
         time.sleep(self._pause)
         begin = time.perf_counter()
         for _ in range(repeats):
@@ -61,7 +61,7 @@ class WallClock:
 
 
 class DeviceClock:
-    """Times work queued on the stream of a `znnpy.Device`, by events of the device."""
+    """A clock for work queued on the stream of a `znnpy.Device`, by events of the device."""
 
     def __init__(self, device: Any) -> None:
         self._device = device
@@ -73,7 +73,7 @@ class DeviceClock:
 
 
 class TorchClock:
-    """Times work that PyTorch queues on a GPU, by events."""
+    """A clock for work that PyTorch queues on a GPU, by events."""
 
     def seconds(self, run: Callable[[], Any], repeats: int = 1) -> float:
         """Seconds of one run, when `repeats` are queued one behind the other on an idle device."""
@@ -90,7 +90,7 @@ class TorchClock:
 
 
 class Rotation:
-    """Input arrays that take turns, so that none is found in the cache: together they are larger than it."""
+    """Input arrays in rotation: together they are larger than the cache, so that it never holds the next one."""
 
     def __init__(self, arrays: Sequence[Any]) -> None:
         self._arrays, self._next = arrays, 0
@@ -102,13 +102,13 @@ class Rotation:
 
     @staticmethod
     def count(nbytes: int, cache_bytes: int, most: int = 8) -> int:
-        """How many arrays of `nbytes` exceed twice the cache; at least 1, at most `most`."""
+        """Return how many arrays of `nbytes` exceed twice the cache; at least 1, at most `most`."""
         return max(1, min(most, ceil(2 * cache_bytes / max(1, nbytes)) + 1)) if nbytes < 2 * cache_bytes else 1
 
 
 @dataclass
 class Entry:
-    """Work that takes part in interleaved rounds.
+    """A piece of work that is timed in interleaved rounds.
 
     repeats  runs that are timed together; 0: as many as last LEAST_SECONDS.
     """
@@ -121,9 +121,9 @@ class Entry:
 
 
 def interleave(entries: Sequence[Entry], rounds: int, budget: Budget) -> None:
-    """Fill `seconds` of all entries; at least one round is run, and no other when the time is up.
+    """Fill `seconds` of all entries in at least one round; no further round begins when the time is up.
 
-    Every entry has run before.
+    Every entry must have run before.
     """
     for entry in entries:
         entry.repeats = entry.repeats or repeats_of(entry.clock.seconds(entry.run))
@@ -135,14 +135,14 @@ def interleave(entries: Sequence[Entry], rounds: int, budget: Budget) -> None:
 
 
 def repeats_of(seconds: float) -> int:
-    """Return how many runs of so many seconds are timed together."""
+    """Return how many runs of this length are timed together."""
     return min(MOST_REPEATS, max(1, ceil(LEAST_SECONDS / max(seconds, 1e-9))))
 
 
 class LowestFree:
-    """The least memory that was free on a device while this was open.
+    """Finds the least free memory of a device while it is open; a context manager.
 
-    free_bytes  so far.
+    free_bytes  least free memory so far.
     """
 
     def __init__(self, device: Any, pause: float = LOOK_SECONDS) -> None:
@@ -165,7 +165,7 @@ class LowestFree:
 
 
 def peak_bytes() -> int:
-    """The most resident memory that this process ever had."""
+    """Return the largest resident memory that this process ever had."""
     import resource
 
     scale = 1 if os.uname().sysname == "Darwin" else 1024

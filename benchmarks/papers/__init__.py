@@ -1,17 +1,18 @@
-"""The experiments of the source papers, repeated on this machine.
+"""Repeat the experiments of the source papers on this machine.
 
     python -m benchmarks papers [--device gpu] [--minutes 30] [--paper cuconv ..] [--resume]
 
-first_principles  One image of 4000 x 4000, kernels of 3 to 15; on a GPU with copies and without, and the CPU beside it.
+first_principles  One image of 4000 x 4000, kernels of 3 to 15; on a GPU with copies and without, and on the CPU.
 pascal            One map to many, many to as many: the peer's time over ours, and over the least that this card allows.
 cuconv            All layers of stride 1 of five networks in batches of 1 to 256: how many does the method win?
 cudnn             Five layers in batches of 128 to 16, as shares of the device's peak.
-znni              The four networks in every mode, beside Table V, and the schemes of section VI.
+znni              The four networks in every mode, compared with Table V, and the schemes of section VI.
 
 Layers and printed figures are in cases.yaml. Peers are cuDNN's plans for three dimensions, as primitives of znnpy run
-them, and PyTorch's conv2d: on a GPU it finds cuDNN's plans for two dimensions, on a CPU oneDNN's. What is within 1.5 of
-the fastest of its side takes part in interleaved rounds. Every output is compared with the definition in float64:
-beyond the limit of its precision ours is void, and a plan of a peer inexact, as Winograd's are: it does not count.
+them, and PyTorch's conv2d: on a GPU it finds cuDNN's plans for two dimensions, on a CPU oneDNN's. Contenders that take
+at most 1.5 times as long as the fastest of their side take part in interleaved rounds. Every output is compared with
+the float64 definition. Beyond the limit of its precision, a figure of ours is void, and a plan of a peer is inexact,
+as Winograd's are, and does not count.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ import click
 import numpy as np
 
 from benchmarks.harness import options
-from benchmarks.harness.joined import join
 from benchmarks.harness.layer_runner import place_of
 from benchmarks.harness.machine import find_gpu, header, machine_name
+from benchmarks.harness.merging import merge
 from benchmarks.harness.results import CURRENT, Program, Result
 from benchmarks.harness.timing import Budget
 from benchmarks.papers.cases import LAYERS, PAPERS
@@ -41,11 +42,15 @@ WRITE_SECONDS = 30.0  # interval at which the file is written again
 @click.command()
 @options.shared
 @click.option("--paper", "papers", type=click.Choice(PAPERS), multiple=True, help="Default: all of them.")
-@click.option("--resume", is_flag=True, help="Go on with the result file: its cases are not measured again.")
+@click.option("--resume", is_flag=True, help="Continue with the result file: its cases are not measured again.")
 @click.option("--rounds", type=int, default=6, show_default=True)
-@click.option("--variants", type=int, default=4, show_default=True, help="Of a method, that are tried.")
+@click.option("--variants", type=int, default=4, show_default=True, help="Variants of a method that are tried.")
 @click.option(
-    "--slow-seconds", type=float, default=2.0, show_default=True, help="Of a run on a CPU; no case is slower."
+    "--slow-seconds",
+    type=float,
+    default=2.0,
+    show_default=True,
+    help="Limit of a run on a CPU: cases that take longer are not measured.",
 )
 def command(
     device: str,
@@ -58,12 +63,12 @@ def command(
     variants: int,
     slow_seconds: float,
 ) -> None:
-    """Measure what the papers measured."""
+    """Repeat the measurements of the papers."""
     gpu = find_gpu(device)
     result = Result("papers", machine_name(gpu), header(gpu))
     path = out or CURRENT / f"papers-{result.machine}.json"
     if resume or papers:
-        join(result, path, () if resume else papers)
+        merge(result, path, () if resume else papers)
     about: dict[str, Any] = dict(result.header)
     about["peak_flops"] = peak_flops(about) if gpu is not None else {"fp32": product_rate(128 if quick else MATRIX)}
     result.header = about
@@ -85,7 +90,7 @@ def command(
 
 
 def keep(result: Result, rows: Any, path: Path | None) -> None:
-    """Print rows and add them to the result, which is written now and then, and at the end or after an error."""
+    """Print rows and add them to the result, which is written at intervals, and at the end or after an error."""
     written = time.monotonic()
     try:
         for row in rows:

@@ -1,4 +1,4 @@
-"""The layers of `cases.yaml`, each as a convolution of square images by square kernels."""
+"""Read the layers of `cases.yaml`, each as a convolution of square images by square kernels."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ SEED = 20261121
 class Case:
     """A layer with a batch, in a precision.
 
-    set      name that figures are joined by.
-    side     of the image, without its padding.
-    padding  planes of zeros on every side, which the image has beforehand.
-    why      what the figure is there to show.
+    set      name by which figures are grouped.
+    side     side of the image, without its padding.
+    padding  planes of zeros on every side, which are part of the input.
+    why      purpose of the figure.
     """
 
     paper: str
@@ -79,7 +79,7 @@ class Case:
 
 @cache
 def experiments() -> Mapping[str, Any]:
-    """Return the file: everything about each paper by its name."""
+    """Return the content of the file: everything about each paper by its name."""
     found: Mapping[str, Any] = YAML(typ="safe", pure=True).load(FILE)
     return found
 

@@ -1,4 +1,4 @@
-"""A clock for work on a GPU that is shorter than its launch, as small layers of the papers are."""
+"""A clock for work on a GPU that is shorter than its launch, such as small layers of the papers."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ COPIES = 3  # the median counts
 
 
 def holds(host_seconds: float, copy_seconds: float) -> int:
-    """Return how many copies take longer than the host takes."""
+    """Return how many copies take longer than the host needs."""
     return min(MOST_HOLDS, ceil(SPARE * host_seconds / copy_seconds))
 
 
 class HeldClock:
-    """Seconds of work by events of the device, without the host: a launch takes it longer than a small layer runs.
+    """A clock that times work by events of the device, without the host, which needs longer to launch a small layer.
 
-    Work waits on the device behind copies until the host has queued all of it; where the host was slower than known,
+    The work waits on the device behind copies until the host has queued all of it; if the host was slower than assumed,
     the series is timed again. The copies empty the L2 cache, so a run that does not count precedes the first event: the
-    runs that count find the cache as a run before them left it.
+    runs that count find the cache in the state that a previous run left.
     """
 
     def __init__(self, device: Any, nbytes: int = HOLD_BYTES) -> None:
@@ -39,7 +39,7 @@ class HeldClock:
         self._begin()
 
     def seconds(self, run: Callable[[], Any], repeats: int = 1) -> float:
-        """Return the seconds of one run, when `repeats` are queued one behind the other."""
+        """Return the seconds of one run, when `repeats` are queued one after the other."""
         warm = 1 if self._spent.get(run, 0.0) < LONG_SECONDS else 0
         spent = 0.0
         for _ in range(TRIES):
@@ -67,9 +67,9 @@ class HeldClock:
         return spent
 
     def copied_seconds(self, nbytes: int) -> float:
-        """Return the seconds of a copy that reads half of so many bytes and writes the other half.
+        """Return the seconds of a copy that reads half of `nbytes` and writes the other half.
 
-        Larger ones than `HOLD_BYTES` are scaled.
+        The time of copies larger than `HOLD_BYTES` is scaled.
         """
         half = max(1, nbytes // 2)
         part = min(half, self._nbytes)
@@ -82,10 +82,10 @@ class HeldClock:
         return median(self.seconds(copy, 4) for _ in range(COPIES)) * half / part
 
     def _begin(self) -> None:
-        """Find out how long a copy takes, by a series of them."""
+        """Measure how long a copy takes, in a series of copies."""
         self._elapsed(self._copy)
         self._copy_seconds = self._elapsed(self._copies) / COPIES
-        # What the host takes to queue a run that the clock has seen, and what the device takes to run it.
+        # Time that the host takes to queue a known run, and time that the device takes to run it.
         self._host: WeakKeyDictionary[Callable[[], Any], float] = WeakKeyDictionary()
         self._spent: WeakKeyDictionary[Callable[[], Any], float] = WeakKeyDictionary()
 
@@ -101,7 +101,7 @@ class HeldClock:
 
 
 class HeldTorchClock(HeldClock):
-    """Times work that PyTorch queues in the same way."""
+    """A clock that times work queued by PyTorch as `HeldClock` does."""
 
     def __init__(self, device: Any, nbytes: int = HOLD_BYTES) -> None:
         import torch

@@ -1,4 +1,4 @@
-"""Measures the papers' layers and networks on this machine; `cases.yaml` says which, `tables.py` what comes of it."""
+"""Measure the papers' layers and networks on this machine; `cases.yaml` lists them, `tables.py` shows the results."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from benchmarks.harness.results import Row
 from benchmarks.harness.timing import Budget, Clock, WallClock
 from benchmarks.papers.cases import Case, cases_of, experiments
 from benchmarks.papers.clock import HeldClock, HeldTorchClock
-from benchmarks.planner_runs import Planner, Point, told
+from benchmarks.planner_runs import Planner, Point, facts_of_plan
 from znnpy.kernels.table import TABLE
 
-OURS, BESIDE, COPIED, PEER, INEXACT, CPU, COPY = (
-    "ours", "beside", "ours, with copies", "peer", "peer, inexact", "processor", "copy",
+OURS, OTHER, COPIED, PEER, INEXACT, CPU, COPY = (
+    "ours", "our other methods", "ours, with copies", "peer", "peer, inexact", "processor", "copy",
 )  # fmt: skip
 CUDNN = "gpu.conv.cudnn"  # primitives whose names begin so run cuDNN's plans
 MOST_ERROR = {"fp32": 1e-5, "tf32": 2e-3, "fp16": 5e-3}  # relative rms; beyond it ours is void, a peer inexact
@@ -42,7 +42,7 @@ MODES = {"cpu": ("cpu",), "gpu": ("gpu", "gpu-host", "cpu-to-gpu", "side-by-side
 
 
 class Plain(Problem):
-    """A convolution without activation, whose biases are zeros: peers need not add them."""
+    """A convolution without activation, whose biases are zero, so that peers need not add them."""
 
     kept: ClassVar[deque[Any]] = deque(maxlen=256)  # peaks on a GPU outlive what was bound with them
 
@@ -66,10 +66,10 @@ class Plain(Problem):
 
 @dataclass
 class Contender:
-    """Something that computes a layer.
+    """A method of ours or of a peer that computes a layer.
 
-    error    rms of boxes of its output, over the rms of the definition.
-    seconds  of one run each; at first of one behind another.
+    error    rms error of boxes of its output, over the rms of the definition.
+    seconds  seconds of runs; at first one average of consecutive runs.
     """
 
     name: str
@@ -86,7 +86,7 @@ class Contender:
 class LayerBench:
     """Measures one paper's layers at a place.
 
-    slow  seconds: what takes longer runs once, and cases that would at CPU_FLOPS are left out; inf on a GPU.
+    slow  methods that take more seconds run only once, and cases that would at CPU_FLOPS are omitted; inf on a GPU.
     """
 
     paper: str
@@ -100,7 +100,7 @@ class LayerBench:
     left_out: list[str]
 
     def rows(self, case: Case) -> list[Row]:
-        """Measure all that apply to a case; what wants more memory or time than is allowed is left out, and said."""
+        """Measure all contenders that apply to a case; report those that need more memory or time than is allowed."""
         if case.flops > self.slow * CPU_FLOPS * self.place.threads:
             self.left_out.append(f"{self.paper}, {case}: {case.flops / 1e9:.0f} Gflop would take too long")
             return []
@@ -122,7 +122,7 @@ class LayerBench:
         return rows
 
     def _primitives(self, problem: Problem, opened: ExitStack) -> Iterator[Contender]:
-        """Yield the fastest variant of each of our methods, of those beside them, and each plan of cuDNN.
+        """Yield the fastest variant of each of our methods and of our other ones, and each plan of cuDNN.
 
         On a CPU every method counts as ours; the experiment on one image runs them with one thread, too.
         """
@@ -134,10 +134,10 @@ class LayerBench:
                 or "naive" in primitive.name
             ):
                 continue
-            who = OURS if self.place.device == "cpu" or primitive.name in about["methods"] else BESIDE
+            who = OURS if self.place.device == "cpu" or primitive.name in about["methods"] else OTHER
             if primitive.name.startswith(CUDNN):
                 who = PEER
-            elif who == BESIDE and primitive.name not in about["beside"]:
+            elif who == OTHER and primitive.name not in about["others"]:
                 continue
             if primitive.why_not(problem.shape, self.place.machine) is not None:
                 continue
@@ -156,7 +156,7 @@ class LayerBench:
             yield replace(found, name=f"{found.name}, one thread")
 
     def _variants(self, primitive: Any, problem: Problem, who: str) -> Iterator[Contender]:
-        """Yield some variants, each with the seconds of one run behind another; least work comes first."""
+        """Yield some variants, each with the average seconds of consecutive runs; least work comes first."""
         shape, most = problem.shape, experiments()[self.paper].get("most_gib")
 
         def work(variant: Any) -> float:
@@ -251,7 +251,7 @@ class LayerBench:
         )
 
     def _processor(self, case: Case, opened: ExitStack) -> Iterator[Contender]:
-        """Yield the methods of the CPU beside those of a GPU."""
+        """Yield the methods of the CPU, for comparison with those of a GPU."""
         host = opened.enter_context(place_of("cpu"))
         bench = replace(self, place=host, clock=host.clock, torch_clock=None)
         problem = Plain.of(case.shape, host)
@@ -259,7 +259,7 @@ class LayerBench:
             yield replace(one, who=CPU)
 
     def _compete(self, contenders: Sequence[Contender]) -> None:
-        """Time what is close to the best of its side in interleaved rounds; all others keep the seconds of one run."""
+        """Time contenders close to the best of their side in interleaved rounds; others keep their first seconds."""
         best: dict[str, float] = {}
         for one in contenders:
             best[one.who] = min(best.get(one.who, float("inf")), one.seconds[0])
@@ -292,7 +292,7 @@ class LayerBench:
 
 
 def judged(one: Contender, precision: str) -> Contender:
-    """Return a contender whose error is known: ours may be void, a peer inexact or wrong."""
+    """Return a contender after a check of its error: ours may be void, a peer inexact or wrong."""
     if one.error <= MOST_ERROR[precision]:
         return one
     if one.who == PEER and one.error <= WRONG:
@@ -318,7 +318,7 @@ def layer_rows(
 ) -> Iterator[Row]:
     """Yield the rows of a paper's layers at a place; cases for which no time is left are counted.
 
-    slow   seconds that a run may take on a CPU, roughly.
+    slow   approximate limit of the seconds of a run on a CPU.
     known  cases that are not measured again.
     """
     gpu = place.opened
@@ -338,7 +338,7 @@ def layer_rows(
 
 
 def network_rows(device: str, budget: Budget, left_out: list[str], *, quick: bool, rounds: int) -> Iterator[Row]:
-    """Yield the speeds of ZNNi's networks in every mode, and what its schemes are predicted to reach."""
+    """Yield the speeds of ZNNi's networks in every mode, and the predicted speeds of its schemes."""
     about = experiments()["znni"]
     networks, side = (["tiny"], 40) if quick else (about["networks"], about["shape"][0])
     with tempfile.TemporaryDirectory() as folder:
@@ -354,7 +354,7 @@ def network_rows(device: str, budget: Budget, left_out: list[str], *, quick: boo
                 runs = [] if made.get("failure") else [run for _ in range(rounds) for run in planner.run(point, made)]
                 failure = made.get("failure") or next((run["failure"] for run in runs if run.get("failure")), None)
                 values = () if failure else tuple(run["speed"] for run in runs)
-                yield Row("znni", f"{name}, {side}^3", mode, "voxels/s", values, failure, told(made))
+                yield Row("znni", f"{name}, {side}^3", mode, "voxels/s", values, failure, facts_of_plan(made))
                 if not failure and mode == device:
                     yield from _schemes(f"{name}, {side}^3", made)
 

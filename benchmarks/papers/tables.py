@@ -1,4 +1,4 @@
-"""What comes of the papers' experiments: each paper's own table, with its printed figures beside ours."""
+"""Make the tables of the papers' experiments: those of each paper, with its printed figures next to ours."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.harness import markdown
 from benchmarks.harness.results import Ratio, Result, Results, Row, device_of, ratio_of
 from benchmarks.papers.cases import Case, cases_of, experiments
-from benchmarks.papers.run import BESIDE, COPIED, COPY, CPU, INEXACT, OURS, PEER
+from benchmarks.papers.run import COPIED, COPY, CPU, INEXACT, OTHER, OURS, PEER
 
 FLOPS_A_CLOCK = {  # dense operations of a multiprocessor: NVIDIA's white papers on the A100 and the H100
     (8, 0): {"fp32": 128, "tf32": 1024, "fp16": 2048},
@@ -44,23 +44,23 @@ class Match:
 
     @property
     def speedup(self) -> Ratio | None:
-        """Return how many times the speed of the peer the paper's method has, without inexact plans."""
+        """Return the speed of the paper's method over that of the fastest exact peer."""
         return self.over(OURS, PEER)
 
     def over(self, who: str, *peers: str) -> Ratio | None:
-        """Return how many times the speed of the fastest peer one side has; None where either is missing."""
+        """Return the speed of one side over that of the fastest peer; None if either is missing."""
         ours, peer = self.fastest(who), self.fastest(*peers)
         return ratio_of(peer.values, ours.values) if ours and peer else None
 
     def possible(self, flops: float | None) -> float | None:
-        """Return the peer's time over the least that copying the bytes, and computing every product, takes here."""
+        """Return the peer's time over the least possible time here: copying the bytes or computing every product."""
         peer, copy = self.fastest(PEER), self.fastest(COPY)
         if peer is None or copy is None or not flops:
             return None
         return peer.median / max(copy.median, 1e6 * self.case.flops / flops)
 
     def tflops(self, who: str) -> float | None:
-        """Return 10^12 operations of the definition per second."""
+        """Return the speed in 10^12 operations of the definition per second."""
         row = self.fastest(who)
         return self.case.flops / row.median / 1e6 if row else None
 
@@ -73,7 +73,7 @@ def matches(result: Result, paper: str) -> list[Match]:
 
 
 def gains(some: Iterable[Match], who: str = OURS, peers: Sequence[str] = (PEER,)) -> Found:
-    """Return how often a side is faster than its peers and by how much; `surely`: in every round."""
+    """Return how often a side is faster than its peers and by how much; `surely` counts those that win every round."""
     ratios = [ratio for match in some if (ratio := match.over(who, *peers)) is not None]
     if not ratios:
         return {"cases": 0}
@@ -97,16 +97,16 @@ def gain_line(name: str, found: Found) -> list[str]:
 
 
 def _gain_lines(some: Sequence[Match], name: str) -> Iterator[list[str]]:
-    """Yield the paper's method against exact peers, and where they count against inexact ones; others of ours."""
+    """Yield lines for the paper's method against exact peers and against all peers, and for our other methods."""
     yield gain_line(name, gains(some))
     if any(match.fastest(INEXACT) for match in some):
         yield gain_line(f"{name}, if inexact plans counted", gains(some, peers=(PEER, INEXACT)))
-    if any(match.fastest(BESIDE) for match in some):
-        yield gain_line(f"{name}, our other methods", gains(some, BESIDE))
+    if any(match.fastest(OTHER) for match in some):
+        yield gain_line(f"{name}, our other methods", gains(some, OTHER))
 
 
 def cuconv_table(result: Result) -> str:
-    """Share of configurations won and by how much, by kernel and batch; the profiled layers beside Tables 3 to 5."""
+    """Return the share of configurations won, by kernel and batch, and the profiled layers next to Tables 3 to 5."""
     found, paper = matches(result, "cuconv"), experiments()["cuconv"]["paper"]
     share = f"{paper['won'] / paper['configurations']:.1%}"
     figures = [f"{paper['mean_where_won']:.2f}", "-", "-", f"{paper['most']:.2f}"]
@@ -119,9 +119,9 @@ def cuconv_table(result: Result) -> str:
                 some = [match for match in alike if (match.case.kernel, match.case.batch) == (kernel, batch)]
                 if (gain := gains(some))["cases"]:
                     lines.append(gain_line(f"k = {kernel}, batch {batch}, {precision}", gain))
-                if batch == 1 and (said := paper["batch_1"].get(kernel)):
+                if batch == 1 and (note := paper["batch_1"].get(kernel)):
                     lines.append(
-                        [f"k = {kernel}, batch 1, paper", *["-"] * 5, f"{said['mean']:.2f}", "-", f"{said['most']:.2f}"]
+                        [f"k = {kernel}, batch 1, paper", *["-"] * 5, f"{note['mean']:.2f}", "-", f"{note['most']:.2f}"]
                     )
     profiles = [line for profile in paper["profiles"] for line in _profile_lines(profile, found)]
     head = ["table, layer, batch", "paper us", "cuDNN us", "times", "ours us", "peer us", "times"]
@@ -141,13 +141,13 @@ def _profile_lines(profile: Mapping[str, Any], found: Sequence[Match]) -> Iterat
 
 
 def pascal_table(result: Result) -> str:
-    """Speed-ups of one map and of several, by kernel and by side of the image, and what is possible at most."""
+    """Return the speed-ups for one map and for several, by kernel and by side of the image, and the possible ones."""
     found, paper = matches(result, "pascal"), experiments()["pascal"]["paper"]
     flops = result.header.get("peak_flops", {}).get("fp32")
     lines: list[list[str]] = []
     for name in ("single", "multi"):
-        for card, said in paper.items():
-            figures = [f"{said[name][key]:.2f}" if key in said[name] else "-" for key in ("mean", "least", "most")]
+        for card, note in paper.items():
+            figures = [f"{note[name][key]:.2f}" if key in note[name] else "-" for key in ("mean", "least", "most")]
             lines.append([f"{name}, paper, {card}", *["-"] * 5, *figures, "-"])
         alike = [match for match in found if match.case.set == name]
         for kernel, side in sorted({(match.case.kernel, match.case.side) for match in alike}):
@@ -164,7 +164,7 @@ def _possible(some: Sequence[Match], flops: float | None) -> str:
 
 
 def cudnn_table(result: Result) -> str:
-    """Shares of what the device computes at most; the mean of all layers by batch, over that of the best batch."""
+    """Return the shares of the device's peak, and the mean of all layers by batch, over that of the best batch."""
     found, paper = matches(result, "cudnn"), experiments()["cudnn"]["paper"]
     peaks, lines = result.header.get("peak_flops", {}), []
     for match in found:
@@ -203,7 +203,7 @@ def batch_shares(found: Sequence[Match]) -> Iterator[tuple[str, int, list[float 
 
 
 def first_principles_table(result: Result) -> str:
-    """Milliseconds of every way by kernel; how many times the processor's time a GPU takes, with copies and without."""
+    """Return the milliseconds of every method by kernel, and the CPU's time over the GPU's, with copies and without."""
     found, paper = matches(result, "first_principles"), experiments()["first_principles"]["paper"]
     names = _in_order(row.subject for match in found for row in match.rows if row.facts["who"] != COPY)
     lines = []
@@ -215,14 +215,14 @@ def first_principles_table(result: Result) -> str:
         if any(ratios):
             lines.append([f"CPU over {who}", *(f"{ratio.median:.1f}x" if ratio else "-" for ratio in ratios)])
     head = ["ms", *(f"k = {match.case.kernel}" for match in found)]
-    said = (
+    note = (
         f"The post: {paper['cpu_seconds']} s on a CPU, {paper['gpu_seconds']} s on a GPU, process and copies included."
     )
-    return f"{markdown.table(head, lines)}\n\n{said}" if found else ""
+    return f"{markdown.table(head, lines)}\n\n{note}" if found else ""
 
 
 def znni_table(result: Result) -> str:
-    """Output voxels per second of the networks beside Table V; what schemes of section VI-A would reach; Fig. 4."""
+    """Return the speeds of the networks next to Table V, the predicted ones of section VI-A's schemes, and Fig. 4."""
     about = experiments()["znni"]
     names = ("cpu", "gpu", "gpu-host", "cpu-to-gpu")
     lines, schemes = [], []
@@ -231,8 +231,8 @@ def znni_table(result: Result) -> str:
         printed = about["paper"]["table_5"].get(network, {})
         for mode in (*names, "side-by-side"):
             if mode in by_mode:
-                said = [markdown.speed(printed[one]) if one in printed else "-" for one in (mode, "cuDNN", "ZNN")]
-                lines.append([f"{case}, {mode}", markdown.speed(by_mode[mode].median), *said])
+                note = [markdown.speed(printed[one]) if one in printed else "-" for one in (mode, "cuDNN", "ZNN")]
+                lines.append([f"{case}, {mode}", markdown.speed(by_mode[mode].median), *note])
         some = {name.removeprefix("predicted: "): row.median for name, row in by_mode.items() if "predicted" in name}
         if len(some) > 1:
             best = some.pop("the plan")

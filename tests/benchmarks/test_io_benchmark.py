@@ -15,7 +15,7 @@ from benchmarks.harness.machine import machine_name
 from benchmarks.harness.results import Result, Row, read
 from benchmarks.harness.timing import Budget
 from benchmarks.io import EXPERIMENTS, STORED, Runs, Stored, copying_network, grey_values, headline, store, tables_of
-from benchmarks.io_runs import Nowhere, timed_fsync
+from benchmarks.io_runs import Discard, timed_fsync
 
 
 def test_every_experiment_runs_and_forgets_its_files(repository: Path, tmp_path: Path) -> None:
@@ -75,8 +75,8 @@ def test_fsync_is_counted_timed_and_left_out(tmp_path: Path) -> None:
 
 
 def test_nowhere_has_maps_only_where_there_are_several() -> None:
-    assert Nowhere((3, 4, 5, 6)).shape == (3, 4, 5, 6)
-    assert Nowhere((1, 4, 5, 6)).shape == (4, 5, 6)
+    assert Discard((3, 4, 5, 6)).shape == (3, 4, 5, 6)
+    assert Discard((1, 4, 5, 6)).shape == (4, 5, 6)
 
 
 def test_tables_and_headline_take_medians() -> None:

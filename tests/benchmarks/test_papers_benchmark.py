@@ -17,11 +17,11 @@ from benchmarks.papers import keep, product_rate
 from benchmarks.papers.cases import LAYERS, cases_of, experiments
 from benchmarks.papers.clock import MOST_HOLDS, HeldClock, holds
 from benchmarks.papers.run import (
-    BESIDE,
     COPIED,
     COPY,
     CPU,
     INEXACT,
+    OTHER,
     OURS,
     PEER,
     Contender,
@@ -87,7 +87,7 @@ def test_layers_run_on_a_gpu(paper: str, device: Any) -> None:
     assert set(by_case) == {str(case) for case in cases_of(paper, "gpu", quick=True)}
     for who in by_case.values():
         assert {OURS, COPY} <= who
-    others = {"first_principles": {COPIED, CPU}, "pascal": {BESIDE}, "cuconv": {BESIDE}, "cudnn": set()}
+    others = {"first_principles": {COPIED, CPU}, "pascal": {OTHER}, "cuconv": {OTHER}, "cudnn": set()}
     assert others[paper] <= set.union(*by_case.values())
     assert all(row.facts["error"] < 1e-3 for row in rows if row.facts["who"] != COPY)
     text = TABLES[f"papers-{paper.replace('_', '-')}"]({"papers": [result_of(paper, rows)]})
@@ -180,7 +180,7 @@ def test_gains_count_what_is_faster_in_the_median_and_in_every_round() -> None:
     rows = [
         row(A, "ours", OURS, 10, 10, 10), row(A, "cuDNN", PEER, 20, 20, 20), row(A, "slow", PEER, 90),
         row(B, "ours", OURS, 10, 10, 10), row(B, "cuDNN", PEER, 9, 11, 12),
-        row(C, "ours", OURS, 10), row(C, "cuDNN", PEER, 5), row(C, "inexact", INEXACT, 4), row(C, "o", BESIDE, 2),
+        row(C, "ours", OURS, 10), row(C, "cuDNN", PEER, 5), row(C, "inexact", INEXACT, 4), row(C, "o", OTHER, 2),
     ]  # fmt: skip
     result = result_of("cuconv", rows)
     found = matches(result, "cuconv")
@@ -191,7 +191,7 @@ def test_gains_count_what_is_faster_in_the_median_and_in_every_round() -> None:
     assert gain["mean"] == pytest.approx((2 + 1.1 + 0.5) / 3)
     assert gain["mean_where_won"] == pytest.approx((2 + 1.1) / 2)
     assert gains(found, peers=(PEER, INEXACT))["least"] == 0.4
-    assert gains(found, BESIDE) == gains(found[1:2], BESIDE)
+    assert gains(found, OTHER) == gains(found[1:2], OTHER)
     assert gain_line("all", gain) == ["all", "3", "2", "1", "66.7%", "1.55", "1.20", "0.50", "2.00"]
     assert gain_line("none", gains([])) == ["none", "0", *["-"] * 7]
     text = TABLES["papers-cuconv"]({"papers": [result]})

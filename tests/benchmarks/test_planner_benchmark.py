@@ -16,7 +16,7 @@ import znnpy
 from benchmarks import planner_runs
 from benchmarks.harness.machine import machine_name
 from benchmarks.harness.results import Result, Row, read
-from benchmarks.io_runs import Nowhere
+from benchmarks.io_runs import Discard
 from benchmarks.planner import promise_rows, rivals
 from benchmarks.planner_runs import part_of
 from benchmarks.planner_tables import (
@@ -78,13 +78,13 @@ def test_rivals_come_from_every_kind_in_turn_and_end_in_random_ones() -> None:
     some = list(islice(rivals(PICK, NAMES, 4, np.random.default_rng(1)), 24))
     assert [kind for kind, _, _ in some[:4]] == ["neighbour", "uniform", "without", "random"]
     assert {kind for kind, _, _ in some[-5:]} == {"random"}
-    wishes: dict[str, Any] = {name: words for _, name, words in some}
-    assert wishes["as patches"] == {"cover": "patches"}, "the pick has columns"
-    assert wishes["not a.conv.x"] == {"only": ["a.conv.y", "a.conv.z", "a.pool.p"]}
-    assert "not a.conv.z" not in wishes, "the pick does not use it"
-    assert wishes["only a.conv.z"] == {"only": ["a.conv.z"]}
-    assert wishes["steps of 8x20x4"] == {"patch": [8, 20, 4]}
-    assert "steps of 8x16x0" not in wishes
+    arguments: dict[str, Any] = {name: words for _, name, words in some}
+    assert arguments["as patches"] == {"cover": "patches"}, "the pick has columns"
+    assert arguments["not a.conv.x"] == {"only": ["a.conv.y", "a.conv.z", "a.pool.p"]}
+    assert "not a.conv.z" not in arguments, "the pick does not use it"
+    assert arguments["only a.conv.z"] == {"only": ["a.conv.z"]}
+    assert arguments["steps of 8x20x4"] == {"patch": [8, 20, 4]}
+    assert "steps of 8x16x0" not in arguments
     patches = [words["patch"] for kind, _, words in some if kind == "random"]
     for patch in patches:
         for size, of_pick in zip(patch, PICK["patch_out"], strict=True):
@@ -174,7 +174,7 @@ def test_runs_on_a_gpu_go_from_memory_to_memory(monkeypatch: pytest.MonkeyPatch)
             return {"stage_seconds": stages, "seconds": 20.0, "peak_bytes": 1,
                     "predicted": {"seconds": 5.0, "peak_bytes": 2, "vram_bytes": 620}}  # fmt: skip
 
-    def infer(volume: Any, network: str, *, plan: str, out: Nowhere, device: str) -> Report:
+    def infer(volume: Any, network: str, *, plan: str, out: Discard, device: str) -> Report:
         assert (volume.shape, out.shape, device, plan) == ((6, 7, 8), (2, 3, 4, 5), "gpu", "plan.json")
         return Report()
 

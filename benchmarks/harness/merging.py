@@ -1,4 +1,4 @@
-"""A run that measures some groups of a benchmark keeps what the result file holds of the others."""
+"""Keep the rows of the groups of a result file that a run does not measure."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pathlib import Path
 from benchmarks.harness.results import CURRENT, Result, read
 
 
-def join(result: Result, path: Path | None, anew: Collection[str]) -> None:
-    """Add the rows of a file, if it is there, but for groups that are measured anew.
+def merge(result: Result, path: Path | None, measured: Collection[str]) -> None:
+    """Add the rows of an earlier file, if it exists, except those of the groups in `measured`.
 
     The header then names date and commit of every run whose rows the file holds.
 
-    path  None: the current result of that benchmark on that machine.
+    path  the file; None: the current result of that benchmark on that machine.
     """
     path = path or CURRENT / f"{result.benchmark}-{result.machine}.json"
     if not path.exists():
         return
     old = read(path)
-    result.rows += [row for row in old.rows if row.group not in anew]
-    result.left_out += [line for line in old.left_out if not line.startswith(tuple(anew))]
+    result.rows += [row for row in old.rows if row.group not in measured]
+    result.left_out += [line for line in old.left_out if not line.startswith(tuple(measured))]
     earlier = [*old.header.get("joined", ()), {key: old.header[key] for key in ("date", "commit")}]
     result.header = {**result.header, "joined": earlier}
