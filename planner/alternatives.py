@@ -5,7 +5,8 @@ from __future__ import annotations
 from math import sqrt
 
 from znnpy.network import Network
-from znnpy.planner.plan import Alternative, Choice, Plan, RunnerUp
+from znnpy.planner.plan import Choice, Plan
+from znnpy.planner.run_plan import Alternative, RunnerUp, RunPlan
 from znnpy.planner.tilings import fusion_groups
 from znnpy.units import human_bytes, human_seconds
 
@@ -13,16 +14,16 @@ ALIKE = 1.005  # times the seconds, below which two plans are as fast
 MORE_WASTE = 1.05  # times the waste, from which on borders may be the reason
 
 
-def kind_of(network: Network, best: Plan, other: Plan, scheme: str = "") -> Alternative:
+def kind_of(network: Network, best: RunPlan, other: RunPlan, scheme: str = "") -> Alternative:
     """`other`, the best plan of its kind, or of a scheme that no session runs, beside the best of all."""
     over, over_vram = other.memory.excess(other.limits)
     runner_up = RunnerUp(
         patch_out=other.patch_out,
-        axis=other.axis,
-        column_planes=other.column_planes,
-        sub_batches=other.sub_batches,
+        axis=other.main.axis,
+        column_planes=other.main.column_planes,
+        sub_batches=other.main.sub_batches,
         voxels_per_second=other.voxels_per_second,
-        waste=other.waste,
+        waste=other.main.waste,
         over_bytes=over,
         over_vram_bytes=over_vram,
     )
@@ -31,25 +32,25 @@ def kind_of(network: Network, best: Plan, other: Plan, scheme: str = "") -> Alte
     )
 
 
-def why_lost(network: Network, best: Plan, other: Plan) -> str:
+def why_lost(network: Network, best: RunPlan, other: RunPlan) -> str:
     """A sentence on `other`, which does not fit or is not faster than `best`."""
     over, over_vram = other.memory.excess(other.limits)
     if over or over_vram:
         parts = [human_bytes(over)] * (over > 0) + [f"{human_bytes(over_vram)} of VRAM"] * (over_vram > 0)
         return f"does not fit: {' and '.join(parts)} more, at the least"
     ratio = other.seconds / best.seconds
-    if other.cpu_plan is not None:
+    if other.sharing is not None:
         if not other.cpu_items:
             return idle(other)
         fast = f"{_times(1 / ratio)} times as fast" if ratio < 1 else f"{_times(ratio)} times as long"
         return f"{fast}, which is not worth an output whose last bits depend on who computed what"
-    if other.offloaded and ratio < 1 / ALIKE:
+    if other.main.offloaded and ratio < 1 / ALIKE:
         return f"{_times(1 / ratio)} times as fast: too little, or too short a run, to be taken unasked"
-    if other.offloaded and ratio >= ALIKE:
-        return f"{_times(ratio)} times as long: {_two_memories(other)}"
-    if best.offloaded and ratio >= ALIKE:
+    if other.main.offloaded and ratio >= ALIKE:
+        return f"{_times(ratio)} times as long: {_two_memories(other.main)}"
+    if best.main.offloaded and ratio >= ALIKE:
         return f"{_times(ratio)} times as long, with all layers on the {other.device.upper()}"
-    if best.cpu_plan is not None and other.device == "gpu":
+    if best.sharing is not None and other.device == "gpu":
         return f"{_times(ratio)} times as long, without the processor"
     more = other.memory.device_bytes - best.memory.device_bytes
     if ratio < ALIKE and other.device == best.device and more > 0:
@@ -59,10 +60,10 @@ def why_lost(network: Network, best: Plan, other: Plan) -> str:
         return f"{_times(1 / ratio)} times as fast, but where both may be taken the GPU is"
     if ratio < ALIKE:
         return "as fast"
-    waste = other.waste / best.waste
+    waste = other.main.waste / best.main.waste
     if waste >= MORE_WASTE and waste >= sqrt(ratio):
         return f"{_times(ratio)} times as long: {_times(waste)} times the waste"
-    return f"{_times(ratio)} times as long: {_slowest(network, best, other)}"
+    return f"{_times(ratio)} times as long: {_slowest(network, best.main, other.main)}"
 
 
 def _two_memories(plan: Plan) -> str:
@@ -106,10 +107,10 @@ def _slowest(network: Network, best: Plan, other: Plan) -> str:
     return longer
 
 
-def idle(both: Plan) -> str:
+def idle(both: RunPlan) -> str:
     """Return why the CPU beside GPUs computes nothing."""
-    assert both.cpu_plan is not None, "side by side"
-    first = both.cpu_plan.seconds_to_begin + both.cpu_plan.seconds_per_step
+    cpu = both.workers[1].plan
+    first = cpu.seconds_to_begin + cpu.seconds_per_step
     return (
         f"the GPU is done in {human_seconds(both.seconds)}, and of the parts that suit both the processor takes "
         f"{human_seconds(first)} for one"

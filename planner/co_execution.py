@@ -1,167 +1,121 @@
-"""Prediction of how a processor and GPUs share an output, cell by cell.
+"""Prediction of how the CPU and GPUs, each with a plan of its own, share an output cell by cell.
 
-The processor takes cells from the front, consecutive ones as one column; GPUs take the others (`run.balanced_queue`).
+The CPU takes cells from the front, consecutive ones as one column; GPUs take the others (`run.balanced_queue`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from dataclasses import dataclass
 from math import ceil, prod
 from statistics import fmean
-from typing import Protocol
 
 from znnpy.patches import Cover
-from znnpy.shapes import Vec3
+from znnpy.planner.plan import Plan
 
-# Of a processor beside GPUs, against the prediction: 0.84 to 1.24 on two machines.
+# Measured seconds of a CPU that works next to GPUs, over the predicted ones: 0.84 to 1.24 on two machines.
 SLOWDOWNS = (0.85, 1.0, 1.1, 1.25)
 
 
-class Timed(Protocol):
-    """A choice of a plan."""
+@dataclass(frozen=True, slots=True)
+class CoExecution:
+    """The plans by which equal GPUs and the CPU compute one output.
 
-    @property
-    def seconds(self) -> float: ...
-
-    @property
-    def executions(self) -> int: ...
-
-
-class CpuPlan(Protocol):
-    """What is asked of the plan of the processor."""
-
-    @property
-    def seconds_per_step(self) -> float: ...
-
-    @property
-    def seconds_to_begin(self) -> float: ...
-
-
-class SharedPlan(Protocol):
-    """What is asked of a plan for GPUs that the processor shares."""
-
-    @property
-    def output(self) -> Vec3: ...
-
-    @property
-    def patch_out(self) -> Vec3: ...
-
-    @property
-    def axis(self) -> int: ...
-
-    @property
-    def devices(self) -> int: ...
-
-    @property
-    def cells(self) -> Cover: ...
-
-    @property
-    def choices(self) -> Sequence[Timed]: ...
-
-    @property
-    def cpu_plan(self) -> CpuPlan | None: ...
-
-    @property
-    def cpu_items(self) -> int: ...
-
-    @property
-    def seconds_per_step(self) -> float: ...
-
-    @property
-    def seconds_to_begin(self) -> float: ...
-
-    def seconds_for(self, share: float) -> float: ...
-
-
-def seconds(plan: SharedPlan, slowdown: float = 1.0) -> float:
-    """Return the seconds until both are done, if the processor takes `slowdown` times as long as predicted.
-
-    It begins a first cell as planned; how many more it takes is decided when that is done. A GPU that finishes earlier
-    waits for as long as the processor's last cell takes a GPU, and then computes that cell itself.
-    """
-    return _seconds(plan, slowdown, cpu_items(plan))
-
-
-def expected_seconds(plan: SharedPlan) -> float:
-    """Return the mean of these seconds over the slowdowns that a processor may have."""
-    planned = cpu_items(plan)
-    return fmean(_seconds(plan, slowdown, planned) for slowdown in SLOWDOWNS)
-
-
-def _seconds(plan: SharedPlan, slowdown: float, planned: int) -> float:
-    """Return the seconds until both are done; `planned` cells are the processor's if it is as fast as predicted."""
-    if not planned:
-        return gpu_seconds(plan, 0)
-    count = planned if slowdown == 1 else max(1, cpu_items(plan, slowdown))
-    others, own = gpu_seconds(plan, count), slowdown * cpu_seconds(plan, count)
-    waits = sum(gpu_item_seconds(plan))
-    return max(others, own) if own <= others + waits else others + 2 * waits
-
-
-def cpu_items(plan: SharedPlan, slowdown: float = 1.0) -> int:
-    """Return the number of cells that the processor computes.
-
-    It begins no cell that the GPUs, with everything left, would finish before it, and never the last one, which a GPU
-    has from the start.
+    gpu      the plan of each GPU, for the whole output
+    devices  number of GPUs
+    cpu      the plan of the CPU, for the cells that lie behind each other along the axis of `gpu`
     """
 
-    def in_vain(count: int) -> bool:
-        return slowdown * cpu_seconds(plan, count) >= gpu_seconds(plan, count - 1)
+    gpu: Plan
+    devices: int
+    cpu: Plan
 
-    return bisect_left(range(1, len(plan.cells)), True, key=in_vain)
+    @property
+    def cells(self) -> Cover:
+        """The cells that the CPU and GPUs take in turn.
 
+        The first across the axis are as wide as the CPU's patch; later ones are as wide as the GPU columns that fit
+        into it, so that a remainder that fills no GPU column may go to the CPU.
+        """
+        first = self.cpu.patch_out
+        z, y, x = (max(1, size // step) * step for size, step in zip(first, self.gpu.patch_out, strict=True))
+        return Cover(self.gpu.output, first, later=(z, y, x))
 
-def cpu_seconds(plan: SharedPlan, count: int) -> float:
-    """Return the processor's seconds for so many cells; it streams from one to the next until the output ends."""
-    assert plan.cpu_plan is not None, "only side by side"
-    columns = -(-count // plan.cells.counts[plan.axis])
-    return count * plan.cpu_plan.seconds_per_step + columns * plan.cpu_plan.seconds_to_begin
+    def seconds(self, slowdown: float = 1.0) -> float:
+        """Return the seconds until both are done, if the CPU takes `slowdown` times as long as predicted.
 
+        The CPU begins a first cell as planned; how many more it takes is decided when that is done. A GPU that finishes
+        earlier waits for as long as the CPU's last cell takes a GPU, and then computes that cell itself.
+        """
+        if not (planned := self.cpu_items()):
+            return self.gpu_seconds(0)
+        count = planned if slowdown == 1 else max(1, self.cpu_items(slowdown))
+        others, own = self.gpu_seconds(count), slowdown * self.cpu_seconds(count)
+        waits = sum(self.gpu_item_seconds())
+        return max(others, own) if own <= others + waits else others + 2 * waits
 
-def gpu_seconds(plan: SharedPlan, count: int) -> float:
-    """Return the GPUs' seconds for all but so many cells; each takes whole ones."""
-    long, left = plan.cells.counts[plan.axis], len(plan.cells) - count
-    if not left:
-        return 0.0
-    stacks, cut = divmod(count, long)
-    columns = _columns_per_stack(plan)
-    whole = sum(choice.executions * choice.seconds for choice in plan.choices)
-    spent = sum(columns[stacks:]) / _column_count(plan) * whole
-    if cut:
-        steps = plan.cells.patch[plan.axis] / plan.patch_out[plan.axis]
-        spent -= cut * columns[stacks] * steps * plan.seconds_per_step
-    return plan.seconds_for(spent / whole * ceil(left / plan.devices) / left)
+    def expected_seconds(self) -> float:
+        """Return the mean of these seconds over the slowdowns that a CPU may have."""
+        return fmean(map(self.seconds, SLOWDOWNS))
 
+    def cpu_items(self, slowdown: float = 1.0) -> int:
+        """Return the number of cells that the CPU computes.
 
-def cpu_share(plan: SharedPlan) -> float:
-    """Return the share of the output that the processor is to compute."""
-    rows, row = (plan.cells.sizes(i) for i in _across(plan))
-    stacks, long = [a * b for a in rows for b in row], plan.cells.sizes(plan.axis)
-    whole, cut = divmod(plan.cpu_items, len(long))
-    voxels = sum(stacks[:whole]) * sum(long)
-    return (voxels + stacks[whole] * sum(long[:cut]) if cut else voxels) / prod(plan.output)
+        It begins no cell that the GPUs, with everything left, would finish before it, and never the last one, which a
+        GPU has from the start.
+        """
 
+        def in_vain(count: int) -> bool:
+            return slowdown * self.cpu_seconds(count) >= self.gpu_seconds(count - 1)
 
-def gpu_item_seconds(plan: SharedPlan) -> tuple[float, float]:
-    """Return a GPU's seconds in the first stack: to begin a run of cells, and for each cell."""
-    columns, axis = _columns_per_stack(plan)[0], plan.axis
-    steps = plan.cells.patch[axis] // plan.patch_out[axis]
-    return columns * plan.seconds_to_begin, columns * steps * plan.seconds_per_step
+        return bisect_left(range(1, len(self.cells)), True, key=in_vain)
 
+    def cpu_seconds(self, count: int) -> float:
+        """Return the CPU's seconds for so many cells; it streams from one to the next until the output ends."""
+        columns = -(-count // self.cells.counts[self.gpu.axis])
+        return count * self.cpu.seconds_per_step + columns * self.cpu.seconds_to_begin
 
-def _column_count(plan: SharedPlan) -> int:
-    """Return the number of columns, or stacks of patches, of a GPU's plan without cells."""
-    return prod(ceil(plan.output[i] / plan.patch_out[i]) for i in _across(plan))
+    def gpu_seconds(self, count: int) -> float:
+        """Return the GPUs' seconds for all but so many cells; each takes whole ones."""
+        gpu, cells = self.gpu, self.cells
+        left = len(cells) - count
+        if not left:
+            return 0.0
+        stacks, cut = divmod(count, cells.counts[gpu.axis])
+        columns = self._columns_per_stack()
+        whole = sum(choice.executions * choice.seconds for choice in gpu.choices)
+        spent = sum(columns[stacks:]) / self._column_count() * whole
+        if cut:
+            steps = cells.patch[gpu.axis] / gpu.patch_out[gpu.axis]
+            spent -= cut * columns[stacks] * steps * gpu.seconds_per_step
+        return gpu.seconds_for(spent / whole * ceil(left / self.devices) / left, self.devices)
 
+    def cpu_share(self) -> float:
+        """Return the share of the output that the CPU is to compute."""
+        cells = self.cells
+        rows, row = (cells.sizes(i) for i in self._across())
+        stacks, long = [a * b for a in rows for b in row], cells.sizes(self.gpu.axis)
+        whole, cut = divmod(self.cpu_items(), len(long))
+        voxels = sum(stacks[:whole]) * sum(long)
+        return (voxels + stacks[whole] * sum(long[:cut]) if cut else voxels) / prod(self.gpu.output)
 
-def _columns_per_stack(plan: SharedPlan) -> list[int]:
-    """Return the number of GPU columns in each stack of cells."""
-    rows, row = ([ceil(size / plan.patch_out[i]) for size in plan.cells.sizes(i)] for i in _across(plan))
-    return [a * b for a in rows for b in row]
+    def gpu_item_seconds(self) -> tuple[float, float]:
+        """Return a GPU's seconds in the first stack: to begin a run of cells, and for each cell."""
+        gpu, columns = self.gpu, self._columns_per_stack()[0]
+        steps = self.cells.patch[gpu.axis] // gpu.patch_out[gpu.axis]
+        return columns * gpu.seconds_to_begin, columns * steps * gpu.seconds_per_step
 
+    def _column_count(self) -> int:
+        """Return the number of columns, or stacks of patches, of a GPU's plan without cells."""
+        return prod(ceil(self.gpu.output[i] / self.gpu.patch_out[i]) for i in self._across())
 
-def _across(plan: SharedPlan) -> tuple[int, int]:
-    """Return the two axes across the columns."""
-    a, b = (i for i in range(3) if i != plan.axis)
-    return a, b
+    def _columns_per_stack(self) -> list[int]:
+        """Return the number of GPU columns in each stack of cells."""
+        cells = self.cells
+        rows, row = ([ceil(size / self.gpu.patch_out[i]) for size in cells.sizes(i)] for i in self._across())
+        return [a * b for a in rows for b in row]
+
+    def _across(self) -> tuple[int, int]:
+        """Return the two axes across the columns."""
+        a, b = (i for i in range(3) if i != self.gpu.axis)
+        return a, b

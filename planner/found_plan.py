@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import znnpy
 from znnpy.costs.model import Rates
 from znnpy.kernels.contract import device_of
-from znnpy.machine import Limits, Machine
-from znnpy.messages import excerpt
-from znnpy.network import Network
+from znnpy.machine import Limits
 from znnpy.planner.memory import Memory
 from znnpy.planner.pareto import LayerRun
-from znnpy.planner.plan import FORMAT, Choice, Plan, Stage
+from znnpy.planner.plan import Choice, Plan, Stage
 from znnpy.planner.tilings import Tiling
 from znnpy.shapes import turned_back
 
@@ -35,8 +32,6 @@ def choice_of(layers: tuple[int, int], way: LayerRun, rates: Rates) -> Choice:
 
 
 def plan_of(
-    network: Network,
-    machine: Machine,
     limits: Limits,
     shape: Tiling,
     stages: tuple[Stage, ...],
@@ -52,11 +47,6 @@ def plan_of(
     """Return the plan of patches or columns of one shape."""
     space, axis = shape.space, shape.space.axis
     return Plan(
-        format=FORMAT,
-        znnpy_version=znnpy.__version__,
-        network=network.sha256,
-        network_name=excerpt(network.name),
-        machine=machine.fingerprint,
         limits=limits,
         output=turned_back(space.output, axis),
         patch_out=shape.patch_out,
@@ -68,9 +58,6 @@ def plan_of(
         itemsize_in=itemsize_in,
         itemsize_out=itemsize_out,
         columns=len(shape.cover),
-        rigor="estimate",
-        other=None,
-        runners_up=(),
         overlap=overlap,
         feed_threads=feed_threads,
         preparing_seconds=preparing_seconds,

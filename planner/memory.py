@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from math import ceil, prod
 from typing import Annotated
@@ -12,7 +13,7 @@ from znnpy.machine import Limits, process_bytes
 from znnpy.network import Network
 from znnpy.option_values import DeviceKind
 from znnpy.patches import Cover
-from znnpy.planner.layout import Count, Positive, aligned
+from znnpy.planner.layout import Count, aligned
 from znnpy.shapes import Vec3
 
 MIB = 2**20
@@ -45,9 +46,39 @@ class StageMemory:
         return self.arena + self.carries + self.weights + self.allowance
 
 
+class MemoryPromise(ABC):
+    """Promised bytes of the process and of each GPU, to be compared with limits."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def device(self) -> DeviceKind:
+        """The device that gives the output."""
+
+    @property
+    @abstractmethod
+    def peak(self) -> int:
+        """Bytes of the whole process."""
+
+    @property
+    @abstractmethod
+    def vram(self) -> int:
+        """Bytes of each GPU; 0 where none is used."""
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes in the memory of the device that gives the output: of the process, or of the GPU."""
+        return self.peak if self.device == "cpu" else self.vram
+
+    def excess(self, limits: Limits) -> tuple[int, int]:
+        """Return the bytes above the limits, of the process and of the GPU."""
+        return max(0, self.peak - limits.ram_bytes), max(0, self.vram - (limits.vram_bytes or 0))
+
+
 @dataclass(frozen=True, slots=True)
-class Memory:
-    """The promised bytes of the whole process, and of everything that it takes on a GPU."""
+class Memory(MemoryPromise):
+    """The promised bytes of a plan on one device: of the whole process, and of everything on the GPU."""
 
     stages: Annotated[tuple[StageMemory, ...], Field(min_length=1)]
     baseline: Count  # interpreter and libraries, measured
@@ -56,8 +87,6 @@ class Memory:
     staging: Count = 0  # of a GPU: input and output patches
     context: Count = 0  # of a GPU: what CUDA and its libraries take for any plan
     handover: Count = 0  # page-locked memory of the process: what the first stage hands over to the second
-    devices: Positive = 1  # equal GPUs that run the plan: each takes all but the baseline
-    cpu_plan: Count = 0  # of the process: for the processor's plan beside GPUs
 
     @property
     def device(self) -> DeviceKind:
@@ -81,22 +110,40 @@ class Memory:
     @property
     def peak(self) -> int:
         """Bytes of the whole process."""
-        moving = self.devices * (self.reading + self.writing + self.pinned)
-        return self.baseline + self.cpu_plan + moving + self.handover + self.layers("cpu")
+        return self.baseline + self.reading + self.writing + self.pinned + self.handover + self.layers("cpu")
 
     @property
     def vram(self) -> int:
         """Bytes of each GPU; 0 where none is used."""
         return self.layers("gpu") + self.staging + self.context if self.device == "gpu" else 0
 
-    @property
-    def device_bytes(self) -> int:
-        """Bytes in the memory of the last stage: of the process, or of the GPU."""
-        return self.peak if self.device == "cpu" else self.vram
 
-    def excess(self, limits: Limits) -> tuple[int, int]:
-        """Return the bytes above the limits, of the process and of the GPU."""
-        return max(0, self.peak - limits.ram_bytes), max(0, self.vram - (limits.vram_bytes or 0))
+@dataclass(frozen=True, slots=True)
+class RunMemory(MemoryPromise):
+    """The promised bytes of a run: of all workers together in the process, and on each GPU.
+
+    parts  the memory of each worker's plan on one device, and the number of devices that run it; the first gives the
+           device of the run
+    """
+
+    parts: tuple[tuple[Memory, int], ...]
+
+    @property
+    def device(self) -> DeviceKind:
+        return self.parts[0][0].device
+
+    @property
+    def baseline(self) -> int:
+        """Bytes of the process without the run."""
+        return sum(memory.baseline for memory, _ in self.parts)
+
+    @property
+    def peak(self) -> int:
+        return self.baseline + sum(devices * (memory.peak - memory.baseline) for memory, devices in self.parts)
+
+    @property
+    def vram(self) -> int:
+        return max(memory.vram for memory, _ in self.parts)
 
 
 def buffers(device: DeviceKind) -> int:

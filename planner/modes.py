@@ -12,8 +12,8 @@ from znnpy.option_values import OFFLOAD_MODES, Cover
 from znnpy.planner.alternatives import idle, kind_of, offloaded_layers
 from znnpy.planner.multi_gpu import plan_on_devices
 from znnpy.planner.offload import plan_offloaded
-from znnpy.planner.plan import Plan
 from znnpy.planner.request import CostModel, PlanRequest
+from znnpy.planner.run_plan import RunPlan
 from znnpy.planner.side_by_side import plan_beside
 
 
@@ -33,18 +33,18 @@ class Thresholds:
     hosted_assumed: float = 0.3
     beside: float = 0.8
 
-    def accept(self, plan: Plan, alone: Plan) -> bool:
+    def accept(self, plan: RunPlan, alone: RunPlan) -> bool:
         """Return whether a plan gains enough over the plan of the GPU alone."""
-        if plan.cpu_plan is not None:
+        if plan.sharing is not None:
             return plan.seconds < self.beside * alone.seconds and plan.cpu_items > 0
-        known = all(choice.measured or choice.fitted for choice in plan.choices[: plan.offloaded])
+        known = all(choice.measured or choice.fitted for choice in plan.main.stages[0].choices)
         return plan.seconds < (self.hosted if known else self.hosted_assumed) * alone.seconds
 
 
 THRESHOLDS = Thresholds()
 
 
-def make_plan(request: PlanRequest, costs: CostModel | None = None, thresholds: Thresholds | None = None) -> Plan:
+def make_plan(request: PlanRequest, costs: CostModel | None = None, thresholds: Thresholds | None = None) -> RunPlan:
     """Return the fastest plan for a request: of its mode, or of all modes where the mode is "auto".
 
     costs  None: every device is assumed from its machine
@@ -57,7 +57,7 @@ def make_plan(request: PlanRequest, costs: CostModel | None = None, thresholds: 
     return replace(best, alternatives=(*best.alternatives, *kinds))
 
 
-def _best(request: PlanRequest, costs: CostModel, thresholds: Thresholds) -> tuple[Plan, list[Plan]]:
+def _best(request: PlanRequest, costs: CostModel, thresholds: Thresholds) -> tuple[RunPlan, list[RunPlan]]:
     """Return the best plan, and those of other modes that lost."""
     mode = request.target.mode
     if mode in OFFLOAD_MODES:
@@ -83,7 +83,7 @@ def _best(request: PlanRequest, costs: CostModel, thresholds: Thresholds) -> tup
     return best, [plan for plan in (alone, *others) if plan is not best]
 
 
-def _beside_if_any(alone: Plan, request: PlanRequest, costs: CostModel) -> Iterator[Plan]:
+def _beside_if_any(alone: RunPlan, request: PlanRequest, costs: CostModel) -> Iterator[RunPlan]:
     """Yield the plan side by side, unless the memory of the process does not suffice for two devices."""
     wanted = request.constraints
     if not wanted.only or wanted.only_on("cpu").only:
@@ -100,32 +100,32 @@ def _hosted_requests(request: PlanRequest) -> Iterator[PlanRequest]:
             yield request.with_mode(mode).without_alternatives()
 
 
-def _hosted_instead(request: PlanRequest, costs: CostModel) -> Iterator[Plan]:
+def _hosted_instead(request: PlanRequest, costs: CostModel) -> Iterator[RunPlan]:
     """Yield plans that fit where no plan of the GPU alone does."""
     for hosted in _hosted_requests(request):
         with suppress(NoPlanError):
             yield plan_offloaded(hosted, costs)
 
 
-def _hosted_beside(alone: Plan, request: PlanRequest, costs: CostModel) -> Iterator[Plan]:
+def _hosted_beside(alone: RunPlan, request: PlanRequest, costs: CostModel) -> Iterator[RunPlan]:
     """Yield plans faster than `alone`; where a mode has none and is to be told of, its best with the same patches."""
     for hosted in _hosted_requests(request):
         try:
             yield plan_offloaded(hosted, costs, than=alone)
         except NoPlanError:
             if request.kinds:
-                cover: Cover = "columns" if alone.streams else "patches"
+                cover: Cover = "columns" if alone.main.streams else "patches"
                 alike = replace(hosted.constraints, patch=alone.patch_out, cover=cover)
                 with suppress(NoPlanError):
                     yield plan_offloaded(replace(hosted, constraints=alike), costs)
 
 
-def _scheme_of(plan: Plan) -> str:
+def _scheme_of(plan: RunPlan) -> str:
     """Describe a plan that is not of one device alone; empty where it is."""
-    if plan.cpu_plan is not None:
+    if plan.sharing is not None:
         return "with the processor beside it"
-    return f"{plan.mode} with {offloaded_layers(plan)}" if plan.offloaded else ""
+    return f"{plan.mode} with {offloaded_layers(plan.main)}" if plan.main.offloaded else ""
 
 
-def _fastest(plans: Sequence[Plan]) -> Plan:
+def _fastest(plans: Sequence[RunPlan]) -> RunPlan:
     return min(plans, key=lambda plan: plan.seconds)

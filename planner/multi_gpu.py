@@ -3,7 +3,7 @@
 Method  A volume that is one column for one GPU has to be cut. When it is cut into as many equal parts as there are
         GPUs, along one axis or several, the best plan for a part covers the whole as well: each of its columns is as
         fast, and each GPU has as many. The best plan for the whole is tried too, as it may have enough columns.
-        `Plan.alone` tells what the new borders cost.
+        `RunPlan.single_device_seconds` shows what the new borders cost.
 Bound   No cut saves work, so the speed is at most `devices` times that of one GPU. The plan subtracts the borders, the
         GPUs that are idle in the last round of columns, and the time that one thread takes to write the last patches
         of all GPUs when nothing is computed any more.
@@ -22,11 +22,12 @@ from znnpy.network import Network
 from znnpy.planner.memory import transfer_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import CostModel, PlanRequest
+from znnpy.planner.run_plan import RunPlan
 from znnpy.planner.search import plan_on_device
 from znnpy.shapes import Vec3
 
 
-def plan_on_devices(request: PlanRequest, costs: CostModel) -> Plan:
+def plan_on_devices(request: PlanRequest, costs: CostModel) -> RunPlan:
     """Return the fastest plan for the equal devices of a target.
 
     NoPlanError as of one device, for the whole output within one device's part of the process's memory.
@@ -45,10 +46,12 @@ def plan_on_devices(request: PlanRequest, costs: CostModel) -> Plan:
         )
         more.needed_bytes = error.needed_bytes
         raise more from None
-    found = [alone, *_of_parts(one, costs)]
     network, output, masks = request.network, request.output, request.masks
-    whole = [replace(covering(plan, devices, network, output, masks=masks), limits=limits) for plan in found]
-    fitting = [plan for plan in whole if not any(plan.memory.excess(limits))]  # not every plan in flight fits
+    plans = [covering(plan, network, output, masks=masks) for plan in (alone.main, *_of_parts(one, costs))]
+    found = [
+        RunPlan.of(network, request.target.machine, replace(plan, limits=limits)).on_devices(devices) for plan in plans
+    ]
+    fitting = [plan for plan in found if not any(plan.memory.excess(limits))]  # not every plan in flight fits
     return replace(min(fitting, key=lambda plan: plan.seconds), single_device_seconds=alone.seconds)
 
 
@@ -60,7 +63,7 @@ def _of_parts(request: PlanRequest, costs: CostModel) -> Iterator[Plan]:
             continue
         z, y, x = (-(-size // count) for size, count in zip(output, counts, strict=True))
         try:
-            plan = plan_on_device(replace(request, output=(z, y, x)), costs)
+            plan = plan_on_device(replace(request, output=(z, y, x)), costs).main
         except NoPlanError:  # other parts are thicker
             continue
         if plan.streams:
@@ -69,11 +72,10 @@ def _of_parts(request: PlanRequest, costs: CostModel) -> Iterator[Plan]:
         yield plan
 
 
-def covering(plan: Plan, devices: int, network: Network, output: Vec3, *, masks: bool) -> Plan:
-    """Return a plan for the whole output on so many GPUs, where more patches may be in flight than of a part."""
+def covering(plan: Plan, network: Network, output: Vec3, *, masks: bool) -> Plan:
+    """Return a GPU's plan for a part of the output as one for all of it, where more patches may be in flight."""
     cover = replace(plan, output=output).cover(network)
     itemsizes = plan.itemsize_in, plan.itemsize_out
     reading, writing, staging = transfer_bytes(network, cover, plan.patch_in, itemsizes, masks=masks, device="gpu")
-    memory = replace(plan.memory, devices=devices, reading=reading, writing=writing, staging=staging)
-    # What else there was is of one GPU, and of a part of the output.
-    return replace(plan.for_output(output, network, memory), other=None, runners_up=(), alternatives=())
+    memory = replace(plan.memory, reading=reading, writing=writing, staging=staging)
+    return plan.for_output(output, network, memory)

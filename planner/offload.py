@@ -11,12 +11,12 @@ from znnpy.messages import option
 from znnpy.option_values import OFFLOAD_MODES
 from znnpy.planner.alternatives import kind_of
 from znnpy.planner.offload_search import OffloadSearch
-from znnpy.planner.plan import Plan
 from znnpy.planner.request import CostModel, PlanRequest
+from znnpy.planner.run_plan import RunPlan
 from znnpy.planner.search import allowed_spaces, check_device, check_request, plan_on_device
 
 
-def plan_offloaded(request: PlanRequest, costs: CostModel, *, than: Plan | None = None) -> Plan:
+def plan_offloaded(request: PlanRequest, costs: CostModel, *, than: RunPlan | None = None) -> RunPlan:
     """Return the fastest plan of a CPU and one GPU in the request's mode, gpu-host or cpu-to-gpu.
 
     than  the plan of the GPU alone; then a faster plan is asked for
@@ -64,6 +64,7 @@ def plan_offloaded(request: PlanRequest, costs: CostModel, *, than: Plan | None 
         asked=bool(asked),
         below=inf if than is None else than.seconds,
     )
-    plan = search.run(allowed_spaces(on_gpu), wanted.patch, alone)
+    found = search.run(allowed_spaces(on_gpu), wanted.patch, [other.main for other in alone])
+    plan = RunPlan.of(request.network, request.target.machine, found)
     kinds = tuple(kind_of(request.network, plan, other) for other in alone) if request.kinds else ()
     return replace(plan, alternatives=kinds)

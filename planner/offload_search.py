@@ -352,8 +352,6 @@ class OffloadSearch:
 
     def _plan(self, best: TwoStages) -> Plan:
         return plan_of(
-            self.network,
-            self.request.target.machine,
             self.limits,
             best.tiling,
             best.stages,

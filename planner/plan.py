@@ -1,36 +1,32 @@
-"""A plan: the tiling, a choice per layer, memory and prediction, as data that prints and saves itself."""
+"""The plan of one kind of device: the tiling, the stages with a choice per layer, memory and prediction, as data.
+
+A run has one such plan or several (`run_plan`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from math import ceil, prod
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter
+from pydantic import AfterValidator, Field
 
 from znnpy.costs.model import unhidden_io_seconds
-from znnpy.json_file import JsonFile
 from znnpy.kernels.contract import Variant
 from znnpy.machine import Limits
-from znnpy.messages import excerpt
-from znnpy.option_values import DeviceKind, Mode, RigorLevel
+from znnpy.option_values import DeviceKind, Mode
 from znnpy.patches import Box, Column, Cover
-from znnpy.planner import co_execution
 from znnpy.planner.layout import Count, Positive, sub_batch_counts
 from znnpy.planner.layout import Tensor as Tensor
 from znnpy.planner.memory import Memory as Memory
 from znnpy.planner.stages import two_stage_seconds
-from znnpy.shapes import LayerShape, Precision, Vec3, text
+from znnpy.shapes import LayerShape, Precision, Vec3
 
 if TYPE_CHECKING:
     from znnpy.network import Network
 
-FORMAT = 9  # version of plan.json
 MOST_THREADS = 2**12  # most threads of a plan: a run starts that many
-AGAIN = "make it again with `znnpy plan NETWORK --out plan.json`"
 
 Size = tuple[Positive, Positive, Positive]  # a Vec3 with no empty axis
 Axis = Annotated[int, Field(ge=0, le=2)]
@@ -80,42 +76,9 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class RunnerUp:
-    """The best plan with another patch shape, or with another way to cover the output."""
-
-    patch_out: Size
-    axis: Axis
-    column_planes: Count
-    sub_batches: tuple[Positive, ...]  # as `Plan.sub_batches`
-    voxels_per_second: Seconds
-    waste: Annotated[float, Field(gt=0, allow_inf_nan=False)]  # work done, relative to the work without borders
-    over_bytes: Count  # of the process above its limit; if both are 0, it fits and is slower
-    over_vram_bytes: Count  # of the GPU above its limit
-
-
-@dataclass(frozen=True, slots=True)
-class Alternative:
-    """The best plan of another kind: columns or patches, depth first or not, or on another device."""
-
-    device: DeviceKind
-    best: RunnerUp
-    ram_bytes: Count  # of the process; above its limit if `best` does not fit
-    vram_bytes: Count
-    reason: str  # why it was not taken
-    scheme: str = ""  # description of patches that no session runs (`schemes`)
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything a run needs to know besides network, weights and volume."""
+    """What one kind of device runs: how it covers the output, and its layers. It needs network and weights to run."""
 
-    __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)  # of its parts too
-
-    format: int
-    znnpy_version: str
-    network: str  # Network.sha256
-    network_name: str
-    machine: str  # Machine.fingerprint of where it runs
     limits: Annotated[Limits, AfterValidator(_checked_limits)]
     output: Size  # dense output it was made for
     patch_out: Size  # dense output of one step
@@ -123,17 +86,10 @@ class Plan:
     axis: Axis  # along which columns stream; shapes of choices have it first
     column_planes: Count  # output planes of a column along the axis; 0: independent patches
     stages: Annotated[tuple[Stage, ...], Field(min_length=1, max_length=2)]
-    memory: Memory
+    memory: Memory  # for one device
     itemsize_in: Positive  # bytes per voxel of the volume as stored
     itemsize_out: Positive
     columns: Positive  # that cover the output; a patch is a column of one step
-    rigor: RigorLevel
-    other: RunnerUp | None  # the best columns where patches are planned, and the best patches where columns are
-    runners_up: tuple[RunnerUp, ...]
-    alternatives: tuple[Alternative, ...] = ()  # if they were asked for
-    made_for: str | None = None  # name of the machine it is for, if made on another
-    single_device_seconds: Seconds | None = None  # of one GPU, or of all GPUs without the processor
-    cpu_plan: Plan | None = None  # the processor's plan beside GPUs, for cells along the axis
     overlap: bool = False  # the first stage computes a step while the second is at the step before
     feed_threads: Annotated[int, Field(ge=0)] = 0  # threads within the limit that feed the GPU and compute nothing
     preparing_seconds: Annotated[float, Field(ge=0, lt=1e12)] = 0.0  # before the first step, to touch memory
@@ -142,10 +98,6 @@ class Plan:
     def __post_init__(self) -> None:
         if self.device == "gpu" and self.limits.vram_bytes is None:
             raise ValueError("its layers run on a GPU, and it has no limit for the memory there")
-        if (self.memory.cpu_plan > 0) != (self.cpu_plan is not None):
-            raise ValueError("memory is promised for a plan beside it exactly where there is one")
-        if self.cpu_plan is not None and (self.device, self.cpu_plan.device) != ("gpu", "cpu"):
-            raise ValueError("beside a plan is one for the processor, and it is for the GPU")
         if self.feed_threads >= self.limits.threads:
             raise ValueError(f"{self.feed_threads} of {self.limits.threads} threads feed the GPU, and none computes")
         devices, promised = ([stage.device for stage in stages] for stages in (self.stages, self.memory.stages))
@@ -153,14 +105,6 @@ class Plan:
             raise ValueError(f"its stages run on {devices}, and memory is promised for stages on {promised}")
         if len(self.stages) > 1 or self.overlap:
             check_stages(self)
-
-    def __repr__(self) -> str:
-        """One line; `znnpy.explain` gives the whole plan as text."""
-        how = f"columns in steps of {text(self.patch_out)}" if self.streams else f"patches of {text(self.patch_out)}"
-        return (
-            f"<Plan of {excerpt(self.network_name, 60)} for {text(self.output)} voxels: {self.columns} {how}, "
-            f"{self.seconds:,.3g} s, {self.memory.peak / 2**20:,.0f} MiB, mode {self.mode}>"
-        )
 
     @property
     def device(self) -> DeviceKind:
@@ -176,11 +120,6 @@ class Plan:
     def offloaded(self) -> int:
         """Number of leading choices that are a stage of their own, with tensors in the memory of the host."""
         return len(self.stages[0].choices) if len(self.stages) > 1 else 0
-
-    @property
-    def fitted(self) -> bool:
-        """Whether no layer's seconds come from assumed rates."""
-        return all(choice.measured or choice.fitted for choice in self.choices)
 
     @property
     def precision(self) -> Precision:
@@ -248,43 +187,23 @@ class Plan:
         return stage.arena + stage.carries + stage.weights
 
     @property
-    def devices(self) -> int:
-        """Number of equal GPUs that take columns in turn; 1 on a CPU."""
-        return self.memory.devices
-
-    @property
     def mode(self) -> Mode:
         """On which devices layers run, and how."""
         if len(self.stages) > 1:
             return "cpu-to-gpu" if self.overlap else "gpu-host"
-        return self.device if self.cpu_plan is None else "side-by-side"
+        return self.device
 
     @property
     def seconds(self) -> float:
-        """Predicted seconds for the whole output, with preparing, and with the first read and last write, not hidden.
+        """Predicted seconds of one device for the whole output: `seconds_on` one."""
+        return self.seconds_on(1)
 
-        With several devices it is the time of the one that ends last.
+    def seconds_on(self, devices: int) -> float:
+        """Return the predicted seconds of so many equal devices for the whole output, until the last one ends.
+
+        They include preparing, and the first read and the last write, which nothing hides.
         """
-        if self.cpu_plan is None:
-            return self.preparing_seconds + self.seconds_for(ceil(self.columns / self.devices) / self.columns)
-        return co_execution.seconds(self)
-
-    @property
-    def cells(self) -> Cover:
-        """The cells that the processor and GPUs side by side take in turn.
-
-        The first across the axis are as wide as the processor's patch; later ones are as wide as the GPU columns that
-        fit into it, so that a remainder that fills no GPU column may go to the processor.
-        """
-        assert self.cpu_plan is not None, "only side by side"
-        first = self.cpu_plan.patch_out
-        z, y, x = (max(1, size // step) * step for size, step in zip(first, self.patch_out, strict=True))
-        return Cover(self.output, first, later=(z, y, x))
-
-    @property
-    def cpu_items(self) -> int:
-        """Number of cells that the processor computes, if it is as fast as predicted; GPUs compute the others."""
-        return co_execution.cpu_items(self)
+        return self.preparing_seconds + self.seconds_for(ceil(self.columns / devices) / self.columns, devices)
 
     @property
     def seconds_to_begin(self) -> float:
@@ -297,12 +216,12 @@ class Plan:
         spent = sum(choice.executions * choice.seconds for choice in self.choices) * row / self.columns
         return max(0.0, spent - steps * self.seconds_per_step) / row
 
-    def seconds_for(self, share: float) -> float:
-        """Return the predicted seconds of one device for a share of the output."""
+    def seconds_for(self, share: float, devices: int = 1) -> float:
+        """Return the predicted seconds of one of so many devices for a share of the output."""
         voxels_in, voxels_out = prod(self.patch_in), prod(self.patch_out)
         maps_in, maps_out = self.choices[0].shape.in_shape[4], self.choices[-1].shape.out_shape[4]
         images = self.choices[0].shape.batch
-        last = min(self.devices, self.columns) * self.itemsize_out * maps_out * voxels_out  # one thread writes them all
+        last = min(devices, self.columns) * self.itemsize_out * maps_out * voxels_out  # one thread writes them all
         edges = images * (self.itemsize_in * maps_in * voxels_in + last)
         if len(self.stages) == 1:
             return share * sum(c.executions * c.seconds for c in self.choices) + unhidden_io_seconds(self.device, edges)
@@ -321,9 +240,7 @@ class Plan:
 
     def for_output(self, output: Vec3, network: Network, memory: Memory) -> Plan:
         """Return this plan for an output of another size, in a process that takes other memory."""
-        here = replace(
-            self, output=output, memory=replace(memory, cpu_plan=self.memory.cpu_plan), single_device_seconds=None
-        )
+        here = replace(self, output=output, memory=memory)
         cover, ahead = here.cover(network), [margin[self.axis] for margin in network.margins]
         parts = iter(self.sub_batches)
 
@@ -347,40 +264,19 @@ class Plan:
         columns = replace(self, output=box.size).cover(network)
         return tuple(column.shifted(box.lo) for column in columns)
 
-    def work_items(self, network: Network) -> Cover:
-        """Return the work items of a run, recorded when written: columns, or cells side by side."""
-        return self.cover(network) if self.cpu_plan is None else self.cells
-
     @property
     def voxels_per_second(self) -> float:
         """Predicted output voxels written per second, last partial patches included."""
         return float(prod(self.output)) / self.seconds
 
-    def to_json(self) -> str:
-        return _adapter().dump_json(self, indent=1).decode() + "\n"
-
-    @staticmethod
-    def from_json(text: str) -> Plan:
-        """Read a plan that `to_json` wrote; PlanFileError if it is damaged or of another format."""
-        return _document().parsed(text)
-
-    @staticmethod
-    def load(path: Path) -> Plan:
-        """Read the plan in a file; PlanFileError names the file."""
-        return _document().load(path)
-
 
 def check_stages(plan: Plan) -> None:
     """Raise ValueError for two stages that no session runs."""
-    if plan.cpu_plan is not None:
-        raise ValueError(
-            "layers are offloaded to the host, and the processor has a plan of its own: choose one of both"
-        )
-    if tuple(stage.device for stage in plan.stages) != ("cpu", "gpu") or plan.devices > 1:
+    if tuple(stage.device for stage in plan.stages) != ("cpu", "gpu"):
         devices = " and ".join(stage.device.upper() for stage in plan.stages)
         raise ValueError(
-            f"{len(plan.stages)} stages are in the memory of {devices}, on {plan.devices} GPUs: two stages are one in "
-            "the memory of the host and one on one GPU"
+            f"{len(plan.stages)} stages are in the memory of {devices}: two stages are one in the memory of the host "
+            "and one on a GPU"
         )
     front = plan.stages[0].choices
     if plan.overlap and any(choice.device != "cpu" for choice in front):
@@ -409,13 +305,3 @@ def patch_in(network: Network, out: Vec3, axis: int, *, streams: bool) -> Vec3:
         for i, (size, grown) in enumerate(zip(out, network.patch_in(out), strict=True))
     )
     return z, y, x
-
-
-@cache
-def _adapter() -> TypeAdapter[Plan]:
-    return TypeAdapter(Plan)
-
-
-@cache
-def _document() -> JsonFile[Plan]:
-    return JsonFile("plan file", "the plan is", FORMAT, AGAIN, "znnpy plan NETWORK --out", _adapter)

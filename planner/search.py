@@ -22,8 +22,9 @@ from znnpy.planner.layer_options import OptionTable
 from znnpy.planner.layer_search import Solution
 from znnpy.planner.memory import context_bytes
 from znnpy.planner.nearest_miss import no_plan
-from znnpy.planner.plan import Alternative, Plan, Stage
+from znnpy.planner.plan import Stage
 from znnpy.planner.request import Constraints, CostModel, PlanRequest
+from znnpy.planner.run_plan import Alternative, RunPlan
 from znnpy.planner.tiling_search import RUNNERS_UP, TilingSearch
 from znnpy.planner.tilings import TilingSpace, all_spaces, splits
 from znnpy.shapes import text, turned
@@ -33,7 +34,7 @@ ALIKE = 1.03  # times the seconds of the fastest plan: of those that take no lon
 
 def plan_on_device(
     request: PlanRequest, costs: CostModel, options: OptionTable | None = None, *, scheme: Scheme | None = None
-) -> Plan:
+) -> RunPlan:
     """Return the fastest plan for one device of a target, whatever the target's mode and number of devices.
 
     options  what `costs.options` gave for a request that differs in limits of memory, patch or cover alone
@@ -112,14 +113,14 @@ def _leanest_first(ranked: Ranked) -> Ranked:
 
 
 def _kinds(
-    network: Network, machine: Machine, plan: Plan, searches: Sequence[TilingSearch], ranked: Ranked
+    network: Network, machine: Machine, plan: RunPlan, searches: Sequence[TilingSearch], ranked: Ranked
 ) -> Iterator[Alternative]:
     """Yield the best of columns, of patches and of each without depth first; not the plan itself."""
     for walks in (True, False):
         of_kind = [search for search in searches if search.space.streams == walks]
         best = next((pair for pair in ranked if pair[0].space.streams == walks), None)
         best = best or _least(of_kind)
-        if best is not None and (plan.streams != walks or best[1].memory != plan.memory):
+        if best is not None and (plan.main.streams != walks or best[1].memory != plan.main.memory):
             yield kind_of(network, plan, _plan_of(network, machine, *best))
         if best is None or all(way.sub_batches == 1 for _, way in best[1].layer_runs):
             continue
@@ -131,7 +132,7 @@ def _kinds(
 
 
 def _baselines(
-    network: Network, machine: Machine, plan: Plan, searches: Sequence[TilingSearch]
+    network: Network, machine: Machine, plan: RunPlan, searches: Sequence[TilingSearch]
 ) -> Iterator[Alternative]:
     """Yield the best patches of every scheme that no session runs, where patches are allowed."""
     for patches in searches:
@@ -203,7 +204,7 @@ def _narrowing(wanted: Constraints) -> str:
     return "".join(f", or drop {word}" for word, given in words if given)
 
 
-def _plan(network: Network, machine: Machine, ranked: Ranked) -> Plan:
+def _plan(network: Network, machine: Machine, ranked: Ranked) -> RunPlan:
     """Return the best of all spaces as a plan, with the best of the others and the next best as runners-up."""
     search, found = ranked[0]
     others = [other.runner_up(best) for other, best in ranked if other.space.streams != search.space.streams]
@@ -215,12 +216,10 @@ def _plan(network: Network, machine: Machine, ranked: Ranked) -> Plan:
     )
 
 
-def _plan_of(network: Network, machine: Machine, search: TilingSearch, best: Solution) -> Plan:
+def _plan_of(network: Network, machine: Machine, search: TilingSearch, best: Solution) -> RunPlan:
     """Return what was found as a plan without runners-up."""
     choices = tuple(choice_of(layers, way, search.options.rates) for layers, way in best.layer_runs)
-    return plan_of(
-        network,
-        machine,
+    plan = plan_of(
         search.limits,
         best.tiling,
         (Stage(search.device, choices, best.tensors),),
@@ -230,3 +229,4 @@ def _plan_of(network: Network, machine: Machine, search: TilingSearch, best: Sol
         preparing_seconds=best.preparing,
         preparing_measured=best.preparing > 0 and search.options.rates.first_touch_measured,
     )
+    return RunPlan.of(network, machine, plan)

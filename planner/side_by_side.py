@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from heapq import nsmallest
 from itertools import product
 from math import ceil, inf, prod
@@ -28,12 +29,13 @@ from znnpy.errors import NoPlanError
 from znnpy.machine import Limits
 from znnpy.messages import option
 from znnpy.network import Network
-from znnpy.planner.co_execution import expected_seconds
+from znnpy.planner.co_execution import CoExecution
 from znnpy.planner.layer_search import MAX_COLUMN_SECONDS
 from znnpy.planner.memory import MIB, mebibytes, reading_bytes, staging_bytes, writing_bytes
 from znnpy.planner.multi_gpu import covering
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import CostModel, PlanRequest
+from znnpy.planner.run_plan import PlannedWorker, RunPlan
 from znnpy.planner.search import plan_on_device
 from znnpy.shapes import Vec3, text
 
@@ -75,13 +77,13 @@ class Processor:
     def plan(self, output: Vec3, patch: Vec3 | None = None) -> Plan:
         """Return the best plan for an output (z, y, x), by this patch if one is given."""
         wanted = replace(self.request.constraints, patch=patch)
-        return plan_on_device(replace(self.request, output=output, constraints=wanted), self.costs)
+        return plan_on_device(replace(self.request, output=output, constraints=wanted), self.costs).main
 
 
-def plan_beside(alone: Plan, request: PlanRequest, costs: CostModel) -> Plan:
-    """Return the plan for the GPUs of `alone` and the CPU that ends soonest on average (`likely_seconds`).
+def plan_beside(alone: RunPlan, request: PlanRequest, costs: CostModel) -> RunPlan:
+    """Return the plan for the GPUs of `alone` and the CPU that ends soonest on average (`expected_seconds`).
 
-    `Plan.dealt` is 0 where the CPU is not likely to gain anything.
+    `CoExecution.cpu_items` is 0 where the CPU is not likely to gain anything.
 
     alone    the best plan of the GPUs for the request's output
     request  for the GPUs
@@ -89,7 +91,7 @@ def plan_beside(alone: Plan, request: PlanRequest, costs: CostModel) -> Plan:
     NoPlanError where the CPU computes no cell within the memory that is left.
     """
     network, masks = request.network, request.masks
-    whole = moving_whole(alone, network, masks=masks)
+    whole = alone.with_plans(partial(moving_whole, network=network, masks=masks))
     processor = Processor.beside(request, costs, max(1, alone.limits.ram_bytes - whole.memory.peak))
     try:
         speed = processor.plan(alone.output).voxels_per_second
@@ -99,7 +101,7 @@ def plan_beside(alone: Plan, request: PlanRequest, costs: CostModel) -> Plan:
         raise _no_room(whole, error.needed_bytes) from None
     trials = [_Trials(whole, alone.seconds, speed, processor, network, masks)]
     trials[0].run()
-    if alone.cover(network).steps(0) < FEW:
+    if alone.main.cover(network).steps(0) < FEW:
         share = speed / (speed + alone.voxels_per_second)
         for part in _of_parts(alone, request, costs, share):
             trials.append(_Trials(part, alone.seconds, speed, processor, network, masks))
@@ -112,83 +114,74 @@ def plan_beside(alone: Plan, request: PlanRequest, costs: CostModel) -> Plan:
 
 @dataclass
 class _Trials:
-    """Plans of the CPU beside one of the GPU.
+    """Plans of the CPU next to one plan of the GPUs.
 
-    alone  seconds of the GPU's best plan
+    alone  seconds of the GPUs' best plan
     speed  voxels per second of the CPU, of the whole output
     """
 
-    gpu: Plan
+    gpus: RunPlan
     alone: float
     speed: float
     processor: Processor
     network: Network
     masks: bool
-    found: dict[Vec3, Plan] = field(default_factory=dict)  # by their cells
+    found: dict[Vec3, RunPlan] = field(default_factory=dict)  # by their cells
     likely: dict[Vec3, float] = field(default_factory=dict)  # seconds of each
     too_large: list[Vec3] = field(default_factory=list)
     least: float = inf  # bytes that the CPU needs for what does not fit
 
     def run(self) -> None:
-        gpu = self.gpu
-        voxels = prod(gpu.output) * self.speed / (self.speed + gpu.voxels_per_second)  # of the processor
+        gpu = self.gpus.main
+        voxels = prod(gpu.output) * self.speed / (self.speed + self.gpus.voxels_per_second)  # for the CPU
         for finer in FINER:
             some = voxels / finer
             for width, steps in product(_widths(gpu, self.network.period, some), FIRST):
                 self._try(_cell(gpu, width, some / steps))
-            for plan, steps in product(self.best(BEST), STEPS):
-                self._try(_cell(gpu, plan.cells.patch, some / steps))
+            for width, steps in product(self.best(BEST), STEPS):
+                self._try(_cell(gpu, width, some / steps))
             if self.found:
                 self._look_around()
                 return
 
-    def best(self, count: int) -> list[Plan]:
-        """So many of those that are found, the one that is likely to end soonest first."""
-        return [self.found[cell] for cell in nsmallest(count, self.found, key=self.likely.__getitem__)]
+    def best(self, count: int) -> list[Vec3]:
+        """Return the cells of so many of the plans found, the one that is likely to end soonest first."""
+        return nsmallest(count, self.found, key=self.likely.__getitem__)
 
     def _look_around(self) -> None:
-        """Of cells a step of the GPU larger and smaller than the best ones, for as long as one is better."""
-        looked_at: Plan | None = None
-        while (best := self.best(1)[0]) is not looked_at:
-            for cell in _next_to(self.gpu, best.cells.patch):
+        """Try cells a step of the GPU larger and smaller than the best ones, for as long as one is better."""
+        looked_at: Vec3 | None = None
+        while (best := self.best(1)[0]) != looked_at:
+            for cell in _next_to(self.gpus.main, best):
                 self._try(cell)
             looked_at = best
 
     def _try(self, cell: Vec3) -> None:
         if cell in self.found or any(all(map(ge, cell, large)) for large in self.too_large):
             return
-        gpu = self.gpu
+        gpu = self.gpus.main
         try:
             other = self.processor.plan(_bar(gpu, cell), cell)
         except NoPlanError as error:
             self.too_large.append(cell)
             self.least = min(self.least, error.needed_bytes or inf)
             return
-        other = moving_whole(_in_one_column(other, self.network), self.network, masks=self.masks)
-        memory = replace(gpu.memory, cpu_plan=other.memory.peak)
-        plan = replace(
-            gpu,
-            memory=memory,
-            cpu_plan=other,
-            single_device_seconds=self.alone,
-            other=None,
-            runners_up=(),
-            alternatives=(),
-        )
-        if any(memory.excess(gpu.limits)):
-            self.least = min(self.least, memory.cpu_plan)
-        elif (not other.streams or other.axis == gpu.axis) and (
-            other.seconds_per_step <= MAX_COLUMN_SECONDS or not plan.cpu_items
-        ):
-            self.found[cell], self.likely[cell] = plan, expected_seconds(plan)
+        other = moving_whole(_in_one_column(other, self.network), network=self.network, masks=self.masks)
+        plan = self.gpus.shared_with(PlannedWorker(other), self.alone)
+        if any(plan.memory.excess(gpu.limits)):
+            self.least = min(self.least, other.memory.peak)
+        elif not other.streams or other.axis == gpu.axis:
+            sharing = CoExecution(gpu, self.gpus.devices, other)
+            if other.seconds_per_step <= MAX_COLUMN_SECONDS or not sharing.cpu_items():
+                self.found[cell], self.likely[cell] = plan, sharing.expected_seconds()
 
 
-def _no_room(gpu: Plan, needed: float) -> NoPlanError:
+def _no_room(gpus: RunPlan, needed: float) -> NoPlanError:
     """Where the processor needs so many bytes beside a GPU's plan; inf: where it is not for want of memory."""
-    part, limit = gpu.memory.peak, gpu.limits.ram_bytes
+    part, limit = gpus.memory.peak, gpus.limits.ram_bytes
     if needed == inf:
         return NoPlanError(
-            f"the processor runs no steps of {text(gpu.patch_out)} output voxels: choose {option('mode', 'gpu')}"
+            f"the processor runs no steps of {text(gpus.patch_out)} output voxels: choose {option('mode', 'gpu')}"
         )
     return NoPlanError(
         f"the GPU's part takes {mebibytes(part)} of {mebibytes(limit)} of RAM, and the processor needs at least "
@@ -197,7 +190,7 @@ def _no_room(gpu: Plan, needed: float) -> NoPlanError:
     )
 
 
-def _of_parts(alone: Plan, request: PlanRequest, costs: CostModel, share: float) -> Iterator[Plan]:
+def _of_parts(alone: RunPlan, request: PlanRequest, costs: CostModel, share: float) -> Iterator[RunPlan]:
     """Yield the best plans of the GPU for parts of the output, each extended to all of it."""
     network, masks = request.network, request.masks
     one = replace(request.on_one_device().without_alternatives(), limits=alone.limits)
@@ -206,14 +199,15 @@ def _of_parts(alone: Plan, request: PlanRequest, costs: CostModel, share: float)
         sizes = zip(alone.output, network.period, strict=True)
         z, y, x = (min(size, _even(size, side, step)) for size, step in sizes)
         try:
-            part = plan_on_device(replace(one, output=(z, y, x)), costs)
+            part = plan_on_device(replace(one, output=(z, y, x)), costs).main
         except NoPlanError:  # other parts are thicker
             continue
         if part.streams:  # on, from cell to cell
             step, length = part.patch_out[part.axis], alone.output[part.axis]
             part = replace(part, column_planes=ceil(length / step) * step)
-        found = covering(part, alone.devices, network, alone.output, masks=masks)
-        yield moving_whole(replace(found, limits=alone.limits), network, masks=masks)
+        found = covering(part, network, alone.output, masks=masks)
+        gpu = moving_whole(replace(found, limits=alone.limits), network=network, masks=masks)
+        yield alone.with_main(gpu)
 
 
 def _widths(gpu: Plan, period: Vec3, voxels: float) -> list[Vec3]:
@@ -271,7 +265,7 @@ def _in_one_column(plan: Plan, network: Network) -> Plan:
     return replace(plan, column_planes=ceil(length / step) * step).for_output(plan.output, network, plan.memory)
 
 
-def moving_whole(plan: Plan, network: Network, *, masks: bool) -> Plan:
+def moving_whole(plan: Plan, *, network: Network, masks: bool) -> Plan:
     """The same with as many patches on their way as there may be, however the output is dealt."""
     seen = network.patch_in(plan.patch_out) if masks else None
     channels, maps, device = network.input_channels, network.output_channels, plan.device

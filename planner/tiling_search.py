@@ -18,7 +18,7 @@ from znnpy.planner.layer_options import LayerContext
 from znnpy.planner.layer_search import LayerSearch, Solution
 from znnpy.planner.memory import Memory
 from znnpy.planner.pareto import fastest, smallest
-from znnpy.planner.plan import RunnerUp
+from znnpy.planner.run_plan import RunnerUp
 from znnpy.planner.tilings import Sizes, Tiling, all_sizes, log_spaced, sizes_between, tiling_of, with_size
 from znnpy.shapes import Vec3
 

@@ -12,14 +12,16 @@ from znnpy.kernels.table import IN_HOST_RAM, TABLE
 from znnpy.machine import Machine
 from znnpy.messages import excerpt
 from znnpy.network import Network
+from znnpy.planner.co_execution import CoExecution
 from znnpy.planner.layout import ALIGNMENT, Tensor, aligned
-from znnpy.planner.plan import AGAIN, Plan, patch_in
+from znnpy.planner.plan import Plan, patch_in
+from znnpy.planner.run_plan import AGAIN, RunPlan
 from znnpy.planner.stages import handover_buffers, in_host_ram, stage_needs
 from znnpy.shapes import LayerShape, fused, text, turned
 
 
 def check_runs(
-    plan: Plan,
+    plan: RunPlan,
     network: Network,
     machine: Machine,
     *,
@@ -44,34 +46,37 @@ def check_runs(
             "the plan's layers run on a GPU, and there is none here; make one for this machine with "
             "`znnpy plan NETWORK --device cpu`"
         )
-    _check_shapes(plan, network)
-    _check_memory(plan, [_footprint_of(index, plan, machine, table) for index in range(len(plan.choices))])
-    if plan.cpu_plan is not None:
-        check_cpu_plan(plan, plan.cpu_plan, network, machine, table)
+    for worker in plan.workers:
+        check_plan(worker.plan, network, machine, table)
+    if plan.sharing is not None:
+        _check_sharing(plan.sharing)
     _check_limits(plan, machine, ram_bytes, vram_bytes)
 
 
-def check_cpu_plan(plan: Plan, cpu_plan: Plan, network: Network, machine: Machine, table: Sequence[Primitive]) -> None:
-    """Check that the processor's plan beside GPUs runs here, on cells of whole steps and in the promised memory."""
-    check_runs(cpu_plan, network, machine, table=table)
-    cell, step = cpu_plan.patch_out, plan.patch_out
-    if cell[plan.axis] % step[plan.axis] or any(map(lt, cell, step)):
+def check_plan(
+    plan: Plan, network: Network, machine: Machine, table: Sequence[Primitive] = (*TABLE, *IN_HOST_RAM)
+) -> None:
+    """Raise PlanFileError unless the plan of one worker runs this network here, whatever its limits are."""
+    _check_shapes(plan, network)
+    _check_memory(plan, [_footprint_of(index, plan, machine, table) for index in range(len(plan.choices))])
+
+
+def _check_sharing(sharing: CoExecution) -> None:
+    """Raise PlanFileError unless cells hold whole steps of a GPU and both workers follow the same axis."""
+    gpu, cpu = sharing.gpu, sharing.cpu
+    cell, step = cpu.patch_out, gpu.patch_out
+    if cell[gpu.axis] % step[gpu.axis] or any(map(lt, cell, step)):
         raise PlanFileError(
             f"the plan's cells of {text(cell)} hold no whole number of its steps of {text(step)} along axis "
-            f"{plan.axis}, or are narrower; {AGAIN}"
+            f"{gpu.axis}, or are narrower; {AGAIN}"
         )
-    if cpu_plan.streams and cpu_plan.axis != plan.axis:
+    if cpu.streams and cpu.axis != gpu.axis:
         raise PlanFileError(
-            f"the processor's columns are along axis {cpu_plan.axis}, and those of the plan along {plan.axis}; {AGAIN}"
-        )
-    if plan.memory.cpu_plan != cpu_plan.memory.peak:
-        raise PlanFileError(
-            f"the plan promises {plan.memory.cpu_plan:,} bytes for the processor, and its plan beside needs "
-            f"{cpu_plan.memory.peak:,}; {AGAIN}"
+            f"the CPU's columns are along axis {cpu.axis}, and those of the GPU along axis {gpu.axis}; {AGAIN}"
         )
 
 
-def _check_limits(plan: Plan, machine: Machine, ram_bytes: int | None, vram_bytes: int | None) -> None:
+def _check_limits(plan: RunPlan, machine: Machine, ram_bytes: int | None, vram_bytes: int | None) -> None:
     """Check that the memory the plan needs is there and is allowed."""
     card = None if machine.gpu is None else machine.gpu.memory_bytes
     for limit, what, needed, kind, word in (

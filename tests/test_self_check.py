@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.fake_plans import changed
 from tests.support.flat_requests import make_plan
 from znnpy.errors import VerifyError
 from znnpy.kernels.reference import convolve, fragments, max_filter, max_pool, maxout
@@ -18,7 +19,7 @@ from znnpy.machine import Limits, this_machine
 from znnpy.measure.layer import HostLayer, Position, Values
 from znnpy.measure.timing import Progress, bytes_of
 from znnpy.network import Conv, MaxFilter, Maxout, Network, Pool
-from znnpy.planner.plan import Plan
+from znnpy.planner.run_plan import RunPlan
 from znnpy.run.target import OpenTarget
 from znnpy.self_check import check_plan, positions, voxel
 from znnpy.shapes import ConvShape, FilterShape, LayerShape, MaxoutShape, PoolShape
@@ -75,7 +76,7 @@ MIXED = Network(  # one layer of every kind
 
 
 @pytest.fixture(scope="module")
-def plan() -> Plan:
+def plan() -> RunPlan:
     """Return a plan of primitives that run."""
     return make_plan(MIXED, (6, 7, 8), this_machine(), Limits(2**33, 2), columns=False)
 
@@ -84,7 +85,7 @@ def site() -> OpenTarget:
     return OpenTarget(machine=this_machine())
 
 
-def test_correct_plan_passes_layer_by_layer(plan: Plan) -> None:
+def test_correct_plan_passes_layer_by_layer(plan: RunPlan) -> None:
     told: list[Progress] = []
     check_plan(plan, MIXED, site(), told.append)
     assert [progress.done for progress in told] == list(range(len(told)))
@@ -93,7 +94,9 @@ def test_correct_plan_passes_layer_by_layer(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("wrong", [lambda maps: maps + 1e-3, lambda maps: np.full_like(maps, np.nan)])
-def test_single_wrong_voxel_is_named(plan: Plan, monkeypatch: pytest.MonkeyPatch, wrong: Callable[[Any], Any]) -> None:
+def test_single_wrong_voxel_is_named(
+    plan: RunPlan, monkeypatch: pytest.MonkeyPatch, wrong: Callable[[Any], Any]
+) -> None:
     right, broken = HostLayer.at, plan.choices[-1]
 
     def at(self: HostLayer, position: Position) -> Any:
@@ -111,7 +114,7 @@ def test_single_wrong_voxel_is_named(plan: Plan, monkeypatch: pytest.MonkeyPatch
 
 
 def test_large_layers_are_checked_on_fewer_images_or_skipped_with_a_note(
-    plan: Plan, monkeypatch: pytest.MonkeyPatch
+    plan: RunPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[LayerShape] = []
     right = HostLayer.__init__
@@ -123,8 +126,8 @@ def test_large_layers_are_checked_on_fewer_images_or_skipped_with_a_note(
     monkeypatch.setattr(HostLayer, "__init__", init)
     many = next(c for c in plan.choices if c.shape.batch > 1)
     one = bytes_of(find(many.primitive), replace(many.shape, batch=1), many.variant, 1)
-    stage = replace(plan.stages[0], choices=(many,))
-    only = replace(plan, stages=(stage,), limits=replace(plan.limits, threads=1))
+    stage = replace(plan.main.stages[0], choices=(many,))
+    only = changed(plan, stages=(stage,), limits=replace(plan.limits, threads=1))
     monkeypatch.setattr(OpenTarget, "room", lambda self, limits: one)
     check_plan(only, MIXED, site(), lambda progress: None)
     assert [shape.batch for shape in seen] == [1]

@@ -46,6 +46,7 @@ __all__ = [
     "Progress",
     "Report",
     "ResumeError",
+    "RunPlan",
     "ShapeError",
     "ThreadError",
     "ThreadPool",
@@ -96,6 +97,7 @@ if TYPE_CHECKING:
     from znnpy.measure.timing import Progress
     from znnpy.network import Conv, ConvWeights, MaxFilter, Maxout, Network, Normalise, Pool
     from znnpy.planner.plan import Plan
+    from znnpy.planner.run_plan import RunPlan
     from znnpy.planning import plan
     from znnpy.report.memory_sweep import Point
     from znnpy.report.plan_text import explain
@@ -120,6 +122,7 @@ else:
         "znnpy.machine": "Gpu",
         "znnpy.network": "Conv ConvWeights MaxFilter Maxout Network Normalise Pool",
         "znnpy.planner.plan": "Plan",
+        "znnpy.planner.run_plan": "RunPlan",
         "znnpy.report.memory_sweep": "Point",
         "znnpy.report.plan_text": "explain",
         "znnpy.report.rejected": "Considered",

@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from znnpy.errors import NoPlanError, ShapeError, VolumeError, VramError
+from znnpy.errors import ShapeError, VolumeError, VramError
 from znnpy.measure.shelf import Shelf
 from znnpy.measure.wisdom import wisdom_kept
 from znnpy.messages import excerpt, option
@@ -22,13 +22,13 @@ from znnpy.network import ConvWeights, Network
 from znnpy.option_values import Border
 from znnpy.options import RunOptions
 from znnpy.patches import Box
-from znnpy.planner.plan import Plan
+from znnpy.planner.run_plan import RunPlan
 from znnpy.report.plan_text import predicted
 from znnpy.run import pipeline
 from znnpy.run.asked import devices_asked
-from znnpy.run.choice import Work, choose, given_plan, leaner_options
+from znnpy.run.choice import Work, choose, forgetful, given_plan, leaner_plan
 from znnpy.run.target import OpenTarget, Targets, check_here
-from znnpy.run.workers import Sessions, forgetful, sessions_of, workers_of
+from znnpy.run.workers import Sessions, sessions_of, workers_of
 from znnpy.run_log import log_once, log_phase
 from znnpy.shapes import FLOAT32
 from znnpy.units import human_bytes
@@ -91,13 +91,13 @@ class ArraySession:
         self._turn = threading.Lock()
         self._open, self._prepared = ExitStack(), ExitStack()  # the devices; what is prepared on them
         self._target: OpenTarget | None = None
-        self._plan: Plan | None = None
+        self._plan: RunPlan | None = None
         self._sessions: Sessions = {}
         self._ended = False
         self._looked = False  # whether grey values of an array were sampled
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> RunPlan:
         """Plan of the session; ValueError outside of the `with` block."""
         return self._running()[1]
 
@@ -128,7 +128,7 @@ class ArraySession:
             except VramError as error:
                 refused = forgetful(error)
             if refused is not None:
-                self._prepare(target, self._leaner(target, plan, refused))
+                self._prepare(target, leaner_plan(self._asked, self._work, target, plan, refused))
             self._target, self._ended = target, False
             self._open = stack.pop_all()
         return self
@@ -184,7 +184,7 @@ class ArraySession:
                 refused = forgetful(error)
             if refused is not None:
                 self._forget()
-                self._prepare(target, self._leaner(target, plan, refused))
+                self._prepare(target, leaner_plan(self._asked, self._work, target, plan, refused))
                 self._compute(source, result, progress)
         return result.array
 
@@ -197,10 +197,10 @@ class ArraySession:
         timings = pipeline.run_workers(workers_of(plan, self._sessions, self._network), source, result, progress)
         self._ended = any(worker.lost for worker in timings.workers)
 
-    def _prepare(self, target: OpenTarget, plan: Plan) -> None:
+    def _prepare(self, target: OpenTarget, plan: RunPlan) -> None:
         """Prepare all that a plan needs on a target."""
         log_phase("planned", predicted(plan))
-        log_phase("preparing", f"{human_bytes(plan.prepared_bytes)}")
+        log_phase("preparing", f"{human_bytes(plan.main.prepared_bytes)}")
         with wisdom_kept(target.machine, plan.seconds) as wisdom:
             sessions = self._prepared.enter_context(sessions_of(plan, target, self._network, self._weights))
         for sentence in wisdom.sentences:
@@ -211,15 +211,6 @@ class ArraySession:
         """Release all that was prepared."""
         self._plan, self._sessions = None, {}
         self._prepared.close()
-
-    def _leaner(self, target: OpenTarget, plan: Plan, refused: VramError) -> Plan:
-        """Return a plan that fits the GPU's free memory; VramError if the user gave a plan, or if none fits."""
-        if self._given is not None:
-            raise refused
-        try:
-            return choose(leaner_options(self._asked, target, plan), self._work, target)
-        except NoPlanError as error:
-            raise VramError(f"{refused}; and {error}") from None
 
     @property
     def _work(self) -> Work:
@@ -233,7 +224,7 @@ class ArraySession:
             for doubt in sample_of(volume).doubts(self._network):
                 _log.warning("%s", doubt)
 
-    def _running(self) -> tuple[OpenTarget, Plan]:
+    def _running(self) -> tuple[OpenTarget, RunPlan]:
         """Return the open target and the plan that runs on it; ValueError if the session has ended."""
         if self._ended:
             raise ValueError("the session ended with an error on the GPU; open another")

@@ -17,29 +17,29 @@ from typing import Any
 
 import numpy as np
 
-from znnpy.errors import NoPlanError, OutputError, VramError
+from znnpy.errors import OutputError, VramError
 from znnpy.files import regular_file
 from znnpy.formats.networks import read_network
 from znnpy.job import attributes_of, job_of, roi_text, settings_of
 from znnpy.kernels.cpu.fft import Wisdom
-from znnpy.machine import Machine, parse_bytes, this_machine
+from znnpy.machine import Machine, this_machine
 from znnpy.measure.shelf import Shelf
 from znnpy.measure.wisdom import wisdom_begun, wisdom_kept
 from znnpy.messages import option
 from znnpy.option_declarations import function_of
-from znnpy.option_values import AskedMode, Cover, Device
+from znnpy.option_values import Device
 from znnpy.options import InferOptions, RunOptions
-from znnpy.planner.plan import Plan
+from znnpy.planner.run_plan import RunPlan
 from znnpy.report.plan_text import predicted
 from znnpy.report.run_report import Report
 from znnpy.run import pipeline
 from znnpy.run.asked import devices_asked
-from znnpy.run.choice import Work, choose, given_plan, leaner_options
+from znnpy.run.choice import Work, choose, forgetful, given_plan, leaner_plan
 from znnpy.run.preparing import Preparing
-from znnpy.run.resume import check_options, device_begun, limits_taken, plan_begun, plan_finished
+from znnpy.run.resume import check_options, device_begun, leaner_plan_begun, limits_taken, plan_begun, plan_finished
 from znnpy.run.target import OpenTarget, Targets, check_here
 from znnpy.run.trace import Trace
-from znnpy.run.workers import Sessions, forgetful, sessions_of, workers_of
+from znnpy.run.workers import Sessions, sessions_of, workers_of
 from znnpy.run_log import log_phase
 from znnpy.run_warnings import half_missing, slower_here
 from znnpy.self_check import CheckedOutput
@@ -158,7 +158,7 @@ def infer_as_asked(asked: InferOptions) -> Report:
 class _Done:
     """What a run did."""
 
-    plan: Plan
+    plan: RunPlan
     timings: pipeline.Timings
     vram_bytes: int | None  # that the process took of the GPU
     sentences: tuple[str, ...]
@@ -210,7 +210,7 @@ class _Run:
         check_here(given)
         return given.device
 
-    def plan(self, target: OpenTarget) -> Plan:
+    def plan(self, target: OpenTarget) -> RunPlan:
         """Return the plan that the run began with, the one that was given, or the fastest."""
         begun, network = self.output.header, self.trained.network
         if begun is None:
@@ -220,7 +220,7 @@ class _Run:
         check_options(self.asked, begun, made)
         return made
 
-    def compute(self, target: OpenTarget, plan: Plan) -> _Done:
+    def compute(self, target: OpenTarget, plan: RunPlan) -> _Done:
         """Run the plan, or a leaner one where the GPU refuses what the first was promised, now or later on."""
         sentences, before = list(target.costs.sentences), self.output.done
         if before:
@@ -233,7 +233,10 @@ class _Run:
         if refused is not None:
             self.output.pause()
             begun = self.output.header is not None
-            plan = self._leaner(target, plan, refused)
+            if self.output.header is None:
+                plan = leaner_plan(self.asked, self.work, target, plan, refused)
+            else:
+                plan = leaner_plan_begun(self.output.header, self.asked, self.work, target, plan, refused)
             rounding = "; what was finished before may be rounded differently" if begun else ""
             within = human_bytes(plan.limits.vram_bytes or 0)
             sentences.append(f"planned anew within {within} of VRAM: {refused}{rounding}")
@@ -244,10 +247,10 @@ class _Run:
         self.output.complete()
         return replace(done, sentences=(*sentences, *done.sentences))
 
-    def _run(self, target: OpenTarget, plan: Plan) -> _Done:
+    def _run(self, target: OpenTarget, plan: RunPlan) -> _Done:
         """Whatever of the plan's columns the output does not hold."""
         network = self.trained.network
-        log_phase("preparing", f"{human_bytes(plan.prepared_bytes)}")
+        log_phase("preparing", f"{human_bytes(plan.main.prepared_bytes)}")
         preparing = Preparing(plan, network, self.started, self.output.done, self.progress)
         with self._awake(target, plan, preparing) as (sessions, wisdom):
             before = preparing.done()
@@ -258,7 +261,7 @@ class _Run:
                 )
                 self.output.begin(header, attributes_of(network, self.source, self.job, plan))
             workers = workers_of(plan, sessions, network, self.output.done)
-            log_phase("running", f"{len(self.output.done)} of {plan.columns} columns done before")
+            log_phase("running", f"{len(self.output.done)} of {len(plan.work_items(network))} work items done before")
             timings = pipeline.run_workers(workers, self.source, self._writes(plan), self.progress, self.trace, before)
             gone = [worker for worker in timings.workers if worker.lost]
             lost = [f"{worker.name} was lost, and the others went on: {worker.lost}" for worker in gone]
@@ -272,47 +275,19 @@ class _Run:
                 plan, timings, target.taken_bytes(), (*lost, *late, *wisdom.sentences), idle, self.tally.values
             )
 
-    def _writes(self, plan: Plan) -> pipeline.Writes:
+    def _writes(self, plan: RunPlan) -> pipeline.Writes:
         output = Tallied(self.output, self.tally)
         if self.watched is None:
             return output
         return CheckedOutput(output, self.trained, self.watched, self.source.offset, plan.precision)
 
     @contextmanager
-    def _awake(self, target: OpenTarget, plan: Plan, preparing: Preparing) -> Iterator[tuple[Sessions, Wisdom]]:
+    def _awake(self, target: OpenTarget, plan: RunPlan, preparing: Preparing) -> Iterator[tuple[Sessions, Wisdom]]:
         network, weights, begun = self.trained.network, self.trained.weights, self.output.header
         with ExitStack() as stack:
             with wisdom_begun(begun.wisdom) if begun else wisdom_kept(target.machine, plan.seconds) as wisdom:
                 sessions = stack.enter_context(sessions_of(plan, target, network, weights, self.trace, preparing.told))
             yield sessions, wisdom
-
-    def _leaner(self, target: OpenTarget, plan: Plan, refused: VramError) -> Plan:
-        """Return the fastest plan within what the GPU has now; with the same patches where some are on disk."""
-        begun, network = self.output.header, self.trained.network
-        if self.asked.plan is not None:
-            raise refused
-        asked = leaner_options(self.asked, target, plan)
-        if begun is not None:
-            ram = plan.limits.ram_bytes if self.asked.ram is None else parse_bytes(self.asked.ram)
-            asked = replace(asked, ram=ram - plan.memory.cpu_plan)  # the processor's plan stays
-            only = tuple(begun.settings["only"])
-            cover: Cover = "columns" if plan.streams else "patches"
-            mode: AskedMode = "gpu" if plan.cpu_plan else plan.mode
-            asked = replace(asked, only=only, cover=cover, patch=plan.patch_out, precision=plan.precision, mode=mode)
-        try:
-            leaner = choose(asked, self.work, replace(target, precision=plan.precision))
-        except NoPlanError as error:
-            raise VramError(f"{refused}; and {error}") from None
-        if begun is not None and plan.cpu_plan is not None:
-            memory = replace(leaner.memory, cpu_plan=plan.memory.cpu_plan)
-            limits = replace(leaner.limits, ram_bytes=leaner.limits.ram_bytes + plan.memory.cpu_plan)
-            leaner = replace(
-                leaner, limits=limits, memory=memory, cpu_plan=plan.cpu_plan, single_device_seconds=leaner.seconds
-            )
-        other = leaner.work_items(network) != plan.work_items(network) or leaner.axis != plan.axis
-        if begun is not None and other:  # what is on disk, and columns of the processor, are of other parts
-            raise refused
-        return leaner
 
 
 def _trace(path: str | Path | None, overwrite: bool, output: Path) -> AbstractContextManager[Trace | None]:
@@ -329,7 +304,7 @@ def _trace(path: str | Path | None, overwrite: bool, output: Path) -> AbstractCo
 def _report(
     target: Path,
     started: float,
-    plan: Plan,
+    plan: RunPlan,
     machine: Machine,
     done: _Done | None = None,
     notes: tuple[str, ...] = (),
@@ -338,7 +313,7 @@ def _report(
 ) -> Report:
     """`done` is None where nothing was left to do; `notes` say why the device is not another, `doubts` what is odd."""
     timings = done.timings if done else None
-    lacking = slower_here(machine) if plan.device == "cpu" or plan.cpu_plan is not None else ()
+    lacking = slower_here(machine) if any(worker.plan.device == "cpu" for worker in plan.workers) else ()
     return Report(
         output=target,
         voxels=prod(plan.output),

@@ -13,7 +13,7 @@ from znnpy.formats.weights import sha256
 from znnpy.machine import Machine
 from znnpy.network import Network
 from znnpy.patches import Box
-from znnpy.planner.plan import Plan
+from znnpy.planner.run_plan import RunPlan
 from znnpy.shapes import Vec3
 from znnpy.trained import TrainedNetwork
 from znnpy.volume.base import Volume
@@ -58,7 +58,7 @@ def settings_of(only: Sequence[str], machine: Machine) -> Settings:
     }
 
 
-def attributes_of(network: Network, source: Source, job: dict[str, Any], plan: Plan) -> dict[str, Any]:
+def attributes_of(network: Network, source: Source, job: dict[str, Any], plan: RunPlan) -> dict[str, Any]:
     """Return the attributes of an output: its position in the volume and in the specimen, and how it was made."""
     space = source.volume.space
     return {

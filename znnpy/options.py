@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from znnpy.measure.timing import Clock, Progress
-    from znnpy.planner.plan import Plan
+    from znnpy.planner.run_plan import RunPlan
     from znnpy.report.memory_sweep import Point
     from znnpy.report.rejected import Considered
     from znnpy.run.pipeline import Event
@@ -155,7 +155,7 @@ class PlanningOptions(ComputeOptions, DeviceOptions):
 class RunOptions(PlanningOptions):
     """Options that give the plan of a run, or restrict the search for it."""
 
-    plan: str | Path | Plan | None = option(
+    plan: str | Path | RunPlan | None = option(
         None,
         "plan that `znnpy plan --out` wrote",
         "path",

@@ -22,8 +22,8 @@ from znnpy.option_values import COVERS
 from znnpy.options import PlanOptions
 from znnpy.planner.alternatives import kind_of
 from znnpy.planner.modes import make_plan
-from znnpy.planner.plan import Plan
 from znnpy.planner.request import CostModel, PlanRequest, Rigor
+from znnpy.planner.run_plan import RunPlan
 from znnpy.report.memory_sweep import DevicePlans, Point, points
 from znnpy.report.plan_text import predicted
 from znnpy.report.rejected import considered
@@ -42,7 +42,7 @@ DEFAULT_SHAPE: Vec3 = (1024, 1024, 1024)  # what `plan` assumes when it is told 
 
 
 @function_of(PlanOptions)
-def plan(asked: PlanOptions) -> Plan:
+def plan(asked: PlanOptions) -> RunPlan:
     """Return the fastest plan for a network, a volume and memory limits; it needs no weights.
 
     OPTIONS
@@ -53,7 +53,7 @@ def plan(asked: PlanOptions) -> Plan:
     return plan_as_asked(asked)
 
 
-def plan_as_asked(asked: PlanOptions) -> Plan:
+def plan_as_asked(asked: PlanOptions) -> RunPlan:
     """Return the plan that `plan` returns for these options."""
     devices = devices_asked(asked)
     if asked.machine is not None and asked.mode not in ("auto", "cpu", "gpu"):
@@ -80,7 +80,7 @@ def _shelf(asked: PlanOptions) -> Shelf:
     return Shelf(asked.costs, machine=asked.machine)
 
 
-def _here(planning: _Planning, devices: AskedDevices) -> Plan:
+def _here(planning: _Planning, devices: AskedDevices) -> RunPlan:
     """Return the plan for a device of this machine; it tells of the CPU's best plan where "auto" takes a GPU."""
     asked, network = planning.asked, planning.work.network
     with Targets(devices, planning.shelf) as opened:
@@ -137,14 +137,14 @@ class _Planning:
         limits = target.limits(self.asked.ram, self.asked.threads, self.asked.vram, beyond=True)
         return replace(request_for(self.asked, self.work, target, limits), rigor=self.rigor)
 
-    def plan(self, target: OpenTarget) -> Plan:
+    def plan(self, target: OpenTarget) -> RunPlan:
         """Return the fastest plan on a target, with the best of every other kind there and what was measured for it."""
         request = replace(self.request(target), kinds=True, baselines=self.asked.tell_why is not None)
         known = target.known_rates(self.work.network, request.limits, self.asked.mode)
         known = self.study.rates(target, request, known)
         return replace(make_plan(request, CostModel(known)), rigor=self.study.done)
 
-    def estimated(self, target: OpenTarget) -> Plan:
+    def estimated(self, target: OpenTarget) -> RunPlan:
         """Return the fastest plan on another target, for which nothing is measured."""
         request = self.request(target)
         return make_plan(request, CostModel(target.known_rates(self.work.network, request.limits, self.asked.mode)))
@@ -156,7 +156,7 @@ class _Planning:
         known = target.rates(self.work.network, limits)
         return known or assumed_rates(target.machine, limits.threads, target.device)
 
-    def tell(self, made: Plan, targets: Sequence[OpenTarget]) -> None:
+    def tell(self, made: RunPlan, targets: Sequence[OpenTarget]) -> None:
         """Tell the caller what there is to say beside the plan.
 
         targets  where the layers run, and where else they might have run
@@ -165,16 +165,16 @@ class _Planning:
         sentences = (*target.sentences, *target.beyond(made.limits), *self.shelf.sentences, *self.study.sentences)
         for sentence in sentences:
             asked.tell(sentence)
-        if asked.tell_why is not None and made.offloaded:
+        if asked.tell_why is not None and made.main.offloaded:
             asked.tell(f"why primitives are not taken is told of layers on one device, not of mode {made.mode}")
         elif asked.tell_why is not None:
             rates = self.rates(target, made.limits)
-            asked.tell_why(considered(made, network, target.machine, rates, TABLE, asked.names))
+            asked.tell_why(considered(made.main, network, target.machine, rates, TABLE, asked.names))
         if asked.tell_point is not None:
             for point in self.curves(made, targets):
                 asked.tell_point(point)
 
-    def curves(self, made: Plan, targets: Sequence[OpenTarget]) -> Iterator[Point]:
+    def curves(self, made: RunPlan, targets: Sequence[OpenTarget]) -> Iterator[Point]:
         """Yield plans of columns and of patches on each target, up to the machine's memory or the limit beyond it."""
         covers = COVERS if self.asked.cover is None else (self.asked.cover,)
         curves = [(target, self.request(target), cover) for target in targets for cover in covers]

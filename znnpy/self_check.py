@@ -24,7 +24,8 @@ from znnpy.measure.wisdom import wisdom_kept
 from znnpy.messages import option
 from znnpy.network import Network
 from znnpy.patches import Box
-from znnpy.planner.plan import Choice, Plan
+from znnpy.planner.plan import Choice
+from znnpy.planner.run_plan import RunPlan
 from znnpy.run.pipeline import Writes
 from znnpy.run.session import ALL
 from znnpy.run.target import OpenTarget
@@ -44,8 +45,8 @@ SCALE_VOXELS = 4096  # voxels of a patch that show how large its values are
 Real = npt.NDArray[np.float64]
 
 
-def check_plan(plan: Plan, network: Network, target: OpenTarget, tell: Callable[[Progress], None]) -> None:
-    """Run every layer of `plan`, and of its CPU plan if it has one, with its primitive on random values.
+def check_plan(plan: RunPlan, network: Network, site: OpenTarget, tell: Callable[[Progress], None]) -> None:
+    """Run every layer of `plan`, and of its CPU plan beside GPUs, with its primitive on random values.
 
     VerifyError names the first layer whose output differs from the definition by more than its precision allows, at
     VOXELS voxels including corners, or that does not fit this machine.

@@ -23,7 +23,7 @@ from znnpy.errors import DeviceError, PlanFileError, ResumeError, VramError
 from znnpy.inference import infer
 from znnpy.machine import Machine
 from znnpy.network import Network
-from znnpy.planner.plan import Plan
+from znnpy.planner.run_plan import RunPlan
 from znnpy.planning import plan
 from znnpy.report.run_report import Report
 from znnpy.run import target
@@ -111,7 +111,7 @@ def test_plans_use_measured_rates(place: Place, emulated_gpus: EmulatedGpus) -> 
     made = plan(place.folder / "net.yaml", volume=place.volume, device="gpu", vram="800M", precision="tf32")
     assert made.seconds > 1 > whole.seconds
     load_network(place.folder / "net.yaml")(np.zeros((9, 10, 11), np.uint8), device="gpu", vram="800M")
-    room = 800 * 2**20 - made.memory.context
+    room = 800 * 2**20 - made.main.memory.context
     assert 0 < room <= 600 * 2**20
     assert asked == [(EmulatedDevice, "tiny", p, room) for p in ("tf32", "fp32")]
     go(place, plan=made, threads=None)
@@ -120,7 +120,7 @@ def test_plans_use_measured_rates(place: Place, emulated_gpus: EmulatedGpus) -> 
 
 def test_report_names_device_and_primitives(place: Place) -> None:
     report = go(place, precision="tf32", vram="800M")
-    lines, memory = report.lines(), report.plan.memory
+    lines, memory = report.lines(), report.plan.main.memory
     assert "device     emulated" in lines
     assert "precision  tf32, 32-bit floating point rounded to 11 significant bits in products" in lines
     (methods,) = (line for line in lines if line.startswith("methods    "))
@@ -142,8 +142,8 @@ def test_gpu_plan_runs_on_another_volume(place: Place) -> None:
     place.write_volume(np.random.default_rng(5).standard_normal((17, 31, 22)).astype(np.float32))
     report = go(place, device="auto", threads=None, plan=made)
     assert (report.plan.device, report.precision) == ("gpu", "tf32")
-    assert report.plan.memory.staging > made.memory.staging  # float32 voxels instead of uint8
-    assert (made.itemsize_in, report.plan.itemsize_in) == (1, 4)
+    assert report.plan.main.memory.staging > made.main.memory.staging  # float32 voxels instead of uint8
+    assert (made.main.itemsize_in, report.plan.main.itemsize_in) == (1, 4)
     assert np.abs(place.prediction() - on_the_cpu(place)).max() <= TOLERANCES["tf32"]
 
 
@@ -168,7 +168,7 @@ def test_plan_beyond_free_vram_is_refused(
 
     class Full(EmulatedDevice):
         def free_bytes(self) -> int:
-            return made.memory.vram - made.memory.context
+            return made.memory.vram - made.main.memory.context
 
     emulated_gpus.open_as(Full)
     monkeypatch.setattr(target, "MOST_CONTEXT_BYTES", 0)
@@ -316,7 +316,7 @@ def test_refused_memory_causes_one_new_plan(place: Place, emulated_gpus: Emulate
     assert "cudaMalloc for the arena of " in warning
     assert "rounded" not in warning
     with h5py.File(place.out) as file:
-        assert Plan.from_json(file["prediction"].attrs["plan"]) == report.plan
+        assert RunPlan.from_json(file["prediction"].attrs["plan"]) == report.plan
     np.testing.assert_allclose(place.prediction(), on_the_cpu(place), atol=1e-5)
     emulated_gpus.open_as(refusing(2))
     with pytest.raises(VramError, match="cudaMalloc for the arena"):

@@ -21,7 +21,7 @@ from znnpy.measure.layer import HostRamLayer, Position
 from znnpy.option_values import OFFLOAD_MODES, AskedMode, OffloadMode
 from znnpy.planner import modes
 from znnpy.planner.memory import staging_bytes
-from znnpy.planner.plan import Plan
+from znnpy.planner.run_plan import RunPlan
 from znnpy.planning import plan
 from znnpy.report.plan_text import explain
 from znnpy.report.run_report import Report
@@ -57,16 +57,16 @@ def test_output_equals_that_of_the_cpu(place: Place, mode: str, cover: str) -> N
     report = go(place, mode, cover=cover, trace=place.folder / "trace.json")
     made = report.plan
     assert made.mode == mode
-    assert 0 < made.offloaded < len(made.choices)
-    assert made.streams == (cover == "columns")
+    assert 0 < made.main.offloaded < len(made.choices)
+    assert made.main.streams == (cover == "columns")
     assert made.memory.peak <= made.limits.ram_bytes
     assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
     (line,) = (line for line in report.lines() if line.startswith("mode "))
     assert mode in line
     assert ("idle: CPU" in line) == (mode == "cpu-to-gpu")
     assert set(report.as_json()["idle_seconds"]) == ({"CPU", "GPU"} if mode == "cpu-to-gpu" else set())
-    assert "gpu" in {choice.device for choice in made.choices[made.offloaded :]}
-    assert Plan.from_json(made.to_json()) == made
+    assert "gpu" in {choice.device for choice in made.choices[made.main.offloaded :]}
+    assert RunPlan.from_json(made.to_json()) == made
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -100,7 +100,7 @@ def test_several_gpus_and_fp16_are_refused_with_host_modes(place: Place, mode: s
 @pytest.mark.parametrize("output_dtype", ["float16", "uint8"])
 def test_output_in_float16_and_uint8_equals_that_of_the_cpu(place: Place, mode: str, output_dtype: str) -> None:
     made = go(place, mode, output_dtype=output_dtype).plan
-    assert made.itemsize_out == np.dtype(output_dtype).itemsize
+    assert made.main.itemsize_out == np.dtype(output_dtype).itemsize
     found = place.prediction()
     out = place.folder / "cpu.h5"
     go(place, "cpu", out=out, precision=None, output_dtype=output_dtype)
@@ -122,11 +122,11 @@ def test_plan_runs_on_a_volume_of_another_type(place: Place, mode: str) -> None:
     words = {"threads": None, "precision": None, "allow_nan": True}
     again = go(place, "auto", plan=file, **words).plan
     assert again.mode == mode
-    part = made.handover_bytes // made.sub_batches[made.offloaded]
-    writes = made.cover(place.network).steps(0)
+    part = made.main.handover_bytes // made.main.sub_batches[made.main.offloaded]
+    writes = made.main.cover(place.network).steps(0)
     out_bytes = 4 * place.network.output_channels * prod(made.patch_out)
-    assert again.memory.staging == staging_bytes(part, out_bytes, writes=writes)
-    assert again.memory.reading > made.memory.reading
+    assert again.main.memory.staging == staging_bytes(part, out_bytes, writes=writes)
+    assert again.main.memory.reading > made.main.memory.reading
     found = place.prediction()
     assert np.isnan(found).any()
     out = place.folder / "cpu.h5"
@@ -141,7 +141,7 @@ def test_plan_runs_on_a_volume_of_another_type(place: Place, mode: str) -> None:
 def test_primitives_of_either_device_may_be_forced(place: Place, mode: str) -> None:
     """The command line accepts them too, and `gpu.conv.host_ram` is one like others."""
     made = go(place, mode, only=("cpu.conv.direct",)).plan
-    of_host = [choice for choice in made.choices[: made.offloaded] if choice.shape.kind == "conv"]
+    of_host = [choice for choice in made.choices[: made.main.offloaded] if choice.shape.kind == "conv"]
     assert {choice.primitive for choice in of_host} == {"cpu.conv.direct"}
     result = place.infer("--mode", mode, "--only", "gpu.conv.host_ram", "--overwrite", "--threads", 2)
     if mode == "cpu-to-gpu":
@@ -243,14 +243,14 @@ def test_auto_chooses_the_fastest_mode(
     assert go(place, "auto").plan.mode == "gpu"
 
 
-def _none_fits(*asked: object, **words: object) -> Plan:
+def _none_fits(*asked: object, **words: object) -> RunPlan:
     raise NoPlanError("not now")
 
 
 def test_auto_chooses_another_mode_if_the_gpu_has_too_little_memory(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(*asked: Any) -> Plan:
+    def refused(*asked: Any) -> RunPlan:
         raise NoPlanError("not so little")
 
     monkeypatch.setattr(modes, "plan_on_devices", refused)
@@ -283,11 +283,10 @@ def test_layers_are_timed_and_checked_on_their_own_device(place: Place, emulated
     words |= {"patch": (4, 8, 4)} | ({"only": "gpu.conv.host_ram"} if mode == "gpu-host" else {})
     words |= {"rigor": "measure", "time_limit": 1000.0, "paranoid": True}
     made = plan(place.folder / "net.yaml", tell_progress=lambda progress: told.append(progress.doing), **words)
-    beside = () if made.cpu_plan is None else made.cpu_plan.choices
     assert (made.mode, made.rigor) == (mode, "measure")
-    assert all(chosen.measured for chosen in (*made.choices, *beside))
+    assert all(chosen.measured for chosen in made.choices)
     checked = [doing for doing in told if doing.startswith("checking ")]
-    assert {doing.split()[1] for doing in checked} == {chosen.primitive for chosen in (*made.choices, *beside)}
+    assert {doing.split()[1] for doing in checked} == {chosen.primitive for chosen in made.choices}
     timed = {doing.split()[0] for doing in told if doing.startswith(("cpu.", "gpu."))}
     assert "gpu.conv.host_ram" in timed if mode == "gpu-host" else {name[:3] for name in timed} == {"cpu", "gpu"}
 

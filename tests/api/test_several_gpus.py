@@ -14,7 +14,7 @@ from tests.support.emulated_gpus import EmulatedGpus
 from tests.support.emulator import EmulatedDevice, needs_compiler
 from znnpy.errors import DeviceError, ResumeError, VramError
 from znnpy.inference import infer
-from znnpy.planner.plan import Plan
+from znnpy.planner.run_plan import RunPlan
 from znnpy.planning import plan
 from znnpy.report.run_report import Report
 from znnpy.verify import TOLERANCES
@@ -45,7 +45,7 @@ def expected(place: Place) -> np.ndarray[Any, Any]:
 def test_several_gpus_give_the_bytes_of_one(place: Place, words: dict[str, Any]) -> None:
     report = go(place, **words)
     assert report.plan.devices == (CARDS if words["gpus"] == "all" else words["gpus"])
-    assert report.plan.columns >= 2
+    assert report.plan.main.columns >= 2
     assert report.plan.memory.peak <= report.plan.limits.ram_bytes
     together = place.prediction()
     assert np.abs(together - expected(place)).max() <= TOLERANCES["fp32"]
@@ -237,4 +237,4 @@ def test_plan_states_the_gain_of_several_gpus(place: Place) -> None:
         "plan", place.folder / "net.yaml", "--volume", place.volume, "--device", "gpu", "--gpus", "2", "--out", out
     )
     assert json.loads(out.read_text())["memory"]["devices"] == 2
-    assert Plan.load(out).devices == 2
+    assert RunPlan.load(out).devices == 2

@@ -14,6 +14,7 @@ import pytest
 from tests.support.cli import Place
 from tests.support.emulated_gpus import EmulatedGpus, assumed_gpu_rates
 from tests.support.emulator import EMULATED_GPU, EmulatedDevice, needs_compiler
+from tests.support.fake_plans import changed, sharing_of
 from znnpy import inference
 from znnpy.costs.model import Rates, assumed_rates
 from znnpy.errors import DeviceError, NoPlanError, PlanFileError, ResumeError, VramError
@@ -21,8 +22,8 @@ from znnpy.formats.networks import read_network
 from znnpy.inference import infer
 from znnpy.machine import Limits, Machine, this_machine
 from znnpy.planner import modes
-from znnpy.planner.plan import Plan
 from znnpy.planner.request import CostModel, PlanRequest, Target
+from znnpy.planner.run_plan import RunPlan
 from znnpy.planner.side_by_side import Processor
 from znnpy.planning import plan
 from znnpy.report.plan_text import explain
@@ -64,15 +65,14 @@ def test_both_devices_compute_and_the_output_equals_the_cpus(place: Place, words
     report = go(place, **words)
     made = report.plan
     assert made.mode == "side-by-side"
-    assert made.cpu_plan is not None
-    assert 0 < made.cpu_items < len(made.cells)
+    assert 0 < made.cpu_items < len(sharing_of(made).cells)
     assert made.memory.peak <= made.limits.ram_bytes
     assert [lane.name for lane in report.workers] == (["GPU 0", "GPU 1", "CPU"] if "gpus" in words else ["GPU", "CPU"])
     assert sum(lane.voxels for lane in report.workers) == report.computed == report.voxels
     (line,) = (line for line in report.lines() if line.startswith("devices"))
     assert "CPU" in line
     (methods,) = (line for line in report.lines() if line.startswith("methods"))
-    assert all(choice.primitive in methods for choice in (*made.choices, *made.cpu_plan.choices))
+    assert all(choice.primitive in methods for choice in made.choices)
     together = place.prediction().astype(np.float32)
     most = 1e-3 if "output_dtype" in words else TOLERANCES["fp32"]
     assert np.abs(together - expected(place)).max() <= most
@@ -80,13 +80,12 @@ def test_both_devices_compute_and_the_output_equals_the_cpus(place: Place, words
 
 def test_plan_names_the_part_of_each_device(place: Place) -> None:
     made = go(place, threads=3).plan
-    assert made.cpu_plan is not None
-    assert made.cpu_plan.limits.threads == made.cpu_plan.compute_threads == 2  # one feeds the GPU
+    assert made.workers[1].plan.limits.threads == made.workers[1].plan.compute_threads == 2  # one feeds the GPU
     text = " ".join(explain(made).split())
-    assert f"take cells of {'x'.join(map(str, made.cells.patch))} output voxels, " in text
-    assert f"{len(made.cells)} in all, of which the processor is to compute {made.cpu_items}, " in text
+    assert f"take cells of {'x'.join(map(str, sharing_of(made).cells.patch))} output voxels, " in text
+    assert f"{len(sharing_of(made).cells)} in all, of which the processor is to compute {made.cpu_items}, " in text
     assert "without the processor, which computes" in text
-    assert Plan.from_json(made.to_json()) == made
+    assert RunPlan.from_json(made.to_json()) == made
 
 
 def test_given_plan_is_run_unchanged(place: Place) -> None:
@@ -94,17 +93,18 @@ def test_given_plan_is_run_unchanged(place: Place) -> None:
     file = place.folder / "plan.json"
     file.write_text(made.to_json())
     again = go(place, plan=file, mode="auto", threads=None, precision=None)
-    assert again.plan.cells == made.cells
+    assert sharing_of(again.plan).cells == sharing_of(made).cells
     assert len(again.workers) == 2
     with pytest.raises(PlanFileError, match="leave out `mode`"):
         go(place, plan=file, mode="gpu", threads=None, precision=None)
-    for change, words in (
-        ({"cpu_plan": None}, "memory is promised for a plan beside it exactly where there is one"),
-        ({"memory": {**json.loads(made.to_json())["memory"], "cpu_plan": 5}}, "and its plan beside needs"),
-    ):
+    for change, words in (({"workers": []}, "at least 1 item"), ({"workers": [{"plan": None}]}, "workers.0.plan")):
         file.write_text(json.dumps({**json.loads(made.to_json()), **change}))
         with pytest.raises(PlanFileError, match=words):
             go(place, plan=file, mode="auto", threads=None, precision=None)
+    gpu, cpu = made.workers
+    for workers in ((cpu, gpu), (gpu, gpu), (cpu, cpu)):
+        with pytest.raises(ValueError, match=r"its workers run in modes .*: side by side are gpu and cpu"):
+            replace(made, workers=workers)
 
 
 class Broken(EmulatedDevice):
@@ -226,9 +226,8 @@ def test_contradicting_options_are_refused(place: Place, words: dict[str, Any], 
 
 def test_primitives_of_both_devices_may_be_forced(place: Place) -> None:
     made = go(place, only=("gpu.conv.direct", "cpu.conv.direct")).plan
-    assert made.cpu_plan is not None
-    assert {c.primitive for c in made.choices if c.shape.kind == "conv"} == {"gpu.conv.direct"}
-    assert {c.primitive for c in made.cpu_plan.choices if c.shape.kind == "conv"} == {"cpu.conv.direct"}
+    assert {c.primitive for c in made.main.choices if c.shape.kind == "conv"} == {"gpu.conv.direct"}
+    assert {c.primitive for c in made.workers[1].plan.choices if c.shape.kind == "conv"} == {"cpu.conv.direct"}
 
 
 def test_plan_lists_every_mode(place: Place) -> None:
@@ -250,11 +249,8 @@ def test_plan_runs_on_a_volume_of_another_type(place: Place) -> None:
     voxels[3, 4, 5] = np.nan
     place.write_volume(voxels)
     again = go(place, plan=file, mode="auto", threads=None, precision=None, allow_nan=True).plan
-    assert made.cpu_plan is not None
-    assert again.cpu_plan is not None
-    assert again.cpu_plan.itemsize_in == 8
-    assert again.cpu_plan.memory.reading > made.cpu_plan.memory.reading
-    assert again.memory.cpu_plan == again.cpu_plan.memory.peak
+    assert again.workers[1].plan.itemsize_in == 8
+    assert again.workers[1].plan.memory.reading > made.workers[1].plan.memory.reading
     assert np.isnan(place.prediction()).any()
 
 
@@ -295,19 +291,22 @@ def test_new_plan_along_another_axis_is_refused(
                     raise VramError("cudaErrorMemoryAllocation: out of memory")
             super().copy_async(target, source, stream)
 
-    chosen: list[Plan] = []
+    chosen: list[RunPlan] = []
 
-    def choose(*asked: Any, **words: Any) -> Plan:
-        chosen.append(choice.choose(*asked, **words))
-        return chosen[-1] if len(chosen) == 1 else replace(chosen[-1], axis=(chosen[-1].axis + 1) % 3)
+    right = choice.choose
+
+    def choose(*asked: Any, **words: Any) -> RunPlan:
+        chosen.append(right(*asked, **words))
+        return chosen[-1] if len(chosen) == 1 else changed(chosen[-1], axis=(chosen[-1].main.axis + 1) % 3)
 
     emulated_gpus.open_as(Refusing)
-    monkeypatch.setattr(inference, "choose", choose)
+    for module in (inference, choice):
+        monkeypatch.setattr(module, "choose", choose)
     with pytest.raises(VramError, match="out of memory"):
         go(place, patch=(2, 4, 4))
     assert len(chosen) == 2
     first, leaner = chosen
-    assert leaner.limits.ram_bytes == first.limits.ram_bytes - first.memory.cpu_plan
+    assert leaner.limits.ram_bytes == first.limits.ram_bytes - first.workers[1].plan.memory.peak
 
 
 def test_memory_refused_during_a_run_causes_a_new_plan_with_the_cpu(place: Place, emulated_gpus: EmulatedGpus) -> None:
@@ -336,4 +335,4 @@ def test_cpu_rates_are_for_the_threads_left_by_the_gpu(place: Place) -> None:
     request = PlanRequest(network, output, Limits(2**40, 3, 2**40), gpu)
     made = Processor.beside(request, CostModel({"cpu": rates}), 2**33).plan(output)
     alone = PlanRequest(network, output, Limits(2**33, 2), Target(machine), baseline=0)
-    assert made == modes.make_plan(alone, CostModel({"cpu": rates.slowed(1.5)}))
+    assert made == modes.make_plan(alone, CostModel({"cpu": rates.slowed(1.5)})).main

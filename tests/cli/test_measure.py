@@ -23,7 +23,7 @@ from znnpy.machine import Gpu, this_machine
 from znnpy.measure import shelf
 from znnpy.measure.shelf import stored_path
 from znnpy.planner.memory import baseline_bytes
-from znnpy.planner.plan import Plan
+from znnpy.planner.run_plan import RunPlan
 from znnpy.shapes import LayerShape
 
 pytestmark = pytest.mark.slow
@@ -101,10 +101,10 @@ def test_measured_costs_are_stored_and_used_by_plans(here: Place) -> None:
     assert [one["plan"]["preparing_measured"] for one in (before, after)] == [False, True]
     one, other = (one["plan"]["preparing_seconds"] for one in (before, after))
     assert 0 < other < one
-    made = Plan.from_json(json.dumps(after["plan"]))
+    made = RunPlan.from_json(json.dumps(after["plan"]))
     rates = here_truly(this_machine().cores)
     truly = sum(c.executions * rates.seconds(find(c.primitive), c.shape, c.variant) for c in made.choices)
-    truly += made.prepared_bytes / 2**32
+    truly += made.main.prepared_bytes / 2**32
     assert after["seconds"] == pytest.approx(truly, rel=0.01)
     assert after["seconds"] - other > 1.2 * (before["seconds"] - one)
     assert after["notes"] == before["notes"] == []
@@ -231,7 +231,7 @@ def test_resumed_run_refuses_other_costs(here: Place) -> None:
     from znnpy.options import RunOptions
     from znnpy.run.resume import check_options
 
-    made = Plan.from_json(json.dumps(planned(here)["plan"]))
+    made = RunPlan.from_json(json.dumps(planned(here)["plan"]))
     wishes = RunOptions(costs=here.folder / "c.json")
     with pytest.raises(ValueError, match="the run began with a plan, which `costs` would change"):
         check_options(wishes, type("Begun", (), {"settings": {"only": []}})(), made)
@@ -253,7 +253,7 @@ def test_plan_for_another_machine_runs_only_there(here: Place) -> None:
     result = here.run(*words, "--out", plan)
     assert result.exit_code == 0
     assert "this plan is for another machine, another: it runs only there" in result.stdout
-    made = Plan.load(plan)
+    made = RunPlan.load(plan)
     assert made.made_for == "another"
     assert made.fitted
     assert made.limits.ram_bytes == int(0.75 * 2**40)
@@ -296,7 +296,7 @@ def test_plan_for_this_machine_is_refused_for_another(here: Place) -> None:
     assert here.run("measure", "--device", "cpu", "--export", path).exit_code == 0
     words = ("plan", here.folder / "net.yaml", "--volume", here.volume, "--machine", path, "--out", plan)
     assert here.run(*words).exit_code == 0
-    assert Plan.load(plan).made_for is None
+    assert RunPlan.load(plan).made_for is None
     assert here.infer("--plan", plan).exit_code == 0
 
 
@@ -315,7 +315,7 @@ def test_plan_for_an_absent_gpu_is_made_from_its_cost_file(here: Place) -> None:
     path.write_text(there.to_json())
     words = ("plan", here.folder / "net.yaml", "--volume", here.volume, "--machine", path)
     assert here.run(*words, "--out", plan).exit_code == 0
-    made = Plan.load(plan)
+    made = RunPlan.load(plan)
     assert made.device == "gpu"
     assert made.made_for == "made up beside another"
     assert made.limits.vram_bytes == int(0.9 * H200.memory_bytes)

@@ -17,7 +17,7 @@ from tests.support.cli import Place
 from znnpy import cli, command_runtime
 from znnpy.errors import NoPlanError
 from znnpy.machine import processor
-from znnpy.planner.plan import Plan
+from znnpy.planner.run_plan import RunPlan
 from znnpy.stopping import Terminated
 from znnpy.volume.journal import Journal, JournalHeader, journal_path
 
@@ -155,7 +155,7 @@ def test_columns_and_patches_give_equal_predictions(place: Place, axis: int) -> 
 def test_no_depth_first_computes_all_fragments_together(place: Place) -> None:
     words = ("plan", "fib25_boundary", "--shape", "330,330,330", "--patch", "176,176,176", "--ram", "1100M", "--json")
     split = json.loads(place.run(*words).stdout)["plan"]
-    assert max(Plan.from_json(json.dumps(split)).sub_batches) > 1
+    assert max(RunPlan.from_json(json.dumps(split)).main.sub_batches) > 1
     sentence = place.refusal(*words, "--no-depth-first", "--cover", "patches")
     assert "nothing fits in 1,100.0 MiB of RAM: " in sentence
     assert sentence.endswith(", or drop --patch, or drop --cover, or drop --no-depth-first")
@@ -179,7 +179,7 @@ def test_written_plan_is_accepted_by_infer(place: Place) -> None:
     assert "predicted" in result.stdout
     assert place.infer("--plan", plan).exit_code == 0
     with h5py.File(place.out) as file:
-        assert Plan.from_json(file["prediction"].attrs["plan"]) == Plan.load(plan)
+        assert RunPlan.from_json(file["prediction"].attrs["plan"]) == RunPlan.load(plan)
 
 
 @pytest.mark.parametrize("size", [(12, 40, 21), (60, 14, 23)])
@@ -187,14 +187,16 @@ def test_plan_of_columns_runs_on_another_volume(place: Place, size: tuple[int, i
     plan = place.folder / "plan.json"
     words = ("plan", place.folder / "net.yaml", "--volume", place.volume, "--cover", "columns", "--patch", "4,6,4")
     assert place.run(*words, "--out", plan).exit_code == 0
-    made = Plan.load(plan)
-    assert made.streams
+    made = RunPlan.load(plan)
+    assert made.main.streams
     place.write_volume(np.random.default_rng(9).integers(0, 256, size, np.uint8))
     result = place.infer("--plan", plan, "--json")
     assert result.exit_code == 0
     report = json.loads(result.stdout)
-    assert (report["axis"], report["column"], report["patch"]) == (made.axis, made.column_planes, [4, 6, 4])
-    assert report["columns"] == len(made.for_output(report["shape"], place.network, made.memory).cover(place.network))
+    assert (report["axis"], report["column"], report["patch"]) == (made.main.axis, made.main.column_planes, [4, 6, 4])
+    assert report["columns"] == len(
+        made.main.for_output(report["shape"], place.network, made.main.memory).cover(place.network)
+    )
     found = place.prediction()
     assert place.infer("--cover", "patches", "--overwrite").exit_code == 0
     np.testing.assert_allclose(found, place.prediction(), atol=1e-5)
@@ -204,7 +206,7 @@ def test_plan_prints_one_json_document(place: Place) -> None:
     result = place.run("plan", "n337", "--shape", "150,160,170", "--ram", "8G", "--threads", "2", "--json")
     assert result.exit_code == 0
     document = json.loads(result.stdout)
-    plan = Plan.from_json(json.dumps(document["plan"]))
+    plan = RunPlan.from_json(json.dumps(document["plan"]))
     assert document["peak_bytes"] == plan.memory.peak <= 8 * 2**30
     assert document["voxels_per_second"] == plan.voxels_per_second
     assert plan.limits.threads == 2

@@ -93,7 +93,7 @@ def test_progress_of_the_curves_shows_time_left(place: Place, capsys: pytest.Cap
     found: list[Point] = []
     with pytest.MonkeyPatch.context() as patch, progress.curves() as into:
         patch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
-        into(found)(Point(2**31, plan, 0.25))
+        into(found)(Point(2**31, plan.main, 0.25))
     assert found[0].limit == 2**31
     assert capsys.readouterr().err.startswith("curves  25%  limit 2.00 GiB, about ")
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.cli import Place
+from tests.support.fake_plans import changed
 from znnpy import progress
 from znnpy.progress import BAR_WIDTH
 from znnpy.report.run_report import Report
@@ -44,8 +45,8 @@ def test_methods_are_counted_in_layers(report: Report) -> None:
     first, *others = report.plan.choices
     both = replace(first, layers=(0, 1), primitive="cpu.conv.both")
     rest = [replace(choice, layers=(i, i), primitive="cpu.conv.one") for i, choice in enumerate(others[:2], start=2)]
-    stages = (replace(report.plan.stages[0], choices=(both, *rest)),)
-    run = replace(report, plan=replace(report.plan, stages=stages), notes=("because", "so"))
+    stages = (replace(report.plan.main.stages[0], choices=(both, *rest)),)
+    run = replace(report, plan=changed(report.plan, stages=stages), notes=("because", "so"))
     assert (
         "methods    cpu.conv.both (2 layers), cpu.conv.one (2 layers); `znnpy primitives` explains them" in run.lines()
     )
@@ -59,7 +60,7 @@ def test_resumed_run_reports_its_own_work(report: Report) -> None:
     resumed = replace(report, computed=1140, seconds=2.0)
     assert "4,560 voxels, 1,140 of them in this run" in resumed.lines()[0]
     assert resumed.voxels_per_second == 570
-    preparing = report.plan.preparing_seconds
+    preparing = report.plan.main.preparing_seconds
     assert resumed.predicted_seconds == pytest.approx(preparing + (report.plan.seconds - preparing) / 4)
 
 
@@ -71,7 +72,7 @@ def test_run_of_columns_reports_columns(place: Place) -> None:
     assert "patches    80 of 4x4x4 output voxels, computed by 1 thread" in patches.lines()
     assert [patches.as_json()[key] for key in ("patch", "columns", "axis", "column")] == [[4, 4, 4], 80, 0, 0]
     columns = infer(place.volume, place.folder / "net.yaml", cover="columns", **words)
-    plan = columns.plan
+    plan = columns.plan.main
     assert (
         f"columns    {plan.columns} along {'zyx'[plan.axis]} in steps of 4x4x4 output voxels, computed by 1 thread"
         in columns.lines()
@@ -86,10 +87,10 @@ def test_run_of_columns_reports_columns(place: Place) -> None:
 def test_patch_larger_than_the_output_is_explained(place: Place, report: Report) -> None:
     """15x16x19 output voxels are one patch of 16x16x20, a multiple of the period 2x2x1."""
     assert report.plan.output == (15, 16, 19)
-    rounded = replace(report, plan=replace(report.plan, patch_out=(16, 16, 19), column_planes=0, columns=1))
+    rounded = replace(report, plan=changed(report.plan, patch_out=(16, 16, 19), column_planes=0, columns=1))
     line = "patches    1 of 16x16x19 output voxels (rounded up to whole periods of the network), computed by "
     assert any(found.startswith(line) for found in rounded.lines())
-    exact = replace(report, plan=replace(report.plan, patch_out=(8, 16, 19), column_planes=0, columns=2))
+    exact = replace(report, plan=changed(report.plan, patch_out=(8, 16, 19), column_planes=0, columns=2))
     assert not any("rounded" in found for found in exact.lines())
     said = place.run("plan", place.folder / "net.yaml", "--volume", place.volume, "--patch", "16,16,19")
     assert "reaches beyond the 15x16x19 voxels of the output" in " ".join(said.stdout.split())
@@ -215,9 +216,9 @@ def test_preparing_is_reported_in_progress_stages_and_trace(place: Place, monkey
     report = infer(place.volume, place.folder / "net.yaml", threads=1, progress=events.append, trace=traced)
     preparing = [event for event in events if event.preparing is not None]
     assert events[: len(preparing)] == preparing, "before the first patch"
-    whole = report.plan.memory.last.arena + report.plan.memory.last.carries
+    whole = report.plan.main.memory.last.arena + report.plan.main.memory.last.carries
     assert preparing[-1].preparing == (whole, whole)
-    assert {event.columns for event in events} == {report.plan.columns}
+    assert {event.columns for event in events} == {report.plan.main.columns}
     assert {(event.columns_done, event.work_done) for event in preparing} == {(0, 0.0)}
     assert list(preparing[-1].stage_seconds) == ["planning", "preparing"]
     seconds = [event.seconds for event in events]
@@ -228,13 +229,13 @@ def test_preparing_is_reported_in_progress_stages_and_trace(place: Place, monkey
     parts = [report.stage_seconds[stage] for stage in ("planning", "preparing", "computing", "waiting")]
     assert 0.5 * report.seconds < sum(parts) <= 1.01 * report.seconds, "the stages account for the time of the run"
     spans = [span for span in read_spans(traced) if isinstance(span, Span) and span.name == "prepare"]
-    assert [(span.track, span.facts) for span in spans] == [("CPU", {"bytes": report.plan.prepared_bytes})]
+    assert [(span.track, span.facts) for span in spans] == [("CPU", {"bytes": report.plan.main.prepared_bytes})]
     assert spans[0].end - spans[0].begin <= report.stage_seconds["preparing"]
 
 
 def test_run_above_its_limit_is_reported(report: Report) -> None:
     limits = replace(report.plan.limits, ram_bytes=2**30)
-    within = replace(report, plan=replace(report.plan, limits=limits), peak_bytes=2**30)
+    within = replace(report, plan=changed(report.plan, limits=limits), peak_bytes=2**30)
     assert not [line for line in within.lines() if "limit of" in line]
     above = replace(within, peak_bytes=3 * 2**29)
     sentence = (
@@ -266,7 +267,7 @@ def test_wrong_prediction_is_explained(report: Report, stages: dict[str, float],
     choices = tuple(replace(choice, measured=True) for choice in report.plan.choices)
     of_memory = why.startswith("preparing")  # which has a rate of its own
     changes: list[tuple[dict[str, Any], bool]] = [
-        ({"stages": (replace(report.plan.stages[0], choices=choices),)}, not of_memory),
+        ({"stages": (replace(report.plan.main.stages[0], choices=choices),)}, not of_memory),
         ({"preparing_measured": True}, of_memory),
     ]
     for words, measured in changes:
@@ -320,19 +321,19 @@ def test_progress_of_a_column_follows_the_work_of_its_steps(place: Place) -> Non
         progress=events.append,
     )
     plan = report.plan
-    assert plan.streams
-    cover = plan.cover(place.network)
+    assert plan.main.streams
+    cover = plan.main.cover(place.network)
     assert events[0].work_done == events[0].steps_done == 0
     assert events[-1].work_done == 1
     assert events[-1].steps_done == events[-1].steps == sum(len(column.steps) for column in cover)
     done = [event.work_done for event in events]
     assert done == sorted(done)
-    ahead = plan.warmup_work(place.network)
+    ahead = plan.main.warmup_work(place.network)
     assert len(ahead) == cover.ahead > 1
     assert 0 <= ahead[0] < ahead[-1] <= 1  # the first may bring in voxels for no layer to run yet
     assert list(ahead) == sorted(ahead)
-    seconds = plan.seconds_per_step * len(cover) * (sum(ahead) + len(cover[0].steps) - cover.ahead)
-    assert seconds == pytest.approx(plan.seconds - plan.preparing_seconds)
+    seconds = plan.main.seconds_per_step * len(cover) * (sum(ahead) + len(cover[0].steps) - cover.ahead)
+    assert seconds == pytest.approx(plan.seconds - plan.main.preparing_seconds)
 
 
 def test_progress_bar_fits_a_terminal_of_80_columns(
@@ -381,8 +382,8 @@ def test_broken_stderr_gets_no_progress(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("seconds", [0.0, 5e-324, 1e308])
 def test_hand_edited_plan_gives_a_report(report: Report, seconds: float) -> None:
-    plan = report.plan.with_choices(lambda choice: replace(choice, seconds=seconds))
-    edited = replace(report, plan=replace(plan, columns=10, preparing_seconds=0.0))
+    plan = report.plan.main.with_choices(lambda choice: replace(choice, seconds=seconds))
+    edited = replace(report, plan=report.plan.with_main(replace(plan, columns=10, preparing_seconds=0.0)))
     assert "(plan: 0)" in edited.lines()[1]
     predicted = json.loads(json.dumps(edited.as_json(), allow_nan=False))["predicted"]
     assert (predicted["seconds"], predicted["voxels_per_second"]) == (0, 0)

@@ -20,7 +20,7 @@ from znnpy.kernels.table import find
 from znnpy.machine import this_machine
 from znnpy.measure import rigor
 from znnpy.measure.layer import HostLayer, Position
-from znnpy.planner.plan import Plan
+from znnpy.planner.run_plan import RunPlan
 from znnpy.shapes import LayerShape
 
 pytestmark = pytest.mark.slow
@@ -59,7 +59,7 @@ def test_layers_are_timed_before_the_plan_is_printed(place: Place, monkeypatch: 
     assert result.exit_code == 0, result.stderr
     said = " ".join(result.stdout.split())
     assert "every layer was measured on the machine the plan was made on, at this size or at others" in said
-    made = Plan.load(file)
+    made = RunPlan.load(file)
     assert made.rigor == asked
     assert all(choice.measured for choice in made.choices)
     truth = assumed_rates(this_machine(), 2).scaled(0.5, 0.5)
@@ -68,7 +68,9 @@ def test_layers_are_timed_before_the_plan_is_printed(place: Place, monkeypatch: 
         assert choice.seconds == pytest.approx(truth.seconds(primitive, choice.shape, choice.variant), rel=0.01)
     left = r" layers, at most [\d.]+ s left, cpu\." if asked == "measure" else r" layers, cpu\."
     assert re.search(left, result.stderr)
-    assert Plan.from_json(json.dumps(json.loads(place.run(*words(place, "--json")).stdout)["plan"])).rigor == "estimate"
+    assert (
+        RunPlan.from_json(json.dumps(json.loads(place.run(*words(place, "--json")).stdout)["plan"])).rigor == "estimate"
+    )
 
 
 def test_failing_primitive_is_named_with_its_reason(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ from znnpy.kernels.table import IN_HOST_RAM, TABLE
 from znnpy.machine import Machine
 from znnpy.network import Conv, Network, Pool
 from znnpy.option_values import DeviceKind
-from znnpy.planner.plan import Plan
+from znnpy.planner.run_plan import RunPlan
 from znnpy.planner.validate import check_runs
 from znnpy.report.plan_text import explain
 from znnpy.run.trace import Trace, read_spans
@@ -207,7 +207,7 @@ def test_damaged_safetensors_give_weights_or_a_sentence(numbers: range, tmp_path
     judge(numbers, read, path)
 
 
-def plans() -> list[tuple[Plan, Network, Machine, Any]]:
+def plans() -> list[tuple[RunPlan, Network, Machine, Any]]:
     """Make plans with patches, columns, parts and a GPU, for primitives with made-up costs and for the real ones."""
     real = (*TABLE, *IN_HOST_RAM)
     on_gpu = planned_on_gpu(MIXED, (20, 11, 8), 2**33, 2**33, rates=None)
@@ -230,10 +230,10 @@ def test_damaged_plans_give_a_plan_or_a_sentence(numbers: range) -> None:
         text = damaged_json(json.loads(plan.to_json()), rng)
 
         def use() -> None:
-            made = Plan.from_json(text)
+            made = RunPlan.from_json(text)
             check_runs(made, network, machine, ram_bytes=2**40, table=table)
-            there = made.for_output(plan.output, network, made.memory)
-            explain(there, machine)
+            there = made.main.for_output(plan.output, network, made.main.memory)
+            explain(made.with_main(there), machine)
             assert there.seconds > 0
 
         return use

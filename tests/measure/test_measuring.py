@@ -27,8 +27,8 @@ from znnpy.measure.timing import Progress, Rooms, Task, Timer
 from znnpy.network import Conv, Network, Pool
 from znnpy.option_values import COVERS, Cover, DeviceKind
 from znnpy.planner.modes import make_plan
-from znnpy.planner.plan import Plan
 from znnpy.planner.request import Constraints, CostModel
+from znnpy.planner.run_plan import RunPlan
 from znnpy.shapes import PRECISIONS, ConvShape, LayerShape
 
 LIMITS = Limits(2**34, 2, 2**34)
@@ -195,7 +195,7 @@ def test_a_gpu_that_a_layer_broke_ends_measuring(monkeypatch: pytest.MonkeyPatch
 ASKED = request_of(NETWORK, (40, 40, 40), MACHINE, Limits(2**30, 2), baseline=0)
 
 
-def made(rates: Rates, cover: Cover | None = None, part: int = 1) -> Plan:
+def made(rates: Rates, cover: Cover | None = None, part: int = 1) -> RunPlan:
     within = replace(ASKED, limits=ASKED.limits.part(part), constraints=Constraints(cover=cover))
     return make_plan(within, CostModel({"cpu": rates}, FAKES))
 

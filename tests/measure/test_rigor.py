@@ -25,8 +25,8 @@ from znnpy.network import Conv, Network, Pool
 from znnpy.option_values import RigorLevel
 from znnpy.options import PlanOptions
 from znnpy.planner.modes import make_plan
-from znnpy.planner.plan import Plan
 from znnpy.planner.request import Constraints, CostModel, KnownRates, PlanRequest, Rigor
+from znnpy.planner.run_plan import RunPlan
 from znnpy.run.target import OpenTarget
 from znnpy.shapes import LayerShape
 
@@ -78,11 +78,11 @@ def asked(rigor: RigorLevel, seconds: float = inf) -> PlanRequest:
     return replace(request, rigor=Rigor(rigor, seconds))
 
 
-def made(known: KnownRates) -> Plan:
+def made(known: KnownRates) -> RunPlan:
     return make_plan(asked("estimate"), CostModel(known, TABLE))
 
 
-def primitives(plan: Plan) -> set[str]:
+def primitives(plan: RunPlan) -> set[str]:
     return {choice.primitive for choice in plan.choices}
 
 
@@ -143,7 +143,7 @@ class Noted(Learner):
 
     asked: ClassVar[list[str]] = []
 
-    def plan(self, request: PlanRequest) -> Plan:
+    def plan(self, request: PlanRequest) -> RunPlan:
         name = {1: "none", 2: "sooner", 4: "whole"}[request.itemsize_in]
         Noted.asked.append(name)
         if name == "none":

@@ -26,8 +26,8 @@ from znnpy.network import Conv
 from znnpy.option_values import AskedMode, DeviceKind
 from znnpy.planner import modes
 from znnpy.planner.layer_options import CARRY_TRAFFIC, JOIN_TRAFFIC
-from znnpy.planner.plan import Plan
 from znnpy.planner.request import KnownRates
+from znnpy.planner.run_plan import RunPlan
 from znnpy.planner.tilings import carry_bytes
 from znnpy.run import target
 from znnpy.run.asked import AskedDevices
@@ -106,10 +106,10 @@ def _emulated(emulated_gpus: EmulatedGpus, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.fixture
-def go(place: Place, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plan]:
+def go(place: Place, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunPlan]:
     """The plan of a mode, layers timed by these clocks; None: as estimated."""
 
-    def planned(mode: AskedMode, clocks: Clocks | None, **words: Any) -> Plan:
+    def planned(mode: AskedMode, clocks: Clocks | None, **words: Any) -> RunPlan:
         if clocks is not None:
             monkeypatch.setattr(rigor, "clock_of", clocks.at)
             words = {"rigor": "measure", "time_limit": 1e9} | words
@@ -120,7 +120,7 @@ def go(place: Place, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plan]:
     return planned
 
 
-def check_as_told(made: Plan, clocks: Clocks) -> None:
+def check_as_told(made: RunPlan, clocks: Clocks) -> None:
     """Every layer of a plan takes what the clocks say, and was timed where it runs, or is like one that was."""
     for where, chosen in layers_of(made):
         primitive = find(chosen.primitive, ALL)
@@ -131,7 +131,7 @@ def check_as_told(made: Plan, clocks: Clocks) -> None:
 
 
 @pytest.mark.parametrize("mode", ["gpu", "gpu-host", "cpu-to-gpu", "side-by-side"])
-def test_layers_take_what_the_clock_of_their_device_says(go: Callable[..., Plan], mode: str) -> None:
+def test_layers_take_what_the_clock_of_their_device_says(go: Callable[..., RunPlan], mode: str) -> None:
     told: list[Progress] = []
     clocks = Clocks({"": 1.7, "cpu.conv.first": 0.8})
     made = go(mode, clocks, tell_progress=told.append)
@@ -146,7 +146,7 @@ def test_layers_take_what_the_clock_of_their_device_says(go: Callable[..., Plan]
 
 @pytest.mark.parametrize("mode", ["gpu-host", "cpu-to-gpu", "side-by-side"])
 def test_the_processors_layers_make_way_where_they_are_slower_than_estimated(
-    go: Callable[..., Plan], mode: str
+    go: Callable[..., RunPlan], mode: str
 ) -> None:
     estimated = go(mode, None)
     of_cpu = [chosen for where, chosen in layers_of(estimated) if where.device == "cpu" and chosen.shape.kind == "conv"]
@@ -159,12 +159,12 @@ def test_the_processors_layers_make_way_where_they_are_slower_than_estimated(
 
 
 @pytest.mark.parametrize("factor", [0.6, 5.0])
-def test_hosted_layers_of_a_gpu_take_what_they_took_as_a_whole(go: Callable[..., Plan], factor: float) -> None:
+def test_hosted_layers_of_a_gpu_take_what_they_took_as_a_whole(go: Callable[..., RunPlan], factor: float) -> None:
     """The largest of their sub-layers is timed first."""
     clocks = Clocks({HOST_RAM.name: factor})
     made = go("gpu-host", clocks, only=HOST_RAM.name)
     check_as_told(made, clocks)
-    hosted = [chosen for chosen in made.choices[: made.offloaded] if chosen.primitive == HOST_RAM.name]
+    hosted = [chosen for chosen in made.choices[: made.main.offloaded] if chosen.primitive == HOST_RAM.name]
     assert hosted
     for chosen in hosted:
         inner, largest, own = HOST_RAM.largest(chosen.shape, chosen.variant)
@@ -172,13 +172,13 @@ def test_hosted_layers_of_a_gpu_take_what_they_took_as_a_whole(go: Callable[...,
         assert first < clocks.runs.index((Where("gpu", 3), HOST_RAM.name, chosen.shape, chosen.variant))
 
 
-def test_what_columns_carry_comes_on_top_of_what_was_measured(place: Place, go: Callable[..., Plan]) -> None:
+def test_what_columns_carry_comes_on_top_of_what_was_measured(place: Place, go: Callable[..., RunPlan]) -> None:
     thick = Conv((3, 3, 3), 4, "relu")
     place.write_network(layers=[asdict(layer) for layer in (thick, thick, thick)])
     clocks = Clocks({HOST_RAM.name: 2.0})
     made = go("gpu-host", clocks, only=HOST_RAM.name, cover="columns")
-    assert made.streams
-    hosted = [chosen for chosen in made.choices[: made.offloaded] if chosen.primitive == HOST_RAM.name]
+    assert made.main.streams
+    hosted = [chosen for chosen in made.choices[: made.main.offloaded] if chosen.primitive == HOST_RAM.name]
     assert hosted
     for chosen in hosted:
         told = clocks.rates(Where("gpu", 3)).seconds(HOST_RAM, chosen.shape, chosen.variant)
@@ -187,7 +187,7 @@ def test_what_columns_carry_comes_on_top_of_what_was_measured(place: Place, go: 
         assert chosen.seconds > 1.0001 * told
 
 
-def test_hosted_layers_that_a_gpu_refuses_are_the_processors(go: Callable[..., Plan]) -> None:
+def test_hosted_layers_that_a_gpu_refuses_are_the_processors(go: Callable[..., RunPlan]) -> None:
     assert HOST_RAM.name in {c.primitive for c in go("gpu-host", None, only=HOST_RAM.name).choices}
     clocks = Clocks({}, refuses=HOST_RAM.name)
     made = go("gpu-host", clocks, only=HOST_RAM.name)
@@ -195,7 +195,7 @@ def test_hosted_layers_that_a_gpu_refuses_are_the_processors(go: Callable[..., P
     check_as_told(made, clocks)
 
 
-def test_auto_takes_a_mode_by_what_was_measured(go: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_a_mode_by_what_was_measured(go: Callable[..., RunPlan], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modes, "THRESHOLDS", modes.Thresholds(long_seconds=0.0))
     words = {"device": "gpu", "cover": None}
     assert go("auto", None, **words).mode != "gpu"
@@ -208,7 +208,7 @@ def test_auto_takes_a_mode_by_what_was_measured(go: Callable[..., Plan], monkeyp
 
 
 @pytest.mark.parametrize("mode", ["gpu-host", "cpu-to-gpu", "side-by-side"])
-def test_all_devices_share_the_time(go: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+def test_all_devices_share_the_time(go: Callable[..., RunPlan], monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     whole, clocks, told = Clocks({}), Clocks({}), list[str]()
     going = [whole]
     monkeypatch.setattr(planning, "Study", partial(Study, now=lambda: going[0].now))
@@ -220,7 +220,7 @@ def test_all_devices_share_the_time(go: Callable[..., Plan], monkeypatch: pytest
     assert any(f"was up after {len(clocks.runs)} layers were measured" in sentence for sentence in told)
 
 
-def test_layers_that_do_not_fit_a_memory_are_told(go: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_do_not_fit_a_memory_are_told(go: Callable[..., RunPlan], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OpenTarget, "room", lambda self, limits: 1000 if self.device == "cpu" else 2**30)
     clocks, told = Clocks({}), list[str]()
     made = go("gpu-host", clocks, only=HOST_RAM.name, tell=told.append)
@@ -249,7 +249,7 @@ def test_tensors_of_the_host_count_in_its_memory() -> None:
 
 
 @pytest.mark.parametrize("mode", ["cpu", "gpu", "gpu-host", "cpu-to-gpu", "side-by-side"])
-def test_layers_of_a_plan_that_was_made_elsewhere(go: Callable[..., Plan], mode: str) -> None:
+def test_layers_of_a_plan_that_was_made_elsewhere(go: Callable[..., RunPlan], mode: str) -> None:
     """Once they are known nothing is timed."""
     words = {"only": HOST_RAM.name} if mode == "gpu-host" else {"precision": None} if mode == "cpu" else {}
     made, clocks = go(mode, None, **words), Clocks({"": 3.0})

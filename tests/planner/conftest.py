@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.fake_plans import MIXED, WIDE, in_parts, patches, walking
 from znnpy.network import Network
-from znnpy.planner.plan import Plan
+from znnpy.planner.run_plan import RunPlan
 
 
 @pytest.fixture(scope="module")
@@ -16,13 +16,13 @@ def network() -> Network:
 
 
 @pytest.fixture(scope="module")
-def plan() -> Plan:
+def plan() -> RunPlan:
     """Return a plan of `network` that computes one patch."""
     return patches()
 
 
 @pytest.fixture(scope="module")
-def column() -> Plan:
+def column() -> RunPlan:
     """Return a plan of `network` with columns along y."""
     return walking()
 
@@ -34,6 +34,6 @@ def wide() -> Network:
 
 
 @pytest.fixture(scope="module")
-def split() -> Plan:
+def split() -> RunPlan:
     """Return a plan of `wide` that computes the fragments one by one."""
     return in_parts()

@@ -9,22 +9,22 @@ from typing import Any
 import pytest
 
 from tests.support.brute_force import AROUND, planned
-from tests.support.fake_plans import MIXED, WIDE, in_parts, patches, walking
+from tests.support.fake_plans import MIXED, WIDE, changed, in_parts, patches, walking
 from tests.support.fake_primitives import MACHINE, WITH_GPU
 from znnpy.errors import NoPlanError
 from znnpy.network import Network
 from znnpy.planner.alternatives import kind_of, why_lost
-from znnpy.planner.plan import Plan
+from znnpy.planner.run_plan import RunPlan
 from znnpy.report.plan_text import explain, network_of
 from znnpy.shapes import Vec3
 from znnpy.units import human_bytes
 
 
-def times_longer(plan: Plan, index: int, factor: float, **changes: Any) -> Plan:
+def times_longer(plan: RunPlan, index: int, factor: float, **changes: Any) -> RunPlan:
     """One of its layers takes `factor` times as long, and is otherwise as `changes` say."""
     choices = list(plan.choices)
     choices[index] = replace(choices[index], seconds=factor * choices[index].seconds, **changes)
-    return replace(plan, stages=(replace(plan.stages[0], choices=tuple(choices)),))
+    return changed(plan, stages=(replace(plan.main.stages[0], choices=tuple(choices)),))
 
 
 @pytest.mark.slow
@@ -91,9 +91,9 @@ def test_slower_plan_names_borders_or_its_slowest_layer() -> None:
         replace(
             choice, executions=choice.executions // parts, shape=replace(choice.shape, batch=parts * choice.shape.batch)
         )
-        for choice, parts in zip(deep.choices, deep.sub_batches, strict=True)
+        for choice, parts in zip(deep.choices, deep.main.sub_batches, strict=True)
     )
-    together = replace(deep, stages=(replace(deep.stages[0], choices=choices),))
+    together = changed(deep, stages=(replace(deep.main.stages[0], choices=choices),))
     slow = times_longer(deep, 2, 1e6)
     assert why_lost(WIDE, together, slow).endswith(" more, in 4 parts")
 
@@ -101,10 +101,10 @@ def test_slower_plan_names_borders_or_its_slowest_layer() -> None:
 def test_borders_are_the_reason_if_they_cost_the_most() -> None:
     best = planned(WIDE, (60, 60, 60), AROUND + 2**22, columns=False)
     other = planned(WIDE, (60, 60, 60), AROUND + 2**22, columns=False, patch=(2, 2, 2))
-    assert other.waste > 2 * best.waste
+    assert other.main.waste > 2 * best.main.waste
     kind = kind_of(WIDE, best, other)
-    assert kind.reason.endswith(f": {other.waste / best.waste:.1f} times the waste")
-    assert kind.best.waste == other.waste
+    assert kind.reason.endswith(f": {other.main.waste / best.main.waste:.1f} times the waste")
+    assert kind.best.waste == other.main.waste
     assert kind.best.voxels_per_second == prod(other.output) / other.seconds
 
 
@@ -113,7 +113,7 @@ def test_plan_file_alone_suffices_to_explain_the_plan(make: Any) -> None:
     plan = make()
     network = WIDE if make is in_parts else MIXED
     assert network_of(plan) == network
-    told = explain(Plan.from_json(plan.to_json()))
+    told = explain(RunPlan.from_json(plan.to_json()))
     assert f"field of view {'x'.join(map(str, network.field_of_view))}" in " ".join(told.split())
     assert "another machine" not in " ".join(told.split())
     assert "another machine" not in explain(plan, WITH_GPU)
@@ -129,4 +129,4 @@ def test_alternatives_are_printed_with_speed_memory_and_reason() -> None:
     for kind in plan.alternatives:
         speed, taken = f"{kind.best.voxels_per_second:,.0f} voxels/s", human_bytes(kind.ram_bytes)
         assert f", {speed}, work {kind.best.waste:.2f} times, {taken} of RAM: {kind.reason}" in told
-    assert Plan.from_json(plan.to_json()) == plan
+    assert RunPlan.from_json(plan.to_json()) == plan

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from tests.support.fake_plans import changed
 from tests.support.fake_primitives import FAKES, MACHINE, RATES, WITH_GPU, limits, on_gpu
 from tests.support.flat_requests import make_plan
 from znnpy.formats.networks import read_network
 from znnpy.machine import Limits, Machine
 from znnpy.network import Conv, Network, Pool
 from znnpy.planner.memory import READER_BYTES, WRITER_BYTES
-from znnpy.planner.plan import Plan, RunnerUp
+from znnpy.planner.run_plan import RunnerUp, RunPlan
 from znnpy.report.plan_text import plan_renderable
 from znnpy.shapes import Vec3, text, turned_back
 from znnpy.units import human_bytes, human_seconds
@@ -27,17 +28,17 @@ NETWORK = Network("cat", 1, (Conv((2, 3, 4), 8, "relu"), Pool((2, 2, 2)), Conv((
 
 
 @pytest.fixture(scope="module")
-def plan() -> Plan:
+def plan() -> RunPlan:
     return planned((60, 50, 40), limits(LIMIT), columns=False)
 
 
 @pytest.fixture(scope="module")
-def columns() -> Plan:
+def columns() -> RunPlan:
     """Along y, the axis in the middle."""
     return planned((60, 50, 40), limits(LIMIT), columns=True, patch=(6, 10, 8))
 
 
-def planned(output: Vec3, within: Limits, network: Network = NETWORK, **words: Any) -> Plan:
+def planned(output: Vec3, within: Limits, network: Network = NETWORK, **words: Any) -> RunPlan:
     return make_plan(network, output, MACHINE, within, **{"table": FAKES, "rates": RATES, "baseline": 0, **words})
 
 
@@ -51,32 +52,37 @@ def runner_up(patch: Vec3, speed: float, over: int = 0, **words: Any) -> RunnerU
     )
 
 
-def printed(plan: Plan, machine: Machine = MACHINE, width: int = 100) -> str:
+def printed(plan: RunPlan, machine: Machine = MACHINE, width: int = 100) -> str:
     stream = io.StringIO()
     Console(width=width, file=stream).print(plan_renderable(plan, NETWORK, machine))
     return stream.getvalue()
 
 
-def words(plan: Plan, machine: Machine = MACHINE) -> str:
+def words(plan: RunPlan, machine: Machine = MACHINE) -> str:
     """Return the text without line breaks and column spacing."""
     return " ".join(printed(plan, machine).split())
 
 
-def test_every_figure_of_the_plan_is_printed(plan: Plan) -> None:
+def test_every_figure_of_the_plan_is_printed(plan: RunPlan) -> None:
     said = words(plan)
-    assert f"60x50x40 output voxels in {plan.columns} patches, each {text(plan.patch_in)} in" in said
+    assert f"60x50x40 output voxels in {plan.main.columns} patches, each {text(plan.main.patch_in)} in" in said
     assert f"{text(plan.patch_out)} out (field of view 7x8x9, period 2x2x2)" in said
     for choice in plan.choices:
         assert choice.primitive in said
         assert text(choice.shape.in_shape) in said
         assert human_seconds(choice.seconds) in said
-        assert f"{choice.seconds / plan.seconds_per_step:.0%}" in said
+        assert f"{choice.seconds / plan.main.seconds_per_step:.0%}" in said
         assert human_bytes(choice.working_bytes) in said
-    for nbytes in (plan.memory.last.arena, plan.memory.last.weights, plan.memory.reading, plan.memory.writing):
+    for nbytes in (
+        plan.main.memory.last.arena,
+        plan.main.memory.last.weights,
+        plan.main.memory.reading,
+        plan.main.memory.writing,
+    ):
         assert human_bytes(nbytes) in said
     assert f"peak, of the limit of {human_bytes(LIMIT)} {human_bytes(plan.memory.peak)}" in said
     assert f"predicted: {plan.voxels_per_second:,.0f} output voxels/s" in said
-    assert f"{human_seconds(plan.seconds_per_step)} a patch, " in said
+    assert f"{human_seconds(plan.main.seconds_per_step)} a patch, " in said
     assert "kept from step to step" not in said
     assert "parts" not in said
     assert f"{human_seconds(plan.seconds)} in all, with 2 threads" in said
@@ -84,17 +90,20 @@ def test_every_figure_of_the_plan_is_printed(plan: Plan) -> None:
     assert "another machine" not in said
 
 
-def test_columns_are_described(columns: Plan) -> None:
+def test_columns_are_described(columns: RunPlan) -> None:
     said = words(columns)
-    assert (columns.axis, columns.column_planes) == (1, 50)
+    assert (columns.main.axis, columns.main.column_planes) == (1, 50)
     assert "60x50x40 output voxels in 50 columns along y in steps of 10 planes, each 12x10x16 in and 6x10x8 out" in said
     assert "a column reads 7 planes before its output begins, in 1 of its steps" in said
-    assert f"the last planes of its input for the next step, {human_bytes(columns.memory.last.carries)} in all" in said
-    assert f"planes kept from step to step {human_bytes(columns.memory.last.carries)} prepared weights" in said
+    assert (
+        f"the last planes of its input for the next step, {human_bytes(columns.main.memory.last.carries)} in all"
+        in said
+    )
+    assert f"planes kept from step to step {human_bytes(columns.main.memory.last.carries)} prepared weights" in said
     assert "steps on their way in " in said
     assert "steps on their way out " in said
     assert "patches on their way" not in said
-    step, column, run = columns.seconds_per_step, columns.seconds / 50, columns.seconds
+    step, column, run = columns.main.seconds_per_step, columns.seconds / 50, columns.seconds
     assert f"{human_seconds(step)} a step, {human_seconds(column)} a column, {human_seconds(run)} in all" in said
     assert step < column < run
     for choice in columns.choices:
@@ -103,20 +112,22 @@ def test_columns_are_described(columns: Plan) -> None:
         assert f"{choice.executions * choice.seconds / columns.seconds:.0%}" in said
 
 
-def test_columns_shorter_than_the_output_are_described(columns: Plan) -> None:
-    memory = columns.memory
-    longer = columns.for_output((60, 120, 40), NETWORK, memory)
-    assert "in 150 columns along y, each at most 50 planes of output, in steps of 10 planes, each" in words(longer)
-    one = columns.for_output((6, 9, 8), NETWORK, memory)
-    assert "in 1 column along y in steps of 10 planes, each" in words(one)
+def test_columns_shorter_than_the_output_are_described(columns: RunPlan) -> None:
+    memory = columns.main.memory
+    longer = columns.main.for_output((60, 120, 40), NETWORK, memory)
+    assert "in 150 columns along y, each at most 50 planes of output, in steps of 10 planes, each" in words(
+        columns.with_main(longer)
+    )
+    one = columns.main.for_output((6, 9, 8), NETWORK, memory)
+    assert "in 1 column along y in steps of 10 planes, each" in words(columns.with_main(one))
 
 
-def test_depth_first_is_described(plan: Plan) -> None:
+def test_depth_first_is_described(plan: RunPlan) -> None:
     parts = (1, 1, 4)
     last = plan.choices[2]
     split = replace(last, shape=replace(last.shape, batch=2), executions=4 * last.executions)
-    deep = replace(plan, stages=(replace(plan.stages[0], choices=(*plan.choices[:2], split)),))
-    assert deep.sub_batches == parts
+    deep = changed(plan, stages=(replace(plan.main.stages[0], choices=(*plan.choices[:2], split)),))
+    assert deep.main.sub_batches == parts
     (header,) = [line for line in printed(deep).splitlines() if "layer and input" in line]
     assert header.split() == ["layer", "and", "input", "primitive", "parts", "time", "share", "working", "kept"]
     rows = [line.split() for line in printed(deep).splitlines() if "cpu." in line]
@@ -127,7 +138,7 @@ def test_depth_first_is_described(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("width", [80, 100, 200])
-def test_names_stay_whole_on_narrow_terminals(plan: Plan, columns: Plan, width: int) -> None:
+def test_names_stay_whole_on_narrow_terminals(plan: RunPlan, columns: RunPlan, width: int) -> None:
     for some in (plan, columns):
         said = printed(some, width=width)
         assert "…" not in said
@@ -168,14 +179,14 @@ def test_fused_layers_are_described() -> None:
     assert "the time of 3 of 3 layers is estimated" in words(plan)
 
 
-def test_measured_times_are_marked(plan: Plan) -> None:
-    measured = plan.with_choices(lambda c: replace(c, measured=True))
+def test_measured_times_are_marked(plan: RunPlan) -> None:
+    measured = plan.with_main(plan.main.with_choices(lambda c: replace(c, measured=True)))
     said = words(measured)
     assert "every layer was measured on the machine the plan was made on, at this size or at others" in said
     assert "assumed" not in said
 
 
-def test_plan_for_another_machine_names_it(plan: Plan) -> None:
+def test_plan_for_another_machine_names_it(plan: RunPlan) -> None:
     small = replace(MACHINE, ram_bytes=2**20, cores=1)
     said = words(plan, small)
     assert f"the plan was made on another machine ({MACHINE.fingerprint}; this one is {small.fingerprint})" in said
@@ -185,7 +196,7 @@ def test_plan_for_another_machine_names_it(plan: Plan) -> None:
     assert "2 threads are planned and this machine has 1 cores for them" in said
 
 
-def test_alternatives_are_printed_with_a_reason(plan: Plan) -> None:
+def test_alternatives_are_printed_with_a_reason(plan: RunPlan) -> None:
     speed = plan.voxels_per_second
     others = (
         runner_up((60, 50, 40), 1.5 * speed, 3 * 2**20),
@@ -201,17 +212,17 @@ def test_alternatives_are_printed_with_a_reason(plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("ratio", "said"), [(1.3, "are 1.30 times as fast"), (1.004, "as fast"), (1.006, "are 1.01 times as fast")]
 )
-def test_gain_of_columns_over_patches_is_printed(plan: Plan, columns: Plan, ratio: float, said: str) -> None:
+def test_gain_of_columns_over_patches_is_printed(plan: RunPlan, columns: RunPlan, ratio: float, said: str) -> None:
     speed = columns.voxels_per_second
     other = runner_up((30, 50, 40), speed / ratio, waste=3.804)
     assert words(replace(columns, other=other)).count(
-        f"columns along y in steps of 6x10x8: {speed:,.0f} voxels/s, work {columns.waste:.2f} times what the output "
-        f"needs; patches of 30x50x40: {speed / ratio:,.0f} voxels/s, 3.80 times: {'columns ' * (ratio > 1.005)}{said}"
+        f"columns along y in steps of 6x10x8: {speed:,.0f} voxels/s, work {columns.main.waste:.2f} times what the "
+        f"output needs; patches of 30x50x40: {speed / ratio:,.0f} voxels/s, 3.80 times: {'columns ' * (ratio > 1.005)}{said}"
     )
     speed = plan.voxels_per_second
     other = runner_up((30, 50, 40), speed / ratio, waste=3.804, axis=1, column_planes=50, sub_batches=(1, 4, 4))
     assert words(replace(plan, other=other)).count(
-        f"patches of {text(plan.patch_out)}: {speed:,.0f} voxels/s, work {plan.waste:.2f} times what the output "
+        f"patches of {text(plan.patch_out)}: {speed:,.0f} voxels/s, work {plan.main.waste:.2f} times what the output "
         f"needs; columns along y in steps of 30x50x40 depth first: {speed / ratio:,.0f} voxels/s, 3.80 times: "
         f"{'patches ' * (ratio > 1.005)}{said}"
     )
@@ -220,11 +231,11 @@ def test_gain_of_columns_over_patches_is_printed(plan: Plan, columns: Plan, rati
 @pytest.mark.slow
 def test_winner_is_compared_with_the_best_of_the_other_kind() -> None:
     both = planned((60, 50, 40), limits(LIMIT))
-    alone = planned((60, 50, 40), limits(LIMIT), columns=not both.streams)
+    alone = planned((60, 50, 40), limits(LIMIT), columns=not both.main.streams)
     assert both.other is not None
     assert both.other.voxels_per_second == alone.voxels_per_second <= both.voxels_per_second
-    assert both.other.waste == pytest.approx(alone.waste)
-    assert f"{alone.voxels_per_second:,.0f} voxels/s, {alone.waste:.2f} times: " in words(both)
+    assert both.other.waste == pytest.approx(alone.main.waste)
+    assert f"{alone.voxels_per_second:,.0f} voxels/s, {alone.main.waste:.2f} times: " in words(both)
     assert alone.other is None
     assert words(alone).count("times what the output needs runner-up: ") == 1
 
@@ -234,10 +245,10 @@ def test_border_waste_of_one_patch_equals_that_by_hand() -> None:
     network = Network("two", 1, (Conv((3, 3, 3), 1), Conv((5, 5, 5), 1)))
     table = tuple(p for p in FAKES if p.name == "cpu.conv.slow")
     plan = planned((10, 10, 10), limits(2**30), network, table=table, columns=False, patch=(10, 10, 10))
-    assert plan.columns == 1
-    assert plan.waste == pytest.approx((14**3 + 10**3) / (2 * 10**3))
-    eighths = replace(plan, output=(9, 10, 10))
-    assert eighths.waste == pytest.approx(plan.waste / 0.9)
+    assert plan.main.columns == 1
+    assert plan.main.waste == pytest.approx((14**3 + 10**3) / (2 * 10**3))
+    eighths = changed(plan, output=(9, 10, 10))
+    assert eighths.main.waste == pytest.approx(plan.main.waste / 0.9)
 
 
 def test_border_waste_of_one_column_equals_that_by_hand() -> None:
@@ -247,14 +258,14 @@ def test_border_waste_of_one_column_equals_that_by_hand() -> None:
         replace(p, flops=1e9) for p in FAKES if p.name == "cpu.conv.slow"
     )  # beside it moving planes is nothing
     plan = planned((10, 10, 10), limits(2**30), network, table=table, columns=True, patch=(5, 10, 10))
-    assert (plan.columns, [choice.executions for choice in plan.choices]) == (1, [3, 2])
-    assert plan.waste == pytest.approx((15 * 14**2 + 10**3) / (2 * 10**3), rel=1e-6)
+    assert (plan.main.columns, [choice.executions for choice in plan.choices]) == (1, [3, 2])
+    assert plan.main.waste == pytest.approx((15 * 14**2 + 10**3) / (2 * 10**3), rel=1e-6)
 
 
 def test_network_without_borders_has_no_waste() -> None:
     network = Network("flat", 1, (Conv((1, 1, 1), 3), Pool((1, 1, 1)), Conv((1, 1, 1), 1)))
     plan = planned((8, 8, 8), limits(2**30), network)
-    assert plan.waste == pytest.approx(1.0)
+    assert plan.main.waste == pytest.approx(1.0)
     assert prod(plan.output) == 512
 
 
@@ -279,7 +290,7 @@ def test_figures_are_rounded_for_people() -> None:
     ]
 
 
-def test_patches_of_mostly_border_give_a_warning(plan: Plan) -> None:
+def test_patches_of_mostly_border_give_a_warning(plan: RunPlan) -> None:
     network = Network("wide", 1, (Conv((9, 9, 9), 1), Conv((9, 9, 9), 1)))
     table = tuple(
         replace(p, flops=1e9) for p in FAKES if p.name == "cpu.conv.slow"
@@ -328,7 +339,7 @@ def test_gpu_plan_prints_memory_of_process_and_gpu(cover: bool) -> None:
     )
     stream = io.StringIO()
     Console(width=100, file=stream).print(plan_renderable(plan, network, WITH_GPU))
-    said, memory = " ".join(stream.getvalue().split()), plan.memory
+    said, memory = " ".join(stream.getvalue().split()), plan.main.memory
     what = "steps" if cover else "patches"
     for row, nbytes in (
         ("the process itself, with CUDA in it", memory.baseline),
@@ -357,7 +368,7 @@ def test_gpu_plan_prints_memory_of_process_and_gpu(cover: bool) -> None:
     )
 
 
-def test_plan_beyond_the_gpus_limit_names_that_limit(plan: Plan) -> None:
+def test_plan_beyond_the_gpus_limit_names_that_limit(plan: RunPlan) -> None:
     more = replace(runner_up((60, 50, 40), 1.5 * plan.voxels_per_second), over_vram_bytes=3 * 2**20)
     both = replace(more, over_bytes=2**20)
     assert "1.50 times as fast, 3.00 MiB of VRAM over the limit" in words(replace(plan, runners_up=(more,)))

@@ -15,8 +15,8 @@ from znnpy.formats.networks import read_network
 from znnpy.kernels.cpu.native import library as native
 from znnpy.machine import Gpu, Limits, Machine
 from znnpy.planner.modes import make_plan
-from znnpy.planner.plan import Plan
 from znnpy.planner.request import PlanRequest, Target
+from znnpy.planner.run_plan import RunPlan
 from znnpy.planner.validate import check_runs
 from znnpy.shapes import PRECISIONS, Precision, text
 
@@ -38,13 +38,13 @@ COMPILED = native.why_not(MACHINE) is None
 UNITS = {"M": 2**20, "G": 2**30}
 
 
-def planned(name: str, side: int, ram: str) -> Plan:
+def planned(name: str, side: int, ram: str) -> RunPlan:
     limits = Limits(int(ram[:-1]) * UNITS[ram[-1]], 2)
     network, baseline = read_network(name).network, 150 * 2**20
     return make_plan(PlanRequest(network, (side, side, side), limits, Target(MACHINE), baseline=baseline))
 
 
-def planned_on_gpu(name: str, side: int, vram: str, precision: Precision) -> Plan:
+def planned_on_gpu(name: str, side: int, vram: str, precision: Precision) -> RunPlan:
     """On a card without cuDNN."""
     limits = Limits(64 * 2**30, 2, int(vram[:-1]) * UNITS[vram[-1]])
     target = Target(replace(MACHINE, gpu=H200), "gpu", precision=precision, mode="gpu")
@@ -52,16 +52,16 @@ def planned_on_gpu(name: str, side: int, vram: str, precision: Precision) -> Pla
     return make_plan(PlanRequest(network, (side, side, side), limits, target, baseline=baseline))
 
 
-def line(name: str, side: int, ram: str, plan: Plan) -> str:
+def line(name: str, side: int, ram: str, plan: RunPlan) -> str:
     """Network, output, limit: patches, or columns and their steps: primitives of the layers without device and kind.
 
     What runs in several parts in a step has their number behind it.
     """
     methods = " ".join(
         choice.primitive.rpartition(".")[2] + (f"/{parts}" if parts > 1 else "")
-        for choice, parts in zip(plan.choices, plan.sub_batches, strict=True)
+        for choice, parts in zip(plan.choices, plan.main.sub_batches, strict=True)
     )
-    column = f"columns of {plan.column_planes} along {'zyx'[plan.axis]} by " if plan.streams else ""
+    column = f"columns of {plan.main.column_planes} along {'zyx'[plan.main.axis]} by " if plan.main.streams else ""
     return f"{name} {side}^3 {ram}: {column}{text(plan.patch_out)}: {methods}"
 
 

@@ -36,7 +36,7 @@ from znnpy.formats.networks import read_network
 from znnpy.machine import Limits
 from znnpy.network import Conv, Network, Pool
 from znnpy.planner.memory import MIB, Memory, context_bytes, mebibytes, reading_bytes, staging_bytes, writing_bytes
-from znnpy.planner.plan import Plan
+from znnpy.planner.run_plan import RunPlan
 from znnpy.planner.validate import check_runs
 from znnpy.shapes import PRECISIONS, ConvShape, Precision
 
@@ -48,7 +48,7 @@ PLENTY = 2**40
 
 
 @pytest.fixture(scope="module")
-def plan() -> Plan:
+def plan() -> RunPlan:
     return planned_on_gpu(MIXED, (20, 11, 8), PLENTY, CONTEXT + 2**20, table=EVERY, precision="fp16", columns=False)
 
 
@@ -84,13 +84,13 @@ def test_equals_brute_force_at_every_limit(
     assert missed <= 0.05 * planned_at, f"{missed} of {planned_at} plans are not the best"
 
 
-def test_memory_of_process_and_gpu_is_promised_separately(plan: Plan) -> None:
-    memory = plan.memory
-    raw, out = (int(size[0]) * size[1] * size[2] for size in (plan.patch_in, plan.patch_out))
-    steps = plan.columns
+def test_memory_of_process_and_gpu_is_promised_separately(plan: RunPlan) -> None:
+    memory = plan.main.memory
+    raw, out = (int(size[0]) * size[1] * size[2] for size in (plan.main.patch_in, plan.patch_out))
+    steps = plan.main.columns
     assert (memory.device, memory.baseline, memory.context) == ("gpu", BASELINE, CONTEXT)
     assert memory.staging == staging_bytes(raw, 4 * 2 * out, reads=steps, writes=steps)
-    assert memory.reading == reading_bytes(1, plan.patch_in, 1, steps=steps, device="gpu")
+    assert memory.reading == reading_bytes(1, plan.main.patch_in, 1, steps=steps, device="gpu")
     assert memory.writing == writing_bytes(2, plan.patch_out, 4, steps=steps, device="gpu")
     assert memory.peak == BASELINE + memory.reading + memory.writing
     assert memory.vram == CONTEXT + memory.staging + memory.last.total
@@ -110,7 +110,7 @@ def test_streamed_weights_count_in_the_memory_of_the_process() -> None:
     def memory_within(ram_bytes: int) -> Memory:
         plan = planned_on_gpu(MIXED, (20, 11, 8), ram_bytes, PLENTY, table=table, columns=False)
         check_runs(plan, MIXED, WITH_GPU, ram_bytes=ram_bytes, vram_bytes=PLENTY, table=table)
-        memory = plan.memory
+        memory = plan.main.memory
         weights = [
             c.shape.fin * c.shape.fout * prod(c.shape.k)
             for c in plan.choices
@@ -150,26 +150,26 @@ def test_plan_uses_one_device_and_one_precision(precision: Precision) -> None:
     here = planned(MIXED, (20, 11, 8), PLENTY, table=EVERY, precision=precision)
     assert (here.device, here.precision) == ("cpu", "fp32")
     assert {choice.primitive.partition(".")[0] for choice in here.choices} == {"cpu"}
-    assert (here.memory.context, here.memory.staging, here.memory.vram) == (0, 0, 0)
+    assert (here.main.memory.context, here.main.memory.staging, here.memory.vram) == (0, 0, 0)
 
 
-def test_activations_in_float16_take_half_the_bytes(plan: Plan) -> None:
+def test_activations_in_float16_take_half_the_bytes(plan: RunPlan) -> None:
     same = {"table": EVERY, "patch": plan.patch_out, "columns": False, "only": ["gpu.conv.slow"]}
     sizes = {}
     for precision in PRECISIONS:
         made = planned_on_gpu(MIXED, (20, 11, 8), PLENTY, PLENTY, precision=precision, **same)
-        sizes[precision] = {t.name: t.nbytes for t in made.stages[0].tensors}
+        sizes[precision] = {t.name: t.nbytes for t in made.main.stages[0].tensors}
     assert sizes["fp32"] == sizes["tf32"] == {name: 2 * nbytes for name, nbytes in sizes["fp16"].items()}
 
 
-def test_written_plan_is_read_back(plan: Plan) -> None:
-    read = Plan.from_json(plan.to_json())
+def test_written_plan_is_read_back(plan: RunPlan) -> None:
+    read = RunPlan.from_json(plan.to_json())
     assert read == plan
     assert (read.device, read.precision, read.limits.vram_bytes) == ("gpu", "fp16", CONTEXT + 2**20)
     check_runs(read, MIXED, WITH_GPU, ram_bytes=plan.memory.peak, vram_bytes=plan.memory.vram, table=EVERY)
 
 
-def test_missing_or_small_gpu_is_refused(plan: Plan) -> None:
+def test_missing_or_small_gpu_is_refused(plan: RunPlan) -> None:
     with pytest.raises(
         PlanFileError, match=r"run on a GPU, and there is none here; .* `znnpy plan NETWORK --device cpu`"
     ):
@@ -184,7 +184,7 @@ def test_missing_or_small_gpu_is_refused(plan: Plan) -> None:
         check_runs(plan, MIXED, WITH_GPU, ram_bytes=plan.memory.peak - 70, table=EVERY)
 
 
-def test_hand_edited_device_is_refused(plan: Plan) -> None:
+def test_hand_edited_device_is_refused(plan: RunPlan) -> None:
     edits: list[tuple[tuple[str | int, ...], Any, str]] = [
         ((*CHOICES_AT, 0, "device"), "cpu", r"layer 0 of the plan runs gpu.conv.\w+ on the CPU, and all .* the GPU"),
         ((*CHOICES_AT, 0, "primitive"), "cpu.conv.fast", "layer 0 of the plan runs cpu.conv.fast on the GPU, and all"),
@@ -203,7 +203,7 @@ def test_hand_edited_device_is_refused(plan: Plan) -> None:
     ]  # fmt: skip
     for path, to, said in edits:
         with pytest.raises(PlanFileError, match=said):
-            check_runs(Plan.from_json(edited(plan, *path, to=to)), MIXED, WITH_GPU, table=EVERY)
+            check_runs(RunPlan.from_json(edited(plan, *path, to=to)), MIXED, WITH_GPU, table=EVERY)
 
 
 @pytest.mark.slow
@@ -254,7 +254,7 @@ def test_nearest_miss_names_the_memory_of_process_or_both(tiny_network: MakeNetw
 def test_missing_gpu_limit_or_primitive_is_refused() -> None:
     words = {"table": EVERY, "rates": CARRYING, "baseline": 0, "device": "gpu"}
 
-    def make(machine: object, limits: Limits, **more: object) -> Plan:
+    def make(machine: object, limits: Limits, **more: object) -> RunPlan:
         settings = {**words, **more}
         return make_plan(MIXED, (20, 11, 8), machine, limits, **settings)  # type: ignore[arg-type]
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.brute_force import BASELINE, CONTEXT, THREADS
 from tests.support.fake_hosted_plans import GPU_RATES, HOST_RATES, ON_CPU, ON_GPU, PLENTY, UPLOAD, hosted
-from tests.support.fake_plans import MIXED, TENSORS_AT, WIDE, edited
+from tests.support.fake_plans import MIXED, TENSORS_AT, WIDE, changed, edited
 from tests.support.fake_primitives import POOL, SLOW, WITH_GPU, on_gpu
 from tests.support.flat_requests import make_plan
 from znnpy.costs.model import Rate, seconds
@@ -19,7 +19,7 @@ from znnpy.errors import NoPlanError, PlanFileError
 from znnpy.machine import Limits
 from znnpy.network import Conv, Network
 from znnpy.planner.memory import mebibytes
-from znnpy.planner.plan import Plan
+from znnpy.planner.run_plan import RunPlan
 from znnpy.planner.validate import check_runs
 from znnpy.report.plan_text import explain
 from znnpy.shapes import Vec3
@@ -28,19 +28,19 @@ pytestmark = pytest.mark.usefixtures("sublayers_take_no_longer")
 
 
 @pytest.fixture(scope="module")
-def plan() -> Plan:
+def plan() -> RunPlan:
     return hosted(MIXED, (20, 11, 8), PLENTY, PLENTY)
 
 
-def test_memory_of_process_and_gpu_is_promised_separately(plan: Plan) -> None:
+def test_memory_of_process_and_gpu_is_promised_separately(plan: RunPlan) -> None:
     """The process holds patches on their way, two handovers, and the tensors of layers in host memory."""
-    memory = plan.memory
-    front = plan.choices[: plan.offloaded]
-    assert (plan.device, plan.overlap, memory.baseline, memory.context) == ("gpu", True, BASELINE, CONTEXT)
-    assert memory.handover == 2 * front[-1].shape.out_bytes == 2 * plan.handover_bytes
+    memory = plan.main.memory
+    front = plan.choices[: plan.main.offloaded]
+    assert (plan.device, plan.main.overlap, memory.baseline, memory.context) == ("gpu", True, BASELINE, CONTEXT)
+    assert memory.handover == 2 * front[-1].shape.out_bytes == 2 * plan.main.handover_bytes
     assert memory.stages[0].weights == sum(choice.resident_bytes for choice in front)
     assert memory.stages[0].arena == max(
-        tensor.offset + -(-tensor.nbytes // 256) * 256 for tensor in plan.stages[0].tensors
+        tensor.offset + -(-tensor.nbytes // 256) * 256 for tensor in plan.main.stages[0].tensors
     )
     around = memory.baseline + memory.reading + memory.writing + memory.pinned
     hosted_bytes = memory.stages[0].total
@@ -49,20 +49,20 @@ def test_memory_of_process_and_gpu_is_promised_separately(plan: Plan) -> None:
     assert memory.excess(Limits(memory.peak - 3, 1, memory.vram - 7)) == (3, 7)
 
 
-def test_seconds_of_both_stages_add_up(plan: Plan) -> None:
-    front, back = plan.stage_seconds
-    assert plan.seconds_per_step == max(front, back)
-    in_turn = replace(plan, overlap=False)
-    assert in_turn.seconds_per_step == pytest.approx(front + back)
+def test_seconds_of_both_stages_add_up(plan: RunPlan) -> None:
+    front, back = plan.main.stage_seconds
+    assert plan.main.seconds_per_step == max(front, back)
+    in_turn = changed(plan, overlap=False)
+    assert in_turn.main.seconds_per_step == pytest.approx(front + back)
     assert plan.seconds < in_turn.seconds
-    parts = plan.sub_batches[plan.offloaded]
-    upload, once = plan.handover_bytes / parts / UPLOAD, back - plan.stages[1].wait_seconds
-    assert plan.stages[1].wait_seconds == pytest.approx(upload + (parts - 1) * max(0.0, upload - once / parts))
+    parts = plan.main.sub_batches[plan.main.offloaded]
+    upload, once = plan.main.handover_bytes / parts / UPLOAD, back - plan.main.stages[1].wait_seconds
+    assert plan.main.stages[1].wait_seconds == pytest.approx(upload + (parts - 1) * max(0.0, upload - once / parts))
 
 
-def test_written_plan_is_read_back(plan: Plan) -> None:
+def test_written_plan_is_read_back(plan: RunPlan) -> None:
     table = (*ON_CPU, *ON_GPU)
-    read = Plan.from_json(plan.to_json())
+    read = RunPlan.from_json(plan.to_json())
     assert read == plan
     check_runs(read, MIXED, WITH_GPU, ram_bytes=plan.memory.peak, vram_bytes=plan.memory.vram, table=table)
     with pytest.raises(PlanFileError, match="bytes of RAM, 70 more than the limit allows"):
@@ -78,14 +78,14 @@ def test_written_plan_is_read_back(plan: Plan) -> None:
     ]
     for path, to, said in edits:
         with pytest.raises(PlanFileError, match=said):
-            check_runs(Plan.from_json(edited(plan, *path, to=to)), MIXED, WITH_GPU, table=table)
+            check_runs(RunPlan.from_json(edited(plan, *path, to=to)), MIXED, WITH_GPU, table=table)
 
 
 @pytest.mark.slow
 def test_constraints_of_the_request_are_kept() -> None:
     some_patch: Vec3 = (2, 2, 4)
     plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, patch=some_patch, columns=True, depth_first=False)
-    assert (plan.patch_out, plan.streams, max(plan.sub_batches)) == (some_patch, True, 1)
+    assert (plan.patch_out, plan.main.streams, max(plan.main.sub_batches)) == (some_patch, True, 1)
     only = ("cpu.conv.slow", "gpu.conv.over")
     plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, only=only)
     names = {choice.primitive for choice in plan.choices if choice.shape.kind == "conv"}
@@ -93,7 +93,7 @@ def test_constraints_of_the_request_are_kept() -> None:
     plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, kinds=True, precision="tf32")
     assert {kind.device for kind in plan.alternatives} == {"cpu", "gpu"}
     assert plan.precision == "tf32"
-    assert {choice.shape.precision for choice in plan.choices[: plan.offloaded]} == {"fp32"}
+    assert {choice.shape.precision for choice in plan.choices[: plan.main.offloaded]} == {"fp32"}
 
 
 @pytest.mark.slow
@@ -111,7 +111,7 @@ def test_impossible_requests_are_refused() -> None:
 
 
 @pytest.mark.slow
-def test_nearest_miss_names_the_sufficient_limits(plan: Plan) -> None:
+def test_nearest_miss_names_the_sufficient_limits(plan: RunPlan) -> None:
     """The limits that the message asks for are enough."""
     with pytest.raises(NoPlanError) as caught:
         hosted(MIXED, (20, 11, 8), BASELINE, CONTEXT)
@@ -132,10 +132,10 @@ def test_feeder_thread_reserves_a_core(mode: str) -> None:
     words |= {"mode": mode, "rates": GPU_RATES, "host_rates": HOST_RATES, "kinds": True}
     plan = make_plan(WIDE, (20, 12, 9), WITH_GPU, limits, **words)
     assert plan.limits == limits
-    assert plan.compute_threads == THREADS + (mode == "gpu-host")
-    slower = limits.threads / plan.compute_threads
+    assert plan.main.compute_threads == THREADS + (mode == "gpu-host")
+    slower = limits.threads / plan.main.compute_threads
     table = {primitive.name: primitive for primitive in ON_CPU}
-    for choice in plan.choices[: plan.offloaded]:
+    for choice in plan.choices[: plan.main.offloaded]:
         work = table[choice.primitive].work(choice.shape, choice.variant)
         assert choice.seconds >= (1 - 1e-9) * slower * seconds(work, HOST_RATES)
     check_runs(plan, WIDE, WITH_GPU, table=(*ON_CPU, *ON_GPU))
@@ -144,11 +144,11 @@ def test_feeder_thread_reserves_a_core(mode: str) -> None:
     of_all = make_plan(WIDE, (20, 12, 9), WITH_GPU, limits, device="cpu", **words)
     assert alone.voxels_per_second == of_all.voxels_per_second
     said = json.loads(plan.to_json())
-    assert said.pop("feed_threads") == limits.threads - plan.compute_threads
-    assert Plan.from_json(json.dumps(said)).compute_threads == limits.threads
+    assert said.pop("feed_threads") == limits.threads - plan.main.compute_threads
+    assert RunPlan.from_json(json.dumps(said)).main.compute_threads == limits.threads
     wrong = said | {"feed_threads": limits.threads}
     with pytest.raises(PlanFileError, match="threads"):
-        Plan.from_json(json.dumps(wrong))
+        RunPlan.from_json(json.dumps(wrong))
 
 
 @pytest.mark.slow
@@ -158,18 +158,18 @@ def test_printed_plan_names_the_device_of_each_layer(mode: str) -> None:
     plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, mode=mode)
     told = explain(plan)
     assert max(map(len, told.splitlines())) <= 120
-    for choice in plan.choices[: plan.offloaded]:
+    for choice in plan.choices[: plan.main.offloaded]:
         where = "GPU, from RAM" if choice.device == "gpu" else "CPU"
         assert re.search(rf"{re.escape(choice.primitive)} +{where} ", told), told
     assert re.search(rf"{re.escape(plan.choices[-1].primitive)} +GPU ", told), told
-    last = plan.choices[plan.offloaded - 1].layers[1]
+    last = plan.choices[plan.main.offloaded - 1].layers[1]
     beside = (
-        rf"layers 0 to {last} run with {plan.compute_threads} threads for the next patch or step while the GPU runs "
-        r"the others: "
+        rf"layers 0 to {last} run with {plan.main.compute_threads} threads for the next patch or step while the GPU "
+        r"runs the others: "
         r".* waits \d+% of the time"
     )
     in_turn = rf"layers 0 to {last} run with tensors in RAM before the GPU runs the others: .* and .*"
-    layers = (beside if plan.overlap else in_turn).replace("layers 0 to 0 run", "layer 0 runs")
+    layers = (beside if plan.main.overlap else in_turn).replace("layers 0 to 0 run", "layer 0 runs")
     assert re.search(layers, told.replace("\n", " ")), told
     for row in ("offloaded layers: arena", "handed over", "GPU: arena"):
         assert row in told
@@ -179,7 +179,7 @@ def test_printed_plan_names_the_device_of_each_layer(mode: str) -> None:
 def test_printed_plan_names_the_waiting_stage() -> None:
     plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY)
     assert "the CPU waits 100% of the time" in " ".join(
-        explain(replace(plan, stages=(plan.stages[0], replace(plan.stages[1], wait_seconds=9.0)))).split()
+        explain(changed(plan, stages=(plan.main.stages[0], replace(plan.main.stages[1], wait_seconds=9.0)))).split()
     )
 
 
@@ -187,9 +187,9 @@ def test_uploads_overlap_with_computing() -> None:
     """One image at a time is faster than all at once if that costs nothing else."""
     words: dict[str, Any] = {"patch": (20, 12, 10), "columns": False, "table": (*ON_CPU, *on_gpu(SLOW, POOL))}
     plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, **words)
-    assert plan.choices[plan.offloaded].shape.batch == 1
-    assert plan.sub_batches[plan.offloaded] == 4
-    assert plan.stages[1].wait_seconds == pytest.approx(plan.handover_bytes / 4 / UPLOAD)
+    assert plan.choices[plan.main.offloaded].shape.batch == 1
+    assert plan.main.sub_batches[plan.main.offloaded] == 4
+    assert plan.main.stages[1].wait_seconds == pytest.approx(plan.main.handover_bytes / 4 / UPLOAD)
 
 
 def test_less_vram_gives_fewer_images_at_a_time() -> None:
@@ -205,5 +205,5 @@ def test_less_vram_gives_fewer_images_at_a_time() -> None:
         except NoPlanError:
             break
         assert plan.memory.vram <= room
-        parts.add(plan.sub_batches[plan.offloaded])
+        parts.add(plan.main.sub_batches[plan.main.offloaded])
     assert len(parts) > 1, parts

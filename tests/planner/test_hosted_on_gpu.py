@@ -17,7 +17,7 @@ from znnpy.kernels.table import IN_HOST_RAM
 from znnpy.machine import Limits
 from znnpy.network import Conv, Network
 from znnpy.planner import sublayers
-from znnpy.planner.plan import Plan
+from znnpy.planner.run_plan import RunPlan
 from znnpy.planner.validate import check_runs
 
 pytestmark = pytest.mark.usefixtures("sublayers_take_no_longer")
@@ -30,17 +30,17 @@ def test_layers_of_host_memory_run_on_the_gpu_if_faster() -> None:
     alone = hosted(WIDE, (20, 12, 9), *limits, mode="gpu-host", in_host_ram=())
     plan = hosted(WIDE, (20, 12, 9), *limits, mode="gpu-host", in_host_ram=(IN_HOST,))
     assert plan.seconds < alone.seconds
-    lent = [choice for choice in plan.choices[: plan.offloaded] if choice.device == "gpu"]
+    lent = [choice for choice in plan.choices[: plan.main.offloaded] if choice.device == "gpu"]
     assert {choice.primitive for choice in lent} == {IN_HOST.name}
-    assert not plan.overlap
-    assert plan.memory.pinned == 200 * len(lent)
-    rest = sum(choice.resident_bytes for choice in plan.choices[plan.offloaded :])
-    assert plan.memory.last.weights == 100 * len(lent) + rest
-    names = [tensor.name for tensor in plan.stages[-1].tensors if "host_ram" in tensor.name]
+    assert not plan.main.overlap
+    assert plan.main.memory.pinned == 200 * len(lent)
+    rest = sum(choice.resident_bytes for choice in plan.choices[plan.main.offloaded :])
+    assert plan.main.memory.last.weights == 100 * len(lent) + rest
+    names = [tensor.name for tensor in plan.main.stages[-1].tensors if "host_ram" in tensor.name]
     assert len(names) == 2 * len(lent)
-    assert plan.memory.handover == plan.handover_bytes
+    assert plan.main.memory.handover == plan.main.handover_bytes
     check_runs(plan, WIDE, WITH_GPU, table=(*ON_CPU, *ON_GPU, IN_HOST))
-    assert Plan.from_json(plan.to_json()) == plan
+    assert RunPlan.from_json(plan.to_json()) == plan
 
 
 @pytest.mark.slow
@@ -48,10 +48,10 @@ def test_host_time_of_every_sublayer_counts(monkeypatch: pytest.MonkeyPatch) -> 
     """It counts if nothing overlaps with it."""
     monkeypatch.setattr(sublayers, "SUBLAYER_SECONDS", 1e-3)
     plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, mode="gpu-host", in_host_ram=(IN_HOST,))
-    assert {choice.device for choice in plan.choices[: plan.offloaded]} == {"cpu"}
+    assert {choice.device for choice in plan.choices[: plan.main.offloaded]} == {"cpu"}
     named = {"only": (IN_HOST.name,), "mode": "gpu-host", "in_host_ram": (IN_HOST,)}
     plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, **named)
-    lent = [choice for choice in plan.choices[: plan.offloaded] if choice.primitive == IN_HOST.name]
+    lent = [choice for choice in plan.choices[: plan.main.offloaded] if choice.primitive == IN_HOST.name]
     assert lent
     assert all(choice.seconds > 1e-3 for choice in lent)
 
@@ -60,7 +60,7 @@ def test_host_time_of_every_sublayer_counts(monkeypatch: pytest.MonkeyPatch) -> 
 def test_layers_of_host_memory_without_enough_memory_are_refused() -> None:
     greedy = replace(IN_HOST, least_bytes=PLENTY)
     plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, mode="gpu-host", in_host_ram=(greedy,))
-    assert {choice.device for choice in plan.choices[: plan.offloaded]} == {"cpu"}
+    assert {choice.device for choice in plan.choices[: plan.main.offloaded]} == {"cpu"}
 
 
 @pytest.mark.slow
@@ -71,7 +71,7 @@ def test_layers_of_host_memory_may_be_forced_by_name() -> None:
     free = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, **words)
     assert slow.name not in {choice.primitive for choice in free.choices}
     asked = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, only=slow.name, **words)
-    front = [choice for choice in asked.choices[: asked.offloaded] if choice.shape.kind == "conv"]
+    front = [choice for choice in asked.choices[: asked.main.offloaded] if choice.shape.kind == "conv"]
     assert {choice.primitive for choice in front} == {slow.name}
     with pytest.raises(NoPlanError, match=r"gpu.conv.in_host runs in mode gpu-host alone; drop `only` or choose"):
         hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, only=slow.name, **(words | {"mode": "cpu-to-gpu"}))
@@ -85,7 +85,7 @@ def test_host_ram_primitive_is_planned_below_the_bytes_of_its_tensors() -> None:
         network, (60, 60, 60), WITH_GPU, limits, mode="gpu-host", baseline=BASELINE, patch=(60, 60, 60), columns=False,
         only=IN_HOST_RAM[0].name,
     )  # fmt: skip
-    lent = [choice for choice in plan.choices[: plan.offloaded] if choice.shape.kind == "conv"]
+    lent = [choice for choice in plan.choices[: plan.main.offloaded] if choice.shape.kind == "conv"]
     assert {choice.primitive for choice in lent} == {"gpu.conv.host_ram"}
     check_runs(plan, network, WITH_GPU)
-    assert Plan.from_json(plan.to_json()) == plan
+    assert RunPlan.from_json(plan.to_json()) == plan

@@ -16,6 +16,7 @@ from tests.support.brute_force import planned
 from tests.support.fake_plans import MIXED, WIDE
 from znnpy.errors import NoPlanError
 from znnpy.planner.plan import Plan
+from znnpy.planner.run_plan import RunPlan
 from znnpy.report.memory_sweep import FLAT, in_order, points
 
 
@@ -23,10 +24,10 @@ from znnpy.report.memory_sweep import FLAT, in_order, points
 class Within:
     """Plans that a function makes."""
 
-    make: Callable[[int], Plan]
+    make: Callable[[int], RunPlan]
 
     def plan(self, nbytes: int) -> Plan:
-        return self.make(nbytes)
+        return self.make(nbytes).main
 
 
 MOST = 3 * 2**25 + 5  # no power of the root of 2
@@ -38,7 +39,7 @@ def test_each_point_equals_the_best_plan_within_its_limit(columns: bool) -> None
     """Plans at limits that are left out are about as fast as their neighbours."""
     asked: list[int] = []
 
-    def make(nbytes: int) -> Plan:
+    def make(nbytes: int) -> RunPlan:
         asked.append(nbytes)
         return planned(WIDE, (30, 21, 17), nbytes, columns=columns)
 
@@ -73,7 +74,7 @@ def test_each_point_equals_the_best_plan_within_its_limit(columns: bool) -> None
 def test_network_beyond_every_limit_has_no_points() -> None:
     asked: list[int] = []
 
-    def make(nbytes: int) -> Plan:
+    def make(nbytes: int) -> RunPlan:
         asked.append(nbytes)
         return planned(MIXED, (20, 11, 8), nbytes)
 
@@ -88,7 +89,7 @@ def test_sweep_ends_with_its_time_limit(seconds: float, each: float) -> None:
     """The first point is always there; then come those far apart, then those between."""
     clock, rng = [100.0], Random(3)
 
-    def make(nbytes: int) -> Plan:
+    def make(nbytes: int) -> RunPlan:
         clock[0] += each * rng.uniform(0.99, 1.0)
         return planned(WIDE, (30, 21, 17), nbytes, columns=False)
 
@@ -105,7 +106,7 @@ def test_network_beyond_host_memory_is_planned_once() -> None:
     """The GPU would have enough memory."""
     asked: list[int] = []
 
-    def make(nbytes: int) -> Plan:
+    def make(nbytes: int) -> RunPlan:
         asked.append(nbytes)
         error = NoPlanError("nothing fits in 1 byte of RAM")
         error.needed_bytes = 2**20

@@ -23,8 +23,9 @@ from znnpy.machine import Limits
 from znnpy.network import Conv, Network, Pool
 from znnpy.planner.layout import Tensor
 from znnpy.planner.memory import StageMemory, reading_bytes, writing_bytes
-from znnpy.planner.plan import FORMAT, Alternative, Choice, Memory, Plan, RunnerUp, Stage
-from znnpy.planner.validate import check_runs
+from znnpy.planner.plan import Choice, Memory, Plan, Stage
+from znnpy.planner.run_plan import FORMAT, Alternative, PlannedWorker, RunnerUp, RunPlan
+from znnpy.planner.validate import check_plan, check_runs
 from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape, Vec3, add, multiply, subtract
 
 COUNT = st.integers(1, 9)
@@ -69,13 +70,8 @@ COLUMNS = st.integers(0, 9999)
 PARTS = st.lists(COUNT, max_size=4).map(tuple)
 RUNNERS_UP = st.builds(RunnerUp, SIZE, AXES, COLUMNS, PARTS, SECONDS, SECONDS, BYTES, BYTES)
 KINDS = st.builds(Alternative, st.sampled_from(["cpu", "gpu"]), RUNNERS_UP, BYTES, BYTES, TEXT)
-PLANS = st.builds(
+WORKER_PLANS = st.builds(
     Plan,
-    format=st.just(FORMAT),
-    znnpy_version=st.just("0.1.0"),
-    network=TEXT,
-    network_name=TEXT,
-    machine=TEXT,
     limits=st.builds(Limits, st.integers(1, 2**50), COUNT, st.integers(1, 2**50)),
     output=LARGE,
     patch_out=SIZE,
@@ -94,6 +90,15 @@ PLANS = st.builds(
     itemsize_in=COUNT,
     itemsize_out=COUNT,
     columns=COUNT,
+)
+PLANS = st.builds(
+    RunPlan,
+    format=st.just(FORMAT),
+    znnpy_version=st.just("0.1.0"),
+    network=TEXT,
+    network_name=TEXT,
+    machine=TEXT,
+    workers=st.tuples(st.builds(PlannedWorker, WORKER_PLANS, COUNT)),
     rigor=st.sampled_from(["estimate", "measure", "exhaustive"]),
     other=st.none() | RUNNERS_UP,
     runners_up=st.lists(RUNNERS_UP, max_size=3).map(tuple),
@@ -102,17 +107,17 @@ PLANS = st.builds(
 
 
 @given(PLANS)
-def test_written_plan_is_read_back(plan: Plan) -> None:
-    assert Plan.from_json(plan.to_json()) == plan
+def test_written_plan_is_read_back(plan: RunPlan) -> None:
+    assert RunPlan.from_json(plan.to_json()) == plan
 
 
 def test_real_plan_is_read_back_and_runs(
-    plan: Plan, column: Plan, network: Network, split: Plan, wide: Network, tmp_path: Path
+    plan: RunPlan, column: RunPlan, network: Network, split: RunPlan, wide: Network, tmp_path: Path
 ) -> None:
     file = tmp_path / "plan.json"
     for made, of in ((plan, network), (column, network), (split, wide)):
         file.write_text(made.to_json())
-        read = Plan.load(file)
+        read = RunPlan.load(file)
         assert read == made
         check_runs(read, of, MACHINE, ram_bytes=made.memory.peak, table=FAKES)
 
@@ -220,35 +225,35 @@ def test_plan_of_a_network_of_any_name_is_read_back() -> None:
     network = replace(MIXED, name="a\x1b[31m\nb")
     made = planned(network, (20, 11, 8), AROUND + 2**19, columns=False, baseline=5000)
     assert made.network_name == r"a\x1b[31m\nb"
-    assert Plan.from_json(made.to_json()) == made
+    assert RunPlan.from_json(made.to_json()) == made
 
 
 def test_pipe_as_plan_is_refused(tmp_path: Path) -> None:
     """Opening a pipe would wait for another process to write to it."""
     os.mkfifo(tmp_path / "plan.json")
     with pytest.raises(PlanFileError, match=r"cannot read the plan file .*: it is a pipe, a socket or a device"):
-        Plan.load(tmp_path / "plan.json")
+        RunPlan.load(tmp_path / "plan.json")
 
 
 @pytest.mark.parametrize("what", DAMAGED)
-def test_damaged_plan_is_refused(plan: Plan, what: str) -> None:
+def test_damaged_plan_is_refused(plan: RunPlan, what: str) -> None:
     path, to, said = DAMAGED[what]
     with pytest.raises(PlanFileError, match=f"^the plan is damaged: .*{said}.*; make it again with `znnpy plan NET"):
-        Plan.from_json(edited(plan, *path, to=to))
+        RunPlan.from_json(edited(plan, *path, to=to))
 
 
-def test_several_faults_are_counted(plan: Plan) -> None:
+def test_several_faults_are_counted(plan: RunPlan) -> None:
     content = json.loads(plan.to_json())
     del content["columns"], content["rigor"]
     with pytest.raises(PlanFileError, match=r"\(and 1 more such\)"):
-        Plan.from_json(json.dumps(content))
+        RunPlan.from_json(json.dumps(content))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.99])
-def test_cut_off_plan_is_refused(plan: Plan, share: float) -> None:
+def test_cut_off_plan_is_refused(plan: RunPlan, share: float) -> None:
     whole = plan.to_json()
     with pytest.raises(PlanFileError, match=r"the plan is damaged or cut off: line \d+, column \d+"):
-        Plan.from_json(whole[: int(share * len(whole)) - 2 if share else 0])
+        RunPlan.from_json(whole[: int(share * len(whole)) - 2 if share else 0])
 
 
 @pytest.mark.parametrize(
@@ -265,37 +270,37 @@ def test_cut_off_plan_is_refused(plan: Plan, share: float) -> None:
 )
 def test_file_without_a_plan_is_refused(text: str, said: str) -> None:
     with pytest.raises(PlanFileError, match=said):
-        Plan.from_json(text)
+        RunPlan.from_json(text)
 
 
 def test_unreadable_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanFileError, match=r"no plan file .*gone.json; write one with `znnpy plan NETWORK --out "):
-        Plan.load(tmp_path / "gone.json")
+        RunPlan.load(tmp_path / "gone.json")
     with pytest.raises(PlanFileError, match=r"cannot read the plan file .*: Is a directory"):
-        Plan.load(tmp_path)
+        RunPlan.load(tmp_path)
     binary = tmp_path / "plan.json"
     binary.write_bytes(b"\x89HDF\r\n\x1a\n\xff\xfe")
     with pytest.raises(PlanFileError, match="is no plan file: it is not text"):
-        Plan.load(binary)
+        RunPlan.load(binary)
     binary.write_text(" " * (MOST_BYTES + 1))
     with pytest.raises(PlanFileError, match=r"plan.json: it is longer than 4,194,304 bytes, as no plan file is"):
-        Plan.load(binary)
+        RunPlan.load(binary)
     binary.write_text("{")
     with pytest.raises(PlanFileError, match=r"plan.json: the plan is damaged or cut off: line 1"):
-        Plan.load(binary)
+        RunPlan.load(binary)
 
 
-def test_prediction_sums_the_seconds_of_all_layers(plan: Plan, split: Plan) -> None:
-    twice = plan.with_choices(lambda c: replace(c, executions=2 * c.executions))
+def test_prediction_sums_the_seconds_of_all_layers(plan: RunPlan, split: RunPlan) -> None:
+    twice = plan.main.with_choices(lambda c: replace(c, executions=2 * c.executions))
     assert twice.seconds == 2 * plan.seconds
     assert twice.voxels_per_second == plan.voxels_per_second / 2
-    assert twice.waste == 2 * plan.waste
-    assert plan.seconds_per_step == sum(c.seconds for c in plan.choices)
+    assert twice.waste == 2 * plan.main.waste
+    assert plan.main.seconds_per_step == sum(c.seconds for c in plan.choices)
     first, second, *rest = (c.seconds for c in split.choices)
-    assert split.seconds_per_step == pytest.approx(first + second + 4 * sum(rest), rel=1e-12)
+    assert split.main.seconds_per_step == pytest.approx(first + second + 4 * sum(rest), rel=1e-12)
 
 
-def test_waste_is_the_cost_of_borders(network: Network, plan: Plan, column: Plan) -> None:
+def test_waste_is_the_cost_of_borders(network: Network, plan: RunPlan, column: RunPlan) -> None:
     """Values computed, layer by layer, over those that the whole output would need if it had no border."""
     for made in (plan, column):
         done = 0.0
@@ -304,36 +309,36 @@ def test_waste_is_the_cost_of_borders(network: Network, plan: Plan, column: Plan
             values = prod(choice.shape.out_shape[:4])
             done += choice.executions * choice.seconds
             needed += choice.seconds / values * prod(made.output)
-        assert made.waste == pytest.approx(done / needed, rel=1e-12)
-        assert made.waste > 1
+        assert made.main.waste == pytest.approx(done / needed, rel=1e-12)
+        assert made.main.waste > 1
     # one voxel of view: nothing is computed twice
     dot = planned(Network("dot", 1, (Conv((1, 1, 1), 2),)), (6, 5, 4), 2**30)
-    assert dot.waste == 1.0
+    assert dot.main.waste == 1.0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("output", [(20, 31, 8), (1, 1, 1), (47, 5, 3), (10, 310, 80)], ids=str)
 def test_plan_for_another_output_counts_runs_again(
-    plan: Plan, column: Plan, network: Network, split: Plan, wide: Network, output: Vec3
+    plan: RunPlan, column: RunPlan, network: Network, split: RunPlan, wide: Network, output: Vec3
 ) -> None:
     """Runs and columns are counted one by one from patches and steps; the rest stays."""
     for made, of in ((plan, network), (column, network), (split, wide)):
-        memory = replace(made.memory, baseline=77)
-        here = made.for_output(output, of, memory)
+        memory = replace(made.main.memory, baseline=77)
+        here = made.main.for_output(output, of, memory)
         columns = here.cover(of)
         assert (columns.size, columns.patch, columns.axis, columns.column) == (
-            output, made.patch_out, made.axis, made.column_planes,
+            output, made.patch_out, made.main.axis, made.main.column_planes,
         )  # fmt: skip
-        assert columns.margin == of.field_of_view[made.axis] - 1
+        assert columns.margin == of.field_of_view[made.main.axis] - 1
         assert sum(c.voxels for c in columns) == prod(output)
         assert here.columns == len(list(columns))
-        for choice, before, parts in zip(here.choices, made.choices, made.sub_batches, strict=True):
-            ahead = of.margins[choice.layers[1] + 1][made.axis]
+        for choice, before, parts in zip(here.choices, made.choices, made.main.sub_batches, strict=True):
+            ahead = of.margins[choice.layers[1] + 1][made.main.axis]
             assert choice == replace(before, executions=parts * steps_of(columns, ahead))
-        stages = (replace(made.stages[0], choices=here.choices),)
-        assert here == replace(made, output=output, memory=memory, stages=stages, columns=here.columns)
-        check_runs(here, of, MACHINE, table=FAKES)
-        assert here.for_output(made.output, of, made.memory) == made
+        stages = (replace(made.main.stages[0], choices=here.choices),)
+        assert here == replace(made.main, output=output, memory=memory, stages=stages, columns=here.columns)
+        check_plan(here, of, MACHINE, FAKES)
+        assert here.for_output(made.output, of, made.main.memory) == made.main
 
 
 def test_fused_layer_first_runs_with_its_second_layer() -> None:
@@ -341,40 +346,40 @@ def test_fused_layer_first_runs_with_its_second_layer() -> None:
     network = Network("in one", 1, (Conv((2, 1, 1), 2, "relu"), Pool((2, 1, 1)), Conv((1, 1, 1), 2)))
     made = planned(network, (8, 6, 5), 2**30, columns=True, patch=(2, 6, 5), only=["cpu.conv.both"])
     assert [choice.layers for choice in made.choices] == [(0, 1), (2, 2)]
-    assert (made.axis, [margin[0] for margin in network.margins]) == (0, [2, 1, 0, 0])
+    assert (made.main.axis, [margin[0] for margin in network.margins]) == (0, [2, 1, 0, 0])
     for planes, steps in ((8, 4), (9, 5), (1, 1)):
-        here = made.for_output((planes, 6, 5), network, made.memory)
+        here = made.main.for_output((planes, 6, 5), network, made.main.memory)
         assert here.cover(network).ahead == 1
         assert [choice.executions for choice in here.choices] == [steps, steps], "none of them ahead of the output"
-        check_runs(here, network, MACHINE, table=FAKES)
-    assert made.for_output(made.output, network, made.memory) == made
+        check_plan(here, network, MACHINE, FAKES)
+    assert made.main.for_output(made.output, network, made.main.memory) == made.main
 
 
 def test_column_reading_twice_and_writing_once_has_fewer_buffers() -> None:
     network = Network("two steps", 3, (Conv((2, 1, 1), 2, "relu"), Pool((2, 1, 1)), Conv((1, 1, 1), 2)))
     made = planned(network, (2, 6, 5), 2**30, columns=True, patch=(2, 6, 5), itemsize_in=2)
-    assert (made.columns, made.cover(network).ahead) == (1, 1)
-    assert made.memory.reading == reading_bytes(3, (2, 6, 5), 2, steps=2) > reading_bytes(3, (2, 6, 5), 2, steps=1)
-    assert made.memory.writing == writing_bytes(2, (2, 6, 5), 4, steps=1) < writing_bytes(2, (2, 6, 5), 4, steps=2)
+    assert (made.main.columns, made.main.cover(network).ahead) == (1, 1)
+    assert made.main.memory.reading == reading_bytes(3, (2, 6, 5), 2, steps=2) > reading_bytes(3, (2, 6, 5), 2, steps=1)
+    assert made.main.memory.writing == writing_bytes(2, (2, 6, 5), 4, steps=1) < writing_bytes(2, (2, 6, 5), 4, steps=2)
 
 
-def test_edited_runs_are_counted_again(column: Plan, network: Network) -> None:
+def test_edited_runs_are_counted_again(column: RunPlan, network: Network) -> None:
     """They are predictions, which `check_runs` ignores and covering an output replaces."""
-    wrong = replace(column.with_choices(lambda c: replace(c, executions=7 * c.executions)), columns=99)
-    check_runs(wrong, network, MACHINE, table=FAKES)
-    assert wrong.for_output(column.output, network, column.memory) == column
+    wrong = replace(column.main.with_choices(lambda c: replace(c, executions=7 * c.executions)), columns=99)
+    check_plan(wrong, network, MACHINE, FAKES)
+    assert wrong.for_output(column.output, network, column.main.memory) == column.main
 
 
-def test_steps_without_output_count_only_running_layers(column: Plan, network: Network, plan: Plan) -> None:
+def test_steps_without_output_count_only_running_layers(column: RunPlan, network: Network, plan: RunPlan) -> None:
     """Layers begin one after the other; from the first step with output on all of them run."""
-    assert plan.warmup_work(network) == ()
-    ahead = column.warmup_work(network)
+    assert plan.main.warmup_work(network) == ()
+    ahead = column.main.warmup_work(network)
     margins = [margin[1] for margin in network.margins[1:]]
     assert margins == [2, 2, 2, 1, 0]  # planes that each layer is ahead, in steps of one plane
     seconds = [choice.seconds for choice in column.choices]
     whole = sum(seconds)
     assert ahead == pytest.approx([0, sum(seconds[:3]) / whole, sum(seconds[:4]) / whole], rel=1e-12)
-    output = len(column.cover(network)) * 31
+    output = len(column.main.cover(network)) * 31
     assert column.seconds == pytest.approx(
-        column.seconds_per_step * (output + len(column.cover(network)) * sum(ahead)), rel=1e-12
+        column.main.seconds_per_step * (output + len(column.main.cover(network)) * sum(ahead)), rel=1e-12
     )

@@ -9,28 +9,28 @@ from typing import Any
 
 import pytest
 
-from tests.support.fake_plans import CHOICES_AT, MEMORY_AT, TENSORS_AT, edited
+from tests.support.fake_plans import CHOICES_AT, MEMORY_AT, TENSORS_AT, changed, edited
 from tests.support.fake_primitives import FAKES, FAST, MACHINE, RATES, limits
 from tests.support.flat_requests import make_plan
 from znnpy.errors import PlanFileError
 from znnpy.network import Network
-from znnpy.planner.plan import Plan
+from znnpy.planner.run_plan import RunPlan
 from znnpy.planner.validate import check_runs
 
 
-def refused(plan: Plan, network: Network, said: str, **words: Any) -> None:
+def refused(plan: RunPlan, network: Network, said: str, **words: Any) -> None:
     settings: dict[str, Any] = {"machine": MACHINE, "table": FAKES} | words
     with pytest.raises(PlanFileError, match=said):
         check_runs(plan, network, **settings)
 
 
-def test_plan_of_another_network_is_refused(plan: Plan, network: Network) -> None:
+def test_plan_of_another_network_is_refused(plan: RunPlan, network: Network) -> None:
     other = replace(network, name="other", layers=network.layers[:-1])
     said = f"another network \\(mixed, {network.sha256[:12]}\\) than the one given \\(other, {other.sha256[:12]}\\)"
     refused(plan, other, said)
 
 
-def test_missing_primitive_is_refused(plan: Plan, network: Network) -> None:
+def test_missing_primitive_is_refused(plan: RunPlan, network: Network) -> None:
     lacking = [p for p in FAKES if p.name != FAST.name]
     refused(plan, network, "layer 0 of the plan runs cpu.conv.fast, which is not here", table=lacking)
     newer = [*lacking, replace(FAST, version=2)]
@@ -41,7 +41,7 @@ def test_missing_primitive_is_refused(plan: Plan, network: Network) -> None:
     refused(plan, network, r"cpu.conv.fast has no variant scale=\d", table=fewer)
 
 
-def test_plan_beyond_the_memory_is_refused(plan: Plan, network: Network) -> None:
+def test_plan_beyond_the_memory_is_refused(plan: RunPlan, network: Network) -> None:
     peak = plan.memory.peak
     small = replace(MACHINE, ram_bytes=peak - 10)
     refused(plan, network, f"needs {peak:,} bytes of RAM, 10 more than this process may use", machine=small)
@@ -79,9 +79,9 @@ EDITED: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
 
 
 @pytest.mark.parametrize("what", EDITED)
-def test_hand_edited_plan_is_refused(plan: Plan, network: Network, what: str) -> None:
+def test_hand_edited_plan_is_refused(plan: RunPlan, network: Network, what: str) -> None:
     path, to, said = EDITED[what]
-    refused(Plan.from_json(edited(plan, *path, to=to)), network, said)
+    refused(RunPlan.from_json(edited(plan, *path, to=to)), network, said)
 
 
 WALKS: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
@@ -101,29 +101,29 @@ WALKS: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
 
 
 @pytest.mark.parametrize("what", WALKS)
-def test_hand_edited_plan_of_columns_is_refused(column: Plan, network: Network, what: str) -> None:
+def test_hand_edited_plan_of_columns_is_refused(column: RunPlan, network: Network, what: str) -> None:
     path, to, said = WALKS[what]
     with pytest.raises(PlanFileError, match=said):
-        check_runs(Plan.from_json(edited(column, *path, to=to)), network, MACHINE, table=FAKES)
+        check_runs(RunPlan.from_json(edited(column, *path, to=to)), network, MACHINE, table=FAKES)
 
 
-def test_column_of_any_whole_number_of_steps_runs(column: Plan, network: Network) -> None:
+def test_column_of_any_whole_number_of_steps_runs(column: RunPlan, network: Network) -> None:
     """Steps stay as they are: any whole number of them runs."""
     for planes in (1, 7, 62):
-        other = Plan.from_json(edited(column, "column_planes", to=planes))
+        other = RunPlan.from_json(edited(column, "column_planes", to=planes))
         check_runs(other, network, MACHINE, table=FAKES)
-        assert other.for_output(column.output, network, column.memory).columns == 2 * ceil(31 / planes)
+        assert other.main.for_output(column.output, network, column.main.memory).columns == 2 * ceil(31 / planes)
 
 
-def test_plan_without_most_layers_is_refused(column: Plan, network: Network) -> None:
+def test_plan_without_most_layers_is_refused(column: RunPlan, network: Network) -> None:
     for choices in (1, 2, 3):
-        fewer = replace(column, stages=(replace(column.stages[0], choices=column.choices[:choices]),))
+        fewer = changed(column, stages=(replace(column.main.stages[0], choices=column.choices[:choices]),))
         refused(fewer, network, f"has choices for {choices} layers, and the network has 5|gets 4 images")
 
 
-def taking(plan: Plan, *images: int) -> Plan:
+def taking(plan: RunPlan, *images: int) -> RunPlan:
     choices = (replace(c, shape=replace(c.shape, batch=n)) for c, n in zip(plan.choices, images, strict=True))
-    return replace(plan, stages=(replace(plan.stages[0], choices=tuple(choices)),))
+    return changed(plan, stages=(replace(plan.main.stages[0], choices=tuple(choices)),))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def taking(plan: Plan, *images: int) -> Plan:
         ((1, 1, 4, 4, 1), r"gives x2 [\d,]+ bytes in ticks \d to \d, and it needs"),
     ],
 )
-def test_hand_edited_batches_are_refused(split: Plan, wide: Network, images: tuple[int, ...], said: str) -> None:
+def test_hand_edited_batches_are_refused(split: RunPlan, wide: Network, images: tuple[int, ...], said: str) -> None:
     """A number of fragments at a time does not divide 4, or the arena was not made for it."""
     assert taking(split, 1, 1, 1, 1, 1) == split
     refused(taking(split, *images), wide, said)
@@ -181,24 +181,24 @@ def test_hand_edited_fused_layer_is_refused(network: Network, what: str) -> None
     check_runs(plan, network, MACHINE, table=table)
     path, to, said = FUSED[what]
     with pytest.raises(PlanFileError, match=said):
-        check_runs(Plan.from_json(edited(plan, *path, to=to)), network, MACHINE, table=table)
+        check_runs(RunPlan.from_json(edited(plan, *path, to=to)), network, MACHINE, table=table)
 
 
-def overlaps(plan: Plan) -> Iterator[tuple[int, int]]:
-    for i, a in enumerate(plan.stages[-1].tensors):
-        for j, b in enumerate(plan.stages[-1].tensors):
-            if i != j and a.meets(b) and min(a.nbytes, b.nbytes) and b.offset + a.nbytes <= plan.memory.last.arena:
+def overlaps(plan: RunPlan) -> Iterator[tuple[int, int]]:
+    for i, a in enumerate(plan.main.stages[-1].tensors):
+        for j, b in enumerate(plan.main.stages[-1].tensors):
+            if i != j and a.meets(b) and min(a.nbytes, b.nbytes) and b.offset + a.nbytes <= plan.main.memory.last.arena:
                 yield i, b.offset
 
 
-def test_overlapping_tensors_are_refused(plan: Plan, network: Network) -> None:
+def test_overlapping_tensors_are_refused(plan: RunPlan, network: Network) -> None:
     moves = list(overlaps(plan))
     assert len(moves) > 5
     for index, offset in moves:
-        moved = Plan.from_json(edited(plan, "stages", 0, "tensors", index, "offset", to=offset))
+        moved = RunPlan.from_json(edited(plan, "stages", 0, "tensors", index, "offset", to=offset))
         refused(moved, network, "over each other|the arena")
 
 
-def test_default_table_is_the_real_one(plan: Plan, network: Network) -> None:
+def test_default_table_is_the_real_one(plan: RunPlan, network: Network) -> None:
     with pytest.raises(PlanFileError, match="which is not here"):
         check_runs(plan, network, MACHINE)

@@ -9,6 +9,7 @@ from math import inf
 import pytest
 
 from tests.support.brute_force import SMALL, Known, everything, planned, planned_on_gpu
+from tests.support.fake_plans import changed
 from tests.support.fake_primitives import BOTH, CARRYING, FAST, FILTER, MACHINE, POOL, SLOW, Fake, on_gpu
 from tests.support.flat_requests import make_plan
 from znnpy.costs.model import CPU_FIRST_TOUCH, assumed_rates
@@ -16,7 +17,7 @@ from znnpy.formats.networks import read_network
 from znnpy.machine import Limits
 from znnpy.network import Network
 from znnpy.planner.pareto import LayerOption, fastest_within, total_seconds
-from znnpy.planner.plan import Plan
+from znnpy.planner.run_plan import RunPlan
 from znnpy.planner.search import ALIKE
 from znnpy.report.plan_text import explain
 
@@ -25,9 +26,9 @@ MakeNetwork = Callable[..., Network]
 GIB = 2**30
 
 
-def prepared(plan: Plan) -> int:
+def prepared(plan: RunPlan) -> int:
     """Bytes that are written to before the first step."""
-    return plan.memory.last.arena + plan.memory.last.carries + plan.memory.last.weights
+    return plan.main.memory.last.arena + plan.main.memory.last.carries + plan.main.memory.last.weights
 
 
 @pytest.mark.slow
@@ -42,12 +43,14 @@ def test_no_plan_is_faster_by_more_than_the_tolerance(tiny_network: MakeNetwork,
     rates = replace(CARRYING, first_touch=touching)
     fastest = min(every, key=lambda known: (whole_seconds(known), known.peak))
     plan = planned(network, SMALL, 2**40, table=TABLE, rates=rates)
-    assert plan.preparing_seconds == pytest.approx(prepared(plan) / touching)
-    assert plan.seconds == pytest.approx(plan.preparing_seconds + sum(c.executions * c.seconds for c in plan.choices))
+    assert plan.main.preparing_seconds == pytest.approx(prepared(plan) / touching)
+    assert plan.seconds == pytest.approx(
+        plan.main.preparing_seconds + sum(c.executions * c.seconds for c in plan.choices)
+    )
     assert whole_seconds(fastest) * (1 - 1e-9) <= plan.seconds <= ALIKE * whole_seconds(fastest) * (1 + 1e-9)
     assert plan.memory.peak <= fastest.peak
     free = planned(network, SMALL, 2**40, table=TABLE)
-    assert free.preparing_seconds == 0.0
+    assert free.main.preparing_seconds == 0.0
     assert plan.memory.peak <= free.memory.peak
 
 
@@ -60,7 +63,7 @@ def test_costlier_preparing_gives_leaner_plans(tiny_network: MakeNetwork) -> Non
         for touching in (1e9, 1e11, 1e13)
     ]
     assert prepared(plans[0]) < prepared(plans[1]) < prepared(plans[2])
-    computing = [plan.seconds - plan.preparing_seconds for plan in plans]
+    computing = [plan.seconds - plan.main.preparing_seconds for plan in plans]
     assert computing[0] > computing[1] > computing[2]
 
 
@@ -69,7 +72,7 @@ def test_preparing_on_a_gpu_costs_nothing(tiny_network: MakeNetwork) -> None:
     words = {"table": on_gpu(*TABLE)}
     plan = planned_on_gpu(network, SMALL, 2**40, 2**40, rates=rates, **words)
     assert plan == planned_on_gpu(network, SMALL, 2**40, 2**40, **words)
-    assert plan.preparing_seconds == 0.0
+    assert plan.main.preparing_seconds == 0.0
 
 
 def test_assumed_rates_have_a_price_for_memory() -> None:
@@ -91,11 +94,11 @@ def test_small_volume_takes_little_memory() -> None:
 @pytest.mark.slow
 def test_plan_stores_and_prints_its_preparing_seconds(tiny_network: MakeNetwork) -> None:
     plan = planned(tiny_network(), (40, 40, 40), 2**40, table=TABLE, rates=replace(CARRYING, first_touch=1e9))
-    assert Plan.from_json(plan.to_json()) == plan
+    assert RunPlan.from_json(plan.to_json()) == plan
     assert "of memory, at an assumed rate" in explain(plan)
     rates = replace(CARRYING, first_touch=1e9, first_touch_measured=True)
     measured = planned(tiny_network(), (40, 40, 40), 2**40, table=TABLE, rates=rates)
-    assert measured == replace(plan, preparing_measured=True)
+    assert measured == changed(plan, preparing_measured=True)
     assert "of memory, at a measured rate" in explain(measured)
     assert plan.voxels_per_second == pytest.approx(40**3 / plan.seconds)
 

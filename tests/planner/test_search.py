@@ -19,7 +19,7 @@ from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Pool
 from znnpy.planner.layer_search import MAX_COLUMN_SECONDS
 from znnpy.planner.layout import chain, live_peak, place
 from znnpy.planner.memory import READER_BYTES, WRITER_BYTES, mebibytes
-from znnpy.planner.plan import Plan, RunnerUp
+from znnpy.planner.run_plan import RunnerUp, RunPlan
 from znnpy.planner.tiling_search import SIZES_AT_ONCE
 from znnpy.planner.tilings import axis_sizes, log_spaced, sizes_between
 from znnpy.planner.validate import check_runs
@@ -62,31 +62,31 @@ def test_figures_of_the_plan_add_up(
     shapes = [c.shape for c in plan.choices]
     assert {c.device for c in plan.choices} == {"cpu"}
     assert [c.working_bytes for c in plan.choices] == [f.working(s) for f, s in zip(footprints, shapes, strict=True)]
-    assert (max(plan.sub_batches) > 1) == split
+    assert (max(plan.main.sub_batches) > 1) == split
 
-    memory = plan.memory
+    memory = plan.main.memory
     tensors, arena = place(chain(list(zip(shapes, footprints, strict=True))))
-    assert plan.stages[-1].tensors == tensors
+    assert plan.main.stages[-1].tensors == tensors
     assert memory.last.arena == arena >= live_peak(tensors)
     assert memory.last.weights == sum(f.resident for f in footprints)
     assert memory.last.allowance == max(f.allowance for f in footprints)
-    assert memory.reading == 2 * 2 * prod(plan.patch_in) * 2 + READER_BYTES
+    assert memory.reading == 2 * 2 * prod(plan.main.patch_in) * 2 + READER_BYTES
     assert memory.writing == 2 * network.output_channels * prod(plan.patch_out) * 1 + WRITER_BYTES
     assert memory.baseline == BASELINE
 
-    columns = plan.cover(network)
-    assert plan.columns == len(columns)
-    assert plan.streams == walks
+    columns = plan.main.cover(network)
+    assert plan.main.columns == len(columns)
+    assert plan.main.streams == walks
     # what is new in a step along the axis, of every choice; the rest of its input is carried
     periods = [1]
-    for layer in network.turned(plan.axis).layers:
+    for layer in network.turned(plan.main.axis).layers:
         periods.append(periods[-1] * (layer.window[0] if isinstance(layer, Pool) else 1))
     carries, spent = 0, 0.0
-    for choice, parts in zip(plan.choices, plan.sub_batches, strict=True):
-        ahead = network.margins[choice.layers[1] + 1][plan.axis]
+    for choice, parts in zip(plan.choices, plan.main.sub_batches, strict=True):
+        ahead = network.margins[choice.layers[1] + 1][plan.main.axis]
         kept = 0
-        if plan.streams:
-            kept = choice.shape.in_shape[1] - plan.patch_out[plan.axis] // periods[choice.layers[0]]
+        if plan.main.streams:
+            kept = choice.shape.in_shape[1] - plan.patch_out[plan.main.axis] // periods[choice.layers[0]]
         moved = choice.shape.in_bytes // choice.shape.in_shape[1] * kept
         once = (
             seconds(by_name[choice.primitive].work(choice.shape, choice.variant), CARRYING)
@@ -100,8 +100,8 @@ def test_figures_of_the_plan_add_up(
     assert plan.seconds == pytest.approx(spent, rel=1e-12)
     assert plan.voxels_per_second == prod(output) / plan.seconds
     whole = network.patch_in(plan.patch_out)
-    walked = [plan.streams and axis == plan.axis for axis in range(3)]
-    assert plan.patch_in == tuple(p if w else n for p, n, w in zip(plan.patch_out, whole, walked, strict=True))
+    walked = [plan.main.streams and axis == plan.main.axis for axis in range(3)]
+    assert plan.main.patch_in == tuple(p if w else n for p, n, w in zip(plan.patch_out, whole, walked, strict=True))
     check_runs(plan, network, MACHINE, table=FAKES)
 
 
@@ -114,16 +114,16 @@ def test_columns_run_along_the_long_axis(tiny_network: MakeNetwork) -> None:
         output = turned_back((90, 9, 8), axis)
         aligned = Network("turned", 1, tuple(_turned_back(layer, axis) for layer in network.layers))
         plan = planned(aligned, output, AROUND + 150_000, columns=True)
-        assert plan.axis == axis
+        assert plan.main.axis == axis
         assert plan.output == output
         found.append(
             (
                 plan.seconds,
                 plan.memory,
                 turned(plan.patch_out, axis),
-                plan.column_planes,
+                plan.main.column_planes,
                 plan.choices,
-                plan.stages[-1].tensors,
+                plan.main.stages[-1].tensors,
             )
         )
     assert found[0] == found[1] == found[2]
@@ -195,14 +195,14 @@ def test_forced_patch_is_used(tiny_network: MakeNetwork) -> None:
     network = tiny_network()
     plan = planned(network, (30, 30, 30), 2**30, patch=(6, 10, 7), columns=False)
     assert plan.patch_out == (6, 10, 7)
-    assert plan.columns == 5 * 3 * 5
+    assert plan.main.columns == 5 * 3 * 5
     assert plan.runners_up == ()
     assert plan.other is None
     along = {0: 3 * 5, 1: 5 * 5, 2: 5 * 3}
     plan = planned(network, (30, 30, 30), 2**30, patch=(6, 10, 7), columns=True)
     assert plan.patch_out == (6, 10, 7)
-    assert plan.column_planes == (30, 30, 35)[plan.axis]
-    assert plan.columns == along[plan.axis]
+    assert plan.main.column_planes == (30, 30, 35)[plan.main.axis]
+    assert plan.main.columns == along[plan.main.axis]
     with pytest.raises(ShapeError, match="multiple of the pooling period 2x2x1, not 5x10x7; the next larger one is 6x"):
         planned(network, (30, 30, 30), 2**30, patch=(5, 10, 7))
 
@@ -289,10 +289,13 @@ def test_alternatives_carry_the_reason_why_they_lost(tiny_network: MakeNetwork, 
         assert runner_up.voxels_per_second <= plan.voxels_per_second
         forced = planned(network, (30, 21, 17), ram_bytes, patch=runner_up.patch_out, columns=columns)
         assert forced.voxels_per_second >= runner_up.voxels_per_second
-        if forced.axis == runner_up.axis:
+        if forced.main.axis == runner_up.axis:
             assert forced.voxels_per_second == runner_up.voxels_per_second
-            assert (forced.column_planes, forced.sub_batches) == (runner_up.column_planes, runner_up.sub_batches)
-            assert forced.waste == pytest.approx(runner_up.waste, rel=1e-12)
+            assert (forced.main.column_planes, forced.main.sub_batches) == (
+                runner_up.column_planes,
+                runner_up.sub_batches,
+            )
+            assert forced.main.waste == pytest.approx(runner_up.waste, rel=1e-12)
 
 
 @pytest.mark.slow
@@ -307,22 +310,22 @@ def test_best_plan_of_the_other_cover_is_an_alternative(tiny_network: MakeNetwor
         (wide, (31, 20, 9), 360_000),
     ):
         plan = planned(network, output, AROUND + room)
-        losing = planned(network, output, AROUND + room, columns=not plan.streams)
-        kinds.add(plan.streams)
-        parts = max(parts, *losing.sub_batches)
+        losing = planned(network, output, AROUND + room, columns=not plan.main.streams)
+        kinds.add(plan.main.streams)
+        parts = max(parts, *losing.main.sub_batches)
         assert plan.other == RunnerUp(
             patch_out=losing.patch_out,
-            axis=losing.axis,
-            column_planes=losing.column_planes,
-            sub_batches=losing.sub_batches,
+            axis=losing.main.axis,
+            column_planes=losing.main.column_planes,
+            sub_batches=losing.main.sub_batches,
             voxels_per_second=losing.voxels_per_second,
             waste=plan.other.waste if plan.other else 0.0,
             over_bytes=0,
             over_vram_bytes=0,
         )
-        assert plan.other.waste == pytest.approx(losing.waste, rel=1e-12)
+        assert plan.other.waste == pytest.approx(losing.main.waste, rel=1e-12)
         assert plan.seconds <= losing.seconds
-        only = planned(network, output, AROUND + room, columns=plan.streams)
+        only = planned(network, output, AROUND + room, columns=plan.main.streams)
         assert (only.other, only.patch_out, only.choices) == (None, plan.patch_out, plan.choices)
     assert kinds == {True, False}
     assert parts > 1
@@ -332,20 +335,20 @@ def test_best_plan_of_the_other_cover_is_an_alternative(tiny_network: MakeNetwor
 def test_columns_along_an_axis_without_border_are_not_planned(tiny_network: MakeNetwork) -> None:
     """The network sees one voxel along that axis."""
     network = tiny_network(Conv((1, 4, 1), 2), Pool((1, 1, 2)))
-    assert planned(network, (50, 9, 9), 2**30, columns=True).axis in (1, 2)
+    assert planned(network, (50, 9, 9), 2**30, columns=True).main.axis in (1, 2)
     blind = tiny_network(Conv((1, 1, 1), 2))
-    assert not planned(blind, (50, 9, 9), 2**30).streams
+    assert not planned(blind, (50, 9, 9), 2**30).main.streams
     with pytest.raises(NoPlanError, match="along every axis, so that columns have nothing to carry; drop `cover`"):
         planned(blind, (50, 9, 9), 2**30, columns=True)
 
 
-def column_seconds(plan: Plan, network: Network) -> float:
+def column_seconds(plan: RunPlan, network: Network) -> float:
     """Predicted for the longest column."""
-    longest = max(plan.cover(network), key=lambda column: len(column.steps))
-    alone = replace(plan.cover(network), size=plan.patch_out)
+    longest = max(plan.main.cover(network), key=lambda column: len(column.steps))
+    alone = replace(plan.main.cover(network), size=plan.patch_out)
     size = list(alone.size)
-    size[plan.axis] = min(plan.column_planes, len(longest.steps) * plan.patch_out[plan.axis])
-    return plan.for_output((size[0], size[1], size[2]), network, plan.memory).seconds
+    size[plan.main.axis] = min(plan.main.column_planes, len(longest.steps) * plan.patch_out[plan.main.axis])
+    return plan.main.for_output((size[0], size[1], size[2]), network, plan.main.memory).seconds
 
 
 SLOWER = [
@@ -364,7 +367,7 @@ def test_column_takes_at_most_the_seconds_that_may_be_lost(
     network = tiny_network()
     for room in (150_000, 600_000):
         plan = planned(network, output, AROUND + room, columns=True, rates=CARRYING.scaled(slow, slow))
-        steps = ceil(min(plan.column_planes, plan.output[plan.axis]) / plan.patch_out[plan.axis])
+        steps = ceil(min(plan.main.column_planes, plan.output[plan.main.axis]) / plan.patch_out[plan.main.axis])
         assert steps == 1 or column_seconds(plan, network) <= MAX_COLUMN_SECONDS
         check_runs(plan, network, MACHINE, table=FAKES)
 
@@ -375,14 +378,14 @@ def test_columns_are_no_shorter_than_necessary(tiny_network: MakeNetwork) -> Non
     network = tiny_network()
     output = (2000, 30, 20)
     whole = planned(network, output, AROUND + 600_000, columns=True)
-    assert whole.column_planes >= 2000 > whole.column_planes - whole.patch_out[0]
-    assert whole.columns == ceil(30 / whole.patch_out[1]) * ceil(20 / whole.patch_out[2])
+    assert whole.main.column_planes >= 2000 > whole.main.column_planes - whole.patch_out[0]
+    assert whole.main.columns == ceil(30 / whole.patch_out[1]) * ceil(20 / whole.patch_out[2])
     slow = planned(network, output, AROUND + 600_000, columns=True, rates=CARRYING.scaled(1e-7, 1e-7))
-    pieces = ceil(2000 / slow.column_planes)
+    pieces = ceil(2000 / slow.main.column_planes)
     assert pieces > 1
-    assert slow.columns == pieces * ceil(30 / slow.patch_out[1]) * ceil(20 / slow.patch_out[2])
+    assert slow.main.columns == pieces * ceil(30 / slow.patch_out[1]) * ceil(20 / slow.patch_out[2])
     assert column_seconds(slow, network) > MAX_COLUMN_SECONDS / 2
-    assert slow.waste > 1
+    assert slow.main.waste > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,9 +420,9 @@ def test_nan_masks_are_counted(tiny_network: MakeNetwork) -> None:
     for columns in (False, True):
         plan = planned(network, (30, 4, 3), AROUND + 60_000, masks=True, columns=columns)
         seen = prod(network.patch_in(plan.patch_out))  # all that a step depends on, new or carried
-        masks = 2 * prod(plan.patch_in) + (3 if columns else 2) * seen  # in, out, and one that a column keeps
-        assert plan.streams == columns == (seen > prod(plan.patch_in))
-        assert plan.memory.reading == 2 * 2 * prod(plan.patch_in) + masks + READER_BYTES
+        masks = 2 * prod(plan.main.patch_in) + (3 if columns else 2) * seen  # in, out, and one that a column keeps
+        assert plan.main.streams == columns == (seen > prod(plan.main.patch_in))
+        assert plan.main.memory.reading == 2 * 2 * prod(plan.main.patch_in) + masks + READER_BYTES
 
 
 @pytest.mark.slow

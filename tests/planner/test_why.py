@@ -11,10 +11,10 @@ import pytest
 from rich.console import Console
 
 from tests.support.brute_force import AROUND, planned
-from tests.support.fake_plans import MIXED, WIDE, in_parts, patches, walking
+from tests.support.fake_plans import MIXED, WIDE, changed, in_parts, patches, walking
 from tests.support.fake_primitives import CARRYING, FAKES, WITH_GPU, Fake, on_gpu
 from znnpy.network import Network
-from znnpy.planner.plan import Plan
+from znnpy.planner.run_plan import RunPlan
 from znnpy.report.rejected import Considered, considered, why_table
 
 REFUSING = Fake("cpu.conv.refusing", "conv", refuse="runs on Tuesdays")
@@ -22,12 +22,12 @@ HUNGRY = Fake("cpu.conv.hungry", "conv", flops=0.1, scratch=(90.0,))
 TABLE = (*FAKES, REFUSING, HUNGRY, *on_gpu(*FAKES))
 
 
-def rows_of(plan: Plan, network: Network, *only: str) -> list[Considered]:
-    return considered(plan, network, WITH_GPU, CARRYING, TABLE, only)
+def rows_of(plan: RunPlan, network: Network, *only: str) -> list[Considered]:
+    return considered(plan.main, network, WITH_GPU, CARRYING, TABLE, only)
 
 
 @pytest.mark.parametrize(("plan", "network"), [(patches(), MIXED), (walking(), MIXED), (in_parts(), WIDE)])
-def test_every_primitive_is_listed_once_for_every_layer(plan: Plan, network: Network) -> None:
+def test_every_primitive_is_listed_once_for_every_layer(plan: RunPlan, network: Network) -> None:
     rows = rows_of(plan, network)
     for index, layer in enumerate(network.layers):
         names = sorted(p.name for p in TABLE if p.kind == layer.type and p.name.startswith("cpu."))
@@ -42,7 +42,7 @@ def test_every_primitive_is_listed_once_for_every_layer(plan: Plan, network: Net
 
 
 @pytest.mark.parametrize(("plan", "network"), [(patches(), MIXED), (walking(), MIXED), (in_parts(), WIDE)])
-def test_chosen_primitive_is_listed_with_the_plans_seconds(plan: Plan, network: Network) -> None:
+def test_chosen_primitive_is_listed_with_the_plans_seconds(plan: RunPlan, network: Network) -> None:
     """A primitive in another layer's place has the seconds of a plan with nothing but it."""
     asked = ("cpu.conv.slow", "cpu.conv.over")
     for name in asked:
@@ -52,10 +52,14 @@ def test_chosen_primitive_is_listed_with_the_plans_seconds(plan: Plan, network: 
             AROUND + 2**24,
             patch=plan.patch_out,
             only=[name],
-            columns=plan.streams,
-            depth_first=max(plan.sub_batches) > 1,
+            columns=plan.main.streams,
+            depth_first=max(plan.main.sub_batches) > 1,
         )
-        if (whole.sub_batches, whole.axis, whole.column_planes) != (plan.sub_batches, plan.axis, plan.column_planes):
+        if (whole.main.sub_batches, whole.main.axis, whole.main.column_planes) != (
+            plan.main.sub_batches,
+            plan.main.axis,
+            plan.main.column_planes,
+        ):
             continue
         seconds = {c.layers: c.executions * c.seconds for c in whole.choices if c.primitive == name}
         rows = [row for row in rows_of(plan, network) if row.primitive == name and row.layers in seconds]
@@ -79,8 +83,8 @@ def test_primitive_without_room_names_the_missing_bytes() -> None:
             assert ("does not fit" not in now.why) == fits
 
 
-def rows_of_within(plan: Plan, ram_bytes: int) -> list[Considered]:
-    return rows_of(replace(plan, limits=replace(plan.limits, ram_bytes=ram_bytes)), WIDE)
+def rows_of_within(plan: RunPlan, ram_bytes: int) -> list[Considered]:
+    return rows_of(changed(plan, limits=replace(plan.limits, ram_bytes=ram_bytes)), WIDE)
 
 
 def same(one: Considered, other: Considered) -> bool:

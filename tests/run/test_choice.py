@@ -11,14 +11,15 @@ import pytest
 
 import znnpy
 from tests.support.cli import Place
+from tests.support.fake_plans import changed
 from znnpy.errors import PlanFileError, ResumeError
 from znnpy.machine import process_bytes, this_machine
 from znnpy.option_values import COVERS, Cover
 from znnpy.options import RunOptions
 from znnpy.planner.memory import MARGIN_BYTES, reading_bytes, writing_bytes
 from znnpy.planner.modes import make_plan
-from znnpy.planner.plan import Plan
 from znnpy.planner.request import Constraints, CostModel, PlanRequest
+from znnpy.planner.run_plan import RunPlan
 from znnpy.run import choice
 from znnpy.run.resume import check_options
 from znnpy.run.target import OpenTarget
@@ -34,13 +35,13 @@ GIB = 2**30
 def chosen(
     place: Place,
     dtype: str,
-    plan: Plan | None = None,
+    plan: RunPlan | None = None,
     *,
     masks: bool = False,
     out: str = "f4",
     cover: Cover | None = None,
     size: Vec3 = (20, 23, 25),
-) -> Plan:
+) -> RunPlan:
     volume = ArrayVolume(np.zeros(size, dtype))
     source = Source(volume, roi=None, border="valid", network=place.network, allow_nan=masks)
     patch, threads = (None, None) if plan else ((4, 4, 4), 2)
@@ -51,23 +52,23 @@ def chosen(
 
 def test_masks_are_charged_where_nan_is_allowed(place: Place) -> None:
     without, with_masks = (chosen(place, "f4", cover="patches", masks=masks) for masks in (False, True))
-    assert with_masks.memory.reading - without.memory.reading == 4 * prod(without.patch_in)
+    assert with_masks.main.memory.reading - without.main.memory.reading == 4 * prod(without.main.patch_in)
 
 
 def test_columns_are_charged_for_masks_of_what_they_have_seen(place: Place) -> None:
     without, with_masks = (chosen(place, "f4", cover="columns", masks=masks) for masks in (False, True))
-    new, window = prod(without.patch_in), prod(place.network.patch_in(without.patch_out))
+    new, window = prod(without.main.patch_in), prod(place.network.patch_in(without.patch_out))
     assert new < window
-    assert with_masks.memory.reading - without.memory.reading == 2 * new + 3 * window
-    assert chosen(place, "f4", without, masks=True).memory.reading == with_masks.memory.reading
+    assert with_masks.main.memory.reading - without.main.memory.reading == 2 * new + 3 * window
+    assert chosen(place, "f4", without, masks=True).main.memory.reading == with_masks.main.memory.reading
 
 
 def test_given_plan_is_charged_for_this_volume_and_output(place: Place) -> None:
     plan = chosen(place, "u1", out="u1")
     here = chosen(place, "f8", plan, masks=True)
     seen = place.network.patch_in(plan.patch_out)
-    assert here.memory.reading == reading_bytes(1, plan.patch_in, 8, seen=seen) > plan.memory.reading
-    assert here.memory.writing == writing_bytes(2, plan.patch_out, 4) > plan.memory.writing
+    assert here.main.memory.reading == reading_bytes(1, plan.main.patch_in, 8, seen=seen) > plan.main.memory.reading
+    assert here.main.memory.writing == writing_bytes(2, plan.patch_out, 4) > plan.main.memory.writing
 
 
 @pytest.mark.parametrize(("more", "charged"), [(MARGIN_BYTES, 0), (MARGIN_BYTES + 1, MARGIN_BYTES + 1)])
@@ -81,7 +82,7 @@ def test_given_plan_is_charged_for_the_memory_of_this_process(
 
 def test_given_plan_keeps_its_limit(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = chosen(place, "u1")
-    tight = replace(plan, limits=replace(plan.limits, ram_bytes=plan.memory.peak))
+    tight = changed(plan, limits=replace(plan.limits, ram_bytes=plan.memory.peak))
     monkeypatch.setattr(choice, "baseline_bytes", lambda: plan.memory.baseline)
     assert chosen(place, "u1", tight).memory.peak == tight.limits.ram_bytes
     monkeypatch.setattr(choice, "baseline_bytes", lambda: plan.memory.baseline + GIB)
@@ -102,24 +103,30 @@ def test_given_plan_of_columns_covers_another_volume(place: Place, size: Vec3) -
     plan = chosen(place, "u1", cover="columns")
     here = chosen(place, "u1", plan, size=size)
     assert here.output == place.network.dense_size(size)
-    assert (here.axis, here.column_planes, here.patch_out) == (plan.axis, plan.column_planes, plan.patch_out)
-    cover = here.cover(place.network)
-    assert here.columns == len(cover)
+    assert (here.main.axis, here.main.column_planes, here.patch_out) == (
+        plan.main.axis,
+        plan.main.column_planes,
+        plan.patch_out,
+    )
+    cover = here.main.cover(place.network)
+    assert here.main.columns == len(cover)
     assert sum(column.voxels for column in cover) == prod(here.output)
-    margins = [place.network.margins[c.layers[1] + 1][plan.axis] for c in plan.choices]
-    for made, margin, parts in zip(here.choices, margins, plan.sub_batches, strict=True):
+    margins = [place.network.margins[c.layers[1] + 1][plan.main.axis] for c in plan.choices]
+    for made, margin, parts in zip(here.choices, margins, plan.main.sub_batches, strict=True):
         runs = sum(
-            step.out.hi[plan.axis] > column.steps[cover.ahead].out.lo[plan.axis] - margin
+            step.out.hi[plan.main.axis] > column.steps[cover.ahead].out.lo[plan.main.axis] - margin
             for column in cover
             for step in column.steps
         )
         assert made.executions == parts * runs
-    assert here.seconds == pytest.approx(plan.preparing_seconds + sum(c.executions * c.seconds for c in here.choices))
+    assert here.seconds == pytest.approx(
+        plan.main.preparing_seconds + sum(c.executions * c.seconds for c in here.choices)
+    )
 
 
 def test_cover_argument_constrains_the_planner(place: Place) -> None:
-    assert chosen(place, "u1", cover="columns").streams
-    assert not chosen(place, "u1", cover="patches").streams
+    assert chosen(place, "u1", cover="columns").main.streams
+    assert not chosen(place, "u1", cover="patches").main.streams
     assert [Constraints(cover=cover).columns for cover in (None, *COVERS)] == [None, True, False]
     with pytest.raises(ValueError, match="there is no cover 'rows'; choose one of columns, patches"):
         RunOptions(cover="rows")  # type: ignore[arg-type]
@@ -144,8 +151,8 @@ def test_given_plan_refuses_planning_arguments(place: Place, words: dict[str, An
 def test_resumed_run_refuses_arguments_contradicting_its_plan() -> None:
     ram = process_bytes() + (950 << 20)  # whatever tests before this one left in the process
     plan = znnpy.plan("fib25_boundary", shape=(330, 330, 330), patch=(176, 176, 176), ram=ram, cover="patches")
-    assert max(plan.sub_batches) > 1
-    begun = JournalHeader({}, {"only": []}, plan.to_json(), "", plan.columns)
+    assert max(plan.main.sub_batches) > 1
+    begun = JournalHeader({}, {"only": []}, plan.to_json(), "", plan.main.columns)
     none = RunOptions()
     for kept in (none, replace(none, cover="patches"), replace(none, patch=(176, 176, 176))):
         check_options(kept, begun, plan)
@@ -154,15 +161,15 @@ def test_resumed_run_refuses_arguments_contradicting_its_plan() -> None:
     with pytest.raises(ResumeError, match=r"began with cover='patches', and now it is cover='columns'; leave it out"):
         check_options(replace(none, cover="columns"), begun, plan)
     together = znnpy.plan("fib25_boundary", shape=(60, 60, 60), depth_first=False, cover="columns")
-    assert together.streams
-    assert max(together.sub_batches) == 1
+    assert together.main.streams
+    assert max(together.main.sub_batches) == 1
     check_options(replace(none, depth_first=False, cover="columns"), begun, together)
 
 
 def test_called_network_accepts_the_same_arguments(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     plans = []
 
-    def note(request: PlanRequest, costs: CostModel) -> Plan:
+    def note(request: PlanRequest, costs: CostModel) -> RunPlan:
         assert not request.constraints.depth_first
         plans.append(make_plan(request, costs))
         return plans[-1]
@@ -171,7 +178,7 @@ def test_called_network_accepts_the_same_arguments(place: Place, monkeypatch: py
     net = load_network(place.folder / "net.yaml")
     array = np.random.default_rng(2).integers(0, 256, (31, 23, 25), np.uint8)
     columns, patches = (net(array, cover=cover, depth_first=False, patch=(4, 4, 4)) for cover in COVERS)
-    assert [plan.streams for plan in plans] == [True, False]
+    assert [plan.main.streams for plan in plans] == [True, False]
     np.testing.assert_allclose(columns, patches, atol=1e-5)
     with pytest.raises(ValueError, match="there is no cover 'rows'"):
         net(array, cover="rows")  # type: ignore[arg-type]

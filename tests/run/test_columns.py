@@ -270,8 +270,8 @@ def test_planned_columns_and_parts_run(axis: int, monkeypatch: pytest.MonkeyPatc
     for patch in (network.period, multiply(network.period, (1, 3, 2))):
         plan = make_plan(network, output, MACHINE, Limits(2**32, 2), patch=patch, columns=True)
         check_runs(plan, network, MACHINE)
-        assert (plan.streams, plan.axis, max(plan.sub_batches)) == (True, axis, prod(network.period))
-        assert_dense(ran(plan, net, volume), definition(net, volume))
+        assert (plan.main.streams, plan.main.axis, max(plan.main.sub_batches)) == (True, axis, prod(network.period))
+        assert_dense(ran(plan.main, net, volume), definition(net, volume))
 
 
 @pytest.mark.parametrize("columns", [True, False])
@@ -282,8 +282,8 @@ def test_best_plan_equals_the_sliding_window(network: Network, columns: bool) ->
     net, volume = trained(network), some_volume(network, seed=31)
     output = network.dense_size(volume.shape[1:])
     plan = make_plan(network, output, MACHINE, Limits(2**32, 2), columns=columns)
-    assert plan.streams == columns
-    assert_dense(ran(plan, net, volume), definition(net, volume))
+    assert plan.main.streams == columns
+    assert_dense(ran(plan.main, net, volume), definition(net, volume))
 
 
 def test_overflow_within_a_column_names_its_layer_and_position() -> None:

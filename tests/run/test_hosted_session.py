@@ -26,7 +26,8 @@ from znnpy.machine import Limits
 from znnpy.network import Conv, Network, Pool
 from znnpy.option_values import OffloadMode
 from znnpy.planner.plan import Plan, Stage
-from znnpy.planner.validate import check_runs
+from znnpy.planner.run_plan import RunPlan
+from znnpy.planner.validate import check_plan
 from znnpy.run import cpu_backend, pipeline
 from znnpy.run.session import Session
 from znnpy.shapes import turned, turned_back
@@ -231,9 +232,9 @@ def test_plan_of_the_search_runs(device: EmulatedDevice, mode: OffloadMode, colu
         SMALL, output, WITH_GPU, limits, mode=mode, columns=columns, patch=(4, 4, 5), baseline=0, context=0,
         table=(*ON_CPU, *STAND_INS), only=only,
     )  # fmt: skip
-    check_runs(plan, SMALL, WITH_GPU, table=EVERY)
-    assert [choice.device for choice in plan.choices[: plan.offloaded]].count("gpu") == (mode == "gpu-host")
-    assert_dense(ran(plan, net, volume, device), definition(net, volume))
+    check_plan(plan.main, SMALL, WITH_GPU, EVERY)
+    assert [choice.device for choice in plan.choices[: plan.main.offloaded]].count("gpu") == (mode == "gpu-host")
+    assert_dense(ran(plan.main, net, volume, device), definition(net, volume))
 
 
 def cut_at(plan: Plan, count: int) -> tuple[Stage, ...]:
@@ -251,7 +252,6 @@ def test_unsupported_plans_are_refused() -> None:
         ({"stages": (other,)}, "memory is promised for stages on"),
         ({"stages": (other, one)}, "memory is promised for stages on"),
         ({"stages": (other,), "memory": last}, "1 stages are in the memory of GPU"),
-        ({"memory": replace(plan.memory, devices=2)}, "on 2 GPUs"),
         ({"overlap": False, "stages": cut_at(plan, 3)}, "take all images at a time"),
     ]
     for words, said in edits:
@@ -259,8 +259,10 @@ def test_unsupported_plans_are_refused() -> None:
             replace(plan, **words)
     with pytest.raises(ValueError, match="cannot be at the step before"):
         a_plan(with_host=WITH_HOST, overlaps=True)
-    read = Plan.from_json(plan.to_json())
-    assert read == plan
+    run = RunPlan.of(SMALL, WITH_GPU, plan)
+    assert RunPlan.from_json(run.to_json()) == run
+    with pytest.raises(ValueError, match="2 devices run a plan of mode cpu-to-gpu, which runs on one"):
+        run.on_devices(2)
     memory = plan.memory.stages
     arena = replace(plan.memory, stages=(replace(memory[0], arena=memory[0].arena + 256), memory[1]))
     edits = [
@@ -277,4 +279,4 @@ def test_unsupported_plans_are_refused() -> None:
     ]
     for words, said in edits:
         with pytest.raises(PlanFileError, match=said):
-            check_runs(replace(plan, **words), SMALL, WITH_GPU, table=EVERY)
+            check_plan(replace(plan, **words), SMALL, WITH_GPU, EVERY)

@@ -15,10 +15,11 @@ import pytest
 
 from tests.support.flat_requests import make_plan
 from tests.support.infer_process import infer, thin
-from tests.support.odd_networks import Ways, planned
+from tests.support.odd_networks import MACHINE, Ways, planned
 from znnpy import plan
 from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.machine import Limits, this_machine
+from znnpy.planner.run_plan import RunPlan
 from znnpy.run.session import Session
 from znnpy.shapes import Vec3
 from znnpy.trained import load_network
@@ -157,7 +158,7 @@ def test_columns_and_parts_keep_the_promise(
     output = network.dense_size((70, 150, 170))
     chosen = planned(network, output, patch, axis=axis, column=column, at_once=at_once, ways=ways)
     path = tmp_path / "plan.json"
-    path.write_text(chosen.to_json())
+    path.write_text(RunPlan.of(network, MACHINE, chosen).to_json())
     promise, peak = infer(noise(tmp_path, (70, 150, 170)), "--plan", str(path), "--out", str(tmp_path / "out.h5"))
     assert peak <= promise
     assert promise > 256 * MIB
@@ -167,23 +168,24 @@ def test_columns_and_parts_keep_the_promise(
 @pytest.mark.skipif(sys.platform != "linux", reason="the memory of one process is known on Linux only")
 def test_session_has_its_memory_before_it_runs(tmp_path: Path) -> None:
     """A run would otherwise wait for its arena and carried planes, or fail without them."""
-    output = load_network("fib25_boundary").network.dense_size((70, 150, 170))
+    network = load_network("fib25_boundary").network
+    output = network.dense_size((70, 150, 170))
     ways = Ways(0, ("cpu.conv.direct_lanes", "cpu.pool.fragments"))
-    chosen = planned(load_network("fib25_boundary").network, output, (40, 104, 128), column=1000, ways=ways)
+    chosen = planned(network, output, (40, 104, 128), column=1000, ways=ways)
     path = tmp_path / "plan.json"
-    path.write_text(chosen.to_json())
+    path.write_text(RunPlan.of(network, MACHINE, chosen).to_json())
     program = (  # a process of its own: this one may have memory left from what it did before
         "import sys\n"
         "from pathlib import Path\n"
         "from znnpy.kernels.thread_pool import ThreadPool\n"
         "from znnpy.machine import process_bytes\n"
-        "from znnpy.planner.plan import Plan\n"
+        "from znnpy.planner.run_plan import RunPlan\n"
         "from znnpy.run.session import Session\n"
         "from znnpy.trained import load_network\n"
-        "trained, plan = load_network('fib25_boundary'), Plan.load(Path(sys.argv[1]))\n"
+        "trained, plan = load_network('fib25_boundary'), RunPlan.load(Path(sys.argv[1]))\n"
         "with ThreadPool(2) as crew:\n"
         "    before = process_bytes()\n"
-        "    with Session(plan, trained.network, trained.weights, crew):\n"
+        "    with Session(plan.main, trained.network, trained.weights, crew):\n"
         "        print(process_bytes() - before)\n"
     )
     taken = int(subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, check=True).stdout)
@@ -200,10 +202,10 @@ def test_bound_session_allocates_at_most_its_allowance(primitive: str, dtype: st
     network = trained.network
     output = (56, 56, 60)
     chosen = make_plan(network, output, this_machine(), Limits(2**30, 2), itemsize_in=8, patch=output, only=[primitive])
-    raw = np.random.default_rng(8).integers(0, 256, (1, *chosen.patch_in)).astype(np.float64)
+    raw = np.random.default_rng(8).integers(0, 256, (1, *chosen.main.patch_in)).astype(np.float64)
     out = np.full((network.output_channels, *chosen.patch_out), 77, dtype)
-    assert raw.nbytes > chosen.memory.last.allowance
-    with ThreadPool(2) as crew, Session(chosen, network, trained.weights, crew) as session:
+    assert raw.nbytes > chosen.main.memory.last.allowance
+    with ThreadPool(2) as crew, Session(chosen.main, network, trained.weights, crew) as session:
         session.run(raw, out)
         tracemalloc.start()
         try:
@@ -211,4 +213,4 @@ def test_bound_session_allocates_at_most_its_allowance(primitive: str, dtype: st
             peak = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
-    assert peak <= chosen.memory.last.allowance
+    assert peak <= chosen.main.memory.last.allowance

@@ -18,11 +18,11 @@ import pytest
 
 import znnpy
 from tests.support.cli import Place
-from tests.support.odd_networks import Ways, planned
+from tests.support.odd_networks import MACHINE, Ways, planned
 from znnpy.errors import ResumeError
 from znnpy.formats.networks import read_network
 from znnpy.inference import infer
-from znnpy.planner.plan import FORMAT, Plan
+from znnpy.planner.run_plan import FORMAT, RunPlan
 from znnpy.report.run_report import Report
 from znnpy.run.pipeline import Event
 from znnpy.shapes import Vec3, turned_back
@@ -294,13 +294,13 @@ infer(volume, network, plan=plan, out=out, progress=progress)
 """
 
 
-def columns_of(place: Place, axis: int, primitive: str) -> Plan:
+def columns_of(place: Place, axis: int, primitive: str) -> RunPlan:
     """Columns of three steps, several along each axis, some fragments at a time."""
     network = read_network(place.folder / "net.yaml").network
     output = network.dense_size((20, 23, 25))
     across: Vec3 = turned_back((2, 8, 6), axis)
     ways = Ways(0, [primitive], in_one=primitive == "cpu.conv.fft_lanes")
-    return planned(network, output, across, axis=axis, column=6, at_once=(2,), ways=ways)
+    return RunPlan.of(network, MACHINE, planned(network, output, across, axis=axis, column=6, at_once=(2,), ways=ways))
 
 
 def record(place: Place) -> list[str]:
@@ -323,7 +323,7 @@ def test_killed_column_is_run_again_from_its_first_step(
     place: Place, axis: int, primitive: str, column: int, steps: int
 ) -> None:
     plan = columns_of(place, axis, primitive)
-    columns = plan.cover(read_network(place.folder / "net.yaml").network)
+    columns = plan.main.cover(read_network(place.folder / "net.yaml").network)
     before = sum(len(columns[index].steps) for index in range(column))
     assert steps < len(columns[column].steps)
     path = place.folder / "plan.json"
@@ -344,7 +344,7 @@ def test_run_with_a_plan_of_another_volume_resumes(place: Place) -> None:
     """How often its layers run depends on the volume; what they are does not."""
     network = read_network(place.folder / "net.yaml").network
     path = place.folder / "plan.json"
-    path.write_text(planned(network, (40, 30, 20), (2, 8, 6), column=6).to_json())
+    path.write_text(RunPlan.of(network, MACHINE, planned(network, (40, 30, 20), (2, 8, 6), column=6)).to_json())
 
     def interrupt(event: Event) -> None:
         if event.columns_done > 3:

@@ -26,7 +26,8 @@ from znnpy.planner.memory import (
     staging_bytes,
     writing_bytes,
 )
-from znnpy.planner.plan import Plan, patch_in
+from znnpy.planner.plan import patch_in
+from znnpy.planner.run_plan import RunPlan
 from znnpy.planner.tilings import Sizes, Tiling, TilingSpace, all_sizes, all_spaces, splits, tiling_of
 from znnpy.shapes import LayerShape, Vec3, fused
 
@@ -38,13 +39,13 @@ THREADS = 2
 EDGE_BYTES = 5e9  # per second, of the first patch in and the last one out of a run on a GPU
 
 
-def planned(network: Network, output: Vec3, ram_bytes: int, **words: Any) -> Plan:
+def planned(network: Network, output: Vec3, ram_bytes: int, **words: Any) -> RunPlan:
     """Return what the search finds, with fakes and the figures that all plans here share."""
     settings: dict[str, Any] = {"table": FAKES, "rates": CARRYING, "baseline": BASELINE} | words
     return make_plan(network, output, WITH_GPU, Limits(ram_bytes, THREADS), **settings)
 
 
-def planned_on_gpu(network: Network, output: Vec3, ram_bytes: int, vram_bytes: int, **words: Any) -> Plan:
+def planned_on_gpu(network: Network, output: Vec3, ram_bytes: int, vram_bytes: int, **words: Any) -> RunPlan:
     """Return what the search finds for a GPU of which CUDA itself takes nothing."""
     settings: dict[str, Any] = {"rates": CARRYING, "baseline": BASELINE, "context": 0, "device": "gpu"} | words
     return make_plan(network, output, WITH_GPU, Limits(ram_bytes, THREADS, vram_bytes), **settings)

@@ -13,7 +13,7 @@ from znnpy.costs.model import Rate, Rates
 from znnpy.kernels.contract import Footprint, Scratch, Variant
 from znnpy.machine import Limits, Machine
 from znnpy.network import Network
-from znnpy.planner.plan import Plan
+from znnpy.planner.run_plan import RunPlan
 from znnpy.planner.sublayers import HOST_TRAFFIC, TOLERANCE
 from znnpy.shapes import ConvShape, LayerShape, Vec3
 
@@ -65,7 +65,7 @@ def link(shape: LayerShape) -> float:
 IN_HOST = InHostRam("gpu.conv.in_host", "conv", flops=0.5)
 
 
-def hosted(network: Network, output: Vec3, ram_bytes: int, vram_bytes: int, **words: Any) -> Plan:
+def hosted(network: Network, output: Vec3, ram_bytes: int, vram_bytes: int, **words: Any) -> RunPlan:
     """Return what `make_plan` gives for the fakes of both devices, with some arguments replaced."""
     settings: dict[str, Any] = {
         "table": (*ON_CPU, *ON_GPU),

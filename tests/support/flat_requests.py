@@ -13,8 +13,8 @@ from znnpy.option_values import OFFLOAD_MODES, AskedMode, DeviceKind
 from znnpy.planner.memory import CONTEXT_BYTES, baseline_bytes
 from znnpy.planner.modes import make_plan as best_of_mode
 from znnpy.planner.offload import plan_offloaded
-from znnpy.planner.plan import Plan
 from znnpy.planner.request import Constraints, CostModel, PlanRequest, Target
+from znnpy.planner.run_plan import RunPlan
 from znnpy.planner.sublayers import DividedPrimitive
 from znnpy.shapes import Precision, Vec3
 
@@ -100,9 +100,9 @@ def make_plan(
     baselines: bool = False,
     mode: AskedMode | None = None,
     host_rates: Rates | None = None,
-    than: Plan | None = None,
+    than: RunPlan | None = None,
     in_host_ram: tuple[DividedPrimitive, ...] = IN_HOST_RAM,
-) -> Plan:
+) -> RunPlan:
     """Return the best plan of one device, or of a mode.
 
     than  with a mode of hosted layers: the plan of the GPU alone, and a faster one is asked for

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-import znnpy
 from tests.support.emulator import EMULATED_GPU
 from tests.support.odd_networks import MACHINE, Ways, choice_of
 from tests.support.reference_primitives import STAND_INS
@@ -23,10 +22,10 @@ from znnpy.machine import Limits, Machine
 from znnpy.network import Network, Pool
 from znnpy.planner.layout import place
 from znnpy.planner.memory import Memory, staging_bytes
-from znnpy.planner.plan import FORMAT, Plan, Stage, patch_in
+from znnpy.planner.plan import Plan, Stage, patch_in
 from znnpy.planner.stages import handover_buffers, stage_needs
 from znnpy.planner.tilings import TilingSpace, fusion_groups, tiling_of
-from znnpy.planner.validate import check_runs
+from znnpy.planner.validate import check_plan
 from znnpy.shapes import LayerShape, Precision, Vec3, fused, turned
 
 WITH_GPU = replace(MACHINE, gpu=EMULATED_GPU)
@@ -177,11 +176,6 @@ def hosted_plan(
         handover=handover_buffers(overlap=overlaps) * handed,
     )
     plan = Plan(
-        format=FORMAT,
-        znnpy_version=znnpy.__version__,
-        network=network.sha256,
-        network_name=network.name,
-        machine=WITH_GPU.fingerprint,
         limits=limits,
         feed_threads=threads - crew,
         output=output,
@@ -197,10 +191,7 @@ def hosted_plan(
         itemsize_in=1,
         itemsize_out=4,
         columns=1,
-        rigor="estimate",
-        other=None,
-        runners_up=(),
         overlap=overlaps,
     ).for_output(output, network, memory)
-    check_runs(plan, network, WITH_GPU, table=EVERY)
+    check_plan(plan, network, WITH_GPU, EVERY)
     return plan

@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-import znnpy
 from znnpy.formats.weights import random_weights
 from znnpy.kernels.contract import Footprint, Primitive, Variant
 from znnpy.kernels.reference import dense_by_sliding
@@ -24,10 +23,10 @@ from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Normalise, Po
 from znnpy.option_values import DeviceKind
 from znnpy.patches import Box
 from znnpy.planner.layout import place
-from znnpy.planner.plan import FORMAT, Choice, Memory, Plan, Stage, patch_in
+from znnpy.planner.plan import Choice, Memory, Plan, Stage, patch_in
 from znnpy.planner.stages import last_stage
 from znnpy.planner.tilings import TilingSpace, fusion_groups, tiling_of
-from znnpy.planner.validate import check_runs
+from znnpy.planner.validate import check_plan
 from znnpy.run import cpu_backend, pipeline
 from znnpy.run.session import Session
 from znnpy.shapes import LayerShape, Precision, Vec3, fused, turned
@@ -174,11 +173,6 @@ def planned(
     memory = Memory(stages=(replace(needs.memory, arena=nbytes),), baseline=0, reading=0, writing=0)
     choices = tuple(choice_of(*way, footprint) for way, footprint in zip(chosen, footprints, strict=True))
     plan = Plan(
-        format=FORMAT,
-        znnpy_version=znnpy.__version__,
-        network=network.sha256,
-        network_name=network.name,
-        machine=ways.machine.fingerprint,
         limits=Limits(2**32, threads, 2**32 if ways.machine.gpu else None),
         output=output,
         patch_out=patch,
@@ -190,11 +184,8 @@ def planned(
         itemsize_in=1,
         itemsize_out=4,
         columns=1,
-        rigor="estimate",
-        other=None,
-        runners_up=(),
     ).for_output(output, network, memory)
-    check_runs(plan, network, ways.machine, table=ways.table)
+    check_plan(plan, network, ways.machine, ways.table)
     return plan
 
 

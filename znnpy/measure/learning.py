@@ -20,8 +20,8 @@ from znnpy.kernels.contract import Primitive, Variant
 from znnpy.measure.timing import ON_GPU, Clock, Rooms, Task, Timer, Where, lacking, layers_of
 from znnpy.option_values import DeviceKind
 from znnpy.planner.modes import make_plan
-from znnpy.planner.plan import Plan
 from znnpy.planner.request import CostModel, PlanRequest
+from znnpy.planner.run_plan import RunPlan
 from znnpy.shapes import LayerShape
 
 MOST_LAYER_SECONDS = 2.0  # of one run, as estimated: what takes longer runs on fewer images
@@ -51,11 +51,11 @@ class Learner:
     too_large: dict[DeviceKind, set[Case]] = field(default_factory=dict)
     _tried: set[tuple[Where, Case]] = field(default_factory=set)
 
-    def plan(self, request: PlanRequest) -> Plan:
+    def plan(self, request: PlanRequest) -> RunPlan:
         """Return the best plan for a request by what is known."""
         return make_plan(request, replace(self.costs, rates=self.rates))
 
-    def learn(self, request: PlanRequest, share: float = 1.0, first: Plan | None = None) -> bool:
+    def learn(self, request: PlanRequest, share: float = 1.0, first: RunPlan | None = None) -> bool:
         """Time layers of the best plans for a request; return False where the time was up before the end.
 
         share  of the timer's time, after which no further layer is timed
@@ -71,7 +71,7 @@ class Learner:
             plan = None
         return False
 
-    def learn_layers(self, plan: Plan) -> bool:
+    def learn_layers(self, plan: RunPlan) -> bool:
         """Time the layers of one plan, whatever the best plan is then; return False where the time was up."""
         while self.timer.left() > 0:
             done = self.time_layers(plan)
@@ -79,7 +79,7 @@ class Learner:
                 return done
         return False
 
-    def time_layers(self, plan: Plan, share: float = 1.0) -> bool | None:
+    def time_layers(self, plan: RunPlan, share: float = 1.0) -> bool | None:
         """Time those layers of a plan that are not known; return True if all are, False if there was no time for one.
 
         Return None where some were timed.
@@ -119,7 +119,7 @@ class Learner:
             rates = rates.with_measurement(*task.case, seconds)
         self.rates[where.device] = replace(rates, slowdown=self.rates[where.device].slowdown)
 
-    def _tasks(self, plan: Plan) -> dict[Where, list[Task]]:
+    def _tasks(self, plan: RunPlan) -> dict[Where, list[Task]]:
         """Return the layers of a plan that are not known at their size, each once; long ones on fewer images."""
         known = {p.name: p for p in self.costs.table}
         divided = {p.name: p for p in self.costs.in_host_ram}

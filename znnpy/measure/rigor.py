@@ -17,8 +17,8 @@ from znnpy.measure.learning import Learner
 from znnpy.measure.timing import Clock, Progress, Timer, Where
 from znnpy.messages import option
 from znnpy.option_values import OFFLOAD_MODES, DeviceKind, RigorLevel
-from znnpy.planner.plan import Plan
 from znnpy.planner.request import CostModel, KnownRates, PlanRequest, Rigor
+from znnpy.planner.run_plan import RunPlan
 from znnpy.run.target import OpenTarget
 from znnpy.units import human_bytes
 
@@ -85,7 +85,7 @@ class Study:
         self._report(learner, begun, whole=whole, seconds=rigor.seconds)
         return learner.rates
 
-    def layers_timed(self, plan: Plan, target: OpenTarget, known: KnownRates, seconds: float = inf) -> KnownRates:
+    def layers_timed(self, plan: RunPlan, target: OpenTarget, known: KnownRates, seconds: float = inf) -> KnownRates:
         """Return what is known with what was measured of the layers of one plan that were not known at their size.
 
         target   with its GPU open, where layers run on one

@@ -12,7 +12,8 @@ from typing import Protocol
 from znnpy.errors import DeviceError, VramError
 from znnpy.kernels.contract import Primitive, Variant
 from znnpy.option_values import DeviceKind
-from znnpy.planner.plan import Choice, Plan
+from znnpy.planner.plan import Choice
+from znnpy.planner.run_plan import RunPlan
 from znnpy.shapes import LayerShape
 
 _log = logging.getLogger(__name__)
@@ -39,13 +40,12 @@ class Where:
 ON_GPU = Where("gpu")
 
 
-def layers_of(plan: Plan) -> Iterator[tuple[Where, Choice]]:
+def layers_of(run: RunPlan) -> Iterator[tuple[Where, Choice]]:
     """Every choice of a plan, and of the one beside it, and where it runs."""
-    for index, choice in enumerate(plan.choices):
-        on_host = choice.device == "cpu" or index < plan.offloaded
-        yield Where(choice.device, plan.compute_threads if on_host else 0), choice
-    if plan.cpu_plan is not None:
-        yield from layers_of(plan.cpu_plan)
+    for plan in (worker.plan for worker in run.workers):
+        for index, choice in enumerate(plan.choices):
+            on_host = choice.device == "cpu" or index < plan.offloaded
+            yield Where(choice.device, plan.compute_threads if on_host else 0), choice
 
 
 class Clock(Protocol):

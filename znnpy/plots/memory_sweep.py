@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from znnpy.planner.plan import Plan
+from znnpy.planner.run_plan import RunPlan
 from znnpy.plots.figures import new_figure, save_figure
 from znnpy.report.memory_sweep import Point
 from znnpy.shapes import text
@@ -31,26 +32,26 @@ DIAGRAM, ROW = 4.2, 0.22  # inches: height of the diagram, and of a row of the t
 CELLS = 4  # rows of the table above those of the layers
 
 
-def draw(path: Path, title: str, chosen: Plan, found: Sequence[Point], *, overwrite: bool) -> None:
+def draw(path: Path, title: str, chosen: RunPlan, found: Sequence[Point], *, overwrite: bool) -> None:
     """Write the plot as a PNG, whole or not at all."""
     save_figure(path, memory_sweep_figure(title, chosen, found), "plot", overwrite=overwrite)
 
 
-def memory_sweep_figure(title: str, chosen: Plan, found: Sequence[Point]) -> Figure:
+def memory_sweep_figure(title: str, chosen: RunPlan, found: Sequence[Point]) -> Figure:
     """Return a figure with the points `found`, of plans of all kinds, in which the chosen plan is marked."""
-    kinds = sorted({_kind(point.plan) for point in found} | {_kind(chosen)})
-    layers = 1 + max(choice.layers[1] for choice in chosen.choices)
+    kinds = sorted({_kind(point.plan) for point in found} | {_kind(chosen.main)})
+    layers = 1 + max(choice.layers[1] for choice in chosen.main.choices)
     table_height = ROW * (layers + CELLS + 1)
     figure = new_figure(title, DIAGRAM + table_height)
     diagram, table = figure.subplots(2, height_ratios=[DIAGRAM, table_height])
     _draw_diagram(diagram, chosen, found, kinds)
     best = [(kind, _best_of(kind, chosen, found)) for kind in kinds]
-    plans = [("chosen", chosen), *((_name(kind), plan) for kind, plan in best if plan is not None)]
+    plans = [("chosen", chosen.main), *((_name(kind), plan) for kind, plan in best if plan is not None)]
     _draw_table(table, plans, layers)
     return figure
 
 
-def _draw_diagram(axes: Axes, chosen: Plan, found: Sequence[Point], kinds: Sequence[Kind]) -> None:
+def _draw_diagram(axes: Axes, chosen: RunPlan, found: Sequence[Point], kinds: Sequence[Kind]) -> None:
     """Draw voxels per second over memory, with logarithmic scales and a point for each limit."""
     from matplotlib.ticker import FuncFormatter, NullLocator
 
@@ -101,7 +102,7 @@ def _primitives(plan: Plan, layers: int) -> list[str]:
     return names
 
 
-def _best_of(kind: Kind, chosen: Plan, found: Sequence[Point]) -> Plan | None:
+def _best_of(kind: Kind, chosen: RunPlan, found: Sequence[Point]) -> Plan | None:
     """Return the best plan of a kind within the limit of the chosen plan, or else that of its smallest limit.
 
     None: there is no plan of this kind, or the chosen plan is of this kind.
@@ -109,7 +110,7 @@ def _best_of(kind: Kind, chosen: Plan, found: Sequence[Point]) -> Plan | None:
     limit = chosen.limits.ram_bytes if kind[0] == "cpu" else chosen.limits.vram_bytes
     own = sorted((point for point in found if _kind(point.plan) == kind), key=lambda point: point.limit)
     within = [point for point in own if limit is None or point.limit <= limit] or own[:1]
-    return within[-1].plan if within and kind != _kind(chosen) else None
+    return within[-1].plan if within and kind != _kind(chosen.main) else None
 
 
 def _kind(plan: Plan) -> Kind:

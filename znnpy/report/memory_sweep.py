@@ -69,7 +69,7 @@ class DevicePlans:
         limits = self.request.limits
         on_cpu = self.request.target.device == "cpu"
         there = replace(limits, ram_bytes=nbytes) if on_cpu else replace(limits, vram_bytes=nbytes)
-        return plan_on_device(replace(self.request, limits=there), self.costs, self.options)
+        return plan_on_device(replace(self.request, limits=there), self.costs, self.options).main
 
 
 def points(

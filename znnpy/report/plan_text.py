@@ -15,8 +15,8 @@ from rich.text import Text
 from znnpy.machine import Machine
 from znnpy.messages import option
 from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Pool
-from znnpy.planner.co_execution import cpu_share
-from znnpy.planner.plan import Choice, Plan, RunnerUp
+from znnpy.planner.plan import Choice, Plan
+from znnpy.planner.run_plan import RunnerUp, RunPlan
 from znnpy.report.wide_table import WideOrNarrow
 from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape, text, turned_back
 from znnpy.units import human_bytes, human_seconds
@@ -26,22 +26,22 @@ AXES = "zyx"
 MUCH_WASTE = 20.0  # times the work without borders, from which on more memory is the better advice
 
 
-def plan_renderable(plan: Plan, network: Network, machine: Machine | None) -> RenderableType:
+def plan_renderable(run: RunPlan, network: Network, machine: Machine | None) -> RenderableType:
     """Return everything that `znnpy plan` prints: cover, layers, memory, prediction and runners-up."""
-    told = (*_prediction(plan, machine), _gain(plan), *_kinds(plan), *_warning(plan), *_runners_up(plan))
+    told = (*_prediction(run, machine), _gain(run), *_kinds(run), *_warning(run), *_runners_up(run))
     return Group(
-        Text(_cover(plan, network)),
-        Padding(_layers(plan, network), (1, 0)),
-        *_beside(plan, network),
-        _memory(plan),
+        Text(_cover(run.main, network)),
+        Padding(_layers(run.main, network), (1, 0)),
+        *_beside(run, network),
+        _memory(run),
         *(Text(line) for line in told),
     )
 
 
-def explain(plan: Plan, machine: Machine | None = None) -> str:
+def explain(plan: RunPlan, machine: Machine | None = None) -> str:
     """Return what `znnpy plan` prints as text of WIDTH columns, with how the plan suits `machine` if one is given.
 
-    plan     a Plan
+    plan     a RunPlan
     machine  a Machine; None: nothing is said of it
     """
     stream = io.StringIO()
@@ -49,9 +49,9 @@ def explain(plan: Plan, machine: Machine | None = None) -> str:
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"
 
 
-def network_of(plan: Plan) -> Network:
+def network_of(run: RunPlan) -> Network:
     """The network that a plan is for, as far as its choices say: what grey values are normalised by is not known."""
-    layers: list[Layer] = []
+    plan, layers = run.main, list[Layer]()
     for choice in plan.choices:
         match choice.shape:
             case ConvShape(k=k, fout=fout, activation=activation, pool=pool) as shape:
@@ -64,7 +64,7 @@ def network_of(plan: Plan) -> Network:
                 layers.append(MaxFilter(turned_back(p, plan.axis)))
             case MaxoutShape(of=of):
                 layers.append(Maxout(of))
-    return Network(plan.network_name, plan.choices[0].shape.in_shape[4], tuple(layers))
+    return Network(run.network_name, plan.choices[0].shape.in_shape[4], tuple(layers))
 
 
 def _cover(plan: Plan, network: Network) -> str:
@@ -99,16 +99,17 @@ def reaches_beyond(plan: Plan) -> bool:
     return any(patch > output for axis, (patch, output) in enumerate(sizes) if axis not in along)
 
 
-def _beside(plan: Plan, network: Network) -> list[RenderableType]:
+def _beside(run: RunPlan, network: Network) -> list[RenderableType]:
     """What the processor does beside GPUs."""
-    if (its := plan.cpu_plan) is None:
+    if (sharing := run.sharing) is None:
         return []
+    its, cells = sharing.cpu, sharing.cells
     threads = f"{its.limits.threads} thread{'s' if its.limits.threads != 1 else ''}"
-    later = plan.cells.later
-    narrower = f"behind the first ones of {text(later)}, " if later and later != plan.cells.patch else ""
+    later = cells.later
+    narrower = f"behind the first ones of {text(later)}, " if later and later != cells.patch else ""
     words = (
-        f"side by side: the GPU and the processor take cells of {text(plan.cells.patch)} output voxels, {narrower}"
-        f"{len(plan.cells):,} in all, of which the processor is to compute {plan.cpu_items:,}, "
+        f"side by side: the GPU and the processor take cells of {text(cells.patch)} output voxels, {narrower}"
+        f"{len(cells):,} in all, of which the processor is to compute {sharing.cpu_items():,}, "
         f"{human_seconds(its.seconds_per_step)} each, in {_kind(its)} with {threads}"
     )
     return [Text(words), Padding(_layers(its, network), (1, 0))]
@@ -161,16 +162,16 @@ def _input(plan: Plan, choice: Choice) -> str:
     return f" {text((images, *turned_back((n[0], n[1], n[2]), plan.axis), maps))}"
 
 
-def _memory(plan: Plan) -> Table:
+def _memory(run: RunPlan) -> Table:
     """What the process takes, and below it what a GPU does where the layers run there."""
+    plan, every = run.main, run.devices
     memory, limits, what = plan.memory, plan.limits, "steps" if plan.streams else "patches"
-    every = plan.devices
     around = [
         (f"the process itself, {'with CUDA in it' if plan.device == 'gpu' else 'measured'}", memory.baseline),
         (f"{what} on their way in", every * memory.reading),
         (f"{what} on their way out", every * memory.writing),
         *((("prepared weights that the GPU has no room for", every * memory.pinned),) if memory.pinned else ()),
-        *((("all that the processor computes with beside it", memory.cpu_plan),) if memory.cpu_plan else ()),
+        *(("all that the processor computes with beside it", other.plan.memory.peak) for other in run.workers[1:]),
         *(_offloaded_memory(plan) if plan.offloaded else ()),
     ]
     last = memory.last
@@ -186,7 +187,7 @@ def _memory(plan: Plan) -> Table:
     for row, nbytes in around if plan.device == "gpu" else (around[0], *layers[:-1], *around[1:], layers[-1]):
         table.add_row(row, human_bytes(nbytes))
     table.add_section()
-    table.add_row(f"peak, of the limit of {human_bytes(limits.ram_bytes)}", human_bytes(memory.peak))
+    table.add_row(f"peak, of the limit of {human_bytes(limits.ram_bytes)}", human_bytes(run.memory.peak))
     if plan.device == "gpu":
         table.add_section()
         rows = (
@@ -217,14 +218,15 @@ def _offloaded_memory(plan: Plan) -> list[tuple[str, int]]:
     return [(row, nbytes) for row, nbytes in rows if nbytes]
 
 
-def predicted(plan: Plan) -> str:
+def predicted(run: RunPlan) -> str:
     """Write a plan as one line of a log: its patch or column, and its predicted time and memory."""
+    plan = run.main
     covers = f"{plan.columns:,} {'column' if plan.streams else 'patch'}"
     plural = "" if plan.columns == 1 else "s" if plan.streams else "es"
-    where = f"{human_bytes(plan.memory.peak)}" + (
+    where = f"{human_bytes(run.memory.peak)}" + (
         f" and {human_bytes(plan.memory.vram)} of VRAM" * (plan.device == "gpu")
     )
-    return f"{covers}{plural} of {plan.network_name}: {human_seconds(plan.seconds)} and {where} predicted"
+    return f"{covers}{plural} of {run.network_name}: {human_seconds(run.seconds)} and {where} predicted"
 
 
 def _two_stages(plan: Plan) -> str:
@@ -246,47 +248,49 @@ def _two_stages(plan: Plan) -> str:
     )
 
 
-def _prediction(plan: Plan, machine: Machine | None) -> list[str]:
+def _prediction(run: RunPlan, machine: Machine | None) -> list[str]:
     """The figures, and how far to trust them."""
+    plan = run.main
     each = f"{human_seconds(plan.seconds_per_step)} a patch"
     if plan.streams:
-        column = human_seconds((plan.seconds - plan.preparing_seconds) / ceil(plan.columns / plan.devices))
-        each = f"{human_seconds(plan.seconds_per_step)} a step, {column} a column"
+        column = human_seconds((run.seconds - plan.preparing_seconds) / ceil(plan.columns / run.devices))
+        plan = run.main
+    each = f"{human_seconds(plan.seconds_per_step)} a step, {column} a column"
     lines = [
-        f"predicted: {plan.voxels_per_second:,.0f} output voxels/s, {each}, {human_seconds(plan.seconds)} in all, "
+        f"predicted: {run.voxels_per_second:,.0f} output voxels/s, {each}, {human_seconds(run.seconds)} in all, "
         + (
-            f"on {'the GPU' if plan.devices == 1 else f'{plan.devices} GPUs'} in {plan.precision}"
-            f"{' and on the processor' if plan.cpu_plan else ''}"
+            f"on {'the GPU' if run.devices == 1 else f'{run.devices} GPUs'} in {plan.precision}"
+            f"{' and on the processor' if run.sharing else ''}"
             if plan.device == "gpu"
             else f"with {plan.limits.threads} thread{'s' if plan.limits.threads != 1 else ''}"
         )
     ]
-    if plan.single_device_seconds is not None and plan.cpu_plan is not None:
+    if run.single_device_seconds is not None and run.sharing is not None:
         lines.append(
-            f"{plan.single_device_seconds / plan.seconds:.2f} times as fast as without the processor, "
-            f"which computes {cpu_share(plan):.1%}"
+            f"{run.single_device_seconds / run.seconds:.2f} times as fast as without the processor, "
+            f"which computes {run.sharing.cpu_share():.1%}"
         )
-    elif plan.single_device_seconds is not None:
+    elif run.single_device_seconds is not None:
         lines.append(
-            f"{plan.single_device_seconds / plan.seconds:.2f} times as fast as one GPU alone: "
-            f"{plan.columns} columns or patches for {plan.devices}, each with borders of its own"
+            f"{run.single_device_seconds / run.seconds:.2f} times as fast as one GPU alone: "
+            f"{plan.columns} columns or patches for {run.devices}, each with borders of its own"
         )
     if plan.offloaded:
         lines.append(_two_stages(plan))
     if plan.preparing_seconds:
         prepared = human_bytes(plan.prepared_bytes)
-        rate = "a rate measured there" if plan.made_for else "a measured rate"
+        rate = "a rate measured there" if run.made_for else "a measured rate"
         lines.append(
             f"{human_seconds(plan.preparing_seconds)} of that prepare {prepared} of memory, at "
             f"{rate if plan.preparing_measured else 'an assumed rate'}"
         )
-    lines += _sources(plan)
-    return lines if machine is None else lines + _elsewhere(plan, machine)
+    lines += _sources(run)
+    return lines if machine is None else lines + _elsewhere(run, machine)
 
 
-def _sources(plan: Plan) -> list[str]:
+def _sources(run: RunPlan) -> list[str]:
     """Where the seconds of layers come from."""
-    choices = (*plan.choices, *(plan.cpu_plan.choices if plan.cpu_plan else ()))
+    choices = run.choices
     layers, fitted, assumed = (
         sum(1 + choice.layers[1] - choice.layers[0] for choice in some)
         for some in (
@@ -297,46 +301,47 @@ def _sources(plan: Plan) -> list[str]:
     )
     if not fitted + assumed:
         return ["every layer was measured on the machine the plan was made on, at this size or at others"]
-    where = "this machine" if plan.made_for is None else "that machine"
+    where = "this machine" if run.made_for is None else "that machine"
     parts = [f"{fitted} of {layers} layers is estimated from rates measured on {where}"] * (fitted > 0)
     parts += [f"{assumed} of {layers} layers is estimated from assumed rates, not measured on {where}"] * (assumed > 0)
     return [f"the time of {', that of '.join(parts)}; the bytes are promised"]
 
 
-def _elsewhere(plan: Plan, machine: Machine) -> list[str]:
+def _elsewhere(run: RunPlan, machine: Machine) -> list[str]:
     """What `machine` is not that the plan is for."""
     lines = []
-    if plan.made_for is not None:
-        lines.append(f"this plan is for another machine, {plan.made_for}: it runs only there")
-    elif plan.machine != machine.fingerprint:
-        lines.append(f"the plan was made on another machine ({plan.machine}; this one is {machine.fingerprint})")
-    if plan.limits.ram_bytes > machine.ram_bytes:
+    if run.made_for is not None:
+        lines.append(f"this plan is for another machine, {run.made_for}: it runs only there")
+    elif run.machine != machine.fingerprint:
+        lines.append(f"the plan was made on another machine ({run.machine}; this one is {machine.fingerprint})")
+    if run.limits.ram_bytes > machine.ram_bytes:
         lines.append(
-            f"the limit of {human_bytes(plan.limits.ram_bytes)} is above the {human_bytes(machine.ram_bytes)} of this "
-            "machine" + ("; the plan does not run here" if plan.memory.peak > machine.ram_bytes else "")
+            f"the limit of {human_bytes(run.limits.ram_bytes)} is above the {human_bytes(machine.ram_bytes)} of this "
+            "machine" + ("; the plan does not run here" if run.memory.peak > machine.ram_bytes else "")
         )
-    if plan.device == "cpu" and plan.limits.threads > machine.cores:
-        lines.append(f"{plan.limits.threads} threads are planned and this machine has {machine.cores} cores for them")
+    if run.device == "cpu" and run.limits.threads > machine.cores:
+        lines.append(f"{run.limits.threads} threads are planned and this machine has {machine.cores} cores for them")
     return lines
 
 
-def _gain(plan: Plan) -> str:
+def _gain(run: RunPlan) -> str:
     """Work done over work needed, of columns and of patches, and what the better of them gains."""
-    line = f"{_kind(plan)}: {plan.voxels_per_second:,.0f} voxels/s, work {plan.waste:.2f} times what the output needs"
-    other = plan.other
-    if other is None or plan.alternatives:
+    plan = run.main
+    line = f"{_kind(plan)}: {run.voxels_per_second:,.0f} voxels/s, work {plan.waste:.2f} times what the output needs"
+    other = run.other
+    if other is None or run.alternatives:
         return line
-    ratio = plan.voxels_per_second / other.voxels_per_second
+    ratio = run.voxels_per_second / other.voxels_per_second
     gain = f"{'columns' if plan.streams else 'patches'} are {ratio:.2f} times as fast" if ratio >= 1.005 else "as fast"
     return f"{line}; {_kind(other)}: {other.voxels_per_second:,.0f} voxels/s, {other.waste:.2f} times: {gain}"
 
 
-def _kinds(plan: Plan) -> list[str]:
+def _kinds(run: RunPlan) -> list[str]:
     """The best of every other kind, what it takes, and why it lost."""
     lines = []
-    for kind in plan.alternatives:
-        where = f"on the {kind.device.upper()}: " if kind.device != plan.device else ""
-        whole = "" if max(kind.best.sub_batches) > 1 or max(plan.sub_batches) == 1 else " without depth first"
+    for kind in run.alternatives:
+        where = f"on the {kind.device.upper()}: " if kind.device != run.device else ""
+        whole = "" if max(kind.best.sub_batches) > 1 or max(run.main.sub_batches) == 1 else " without depth first"
         whole = f", {kind.scheme}" if kind.scheme else whole
         taken = f"{human_bytes(kind.ram_bytes)} of RAM"
         if kind.device == "gpu":
@@ -356,17 +361,18 @@ def _kind(what: Plan | RunnerUp) -> str:
     return f"patches of {text(what.patch_out)}{depth_first}"
 
 
-def _warning(plan: Plan) -> list[str]:
+def _warning(run: RunPlan) -> list[str]:
     """When nearly all the work is spent on borders, with what more memory would buy."""
+    plan = run.main
     waste = plan.waste
     if waste < MUCH_WASTE:
         return []
-    more = max((r for r in plan.runners_up if _over(r)), key=lambda r: r.voxels_per_second, default=None)
+    more = max((r for r in run.runners_up if _over(r)), key=lambda r: r.voxels_per_second, default=None)
     these = "columns this narrow" if plan.streams else "patches this small"
     word = "vram" if plan.device == "gpu" else "ram"
     advice = f"give larger {'steps' if plan.streams else 'patches'} ({option('patch')}) or more memory ({option(word)})"
     if more is not None:
-        ratio = more.voxels_per_second / plan.voxels_per_second
+        ratio = more.voxels_per_second / run.voxels_per_second
         limits = (
             ("ram", plan.limits.ram_bytes, more.over_bytes),
             ("vram", plan.limits.vram_bytes or 0, more.over_vram_bytes),
@@ -376,10 +382,10 @@ def _warning(plan: Plan) -> list[str]:
     return [f"warning: {these} do {waste:.0f} times the work that the output needs; {advice}"]
 
 
-def _runners_up(plan: Plan) -> list[str]:
+def _runners_up(run: RunPlan) -> list[str]:
     lines = []
-    for runner_up in plan.runners_up:
-        ratio = runner_up.voxels_per_second / plan.voxels_per_second
+    for runner_up in run.runners_up:
+        ratio = runner_up.voxels_per_second / run.voxels_per_second
         why = (
             f"{ratio:.2f} times as fast, {_over(runner_up)} over the limit"
             if _over(runner_up)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from znnpy.messages import excerpt
 from znnpy.planner.alternatives import offloaded_layers
-from znnpy.planner.plan import Plan
+from znnpy.planner.run_plan import RunPlan
 from znnpy.report.plan_text import AXES, reaches_beyond
 from znnpy.shapes import Precision, text
 from znnpy.units import human_bytes, human_seconds
@@ -42,7 +42,7 @@ class Report:
     seconds: float  # from opening the volume to renaming the output, including planning and preparation
     stage_seconds: Mapping[str, float]  # planning and preparing; then reading, computing, writing, which overlap
     peak_bytes: int  # largest resident memory of the process
-    plan: Plan
+    plan: RunPlan
     blas: str  # kernels that BLAS ran, e.g. `openblas SkylakeX`
     warnings: tuple[str, ...]
     gpu: str | None = None  # name of the GPU that ran the layers; None: the CPU ran them, or nothing was left to do
@@ -86,15 +86,20 @@ class Report:
         """Seconds that the plan predicts for the voxels of this run; 0 if `predicted_speed` is 0."""
         if not self.predicted_speed:
             return 0.0
-        preparing = self.plan.preparing_seconds
+        preparing = self.plan.main.preparing_seconds
         return preparing + (self.plan.seconds - preparing) * self.computed / self.voxels
+
+    @property
+    def _threads(self) -> int:
+        """Number of threads that compute on the CPU, or that feed the GPUs where it computes nothing."""
+        return self.plan.workers[-1].plan.compute_threads
 
     def lines(self) -> list[str]:
         """Return the report as lines of text."""
         if not self.computed:
             return [f"{self.output}: {text(self.plan.output)}, {self.voxels:,} voxels, complete already: nothing to do"]
         resumed = f", {self.computed:,} of them in this run" if self.computed < self.voxels else ""
-        threads = (self.plan.cpu_plan or self.plan).compute_threads
+        threads = self._threads
         return [
             f"{self.output}: {text(self.plan.output)}, {self.voxels:,} voxels{resumed}",
             f"speed      {self.voxels_per_second:,.0f} voxels/s (plan: {self.predicted_speed:,.0f})",
@@ -129,7 +134,7 @@ class Report:
         spent, predicted = self.seconds, self.predicted_seconds
         if not predicted or abs(spent - predicted) < LEAST_OFF or 1 / OFF < spent / predicted < OFF:
             return []
-        stages, preparing = self.stage_seconds, self.plan.preparing_seconds
+        stages, preparing = self.stage_seconds, self.plan.main.preparing_seconds
         waiting, prepared = stages.get("waiting", 0.0), stages.get("preparing", 0.0)
         computing = stages.get("computing", 0.0)
         planning = stages.get("planning", 0.0)
@@ -144,7 +149,7 @@ class Report:
         }
         why = max(apart, key=lambda reason: apart[reason] if spent > predicted else -apart[reason])
         rates = "measured on this machine"
-        if not (self.plan.preparing_measured if why == slow_memory else self.plan.fitted):
+        if not (self.plan.main.preparing_measured if why == slow_memory else self.plan.fitted):
             rates = "assumed: `znnpy measure` takes a minute and measures those of this machine"
         factor = max(spent / predicted, predicted / spent)
         return [f"{factor:.1f} times from the plan: {why}; its rates are {rates}"]
@@ -153,7 +158,7 @@ class Report:
         """Describe the range of the output, which shows whether the network responds at all."""
         if self.values is None:
             return []
-        scale = ", which are 255 times the network's" if self.plan.itemsize_out == 1 else ""
+        scale = ", which are 255 times the network's" if self.plan.main.itemsize_out == 1 else ""
         part = " in the part of this run" if self.computed < self.voxels else ""
         return [f"values     {self.values}{scale}{part}"]
 
@@ -183,10 +188,10 @@ class Report:
 
     def _mode(self) -> list[str]:
         """Describe which layers kept their tensors in host memory, and how long both sides were idle."""
-        if not self.plan.offloaded:
+        if not self.plan.main.offloaded:
             return []
         idle = ", ".join(f"{side} {human_seconds(seconds)}" for side, seconds in self.idle_seconds.items())
-        return [f"mode       {self.plan.mode}, {offloaded_layers(self.plan)}{f'; idle: {idle}' if idle else ''}"]
+        return [f"mode       {self.plan.mode}, {offloaded_layers(self.plan.main)}{f'; idle: {idle}' if idle else ''}"]
 
     def _vram(self) -> list[str]:
         limit = self.plan.limits.vram_bytes
@@ -198,13 +203,12 @@ class Report:
     def _methods(self) -> str:
         """List primitives with their number of layers, in order of first use; those of a CPU beside GPUs come last."""
         layers = Counter[str]()
-        for plan in filter(None, (self.plan, self.plan.cpu_plan)):
-            for choice in plan.choices:
-                layers[choice.primitive] += 1 + choice.layers[1] - choice.layers[0]
+        for choice in self.plan.choices:
+            layers[choice.primitive] += 1 + choice.layers[1] - choice.layers[0]
         return ", ".join(f"{name} ({count} layer{'s' if count != 1 else ''})" for name, count in layers.items())
 
     def _cover(self) -> str:
-        plan = self.plan
+        plan = self.plan.main
         if plan.streams:
             cover = f"columns    {plan.columns} along {AXES[plan.axis]} in steps of {text(plan.patch_out)}"
         else:
@@ -235,12 +239,12 @@ class Report:
                 "vram_bytes": self.plan.memory.vram,
             },
             "ram_bytes": self.plan.limits.ram_bytes,
-            "threads": (self.plan.cpu_plan or self.plan).compute_threads,
+            "threads": self._threads,
             "patch": list(self.plan.patch_out),
-            "columns": self.plan.columns,
-            "axis": self.plan.axis,
-            "column": self.plan.column_planes,
-            "primitives": [choice.primitive for choice in self.plan.choices],
+            "columns": self.plan.main.columns,
+            "axis": self.plan.main.axis,
+            "column": self.plan.main.column_planes,
+            "primitives": [choice.primitive for choice in self.plan.main.choices],
             "device": self.plan.device,
             "mode": self.plan.mode,
             "idle_seconds": dict(self.idle_seconds),

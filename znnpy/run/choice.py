@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from traceback import clear_frames
 
-from znnpy.errors import NoPlanError, PlanFileError
+from znnpy.errors import NoPlanError, PlanFileError, VramError
 from znnpy.machine import Limits, parse_bytes
 from znnpy.messages import option
 from znnpy.network import Network
@@ -21,6 +22,7 @@ from znnpy.planner.memory import (
 from znnpy.planner.modes import make_plan
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import Constraints, CostModel, PlanRequest
+from znnpy.planner.run_plan import RunPlan
 from znnpy.planner.side_by_side import moving_whole
 from znnpy.planner.validate import check_runs
 from znnpy.run.target import OpenTarget
@@ -28,9 +30,9 @@ from znnpy.shapes import Vec3
 from znnpy.units import human_bytes
 
 
-def given_plan(asked: RunOptions) -> Plan | None:
+def given_plan(asked: RunOptions) -> RunPlan | None:
     """Return the plan that was given, read from its file if need be."""
-    return asked.plan if isinstance(asked.plan, Plan) or asked.plan is None else Plan.load(Path(asked.plan))
+    return asked.plan if isinstance(asked.plan, RunPlan) or asked.plan is None else RunPlan.load(Path(asked.plan))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ def request_for(asked: PlanningOptions, work: Work, target: OpenTarget, limits: 
     )
 
 
-def choose(asked: RunOptions, work: Work, target: OpenTarget) -> Plan:
+def choose(asked: RunOptions, work: Work, target: OpenTarget) -> RunPlan:
     """Return the plan that was given, once it is known to run here; else the fastest one."""
     given = given_plan(asked)
     if given is not None:
@@ -89,41 +91,77 @@ def choose(asked: RunOptions, work: Work, target: OpenTarget) -> Plan:
         ) from None
 
 
-def leaner_options(asked: RunOptions, target: OpenTarget, plan: Plan) -> RunOptions:
-    """Return options for a plan within what the GPU has now that it refused what `plan` needs."""
+def leaner_plan(asked: RunOptions, work: Work, target: OpenTarget, plan: RunPlan, refused: VramError) -> RunPlan:
+    """Return the fastest plan within what the GPU has now that it refused what `plan` needs.
+
+    VramError if the plan was given by the caller, and if nothing fits.
+    """
+    if asked.plan is not None:
+        raise refused
     ram = plan.limits.ram_bytes if asked.ram is None else asked.ram
-    return replace(asked, ram=ram, vram=target.less_than(plan), threads=plan.limits.threads)
+    asked = replace(asked, ram=ram, vram=target.less_than(plan), threads=plan.limits.threads)
+    try:
+        return choose(asked, work, replace(target, precision=plan.precision))
+    except NoPlanError as error:
+        raise VramError(f"{refused}; and {error}") from None
 
 
-def _known_to_run(plan: Plan, asked: RunOptions, work: Work, target: OpenTarget) -> Plan:
-    """Return `plan`, charged with what this process, volume and output take; PlanFileError if that is too much."""
-    network = work.network
+def forgetful(error: VramError) -> VramError:
+    """Return an error that refers to nothing that the calls it came through held: the memory is wanted."""
+    cause: BaseException | None = error
+    while cause is not None:
+        clear_frames(cause.__traceback__)
+        cause = cause.__cause__ or cause.__context__
+    return error
+
+
+def _known_to_run(given: RunPlan, asked: RunOptions, work: Work, target: OpenTarget) -> RunPlan:
+    """Return a plan, charged with what this process, volume and output take; PlanFileError if that is too much."""
     words = (
         ("threads", asked.threads is not None),
         ("patch", asked.patch is not None),
         ("only", bool(asked.only)),
         ("cover", asked.cover is not None),
         ("depth_first", not asked.depth_first),
-        ("device", asked.device not in ("auto", plan.device)),
-        ("mode", asked.mode not in ("auto", plan.mode)),
-        ("precision", plan.device == "gpu" and asked.precision not in (None, plan.precision)),
+        ("device", asked.device not in ("auto", given.device)),
+        ("mode", asked.mode not in ("auto", given.mode)),
+        ("precision", given.device == "gpu" and asked.precision not in (None, given.precision)),
         ("costs", asked.costs is not None),
     )
-    if given := [option(word, False if word == "depth_first" else None) for word, is_given in words if is_given]:
+    if named := [option(word, False if word == "depth_first" else None) for word, is_given in words if is_given]:
         raise PlanFileError(
             "a plan fixes device, precision, threads, primitives, and patches or columns already; "
-            f"leave out {' and '.join(given)}, or leave out {option('plan')}"
+            f"leave out {' and '.join(named)}, or leave out {option('plan')}"
         )
-    if target.devices > 1 and plan.offloaded:
+    if target.devices > 1 and given.main.offloaded:
         raise PlanFileError(
-            f"the plan is of {option('mode', plan.mode)}, which runs on one GPU: leave out {option('gpus')}"
+            f"the plan is of {option('mode', given.mode)}, which runs on one GPU: leave out {option('gpus')}"
         )
-    check_runs(plan, network, target.machine)  # before its layers and columns are counted for this output
+    network = work.network
+    check_runs(given, network, target.machine)  # before its layers and columns are counted for this output
+    here = given.with_main(_charged(given.main, work, target)).on_devices(target.devices)
+    if here.sharing is not None:
+        here = here.with_plans(
+            lambda plan: moving_whole(
+                replace(plan, itemsize_in=work.itemsize_in, itemsize_out=work.itemsize_out),
+                network=network,
+                masks=work.masks,
+            )
+        )
+    ram_bytes = given.limits.ram_bytes if asked.ram is None else parse_bytes(asked.ram)
+    vram_bytes = given.limits.vram_bytes if asked.vram is None else parse_bytes(asked.vram)
+    check_runs(here, network, target.machine, ram_bytes=ram_bytes, vram_bytes=vram_bytes)
+    target.check_free(here)
+    return here
+
+
+def _charged(plan: Plan, work: Work, target: OpenTarget) -> Plan:
+    """Return a worker's plan for other work, with the memory that it takes in this process and on this target."""
+    network, itemsizes = work.network, (work.itemsize_in, work.itemsize_out)
     held = work.baseline(target)
     cover = replace(plan, output=work.output).cover(network)
-    itemsizes, masks = (work.itemsize_in, work.itemsize_out), work.masks
     reading, writing, staging = transfer_bytes(
-        network, cover, plan.patch_in, itemsizes, masks=masks, device=plan.device
+        network, cover, plan.patch_in, itemsizes, masks=work.masks, device=plan.device
     )
     if plan.offloaded:  # no patch goes to the GPU, but what is handed over
         out_bytes = network.output_channels * prod(plan.patch_out) * itemsizes[1]
@@ -138,17 +176,6 @@ def _known_to_run(plan: Plan, asked: RunOptions, work: Work, target: OpenTarget)
         writing=max(writing, plan.memory.writing),
         staging=max(staging, plan.memory.staging),
         context=max(context, plan.memory.context),
-        devices=target.devices,
     )
     here = plan.for_output(work.output, network, memory)
-    here = replace(here, itemsize_in=itemsizes[0], itemsize_out=itemsizes[1])
-    if plan.cpu_plan is not None:
-        moved = replace(plan.cpu_plan, itemsize_in=itemsizes[0], itemsize_out=itemsizes[1])
-        beside = moving_whole(moved, network, masks=masks)
-        here = moving_whole(here, network, masks=masks)
-        here = replace(here, cpu_plan=beside, memory=replace(here.memory, cpu_plan=beside.memory.peak))
-    ram_bytes = plan.limits.ram_bytes if asked.ram is None else parse_bytes(asked.ram)
-    vram_bytes = plan.limits.vram_bytes if asked.vram is None else parse_bytes(asked.vram)
-    check_runs(here, network, target.machine, ram_bytes=ram_bytes, vram_bytes=vram_bytes)
-    target.check_free(here)
-    return here
+    return replace(here, itemsize_in=itemsizes[0], itemsize_out=itemsizes[1])

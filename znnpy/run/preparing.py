@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from math import prod
 
 from znnpy.network import Network
-from znnpy.planner.plan import Plan
+from znnpy.planner.run_plan import RunPlan
 from znnpy.run.pipeline import Before, Event
 
 LEAST_TOLD = 2**28  # bytes; less is prepared in a moment and not reported
@@ -23,7 +23,7 @@ class Preparing:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: RunPlan,
         network: Network,
         began: float,
         finished: Collection[int],
@@ -31,7 +31,7 @@ class Preparing:
     ) -> None:
         self._plan, self._network, self._finished = plan, network, finished
         self._began, self._progress, self._since = began, progress, time.perf_counter()
-        self._touched, self._all = 0, plan.memory.last.arena + plan.memory.last.carries
+        self._touched, self._all = 0, plan.main.memory.last.arena + plan.main.memory.last.carries
 
     @property
     def told(self) -> Callable[[int], None] | None:
@@ -56,7 +56,7 @@ class Preparing:
             voxels=prod(plan.output),
             seconds=now - self._began,
             stage_seconds={"planning": self._since - self._began, "preparing": now - self._since},
-            bytes_done=voxels * self._network.output_channels * plan.itemsize_out,
+            bytes_done=voxels * self._network.output_channels * plan.main.itemsize_out,
             steps_done=sum(steps[index] for index in self._finished),
             steps=sum(steps),
             work_done=voxels / prod(plan.output),

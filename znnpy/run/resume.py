@@ -6,17 +6,18 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from znnpy.errors import DeviceError, PlanFileError, ResumeError
+from znnpy.errors import DeviceError, PlanFileError, ResumeError, VramError
 from znnpy.machine import Machine, parse_bytes
 from znnpy.messages import excerpt, option
 from znnpy.network import Network
 from znnpy.option_values import DeviceKind
 from znnpy.options import RunOptions
 from znnpy.planner.memory import mebibytes
-from znnpy.planner.plan import AGAIN, Choice, Plan
+from znnpy.planner.plan import Choice
+from znnpy.planner.run_plan import AGAIN, RunPlan
 from znnpy.planner.validate import check_runs
-from znnpy.run.choice import given_plan
-from znnpy.run.target import DRIVER
+from znnpy.run.choice import Work, given_plan, leaner_plan
+from znnpy.run.target import DRIVER, OpenTarget
 from znnpy.shapes import Vec3, text
 from znnpy.units import human_bytes
 from znnpy.volume.journal import JournalHeader, Settings
@@ -24,7 +25,7 @@ from znnpy.volume.journal import JournalHeader, Settings
 
 def plan_begun(
     begun: JournalHeader, settings: Settings, network: Network, machine: Machine, output: Vec3, *, devices: int
-) -> Plan:
+) -> RunPlan:
     """Return the plan of a run that goes on, on so many devices now.
 
     output  voxels along z, y, x that the run writes
@@ -46,12 +47,12 @@ def plan_begun(
             f"numpy is loaded), or start again with {option('overwrite', True)}"
         )
     try:
-        plan = Plan.from_json(begun.plan)
-        if devices > 1 and plan.offloaded:
+        plan = RunPlan.from_json(begun.plan)
+        if devices > 1 and plan.main.offloaded:
             raise ResumeError(
                 f"the run began with {option('mode', plan.mode)}, which runs on one GPU; leave out {option('gpus')}"
             )
-        plan = replace(plan, memory=replace(plan.memory, devices=devices), single_device_seconds=None)
+        plan = plan.on_devices(devices)
         check_runs(plan, network, machine, ram_bytes=plan.limits.ram_bytes)
     except PlanFileError as error:
         raise ResumeError(
@@ -95,10 +96,10 @@ def device_begun(begun: JournalHeader) -> DeviceKind:
     return "gpu"
 
 
-def plan_finished(path: Path, plan: object) -> Plan:
+def plan_finished(path: Path, plan: object) -> RunPlan:
     """Return the plan that a finished output holds; ResumeError where it holds none that can be read."""
     try:
-        return Plan.from_json(plan if isinstance(plan, str) else "{}")
+        return RunPlan.from_json(plan if isinstance(plan, str) else "{}")
     except PlanFileError as error:
         raise ResumeError(
             f"{path} is complete, but what it says of how it was made cannot be read: {_why(error)}; use it as it is, "
@@ -111,7 +112,7 @@ def _why(error: PlanFileError) -> str:
     return str(error).removesuffix(f"; {AGAIN}")
 
 
-def check_options(asked: RunOptions, begun: JournalHeader, plan: Plan) -> None:
+def check_options(asked: RunOptions, begun: JournalHeader, plan: RunPlan) -> None:
     """Raise ResumeError for options that ask for another plan, and for limits that the plan does not fit.
 
     A run that goes on keeps its plan, because rounding depends on it. Limits that the plan fits are accepted: they
@@ -128,7 +129,7 @@ def check_options(asked: RunOptions, begun: JournalHeader, plan: Plan) -> None:
     for word, before, now in (
         ("threads", plan.limits.threads, asked.threads),
         ("patch", plan.patch_out, asked.patch and tuple(asked.patch)),
-        ("cover", "columns" if plan.streams else "patches", asked.cover),
+        ("cover", "columns" if plan.main.streams else "patches", asked.cover),
         ("device", plan.device, None if asked.device == "auto" else asked.device),
         ("mode", plan.mode, None if asked.mode == "auto" else asked.mode),
         ("precision", plan.precision, asked.precision if plan.device == "gpu" else None),
@@ -137,7 +138,7 @@ def check_options(asked: RunOptions, begun: JournalHeader, plan: Plan) -> None:
         if now is not None and before != now:
             kept = option(word, before) if before else f"no {option(word)}"
             raise ResumeError(f"the run began with {kept}, and now it is {option(word, now)}; leave it out, or {again}")
-    if not asked.depth_first and max(plan.sub_batches) > 1:
+    if not asked.depth_first and max(plan.main.sub_batches) > 1:
         raise ResumeError(
             "the run began with layers that take their fragments in parts, and now it is "
             f"{option('depth_first', False)}; leave it out, or {again}"
@@ -149,7 +150,36 @@ def check_options(asked: RunOptions, begun: JournalHeader, plan: Plan) -> None:
         raise ResumeError(f"the run began with another plan than {option('plan')} gives; leave it out, or {again}")
 
 
-def limits_taken(asked: RunOptions, plan: Plan) -> list[str]:
+def leaner_plan_begun(
+    begun: JournalHeader, asked: RunOptions, work: Work, target: OpenTarget, plan: RunPlan, refused: VramError
+) -> RunPlan:
+    """Return a plan within what the GPU has now by which a run goes on that began with `plan`.
+
+    It has the same work items, and its other workers keep their plans. VramError where there is none.
+    """
+    main, others = plan.main, plan.workers[1:]
+    taken = sum(worker.plan.memory.peak for worker in others)
+    ram = plan.limits.ram_bytes if asked.ram is None else parse_bytes(asked.ram)
+    alike = replace(
+        asked,
+        ram=ram - taken,
+        only=tuple(begun.settings["only"]),
+        cover="columns" if main.streams else "patches",
+        patch=main.patch_out,
+        precision=main.precision,
+        mode=main.mode,
+    )
+    leaner = leaner_plan(alike, work, target, plan, refused)
+    for worker in others:
+        limits = replace(leaner.limits, ram_bytes=leaner.limits.ram_bytes + taken)
+        leaner = leaner.with_main(replace(leaner.main, limits=limits))
+        leaner = leaner.shared_with(worker, leaner.seconds)
+    if leaner.work_items(work.network) != plan.work_items(work.network) or leaner.main.axis != main.axis:
+        raise refused
+    return leaner
+
+
+def limits_taken(asked: RunOptions, plan: RunPlan) -> list[str]:
     """Tell the caller of a resumed run that limits other than those of its plan change nothing."""
     return [
         f"the run went on with the plan that it began with, which was made for {human_bytes(before)}: "
@@ -162,10 +192,9 @@ def limits_taken(asked: RunOptions, plan: Plan) -> list[str]:
     ]
 
 
-def _what_runs(plan: Plan) -> list[tuple[Vec3, int, int, list[Choice]]]:
+def _what_runs(plan: RunPlan) -> list[tuple[Vec3, int, int, list[Choice]]]:
     """Return what decides the bytes of an output; not how often layers run, which depends on the volume."""
     return [
         (one.patch_out, one.axis, one.column_planes, [replace(choice, executions=1) for choice in one.choices])
-        for one in (plan, plan.cpu_plan)
-        if one is not None
+        for one in (worker.plan for worker in plan.workers)
     ]

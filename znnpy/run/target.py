@@ -21,8 +21,8 @@ from znnpy.messages import option
 from znnpy.network import Network
 from znnpy.option_values import AskedMode, DeviceKind
 from znnpy.planner.memory import CONTEXT_BYTES, context_bytes
-from znnpy.planner.plan import Plan
 from znnpy.planner.request import KnownRates, Target
+from znnpy.planner.run_plan import RunPlan
 from znnpy.run.asked import AskedDevices
 from znnpy.shapes import Precision
 from znnpy.units import human_bytes
@@ -91,6 +91,12 @@ class OpenTarget:
     def devices(self) -> int:
         """How many compute, the processors as one."""
         return len(self.gpus) or self.planned_gpus
+
+    def named_devices(self, kind: DeviceKind) -> dict[str, Device | None]:
+        """Return the devices of one kind that compute, by name; None stands for the CPU."""
+        if kind == "cpu":
+            return {"CPU": None}
+        return {f"GPU {gpu.number}": gpu for gpu in self.gpus} if self.others else {"GPU": self.gpu}
 
     @property
     def later_bytes(self) -> int:
@@ -162,12 +168,12 @@ class OpenTarget:
             return None
         return self.free_bytes - min(gpu.free_bytes() for gpu in self.gpus)
 
-    def less_than(self, plan: Plan) -> int:
+    def less_than(self, plan: RunPlan) -> int:
         """A limit for another plan where the GPU refused what `plan` needs, and all that it gave was given back."""
         free = self.context_bytes + min((gpu.free_bytes() for gpu in self.gpus), default=0)
         return int(LESS * min(free, plan.limits.vram_bytes or free))
 
-    def check_free(self, plan: Plan) -> None:
+    def check_free(self, plan: RunPlan) -> None:
         """PlanFileError when other programs hold so much of the GPU's memory that a plan made earlier does not fit."""
         if self.machine.gpu is None or self.free_bytes is None or plan.memory.vram <= self.free_bytes:
             return
@@ -306,7 +312,7 @@ def elsewhere(costs: Shelf, asked: AskedDevices) -> OpenTarget:
     )
 
 
-def check_here(plan: Plan) -> None:
+def check_here(plan: RunPlan) -> None:
     """PlanFileError when `plan` was made for another machine, by what was measured there, and this is not it."""
     if plan.made_for is not None and not _is_here(plan.machine, plan.device):
         raise PlanFileError(
@@ -315,7 +321,7 @@ def check_here(plan: Plan) -> None:
         )
 
 
-def for_elsewhere(plan: Plan, costs: Shelf) -> Plan:
+def for_elsewhere(plan: RunPlan, costs: Shelf) -> RunPlan:
     """`plan`, marked as of the machine that a file of costs is of, unless that is this one."""
     named = costs.named
     assert named is not None, "a machine that is not here is known by its costs"
@@ -332,7 +338,7 @@ def _is_here(fingerprint: str, device: DeviceKind) -> bool:
         return False
 
 
-def machine_of(plan: Plan, file: Path | None = None) -> Machine:
+def machine_of(plan: RunPlan, file: Path | None = None) -> Machine:
     """That of a file of costs; else this one, with its GPU where `plan` is for one. DeviceError where there is none."""
     if file is not None:
         return Costs.load(file).machine

@@ -1,18 +1,17 @@
-"""Sessions of a plan, one for each device that computes, and the queue that they take their work from."""
+"""The workers of a run: a session for each device, and the queue that they take their work from."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from traceback import clear_frames
 from typing import TYPE_CHECKING
 
-from znnpy.errors import VramError
 from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.network import ConvWeights, Network
-from znnpy.planner.co_execution import gpu_item_seconds
+from znnpy.planner.co_execution import CoExecution
 from znnpy.planner.plan import Plan
+from znnpy.planner.run_plan import RunPlan
 from znnpy.run.balanced_queue import BalancedQueue, WorkerProfile
 from znnpy.run.session import Session
 from znnpy.run.target import OpenTarget
@@ -22,71 +21,57 @@ from znnpy.run.worker import Worker
 if TYPE_CHECKING:
     from znnpy.run.trace import Trace
 
-Sessions = Mapping[str, Session]  # by names of lanes
+Sessions = Mapping[str, Session]  # by names of devices
 
 
 @contextmanager
 def sessions_of(
-    plan: Plan,
-    site: OpenTarget,
+    run: RunPlan,
+    target: OpenTarget,
     network: Network,
     weights: Sequence[ConvWeights],
     trace: Trace | None = None,
     prepared: Callable[[int], None] | None = None,
 ) -> Iterator[Sessions]:
-    """Open a session for every GPU of a site, or for its processor, and one for the processor beside GPUs if planned.
+    """Open a session on every device of every worker.
 
-    A trace is told how long each processor prepares; `prepared` is as for `Session`.
+    trace     records how long each CPU prepares, and what the sessions do
+    prepared  as for `Session`
     """
-    numbered = {f"GPU {gpu.number}": gpu for gpu in site.gpus}
-    devices = numbered if site.others else {plan.device.upper(): site.gpu}
-    plans = {name: (plan, device) for name, device in devices.items()}
-    if plan.cpu_plan is not None:
-        plans["CPU"] = plan.cpu_plan, None
     with ExitStack() as stack:
-        crews = {
-            its.device: stack.enter_context(ThreadPool(its.compute_threads)) for its in (plan, plan.cpu_plan) if its
-        }
         sessions: dict[str, Session] = {}
-        for name, (its, device) in plans.items():
-            session = Session(
-                its, network, weights, crews[its.device], device=device, trace=trace, lane=name, prepared=prepared
-            )
-            told = trace if its.device == "cpu" else None
-            with nullcontext() if told is None else told.span(name, "prepare", bytes=its.prepared_bytes):
-                stack.enter_context(session)
-            sessions[name] = session
+        for plan in (worker.plan for worker in run.workers):
+            pool = stack.enter_context(ThreadPool(plan.compute_threads))
+            for name, device in target.named_devices(plan.device).items():
+                session = Session(
+                    plan, network, weights, pool, device=device, trace=trace, lane=name, prepared=prepared
+                )
+                traced = trace if plan.device == "cpu" else None
+                with nullcontext() if traced is None else traced.span(name, "prepare", bytes=plan.prepared_bytes):
+                    stack.enter_context(session)
+                sessions[name] = session
         yield sessions
 
 
-def workers_of(plan: Plan, sessions: Sessions, network: Network, done: Set[int] = frozenset()) -> list[Worker]:
-    """All that compute, with one queue of what is not done: columns for devices that are alike, else cells."""
-    shares = _shares(plan, sessions, network, done)
-    return [Worker(name, session, session.crew, shares) for name, session in sessions.items()]
+def workers_of(run: RunPlan, sessions: Sessions, network: Network, done: Set[int] = frozenset()) -> list[Worker]:
+    """Return everything that computes, with one queue of the work items that are not done."""
+    queue = queue_of(run, {name: session.plan for name, session in sessions.items()}, network, done)
+    return [Worker(name, session, session.crew, queue) for name, session in sessions.items()]
 
 
-def _shares(plan: Plan, sessions: Sessions, network: Network, done: Set[int]) -> WorkQueue:
-    if plan.cpu_plan is None:
-        return ColumnQueue(plan.cover(network), done)
-    beside = plan.cpu_plan
-    begins, each = gpu_item_seconds(plan)
-    hands = {
-        name: WorkerProfile(
-            partial(session.plan.columns_in, network=network),
-            beside.seconds_per_step if session.plan is beside else each,
-            runs=session.plan is not beside,
-            walks=session.plan is beside and beside.streams,
-            begins=beside.seconds_to_begin if session.plan is beside else begins,
-        )
-        for name, session in sessions.items()
-    }
-    return BalancedQueue(plan.cells, plan.axis, hands, done, step=plan.patch_out)
+def queue_of(run: RunPlan, plans: Mapping[str, Plan], network: Network, done: Set[int] = frozenset()) -> WorkQueue:
+    """Return the queue of a run's work items; `plans` are those of its devices, by name."""
+    items, sharing = run.work_items(network), run.sharing
+    if sharing is None:
+        return ColumnQueue(items, done)
+    profiles = {name: _profile(plan, sharing, network) for name, plan in plans.items()}
+    return BalancedQueue(items, sharing.gpu.axis, profiles, done, step=sharing.gpu.patch_out)
 
 
-def forgetful(error: VramError) -> VramError:
-    """Return an error that refers to nothing that the calls it came through held: the memory is wanted."""
-    cause: BaseException | None = error
-    while cause is not None:
-        clear_frames(cause.__traceback__)
-        cause = cause.__cause__ or cause.__context__
-    return error
+def _profile(plan: Plan, sharing: CoExecution, network: Network) -> WorkerProfile:
+    """Return how a device takes cells by its plan."""
+    columns = partial(plan.columns_in, network=network)
+    if plan.device == "gpu":
+        begins, each = sharing.gpu_item_seconds()
+        return WorkerProfile(columns, each, runs=True, begins=begins)
+    return WorkerProfile(columns, plan.seconds_per_step, runs=False, walks=plan.streams, begins=plan.seconds_to_begin)
