@@ -45,7 +45,7 @@ SCALE_VOXELS = 4096  # voxels of a patch that show how large its values are
 Real = npt.NDArray[np.float64]
 
 
-def check_plan(plan: RunPlan, network: Network, site: OpenTarget, tell: Callable[[Progress], None]) -> None:
+def check_plan(plan: RunPlan, network: Network, target: OpenTarget, tell: Callable[[Progress], None]) -> None:
     """Run every layer of `plan`, and of its CPU plan beside GPUs, with its primitive on random values.
 
     VerifyError names the first layer whose output differs from the definition by more than its precision allows, at
