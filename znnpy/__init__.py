@@ -93,7 +93,7 @@ if TYPE_CHECKING:
     from znnpy.kernels.table import find as primitive
     from znnpy.kernels.thread_pool import ThreadPool
     from znnpy.machine import Gpu
-    from znnpy.measure.timing import Progress
+    from znnpy.measure.budget import Progress
     from znnpy.network import Conv, ConvWeights, MaxFilter, Maxout, Network, Normalise, Pool
     from znnpy.planner.plan import Plan
     from znnpy.planning import plan
@@ -126,7 +126,7 @@ else:
         "znnpy.planning": "plan",
         "znnpy.report.run_report": "Report",
         "znnpy.run.pipeline": "Event",
-        "znnpy.measure.timing": "Progress",
+        "znnpy.measure.budget": "Progress",
         "znnpy.shapes": "ConvShape FilterShape MaxoutShape PoolShape",
         "znnpy.trained": "TrainedNetwork load_network",
     }

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from znnpy.errors import NoPlanError, ShapeError, VolumeError, VramError
+from znnpy.measure.fftw_wisdom import wisdom_kept
 from znnpy.measure.shelf import Shelf
-from znnpy.measure.wisdom import wisdom_kept
 from znnpy.messages import excerpt, option
 from znnpy.network import ConvWeights, Network
 from znnpy.option_values import Border

@@ -23,8 +23,8 @@ from znnpy.formats.networks import read_network
 from znnpy.job import attributes_of, job_of, roi_text, settings_of
 from znnpy.kernels.cpu.fft import Wisdom
 from znnpy.machine import Machine, parse_bytes, this_machine
+from znnpy.measure.fftw_wisdom import wisdom_begun, wisdom_kept
 from znnpy.measure.shelf import Shelf
-from znnpy.measure.wisdom import wisdom_begun, wisdom_kept
 from znnpy.messages import option
 from znnpy.option_declarations import function_of
 from znnpy.option_values import AskedMode, Cover, Device

@@ -17,10 +17,10 @@ from znnpy.formats.networks import read_network
 from znnpy.kernels.contract import Unit
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Limits
-from znnpy.measure.clocks import clock_of
-from znnpy.measure.measuring import SURVEY_SHARE, Bench, rate_words, sample_tasks, units_of
+from znnpy.measure.budget import ON_GPU, LayerTimer, Placement, TimeBudget
+from znnpy.measure.layer_timer import timer_on
 from znnpy.measure.shelf import stored, stored_path, write_costs
-from znnpy.measure.timing import ON_GPU, Clock, Timer, Where
+from znnpy.measure.survey import SURVEY_SHARE, Survey, rate_words, sample_tasks, units_of
 from znnpy.messages import option
 from znnpy.network import Network
 from znnpy.options import MeasureOptions
@@ -116,13 +116,13 @@ def measure(asked: MeasureOptions) -> Measured:
         target = targets.first()
         limits = target.limits(asked.ram, threads, None)
         room = target.room(limits)
-        bench = Bench(target.machine, target.device, limits, room)
+        bench = Survey(target.machine, target.device, limits, room)
         tasks = sample_tasks(target.machine, target.device, _precisions(target, precision), limits, room)
         old = stored(target.machine, target.device, limits.threads) if out is None else None
         path = out or stored_path(target.machine, target.device, limits.threads)
         log_phase("running", f"measurements on {target.machine.processor}, {minutes:g} minutes at most")
         with _clock(target, limits, 60 * minutes, asked.clock) as timing:
-            timer = Timer(60 * minutes, asked.tell)
+            timer = TimeBudget(60 * minutes, asked.tell)
             known = net is not None and old is not None and units_of(tasks) <= old.units.keys()
             touching = bench.touched(old, again=not known)
             if known and old is not None:
@@ -151,9 +151,11 @@ def _precisions(target: OpenTarget, asked: Precision | None) -> tuple[Precision,
     return PRECISIONS if asked is None else (asked,)
 
 
-def _clock(target: OpenTarget, limits: Limits, seconds: float, given: Clock | None) -> AbstractContextManager[Clock]:
-    where = Where("cpu", limits.threads) if target.device == "cpu" else ON_GPU
-    return nullcontext(given) if given is not None else clock_of(where, target.gpu, target.machine, seconds)
+def _clock(
+    target: OpenTarget, limits: Limits, seconds: float, given: LayerTimer | None
+) -> AbstractContextManager[LayerTimer]:
+    where = Placement("cpu", limits.threads) if target.device == "cpu" else ON_GPU
+    return nullcontext(given) if given is not None else timer_on(where, target.gpu, target.machine, seconds)
 
 
 def _request(network: Network, target: OpenTarget, limits: Limits) -> PlanRequest:

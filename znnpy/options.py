@@ -36,7 +36,7 @@ from znnpy.shapes import PRECISIONS, Precision, Vec3
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from znnpy.measure.timing import Clock, Progress
+    from znnpy.measure.budget import LayerTimer, Progress
     from znnpy.planner.plan import Plan
     from znnpy.report.memory_sweep import Point
     from znnpy.report.rejected import Considered
@@ -354,7 +354,7 @@ class MeasureOptions(MachineOptions):
     minutes: float = option(MEASURE_MINUTES, "minutes after which no further layer is measured", "positive")
     out: Path | None = option(None, "keep the costs in this file, and not in the cache folder", "new path")
     overwrite: bool = option(False, "replace the files that are written", "flag")
-    clock: Clock | None = option(None, "what times layers instead of the device")
+    clock: LayerTimer | None = option(None, "what times layers instead of the device")
     tell: Callable[[Progress], None] = option(ignore, "called before each layer that is timed")
 
 

@@ -15,7 +15,7 @@ from znnpy.errors import NoPlanError, ShapeError
 from znnpy.formats.networks import read_network
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Limits, this_machine
-from znnpy.measure.rigor import Study, rigor_of
+from znnpy.measure.rigor import RigorMeasurement, rigor_of
 from znnpy.measure.shelf import Shelf
 from znnpy.option_declarations import function_of
 from znnpy.option_values import COVERS
@@ -61,7 +61,7 @@ def plan_as_asked(asked: PlanOptions) -> Plan:
     rigor, shelf = rigor_of(asked.rigor, asked.time_limit), _shelf(asked)
     asked = replace(asked, threads=shelf.threads(asked.threads))
     devices = replace(devices, device=shelf.meant(devices.device))
-    planning = _Planning(asked, _work(asked), rigor, shelf, Study(asked.tell_progress))
+    planning = _Planning(asked, _work(asked), rigor, shelf, RigorMeasurement(asked.tell_progress))
     if asked.machine is not None:
         target = elsewhere(shelf, devices)
         planning = replace(planning, asked=replace(asked, mode=target.device))
@@ -130,7 +130,7 @@ class _Planning:
     work: Work
     rigor: Rigor
     shelf: Shelf
-    study: Study
+    study: RigorMeasurement
 
     def request(self, target: OpenTarget) -> PlanRequest:
         """Return the request for a target, whose limits may be beyond what is free."""

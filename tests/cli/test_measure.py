@@ -55,7 +55,7 @@ def here(place: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
         yield Clock()
 
     monkeypatch.setattr(measurement, "_clock", clock)
-    monkeypatch.setattr("znnpy.measure.measuring.touching_rate", lambda threads, nbytes: 2.0**32)
+    monkeypatch.setattr("znnpy.measure.survey.touching_rate", lambda threads, nbytes: 2.0**32)
     return place
 
 

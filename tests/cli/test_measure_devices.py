@@ -17,7 +17,7 @@ from znnpy.costs.cost_file import Costs
 from znnpy.errors import DeviceError
 from znnpy.kernels.contract import Primitive, Variant
 from znnpy.machine import Gpu, this_machine
-from znnpy.measure.layer import DeviceLayer, Position
+from znnpy.measure.layer_bench import DeviceLayer, Position
 from znnpy.measure.shelf import stored_path
 from znnpy.options import MeasureOptions
 from znnpy.shapes import LayerShape

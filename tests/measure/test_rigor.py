@@ -18,9 +18,9 @@ from znnpy.costs.size_trend import SIZES
 from znnpy.errors import DeviceError, NoPlanError
 from znnpy.kernels.contract import Primitive, Variant
 from znnpy.machine import Limits
-from znnpy.measure.learning import Learner
-from znnpy.measure.rigor import HOPE, Study, _in_turn, _learnt, rigor_of
-from znnpy.measure.timing import Progress, Timer, Where, bytes_of
+from znnpy.measure.budget import Placement, Progress, TimeBudget, bytes_of
+from znnpy.measure.refine import Refiner
+from znnpy.measure.rigor import HOPE, RigorMeasurement, _in_turn, _learnt, rigor_of
 from znnpy.network import Conv, Network, Pool
 from znnpy.option_values import RigorLevel
 from znnpy.options import PlanOptions
@@ -60,14 +60,14 @@ class Clock:
         return took
 
     @contextmanager
-    def on(self, site: OpenTarget, where: Where, seconds: float) -> Iterator[Clock]:
-        assert (site, where) == (SITE, Where("cpu", LIMITS.threads))
+    def on(self, site: OpenTarget, where: Placement, seconds: float) -> Iterator[Clock]:
+        assert (site, where) == (SITE, Placement("cpu", LIMITS.threads))
         assert seconds > 0
         yield self
 
-    def study(self, told: list[Progress] | None = None) -> Study:
+    def study(self, told: list[Progress] | None = None) -> RigorMeasurement:
         tell = (lambda progress: None) if told is None else told.append
-        return Study(tell, clock=self.on, now=lambda: self.now, costs=CostModel(table=TABLE))
+        return RigorMeasurement(tell, clock=self.on, now=lambda: self.now, costs=CostModel(table=TABLE))
 
 
 KNOWN: KnownRates = {"cpu": RATES}
@@ -138,7 +138,7 @@ def test_when_the_time_is_up_the_best_so_far_is_kept_and_that_is_said(rigor: Rig
     assert made(rates).seconds > 0
 
 
-class Noted(Learner):
+class Noted(Refiner):
     """Notes whose plans it makes: each first plan takes long, and one request has none."""
 
     asked: ClassVar[list[str]] = []
@@ -156,7 +156,7 @@ def test_requests_are_learnt_in_turn() -> None:
     clock = Clock({FAST.name: 5.0})
     Noted.asked.clear()
     costs = CostModel(table=TABLE)
-    timer = Timer(999.0, lambda progress: None, lambda: clock.now + 1000.0 * len(Noted.asked) * (not clock.runs))
+    timer = TimeBudget(999.0, lambda progress: None, lambda: clock.now + 1000.0 * len(Noted.asked) * (not clock.runs))
     learner = Noted({"cpu": RATES}, timer, partial(clock.on, SITE), LIMITS.threads, {"cpu": 2**34}, costs)
     none, sooner, whole = (replace(asked("measure"), itemsize_in=count) for count in (1, 2, 4))
     assert _learnt(learner, [none, sooner, whole])
@@ -209,8 +209,8 @@ def test_long_and_large_layers_run_on_fewer_images() -> None:
     for factor, room, most in ((1.0, 2**34, 8), (1e9, 2**34, 1), (1.0, 3 * one, 2), (1.0, one - 1, 0)):
         clock = Clock({})
         slow = RATES.scaled(1 / factor, 1 / factor)
-        timer = Timer(inf, lambda progress: None, lambda: 0.0)
-        learner = Learner(
+        timer = TimeBudget(inf, lambda progress: None, lambda: 0.0)
+        learner = Refiner(
             {"cpu": slow}, timer, partial(clock.on, SITE), LIMITS.threads, {"cpu": room}, CostModel(table=TABLE)
         )
         learner.learn_layers(plan)

@@ -18,9 +18,9 @@ from znnpy.costs.model import GPU_STAGE_SECONDS, Rates, assumed_rates
 from znnpy.errors import DeviceError
 from znnpy.kernels.contract import Footprint, Primitive, Scratch, Variant, Work
 from znnpy.machine import Limits
-from znnpy.measure import calibration
-from znnpy.measure.calibration import measured_rates
-from znnpy.measure.clocks import LONG_SECONDS
+from znnpy.measure import gpu_layers
+from znnpy.measure.gpu_layers import measured_rates
+from znnpy.measure.layer_timer import LONG_SECONDS
 from znnpy.shapes import ConvShape, LayerShape
 
 REFUSES = "gpu.conv.stubborn"
@@ -148,8 +148,8 @@ TABLE: tuple[Primitive, ...] = (ON_CPU, PRAISED, PLAIN, LAZY, *REST)
 
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where measurements are kept, and volumes that are measured in no time."""
-    monkeypatch.setattr(calibration, "cache_folder", lambda: tmp_path / "cache")
-    monkeypatch.setattr(calibration, "VOLUMES", ((1, (10, 8, 6, 4), LONG_SECONDS),))
+    monkeypatch.setattr(gpu_layers, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(gpu_layers, "VOLUMES", ((1, (10, 8, 6, 4), LONG_SECONDS),))
     return tmp_path / "cache"
 
 

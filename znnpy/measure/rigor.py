@@ -12,9 +12,9 @@ from math import inf
 from znnpy.costs.model import Rates, assumed_rates
 from znnpy.errors import NoPlanError
 from znnpy.machine import Limits
-from znnpy.measure.clocks import clock_of
-from znnpy.measure.learning import Learner
-from znnpy.measure.timing import Clock, Progress, Timer, Where
+from znnpy.measure.budget import LayerTimer, Placement, Progress, TimeBudget
+from znnpy.measure.layer_timer import timer_on
+from znnpy.measure.refine import Refiner
 from znnpy.messages import option
 from znnpy.option_values import OFFLOAD_MODES, DeviceKind, RigorLevel
 from znnpy.planner.plan import Plan
@@ -25,7 +25,7 @@ from znnpy.units import human_bytes
 TIME_LIMIT = 60.0  # seconds that "measure" may take where nobody said how long
 HOPE = 0.5  # assumed: no layer takes less than this share of its estimate
 
-Clocks = Callable[[OpenTarget, Where, float], AbstractContextManager[Clock]]
+TimersOn = Callable[[OpenTarget, Placement, float], AbstractContextManager[LayerTimer]]
 
 
 def rigor_of(level: RigorLevel, time_limit: float | None) -> Rigor:
@@ -39,13 +39,13 @@ def rigor_of(level: RigorLevel, time_limit: float | None) -> Rigor:
     return Rigor(level, time_limit)
 
 
-def clock_on(target: OpenTarget, where: Where, seconds: float) -> AbstractContextManager[Clock]:
+def timer_for(target: OpenTarget, where: Placement, seconds: float) -> AbstractContextManager[LayerTimer]:
     """Return a clock of what a target has open, for a run of so many seconds."""
-    return clock_of(where, target.gpu, target.machine, seconds)
+    return timer_on(where, target.gpu, target.machine, seconds)
 
 
 @dataclass(slots=True)
-class Study:
+class RigorMeasurement:
     """Measures as much as a request's rigor asks for, and knows what it found.
 
     measure     layers of the best plan, until the best plan holds none that was not measured at about its size
@@ -56,7 +56,7 @@ class Study:
     """
 
     tell: Callable[[Progress], None] = lambda progress: None
-    clock: Clocks = clock_on
+    clock: TimersOn = timer_for
     now: Callable[[], float] = time.monotonic
     costs: CostModel = field(default_factory=CostModel)  # with other rates
     done: RigorLevel = "estimate"  # of the rigor, before the time was up
@@ -99,15 +99,15 @@ class Study:
         self._report(learner, begun, whole=learner.learn_layers(plan), seconds=seconds)
         return learner.rates
 
-    def _learner(self, target: OpenTarget, limits: Limits, seconds: float, known: KnownRates) -> Learner:
+    def _learner(self, target: OpenTarget, limits: Limits, seconds: float, known: KnownRates) -> Refiner:
         devices: set[DeviceKind] = {"cpu", target.device}
         machine, threads = target.machine, limits.threads
         begun = {device: known.get(device) or assumed_rates(machine, threads, device) for device in devices}
-        timer = Timer(seconds, self.tell, self.now)
+        timer = TimeBudget(seconds, self.tell, self.now)
         clocks = partial(self.clock, target)
-        return Learner(begun, timer, clocks, threads, target.rooms(limits), self.costs)
+        return Refiner(begun, timer, clocks, threads, target.rooms(limits), self.costs)
 
-    def _report(self, learner: Learner, begun: KnownRates, *, whole: bool, seconds: float) -> None:
+    def _report(self, learner: Refiner, begun: KnownRates, *, whole: bool, seconds: float) -> None:
         """Keep what was found, and sentences on what was not measured."""
         self.sentences += _left_out(learner)
         if not whole:
@@ -128,7 +128,7 @@ def _in_turn(request: PlanRequest) -> list[PlanRequest]:
     return [request] if one and target.devices == 1 else [request.on_one_device(), request]
 
 
-def _learnt(learner: Learner, requests: list[PlanRequest]) -> bool:
+def _learnt(learner: Refiner, requests: list[PlanRequest]) -> bool:
     """Return False where the time was up before the end; the first plan of each takes none of that time."""
     for sooner in requests[:-1]:
         with suppress(NoPlanError):
@@ -139,7 +139,7 @@ def _learnt(learner: Learner, requests: list[PlanRequest]) -> bool:
     return learner.learn(requests[-1], first=first)
 
 
-def _left_out(learner: Learner) -> list[str]:
+def _left_out(learner: Refiner) -> list[str]:
     """Return a sentence on the layers that did not fit, for each memory."""
     names: dict[DeviceKind, str] = {"cpu": "RAM", "gpu": "VRAM"}
     return [

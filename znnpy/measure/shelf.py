@@ -17,7 +17,7 @@ from znnpy.files import write_asked
 from znnpy.kernels.contract import Primitive
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Machine
-from znnpy.measure.wisdom import cache_folder
+from znnpy.measure.fftw_wisdom import cache_folder
 from znnpy.messages import option
 from znnpy.option_values import Device, DeviceKind
 

@@ -15,7 +15,7 @@ from znnpy.costs.model import Rates
 from znnpy.errors import DeviceError, NoPlanError, PlanFileError
 from znnpy.kernels.gpu.device import Device, find_gpu, find_gpus
 from znnpy.machine import Gpu, Limits, Machine, limits_of, process_bytes, this_machine
-from znnpy.measure.calibration import measured_rates
+from znnpy.measure.gpu_layers import measured_rates
 from znnpy.measure.shelf import Shelf
 from znnpy.messages import option
 from znnpy.network import Network

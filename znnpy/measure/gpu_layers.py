@@ -34,8 +34,8 @@ from znnpy.files import read_regular, replace_file
 from znnpy.kernels.contract import Primitive, Unit, Variant, device_of
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Machine
-from znnpy.measure.clocks import LONG_SECONDS, REPEATS, measure
-from znnpy.measure.wisdom import cache_folder
+from znnpy.measure.fftw_wisdom import cache_folder
+from znnpy.measure.layer_timer import LONG_SECONDS, REPEATS, measure
 from znnpy.messages import excerpt
 from znnpy.network import Conv, Layer, Network, Pool, extent, layer_shape
 from znnpy.shapes import ConvShape, LayerShape, Precision, Vec3, fused

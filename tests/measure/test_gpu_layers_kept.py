@@ -29,7 +29,7 @@ from znnpy.costs.cost_file import Costs, UnitSpeed
 from znnpy.costs.model import GPU_STAGE_SECONDS, assumed_rates
 from znnpy.costs.size_trend import SIZES
 from znnpy.errors import DeviceError, NoPlanError, VramError
-from znnpy.measure import calibration
+from znnpy.measure import gpu_layers
 
 
 @pytest.fixture(autouse=True)
@@ -193,4 +193,4 @@ def test_long_words_of_a_refusal_are_kept_in_part() -> None:
     card = Card(words=DeviceError("no " * 1000))
     rates = rates_of(card, (STUBBORN, *TABLE))
     assert rates_of(Card(), (STUBBORN, *TABLE)) == rates
-    assert {len(reason) for reason in rates.refused.values()} == {calibration.MOST_WORDS}
+    assert {len(reason) for reason in rates.refused.values()} == {gpu_layers.MOST_WORDS}

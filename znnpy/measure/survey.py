@@ -23,9 +23,9 @@ from znnpy.errors import DeviceError, NoPlanError
 from znnpy.kernels.contract import Primitive, Unit, device_of
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Limits, Machine
-from znnpy.measure.clocks import touching_rate
-from znnpy.measure.learning import Learner
-from znnpy.measure.timing import Clock, Task, Timer, bytes_of
+from znnpy.measure.budget import LayerTask, LayerTimer, TimeBudget, bytes_of
+from znnpy.measure.layer_timer import touching_rate
+from znnpy.measure.refine import Refiner
 from znnpy.messages import option
 from znnpy.option_values import Cover, DeviceKind
 from znnpy.planner.request import CostModel, PlanRequest
@@ -49,7 +49,7 @@ def sample_tasks(
     limits: Limits,
     room_bytes: int,
     table: Sequence[Primitive] = TABLE,
-) -> list[Task]:
+) -> list[LayerTask]:
     """What tells the speed of a device within `room_bytes` of its memory.
 
     First one sample of every primitive; then what looks the fastest of every sample, what looks second, and so on:
@@ -57,7 +57,7 @@ def sample_tasks(
     """
     rates = assumed_rates(machine, limits.threads, device)
     met = set[str]()
-    tasks: list[tuple[int, int, Task]] = []
+    tasks: list[tuple[int, int, LayerTask]] = []
     for precision in precisions:
         for shape in samples(device, precision):
             of_shape = [
@@ -76,16 +76,16 @@ def sample_tasks(
     return [task for _, _, task in sorted(tasks, key=lambda entry: entry[:2])]
 
 
-def units_of(tasks: Sequence[Task]) -> set[Unit]:
+def units_of(tasks: Sequence[LayerTask]) -> set[Unit]:
     """All that they work with."""
     return {work.unit for task in tasks for work in task.primitive.work(task.shape, task.variant)}
 
 
 def _variants(
     primitive: Primitive, shape: LayerShape, machine: Machine, rates: Rates, threads: int, room_bytes: int
-) -> Iterator[Task]:
+) -> Iterator[LayerTask]:
     """For each choice of units that a variant makes, the one that looks the fastest, and the slowest that is near."""
-    found: dict[frozenset[Unit], list[Task]] = {}
+    found: dict[frozenset[Unit], list[LayerTask]] = {}
     most = MOST_LARGE_SECONDS if shape.in_bytes >= LARGE_BYTES else MOST_RUN_SECONDS
     for variant in primitive.variants(shape, machine):
         units = frozenset(work.unit for work in primitive.work(shape, variant))
@@ -94,7 +94,7 @@ def _variants(
             continue
         if bytes_of(primitive, shape, variant, threads) > room_bytes:
             continue
-        found.setdefault(units, []).append(Task(primitive, shape, variant, spent))
+        found.setdefault(units, []).append(LayerTask(primitive, shape, variant, spent))
     for alike in found.values():
         alike.sort(key=lambda task: task.expected)
         near = [task for task in alike if task.expected <= OTHERWISE * alike[0].expected]
@@ -104,7 +104,7 @@ def _variants(
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
+class Survey:
     """What is measured: a device of a machine, by so many threads, within so much of its memory."""
 
     machine: Machine
@@ -118,7 +118,7 @@ class Bench:
         return assumed_rates(self.machine, self.limits.threads, self.device)
 
     def survey(
-        self, tasks: Sequence[Task], clock: Clock, timer: Timer, share: float = 1.0
+        self, tasks: Sequence[LayerTask], clock: LayerTimer, timer: TimeBudget, share: float = 1.0
     ) -> tuple[Rates, dict[Unit, int]]:
         """Rates fitted to the tasks, and the number of runs that each unit takes part in."""
         runs, refused = list[Run](), list[str]()
@@ -138,14 +138,14 @@ class Bench:
             )
         return fitted(self.assumed, runs, begins=self.device == "cpu"), dict(counted)
 
-    def deepen(self, rates: Rates, request: PlanRequest, clock: Clock, timer: Timer) -> list[Measurement]:
+    def deepen(self, rates: Rates, request: PlanRequest, clock: LayerTimer, timer: TimeBudget) -> list[Measurement]:
         """Measure layers of the best plans for a request, within its memory and parts of it.
 
         It ends when the time is up or all layers are known. NoPlanError where nothing fits within all the memory.
         """
         device, rooms = self.device, {self.device: self.room_bytes}
         costs = CostModel(table=self.table)
-        learner = Learner({device: rates}, timer, lambda *_: nullcontext(clock), self.limits.threads, rooms, costs)
+        learner = Refiner({device: rates}, timer, lambda *_: nullcontext(clock), self.limits.threads, rooms, costs)
         begun = 1 - timer.left() / timer.seconds
         for number, (cover, part) in enumerate(PLANS):
             until = begun + (1 - begun) * (number + 1) / len(PLANS)
