@@ -146,6 +146,12 @@ class DeviceOptions(Checked):
         unset="the speeds stored for this machine, if they still fit",
         metavar="FILE",
     )
+    calibrate: bool = option(
+        True,
+        "measure a device of which no speeds are stored for at most 5 seconds, before a run of 10 seconds or more",
+        "flag",
+        off="Measure nothing before the plan is made",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,14 +14,14 @@ import pytest
 
 from tests.support.cli import Place
 from znnpy import measurement
+from znnpy.costs import store
 from znnpy.costs.cost_file import Costs, versions
 from znnpy.costs.model import Rates, assumed_rates
+from znnpy.costs.store import stored_path
 from znnpy.errors import OutputError
 from znnpy.kernels.contract import Primitive, Variant
 from znnpy.kernels.table import TABLE, find
 from znnpy.machine import Gpu, this_machine
-from znnpy.measure import shelf
-from znnpy.measure.shelf import stored_path
 from znnpy.planner.memory import baseline_bytes
 from znnpy.planner.plan import Plan
 from znnpy.shapes import LayerShape
@@ -97,7 +97,7 @@ def test_costs_are_measured_stored_and_planned_with(here: Place) -> None:
     assert not any(fitted(before))
     assert all(fitted(after))
     assert "memory is first written to at 4 GiB/s (assumed: 1)" in result.stdout.replace("\n", " ")
-    assert costs.touching == 2**32
+    assert costs.first_touch == 2**32
     assert [one["plan"]["preparing_measured"] for one in (before, after)] == [False, True]
     one, other = (one["plan"]["preparing_seconds"] for one in (before, after))
     assert 0 < other < one
@@ -308,7 +308,7 @@ def test_a_gpu_that_is_not_here_is_planned_for(here: Place) -> None:
         costs,
         device="gpu",
         threads=1,
-        touching=None,
+        first_touch=None,
         machine=replace(costs.machine, gpu=H200),
         primitives=versions(replace(costs.machine, gpu=H200), "gpu", TABLE),
         units={"gpu_stream": replace(costs.units["copy"], nbytes=1e12)},
@@ -336,6 +336,6 @@ def test_a_file_that_cannot_be_written_leaves_nothing(here: Place, monkeypatch: 
 
     monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(OutputError, match=r"cannot write the costs .*: No space left on device"):
-        shelf.write_costs(stored(), Costs.load(stored()), overwrite=True)
+        store.write_costs(stored(), Costs.load(stored()), overwrite=True)
     assert stored().read_bytes() == before
     assert [path.name for path in stored().parent.glob("costs-*")] == [stored().name]

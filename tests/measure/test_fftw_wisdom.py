@@ -23,7 +23,7 @@ from znnpy.kernels.cpu import fft
 from znnpy.kernels.cpu.fft import Transform, Wisdom, like
 from znnpy.machine import this_machine
 from znnpy.measure import fftw_wisdom as kept
-from znnpy.measure.fftw_wisdom import cache_folder, learning_seconds, wisdom_kept
+from znnpy.measure.fftw_wisdom import learning_seconds, wisdom_kept
 from znnpy.network import Conv, Network
 from znnpy.report.run_report import Report
 from znnpy.run.pipeline import Event
@@ -242,15 +242,6 @@ def test_the_file_appears_whole_or_not_at_all(cache: Path, monkeypatch: pytest.M
             transform(80)
     assert "no room" in wisdom.sentences[-1]
     assert only_file(cache).read_bytes() == before
-
-
-def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert cache_folder() == tmp_path / "cache" / "znnpy"
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for value in ("", "relative/is/ignored"):
-        monkeypatch.setenv("XDG_CACHE_HOME", value)
-        if sys.platform == "linux":
-            assert cache_folder() == tmp_path / ".cache" / "znnpy"
 
 
 # The same bytes

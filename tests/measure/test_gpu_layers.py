@@ -27,6 +27,7 @@ from tests.support.simulated_timing import (
     own_cache,
     rates_of,
 )
+from znnpy.costs import store
 from znnpy.costs.model import GPU_STAGE_SECONDS, Rate, Rates, assumed_rates
 from znnpy.kernels.contract import Unit, Variant, Work
 from znnpy.measure import gpu_layers
@@ -70,7 +71,7 @@ def test_the_link_is_timed_by_itself_and_once_for_a_host(folder: Path, monkeypat
         patched.setattr(gpu_layers, "_link_speed", lambda *_: 2e9)
         patched.setattr("platform.node", lambda: "another host")
         assert rates_of(Card()).of("gpu_link").nbytes == 2e9
-    (path,) = folder.rglob("gpu-*.json")
+    (path,) = folder.glob("costs-gpu-*.json")
     kept = json.loads(path.read_text())
     assert len(kept.pop("links")) == 2
     path.write_text(json.dumps(kept))
@@ -81,11 +82,11 @@ def test_the_link_is_timed_by_itself_and_once_for_a_host(folder: Path, monkeypat
 
 def test_a_file_that_grows_too_large_leaves_out_what_is_oldest(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And then no network is settled; the link is kept."""
-    monkeypatch.setattr(gpu_layers, "MOST_FILE_BYTES", 4000)
+    monkeypatch.setattr(store, "MOST_BYTES", 4000)
     rates_of(Card())
-    (path,) = folder.rglob("gpu-*.json")
+    (path,) = folder.glob("costs-gpu-*.json")
     kept = json.loads(path.read_text())
-    assert kept["measurements"]
+    assert kept["samples"]
     assert kept["settled"] == {}
     assert len(kept["links"]) == 1
     card = Card()

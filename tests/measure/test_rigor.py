@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -15,6 +16,7 @@ from tests.support.fake_primitives import FAST, MACHINE, POOL, SLOW, Fake
 from tests.support.flat_requests import request_of
 from znnpy.costs.model import Rates
 from znnpy.costs.size_trend import SIZES
+from znnpy.costs.store import CostStore
 from znnpy.errors import DeviceError, NoPlanError
 from znnpy.kernels.contract import Primitive, Variant
 from znnpy.machine import Limits
@@ -32,10 +34,10 @@ from znnpy.shapes import LayerShape
 
 NETWORK = Network("three", 1, (Conv((2, 2, 2), 3), Pool((2, 2, 2)), Conv((2, 2, 2), 2)))
 LIMITS = Limits(2**34, 2)
-SITE = OpenTarget(machine=MACHINE)
 RATES = Rates(stage_seconds=0.0)
 THIRD = Fake("cpu.conv.third", "conv", flops=4.5)  # FAST's best variant takes 2.5
 TABLE = (SLOW, FAST, THIRD, POOL)
+SITE = OpenTarget(machine=MACHINE, costs=CostStore(table=TABLE))
 
 
 @dataclass
@@ -113,6 +115,31 @@ def test_exhaustive_finds_what_is_faster_than_its_estimate() -> None:
     assert rates["cpu"].optimism == 1
     assert primitives(made(rates)) == primitives(made({"cpu": clock.truth})) == {THIRD.name, POOL.name}
     assert SLOW.name not in {name for name, _, _ in clock.runs}, f"it takes more than {1 / HOPE} times the best"
+
+
+@pytest.mark.parametrize("rigor", ["measure", "exhaustive"])
+def test_layers_that_were_timed_are_kept_and_not_timed_again(
+    rigor: RigorLevel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first, second = Clock({FAST.name: 5.0, THIRD.name: 0.8}), Clock({FAST.name: 5.0, THIRD.name: 0.8})
+    learnt = first.study().rates(SITE, asked(rigor), {})
+    assert first.runs
+    costs = CostStore(table=TABLE).of(MACHINE, "cpu", LIMITS.threads)
+    assert costs is not None
+    again = second.study().rates(SITE, asked(rigor), {"cpu": costs.rates(TABLE)})
+    assert second.runs == []
+    assert made(again) == made(learnt)
+
+
+def test_refusals_are_kept_and_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    Clock({}, refuses=FAST.name).study().rates(SITE, asked("measure"), {})
+    costs = CostStore(table=TABLE).of(MACHINE, "cpu", LIMITS.threads)
+    assert costs is not None
+    second = Clock({}, refuses=FAST.name)
+    assert FAST.name not in primitives(made(second.study().rates(SITE, asked("measure"), {"cpu": costs.rates(TABLE)})))
+    assert second.runs == []
 
 
 def test_nothing_is_timed_for_an_estimate() -> None:

@@ -237,9 +237,9 @@ def test_an_earlier_measurement_is_kept_as_far_as_it_was_not_made_again() -> Non
     clock = Clock()
     layers = bench.deepen(bench.assumed, ASKED, clock, timer(clock))
     before = replace(bench.assumed, by_size={"cpu.conv.fast fp32": (2.0,) * len(SIZES)})
-    old = bench.costs(before, {"product": 3, "pool": 1}, layers, None)
+    old = bench.costs(before, {"product": 3, "pool": 1}, layers)
     assert old.by_size == before.by_size
-    new = bench.costs(bench.assumed.scaled(2, 2), {"product": 5}, [replace(layers[0], seconds=9.0)], old)
+    new = old.with_newer(bench.costs(bench.assumed.scaled(2, 2), {"product": 5}, [replace(layers[0], seconds=9.0)]))
     assert new.units["product"].runs == 5
     assert new.units["product"].flops == 2 * old.units["product"].flops
     assert new.units["pool"] == old.units["pool"]
@@ -279,10 +279,10 @@ def test_new_memory_is_measured_within_what_is_free_and_kept(monkeypatch: pytest
     monkeypatch.setattr("znnpy.measure.survey.touching_rate", rate)
     bench = Survey(MACHINE, "cpu", LIMITS, 2**34, FAKES)
     assert bench.touched(None, again=False) == 5e9
-    plain = bench.costs(bench.assumed, {"product": 1}, [], None)
-    assert plain.touching is None, "what is assumed is not kept as measured"
-    old = bench.costs(replace(bench.assumed, first_touch=4e9, first_touch_measured=True), {"product": 1}, [], None)
-    assert old.touching == 4e9
+    plain = bench.costs(bench.assumed, {"product": 1}, [])
+    assert plain.first_touch is None, "what is assumed is not kept as measured"
+    old = bench.costs(replace(bench.assumed, first_touch=4e9, first_touch_measured=True), {"product": 1}, [])
+    assert old.first_touch == 4e9
     assert bench.touched(old, again=False) == 4e9
     assert bench.touched(old, again=True) == 5e9
     assert replace(bench, room_bytes=2**27).touched(plain, again=False) == 5e9

@@ -14,10 +14,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
-from znnpy.costs.cost_file import Measurement
+from znnpy.costs.cost_file import MOST_REASON, Measurement, Refusal
 from znnpy.costs.model import Rates
 from znnpy.kernels.contract import Primitive, Variant
 from znnpy.measure.budget import ON_GPU, FreeBytes, LayerTask, LayerTimer, Placement, TimeBudget, lacking, layers_of
+from znnpy.messages import one_line
 from znnpy.option_values import DeviceKind
 from znnpy.planner.modes import make_plan
 from znnpy.planner.plan import Plan
@@ -49,6 +50,7 @@ class Refiner:
     rooms: FreeBytes
     costs: CostModel = field(default_factory=CostModel)  # with other rates
     found: list[Measurement] = field(default_factory=list)
+    refusals: list[Refusal] = field(default_factory=list)
     # Layers of plans that one image of does not fit, by the memory that is too small.
     too_large: dict[DeviceKind, set[Case]] = field(default_factory=dict)
     _tried: set[tuple[Placement, Case]] = field(default_factory=set)
@@ -113,11 +115,14 @@ class Refiner:
             return
         rates, primitive = self._rates(where), task.primitive
         if isinstance(spent, str):
+            self.refusals.append(Refusal(primitive.name, primitive.version, task.shape, one_line(spent)[:MOST_REASON]))
             rates = rates.with_refusal(primitive, task.shape, spent)
         else:
             stages = 0 if where == ON_GPU else len(primitive.work(task.shape, task.variant))  # its clock begins later
             seconds = max(spent - stages * rates.slowdown * rates.stage_seconds, LEAST_WORKING * spent)
-            self.found.append(Measurement(primitive.name, primitive.version, task.variant, task.shape, seconds))
+            by_all = seconds / rates.slowdown  # seconds with all threads of the run
+            copying = where.threads if where.hosted else 0
+            self.found.append(Measurement(primitive.name, primitive.version, task.variant, task.shape, by_all, copying))
             rates = rates.with_measurement(*task.case, seconds)
         self.rates[where.device] = replace(rates, slowdown=self.rates[where.device].slowdown)
 

@@ -14,8 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 
-import znnpy
-from znnpy.costs.cost_file import FORMAT, Costs, Measurement, UnitSpeed, versions
+from znnpy.costs.cost_file import Costs, Measurement, UnitSpeed
 from znnpy.costs.fit import Run, fitted
 from znnpy.costs.model import UNPROVEN_UNITS, Rate, Rates, assumed_rates, method
 from znnpy.costs.samples import samples
@@ -162,34 +161,25 @@ class Survey:
         """
         if self.device == "gpu":
             return None
-        known, nbytes = None if old is None else old.touching, min(MOST_TOUCHED, self.room_bytes // 2)
+        known, nbytes = None if old is None else old.first_touch, min(MOST_TOUCHED, self.room_bytes // 2)
         if nbytes < LEAST_TOUCHED or (known is not None and not again):
             return known
         return touching_rate(self.limits.threads, nbytes)
 
-    def costs(self, rates: Rates, runs: Mapping[Unit, int], layers: Sequence[Measurement], old: Costs | None) -> Costs:
-        """All that is known: what was measured now, and of an earlier measurement what was not measured again."""
-        units = {unit: UnitSpeed(rates.of(unit).flops, rates.of(unit).nbytes, count) for unit, count in runs.items()}
-        kept = (
-            () if old is None else tuple(layer for layer in old.layers if not any(_same(layer, new) for new in layers))
-        )
-        return Costs(
-            format=FORMAT,
-            znnpy_version=znnpy.__version__,
-            device=self.device,
-            threads=self.limits.threads if self.device == "cpu" else 1,
-            machine=self.machine,
-            primitives=versions(self.machine, self.device, self.table),
-            units={**({} if old is None else old.units), **units},
-            by_size=dict(rates.by_size),  # they belong to rates that were fitted with them
+    def costs(self, rates: Rates, runs: Mapping[Unit, int], layers: Sequence[Measurement]) -> Costs:
+        """Return what was measured: rates of the units that took part in `runs`, and layers of a network."""
+        empty = Costs.empty(self.machine, self.device, self.limits.threads, self.table)
+        first_touch = rates.first_touch if rates.first_touch_measured else None
+        if not runs:
+            return replace(empty, first_touch=first_touch, layers=tuple(layers))
+        return replace(
+            empty,
+            units={unit: UnitSpeed(rates.of(unit).flops, rates.of(unit).nbytes, count) for unit, count in runs.items()},
+            by_size=dict(rates.by_size),
             stage_seconds=rates.stage_seconds,
-            layers=(*kept, *layers),
-            touching=rates.first_touch if rates.first_touch_measured else None,
+            first_touch=first_touch,
+            layers=tuple(layers),
         )
-
-
-def _same(one: Measurement, other: Measurement) -> bool:
-    return replace(one, seconds=1.0) == replace(other, seconds=1.0)
 
 
 def rate_words(rate: Rate) -> str:
