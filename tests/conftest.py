@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from znnpy.kernels.thread_pool import ThreadPool
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+NO_CALIBRATION = "ZNNPY_NO_CALIBRATE"  # set to anything: runs measure nothing before they are planned
 COMPILED = "ZNNPY_EMULATOR_CACHE"  # names a folder, see tests/support/emulator/compiling.py
 DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the last: under Windows
 
@@ -58,10 +59,21 @@ def collects_nothing() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep measurements out of the user's cache, here and in processes that tests start."""
+    """Keep measurements in a folder of the tests, here and in processes that tests start, and calibrate nothing.
+
+    Tests on a real GPU measure it first; see `_gpus_are_measured`.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv(NO_CALIBRATION, "1")
         yield
+
+
+@pytest.fixture(autouse=True)
+def _gpus_are_measured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests on a real GPU measure the layers of their networks, like a user's runs."""
+    if request.node.get_closest_marker("gpu"):
+        monkeypatch.delenv(NO_CALIBRATION)
 
 
 @pytest.fixture(scope="session")

@@ -16,8 +16,8 @@ from znnpy.errors import VerifyError
 from znnpy.kernels.reference import convolve, fragments, max_filter, max_pool, maxout
 from znnpy.kernels.table import find
 from znnpy.machine import Limits, this_machine
-from znnpy.measure.layer import HostLayer, Position, Values
-from znnpy.measure.timing import Progress, bytes_of
+from znnpy.measure.budget import Progress, bytes_of
+from znnpy.measure.layer_bench import HostLayer, Position, Values
 from znnpy.network import Conv, MaxFilter, Maxout, Network, Pool
 from znnpy.planner.run_plan import RunPlan
 from znnpy.run.target import OpenTarget
@@ -53,7 +53,7 @@ def whole(shape: LayerShape, values: Values) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_single_voxel_equals_that_of_the_layer(shape: LayerShape, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("znnpy.measure.layer.BLOCK", 97)  # values come again and again
+    monkeypatch.setattr("znnpy.measure.layer_bench.BLOCK", 97)  # values come again and again
     values = Values(shape)
     exact = whole(shape, values)
     assert exact.shape == shape.out_shape

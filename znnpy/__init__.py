@@ -94,7 +94,7 @@ if TYPE_CHECKING:
     from znnpy.kernels.table import find as primitive
     from znnpy.kernels.thread_pool import ThreadPool
     from znnpy.machine import Gpu
-    from znnpy.measure.timing import Progress
+    from znnpy.measure.budget import Progress
     from znnpy.network import Conv, ConvWeights, MaxFilter, Maxout, Network, Normalise, Pool
     from znnpy.planner.plan import Plan
     from znnpy.planner.run_plan import RunPlan
@@ -129,7 +129,7 @@ else:
         "znnpy.planning": "plan",
         "znnpy.report.run_report": "Report",
         "znnpy.run.pipeline": "Event",
-        "znnpy.measure.timing": "Progress",
+        "znnpy.measure.budget": "Progress",
         "znnpy.shapes": "ConvShape FilterShape MaxoutShape PoolShape",
         "znnpy.trained": "TrainedNetwork load_network",
     }

@@ -14,9 +14,9 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from znnpy.costs.store import CostStore
 from znnpy.errors import ShapeError, VolumeError, VramError
-from znnpy.measure.shelf import Shelf
-from znnpy.measure.wisdom import wisdom_kept
+from znnpy.measure.fftw_wisdom import wisdom_kept
 from znnpy.messages import excerpt, option
 from znnpy.network import ConvWeights, Network
 from znnpy.option_values import Border
@@ -109,17 +109,17 @@ class ArraySession:
     def __enter__(self) -> Self:
         if self._target is not None:
             raise ValueError("the session is open already; leave its `with` block first, or make another session")
-        asked, shelf = self._devices, Shelf(self._asked.costs)
+        asked, store = self._devices, CostStore(self._asked.costs, calibrate=self._asked.calibrate)
         if self._given is not None:
             check_here(self._given)
             asked = replace(asked, device=self._given.device)
         with ExitStack() as stack:
-            targets = stack.enter_context(Targets(replace(asked, device=shelf.meant(asked.device)), shelf))
+            targets = stack.enter_context(Targets(replace(asked, device=store.meant(asked.device)), store))
             for target in targets:
                 with targets.attempt():
                     plan = choose(self._asked, self._work, target)
                     break
-            for sentence in (*target.sentences, *shelf.sentences):
+            for sentence in (*target.sentences, *store.sentences):
                 log_once(sentence)
             stack.callback(self._forget)
             refused = None

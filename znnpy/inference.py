@@ -17,14 +17,14 @@ from typing import Any
 
 import numpy as np
 
+from znnpy.costs.store import CostStore
 from znnpy.errors import OutputError, VramError
 from znnpy.files import regular_file
 from znnpy.formats.networks import read_network
 from znnpy.job import attributes_of, job_of, roi_text, settings_of
 from znnpy.kernels.cpu.fft import Wisdom
 from znnpy.machine import Machine, this_machine
-from znnpy.measure.shelf import Shelf
-from znnpy.measure.wisdom import wisdom_begun, wisdom_kept
+from znnpy.measure.fftw_wisdom import wisdom_begun, wisdom_kept
 from znnpy.messages import option
 from znnpy.option_declarations import function_of
 from znnpy.option_values import Device
@@ -85,9 +85,9 @@ def infer_as_asked(asked: InferOptions) -> Report:
             f"uint8 has no NaN to write where the volume holds one; choose {option('output_dtype', 'float32')} or "
             f"{option('output_dtype', 'float16')}"
         )
-    shelf = Shelf(asked.costs)
+    store = CostStore(asked.costs, calibrate=asked.calibrate)
     devices = devices_asked(asked)
-    devices = replace(devices, device=shelf.meant(devices.device))
+    devices = replace(devices, device=store.meant(devices.device))
     named = read_network(asked.network)
     trained = load_trained(named, asked.weights, asked.ram)
     inputs: dict[str, Path | Collection[Path] | None] = {
@@ -95,7 +95,7 @@ def infer_as_asked(asked: InferOptions) -> Report:
         "network": named.path,
         "weights": named.weights if asked.weights is None else Path(asked.weights),
         "plan": Path(asked.plan) if isinstance(asked.plan, str | Path) else None,
-        "costs": shelf.file,
+        "costs": store.file,
         "trace": None if asked.trace is None else Path(asked.trace),
     }
     destination = target_of(volume, out, trained.network.name)
@@ -134,7 +134,7 @@ def infer_as_asked(asked: InferOptions) -> Report:
             once = isinstance(opened, SliceVolume)
             watched = opened if once else stack.enter_context(open_given(volume, asked.dataset, absent))
         run = _Run(trained, source, output, job, asked, asked.progress, watched, traced, started)
-        with Targets(replace(devices, device=run.meant(devices.device)), shelf) as targets:
+        with Targets(replace(devices, device=run.meant(devices.device)), store) as targets:
             for target in targets:
                 with targets.attempt():
                     chosen = run.plan(target)

@@ -13,14 +13,14 @@ from rich.table import Table
 
 from znnpy.costs.cost_file import Costs
 from znnpy.costs.model import Rate, Rates
+from znnpy.costs.store import read_stored, stored_path, write_costs
 from znnpy.formats.networks import read_network
 from znnpy.kernels.contract import Unit
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Limits
-from znnpy.measure.clocks import clock_of
-from znnpy.measure.measuring import SURVEY_SHARE, Bench, rate_words, sample_tasks, units_of
-from znnpy.measure.shelf import stored, stored_path, write_costs
-from znnpy.measure.timing import ON_GPU, Clock, Timer, Where
+from znnpy.measure.budget import ON_GPU, LayerTimer, Placement, TimeBudget
+from znnpy.measure.layer_timer import timer_on
+from znnpy.measure.survey import SURVEY_SHARE, Survey, rate_words, sample_tasks, units_of
 from znnpy.messages import option
 from znnpy.network import Network
 from znnpy.options import MeasureOptions
@@ -71,7 +71,7 @@ class Measured:
 
     def _memory(self) -> list[str]:
         """The rate at which memory is first written to."""
-        measured, assumed = self.costs.touching, self.assumed.first_touch
+        measured, assumed = self.costs.first_touch, self.assumed.first_touch
         if measured is None:
             return []
         return [f"memory is first written to at {measured / 2**30:,.3g} GiB/s (assumed: {assumed / 2**30:,.3g})"]
@@ -84,7 +84,7 @@ class Measured:
             "seconds": self.seconds,
             "path": str(self.path),
             "layers": self.layers,
-            "touching": self.costs.touching,
+            "first_touch": self.costs.first_touch,
             "units": {
                 unit: {
                     "assumed": {"flops": self.assumed.of(unit).flops, "nbytes": self.assumed.of(unit).nbytes},
@@ -116,33 +116,37 @@ def measure(asked: MeasureOptions) -> Measured:
         target = targets.first()
         limits = target.limits(asked.ram, threads, None)
         room = target.room(limits)
-        bench = Bench(target.machine, target.device, limits, room)
+        survey = Survey(target.machine, target.device, limits, room)
         tasks = sample_tasks(target.machine, target.device, _precisions(target, precision), limits, room)
-        old = stored(target.machine, target.device, limits.threads) if out is None else None
+        old = read_stored(target.machine, target.device, limits.threads) if out is None else None
         path = out or stored_path(target.machine, target.device, limits.threads)
         log_phase("running", f"measurements on {target.machine.processor}, {minutes:g} minutes at most")
         with _clock(target, limits, 60 * minutes, asked.clock) as timing:
-            timer = Timer(60 * minutes, asked.tell)
-            known = net is not None and old is not None and units_of(tasks) <= old.units.keys()
-            touching = bench.touched(old, again=not known)
+            timer = TimeBudget(60 * minutes, asked.tell)
+            known = net is not None and old is not None and not old.calibrated and units_of(tasks) <= old.units.keys()
+            first_touch = survey.touched(old, again=not known)
             if known and old is not None:
                 rates, runs = old.rates(TABLE), dict[Unit, int]()
             else:
-                rates, runs = bench.survey(tasks, timing, timer, 1.0 if net is None else SURVEY_SHARE)
-            if touching is not None:
-                rates = replace(rates, first_touch=touching, first_touch_measured=True)
+                rates, runs = survey.survey(tasks, timing, timer, 1.0 if net is None else SURVEY_SHARE)
+            if first_touch is not None:
+                rates = replace(rates, first_touch=first_touch, first_touch_measured=True)
             if not known:
-                first = bench.costs(rates, runs, [], old)  # there may be no plan for the network
+                first = _joined(old, survey.costs(rates, runs, []))  # there may be no plan for the network
                 write_costs(path, first, overwrite=asked.overwrite or out is None)
-            layers = [] if net is None else bench.deepen(rates, _request(net, target, limits), timing, timer)
-        costs = bench.costs(rates, runs, layers, old)
+            layers = [] if net is None else survey.deepen(rates, _request(net, target, limits), timing, timer)
+        costs = _joined(old, survey.costs(rates, runs, layers))
         write_costs(path, costs, overwrite=True)  # a file of this call, or one that may be replaced
         spent = time.monotonic() - begun
         log_phase("finished", f"{path} in {human_seconds(spent)}")
         notes = list(target.sentences)
         if target.device == "gpu" and threads is not None:
             notes.append(f"{option('threads')} are for the processor, and the GPU was measured")
-        return Measured(costs, bench.assumed, runs, len(layers), spent, path, tuple(notes))
+        return Measured(costs, survey.assumed, runs, len(layers), spent, path, tuple(notes))
+
+
+def _joined(old: Costs | None, new: Costs) -> Costs:
+    return new if old is None else old.with_newer(new)
 
 
 def _precisions(target: OpenTarget, asked: Precision | None) -> tuple[Precision, ...]:
@@ -151,9 +155,11 @@ def _precisions(target: OpenTarget, asked: Precision | None) -> tuple[Precision,
     return PRECISIONS if asked is None else (asked,)
 
 
-def _clock(target: OpenTarget, limits: Limits, seconds: float, given: Clock | None) -> AbstractContextManager[Clock]:
-    where = Where("cpu", limits.threads) if target.device == "cpu" else ON_GPU
-    return nullcontext(given) if given is not None else clock_of(where, target.gpu, target.machine, seconds)
+def _clock(
+    target: OpenTarget, limits: Limits, seconds: float, given: LayerTimer | None
+) -> AbstractContextManager[LayerTimer]:
+    where = Placement("cpu", limits.threads) if target.device == "cpu" else ON_GPU
+    return nullcontext(given) if given is not None else timer_on(where, target.gpu, target.machine, seconds)
 
 
 def _request(network: Network, target: OpenTarget, limits: Limits) -> PlanRequest:

@@ -36,7 +36,7 @@ from znnpy.shapes import PRECISIONS, Precision, Vec3
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from znnpy.measure.timing import Clock, Progress
+    from znnpy.measure.budget import LayerTimer, Progress
     from znnpy.planner.run_plan import RunPlan
     from znnpy.report.memory_sweep import Point
     from znnpy.report.rejected import Considered
@@ -143,6 +143,12 @@ class DeviceOptions(Checked):
         "path",
         unset="the speeds stored for this machine, if they still fit",
         metavar="FILE",
+    )
+    calibrate: bool = option(
+        True,
+        "measure a device of which no speeds are stored for at most 5 seconds, before a run of 10 seconds or more",
+        "flag",
+        off="Measure nothing before the plan is made",
     )
 
 
@@ -352,7 +358,7 @@ class MeasureOptions(MachineOptions):
     minutes: float = option(MEASURE_MINUTES, "minutes after which no further layer is measured", "positive")
     out: Path | None = option(None, "keep the costs in this file, and not in the cache folder", "new path")
     overwrite: bool = option(False, "replace the files that are written", "flag")
-    clock: Clock | None = option(None, "clock that times layers instead of the device's own")
+    clock: LayerTimer | None = option(None, "clock that times layers instead of the device's own")
     tell: Callable[[Progress], None] = option(ignore, "called before each layer that is timed")
 
 

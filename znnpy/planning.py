@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 
 from znnpy.costs.model import Rates, assumed_rates
+from znnpy.costs.store import CostStore
 from znnpy.errors import NoPlanError, ShapeError
 from znnpy.formats.networks import read_network
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Limits, this_machine
-from znnpy.measure.rigor import Study, rigor_of
-from znnpy.measure.shelf import Shelf
+from znnpy.measure.rigor import RigorMeasurement, rigor_of
 from znnpy.option_declarations import function_of
 from znnpy.option_values import COVERS
 from znnpy.options import PlanOptions
@@ -58,39 +58,39 @@ def plan_as_asked(asked: PlanOptions) -> RunPlan:
     devices = devices_asked(asked)
     if asked.machine is not None and asked.mode not in ("auto", "cpu", "gpu"):
         raise ValueError("a file of a machine holds the costs of one device: leave out machine, or mode")
-    rigor, shelf = rigor_of(asked.rigor, asked.time_limit), _shelf(asked)
-    asked = replace(asked, threads=shelf.threads(asked.threads))
-    devices = replace(devices, device=shelf.meant(devices.device))
-    planning = _Planning(asked, _work(asked), rigor, shelf, Study(asked.tell_progress))
+    rigor, store = rigor_of(asked.rigor, asked.time_limit), _cost_store(asked)
+    asked = replace(asked, threads=store.threads(asked.threads))
+    devices = replace(devices, device=store.meant(devices.device))
+    planning = _Planning(asked, _work(asked), rigor, store, RigorMeasurement(asked.tell_progress))
     if asked.machine is not None:
-        target = elsewhere(shelf, devices)
+        target = elsewhere(store, devices)
         planning = replace(planning, asked=replace(asked, mode=target.device))
-        made = for_elsewhere(planning.plan(target), shelf)
+        made = for_elsewhere(planning.plan(target), store)
         planning.tell(made, [target])
         return made
     return _here(planning, devices)
 
 
-def _shelf(asked: PlanOptions) -> Shelf:
+def _cost_store(asked: PlanOptions) -> CostStore:
     """Return the costs to plan with; ValueError for conflicting options."""
     if asked.costs is not None and asked.machine is not None:
         raise ValueError("a file of a machine holds its costs: give costs or machine")
     if asked.machine is not None and (asked.rigor != "estimate" or asked.paranoid):
         raise ValueError("layers run on the machine that is here: leave out rigor and paranoid, or machine")
-    return Shelf(asked.costs, machine=asked.machine)
+    return CostStore(asked.costs, machine=asked.machine, calibrate=asked.calibrate)
 
 
 def _here(planning: _Planning, devices: AskedDevices) -> RunPlan:
     """Return the plan for a device of this machine; it tells of the CPU's best plan where "auto" takes a GPU."""
     asked, network = planning.asked, planning.work.network
-    with Targets(devices, planning.shelf) as opened:
+    with Targets(devices, planning.store) as opened:
         for target in opened:
             with opened.attempt():
                 made = planning.plan(target)
                 break
         targets = [target]
         if made.device == "gpu" and devices.device == "auto" and asked.vram is None:
-            targets.append(OpenTarget(machine=this_machine(), costs=planning.shelf))
+            targets.append(OpenTarget(machine=this_machine(), costs=planning.store))
             with suppress(NoPlanError):
                 estimated = planning.estimated(targets[1])
                 made = replace(made, alternatives=(*made.alternatives, kind_of(network, made, estimated)))
@@ -129,8 +129,8 @@ class _Planning:
     asked: PlanOptions
     work: Work
     rigor: Rigor
-    shelf: Shelf
-    study: Study
+    store: CostStore
+    study: RigorMeasurement
 
     def request(self, target: OpenTarget) -> PlanRequest:
         """Return the request for a target, whose limits may be beyond what is free."""
@@ -162,7 +162,7 @@ class _Planning:
         targets  where the layers run, and where else they might have run
         """
         asked, target, network = self.asked, targets[0], self.work.network
-        sentences = (*target.sentences, *target.beyond(made.limits), *self.shelf.sentences, *self.study.sentences)
+        sentences = (*target.sentences, *target.beyond(made.limits), *self.store.sentences, *self.study.sentences)
         for sentence in sentences:
             asked.tell(sentence)
         if asked.tell_why is not None and made.main.offloaded:

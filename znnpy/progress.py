@@ -13,7 +13,7 @@ from znnpy.stopping import check_stopped
 from znnpy.units import human_bytes, human_seconds
 
 if TYPE_CHECKING:
-    from znnpy.measure.timing import Progress
+    from znnpy.measure.budget import Progress
     from znnpy.report.memory_sweep import Point
     from znnpy.run.pipeline import Event
 

@@ -18,9 +18,9 @@ from znnpy.kernels.contract import ConvWeights
 from znnpy.kernels.reference import convolve, max_filter, maxout
 from znnpy.kernels.table import find
 from znnpy.kernels.thread_pool import ThreadPool
-from znnpy.measure.layer import DeviceLayer, HostLayer, HostRamLayer, Position, Values
-from znnpy.measure.timing import Progress, Rooms, Where, lacking, layers_of
-from znnpy.measure.wisdom import wisdom_kept
+from znnpy.measure.budget import FreeBytes, Placement, Progress, lacking, layers_of
+from znnpy.measure.fftw_wisdom import wisdom_kept
+from znnpy.measure.layer_bench import DeviceLayer, HostLayer, HostRamLayer, Position, Values
 from znnpy.messages import option
 from znnpy.network import Network
 from znnpy.patches import Box
@@ -62,7 +62,9 @@ def check_plan(plan: RunPlan, network: Network, target: OpenTarget, tell: Callab
         tell(Progress(len(layers), len(layers), np.inf, ""))
 
 
-def _check_layer(choice: Choice, name: str, where: Where, rooms: Rooms, pool: ThreadPool, gpu: Device | None) -> None:
+def _check_layer(
+    choice: Choice, name: str, where: Placement, rooms: FreeBytes, pool: ThreadPool, gpu: Device | None
+) -> None:
     """Check one layer; it runs on fewer images if all do not fit into `rooms`."""
     primitive, shape, variant = find(choice.primitive, ALL), choice.shape, choice.variant
     while (lacks := lacking(where, primitive, shape, variant, rooms)) and shape.batch > 1:

@@ -17,7 +17,7 @@ from znnpy.costs.model import Rates, assumed_rates
 from znnpy.errors import NoPlanError, PlanFileError, ResumeError, VerifyError, VramError
 from znnpy.inference import infer
 from znnpy.machine import Machine, this_machine
-from znnpy.measure.layer import HostRamLayer, Position
+from znnpy.measure.layer_bench import HostRamLayer, Position
 from znnpy.option_values import OFFLOAD_MODES, AskedMode, OffloadMode
 from znnpy.planner import modes
 from znnpy.planner.memory import staging_bytes

@@ -14,14 +14,14 @@ import pytest
 
 from tests.support.cli import Place
 from znnpy import measurement
+from znnpy.costs import store
 from znnpy.costs.cost_file import Costs, versions
 from znnpy.costs.model import Rates, assumed_rates
+from znnpy.costs.store import stored_path
 from znnpy.errors import OutputError
 from znnpy.kernels.contract import Primitive, Variant
 from znnpy.kernels.table import TABLE, find
 from znnpy.machine import Gpu, this_machine
-from znnpy.measure import shelf
-from znnpy.measure.shelf import stored_path
 from znnpy.planner.memory import baseline_bytes
 from znnpy.planner.run_plan import RunPlan
 from znnpy.shapes import LayerShape
@@ -55,7 +55,7 @@ def here(place: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
         yield Clock()
 
     monkeypatch.setattr(measurement, "_clock", clock)
-    monkeypatch.setattr("znnpy.measure.measuring.touching_rate", lambda threads, nbytes: 2.0**32)
+    monkeypatch.setattr("znnpy.measure.survey.touching_rate", lambda threads, nbytes: 2.0**32)
     return place
 
 
@@ -97,7 +97,7 @@ def test_measured_costs_are_stored_and_used_by_plans(here: Place) -> None:
     assert not any(fitted(before))
     assert all(fitted(after))
     assert "memory is first written to at 4 GiB/s (assumed: 1)" in result.stdout.replace("\n", " ")
-    assert costs.touching == 2**32
+    assert costs.first_touch == 2**32
     assert [one["plan"]["preparing_measured"] for one in (before, after)] == [False, True]
     one, other = (one["plan"]["preparing_seconds"] for one in (before, after))
     assert 0 < other < one
@@ -306,7 +306,7 @@ def test_plan_for_an_absent_gpu_is_made_from_its_cost_file(here: Place) -> None:
         costs,
         device="gpu",
         threads=1,
-        touching=None,
+        first_touch=None,
         machine=replace(costs.machine, gpu=H200),
         primitives=versions(replace(costs.machine, gpu=H200), "gpu", TABLE),
         units={"gpu_stream": replace(costs.units["copy"], nbytes=1e12)},
@@ -334,6 +334,6 @@ def test_unwritable_cost_file_leaves_nothing(here: Place, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(OutputError, match=r"cannot write the costs .*: No space left on device"):
-        shelf.write_costs(stored(), Costs.load(stored()), overwrite=True)
+        store.write_costs(stored(), Costs.load(stored()), overwrite=True)
     assert stored().read_bytes() == before
     assert [path.name for path in stored().parent.glob("costs-*")] == [stored().name]

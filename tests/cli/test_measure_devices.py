@@ -14,11 +14,11 @@ from tests.support.emulated_gpus import EmulatedGpus
 from tests.support.emulator import EMULATED_GPU, needs_compiler
 from znnpy import measurement
 from znnpy.costs.cost_file import Costs
+from znnpy.costs.store import stored_path
 from znnpy.errors import DeviceError
 from znnpy.kernels.contract import Primitive, Variant
 from znnpy.machine import Gpu, this_machine
-from znnpy.measure.layer import DeviceLayer, Position
-from znnpy.measure.shelf import stored_path
+from znnpy.measure.layer_bench import DeviceLayer, Position
 from znnpy.options import MeasureOptions
 from znnpy.shapes import LayerShape
 

@@ -19,7 +19,7 @@ from znnpy.kernels.contract import Primitive, Variant
 from znnpy.kernels.table import find
 from znnpy.machine import this_machine
 from znnpy.measure import rigor
-from znnpy.measure.layer import HostLayer, Position
+from znnpy.measure.layer_bench import HostLayer, Position
 from znnpy.planner.run_plan import RunPlan
 from znnpy.shapes import LayerShape
 
@@ -40,10 +40,10 @@ class Clock:
 
 def timed_by(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
-    def clock_of(*words: Any) -> Iterator[Clock]:
+    def timer_on(*words: Any) -> Iterator[Clock]:
         yield clock
 
-    monkeypatch.setattr(rigor, "clock_of", clock_of)
+    monkeypatch.setattr(rigor, "timer_on", timer_on)
 
 
 def words(place: Place, *more: object) -> tuple[object, ...]:

@@ -55,10 +55,10 @@ def test_a_file_holds_what_was_measured() -> None:
 
 
 def test_the_rate_of_new_memory_is_as_measured_or_assumed() -> None:
-    measured = Costs.from_json(costs(touching=3e9).to_json()).rates(TABLE)
+    measured = Costs.from_json(costs(first_touch=3e9).to_json()).rates(TABLE)
     assert (measured.first_touch, measured.first_touch_measured) == (3e9, True)
     content = json.loads(costs().to_json())
-    content.pop("touching")
+    content.pop("first_touch")
     before = Costs.from_json(json.dumps(content)).rates(TABLE)  # a file that was written before it was measured
     assert (before.first_touch, before.first_touch_measured) == (CPU_FIRST_TOUCH, False)
 
@@ -143,9 +143,8 @@ def edited(*path: str | int, to: Any) -> str:
         ("[]", f"this is no cost file, and this version reads format {FORMAT}"),
         (edited("format", to=99), f"this is a cost file of format 99, and this version reads format {FORMAT}"),
         (edited("units", "product", "flops", to=0), "the costs are damaged: units.product.flops: "),
-        (edited("units", to={}), "the costs are damaged: units: "),
         (edited("units", "warp", to={"flops": 1.0, "nbytes": 1.0, "runs": 1}), "the costs are damaged: units.warp"),
-        (edited("touching", to=0.5), "the costs are damaged: touching: "),
+        (edited("first_touch", to=0.5), "the costs are damaged: first_touch: "),
         (edited("machine", "cores", to=0), "the costs are damaged: machine: "),
         (edited("machine", "simd", to="mmx"), "the costs are damaged: machine: "),
         (edited("device", to="gpu"), "the costs are damaged: the file: "),

@@ -298,7 +298,7 @@ import numpy as np
 from tests.support.damage import damaged_bytes, damaged_json
 from znnpy.kernels.cpu import fft
 from znnpy.machine import this_machine
-from znnpy.measure import wisdom as kept
+from znnpy.measure import fftw_wisdom as kept
 
 fft.TRANSFORM_SECONDS = kept.LEARNING_SECONDS = 60.0
 machine = this_machine()
@@ -345,7 +345,7 @@ from znnpy.errors import ResumeError
 from znnpy.inference import infer
 from znnpy.kernels.cpu import fft
 from znnpy.network import Conv, Network
-from znnpy.measure import wisdom as kept
+from znnpy.measure import fftw_wisdom as kept
 
 fft.TRANSFORM_SECONDS = kept.LEARNING_SECONDS = 60.0
 kept.SHORT_SECONDS, kept.LEARNING_PART = 0.0, 1e9

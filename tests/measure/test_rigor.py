@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -15,12 +16,13 @@ from tests.support.fake_primitives import FAST, MACHINE, POOL, SLOW, Fake
 from tests.support.flat_requests import request_of
 from znnpy.costs.model import Rates
 from znnpy.costs.size_trend import SIZES
+from znnpy.costs.store import CostStore
 from znnpy.errors import DeviceError, NoPlanError
 from znnpy.kernels.contract import Primitive, Variant
 from znnpy.machine import Limits
-from znnpy.measure.learning import Learner
-from znnpy.measure.rigor import HOPE, Study, _in_turn, _learnt, rigor_of
-from znnpy.measure.timing import Progress, Timer, Where, bytes_of
+from znnpy.measure.budget import Placement, Progress, TimeBudget, bytes_of
+from znnpy.measure.refine import Refiner
+from znnpy.measure.rigor import HOPE, RigorMeasurement, _in_turn, _learnt, rigor_of
 from znnpy.network import Conv, Network, Pool
 from znnpy.option_values import RigorLevel
 from znnpy.options import PlanOptions
@@ -32,10 +34,10 @@ from znnpy.shapes import LayerShape
 
 NETWORK = Network("three", 1, (Conv((2, 2, 2), 3), Pool((2, 2, 2)), Conv((2, 2, 2), 2)))
 LIMITS = Limits(2**34, 2)
-SITE = OpenTarget(machine=MACHINE)
 RATES = Rates(stage_seconds=0.0)
 THIRD = Fake("cpu.conv.third", "conv", flops=4.5)  # FAST's best variant takes 2.5
 TABLE = (SLOW, FAST, THIRD, POOL)
+SITE = OpenTarget(machine=MACHINE, costs=CostStore(table=TABLE))
 
 
 @dataclass
@@ -60,14 +62,14 @@ class Clock:
         return took
 
     @contextmanager
-    def on(self, site: OpenTarget, where: Where, seconds: float) -> Iterator[Clock]:
-        assert (site, where) == (SITE, Where("cpu", LIMITS.threads))
+    def on(self, site: OpenTarget, where: Placement, seconds: float) -> Iterator[Clock]:
+        assert (site, where) == (SITE, Placement("cpu", LIMITS.threads))
         assert seconds > 0
         yield self
 
-    def study(self, told: list[Progress] | None = None) -> Study:
+    def study(self, told: list[Progress] | None = None) -> RigorMeasurement:
         tell = (lambda progress: None) if told is None else told.append
-        return Study(tell, clock=self.on, now=lambda: self.now, costs=CostModel(table=TABLE))
+        return RigorMeasurement(tell, clock=self.on, now=lambda: self.now, costs=CostModel(table=TABLE))
 
 
 KNOWN: KnownRates = {"cpu": RATES}
@@ -115,6 +117,31 @@ def test_exhaustive_finds_what_is_faster_than_its_estimate() -> None:
     assert SLOW.name not in {name for name, _, _ in clock.runs}, f"it takes more than {1 / HOPE} times the best"
 
 
+@pytest.mark.parametrize("rigor", ["measure", "exhaustive"])
+def test_layers_that_were_timed_are_kept_and_not_timed_again(
+    rigor: RigorLevel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first, second = Clock({FAST.name: 5.0, THIRD.name: 0.8}), Clock({FAST.name: 5.0, THIRD.name: 0.8})
+    learnt = first.study().rates(SITE, asked(rigor), {})
+    assert first.runs
+    costs = CostStore(table=TABLE).of(MACHINE, "cpu", LIMITS.threads)
+    assert costs is not None
+    again = second.study().rates(SITE, asked(rigor), {"cpu": costs.rates(TABLE)})
+    assert second.runs == []
+    assert made(again) == made(learnt)
+
+
+def test_refusals_are_kept_and_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    Clock({}, refuses=FAST.name).study().rates(SITE, asked("measure"), {})
+    costs = CostStore(table=TABLE).of(MACHINE, "cpu", LIMITS.threads)
+    assert costs is not None
+    second = Clock({}, refuses=FAST.name)
+    assert FAST.name not in primitives(made(second.study().rates(SITE, asked("measure"), {"cpu": costs.rates(TABLE)})))
+    assert second.runs == []
+
+
 def test_nothing_is_timed_for_an_estimate() -> None:
     clock = Clock({})
     study = clock.study()
@@ -138,7 +165,7 @@ def test_when_the_time_is_up_the_best_so_far_is_kept_and_that_is_said(rigor: Rig
     assert made(rates).seconds > 0
 
 
-class Noted(Learner):
+class Noted(Refiner):
     """Notes whose plans it makes: each first plan takes long, and one request has none."""
 
     asked: ClassVar[list[str]] = []
@@ -156,7 +183,7 @@ def test_requests_are_learnt_in_turn() -> None:
     clock = Clock({FAST.name: 5.0})
     Noted.asked.clear()
     costs = CostModel(table=TABLE)
-    timer = Timer(999.0, lambda progress: None, lambda: clock.now + 1000.0 * len(Noted.asked) * (not clock.runs))
+    timer = TimeBudget(999.0, lambda progress: None, lambda: clock.now + 1000.0 * len(Noted.asked) * (not clock.runs))
     learner = Noted({"cpu": RATES}, timer, partial(clock.on, SITE), LIMITS.threads, {"cpu": 2**34}, costs)
     none, sooner, whole = (replace(asked("measure"), itemsize_in=count) for count in (1, 2, 4))
     assert _learnt(learner, [none, sooner, whole])
@@ -209,8 +236,8 @@ def test_long_and_large_layers_run_on_fewer_images() -> None:
     for factor, room, most in ((1.0, 2**34, 8), (1e9, 2**34, 1), (1.0, 3 * one, 2), (1.0, one - 1, 0)):
         clock = Clock({})
         slow = RATES.scaled(1 / factor, 1 / factor)
-        timer = Timer(inf, lambda progress: None, lambda: 0.0)
-        learner = Learner(
+        timer = TimeBudget(inf, lambda progress: None, lambda: 0.0)
+        learner = Refiner(
             {"cpu": slow}, timer, partial(clock.on, SITE), LIMITS.threads, {"cpu": room}, CostModel(table=TABLE)
         )
         learner.learn_layers(plan)

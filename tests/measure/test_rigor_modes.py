@@ -20,8 +20,8 @@ from znnpy.kernels.contract import Primitive, Variant
 from znnpy.kernels.table import IN_HOST_RAM, find
 from znnpy.machine import Machine, this_machine
 from znnpy.measure import rigor
-from znnpy.measure.rigor import Study
-from znnpy.measure.timing import ON_GPU, Progress, Where, bytes_of, lacking, layers_of
+from znnpy.measure.budget import ON_GPU, Placement, Progress, bytes_of, lacking, layers_of
+from znnpy.measure.rigor import RigorMeasurement
 from znnpy.network import Conv
 from znnpy.option_values import AskedMode, DeviceKind
 from znnpy.planner import modes
@@ -66,9 +66,9 @@ class Clocks:
     factors: dict[str, float]
     refuses: str = ""
     now: float = 100.0
-    runs: list[tuple[Where, str, LayerShape, Variant]] = field(default_factory=list)
+    runs: list[tuple[Placement, str, LayerShape, Variant]] = field(default_factory=list)
 
-    def rates(self, where: Where) -> Rates:
+    def rates(self, where: Placement) -> Rates:
         """The truth."""
         base = gpu_rates() if where.device == "gpu" else cpu_rates()
         names = {f"{p.name} fp32": self.factors.get(p.name, self.factors.get("", 1.0)) for p in ALL}
@@ -76,7 +76,7 @@ class Clocks:
         return rates.slowed(THREADS / where.threads) if where.device == "cpu" else rates
 
     @contextmanager
-    def at(self, where: Where, device: Any, machine: Machine, seconds: float) -> Iterator[Any]:
+    def at(self, where: Placement, device: Any, machine: Machine, seconds: float) -> Iterator[Any]:
         """As `clock_of`."""
         assert (device is None) == (machine.gpu is None)
         assert seconds > 0
@@ -95,7 +95,7 @@ class Clocks:
         yield Clock()
 
     @property
-    def names(self) -> dict[Where, set[str]]:
+    def names(self) -> dict[Placement, set[str]]:
         return {where: {name for at, name, *_ in self.runs if at == where} for where, *_ in self.runs}
 
 
@@ -111,7 +111,7 @@ def go(place: Place, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunPlan]:
 
     def planned(mode: AskedMode, clocks: Clocks | None, **words: Any) -> RunPlan:
         if clocks is not None:
-            monkeypatch.setattr(rigor, "clock_of", clocks.at)
+            monkeypatch.setattr(rigor, "timer_on", clocks.at)
             words = {"rigor": "measure", "time_limit": 1e9} | words
         given: dict[str, Any] = {"volume": place.volume, "threads": THREADS, "cover": "patches", "precision": "fp32"}
         given |= {"patch": (2, 4, 4)} if mode == "side-by-side" else {}
@@ -154,7 +154,7 @@ def test_the_processors_layers_make_way_where_they_are_slower_than_estimated(
     clocks = Clocks({slow: 40.0})
     made = go(mode, clocks)
     check_as_told(made, clocks)
-    assert slow in clocks.names[Where("cpu", CREWS[mode])]
+    assert slow in clocks.names[Placement("cpu", CREWS[mode])]
     assert slow not in {chosen.primitive for _, chosen in layers_of(made)}
 
 
@@ -169,7 +169,7 @@ def test_hosted_layers_of_a_gpu_take_what_they_took_as_a_whole(go: Callable[...,
     for chosen in hosted:
         inner, largest, own = HOST_RAM.largest(chosen.shape, chosen.variant)
         first = clocks.runs.index((ON_GPU, inner.name, largest, own))
-        assert first < clocks.runs.index((Where("gpu", 3), HOST_RAM.name, chosen.shape, chosen.variant))
+        assert first < clocks.runs.index((Placement("gpu", 3), HOST_RAM.name, chosen.shape, chosen.variant))
 
 
 def test_what_columns_carry_comes_on_top_of_what_was_measured(place: Place, go: Callable[..., RunPlan]) -> None:
@@ -181,7 +181,7 @@ def test_what_columns_carry_comes_on_top_of_what_was_measured(place: Place, go: 
     hosted = [chosen for chosen in made.choices[: made.main.offloaded] if chosen.primitive == HOST_RAM.name]
     assert hosted
     for chosen in hosted:
-        told = clocks.rates(Where("gpu", 3)).seconds(HOST_RAM, chosen.shape, chosen.variant)
+        told = clocks.rates(Placement("gpu", 3)).seconds(HOST_RAM, chosen.shape, chosen.variant)
         carried = (CARRY_TRAFFIC + JOIN_TRAFFIC) * carry_bytes(chosen.shape) / cpu_rates().copy_bandwidth
         assert chosen.seconds == pytest.approx(told + carried, rel=1e-9)
         assert chosen.seconds > 1.0001 * told
@@ -211,7 +211,7 @@ def test_auto_takes_a_mode_by_what_was_measured(go: Callable[..., RunPlan], monk
 def test_all_devices_share_the_time(go: Callable[..., RunPlan], monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     whole, clocks, told = Clocks({}), Clocks({}), list[str]()
     going = [whole]
-    monkeypatch.setattr(planning, "Study", partial(Study, now=lambda: going[0].now))
+    monkeypatch.setattr(planning, "RigorMeasurement", partial(RigorMeasurement, now=lambda: going[0].now))
     go(mode, whole)
     going[0], limit = clocks, 0.5 * (whole.now - 100.0)
     go(mode, clocks, time_limit=limit, tell=told.append)
@@ -238,7 +238,7 @@ def test_tensors_of_the_host_count_in_its_memory() -> None:
     host = shape.in_bytes + shape.out_bytes + footprint.host
     device = footprint.resident + sum(scratch.nbytes for scratch in footprint.scratch) + footprint.allowance
     assert host + device == bytes_of(HOST_RAM, shape, variant, 2)
-    there = Where("gpu", 2)
+    there = Placement("gpu", 2)
     for missing in (0, 1):
         assert lacking(there, HOST_RAM, shape, variant, {"cpu": host - missing, "gpu": device}) == (
             ("cpu", host) if missing else None
@@ -255,8 +255,10 @@ def test_layers_of_a_plan_that_was_made_elsewhere(go: Callable[..., RunPlan], mo
     made, clocks = go(mode, None, **words), Clocks({"": 3.0})
     known: KnownRates = {"gpu": gpu_rates(), "cpu": cpu_rates()}
 
-    def study() -> Study:
-        return Study(clock=lambda target, where, seconds: clocks.at(where, target.gpu, target.machine, seconds))
+    def study() -> RigorMeasurement:
+        return RigorMeasurement(
+            clock=lambda target, where, seconds: clocks.at(where, target.gpu, target.machine, seconds)
+        )
 
     with Targets(AskedDevices(made.device)) as targets:
         opened = targets.first()

@@ -15,12 +15,13 @@ from tests.support.fake_plans import MIXED as NETWORK
 from tests.support.fake_primitives import WITH_GPU, Fake
 from tests.support.flat_requests import make_plan
 from znnpy.costs.model import GPU_STAGE_SECONDS, Rates, assumed_rates
+from znnpy.costs.store import CostStore
 from znnpy.errors import DeviceError
 from znnpy.kernels.contract import Footprint, Primitive, Scratch, Variant, Work
 from znnpy.machine import Limits
-from znnpy.measure import calibration
-from znnpy.measure.calibration import measured_rates
-from znnpy.measure.clocks import LONG_SECONDS
+from znnpy.measure import gpu_layers
+from znnpy.measure.gpu_layers import measured_rates
+from znnpy.measure.layer_timer import LONG_SECONDS
 from znnpy.shapes import ConvShape, LayerShape
 
 REFUSES = "gpu.conv.stubborn"
@@ -148,15 +149,15 @@ TABLE: tuple[Primitive, ...] = (ON_CPU, PRAISED, PLAIN, LAZY, *REST)
 
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Keep measurements in a separate cache, and let volumes be measured in no time."""
-    monkeypatch.setattr(calibration, "cache_folder", lambda: tmp_path / "cache")
-    monkeypatch.setattr(calibration, "VOLUMES", ((1, (10, 8, 6, 4), LONG_SECONDS),))
-    return tmp_path / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(gpu_layers, "VOLUMES", ((1, (10, 8, 6, 4), LONG_SECONDS),))
+    return tmp_path / "cache" / "znnpy"
 
 
 def rates_of(card: Card, table: Sequence[Primitive] = TABLE, **words: Any) -> Rates:
-    settings: dict[str, Any] = {"vram_bytes": 2**30, **words}
+    settings: dict[str, Any] = {"vram_bytes": 2**30, "threads": 2, "store": CostStore(table=table), **words}
     precision = settings.pop("precision", "tf32")
-    return measured_rates(card, settings.pop("machine", WITH_GPU), NETWORK, precision, table=table, **settings)  # type: ignore[arg-type]
+    return measured_rates(card, settings.pop("machine", WITH_GPU), NETWORK, precision, **settings)  # type: ignore[arg-type]
 
 
 def measured(card: Card) -> list[str]:

@@ -1,4 +1,4 @@
-"""The costs that `znnpy measure` found on one machine, as data that saves itself and checks that it applies."""
+"""What was measured of one device of one machine, as data that saves itself and checks where it applies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from typing import Annotated
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
-from znnpy.costs.model import Rate, Rates, assumed_rates
+import znnpy
+from znnpy.costs.fit import Run, fitted
+from znnpy.costs.model import Rate, Rates, assumed_rates, method
 from znnpy.costs.samples import samples
 from znnpy.costs.size_trend import SIZES
 from znnpy.json_file import SHOWN, JsonFile
@@ -23,10 +25,11 @@ from znnpy.messages import excerpt
 from znnpy.option_values import DeviceKind
 from znnpy.shapes import PRECISIONS, LayerShape
 
-FORMAT = 3  # version of the file
+FORMAT = 4  # version of the file
 AGAIN = "measure again with `znnpy measure`"
 
 MOST_COUNT = 2**60  # of whatever a machine has
+MOST_REASON = 500  # characters of a refusal that are kept
 MOST_IN_VARIANT = 2**20  # such as the size of a tile: primitives may go through all smaller ones
 Speed = Annotated[float, Field(ge=1, lt=1e18, allow_inf_nan=False)]
 Factor = Annotated[float, Field(gt=1e-3, lt=1e3, allow_inf_nan=False)]
@@ -55,18 +58,23 @@ def _checked_variant(variant: Variant) -> Variant:
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
 class Measurement:
-    """Seconds of one run of one layer."""
+    """The seconds that one layer took.
+
+    threads  threads of the processor that copied for a GPU whose layer had its tensors in host memory; 0: none did
+    """
 
     primitive: str
     version: int
     variant: Annotated[Variant, AfterValidator(_checked_variant)]
     shape: Annotated[LayerShape, Field(discriminator="kind")]
     seconds: Annotated[float, Field(gt=0, lt=1e6, allow_inf_nan=False)]
+    threads: Annotated[int, Field(ge=0, le=2**12)] = 0
 
     def runs(self, primitive: Primitive, machine: Machine) -> bool:
-        """Return whether `primitive` runs such a layer in such a way.
+        """Return whether `primitive` can run this layer with this variant.
 
-        Its variants are no list to look in: it was timed on fewer images than the plan that chose the variant has.
+        The variants that the primitive proposes are no measure: the layer may have been timed on fewer images than the
+        plan that chose its variant has.
         """
         if primitive.kind != self.shape.kind or primitive.why_not(self.shape, machine) is not None:
             return False
@@ -75,6 +83,20 @@ class Measurement:
         except (ArithmeticError, KeyError, TypeError, ValueError):  # a variant of another primitive, or of none
             return False
         return True
+
+    def same_layer(self, other: Measurement) -> bool:
+        """Return whether the other measurement timed the same layer in the same way."""
+        return replace(self, seconds=1.0) == replace(other, seconds=1.0)
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
+class Refusal:
+    """The reason that a device gave when it refused to run a layer."""
+
+    primitive: str
+    version: int
+    shape: Annotated[LayerShape, Field(discriminator="kind")]
+    reason: Annotated[str, Field(min_length=1, max_length=MOST_REASON)]
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
@@ -88,28 +110,55 @@ class UnitSpeed:
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
 class Costs:
-    """Speeds of one device of one machine.
+    """All that was measured of one device of one machine.
 
-    Units that are missing were not measured: their rates are assumed, as much faster or slower as the others were.
+    threads        threads that ran the layers; 1 for a GPU
+    primitives     versions of the primitives that run there
+    units          rates of units; a unit that is missing is assumed, as much faster or slower as the others were
+    by_size        factors of primitives at SIZES
+    stage_seconds  seconds that a stage takes to begin; None: not measured
+    first_touch    bytes per second at which new memory is first written to; None: not measured
+    calibrated     the units come from a calibration of a few seconds, not from `znnpy measure`
+    layers         layers of networks, as plans run them
+    samples        layers of networks on volumes of several sizes, to which a GPU's rates are fitted once more
+    refusals       layers that the device refused to run
+    settled        digests of networks all of whose samples were timed, and the bytes of GPU memory that allowed
+    links          bytes per second from host memory to the GPU, by the name of the host
     """
 
     format: int
     znnpy_version: str
     device: DeviceKind
-    threads: Annotated[int, Field(ge=1, le=2**12)]  # threads that ran the layers; unused on a GPU
+    threads: Annotated[int, Field(ge=1, le=2**12)]
     machine: Annotated[Machine, AfterValidator(_checked_machine)]
-    primitives: dict[str, int]  # versions of the primitives that ran there
-    units: Annotated[dict[Unit, UnitSpeed], Field(min_length=1)]
-    by_size: dict[str, Annotated[tuple[Factor, ...], Field(min_length=len(SIZES), max_length=len(SIZES))]]
-    stage_seconds: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)]  # seconds that a stage takes to begin
-    layers: tuple[Measurement, ...]  # layers of networks, as their plans run them
-    touching: Speed | None = None  # bytes per second of first writes to new memory; None: not measured
+    primitives: dict[str, int]
+    units: dict[Unit, UnitSpeed] = Field(default_factory=dict)
+    by_size: dict[str, Annotated[tuple[Factor, ...], Field(min_length=len(SIZES), max_length=len(SIZES))]] = Field(
+        default_factory=dict
+    )
+    stage_seconds: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] | None = None
+    first_touch: Speed | None = None
+    calibrated: bool = False
+    layers: tuple[Measurement, ...] = ()
+    samples: tuple[Measurement, ...] = ()
+    refusals: tuple[Refusal, ...] = ()
+    settled: dict[str, Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
+    links: dict[str, Speed] = Field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if (self.device == "gpu") != (self.machine.gpu is not None):
             raise ValueError("costs of a GPU name it, and costs of a processor name none")
-        if self.device == "gpu" and self.touching is not None:
+        if self.device == "gpu" and self.first_touch is not None:
             raise ValueError("costs of a GPU say nothing of memory that is first written to")
+        if self.device == "cpu" and (self.samples or self.settled or self.links):
+            raise ValueError("samples of networks and links are those of a GPU")
+
+    @staticmethod
+    def empty(machine: Machine, device: DeviceKind, threads: int, table: Sequence[Primitive]) -> Costs:
+        """Return the costs of a device of which nothing was measured; `machine` may have a GPU beside a processor."""
+        of = replace(machine, gpu=None) if device == "cpu" else machine
+        used = threads if device == "cpu" else 1
+        return Costs(FORMAT, znnpy.__version__, device, used, of, versions(of, device, table))
 
     @property
     def name(self) -> str:
@@ -117,21 +166,78 @@ class Costs:
         gpu = self.machine.gpu
         return self.machine.processor if gpu is None else f"{gpu.name} beside {self.machine.processor}"
 
-    def rates(self, table: Sequence[Primitive]) -> Rates:
-        """Return the rates for the planner, without layers that no primitive of `table` runs as measured."""
-        known = {(p.name, p.version): p for p in table}
-        rates = replace(
-            self._units(assumed_rates(self.machine, self.threads, self.device)),
-            stage_seconds=self.stage_seconds,
-            fitted=frozenset(self.units),
-            by_size=self.by_size,
+    def with_newer(self, newer: Costs) -> Costs:
+        """Return these costs with what was measured later, on the same device; it replaces what it measured again.
+
+        Units keep their rates where they were not measured again. Factors of primitives belong to the rates that were
+        fitted together with them, so those of the newer rates replace all others.
+        """
+        fitted = newer if newer.units else self
+        return replace(
+            newer,
+            units={**self.units, **newer.units},
+            by_size=fitted.by_size,
+            stage_seconds=fitted.stage_seconds,
+            calibrated=fitted.calibrated,
+            first_touch=newer.first_touch or self.first_touch,
+            layers=_joined(self.layers, newer.layers),
+            samples=_joined(self.samples, newer.samples),
+            refusals=tuple(dict.fromkeys((*self.refusals, *newer.refusals))),
+            settled={**self.settled, **newer.settled},
+            links={**self.links, **newer.links},
         )
-        if self.touching is not None:
-            rates = replace(rates, first_touch=self.touching, first_touch_measured=True)
-        for layer in self.layers:
-            primitive = known.get((layer.primitive, layer.version))
-            if primitive is not None and layer.runs(primitive, self.machine):
-                rates = rates.with_measurement(primitive, layer.shape, layer.variant, layer.seconds)
+
+    def shortened(self) -> Costs:
+        """Return these costs without the oldest eighth of all layers; no network counts as settled then."""
+        layers, samples, refusals = self.layers, self.samples, self.refusals
+        return replace(
+            self,
+            layers=layers[-(-len(layers) // 8) :],
+            samples=samples[-(-len(samples) // 8) :],
+            refusals=refusals[-(-len(refusals) // 8) :],
+            settled={},
+        )
+
+    def unit_rates(self, table: Sequence[Primitive]) -> Rates:
+        """Return the rates of units, and which layers the device refuses, without single layers that were measured."""
+        rates = self._units(assumed_rates(self.machine, self.threads, self.device))
+        rates = replace(rates, fitted=frozenset(self.units), by_size=self.by_size)
+        if self.stage_seconds is not None:
+            rates = replace(rates, stage_seconds=self.stage_seconds)
+        if self.first_touch is not None:
+            rates = replace(rates, first_touch=self.first_touch, first_touch_measured=True)
+        known = {(p.name, p.version): p for p in table}
+        for refusal in self.refusals:
+            primitive = known.get((refusal.primitive, refusal.version))
+            if primitive is not None and primitive.kind == refusal.shape.kind:
+                rates = rates.with_refusal(primitive, refusal.shape, refusal.reason)
+        return rates
+
+    def rates(self, table: Sequence[Primitive], threads: int = 0) -> Rates:
+        """Return all rates for the planner, without layers that no primitive of `table` runs as measured.
+
+        threads  threads that copy for a GPU: layers that others copied for are left out
+        """
+        known = {(p.name, p.version): p for p in table}
+        samples, layers = (
+            [
+                (primitive, of)
+                for of in measurements
+                if (primitive := known.get((of.primitive, of.version))) is not None
+                and of.threads in (0, threads)
+                and of.runs(primitive, self.machine)
+            ]
+            for measurements in (self.samples, self.layers)
+        )
+        rates = self.unit_rates(table)
+        runs = [
+            Run(tuple(p.work(of.shape, of.variant)), of.seconds, method(p, of.shape))
+            for p, of in samples
+        ]  # fmt: skip
+        rates = fitted(rates, runs, begins=False)
+        for primitive, of in (*layers, *samples):
+            if not rates.was_measured_near(primitive, of.shape, of.variant):
+                rates = rates.with_measurement(primitive, of.shape, of.variant, of.seconds)
         return rates
 
     def _units(self, assumed: Rates) -> Rates:
@@ -167,6 +273,11 @@ class Costs:
     def load(path: Path) -> Costs:
         """Read the costs in a file; PlanFileError names the file."""
         return _document().load(path)
+
+
+def _joined(older: tuple[Measurement, ...], newer: tuple[Measurement, ...]) -> tuple[Measurement, ...]:
+    """Return all measurements, without older ones of layers that were timed again."""
+    return (*(old for old in older if not any(old.same_layer(new) for new in newer)), *newer)
 
 
 def _distance(factor: float) -> float:

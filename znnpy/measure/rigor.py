@@ -5,16 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
 
+from znnpy.costs.cost_file import Costs
 from znnpy.costs.model import Rates, assumed_rates
 from znnpy.errors import NoPlanError
+from znnpy.kernels.contract import device_of
 from znnpy.machine import Limits
-from znnpy.measure.clocks import clock_of
-from znnpy.measure.learning import Learner
-from znnpy.measure.timing import Clock, Progress, Timer, Where
+from znnpy.measure.budget import LayerTimer, Placement, Progress, TimeBudget
+from znnpy.measure.layer_timer import timer_on
+from znnpy.measure.refine import Refiner
 from znnpy.messages import option
 from znnpy.option_values import OFFLOAD_MODES, DeviceKind, RigorLevel
 from znnpy.planner.request import CostModel, KnownRates, PlanRequest, Rigor
@@ -25,7 +27,7 @@ from znnpy.units import human_bytes
 TIME_LIMIT = 60.0  # seconds that "measure" may take where nobody said how long
 HOPE = 0.5  # assumed: no layer takes less than this share of its estimate
 
-Clocks = Callable[[OpenTarget, Where, float], AbstractContextManager[Clock]]
+TimersOn = Callable[[OpenTarget, Placement, float], AbstractContextManager[LayerTimer]]
 
 
 def rigor_of(level: RigorLevel, time_limit: float | None) -> Rigor:
@@ -39,13 +41,13 @@ def rigor_of(level: RigorLevel, time_limit: float | None) -> Rigor:
     return Rigor(level, time_limit)
 
 
-def clock_on(target: OpenTarget, where: Where, seconds: float) -> AbstractContextManager[Clock]:
+def timer_for(target: OpenTarget, where: Placement, seconds: float) -> AbstractContextManager[LayerTimer]:
     """Return a clock of what a target has open, for a run of so many seconds."""
-    return clock_of(where, target.gpu, target.machine, seconds)
+    return timer_on(where, target.gpu, target.machine, seconds)
 
 
 @dataclass(slots=True)
-class Study:
+class RigorMeasurement:
     """Measures as much as a request's rigor asks for, and knows what it found.
 
     measure     layers of the best plan, until the best plan holds none that was not measured at about its size
@@ -56,7 +58,7 @@ class Study:
     """
 
     tell: Callable[[Progress], None] = lambda progress: None
-    clock: Clocks = clock_on
+    clock: TimersOn = timer_for
     now: Callable[[], float] = time.monotonic
     costs: CostModel = field(default_factory=CostModel)  # with other rates
     done: RigorLevel = "estimate"  # of the rigor, before the time was up
@@ -73,17 +75,17 @@ class Study:
         rigor, request = request.rigor, request.without_alternatives()
         if rigor.level == "estimate":
             return known
-        learner = self._learner(target, request.limits, rigor.seconds, known)
-        begun, requests = dict(learner.rates), _in_turn(request)
+        refiner = self._refiner(target, request.limits, rigor.seconds, known)
+        begun, requests = dict(refiner.rates), _in_turn(request)
         self.done = "measure"
-        whole = _learnt(learner, requests)
+        whole = _learnt(refiner, requests)
         if whole and rigor.level == "exhaustive":
-            learner.hope(HOPE)
-            whole = _learnt(learner, requests)
-            learner.hope(1.0)
-            self.done = "exhaustive" if whole and not learner.too_large else "measure"
-        self._report(learner, begun, whole=whole, seconds=rigor.seconds)
-        return learner.rates
+            refiner.hope(HOPE)
+            whole = _learnt(refiner, requests)
+            refiner.hope(1.0)
+            self.done = "exhaustive" if whole and not refiner.too_large else "measure"
+        self._report(refiner, target, begun, whole=whole, seconds=rigor.seconds)
+        return refiner.rates
 
     def layers_timed(self, plan: RunPlan, target: OpenTarget, known: KnownRates, seconds: float = inf) -> KnownRates:
         """Return what is known with what was measured of the layers of one plan that were not known at their size.
@@ -93,29 +95,41 @@ class Study:
 
         So plans may be made elsewhere, and in turn with this.
         """
-        learner = self._learner(target, plan.limits, seconds, known)
-        begun = dict(learner.rates)
+        refiner = self._refiner(target, plan.limits, seconds, known)
+        begun = dict(refiner.rates)
         self.done = "measure"
-        self._report(learner, begun, whole=learner.learn_layers(plan), seconds=seconds)
-        return learner.rates
+        self._report(refiner, target, begun, whole=refiner.learn_layers(plan), seconds=seconds)
+        return refiner.rates
 
-    def _learner(self, target: OpenTarget, limits: Limits, seconds: float, known: KnownRates) -> Learner:
+    def _refiner(self, target: OpenTarget, limits: Limits, seconds: float, known: KnownRates) -> Refiner:
         devices: set[DeviceKind] = {"cpu", target.device}
         machine, threads = target.machine, limits.threads
         begun = {device: known.get(device) or assumed_rates(machine, threads, device) for device in devices}
-        timer = Timer(seconds, self.tell, self.now)
+        timer = TimeBudget(seconds, self.tell, self.now)
         clocks = partial(self.clock, target)
-        return Learner(begun, timer, clocks, threads, target.rooms(limits), self.costs)
+        return Refiner(begun, timer, clocks, threads, target.rooms(limits), self.costs)
 
-    def _report(self, learner: Learner, begun: KnownRates, *, whole: bool, seconds: float) -> None:
+    def _report(self, refiner: Refiner, target: OpenTarget, begun: KnownRates, *, whole: bool, seconds: float) -> None:
         """Keep what was found, and sentences on what was not measured."""
-        self.sentences += _left_out(learner)
+        self.sentences += _left_out(refiner)
         if not whole:
             self.sentences.append(
-                f"the time limit of {seconds:,.3g} s was up after {len(learner.found)} layers were measured, "
+                f"the time limit of {seconds:,.3g} s was up after {len(refiner.found)} layers were measured, "
                 f"before all were that may be in the best plan: give more {option('time_limit')}"
             )
-        self.found = {device: rates for device, rates in learner.rates.items() if rates != begun[device]}
+        _keep(refiner, target)
+        self.found = {device: rates for device, rates in refiner.rates.items() if rates != begun[device]}
+
+
+def _keep(refiner: Refiner, target: OpenTarget) -> None:
+    """Keep what was measured in the store of measured costs."""
+    store = target.costs
+    for device in refiner.rates:
+        layers = tuple(layer for layer in refiner.found if device_of(layer.primitive) == device)
+        refusals = tuple(refusal for refusal in refiner.refusals if device_of(refusal.primitive) == device)
+        if layers or refusals:
+            empty = Costs.empty(target.machine, device, refiner.threads, store.table)
+            store.keep(replace(empty, layers=layers, refusals=refusals))
 
 
 def _in_turn(request: PlanRequest) -> list[PlanRequest]:
@@ -128,22 +142,22 @@ def _in_turn(request: PlanRequest) -> list[PlanRequest]:
     return [request] if one and target.devices == 1 else [request.on_one_device(), request]
 
 
-def _learnt(learner: Learner, requests: list[PlanRequest]) -> bool:
+def _learnt(refiner: Refiner, requests: list[PlanRequest]) -> bool:
     """Return False where the time was up before the end; the first plan of each takes none of that time."""
     for sooner in requests[:-1]:
         with suppress(NoPlanError):
-            if not _learnt(learner, [sooner]):
+            if not _learnt(refiner, [sooner]):
                 return False
-    with learner.timer.paused():
-        first = learner.plan(requests[-1])
-    return learner.learn(requests[-1], first=first)
+    with refiner.timer.paused():
+        first = refiner.plan(requests[-1])
+    return refiner.learn(requests[-1], first=first)
 
 
-def _left_out(learner: Learner) -> list[str]:
+def _left_out(refiner: Refiner) -> list[str]:
     """Return a sentence on the layers that did not fit, for each memory."""
     names: dict[DeviceKind, str] = {"cpu": "RAM", "gpu": "VRAM"}
     return [
-        f"layers that one image of needs more than the {human_bytes(max(0, learner.rooms[device]))} of {names[device]} "
+        f"layers that one image of needs more than the {human_bytes(max(0, refiner.rooms[device]))} of {names[device]} "
         f"that are free for them, {len(cases)} in all, were not measured and count as estimated"
-        for device, cases in learner.too_large.items()
+        for device, cases in refiner.too_large.items()
     ]

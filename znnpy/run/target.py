@@ -12,11 +12,11 @@ from typing import Self
 
 from znnpy.costs.cost_file import Costs
 from znnpy.costs.model import Rates
+from znnpy.costs.store import CostStore
 from znnpy.errors import DeviceError, NoPlanError, PlanFileError
 from znnpy.kernels.gpu.device import Device, find_gpu, find_gpus
 from znnpy.machine import Gpu, Limits, Machine, limits_of, process_bytes, this_machine
-from znnpy.measure.calibration import measured_rates
-from znnpy.measure.shelf import Shelf
+from znnpy.measure.gpu_layers import MOST_SECONDS, measured_rates
 from znnpy.messages import option
 from znnpy.network import Network
 from znnpy.option_values import AskedMode, DeviceKind
@@ -76,7 +76,7 @@ class OpenTarget:
     planned_gpus: int = 1
     free_bytes: int | None = None
     context_bytes: int = 0
-    costs: Shelf = field(default_factory=Shelf)
+    costs: CostStore = field(default_factory=CostStore)
 
     @property
     def device(self) -> DeviceKind:
@@ -130,11 +130,19 @@ class OpenTarget:
 
     def rates(self, network: Network, limits: Limits) -> Rates | None:
         """As `znnpy measure` found them; of a GPU that is here, the network's layers too. None: assumed."""
-        stored = self.costs.of(self.machine, self.device, limits.threads)
         if self.gpu is None or limits.vram_bytes is None:
-            return None if stored is None else stored.rates(self.costs.table)
-        room = self.room(limits)
-        return DRIVER.rates(self.gpus[0], self.machine, network, self.precision, vram_bytes=room, stored=stored)
+            known = self.costs.of(self.machine, self.device, limits.threads)
+            return None if known is None else known.rates(self.costs.primitives, limits.threads)
+        return DRIVER.rates(
+            self.gpus[0],
+            self.machine,
+            network,
+            self.precision,
+            vram_bytes=self.room(limits),
+            threads=limits.threads,
+            store=self.costs,
+            seconds=MOST_SECONDS if self.costs.calibrate else 0.0,
+        )
 
     def room(self, limits: Limits) -> int:
         """Bytes of the device's memory that a layer which is timed may take: within the limits and what is there."""
@@ -186,15 +194,15 @@ class OpenTarget:
 
 def processor_rates(machine: Machine, limits: Limits) -> Rates | None:
     """Return what `znnpy measure` stored of the CPU of a machine with a GPU; None: nothing, so it is assumed."""
-    shelf = Shelf()
-    costs = shelf.of(replace(machine, gpu=None), "cpu", limits.threads)
-    return None if costs is None else costs.rates(shelf.table)
+    store = CostStore()
+    costs = store.of(replace(machine, gpu=None), "cpu", limits.threads)
+    return None if costs is None else costs.rates(store.primitives)
 
 
 class Targets:
     """The targets that a caller may mean, opened one after the other until one has a plan. A context manager.
 
-        with Targets(asked, shelf) as targets:
+        with Targets(asked, store) as targets:
             for target in targets:
                 with targets.attempt():
                     plan = make_plan(...)
@@ -206,8 +214,8 @@ class Targets:
     Iteration raises DeviceError when the GPU is meant and there is none to use, or there are not so many.
     """
 
-    def __init__(self, asked: AskedDevices, costs: Shelf | None = None) -> None:
-        self._asked, self._costs = asked, costs or Shelf()
+    def __init__(self, asked: AskedDevices, costs: CostStore | None = None) -> None:
+        self._asked, self._costs = asked, costs or CostStore()
         self._open = ExitStack()
         self._on: OpenTarget | None = None  # the GPU's target, while it is tried
         self._gpu: Gpu | None = None
@@ -282,7 +290,7 @@ class Targets:
         )
 
 
-def elsewhere(costs: Shelf, asked: AskedDevices) -> OpenTarget:
+def elsewhere(costs: CostStore, asked: AskedDevices) -> OpenTarget:
     """Return the machine that a file of costs is of, as if nobody used its GPUs.
 
     PlanFileError where another device than the file's is asked for.
@@ -321,7 +329,7 @@ def check_here(plan: RunPlan) -> None:
         )
 
 
-def for_elsewhere(plan: RunPlan, costs: Shelf) -> RunPlan:
+def for_elsewhere(plan: RunPlan, costs: CostStore) -> RunPlan:
     """`plan`, marked as of the machine that a file of costs is of, unless that is this one."""
     named = costs.named
     assert named is not None, "a machine that is not here is known by its costs"

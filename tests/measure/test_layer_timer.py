@@ -15,9 +15,9 @@ from znnpy.kernels.contract import Variant
 from znnpy.kernels.reference import convolve
 from znnpy.kernels.table import IN_HOST_RAM
 from znnpy.kernels.thread_pool import ThreadPool
-from znnpy.measure.clocks import CpuClock, GpuClock, HostRamClock, clock_of
-from znnpy.measure.layer import HostRamLayer
-from znnpy.measure.timing import ON_GPU, Where
+from znnpy.measure.budget import ON_GPU, Placement
+from znnpy.measure.layer_bench import HostRamLayer
+from znnpy.measure.layer_timer import CpuTimer, GpuTimer, HostRamTimer, timer_on
 from znnpy.shapes import ConvShape
 
 pytestmark = pytest.mark.slow
@@ -51,7 +51,7 @@ def test_all_of_a_run_counts(device: Any, monkeypatch: pytest.MonkeyPatch) -> No
         return float(seen.count("run") ** 2)  # each run takes longer than those before
 
     with ThreadPool(1) as crew:
-        spent = HostRamClock(device, crew, now).seconds(HOST_RAM, SHAPE, DIRECT)
+        spent = HostRamTimer(device, crew, now).seconds(HOST_RAM, SHAPE, DIRECT)
     assert seen == ["look", "run", "look"] * 3, "one is long, and repeated once"
     assert spent == (3.0 + 5.0) / 2
 
@@ -59,14 +59,14 @@ def test_all_of_a_run_counts(device: Any, monkeypatch: pytest.MonkeyPatch) -> No
 @needs_compiler
 def test_where_layers_run_says_who_times_them() -> None:
     device: Any = EmulatedDevice()
-    for where, kind in ((Where("cpu", 2), CpuClock), (ON_GPU, GpuClock), (Where("gpu", 2), HostRamClock)):
-        with clock_of(where, device, MACHINE, 1.0) as clock:
+    for where, kind in ((Placement("cpu", 2), CpuTimer), (ON_GPU, GpuTimer), (Placement("gpu", 2), HostRamTimer)):
+        with timer_on(where, device, MACHINE, 1.0) as clock:
             assert isinstance(clock, kind)
-            if not isinstance(clock, GpuClock):
+            if not isinstance(clock, GpuTimer):
                 assert clock.crew.threads == 2
 
 
-@pytest.mark.parametrize("of", [GpuClock, lambda device: HostRamClock(device, ThreadPool(1))], ids=["gpu", "host_ram"])
+@pytest.mark.parametrize("of", [GpuTimer, lambda device: HostRamTimer(device, ThreadPool(1))], ids=["gpu", "host_ram"])
 def test_a_device_that_refuses_a_layer_goes_on_or_is_lost(of: Callable[[Any], Any]) -> None:
     class Refusing:
         gpu = EMULATED_GPU

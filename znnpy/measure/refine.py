@@ -14,10 +14,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
-from znnpy.costs.cost_file import Measurement
+from znnpy.costs.cost_file import MOST_REASON, Measurement, Refusal
 from znnpy.costs.model import Rates
 from znnpy.kernels.contract import Primitive, Variant
-from znnpy.measure.timing import ON_GPU, Clock, Rooms, Task, Timer, Where, lacking, layers_of
+from znnpy.measure.budget import ON_GPU, FreeBytes, LayerTask, LayerTimer, Placement, TimeBudget, lacking, layers_of
+from znnpy.messages import one_line
 from znnpy.option_values import DeviceKind
 from znnpy.planner.modes import make_plan
 from znnpy.planner.request import CostModel, PlanRequest
@@ -28,12 +29,14 @@ MOST_LAYER_SECONDS = 2.0  # of one run, as estimated: what takes longer runs on 
 
 LEAST_WORKING = 0.1  # of the time of a layer, whatever its stages are assumed to take to begin
 
-Clocks = Callable[[Where, float], AbstractContextManager[Clock]]  # of layers there, in a run of so many seconds
+TimersOn = Callable[
+    [Placement, float], AbstractContextManager[LayerTimer]
+]  # of layers there, in a run of so many seconds
 Case = tuple[Primitive, LayerShape, Variant]
 
 
 @dataclass(slots=True)
-class Learner:
+class Refiner:
     """What is known of the devices of a plan, and how more is learnt.
 
     threads  that a run may have: those of the processor's rates. Fewer are as much slower
@@ -41,15 +44,16 @@ class Learner:
     """
 
     rates: dict[DeviceKind, Rates]
-    timer: Timer
-    clocks: Clocks
+    timer: TimeBudget
+    clocks: TimersOn
     threads: int
-    rooms: Rooms
+    rooms: FreeBytes
     costs: CostModel = field(default_factory=CostModel)  # with other rates
     found: list[Measurement] = field(default_factory=list)
+    refusals: list[Refusal] = field(default_factory=list)
     # Layers of plans that one image of does not fit, by the memory that is too small.
     too_large: dict[DeviceKind, set[Case]] = field(default_factory=dict)
-    _tried: set[tuple[Where, Case]] = field(default_factory=set)
+    _tried: set[tuple[Placement, Case]] = field(default_factory=set)
 
     def plan(self, request: PlanRequest) -> RunPlan:
         """Return the best plan for a request by what is known."""
@@ -99,31 +103,34 @@ class Learner:
         """Count layers that are not known as this share of their estimate; 1: as estimated."""
         self.rates = {device: replace(rates, optimism=hope) for device, rates in self.rates.items()}
 
-    def _rates(self, where: Where) -> Rates:
+    def _rates(self, where: Placement) -> Rates:
         """Return the rates of layers that run there."""
         rates = self.rates[where.device]
         slower = self.threads / where.threads if where.device == "cpu" else 1.0
         return rates if slower == 1 else rates.slowed(slower)
 
-    def _learnt(self, where: Where, task: Task, spent: float | str | None) -> None:
+    def _learnt(self, where: Placement, task: LayerTask, spent: float | str | None) -> None:
         """Learn from a measurement, or from the words of a device that refused it; None: too large for the memory."""
         if spent is None:
             return
         rates, primitive = self._rates(where), task.primitive
         if isinstance(spent, str):
+            self.refusals.append(Refusal(primitive.name, primitive.version, task.shape, one_line(spent)[:MOST_REASON]))
             rates = rates.with_refusal(primitive, task.shape, spent)
         else:
             stages = 0 if where == ON_GPU else len(primitive.work(task.shape, task.variant))  # its clock begins later
             seconds = max(spent - stages * rates.slowdown * rates.stage_seconds, LEAST_WORKING * spent)
-            self.found.append(Measurement(primitive.name, primitive.version, task.variant, task.shape, seconds))
+            by_all = seconds / rates.slowdown  # seconds with all threads of the run
+            copying = where.threads if where.hosted else 0
+            self.found.append(Measurement(primitive.name, primitive.version, task.variant, task.shape, by_all, copying))
             rates = rates.with_measurement(*task.case, seconds)
         self.rates[where.device] = replace(rates, slowdown=self.rates[where.device].slowdown)
 
-    def _tasks(self, plan: RunPlan) -> dict[Where, list[Task]]:
+    def _tasks(self, plan: RunPlan) -> dict[Placement, list[LayerTask]]:
         """Return the layers of a plan that are not known at their size, each once; long ones on fewer images."""
         known = {p.name: p for p in self.costs.table}
         divided = {p.name: p for p in self.costs.in_host_ram}
-        found: dict[Where, dict[Case, Task]] = {}
+        found: dict[Placement, dict[Case, LayerTask]] = {}
         for where, choice in layers_of(plan):
             task = None
             if where.hosted:
@@ -137,7 +144,7 @@ class Learner:
                 found.setdefault(at, {})[task.case] = task
         return {where: list(tasks.values()) for where, tasks in found.items()}
 
-    def _task(self, where: Where, primitive: Primitive, shape: LayerShape, variant: Variant) -> Task | None:
+    def _task(self, where: Placement, primitive: Primitive, shape: LayerShape, variant: Variant) -> LayerTask | None:
         """Return a layer to time; None where it is known, was tried, or does not fit."""
         rates = self._rates(where)
         if rates.was_measured_near(primitive, shape, variant):
@@ -153,4 +160,4 @@ class Learner:
             return None
         if (where, (primitive, fewer, variant)) in self._tried:
             return None
-        return Task(primitive, fewer, variant, rates.seconds(primitive, fewer, variant))
+        return LayerTask(primitive, fewer, variant, rates.seconds(primitive, fewer, variant))

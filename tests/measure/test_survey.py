@@ -19,11 +19,11 @@ from znnpy.kernels.contract import Primitive, Variant, device_of
 from znnpy.kernels.table import TABLE, find
 from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.machine import Limits, Machine
-from znnpy.measure import clocks
-from znnpy.measure.clocks import CLOCK_SECONDS, MOST_TOUCHING, TOUCHED_PART, CpuClock, touching_rate
-from znnpy.measure.learning import Learner
-from znnpy.measure.measuring import FAR, SHORT_SECONDS, Bench, sample_tasks
-from znnpy.measure.timing import Progress, Rooms, Task, Timer
+from znnpy.measure import layer_timer
+from znnpy.measure.budget import FreeBytes, LayerTask, Progress, TimeBudget
+from znnpy.measure.layer_timer import CLOCK_SECONDS, MOST_TOUCHING, TOUCHED_PART, CpuTimer, touching_rate
+from znnpy.measure.refine import Refiner
+from znnpy.measure.survey import FAR, SHORT_SECONDS, Survey, sample_tasks
 from znnpy.network import Conv, Network, Pool
 from znnpy.option_values import COVERS, Cover, DeviceKind
 from znnpy.planner.modes import make_plan
@@ -58,11 +58,11 @@ class Clock:
         return took
 
 
-def timer(clock: Clock, seconds: float = 1e9, tell: Callable[[Progress], None] = lambda progress: None) -> Timer:
-    return Timer(seconds, tell, now=lambda: clock.now)
+def timer(clock: Clock, seconds: float = 1e9, tell: Callable[[Progress], None] = lambda progress: None) -> TimeBudget:
+    return TimeBudget(seconds, tell, now=lambda: clock.now)
 
 
-def tasks(device: DeviceKind = "cpu", table: Sequence[Primitive] = TABLE, room: int = 2**34) -> list[Task]:
+def tasks(device: DeviceKind = "cpu", table: Sequence[Primitive] = TABLE, room: int = 2**34) -> list[LayerTask]:
     machine = MACHINE if device == "cpu" else WITH_GPU
     precisions = PRECISIONS if device == "gpu" else PRECISIONS[:1]
     return sample_tasks(machine, device, precisions, LIMITS, room, table)
@@ -125,7 +125,7 @@ def test_two_variants_run_where_there_are_more() -> None:
 
 def test_rates_are_fitted_to_what_the_clock_says() -> None:
     clock = Clock(factor=3.0)
-    bench = Bench(MACHINE, "cpu", LIMITS, 2**34, FAKES)
+    bench = Survey(MACHINE, "cpu", LIMITS, 2**34, FAKES)
     told: list[Progress] = []
     rates, runs = bench.survey(tasks(table=FAKES), clock, timer(clock, tell=told.append))
     assert rates.fitted == {"product", "pool"}
@@ -145,7 +145,7 @@ def test_nothing_is_begun_that_does_not_fit_the_time() -> None:
     assert 0 < len(done) < len(found)
     assert clock.now - 100.0 <= limit
     with pytest.raises(NoPlanError, match=r"no layer could be measured within .* of memory for it; raise `minutes`"):
-        Bench(MACHINE, "cpu", LIMITS, 2**34, FAKES).survey(found, clock, timer(Clock(), 1e-12))
+        Survey(MACHINE, "cpu", LIMITS, 2**34, FAKES).survey(found, clock, timer(Clock(), 1e-12))
 
 
 def test_what_a_device_refuses_is_left_out() -> None:
@@ -160,8 +160,8 @@ def test_a_layer_that_has_no_room_says_nothing_of_smaller_ones(error: type[Excep
     clock = Clock(refuses=FAST.name, error=error)
     found = list(timer(clock).times(tasks(table=FAKES), clock))
     assert {task.primitive.name for task, spent in found if spent is None} == {FAST.name}
-    rooms: Rooms = {"cpu": 2**34}
-    learner = Learner(
+    rooms: FreeBytes = {"cpu": 2**34}
+    learner = Refiner(
         {"cpu": Rates()}, timer(clock), lambda *_: nullcontext(clock), LIMITS.threads, rooms, CostModel(table=FAKES)
     )
     assert learner.learn_layers(made(Rates()))
@@ -169,7 +169,7 @@ def test_a_layer_that_has_no_room_says_nothing_of_smaller_ones(error: type[Excep
 
 
 def test_why_nothing_could_be_measured() -> None:
-    bench = Bench(MACHINE, "cpu", LIMITS, 2**34, (FAST,))
+    bench = Survey(MACHINE, "cpu", LIMITS, 2**34, (FAST,))
     found = tasks(table=(FAST,))
     with pytest.raises(DeviceError, match=rf"^none of {len(found)} layers could be measured; the first is .*: no$"):
         bench.survey(found, Clock(refuses=FAST.name), timer(Clock()))
@@ -185,11 +185,11 @@ def test_a_gpu_that_a_layer_broke_ends_measuring(monkeypatch: pytest.MonkeyPatch
     def fails(*_: object) -> float:
         raise DeviceError("no plan")
 
-    monkeypatch.setattr(clocks, "measure", fails)
+    monkeypatch.setattr(layer_timer, "measure", fails)
     broken: Any = Broken()
     task = tasks(table=(FAST,))[0]
     with pytest.raises(DeviceLostError, match=f"{GPU.name} runs nothing any more: no plan"):
-        list(Timer(1e9, lambda progress: None).times([task], clocks.GpuClock(broken)))
+        list(TimeBudget(1e9, lambda progress: None).times([task], layer_timer.GpuTimer(broken)))
 
 
 ASKED = request_of(NETWORK, (40, 40, 40), MACHINE, Limits(2**30, 2), baseline=0)
@@ -202,7 +202,7 @@ def made(rates: Rates, cover: Cover | None = None, part: int = 1) -> RunPlan:
 
 def test_the_layers_of_the_best_plans_are_measured_until_all_are_known() -> None:
     clock = Clock()
-    bench = Bench(MACHINE, "cpu", LIMITS, 2**34, FAKES)
+    bench = Survey(MACHINE, "cpu", LIMITS, 2**34, FAKES)
     layers = bench.deepen(bench.assumed, ASKED, clock, timer(clock))
     rates = bench.assumed
     for layer in layers:
@@ -222,24 +222,24 @@ def test_no_plan_is_made_when_the_time_is_up() -> None:
     clock.now += 2.0
 
     nothing_fits = replace(ASKED, limits=Limits(1, 2))  # a plan for it would be an error
-    assert Bench(MACHINE, "cpu", LIMITS, 2**34, FAKES).deepen(Rates(), nothing_fits, clock, late) == []
+    assert Survey(MACHINE, "cpu", LIMITS, 2**34, FAKES).deepen(Rates(), nothing_fits, clock, late) == []
 
 
 def test_refused_layers_are_tried_once() -> None:
     clock = Clock(refuses=FAST.name)
-    layers = Bench(MACHINE, "cpu", LIMITS, 2**34, FAKES).deepen(Rates(), ASKED, clock, timer(clock))
+    layers = Survey(MACHINE, "cpu", LIMITS, 2**34, FAKES).deepen(Rates(), ASKED, clock, timer(clock))
     assert {layer.primitive for layer in layers} <= {SLOW.name, POOL.name}
     assert len(clock.refused) == len(set(clock.refused)) > 0
 
 
 def test_an_earlier_measurement_is_kept_as_far_as_it_was_not_made_again() -> None:
-    bench = Bench(MACHINE, "cpu", LIMITS, 2**34, FAKES)
+    bench = Survey(MACHINE, "cpu", LIMITS, 2**34, FAKES)
     clock = Clock()
     layers = bench.deepen(bench.assumed, ASKED, clock, timer(clock))
     before = replace(bench.assumed, by_size={"cpu.conv.fast fp32": (2.0,) * len(SIZES)})
-    old = bench.costs(before, {"product": 3, "pool": 1}, layers, None)
+    old = bench.costs(before, {"product": 3, "pool": 1}, layers)
     assert old.by_size == before.by_size
-    new = bench.costs(bench.assumed.scaled(2, 2), {"product": 5}, [replace(layers[0], seconds=9.0)], old)
+    new = old.with_newer(bench.costs(bench.assumed.scaled(2, 2), {"product": 5}, [replace(layers[0], seconds=9.0)]))
     assert new.units["product"].runs == 5
     assert new.units["product"].flops == 2 * old.units["product"].flops
     assert new.units["pool"] == old.units["pool"]
@@ -257,7 +257,7 @@ def test_new_memory_is_written_to_by_all_threads(threads: int, monkeypatch: pyte
         seconds.append(seconds[-1] + 0.25)
 
     seconds = [5.0]
-    monkeypatch.setattr(clocks, "touch", touch)
+    monkeypatch.setattr(layer_timer, "touch", touch)
     assert touching_rate(threads, TOUCHED_PART + 4096, lambda: seconds[-1]) == (TOUCHED_PART + 4096) / 0.5
     assert touched == [(TOUCHED_PART, threads), (4096, threads)]
     touched.clear()
@@ -276,20 +276,20 @@ def test_new_memory_is_measured_within_what_is_free_and_kept(monkeypatch: pytest
         asked.append((threads, nbytes))
         return 5e9
 
-    monkeypatch.setattr("znnpy.measure.measuring.touching_rate", rate)
-    bench = Bench(MACHINE, "cpu", LIMITS, 2**34, FAKES)
+    monkeypatch.setattr("znnpy.measure.survey.touching_rate", rate)
+    bench = Survey(MACHINE, "cpu", LIMITS, 2**34, FAKES)
     assert bench.touched(None, again=False) == 5e9
-    plain = bench.costs(bench.assumed, {"product": 1}, [], None)
-    assert plain.touching is None, "what is assumed is not kept as measured"
-    old = bench.costs(replace(bench.assumed, first_touch=4e9, first_touch_measured=True), {"product": 1}, [], None)
-    assert old.touching == 4e9
+    plain = bench.costs(bench.assumed, {"product": 1}, [])
+    assert plain.first_touch is None, "what is assumed is not kept as measured"
+    old = bench.costs(replace(bench.assumed, first_touch=4e9, first_touch_measured=True), {"product": 1}, [])
+    assert old.first_touch == 4e9
     assert bench.touched(old, again=False) == 4e9
     assert bench.touched(old, again=True) == 5e9
     assert replace(bench, room_bytes=2**27).touched(plain, again=False) == 5e9
     assert asked == [(2, 2**29), (2, 2**29), (2, 2**26)]
     assert replace(bench, room_bytes=2**20).touched(old, again=True) == 4e9
     assert replace(bench, room_bytes=2**20).touched(None, again=True) is None
-    assert Bench(WITH_GPU, "gpu", LIMITS, 2**34, FAKES).touched(None, again=True) is None
+    assert Survey(WITH_GPU, "gpu", LIMITS, 2**34, FAKES).touched(None, again=True) is None
     assert len(asked) == 3
 
 
@@ -304,5 +304,5 @@ def test_a_processor_is_timed_warm_long_enough_and_at_its_best(threads: int) -> 
     shape = ConvShape(2, 2, 3, (6, 7, 5), (2, 3, 1), "relu")
     primitive: Any = find("cpu.conv.direct")
     with ThreadPool(threads) as crew:
-        spent = CpuClock(crew, now).seconds(primitive, shape, primitive.variants(shape, MACHINE)[0])
+        spent = CpuTimer(crew, now).seconds(primitive, shape, primitive.variants(shape, MACHINE)[0])
     assert 0 < spent < CLOCK_SECONDS, "of one run of many"

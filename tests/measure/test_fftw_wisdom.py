@@ -22,8 +22,8 @@ from znnpy.inference import infer
 from znnpy.kernels.cpu import fft
 from znnpy.kernels.cpu.fft import Transform, Wisdom, like
 from znnpy.machine import this_machine
-from znnpy.measure import wisdom as kept
-from znnpy.measure.wisdom import cache_folder, learning_seconds, wisdom_kept
+from znnpy.measure import fftw_wisdom as kept
+from znnpy.measure.fftw_wisdom import learning_seconds, wisdom_kept
 from znnpy.network import Conv, Network
 from znnpy.report.run_report import Report
 from znnpy.run.pipeline import Event
@@ -244,15 +244,6 @@ def test_the_file_appears_whole_or_not_at_all(cache: Path, monkeypatch: pytest.M
     assert only_file(cache).read_bytes() == before
 
 
-def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert cache_folder() == tmp_path / "cache" / "znnpy"
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for value in ("", "relative/is/ignored"):
-        monkeypatch.setenv("XDG_CACHE_HOME", value)
-        if sys.platform == "linux":
-            assert cache_folder() == tmp_path / ".cache" / "znnpy"
-
-
 # The same bytes
 
 
@@ -278,7 +269,7 @@ def test_wisdom_is_used_and_the_same_in_another_process() -> None:
         assert results() == here
     program = (
         "import sys, json, hashlib\n"
-        "from tests.measure import test_wisdom as t\n"
+        "from tests.measure import test_fftw_wisdom as t\n"
         "with t.Wisdom(json.loads(sys.argv[1])):\n"
         "    print(hashlib.sha256(b''.join(t.results())).hexdigest())\n"
     )

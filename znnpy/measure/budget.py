@@ -22,7 +22,7 @@ RUNS_OF_A_LAYER = 4  # that one measurement takes, about
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
+class Placement:
     """On what a layer runs.
 
     threads  of the processor, that compute; of a layer on a GPU, that copy what lies in the memory of the host, or 0
@@ -37,18 +37,18 @@ class Where:
         return self.device == "gpu" and self.threads > 0
 
 
-ON_GPU = Where("gpu")
+ON_GPU = Placement("gpu")
 
 
-def layers_of(run: RunPlan) -> Iterator[tuple[Where, Choice]]:
-    """Every choice of a plan, and of the one beside it, and where it runs."""
+def layers_of(run: RunPlan) -> Iterator[tuple[Placement, Choice]]:
+    """Yield every choice of every worker, and where it runs."""
     for plan in (worker.plan for worker in run.workers):
         for index, choice in enumerate(plan.choices):
             on_host = choice.device == "cpu" or index < plan.offloaded
-            yield Where(choice.device, plan.compute_threads if on_host else 0), choice
+            yield Placement(choice.device, plan.compute_threads if on_host else 0), choice
 
 
-class Clock(Protocol):
+class LayerTimer(Protocol):
     """Who runs a layer and says how long that took: one of those in `clocks`."""
 
     def seconds(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> float: ...
@@ -65,7 +65,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class LayerTask:
     """A layer to be timed."""
 
     primitive: Primitive
@@ -83,7 +83,7 @@ class Task:
 
 
 @dataclass(slots=True)
-class Timer:
+class TimeBudget:
     """Times tasks within a time limit, and tells of each."""
 
     seconds: float  # that all may take
@@ -107,8 +107,8 @@ class Timer:
             self.begun += self.now() - since
 
     def times(
-        self, tasks: Sequence[Task], clock: Clock, share: float = 1.0
-    ) -> Iterator[tuple[Task, float | str | None]]:
+        self, tasks: Sequence[LayerTask], clock: LayerTimer, share: float = 1.0
+    ) -> Iterator[tuple[LayerTask, float | str | None]]:
         """Tasks and their seconds by a clock, or why they do not run, in turn, while there is time within `share`.
 
         None: there is no memory for one of this size. DeviceLostError where the device runs nothing any more.
@@ -137,11 +137,11 @@ def bytes_of(primitive: Primitive, shape: LayerShape, variant: Variant, threads:
     return shape.in_bytes + shape.out_bytes + scratch + footprint.resident + footprint.host + footprint.allowance
 
 
-Rooms = Mapping[DeviceKind, int]  # bytes of the process's memory, and of a GPU's
+FreeBytes = Mapping[DeviceKind, int]  # bytes of the process's memory, and of a GPU's
 
 
 def lacking(
-    where: Where, primitive: Primitive, shape: LayerShape, variant: Variant, rooms: Rooms
+    where: Placement, primitive: Primitive, shape: LayerShape, variant: Variant, rooms: FreeBytes
 ) -> tuple[DeviceKind, int] | None:
     """Of which memory a layer that runs by itself needs more than there is, and how many bytes; None: it fits."""
     needed: dict[DeviceKind, int] = {where.device: bytes_of(primitive, shape, variant, max(1, where.threads))}

@@ -27,10 +27,11 @@ from tests.support.simulated_timing import (
     own_cache,
     rates_of,
 )
+from znnpy.costs import store
 from znnpy.costs.model import GPU_STAGE_SECONDS, Rate, Rates, assumed_rates
 from znnpy.kernels.contract import Unit, Variant, Work
-from znnpy.measure import calibration
-from znnpy.measure.clocks import LONG_SECONDS
+from znnpy.measure import gpu_layers
+from znnpy.measure.layer_timer import LONG_SECONDS
 from znnpy.shapes import ConvShape, LayerShape
 
 
@@ -65,12 +66,12 @@ def test_the_link_is_timed_by_itself_and_once_for_a_host(folder: Path, monkeypat
     assert rates.of("gpu_link").nbytes == pytest.approx(LINK)
     assert "gpu_link" in rates.fitted
     with monkeypatch.context() as patched:
-        patched.setattr(calibration, "_link_speed", lambda *_: pytest.fail("timed anew"))
+        patched.setattr(gpu_layers, "_link_speed", lambda *_: pytest.fail("timed anew"))
         assert rates_of(Card()) == rates
-        patched.setattr(calibration, "_link_speed", lambda *_: 2e9)
+        patched.setattr(gpu_layers, "_link_speed", lambda *_: 2e9)
         patched.setattr("platform.node", lambda: "another host")
         assert rates_of(Card()).of("gpu_link").nbytes == 2e9
-    (path,) = folder.rglob("gpu-*.json")
+    (path,) = folder.glob("costs-gpu-*.json")
     kept = json.loads(path.read_text())
     assert len(kept.pop("links")) == 2
     path.write_text(json.dumps(kept))
@@ -81,11 +82,11 @@ def test_the_link_is_timed_by_itself_and_once_for_a_host(folder: Path, monkeypat
 
 def test_a_file_that_grows_too_large_leaves_out_what_is_oldest(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And then no network is settled; the link is kept."""
-    monkeypatch.setattr(calibration, "MOST_FILE_BYTES", 4000)
+    monkeypatch.setattr(store, "MOST_BYTES", 4000)
     rates_of(Card())
-    (path,) = folder.rglob("gpu-*.json")
+    (path,) = folder.glob("costs-gpu-*.json")
     kept = json.loads(path.read_text())
-    assert kept["measurements"]
+    assert kept["samples"]
     assert kept["settled"] == {}
     assert len(kept["links"]) == 1
     card = Card()
@@ -95,7 +96,7 @@ def test_a_file_that_grows_too_large_leaves_out_what_is_oldest(folder: Path, mon
 
 def test_a_link_that_was_timed_in_little_memory_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(calibration, "_link_speed", lambda *_: 1.0)
+        patched.setattr(gpu_layers, "_link_speed", lambda *_: 1.0)
         assert rates_of(Card(), vram_bytes=2**20).of("gpu_link").nbytes == 1.0
     assert rates_of(Card()).of("gpu_link").nbytes == pytest.approx(LINK)
 
@@ -216,7 +217,7 @@ def test_every_kind_of_units_that_looks_nearly_as_fast_is_measured() -> None:
 
 
 def test_large_volumes_and_small_ones_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "VOLUMES", ((1, (10, 8), LONG_SECONDS), (8, (4, 2), LONG_SECONDS)))
+    monkeypatch.setattr(gpu_layers, "VOLUMES", ((1, (10, 8), LONG_SECONDS), (8, (4, 2), LONG_SECONDS)))
     card = Card()
     rates = rates_of(card, (PLAIN, *REST), seconds=1e9)
     cubes = {shape.out for name, shape, _ in card.runs if name == PLAIN.name and shape.in_shape[4] == 1}

@@ -1,7 +1,9 @@
-"""Where costs of this machine are kept between runs, and which of them a plan takes.
+"""The one store of measured costs: files in the cache folder, or one file that the user names.
 
-One file for each device and number of threads, in the cache folder. What does not fit this machine, its libraries and
-its primitives is not used at all, and a sentence says which field differs.
+There is one file for each device, and for a processor for each number of threads. Costs that do not fit this machine,
+its libraries and its primitives are not used at all, and a sentence says which field differs. A file is replaced in one
+step, after what it holds by then was merged with what was measured now: it is never damaged, and another process loses
+at most what both wrote at the same moment.
 """
 
 from __future__ import annotations
@@ -11,19 +13,22 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from znnpy.cache_folder import cache_folder
 from znnpy.costs.cost_file import AGAIN, Costs
 from znnpy.errors import PlanFileError
-from znnpy.files import write_asked
+from znnpy.files import replace_file, write_asked
 from znnpy.kernels.contract import Primitive
-from znnpy.kernels.table import TABLE
+from znnpy.kernels.table import IN_HOST_RAM, TABLE
 from znnpy.machine import Machine
-from znnpy.measure.wisdom import cache_folder
 from znnpy.messages import option
 from znnpy.option_values import Device, DeviceKind
 
+NO_CALIBRATION = "ZNNPY_NO_CALIBRATE"  # environment variable; if it is set to anything, nothing is calibrated
+MOST_BYTES = 2**20  # of a file in the cache folder; the oldest layers are left out of a longer one
 
-class Shelf:
-    """Costs by device: those that `znnpy measure` stored of this machine, or those of one file."""
+
+class CostStore:
+    """Reads and keeps what was measured, for one plan or run."""
 
     def __init__(
         self,
@@ -31,36 +36,57 @@ class Shelf:
         table: Sequence[Primitive] = TABLE,
         *,
         machine: str | Path | None = None,
+        calibrate: bool = False,
     ) -> None:
-        """file, machine  one that is taken whatever is stored, and has to fit; `machine` of one that is not here.
+        """Read the file that the user named, if any; PlanFileError if it cannot be read.
 
-        PlanFileError where it cannot be read.
+        file       cost file of this machine, used in place of what is stored; it has to fit
+        machine    cost file of a machine that is not here
+        calibrate  whether devices without costs may be measured for a few seconds
         """
         named = file if machine is None else machine
         self.file, self.table = None if named is None else Path(named), table
+        self.calibrate = calibrate and machine is None and not os.environ.get(NO_CALIBRATION)
         self.named = None if self.file is None else Costs.load(self.file)
-        self.sentences: list[str] = []  # on stored costs that were not used
+        self.sentences: list[str] = []  # about costs that were not used or not kept, and about calibrations
         self._word = "costs" if machine is None else "machine"
 
+    @property
+    def primitives(self) -> tuple[Primitive, ...]:
+        """All primitives that measured layers may be of, with those for tensors in host memory."""
+        return (*self.table, *IN_HOST_RAM)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the costs are those of a machine that is not here."""
+        return self._word == "machine" and self.named is not None
+
     def meant(self, device: Device) -> Device:
-        """Return the device that is meant by "auto": that of the file, if there is one."""
+        """Return the device that is meant by "auto": that of the named file, if there is one."""
         return self.named.device if self.named is not None and device == "auto" else device
 
     def threads(self, threads: int | None) -> int | None:
         """Return the threads that another machine was measured with, if the caller gave none."""
-        there = self.named if self._word == "machine" else None
+        there = self.named if self.is_elsewhere else None
         return there.threads if threads is None and there and there.device == "cpu" else threads
 
     def of(self, machine: Machine, device: DeviceKind, threads: int) -> Costs | None:
-        """Those of a device of `machine`; None where nothing that fits was stored.
+        """Return the costs of a device of `machine`; None if nothing that fits is stored.
 
-        PlanFileError where a file was named and does not fit.
+        PlanFileError if a file was named and does not fit.
         """
         if self.named is not None:
             if reason := self._why_not(self.named, machine, device, threads):
                 advice = self._advice(self.named, device, threads)
                 raise PlanFileError(f"the costs in {self.file} do not fit: {reason}; {advice}")
             return self.named
+        return self.stored(machine, device, threads)
+
+    def stored(self, machine: Machine, device: DeviceKind, threads: int) -> Costs | None:
+        """Return what the cache folder holds of a device; None if there is nothing that fits, and a sentence says so.
+
+        It does not look at the named file.
+        """
         path = stored_path(machine, device, threads)
         if not os.path.exists(path):  # a Path's raises where the folder may not be entered
             return None
@@ -72,17 +98,33 @@ class Shelf:
             costs, reason, sentence = None, str(error), f"stored costs are not used: {error}"
         if costs is not None and reason is None:
             return costs
-        if sentence not in self.sentences:
-            self.sentences.append(sentence)
+        self._say(sentence)
         return None
 
+    def keep(self, found: Costs) -> None:
+        """Add what was measured to the file of its device; a sentence says if that is not possible."""
+        machine, device, threads = found.machine, found.device, found.threads
+        old = read_stored(machine, device, threads, self.table)
+        costs = found if old is None else old.with_newer(found)
+        while len(text := costs.to_json().encode()) > MOST_BYTES and (costs.layers or costs.samples or costs.refusals):
+            costs = costs.shortened()
+        try:
+            replace_file(stored_path(machine, device, threads), text)
+        except OSError as error:
+            self._say(f"what was measured is not kept, and will be measured again: {error}")
+
+    def _say(self, sentence: str) -> None:
+        if sentence not in self.sentences:
+            self.sentences.append(sentence)
+
     def _why_not(self, costs: Costs, machine: Machine, device: DeviceKind, threads: int) -> str | None:
+        """Return why costs do not apply; None if they do."""
         if costs.device != device:
             return f"they are of the {costs.device.upper()}, and the plan is for the {device.upper()}"
         return costs.why_not(machine, threads, self.table)
 
     def _advice(self, costs: Costs, device: DeviceKind, threads: int) -> str:
-        """What to do about a file that does not fit."""
+        """Return what to do about a named file that does not fit."""
         others = device == "cpu" and costs.device == "cpu" and costs.threads != threads
         if self._word == "costs":
             measure = f"`znnpy measure --threads {threads}`" if others else "`znnpy measure`"
@@ -94,8 +136,8 @@ class Shelf:
         return "measure there with `znnpy measure --export FILE`, by a znnpy of the same version"
 
 
-def stored(machine: Machine, device: DeviceKind, threads: int, table: Sequence[Primitive] = TABLE) -> Costs | None:
-    """What is kept of this machine and fits it; None where there is nothing, or nothing to be used."""
+def read_stored(machine: Machine, device: DeviceKind, threads: int, table: Sequence[Primitive] = TABLE) -> Costs | None:
+    """Return the costs that are stored and fit; None, without a word, if there are none."""
     try:
         costs = Costs.load(stored_path(machine, device, threads))
     except PlanFileError:
@@ -104,7 +146,10 @@ def stored(machine: Machine, device: DeviceKind, threads: int, table: Sequence[P
 
 
 def stored_path(machine: Machine, device: DeviceKind, threads: int) -> Path:
-    """Machines of one home folder have files of their own, as far as their processors or GPUs differ."""
+    """Return the file of a device in the cache folder.
+
+    Machines that share a home folder have different files if their processors or GPUs differ.
+    """
     gpu = machine.gpu
     of = machine.processor if device == "cpu" or gpu is None else gpu.name
     digest = hashlib.sha256(of.encode()).hexdigest()[:12]
@@ -113,5 +158,5 @@ def stored_path(machine: Machine, device: DeviceKind, threads: int) -> Path:
 
 
 def write_costs(path: Path, costs: Costs, *, overwrite: bool) -> None:
-    """Write the file in one step; OutputError where that cannot be done, and then nothing is left of it."""
+    """Write a file that the user asked for in one step; OutputError if that cannot be done, and nothing is left."""
     write_asked(path, costs.to_json(), "out", "the costs ", overwrite=overwrite)

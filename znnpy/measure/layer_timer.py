@@ -17,9 +17,9 @@ from znnpy.errors import DeviceError, DeviceLostError, VramError
 from znnpy.kernels.aligned import aligned_bytes, touch
 from znnpy.kernels.contract import Primitive, Variant
 from znnpy.kernels.thread_pool import ThreadPool
-from znnpy.measure.layer import DeviceLayer, HostLayer, HostRamLayer
-from znnpy.measure.timing import Clock, Where
-from znnpy.measure.wisdom import wisdom_kept
+from znnpy.measure.budget import LayerTimer, Placement
+from znnpy.measure.fftw_wisdom import wisdom_kept
+from znnpy.measure.layer_bench import DeviceLayer, HostLayer, HostRamLayer
 from znnpy.shapes import LayerShape
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ MOST_TOUCHING = 2.0  # seconds, after which no further part is touched
 
 
 @dataclass(frozen=True, slots=True)
-class CpuClock:
+class CpuTimer:
     """Times layers as `crew` runs them."""
 
     crew: ThreadPool
@@ -50,7 +50,7 @@ class CpuClock:
 
 
 @dataclass(frozen=True, slots=True)
-class GpuClock:
+class GpuTimer:
     """Times layers as `device` runs them, by events on its stream."""
 
     device: Device
@@ -62,7 +62,7 @@ class GpuClock:
 
 
 @dataclass(frozen=True, slots=True)
-class HostRamClock:
+class HostRamTimer:
     """Times layers as `device` and `crew` run them together: copies, uploads, all sub-layers and downloads."""
 
     device: Device
@@ -76,7 +76,7 @@ class HostRamClock:
 
 
 @contextmanager
-def clock_of(where: Where, device: Device | None, machine: Machine, seconds: float) -> Iterator[Clock]:
+def timer_on(where: Placement, device: Device | None, machine: Machine, seconds: float) -> Iterator[LayerTimer]:
     """That of the layers which run there: inside, its threads are there.
 
     seconds  as long as a run takes for which transforms are planned
@@ -84,13 +84,13 @@ def clock_of(where: Where, device: Device | None, machine: Machine, seconds: flo
     if where.device == "gpu":
         assert device is not None, "layers of a GPU are timed where one is open"
         if not where.hosted:
-            yield GpuClock(device)
+            yield GpuTimer(device)
             return
         with ThreadPool(where.threads) as crew:
-            yield HostRamClock(device, crew)
+            yield HostRamTimer(device, crew)
         return
     with ThreadPool(where.threads) as crew, wisdom_kept(machine, seconds):
-        yield CpuClock(crew)
+        yield CpuTimer(crew)
 
 
 def touching_rate(threads: int, nbytes: int, now: Callable[[], float] = time.perf_counter) -> float:

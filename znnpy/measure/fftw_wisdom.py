@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -21,6 +18,7 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from znnpy.cache_folder import cache_folder
 from znnpy.errors import ResumeError
 from znnpy.files import read_regular, replace_file
 from znnpy.kernels.contract import ALIGNMENT
@@ -85,20 +83,6 @@ def wisdom_kept(machine: Machine, predicted: float) -> Iterator[Wisdom]:
             _write(path, facts, known | wisdom.used)
         except OSError as error:
             wisdom.sentences.append(f"FFTW's wisdom was not kept: {error}; the next run will measure again")
-
-
-def cache_folder() -> Path:
-    """Where measurements that can be made again are kept: the system's place for them, in a folder of our own."""
-    home = Path(os.path.expanduser("~"))
-    if not home.is_absolute():  # some containers run as a user without one
-        home = Path(tempfile.gettempdir())
-    if sys.platform == "win32":
-        base, default = os.environ.get("LOCALAPPDATA", ""), home / "AppData" / "Local"
-    elif sys.platform == "darwin":
-        base, default = os.environ.get("XDG_CACHE_HOME", ""), home / "Library" / "Caches"
-    else:
-        base, default = os.environ.get("XDG_CACHE_HOME", ""), home / ".cache"
-    return (Path(base) if Path(base).is_absolute() else default) / "znnpy"  # XDG: a relative path is to be ignored
 
 
 def _facts(machine: Machine) -> dict[str, str]:

@@ -14,8 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 
-import znnpy
-from znnpy.costs.cost_file import FORMAT, Costs, Measurement, UnitSpeed, versions
+from znnpy.costs.cost_file import Costs, Measurement, UnitSpeed
 from znnpy.costs.fit import Run, fitted
 from znnpy.costs.model import UNPROVEN_UNITS, Rate, Rates, assumed_rates, method
 from znnpy.costs.samples import samples
@@ -23,9 +22,9 @@ from znnpy.errors import DeviceError, NoPlanError
 from znnpy.kernels.contract import Primitive, Unit, device_of
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Limits, Machine
-from znnpy.measure.clocks import touching_rate
-from znnpy.measure.learning import Learner
-from znnpy.measure.timing import Clock, Task, Timer, bytes_of
+from znnpy.measure.budget import LayerTask, LayerTimer, TimeBudget, bytes_of
+from znnpy.measure.layer_timer import touching_rate
+from znnpy.measure.refine import Refiner
 from znnpy.messages import option
 from znnpy.option_values import Cover, DeviceKind
 from znnpy.planner.request import CostModel, PlanRequest
@@ -49,7 +48,7 @@ def sample_tasks(
     limits: Limits,
     room_bytes: int,
     table: Sequence[Primitive] = TABLE,
-) -> list[Task]:
+) -> list[LayerTask]:
     """What tells the speed of a device within `room_bytes` of its memory.
 
     First one sample of every primitive; then what looks the fastest of every sample, what looks second, and so on:
@@ -57,7 +56,7 @@ def sample_tasks(
     """
     rates = assumed_rates(machine, limits.threads, device)
     met = set[str]()
-    tasks: list[tuple[int, int, Task]] = []
+    tasks: list[tuple[int, int, LayerTask]] = []
     for precision in precisions:
         for shape in samples(device, precision):
             of_shape = [
@@ -76,16 +75,16 @@ def sample_tasks(
     return [task for _, _, task in sorted(tasks, key=lambda entry: entry[:2])]
 
 
-def units_of(tasks: Sequence[Task]) -> set[Unit]:
+def units_of(tasks: Sequence[LayerTask]) -> set[Unit]:
     """All that they work with."""
     return {work.unit for task in tasks for work in task.primitive.work(task.shape, task.variant)}
 
 
 def _variants(
     primitive: Primitive, shape: LayerShape, machine: Machine, rates: Rates, threads: int, room_bytes: int
-) -> Iterator[Task]:
+) -> Iterator[LayerTask]:
     """For each choice of units that a variant makes, the one that looks the fastest, and the slowest that is near."""
-    found: dict[frozenset[Unit], list[Task]] = {}
+    found: dict[frozenset[Unit], list[LayerTask]] = {}
     most = MOST_LARGE_SECONDS if shape.in_bytes >= LARGE_BYTES else MOST_RUN_SECONDS
     for variant in primitive.variants(shape, machine):
         units = frozenset(work.unit for work in primitive.work(shape, variant))
@@ -94,7 +93,7 @@ def _variants(
             continue
         if bytes_of(primitive, shape, variant, threads) > room_bytes:
             continue
-        found.setdefault(units, []).append(Task(primitive, shape, variant, spent))
+        found.setdefault(units, []).append(LayerTask(primitive, shape, variant, spent))
     for alike in found.values():
         alike.sort(key=lambda task: task.expected)
         near = [task for task in alike if task.expected <= OTHERWISE * alike[0].expected]
@@ -104,7 +103,7 @@ def _variants(
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
+class Survey:
     """What is measured: a device of a machine, by so many threads, within so much of its memory."""
 
     machine: Machine
@@ -118,7 +117,7 @@ class Bench:
         return assumed_rates(self.machine, self.limits.threads, self.device)
 
     def survey(
-        self, tasks: Sequence[Task], clock: Clock, timer: Timer, share: float = 1.0
+        self, tasks: Sequence[LayerTask], clock: LayerTimer, timer: TimeBudget, share: float = 1.0
     ) -> tuple[Rates, dict[Unit, int]]:
         """Rates fitted to the tasks, and the number of runs that each unit takes part in."""
         runs, refused = list[Run](), list[str]()
@@ -138,14 +137,14 @@ class Bench:
             )
         return fitted(self.assumed, runs, begins=self.device == "cpu"), dict(counted)
 
-    def deepen(self, rates: Rates, request: PlanRequest, clock: Clock, timer: Timer) -> list[Measurement]:
+    def deepen(self, rates: Rates, request: PlanRequest, clock: LayerTimer, timer: TimeBudget) -> list[Measurement]:
         """Measure layers of the best plans for a request, within its memory and parts of it.
 
         It ends when the time is up or all layers are known. NoPlanError where nothing fits within all the memory.
         """
         device, rooms = self.device, {self.device: self.room_bytes}
         costs = CostModel(table=self.table)
-        learner = Learner({device: rates}, timer, lambda *_: nullcontext(clock), self.limits.threads, rooms, costs)
+        learner = Refiner({device: rates}, timer, lambda *_: nullcontext(clock), self.limits.threads, rooms, costs)
         begun = 1 - timer.left() / timer.seconds
         for number, (cover, part) in enumerate(PLANS):
             until = begun + (1 - begun) * (number + 1) / len(PLANS)
@@ -162,34 +161,25 @@ class Bench:
         """
         if self.device == "gpu":
             return None
-        known, nbytes = None if old is None else old.touching, min(MOST_TOUCHED, self.room_bytes // 2)
+        known, nbytes = None if old is None else old.first_touch, min(MOST_TOUCHED, self.room_bytes // 2)
         if nbytes < LEAST_TOUCHED or (known is not None and not again):
             return known
         return touching_rate(self.limits.threads, nbytes)
 
-    def costs(self, rates: Rates, runs: Mapping[Unit, int], layers: Sequence[Measurement], old: Costs | None) -> Costs:
-        """All that is known: what was measured now, and of an earlier measurement what was not measured again."""
-        units = {unit: UnitSpeed(rates.of(unit).flops, rates.of(unit).nbytes, count) for unit, count in runs.items()}
-        kept = (
-            () if old is None else tuple(layer for layer in old.layers if not any(_same(layer, new) for new in layers))
-        )
-        return Costs(
-            format=FORMAT,
-            znnpy_version=znnpy.__version__,
-            device=self.device,
-            threads=self.limits.threads if self.device == "cpu" else 1,
-            machine=self.machine,
-            primitives=versions(self.machine, self.device, self.table),
-            units={**({} if old is None else old.units), **units},
-            by_size=dict(rates.by_size),  # they belong to rates that were fitted with them
+    def costs(self, rates: Rates, runs: Mapping[Unit, int], layers: Sequence[Measurement]) -> Costs:
+        """Return what was measured: rates of the units that took part in `runs`, and layers of a network."""
+        empty = Costs.empty(self.machine, self.device, self.limits.threads, self.table)
+        first_touch = rates.first_touch if rates.first_touch_measured else None
+        if not runs:
+            return replace(empty, first_touch=first_touch, layers=tuple(layers))
+        return replace(
+            empty,
+            units={unit: UnitSpeed(rates.of(unit).flops, rates.of(unit).nbytes, count) for unit, count in runs.items()},
+            by_size=dict(rates.by_size),
             stage_seconds=rates.stage_seconds,
-            layers=(*kept, *layers),
-            touching=rates.first_touch if rates.first_touch_measured else None,
+            first_touch=first_touch,
+            layers=tuple(layers),
         )
-
-
-def _same(one: Measurement, other: Measurement) -> bool:
-    return replace(one, seconds=1.0) == replace(other, seconds=1.0)
 
 
 def rate_words(rate: Rate) -> str:
