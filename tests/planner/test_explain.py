@@ -217,7 +217,8 @@ def test_gain_of_columns_over_patches_is_printed(plan: RunPlan, columns: RunPlan
     other = runner_up((30, 50, 40), speed / ratio, waste=3.804)
     assert words(replace(columns, other=other)).count(
         f"columns along y in steps of 6x10x8: {speed:,.0f} voxels/s, work {columns.main.waste:.2f} times what the "
-        f"output needs; patches of 30x50x40: {speed / ratio:,.0f} voxels/s, 3.80 times: {'columns ' * (ratio > 1.005)}{said}"
+        f"output needs; patches of 30x50x40: {speed / ratio:,.0f} voxels/s, "
+        f"3.80 times: {'columns ' * (ratio > 1.005)}{said}"
     )
     speed = plan.voxels_per_second
     other = runner_up((30, 50, 40), speed / ratio, waste=3.804, axis=1, column_planes=50, sub_batches=(1, 4, 4))
