@@ -36,7 +36,7 @@ class Scheme:
         return f"{self.images} at a time" if self.images > 1 else "by plain max-pooling, every offset again"
 
 
-def baselines(network: Network) -> Iterator[Scheme]:
+def schemes(network: Network) -> Iterator[Scheme]:
     """Yield the schemes of several patches at a time, and of plain max-pooling where there are poolings."""
     pools = sum(isinstance(layer, Pool) for layer in network.layers)
     for images in BATCHES:
@@ -101,20 +101,8 @@ class SchemeSearch(TilingSearch):
     @classmethod
     def like(cls, patches: TilingSearch, scheme: Scheme) -> SchemeSearch:
         """Return the search by a scheme for what another search of patches was asked for."""
-        return cls(
-            space=patches.space,
-            limits=patches.limits,
-            itemsize_in=patches.itemsize_in,
-            itemsize_out=patches.itemsize_out,
-            options=patches.options,
-            device=patches.device,
-            baseline=patches.baseline,
-            context=patches.context,
-            masks=patches.masks,
-            splits=patches.splits[:1],
-            patch=patches.patch,
-            scheme=scheme,
-        )
+        splits = patches.splits[:1]
+        return cls(patches.request, patches.space, patches.options, splits, patches.patch, scheme=scheme)
 
     def tiling(self, patch: Vec3) -> Tiling:
         space = self.space

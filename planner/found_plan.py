@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from znnpy.costs.model import Rates
 from znnpy.kernels.contract import device_of
-from znnpy.machine import Limits
 from znnpy.planner.memory import Memory
 from znnpy.planner.pareto import LayerRun
 from znnpy.planner.plan import Choice, Plan, Stage
+from znnpy.planner.request import PlanRequest
 from znnpy.planner.tilings import Tiling
 from znnpy.shapes import turned_back
 
@@ -32,13 +32,11 @@ def choice_of(layers: tuple[int, int], way: LayerRun, rates: Rates) -> Choice:
 
 
 def plan_of(
-    limits: Limits,
+    request: PlanRequest,
     shape: Tiling,
     stages: tuple[Stage, ...],
     memory: Memory,
     *,
-    itemsize_in: int,
-    itemsize_out: int,
     overlap: bool = False,
     feed_threads: int = 0,
     preparing_seconds: float = 0.0,
@@ -47,7 +45,7 @@ def plan_of(
     """Return the plan of patches or columns of one shape."""
     space, axis = shape.space, shape.space.axis
     return Plan(
-        limits=limits,
+        limits=request.limits,
         output=turned_back(space.output, axis),
         patch_out=shape.patch_out,
         patch_in=turned_back(shape.step_input, axis),
@@ -55,8 +53,8 @@ def plan_of(
         column_planes=shape.column_planes,
         stages=stages,
         memory=memory,
-        itemsize_in=itemsize_in,
-        itemsize_out=itemsize_out,
+        itemsize_in=request.itemsize_in,
+        itemsize_out=request.itemsize_out,
         columns=len(shape.cover),
         overlap=overlap,
         feed_threads=feed_threads,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from math import inf, prod
+from math import inf
 from types import MappingProxyType
 
 from znnpy.costs.model import unhidden_io_seconds
@@ -28,7 +28,7 @@ from znnpy.planner.bounds import (
 )
 from znnpy.planner.layer_options import LayerContext, OptionTable
 from znnpy.planner.layout import Tensor, place
-from znnpy.planner.memory import Memory, StageMemory, reading_bytes, staging_bytes, writing_bytes
+from znnpy.planner.memory import Memory, StageMemory, StepSizes
 from znnpy.planner.pareto import (
     LayerOption,
     LayerRun,
@@ -41,7 +41,8 @@ from znnpy.planner.pareto import (
     total_seconds,
 )
 from znnpy.planner.plan import waste
-from znnpy.planner.stages import last_stage
+from znnpy.planner.request import PlanRequest
+from znnpy.planner.stages import StageNeeds, Steps, last_stage
 from znnpy.planner.tilings import FusionGroup, Tiling, TilingSpace, tiling_of
 
 MAX_PIECES = 10**6
@@ -93,17 +94,11 @@ class Solution:
 
 @dataclass
 class LayerSearch:
-    """The search for primitives in one tiling space: the request, and the bounds on time known so far."""
+    """The search for primitives in one tiling space, with the bounds on time known so far."""
 
+    request: PlanRequest  # for the device that runs the layers
     space: TilingSpace
-    limits: Limits
-    itemsize_in: int
-    itemsize_out: int
     options: OptionTable
-    device: DeviceKind
-    baseline: int
-    context: int
-    masks: bool
     splits: Sequence[tuple[int, ...]]
     bounds: Bounds = field(init=False)
 
@@ -114,6 +109,16 @@ class LayerSearch:
             apart = (i for i, (first, _) in enumerate(self.space.groups) if self.options.reads_carried(shapes[first]))
             self.space = replace(self.space, in_place_carries=frozenset(apart))
         self.bounds = Bounds(self.space)
+
+    @property
+    def limits(self) -> Limits:
+        """The limits of the run."""
+        return self.request.limits
+
+    @property
+    def device(self) -> DeviceKind:
+        """The device that runs the layers."""
+        return self.request.target.device
 
     def may_fit(self, shape: Tiling) -> bool:
         """Return whether a tiling may fit, judged by its size alone. Up to the first pooling no split saves memory."""
@@ -284,13 +289,17 @@ class LayerSearch:
 
     def laid_out(self, shape: Tiling, options: tuple[LayerOption, ...]) -> Solution:
         """Return these options with the arena laid out."""
-        steps = [(way.shape, way.footprint) for option in options for way in option.layer_runs]
-        needs = last_stage(steps, 0, shape.step_input[0], self.device)
+        needs = self.needs(shape, [(way.shape, way.footprint) for option in options for way in option.layer_runs])
         tensors, arena = place(needs.tensors)
-        stage = replace(needs.memory, arena=arena)
-        memory = replace(self.fixed_memory(shape), stages=(stage,))
-        prepared = stage.arena + stage.carries + stage.weights
-        return Solution(shape, options, tensors, memory, self.io_seconds(shape), self.price * prepared)
+        around, own = self.fixed_memory(shape), needs.memory
+        weights, pinned = around.last.weights + own.weights, around.last.pinned + own.pinned
+        stage = replace(own, arena=arena, weights=weights, pinned=pinned)
+        memory = replace(around, stages=(stage,))
+        return Solution(shape, options, tensors, memory, self.io_seconds(shape), self.price * stage.prepared)
+
+    def needs(self, shape: Tiling, steps: Steps) -> StageNeeds:
+        """Return what these layers need, with their shapes and footprints."""
+        return last_stage(steps, 0, shape.step_input[0], self.device)
 
     def least_memory(self, best: Solution, most: float) -> Solution:
         """Choose options for the shape of `best` that need less memory within `most` seconds; return `best` if none do.
@@ -321,29 +330,21 @@ class LayerSearch:
 
     def fixed_memory(self, shape: Tiling) -> Memory:
         """Return the memory that a run needs whatever the primitives are."""
-        network, new = self.space.network, shape.step_input
-        maps_in, maps_out = shape.images * network.input_channels, shape.images * network.output_channels
-        reads, writes = shape.steps_of(shape.cover.margin), shape.steps_of(0)
-        seen = network.patch_in(shape.patch) if self.masks else None
-        staging = staging_bytes(*self._patch_bytes(shape), reads=reads, writes=writes) if self.device == "gpu" else 0
-        return Memory(
-            stages=(StageMemory(self.device),),
-            baseline=self.baseline,
-            reading=reading_bytes(maps_in, new, self.itemsize_in, steps=reads, seen=seen, device=self.device),
-            writing=writing_bytes(maps_out, shape.patch, self.itemsize_out, steps=writes, device=self.device),
-            staging=staging,
-            context=self.context,
+        request, reads, writes = self.request, shape.steps_of(shape.cover.margin), shape.steps_of(0)
+        reading, writing, staging = self.step_sizes(shape).transfer_bytes(
+            self.device, masks=request.masks, reads=reads, writes=writes
         )
+        around = StageMemory(self.device)
+        return Memory((around,), request.baseline, reading, writing, staging, request.target.cuda_bytes)
 
-    def _patch_bytes(self, shape: Tiling) -> tuple[int, int]:
-        """Return the bytes that a step reads and the bytes that it writes, as stored."""
-        network = self.space.network
-        raw_bytes = shape.images * network.input_channels * prod(shape.step_input) * self.itemsize_in
-        return raw_bytes, shape.images * network.output_channels * prod(shape.patch) * self.itemsize_out
+    def step_sizes(self, shape: Tiling) -> StepSizes:
+        """Return what a step reads and writes."""
+        return StepSizes(self.space.network, shape.step_input, shape.patch, self.request.itemsizes, shape.images)
 
     def io_seconds(self, shape: Tiling) -> float:
         """Return the seconds of reading and writing in which nothing is computed."""
-        return unhidden_io_seconds(self.device, sum(self._patch_bytes(shape)))
+        sizes = self.step_sizes(shape)
+        return unhidden_io_seconds(self.device, sizes.raw_bytes + sizes.out_bytes)
 
     @property
     def limit(self) -> int:

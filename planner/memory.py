@@ -12,7 +12,6 @@ from pydantic import Field
 from znnpy.machine import Limits, process_bytes
 from znnpy.network import Network
 from znnpy.option_values import DeviceKind
-from znnpy.patches import Cover
 from znnpy.planner.layout import Count, aligned
 from znnpy.shapes import Vec3
 
@@ -43,7 +42,12 @@ class StageMemory:
     @property
     def total(self) -> int:
         """Bytes in the memory of the stage's device."""
-        return self.arena + self.carries + self.weights + self.allowance
+        return self.prepared + self.allowance
+
+    @property
+    def prepared(self) -> int:
+        """Bytes of weights and tensors, which are written to before the first step."""
+        return self.arena + self.carries + self.weights
 
 
 class MemoryPromise(ABC):
@@ -188,23 +192,50 @@ def staging_bytes(raw_bytes: int, out_bytes: int, *, reads: int = STAGED, writes
     return min(STAGED, reads) * aligned(raw_bytes) + min(STAGED, writes) * aligned(out_bytes)
 
 
-def transfer_bytes(
-    network: Network, cover: Cover, patch_in: Vec3, itemsizes: tuple[int, int], *, masks: bool, device: DeviceKind
-) -> tuple[int, int, int]:
-    """Return the bytes of a run's patches in transfer: reading, writing, and staging on a GPU.
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """What a step reads and writes.
 
-    itemsizes  bytes per voxel of the volume and of the output, as stored
-    masks      count masks of input voxels that are not finite
+    patch_in, patch_out  voxels of the dense input and output, along z, y, x or with another axis first
+    itemsizes            bytes per voxel of the volume and per value of the output, as stored
+    images               patches in a step
     """
-    channels, maps, patch_out = network.input_channels, network.output_channels, cover.patch
-    reads, writes = cover.steps(cover.margin), cover.steps(0)
-    seen = network.patch_in(patch_out) if masks else None
-    reading = reading_bytes(channels, patch_in, itemsizes[0], steps=reads, seen=seen, device=device)
-    writing = writing_bytes(maps, patch_out, itemsizes[1], steps=writes, device=device)
-    if device == "cpu":
-        return reading, writing, 0
-    raw, out = channels * prod(patch_in) * itemsizes[0], maps * prod(patch_out) * itemsizes[1]
-    return reading, writing, staging_bytes(raw, out, reads=reads, writes=writes)
+
+    network: Network
+    patch_in: Vec3
+    patch_out: Vec3
+    itemsizes: tuple[int, int]
+    images: int = 1
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes that a step reads."""
+        return self.images * self.network.input_channels * prod(self.patch_in) * self.itemsizes[0]
+
+    @property
+    def out_bytes(self) -> int:
+        """Bytes that a step writes."""
+        return self.images * self.network.output_channels * prod(self.patch_out) * self.itemsizes[1]
+
+    def transfer_bytes(
+        self, device: DeviceKind, *, masks: bool, reads: int = PINNED, writes: int = PINNED, handed_over: int = 0
+    ) -> tuple[int, int, int]:
+        """Return the bytes of a run's patches in transfer: reading, writing, and staging on a GPU.
+
+        masks          count masks of input voxels that are not finite
+        reads, writes  steps that read and that give output, in all
+        handed_over    bytes of what a GPU is handed over at a time, where no patch is uploaded to it
+        """
+        network, (item_in, item_out) = self.network, self.itemsizes
+        seen = network.patch_in(self.patch_out) if masks else None
+        maps_in, maps_out = self.images * network.input_channels, self.images * network.output_channels
+        reading = reading_bytes(maps_in, self.patch_in, item_in, steps=reads, seen=seen, device=device)
+        writing = writing_bytes(maps_out, self.patch_out, item_out, steps=writes, device=device)
+        if device == "cpu":
+            return reading, writing, 0
+        if handed_over:
+            return reading, writing, staging_bytes(handed_over, self.out_bytes, writes=writes)
+        return reading, writing, staging_bytes(self.raw_bytes, self.out_bytes, reads=reads, writes=writes)
 
 
 def context_bytes(taken: int) -> int:

@@ -97,7 +97,7 @@ def _hosted_requests(request: PlanRequest) -> Iterator[PlanRequest]:
     one_gpu = target.device == "gpu" and target.devices == 1 and target.precision != "fp16"
     if one_gpu and not request.constraints.only and len(request.network.layers) > 1:
         for mode in OFFLOAD_MODES:
-            yield request.with_mode(mode).without_alternatives()
+            yield replace(request.without_alternatives(), target=replace(target, mode=mode))
 
 
 def _hosted_instead(request: PlanRequest, costs: CostModel) -> Iterator[RunPlan]:

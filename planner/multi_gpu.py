@@ -12,14 +12,13 @@ Bound   No cut saves work, so the speed is at most `devices` times that of one G
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from math import prod
 
 from znnpy.errors import NoPlanError
 from znnpy.messages import option
-from znnpy.network import Network
-from znnpy.planner.memory import transfer_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import CostModel, PlanRequest
 from znnpy.planner.run_plan import RunPlan
@@ -47,7 +46,7 @@ def plan_on_devices(request: PlanRequest, costs: CostModel) -> RunPlan:
         more.needed_bytes = error.needed_bytes
         raise more from None
     network, output, masks = request.network, request.output, request.masks
-    plans = [covering(plan, network, output, masks=masks) for plan in (alone.main, *_of_parts(one, costs))]
+    plans = [plan.covering(output, network, masks=masks) for plan in (alone.main, *_plans_of_parts(one, costs))]
     found = [
         RunPlan.of(network, request.target.machine, replace(plan, limits=limits)).on_devices(devices) for plan in plans
     ]
@@ -55,27 +54,19 @@ def plan_on_devices(request: PlanRequest, costs: CostModel) -> RunPlan:
     return replace(min(fitting, key=lambda plan: plan.seconds), single_device_seconds=alone.seconds)
 
 
-def _of_parts(request: PlanRequest, costs: CostModel) -> Iterator[Plan]:
+def _plans_of_parts(request: PlanRequest, costs: CostModel) -> Iterator[Plan]:
     """Yield the best plan of a part for every way to cut; columns are no longer than a part is along their axis."""
     devices, output = request.target.devices, request.output
     for counts in product(range(1, devices + 1), repeat=3):
         if prod(counts) != devices or any(size < count for size, count in zip(output, counts, strict=True)):
             continue
         z, y, x = (-(-size // count) for size, count in zip(output, counts, strict=True))
-        try:
-            plan = plan_on_device(replace(request, output=(z, y, x)), costs).main
-        except NoPlanError:  # other parts are thicker
-            continue
-        if plan.streams:
-            step = plan.patch_out[plan.axis]
-            plan = replace(plan, column_planes=min(plan.column_planes, -(-(z, y, x)[plan.axis] // step) * step))
-        yield plan
+        if (plan := plan_of_part(request, costs, (z, y, x))) is not None:
+            yield plan.in_columns_of(min(plan.column_planes, (z, y, x)[plan.axis]))
 
 
-def covering(plan: Plan, network: Network, output: Vec3, *, masks: bool) -> Plan:
-    """Return a GPU's plan for a part of the output as one for all of it, where more patches may be in flight."""
-    cover = replace(plan, output=output).cover(network)
-    itemsizes = plan.itemsize_in, plan.itemsize_out
-    reading, writing, staging = transfer_bytes(network, cover, plan.patch_in, itemsizes, masks=masks, device="gpu")
-    memory = replace(plan.memory, reading=reading, writing=writing, staging=staging)
-    return plan.for_output(output, network, memory)
+def plan_of_part(request: PlanRequest, costs: CostModel, output: Vec3) -> Plan | None:
+    """Return the best plan of one device for a part of the output; None where the part is too thin for any."""
+    with suppress(NoPlanError):
+        return plan_on_device(replace(request, output=output), costs).main
+    return None

@@ -14,6 +14,9 @@ from znnpy.planner.offload_search import OffloadSearch
 from znnpy.planner.request import CostModel, PlanRequest
 from znnpy.planner.run_plan import RunPlan
 from znnpy.planner.search import allowed_spaces, check_device, check_request, plan_on_device
+from znnpy.planner.sublayers import Sublayers
+
+SUBLAYER_SHARE = 0.75  # share of the GPU's memory beside CUDA's that an offloaded convolution may take
 
 
 def plan_offloaded(request: PlanRequest, costs: CostModel, *, than: RunPlan | None = None) -> RunPlan:
@@ -42,9 +45,8 @@ def plan_offloaded(request: PlanRequest, costs: CostModel, *, than: RunPlan | No
             f"{request.network.name} has one layer, and mode {mode} needs one for each device; drop {option('mode')}"
         )
     free = replace(wanted, only=tuple(name for name in wanted.only if name not in asked))
-    one = request.without_alternatives()
-    on_gpu = replace(one, target=replace(one.target, device="gpu"), constraints=free.only_on("gpu"))
-    on_cpu = replace(one, target=replace(one.target, device="cpu"), constraints=free.only_on("cpu"))
+    unasked = replace(request, constraints=free)
+    on_cpu, on_gpu = unasked.on("cpu"), unasked.on("gpu")
     check_device(on_gpu)
     cpu, gpu = costs.options(on_cpu), costs.options(on_gpu)
     alone = [] if than is None else [than]
@@ -55,15 +57,15 @@ def plan_offloaded(request: PlanRequest, costs: CostModel, *, than: RunPlan | No
     if mode == "cpu-to-gpu":
         host = limits.without_feed_threads(1)
         cpu = costs.slowed("cpu", limits.threads / host.threads).options(replace(on_cpu, limits=host))
-    search = OffloadSearch(
-        request=on_gpu,
-        mode=mode,
-        cpu=cpu,
-        gpu=gpu,
-        divided=[primitive for primitive in costs.in_host_ram if primitive.name in asked or not asked],
-        asked=bool(asked),
-        below=inf if than is None else than.seconds,
-    )
+    divided = [primitive for primitive in costs.in_host_ram if primitive.name in asked or not asked]
+    sublayers = None
+    if mode == "gpu-host" and divided:
+        target = on_gpu.target
+        lent = int(SUBLAYER_SHARE * ((limits.vram_bytes or 0) - target.cuda_bytes))
+        sublayers = Sublayers(
+            divided, target.machine, limits.threads, lent, cpu.rates, gpu.rates, target.precision, asked=bool(asked)
+        )
+    search = OffloadSearch(on_gpu, mode, cpu, gpu, sublayers, below=inf if than is None else than.seconds)
     found = search.run(allowed_spaces(on_gpu), wanted.patch, [other.main for other in alone])
     plan = RunPlan.of(request.network, request.target.machine, found)
     kinds = tuple(kind_of(request.network, plan, other) for other in alone) if request.kinds else ()

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf, prod
+from math import inf
 
 from znnpy.costs.model import Rates, seconds, unhidden_io_seconds
 from znnpy.errors import NoPlanError
@@ -37,18 +37,17 @@ from znnpy.planner.found_plan import choice_of, plan_of
 from znnpy.planner.layer_options import OptionTable
 from znnpy.planner.layer_search import MAX_COLUMN_SECONDS, Solution
 from znnpy.planner.layout import place
-from znnpy.planner.memory import Memory, context_bytes, mebibytes
+from znnpy.planner.memory import Memory, StepSizes, mebibytes
 from znnpy.planner.offload_sizes import initial_sizes, neighbouring_sizes
 from znnpy.planner.pareto import LayerRun, total_seconds
 from znnpy.planner.plan import Choice, Plan, Stage
 from znnpy.planner.request import PlanRequest
 from znnpy.planner.stage_search import StageSearch
 from znnpy.planner.stages import handover_buffers, in_host_ram, stage_needs, two_stage_seconds, upload_wait_seconds
-from znnpy.planner.sublayers import DividedPrimitive, Sublayers
+from znnpy.planner.sublayers import Sublayers
 from znnpy.planner.tilings import Tiling, TilingSpace, splits, tiling_of
 from znnpy.shapes import LayerShape, Vec3, text, turned
 
-SUBLAYER_SHARE = 0.75  # share of the GPU's memory beside CUDA's that an offloaded convolution may take
 MAX_MOVES = 16  # times that shapes next to the best one are looked at
 SEED_SLACK = 2.0  # times the seconds of another plan, or those asked for: no neighbours of a slower plan are looked at
 
@@ -78,30 +77,23 @@ class OffloadSearch:
     mode: OffloadMode
     cpu: OptionTable
     gpu: OptionTable
-    divided: Sequence[DividedPrimitive] = ()  # compute offloaded convolutions on the GPU, in mode gpu-host
-    asked: bool = False  # one of them, by name
+    sublayers: Sublayers | None  # offloaded convolutions that the GPU may compute, in mode gpu-host
     below: float = inf  # seconds that a plan has to stay below
-    network: Network = field(init=False)
-    limits: Limits = field(init=False)
-    context: int = field(init=False)
-    sublayers: Sublayers | None = field(init=False)
     _most: float = field(init=False)  # seconds, of a shape that may lead to the best
     _searches: dict[tuple[TilingSpace, tuple[int, int]], StageSearch] = field(default_factory=dict)
     _seen: set[tuple[TilingSpace, Vec3]] = field(default_factory=set)
     _fronts: dict[Tiling, Solution | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.network, self.limits = self.request.network, self.request.limits
-        self.context = context_bytes(self.request.target.context_bytes)
         self._most = SEED_SLACK * self.below
-        lent = int(SUBLAYER_SHARE * ((self.limits.vram_bytes or 0) - self.context))
-        self.sublayers = None
-        if not self.overlap and self.divided:
-            rates = self.cpu.rates, self.gpu.rates
-            target, threads = self.request.target, self.limits.threads
-            self.sublayers = Sublayers(
-                self.divided, target.machine, threads, lent, *rates, target.precision, asked=self.asked
-            )
+
+    @property
+    def network(self) -> Network:
+        return self.request.network
+
+    @property
+    def limits(self) -> Limits:
+        return self.request.limits
 
     @property
     def overlap(self) -> bool:
@@ -213,7 +205,8 @@ class OffloadSearch:
         if ahead is None:
             return None
         found = self._fitted(whole, cut, one, other, ahead, back, below)
-        if not self.asked and any(in_host_ram(way.footprint) for _, way in ahead.layer_runs):
+        must_divide = self.sublayers is not None and self.sublayers.asked
+        if not must_divide and any(in_host_ram(way.footprint) for _, way in ahead.layer_runs):
             most = below if found is None else found.seconds
             if found is None or total_seconds(found.back.options) > other.quickest(back):
                 by_host = replace(one, sublayers=None, taken=0)
@@ -255,9 +248,8 @@ class OffloadSearch:
         """Put two stages together, with their memory and the seconds for the whole output."""
         once = sum(way.sub_batches * way.seconds for _, way in back.layer_runs)
         wait = upload_wait_seconds(self._upload_seconds(back.tiling), back.tiling.sub_batches[0], once)
-        network, patch = whole.space.network, whole.patch
-        edges = self.request.itemsize_in * network.input_channels * prod(whole.step_input)
-        edges += self.request.itemsize_out * network.output_channels * prod(patch)
+        sizes = StepSizes(self.network, whole.step_input, whole.patch, self.request.itemsizes)
+        idle = unhidden_io_seconds("gpu", sizes.raw_bytes + sizes.out_bytes)
         spent = two_stage_seconds(_runs(front), _runs(back), wait, len(whole.cover), overlap=self.overlap)
         steps = [(way.shape, way.footprint) for found in (front, back) for _, way in found.layer_runs]
         choices = self._choices(0, front), self._choices(cut, back)
@@ -270,7 +262,7 @@ class OffloadSearch:
             for chosen, (own, tensors, _) in zip(choices, placed, strict=True)
         )
         memory = replace(back.memory, stages=tuple(replace(own, arena=arena) for own, _, arena in placed))
-        return TwoStages(whole, cut, front, back, memory, stages, spent + unhidden_io_seconds("gpu", edges))
+        return TwoStages(whole, cut, front, back, memory, stages, spent + idle)
 
     def _choices(self, first: int, found: Solution) -> tuple[Choice, ...]:
         """Return the choices of a stage, whose first layer is layer `first` of the network."""
@@ -297,21 +289,12 @@ class OffloadSearch:
         """Return the search for the layers of a stage."""
         found = self._searches.get((space, stage))
         if found is None:
-            on_gpu = stage[0] > 0
-            own = replace(space, stage=stage, precision=space.precision if on_gpu else "fp32")
-            found = self._searches[space, stage] = StageSearch(
-                space=own,
-                limits=self.limits,
-                itemsize_in=self.request.itemsize_in,
-                itemsize_out=self.request.itemsize_out,
-                options=self.gpu if on_gpu else self.cpu,
-                device="gpu" if on_gpu else "cpu",
-                baseline=self.request.baseline,
-                context=self.context,
-                masks=self.request.masks,
-                splits=(),
-                sublayers=None if on_gpu else self.sublayers,
-            )
+            if stage[0] > 0:
+                found = StageSearch(self.request, replace(space, stage=stage), self.gpu, splits=())
+            else:
+                host, own = self.request.on("cpu"), replace(space, stage=stage, precision="fp32")
+                found = StageSearch(host, own, self.cpu, splits=(), sublayers=self.sublayers)
+            self._searches[space, stage] = found
         return found
 
     def _front(self, space: TilingSpace, whole: Tiling, cut: int) -> Tiling:
@@ -352,12 +335,10 @@ class OffloadSearch:
 
     def _plan(self, best: TwoStages) -> Plan:
         return plan_of(
-            self.limits,
+            self.request,
             best.tiling,
             best.stages,
             best.memory,
-            itemsize_in=self.request.itemsize_in,
-            itemsize_out=self.request.itemsize_out,
             overlap=self.overlap,
             feed_threads=self.limits.threads - self.cpu.threads,
         )

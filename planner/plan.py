@@ -19,6 +19,7 @@ from znnpy.option_values import DeviceKind, Mode
 from znnpy.patches import Box, Column, Cover
 from znnpy.planner.layout import Count, Positive, sub_batch_counts
 from znnpy.planner.layout import Tensor as Tensor
+from znnpy.planner.memory import PINNED, StepSizes
 from znnpy.planner.memory import Memory as Memory
 from znnpy.planner.stages import two_stage_seconds
 from znnpy.shapes import LayerShape, Precision, Vec3
@@ -181,12 +182,6 @@ class Plan:
         )
 
     @property
-    def prepared_bytes(self) -> int:
-        """Bytes of the last stage's weights and tensors, which are written to before the first step."""
-        stage = self.memory.last
-        return stage.arena + stage.carries + stage.weights
-
-    @property
     def mode(self) -> Mode:
         """On which devices layers run, and how."""
         if len(self.stages) > 1:
@@ -218,29 +213,27 @@ class Plan:
 
     def seconds_for(self, share: float, devices: int = 1) -> float:
         """Return the predicted seconds of one of so many devices for a share of the output."""
-        voxels_in, voxels_out = prod(self.patch_in), prod(self.patch_out)
-        maps_in, maps_out = self.choices[0].shape.in_shape[4], self.choices[-1].shape.out_shape[4]
-        images = self.choices[0].shape.batch
-        last = min(devices, self.columns) * self.itemsize_out * maps_out * voxels_out  # one thread writes them all
-        edges = images * (self.itemsize_in * maps_in * voxels_in + last)
+        first, last = self.choices[0].shape, self.choices[-1].shape
+        raw_bytes = self.itemsize_in * first.in_shape[4] * prod(self.patch_in)
+        out_bytes = self.itemsize_out * last.out_shape[4] * prod(self.patch_out)
+        edges = first.batch * (raw_bytes + min(devices, self.columns) * out_bytes)  # one thread writes all last patches
         if len(self.stages) == 1:
             return share * sum(c.executions * c.seconds for c in self.choices) + unhidden_io_seconds(self.device, edges)
         ran = [
             (c.executions // times, times * c.seconds) for times, c in zip(self.sub_batches, self.choices, strict=True)
         ]
         front, back, wait = ran[: self.offloaded], ran[self.offloaded :], self.stages[1].wait_seconds
-        return two_stage_seconds(front, back, wait, self.columns, overlap=self.overlap) + unhidden_io_seconds(
-            "gpu", edges
-        )
+        spent = two_stage_seconds(front, back, wait, self.columns, overlap=self.overlap)
+        return spent + unhidden_io_seconds("gpu", edges)
 
     @property
     def waste(self) -> float:
         """Work done over the work that no border would need."""
         return waste(self.output, [(choice.shape, choice.seconds, choice.executions) for choice in self.choices])
 
-    def for_output(self, output: Vec3, network: Network, memory: Memory) -> Plan:
-        """Return this plan for an output of another size, in a process that takes other memory."""
-        here = replace(self, output=output, memory=memory)
+    def for_output(self, output: Vec3, network: Network) -> Plan:
+        """Return this plan for an output of another size."""
+        here = replace(self, output=output)
         cover, ahead = here.cover(network), [margin[self.axis] for margin in network.margins]
         parts = iter(self.sub_batches)
 
@@ -248,6 +241,26 @@ class Plan:
             return replace(choice, executions=next(parts) * cover.steps(ahead[choice.layers[1] + 1]))
 
         return replace(here.with_choices(covering), columns=len(cover))
+
+    def with_transfers(self, network: Network, *, masks: bool, reads: int = PINNED, writes: int = PINNED) -> Plan:
+        """Return this plan with the memory for patches in transfer of a run of so many steps; see `StepSizes`."""
+        step = StepSizes(network, self.patch_in, self.patch_out, (self.itemsize_in, self.itemsize_out))
+        handed_over = self.handover_bytes // self.sub_batches[self.offloaded] if self.offloaded else 0
+        reading, writing, staging = step.transfer_bytes(
+            self.device, masks=masks, reads=reads, writes=writes, handed_over=handed_over
+        )
+        return replace(self, memory=replace(self.memory, reading=reading, writing=writing, staging=staging))
+
+    def covering(self, output: Vec3, network: Network, *, masks: bool) -> Plan:
+        """Return this plan for an output of another size, with the memory that its patches in transfer take."""
+        here = self.for_output(output, network)
+        cover = here.cover(network)
+        return here.with_transfers(network, masks=masks, reads=cover.steps(cover.margin), writes=cover.steps(0))
+
+    def in_columns_of(self, planes: int) -> Plan:
+        """Return this plan with columns of so many output planes, rounded up to whole steps; patches stay patches."""
+        step = self.patch_out[self.axis]
+        return replace(self, column_planes=ceil(planes / step) * step) if self.streams else self
 
     def with_choices(self, change: Callable[[Choice], Choice]) -> Plan:
         """Return the same plan with every choice changed, in order."""

@@ -16,7 +16,7 @@ from znnpy.machine import Limits, Machine
 from znnpy.network import Network
 from znnpy.option_values import AskedMode, Cover, DeviceKind, RigorLevel
 from znnpy.planner.layer_options import OptionTable
-from znnpy.planner.memory import CONTEXT_BYTES, baseline_bytes
+from znnpy.planner.memory import CONTEXT_BYTES, baseline_bytes, context_bytes
 from znnpy.planner.sublayers import DividedPrimitive
 from znnpy.shapes import Precision, Vec3
 
@@ -46,6 +46,11 @@ class Target:
         """The precision in which layers run."""
         return self.precision if self.device == "gpu" else "fp32"
 
+    @property
+    def cuda_bytes(self) -> int:
+        """Bytes of a GPU that CUDA and its libraries will take; 0 on a CPU."""
+        return context_bytes(self.context_bytes) if self.device == "gpu" else 0
+
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
@@ -61,11 +66,6 @@ class Constraints:
     only: tuple[str, ...] = ()
     cover: Cover | None = None
     depth_first: bool = True
-
-    @property
-    def columns(self) -> bool | None:
-        """Whether columns alone are allowed, or patches alone (False); None where either is."""
-        return None if self.cover is None else self.cover == "columns"
 
     def only_on(self, device: DeviceKind) -> Constraints:
         """Return the same constraints with the primitives of one device alone."""
@@ -105,9 +105,15 @@ class PlanRequest:
     kinds: bool = False
     baselines: bool = False
 
-    def with_mode(self, mode: AskedMode) -> PlanRequest:
-        """Return the same request in another mode."""
-        return replace(self, target=replace(self.target, mode=mode))
+    @property
+    def itemsizes(self) -> tuple[int, int]:
+        """Bytes per voxel of the volume and per value of the output."""
+        return self.itemsize_in, self.itemsize_out
+
+    def on(self, device: DeviceKind) -> PlanRequest:
+        """Return the request for a plan of one kind of device alone, with the primitives that are meant for it."""
+        target, constraints = replace(self.target, device=device), self.constraints.only_on(device)
+        return replace(self.without_alternatives(), target=target, constraints=constraints)
 
     def without_alternatives(self) -> PlanRequest:
         """Return the same request for one plan alone."""

@@ -11,21 +11,17 @@ from dataclasses import replace
 from znnpy.errors import NoPlanError, ShapeError
 from znnpy.kernels.contract import Primitive, device_of
 from znnpy.kernels.table import find
-from znnpy.machine import Machine
 from znnpy.messages import option
-from znnpy.network import Network
 from znnpy.planner.alternatives import kind_of
-from znnpy.planner.baselines import Scheme, SchemeSearch
-from znnpy.planner.baselines import baselines as baselines_of
+from znnpy.planner.baselines import Scheme, SchemeSearch, schemes
 from znnpy.planner.found_plan import choice_of, plan_of
 from znnpy.planner.layer_options import OptionTable
 from znnpy.planner.layer_search import Solution
-from znnpy.planner.memory import context_bytes
 from znnpy.planner.nearest_miss import no_plan
 from znnpy.planner.plan import Stage
 from znnpy.planner.request import Constraints, CostModel, PlanRequest
-from znnpy.planner.run_plan import Alternative, RunPlan
-from znnpy.planner.tiling_search import RUNNERS_UP, TilingSearch
+from znnpy.planner.run_plan import RunPlan
+from znnpy.planner.tiling_search import RUNNERS_UP, TilingSearch, smallest_need
 from znnpy.planner.tilings import TilingSpace, all_spaces, splits
 from znnpy.shapes import text, turned
 
@@ -48,29 +44,23 @@ def plan_on_device(
     if scheme is not None:
         searches = [SchemeSearch.like(patches, scheme) for patches in searches if not patches.space.streams]
     if not (ranked := _ranked(searches)):
-        raise no_plan(request.network, searches, _narrowing(request.constraints))
+        raise no_plan(searches, _narrowing(request.constraints))
     ranked = _leanest_first(ranked)
-    network, machine = request.network, request.target.machine
-    plan = _plan(network, machine, ranked)
-    others = [*_kinds(network, machine, plan, searches, ranked)] if request.kinds else []
-    unrun = _baselines(network, machine, plan, searches) if request.baselines else ()
-    return replace(plan, alternatives=(*others, *unrun))
+    plan = _plan(ranked)
+    others = _kinds(plan, searches, ranked) if request.kinds else ()
+    unrun = _baselines(searches) if request.baselines else ()
+    kinds = (kind_of(request.network, plan, _plan_of(*pair), scheme) for pair, scheme in (*others, *unrun))
+    return replace(plan, alternatives=tuple(kinds))
 
 
 def _searches(request: PlanRequest, options: OptionTable) -> Sequence[TilingSearch]:
     """Return a search of every space that is allowed."""
-    target, wanted = request.target, request.constraints
+    wanted = request.constraints
     return [
         TilingSearch(
+            request=request,
             space=space,
-            limits=request.limits,
-            itemsize_in=request.itemsize_in,
-            itemsize_out=request.itemsize_out,
             options=options,
-            device=target.device,
-            baseline=request.baseline,
-            context=context_bytes(target.context_bytes) if target.device == "gpu" else 0,
-            masks=request.masks,
             splits=splits(space.stage_network) if wanted.depth_first else splits(space.stage_network)[:1],
             patch=None if wanted.patch is None else turned(wanted.patch, space.axis),
         )
@@ -82,7 +72,7 @@ def allowed_spaces(request: PlanRequest) -> list[TilingSpace]:
     """Return the spaces of columns, of patches, or of both; NoPlanError where there is none of those asked for."""
     wanted = request.constraints
     spaces = all_spaces(request.network, request.output, request.target.layer_precision, wanted.patch)
-    allowed = [space for space in spaces if wanted.columns is None or space.streams == wanted.columns]
+    allowed = [space for space in spaces if wanted.cover in (None, "columns" if space.streams else "patches")]
     if not allowed:
         raise NoPlanError(
             f"{spaces[0].network.name} sees one voxel along every axis, so that columns have nothing to carry; drop "
@@ -91,7 +81,8 @@ def allowed_spaces(request: PlanRequest) -> list[TilingSpace]:
     return allowed
 
 
-Ranked = Sequence[tuple[TilingSearch, Solution]]  # searches that found something, the fastest first
+Found = tuple[TilingSearch, Solution]
+Ranked = Sequence[Found]  # searches that found something, the fastest first
 
 
 def _ranked(searches: Sequence[TilingSearch]) -> Ranked:
@@ -112,44 +103,28 @@ def _leanest_first(ranked: Ranked) -> Ranked:
     return [best, *(pair for pair in ranked if pair[0] is not best[0])]
 
 
-def _kinds(
-    network: Network, machine: Machine, plan: RunPlan, searches: Sequence[TilingSearch], ranked: Ranked
-) -> Iterator[Alternative]:
+def _kinds(plan: RunPlan, searches: Sequence[TilingSearch], ranked: Ranked) -> Iterator[tuple[Found, str]]:
     """Yield the best of columns, of patches and of each without depth first; not the plan itself."""
-    for walks in (True, False):
-        of_kind = [search for search in searches if search.space.streams == walks]
-        best = next((pair for pair in ranked if pair[0].space.streams == walks), None)
-        best = best or _least(of_kind)
-        if best is not None and (plan.main.streams != walks or best[1].memory != plan.main.memory):
-            yield kind_of(network, plan, _plan_of(network, machine, *best))
-        if best is None or all(way.sub_batches == 1 for _, way in best[1].layer_runs):
+    for streams in (True, False):
+        of_kind = [search for search in searches if search.space.streams == streams]
+        best = next((pair for pair in ranked if pair[0].space.streams == streams), None) or smallest_need(of_kind)
+        if best is None:
             continue
-        whole = [search.undivided() for search in of_kind]
-        found = _ranked(whole)
-        best = found[0] if found else _least(whole)
-        if best is not None:
-            yield kind_of(network, plan, _plan_of(network, machine, *best))
+        if plan.main.streams != streams or best[1].memory != plan.main.memory:
+            yield best, ""
+        if any(way.sub_batches > 1 for _, way in best[1].layer_runs):
+            whole = [search.undivided() for search in of_kind]
+            if (best := next(iter(_ranked(whole)), None) or smallest_need(whole)) is not None:
+                yield best, ""
 
 
-def _baselines(
-    network: Network, machine: Machine, plan: RunPlan, searches: Sequence[TilingSearch]
-) -> Iterator[Alternative]:
-    """Yield the best patches of every scheme that no session runs, where patches are allowed."""
+def _baselines(searches: Sequence[TilingSearch]) -> Iterator[tuple[Found, str]]:
+    """Yield the best patches of every scheme that no session runs, with its description, where patches are allowed."""
     for patches in searches:
-        for scheme in () if patches.space.streams else baselines_of(network):
-            search = SchemeSearch.like(patches, scheme)
-            found = search.run()
-            best = (search, found) if found else _least([search])
-            if best is not None:
-                yield kind_of(network, plan, _plan_of(network, machine, *best), scheme.words)
-
-
-def _least(searches: Sequence[TilingSearch]) -> tuple[TilingSearch, Solution] | None:
-    """Return the smallest need of all shapes and its search; None where no primitive runs some layer."""
-    found = [(search, least) for search in searches if isinstance(least := search.least(), Solution)]
-    return min(
-        found, default=None, key=lambda need: (sum(need[1].memory.excess(need[0].limits)), need[1].memory.device_bytes)
-    )
+        for scheme in () if patches.space.streams else schemes(patches.request.network):
+            searched = [SchemeSearch.like(patches, scheme)]
+            if (best := next(iter(_ranked(searched)), None) or smallest_need(searched)) is not None:
+                yield best, scheme.words
 
 
 def check_request(request: PlanRequest, table: tuple[Primitive, ...]) -> None:
@@ -204,29 +179,28 @@ def _narrowing(wanted: Constraints) -> str:
     return "".join(f", or drop {word}" for word, given in words if given)
 
 
-def _plan(network: Network, machine: Machine, ranked: Ranked) -> RunPlan:
+def _plan(ranked: Ranked) -> RunPlan:
     """Return the best of all spaces as a plan, with the best of the others and the next best as runners-up."""
     search, found = ranked[0]
     others = [other.runner_up(best) for other, best in ranked if other.space.streams != search.space.streams]
     larger = search.next_larger(found.seconds)
     return replace(
-        _plan_of(network, machine, search, found),
+        _plan_of(search, found),
         other=others[0] if others else None,
         runners_up=(*larger, *search.slower(found, RUNNERS_UP - len(larger))),
     )
 
 
-def _plan_of(network: Network, machine: Machine, search: TilingSearch, best: Solution) -> RunPlan:
+def _plan_of(search: TilingSearch, best: Solution) -> RunPlan:
     """Return what was found as a plan without runners-up."""
-    choices = tuple(choice_of(layers, way, search.options.rates) for layers, way in best.layer_runs)
+    rates, request = search.options.rates, search.request
+    choices = tuple(choice_of(layers, way, rates) for layers, way in best.layer_runs)
     plan = plan_of(
-        search.limits,
+        request,
         best.tiling,
         (Stage(search.device, choices, best.tensors),),
         best.memory,
-        itemsize_in=search.itemsize_in,
-        itemsize_out=search.itemsize_out,
         preparing_seconds=best.preparing,
-        preparing_measured=best.preparing > 0 and search.options.rates.first_touch_measured,
+        preparing_measured=best.preparing > 0 and rates.first_touch_measured,
     )
-    return RunPlan.of(network, machine, plan)
+    return RunPlan.of(request.network, request.target.machine, plan)

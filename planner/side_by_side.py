@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from heapq import nsmallest
 from itertools import product
 from math import ceil, inf, prod
@@ -31,8 +30,8 @@ from znnpy.messages import option
 from znnpy.network import Network
 from znnpy.planner.co_execution import CoExecution
 from znnpy.planner.layer_search import MAX_COLUMN_SECONDS
-from znnpy.planner.memory import MIB, mebibytes, reading_bytes, staging_bytes, writing_bytes
-from znnpy.planner.multi_gpu import covering
+from znnpy.planner.memory import MIB, mebibytes
+from znnpy.planner.multi_gpu import plan_of_part
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import CostModel, PlanRequest
 from znnpy.planner.run_plan import PlannedWorker, RunPlan
@@ -65,13 +64,9 @@ class Processor:
         """Return the CPU of the machine of a request for GPUs."""
         target, limits = request.target, request.limits
         there = Limits(ram_bytes, limits.threads).without_feed_threads(target.devices)
-        alone = replace(
-            request.without_alternatives(),
-            limits=there,
-            target=replace(target, machine=replace(target.machine, gpu=None), device="cpu", devices=1, mode="cpu"),
-            constraints=request.constraints.only_on("cpu"),
-            baseline=0,
-        )
+        on_cpu = request.on("cpu")
+        without_gpu = replace(on_cpu.target, machine=replace(target.machine, gpu=None), devices=1, mode="cpu")
+        alone = replace(on_cpu, limits=there, target=without_gpu, baseline=0)
         return cls(alone, costs.slowed("cpu", limits.threads / there.threads))
 
     def plan(self, output: Vec3, patch: Vec3 | None = None) -> Plan:
@@ -91,7 +86,7 @@ def plan_beside(alone: RunPlan, request: PlanRequest, costs: CostModel) -> RunPl
     NoPlanError where the CPU computes no cell within the memory that is left.
     """
     network, masks = request.network, request.masks
-    whole = alone.with_plans(partial(moving_whole, network=network, masks=masks))
+    whole = alone.with_plans(lambda plan: plan.with_transfers(network, masks=masks))
     processor = Processor.beside(request, costs, max(1, alone.limits.ram_bytes - whole.memory.peak))
     try:
         speed = processor.plan(alone.output).voxels_per_second
@@ -166,7 +161,7 @@ class _Trials:
             self.too_large.append(cell)
             self.least = min(self.least, error.needed_bytes or inf)
             return
-        other = moving_whole(_in_one_column(other, self.network), network=self.network, masks=self.masks)
+        other = _in_one_column(other, other.output, self.network).with_transfers(self.network, masks=self.masks)
         plan = self.gpus.shared_with(PlannedWorker(other), self.alone)
         if any(plan.memory.excess(gpu.limits)):
             self.least = min(self.least, other.memory.peak)
@@ -198,16 +193,9 @@ def _of_parts(alone: RunPlan, request: PlanRequest, costs: CostModel, share: flo
         side = (share * prod(alone.output) / count) ** (1 / 3)
         sizes = zip(alone.output, network.period, strict=True)
         z, y, x = (min(size, _even(size, side, step)) for size, step in sizes)
-        try:
-            part = plan_on_device(replace(one, output=(z, y, x)), costs).main
-        except NoPlanError:  # other parts are thicker
-            continue
-        if part.streams:  # on, from cell to cell
-            step, length = part.patch_out[part.axis], alone.output[part.axis]
-            part = replace(part, column_planes=ceil(length / step) * step)
-        found = covering(part, network, alone.output, masks=masks)
-        gpu = moving_whole(replace(found, limits=alone.limits), network=network, masks=masks)
-        yield alone.with_main(gpu)
+        if (part := plan_of_part(one, costs, (z, y, x))) is not None:
+            gpu = _in_one_column(part, alone.output, network)  # from cell to cell
+            yield alone.with_main(replace(gpu, limits=alone.limits).with_transfers(network, masks=masks))
 
 
 def _widths(gpu: Plan, period: Vec3, voxels: float) -> list[Vec3]:
@@ -257,23 +245,9 @@ def _bar(gpu: Plan, cell: Vec3) -> Vec3:
     return z, y, x
 
 
-def _in_one_column(plan: Plan, network: Network) -> Plan:
-    """However long that takes: each of its cells is kept when it is written."""
-    if not plan.streams:
-        return plan
-    step, length = plan.patch_out[plan.axis], plan.output[plan.axis]
-    return replace(plan, column_planes=ceil(length / step) * step).for_output(plan.output, network, plan.memory)
-
-
-def moving_whole(plan: Plan, *, network: Network, masks: bool) -> Plan:
-    """The same with as many patches on their way as there may be, however the output is dealt."""
-    seen = network.patch_in(plan.patch_out) if masks else None
-    channels, maps, device = network.input_channels, network.output_channels, plan.device
-    reading = reading_bytes(channels, plan.patch_in, plan.itemsize_in, seen=seen, device=device)
-    writing = writing_bytes(maps, plan.patch_out, plan.itemsize_out, device=device)
-    raw, out = channels * prod(plan.patch_in) * plan.itemsize_in, maps * prod(plan.patch_out) * plan.itemsize_out
-    staging = staging_bytes(raw, out) if device == "gpu" else 0
-    return replace(plan, memory=replace(plan.memory, reading=reading, writing=writing, staging=staging))
+def _in_one_column(plan: Plan, output: Vec3, network: Network) -> Plan:
+    """Return this plan for an output, with columns as long as it; each cell is recorded when it is written."""
+    return plan.in_columns_of(output[plan.axis]).for_output(output, network)
 
 
 def _even(whole: int, length: float, step: int) -> int:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import inf, prod
+from math import inf
 
 from znnpy.planner.layer_search import LayerSearch, Solution
-from znnpy.planner.layout import aligned, place
-from znnpy.planner.memory import Memory, StageMemory, reading_bytes, staging_bytes, writing_bytes
-from znnpy.planner.pareto import LayerOption, ParetoFront, in_sequence, pareto_front, smallest
-from znnpy.planner.stages import host_stage, in_host_ram, last_stage
+from znnpy.planner.layout import aligned
+from znnpy.planner.memory import Memory, StageMemory, StepSizes
+from znnpy.planner.pareto import ParetoFront, in_sequence, pareto_front, smallest
+from znnpy.planner.stages import StageNeeds, Steps, host_stage, in_host_ram
 from znnpy.planner.sublayers import Sublayers
 from znnpy.planner.tilings import Tiling
 
@@ -34,11 +34,11 @@ class StageSearch(LayerSearch):
         place, below = self.layer_context(shape, group), found[-1].seconds if found and not lent.asked else inf
         if first == last:
             by_gpu = pareto_front(lent.options(conv, place, below))
-            return by_gpu if by_gpu and lent.asked else pareto_front((*found, *by_gpu))
-        between = aligned(pool.in_bytes)
-        before = pareto_front(lent.options(conv, replace(place, output_bytes=between), below))
-        behind = self.options.front((pool,), replace(place, input_bytes=between, join_bytes=0, steps=place.steps[1:]))
-        by_gpu = pareto_front(in_sequence(before, behind))
+        else:
+            between = aligned(pool.in_bytes)
+            before = pareto_front(lent.options(conv, replace(place, output_bytes=between), below))
+            after = replace(place, input_bytes=between, join_bytes=0, steps=place.steps[1:])
+            by_gpu = pareto_front(in_sequence(before, self.options.front((pool,), after)))
         return by_gpu if by_gpu and lent.asked else pareto_front((*found, *by_gpu))
 
     def io_seconds(self, shape: Tiling) -> float:
@@ -53,39 +53,35 @@ class StageSearch(LayerSearch):
 
     def fixed_memory(self, shape: Tiling) -> Memory:
         """Return what a run needs whatever the primitives are, with what the other stage takes of this memory."""
-        network = shape.space.network
-        reads, writes = shape.steps_of(shape.cover.margin), shape.steps_of(0)
-        seen = network.patch_in(shape.patch) if self.masks else None
-        maps_in, maps_out, on_gpu = network.input_channels, network.output_channels, self.device == "gpu"
-        out_bytes = maps_out * prod(shape.patch) * self.itemsize_out
+        request, on_gpu = self.request, self.device == "gpu"
+        reading, writing, staging = StepSizes(
+            shape.space.network, shape.volume_input, shape.patch, request.itemsizes
+        ).transfer_bytes(
+            "gpu",
+            masks=request.masks,
+            reads=shape.steps_of(shape.cover.margin),
+            writes=shape.steps_of(0),
+            handed_over=self.slot,
+        )
         taken = self.taken if on_gpu else 0
         return Memory(
             stages=(StageMemory(self.device, weights=taken, pinned=self.taken - taken),),
-            baseline=self.baseline,
-            reading=reading_bytes(maps_in, shape.volume_input, self.itemsize_in, steps=reads, seen=seen, device="gpu"),
-            writing=writing_bytes(maps_out, shape.patch, self.itemsize_out, steps=writes, device="gpu"),
-            staging=staging_bytes(self.slot, out_bytes, writes=writes) if on_gpu else 0,
-            context=self.context if on_gpu else 0,
+            baseline=request.baseline,
+            reading=reading,
+            writing=writing,
+            staging=staging if on_gpu else 0,
+            context=request.target.cuda_bytes,
             handover=self.handover,
         )
 
-    def laid_out(self, shape: Tiling, options: tuple[LayerOption, ...]) -> Solution:
-        """Return these options with the arena of the stage as it will be."""
-        steps = [(way.shape, way.footprint) for option in options for way in option.layer_runs]
+    def needs(self, shape: Tiling, steps: Steps) -> StageNeeds:
+        """Return what these layers need, with the page-locked weights of those that run on the other device."""
         if self.device == "cpu":
-            needs = host_stage(steps, shape.step_input[0])
-        else:
-            needs = last_stage(steps, 0, shape.step_input[0], self.device)
-            needs = replace(needs, memory=replace(needs.memory, carries=shape.sub_batches[0] * needs.memory.carries))
-        tensors, arena = place(needs.tensors)
-        around, own = self.fixed_memory(shape), needs.memory
-        stage = replace(
-            own,
-            arena=arena,
-            weights=around.last.weights + own.weights,
-            pinned=around.last.pinned + own.pinned + sum(fp.host for _, fp in steps if in_host_ram(fp)),
-        )
-        return Solution(shape, options, tensors, replace(around, stages=(stage,)), 0.0, 0.0)
+            found = host_stage(steps, shape.step_input[0])
+            pinned = sum(footprint.host for _, footprint in steps if in_host_ram(footprint))
+            return replace(found, memory=replace(found.memory, pinned=pinned))
+        found = super().needs(shape, steps)
+        return replace(found, memory=replace(found.memory, carries=shape.sub_batches[0] * found.memory.carries))
 
     def fastest(self, shape: Tiling, below: float = inf) -> Solution | None:
         """Return the fastest primitives within the memory; None unless they take less than `below` seconds in all."""

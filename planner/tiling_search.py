@@ -18,6 +18,7 @@ from znnpy.planner.layer_options import LayerContext
 from znnpy.planner.layer_search import LayerSearch, Solution
 from znnpy.planner.memory import Memory
 from znnpy.planner.pareto import fastest, smallest
+from znnpy.planner.request import PlanRequest
 from znnpy.planner.run_plan import RunnerUp
 from znnpy.planner.tilings import Sizes, Tiling, all_sizes, log_spaced, sizes_between, tiling_of, with_size
 from znnpy.shapes import Vec3
@@ -51,7 +52,8 @@ class TilingSearch(LayerSearch):
         sizes of one axis with the best's sizes of the others. In networks that treat all axes alike, patches with
         permuted axes cost nearly the same: one of them is tried, but for the best all are.
         """
-        sizes = self._sizes(self.limit - (self.baseline if self.device == "cpu" else self.context))
+        taken = self.request.baseline if self.device == "cpu" else self.request.target.cuda_bytes
+        sizes = self._sizes(self.limit - taken)
         best = self._among(sizes) if all(sizes) else None
         if best is None:  # a tiling that bounds and estimates exclude may still fit
             least = self.least()
@@ -63,8 +65,12 @@ class TilingSearch(LayerSearch):
 
     def undivided(self) -> TilingSearch:
         """Return this search without sub-batches: all images go through a layer before any goes through the next."""
-        search = replace(self, splits=self.splits[:1], rejected=[], _seen=set(), _widest={})
-        search.bounds = self.bounds  # what is known of the time holds there too
+        return self._again(self.request, self.splits[:1])
+
+    def _again(self, request: PlanRequest, splits: Sequence[tuple[int, ...]]) -> TilingSearch:
+        """Return this search for another request, or with other splits; it keeps the bounds on time, which hold too."""
+        search = replace(self, request=request, splits=splits, rejected=[], _seen=set(), _widest={})
+        search.bounds = self.bounds
         return search
 
     def tiling(self, patch: Vec3) -> Tiling:
@@ -180,7 +186,7 @@ class TilingSearch(LayerSearch):
         z, y, x = self.patch
         return [z], [y], [x]
 
-    def _need(self, memory: Memory, more: int = 0) -> tuple[int, int]:
+    def need(self, memory: Memory, more: int = 0) -> tuple[int, int]:
         """Return the bytes above the limits and the bytes in all, if the layers took `more` bytes more."""
         grown = replace(memory, stages=(replace(memory.last, arena=memory.last.arena + more),))
         return sum(grown.excess(self.limits)), grown.device_bytes
@@ -191,10 +197,10 @@ class TilingSearch(LayerSearch):
         few = self._shapes(_few(self._sizes(None)))
         shapes = sorted(
             (c.split(at_once) for c in few for at_once in self.splits),
-            key=lambda shape: self._need(self.fixed_memory(shape), shape.largest),
+            key=lambda shape: self.need(self.fixed_memory(shape), shape.largest),
         )
         for shape in shapes[: MAX_LEAST_LAYERS // len(self.space.groups)]:
-            if least is not None and self._need(self.fixed_memory(shape), shape.largest) >= self._need(least.memory):
+            if least is not None and self.need(self.fixed_memory(shape), shape.largest) >= self.need(least.memory):
                 continue
             fronts = self.fronts(shape)
             if not all(fronts):
@@ -205,7 +211,7 @@ class TilingSearch(LayerSearch):
                     if not self.options.front(shape.shapes[layer : layer + 1], LayerContext())
                 )
             found = self.laid_out(shape, smallest(fronts))
-            if least is None or self._need(found.memory) < self._need(least.memory):
+            if least is None or self.need(found.memory) < self.need(least.memory):
                 least = found
         return least
 
@@ -219,14 +225,9 @@ class TilingSearch(LayerSearch):
         found: Solution | None = best
         while found is not None:
             best = self.least_memory(found, most)
-            found = self._within(int(LEANER_SHARE * best.memory.device_bytes)).first(shapes.values(), most)
+            limits = replace(self.limits, ram_bytes=int(LEANER_SHARE * best.memory.device_bytes))
+            found = self._again(replace(self.request, limits=limits), self.splits).first(shapes.values(), most)
         return best
-
-    def _within(self, ram_bytes: int) -> TilingSearch:
-        """Return this search with another limit of memory; the bounds on time that it knows are kept."""
-        search = replace(self, limits=replace(self.limits, ram_bytes=ram_bytes), rejected=[], _seen=set(), _widest={})
-        search.bounds = self.bounds
-        return search
 
     def first(self, shapes: Iterable[Tiling], below: float) -> Solution | None:
         """Return the first of these tilings that fits and takes less than `below` seconds; None after LEANER_TRIES."""
@@ -279,6 +280,12 @@ class TilingSearch(LayerSearch):
                 if found.seconds < 0.95 * seconds and over != (0, 0):
                     return [self.runner_up(found, over)]
         return []
+
+
+def smallest_need(searches: Iterable[TilingSearch]) -> tuple[TilingSearch, Solution] | None:
+    """Return the smallest need of all tilings, and its search; None where no primitive runs some layer."""
+    found = [(search, least) for search in searches if isinstance(least := search.least(), Solution)]
+    return min(found, default=None, key=lambda pair: pair[0].need(pair[1].memory))
 
 
 def _merged(some: Sizes, others: Sizes) -> Sizes:

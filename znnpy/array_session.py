@@ -200,7 +200,7 @@ class ArraySession:
     def _prepare(self, target: OpenTarget, plan: RunPlan) -> None:
         """Prepare all that a plan needs on a target."""
         log_phase("planned", predicted(plan))
-        log_phase("preparing", f"{human_bytes(plan.main.prepared_bytes)}")
+        log_phase("preparing", f"{human_bytes(plan.main.memory.last.prepared)}")
         with wisdom_kept(target.machine, plan.seconds) as wisdom:
             sessions = self._prepared.enter_context(sessions_of(plan, target, self._network, self._weights))
         for sentence in wisdom.sentences:

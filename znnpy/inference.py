@@ -250,7 +250,7 @@ class _Run:
     def _run(self, target: OpenTarget, plan: RunPlan) -> _Done:
         """Whatever of the plan's columns the output does not hold."""
         network = self.trained.network
-        log_phase("preparing", f"{human_bytes(plan.main.prepared_bytes)}")
+        log_phase("preparing", f"{human_bytes(plan.main.memory.last.prepared)}")
         preparing = Preparing(plan, network, self.started, self.output.done, self.progress)
         with self._awake(target, plan, preparing) as (sessions, wisdom):
             before = preparing.done()

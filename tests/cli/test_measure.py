@@ -104,7 +104,7 @@ def test_measured_costs_are_stored_and_used_by_plans(here: Place) -> None:
     made = RunPlan.from_json(json.dumps(after["plan"]))
     rates = here_truly(this_machine().cores)
     truly = sum(c.executions * rates.seconds(find(c.primitive), c.shape, c.variant) for c in made.choices)
-    truly += made.main.prepared_bytes / 2**32
+    truly += made.main.memory.last.prepared / 2**32
     assert after["seconds"] == pytest.approx(truly, rel=0.01)
     assert after["seconds"] - other > 1.2 * (before["seconds"] - one)
     assert after["notes"] == before["notes"] == []

@@ -194,9 +194,7 @@ def test_plan_of_columns_runs_on_another_volume(place: Place, size: tuple[int, i
     assert result.exit_code == 0
     report = json.loads(result.stdout)
     assert (report["axis"], report["column"], report["patch"]) == (made.main.axis, made.main.column_planes, [4, 6, 4])
-    assert report["columns"] == len(
-        made.main.for_output(report["shape"], place.network, made.main.memory).cover(place.network)
-    )
+    assert report["columns"] == len(made.main.for_output(report["shape"], place.network).cover(place.network))
     found = place.prediction()
     assert place.infer("--cover", "patches", "--overwrite").exit_code == 0
     np.testing.assert_allclose(found, place.prediction(), atol=1e-5)

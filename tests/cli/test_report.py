@@ -229,7 +229,7 @@ def test_preparing_is_reported_in_progress_stages_and_trace(place: Place, monkey
     parts = [report.stage_seconds[stage] for stage in ("planning", "preparing", "computing", "waiting")]
     assert 0.5 * report.seconds < sum(parts) <= 1.01 * report.seconds, "the stages account for the time of the run"
     spans = [span for span in read_spans(traced) if isinstance(span, Span) and span.name == "prepare"]
-    assert [(span.track, span.facts) for span in spans] == [("CPU", {"bytes": report.plan.main.prepared_bytes})]
+    assert [(span.track, span.facts) for span in spans] == [("CPU", {"bytes": report.plan.main.memory.last.prepared})]
     assert spans[0].end - spans[0].begin <= report.stage_seconds["preparing"]
 
 

@@ -232,7 +232,7 @@ def test_damaged_plans_give_a_plan_or_a_sentence(numbers: range) -> None:
         def use() -> None:
             made = RunPlan.from_json(text)
             check_runs(made, network, machine, ram_bytes=2**40, table=table)
-            there = made.main.for_output(plan.output, network, made.main.memory)
+            there = made.main.for_output(plan.output, network)
             explain(made.with_main(there), machine)
             assert there.seconds > 0
 

@@ -113,12 +113,11 @@ def test_columns_are_described(columns: RunPlan) -> None:
 
 
 def test_columns_shorter_than_the_output_are_described(columns: RunPlan) -> None:
-    memory = columns.main.memory
-    longer = columns.main.for_output((60, 120, 40), NETWORK, memory)
+    longer = columns.main.for_output((60, 120, 40), NETWORK)
     assert "in 150 columns along y, each at most 50 planes of output, in steps of 10 planes, each" in words(
         columns.with_main(longer)
     )
-    one = columns.main.for_output((6, 9, 8), NETWORK, memory)
+    one = columns.main.for_output((6, 9, 8), NETWORK)
     assert "in 1 column along y in steps of 10 planes, each" in words(columns.with_main(one))
 
 

@@ -323,8 +323,7 @@ def test_plan_for_another_output_counts_runs_again(
 ) -> None:
     """Runs and columns are counted one by one from patches and steps; the rest stays."""
     for made, of in ((plan, network), (column, network), (split, wide)):
-        memory = replace(made.main.memory, baseline=77)
-        here = made.main.for_output(output, of, memory)
+        here = made.main.for_output(output, of)
         columns = here.cover(of)
         assert (columns.size, columns.patch, columns.axis, columns.column) == (
             output, made.patch_out, made.main.axis, made.main.column_planes,
@@ -336,9 +335,9 @@ def test_plan_for_another_output_counts_runs_again(
             ahead = of.margins[choice.layers[1] + 1][made.main.axis]
             assert choice == replace(before, executions=parts * steps_of(columns, ahead))
         stages = (replace(made.main.stages[0], choices=here.choices),)
-        assert here == replace(made.main, output=output, memory=memory, stages=stages, columns=here.columns)
+        assert here == replace(made.main, output=output, stages=stages, columns=here.columns)
         check_plan(here, of, MACHINE, FAKES)
-        assert here.for_output(made.output, of, made.main.memory) == made.main
+        assert here.for_output(made.output, of) == made.main
 
 
 def test_fused_layer_first_runs_with_its_second_layer() -> None:
@@ -348,11 +347,11 @@ def test_fused_layer_first_runs_with_its_second_layer() -> None:
     assert [choice.layers for choice in made.choices] == [(0, 1), (2, 2)]
     assert (made.main.axis, [margin[0] for margin in network.margins]) == (0, [2, 1, 0, 0])
     for planes, steps in ((8, 4), (9, 5), (1, 1)):
-        here = made.main.for_output((planes, 6, 5), network, made.main.memory)
+        here = made.main.for_output((planes, 6, 5), network)
         assert here.cover(network).ahead == 1
         assert [choice.executions for choice in here.choices] == [steps, steps], "none of them ahead of the output"
         check_plan(here, network, MACHINE, FAKES)
-    assert made.main.for_output(made.output, network, made.main.memory) == made.main
+    assert made.main.for_output(made.output, network) == made.main
 
 
 def test_column_reading_twice_and_writing_once_has_fewer_buffers() -> None:
@@ -367,7 +366,7 @@ def test_edited_runs_are_counted_again(column: RunPlan, network: Network) -> Non
     """They are predictions, which `check_runs` ignores and covering an output replaces."""
     wrong = replace(column.main.with_choices(lambda c: replace(c, executions=7 * c.executions)), columns=99)
     check_plan(wrong, network, MACHINE, FAKES)
-    assert wrong.for_output(column.output, network, column.main.memory) == column.main
+    assert wrong.for_output(column.output, network) == column.main
 
 
 def test_steps_without_output_count_only_running_layers(column: RunPlan, network: Network, plan: RunPlan) -> None:

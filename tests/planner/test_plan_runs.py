@@ -112,7 +112,7 @@ def test_column_of_any_whole_number_of_steps_runs(column: RunPlan, network: Netw
     for planes in (1, 7, 62):
         other = RunPlan.from_json(edited(column, "column_planes", to=planes))
         check_runs(other, network, MACHINE, table=FAKES)
-        assert other.main.for_output(column.output, network, column.main.memory).columns == 2 * ceil(31 / planes)
+        assert other.main.for_output(column.output, network).columns == 2 * ceil(31 / planes)
 
 
 def test_plan_without_most_layers_is_refused(column: RunPlan, network: Network) -> None:

@@ -348,7 +348,7 @@ def column_seconds(plan: RunPlan, network: Network) -> float:
     alone = replace(plan.main.cover(network), size=plan.patch_out)
     size = list(alone.size)
     size[plan.main.axis] = min(plan.main.column_planes, len(longest.steps) * plan.patch_out[plan.main.axis])
-    return plan.main.for_output((size[0], size[1], size[2]), network, plan.main.memory).seconds
+    return plan.main.for_output((size[0], size[1], size[2]), network).seconds
 
 
 SLOWER = [

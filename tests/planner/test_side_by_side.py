@@ -256,7 +256,7 @@ def test_output_narrower_than_an_item_counts_its_own_size() -> None:
     """The plan is run on a smaller volume than it was made for."""
     _, both = beside(0.5, columns=True, limits=LITTLE)
     z, y, x = (whole if i == both.main.axis else both.patch_out[i] for i, whole in enumerate(both.output))
-    there = both.with_main(both.main.for_output((z, y, x), MIXED, both.main.memory))
+    there = both.with_main(both.main.for_output((z, y, x), MIXED))
     assert sharing_of(there).cells.patch != there.patch_out
     queue = queue_of(there, {"GPU": there.main, "CPU": there.workers[1].plan}, MIXED)
     assert isinstance(queue, BalancedQueue)
@@ -426,7 +426,7 @@ def test_plan_extends_to_a_larger_volume() -> None:
     """The plan is run on another volume than it was made for."""
     _, both = beside(0.3)
     larger: Vec3 = (80, 44, 48)
-    there = both.with_main(both.main.for_output(larger, MIXED, both.main.memory))
+    there = both.with_main(both.main.for_output(larger, MIXED))
     cells = sharing_of(there).cells
     assert len(cells) == prod(map(ceil, np.array(larger) / cells.patch))
     assert there.seconds == pytest.approx(both.seconds * len(cells) / len(sharing_of(both).cells), rel=0.3)

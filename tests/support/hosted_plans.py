@@ -192,6 +192,6 @@ def hosted_plan(
         itemsize_out=4,
         columns=1,
         overlap=overlaps,
-    ).for_output(output, network, memory)
+    ).for_output(output, network)
     check_plan(plan, network, WITH_GPU, EVERY)
     return plan

@@ -184,7 +184,7 @@ def planned(
         itemsize_in=1,
         itemsize_out=4,
         columns=1,
-    ).for_output(output, network, memory)
+    ).for_output(output, network)
     check_plan(plan, network, ways.machine, ways.table)
     return plan
 

@@ -278,7 +278,7 @@ def _prediction(run: RunPlan, machine: Machine | None) -> list[str]:
     if plan.offloaded:
         lines.append(_two_stages(plan))
     if plan.preparing_seconds:
-        prepared = human_bytes(plan.prepared_bytes)
+        prepared = human_bytes(plan.memory.last.prepared)
         rate = "a rate measured there" if run.made_for else "a measured rate"
         lines.append(
             f"{human_seconds(plan.preparing_seconds)} of that prepare {prepared} of memory, at "

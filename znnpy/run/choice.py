@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from traceback import clear_frames
 
@@ -12,18 +11,11 @@ from znnpy.machine import Limits, parse_bytes
 from znnpy.messages import option
 from znnpy.network import Network
 from znnpy.options import PlanningOptions, RunOptions
-from znnpy.planner.memory import (
-    MARGIN_BYTES,
-    baseline_bytes,
-    context_bytes,
-    staging_bytes,
-    transfer_bytes,
-)
+from znnpy.planner.memory import MARGIN_BYTES, baseline_bytes, context_bytes
 from znnpy.planner.modes import make_plan
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import Constraints, CostModel, PlanRequest
 from znnpy.planner.run_plan import RunPlan
-from znnpy.planner.side_by_side import moving_whole
 from znnpy.planner.validate import check_runs
 from znnpy.run.target import OpenTarget
 from znnpy.shapes import Vec3
@@ -141,13 +133,7 @@ def _known_to_run(given: RunPlan, asked: RunOptions, work: Work, target: OpenTar
     check_runs(given, network, target.machine)  # before its layers and columns are counted for this output
     here = given.with_main(_charged(given.main, work, target)).on_devices(target.devices)
     if here.sharing is not None:
-        here = here.with_plans(
-            lambda plan: moving_whole(
-                replace(plan, itemsize_in=work.itemsize_in, itemsize_out=work.itemsize_out),
-                network=network,
-                masks=work.masks,
-            )
-        )
+        here = here.with_plans(lambda plan: _stored_as(work, plan).with_transfers(network, masks=work.masks))
     ram_bytes = given.limits.ram_bytes if asked.ram is None else parse_bytes(asked.ram)
     vram_bytes = given.limits.vram_bytes if asked.vram is None else parse_bytes(asked.vram)
     check_runs(here, network, target.machine, ram_bytes=ram_bytes, vram_bytes=vram_bytes)
@@ -157,25 +143,19 @@ def _known_to_run(given: RunPlan, asked: RunOptions, work: Work, target: OpenTar
 
 def _charged(plan: Plan, work: Work, target: OpenTarget) -> Plan:
     """Return a worker's plan for other work, with the memory that it takes in this process and on this target."""
-    network, itemsizes = work.network, (work.itemsize_in, work.itemsize_out)
-    held = work.baseline(target)
-    cover = replace(plan, output=work.output).cover(network)
-    reading, writing, staging = transfer_bytes(
-        network, cover, plan.patch_in, itemsizes, masks=work.masks, device=plan.device
-    )
-    if plan.offloaded:  # no patch goes to the GPU, but what is handed over
-        out_bytes = network.output_channels * prod(plan.patch_out) * itemsizes[1]
-        staging = staging_bytes(
-            plan.handover_bytes // plan.sub_batches[plan.offloaded], out_bytes, writes=cover.steps(0)
-        )
-    context = context_bytes(target.context_bytes) if plan.device == "gpu" else 0
+    held, promised = work.baseline(target), plan.memory
+    here = _stored_as(work, plan).covering(work.output, work.network, masks=work.masks)
     memory = replace(
-        plan.memory,
-        baseline=held if held > plan.memory.baseline + MARGIN_BYTES else plan.memory.baseline,
-        reading=max(reading, plan.memory.reading),
-        writing=max(writing, plan.memory.writing),
-        staging=max(staging, plan.memory.staging),
-        context=max(context, plan.memory.context),
+        promised,
+        baseline=held if held > promised.baseline + MARGIN_BYTES else promised.baseline,
+        reading=max(here.memory.reading, promised.reading),
+        writing=max(here.memory.writing, promised.writing),
+        staging=max(here.memory.staging, promised.staging),
+        context=max(context_bytes(target.context_bytes) if plan.device == "gpu" else 0, promised.context),
     )
-    here = plan.for_output(work.output, network, memory)
-    return replace(here, itemsize_in=itemsizes[0], itemsize_out=itemsizes[1])
+    return replace(here, memory=memory)
+
+
+def _stored_as(work: Work, plan: Plan) -> Plan:
+    """Return a plan for the volume and the output as they are stored."""
+    return replace(plan, itemsize_in=work.itemsize_in, itemsize_out=work.itemsize_out)

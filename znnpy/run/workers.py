@@ -47,7 +47,7 @@ def sessions_of(
                     plan, network, weights, pool, device=device, trace=trace, lane=name, prepared=prepared
                 )
                 traced = trace if plan.device == "cpu" else None
-                with nullcontext() if traced is None else traced.span(name, "prepare", bytes=plan.prepared_bytes):
+                with nullcontext() if traced is None else traced.span(name, "prepare", bytes=plan.memory.last.prepared):
                     stack.enter_context(session)
                 sessions[name] = session
         yield sessions
