@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import ceil, prod
 from typing import Annotated
 
@@ -50,39 +50,9 @@ class StageMemory:
         return self.arena + self.carries + self.weights
 
 
-class MemoryPromise(ABC):
-    """Promised bytes of the process and of each GPU, to be compared with limits."""
-
-    __slots__ = ()
-
-    @property
-    @abstractmethod
-    def device(self) -> DeviceKind:
-        """The device that gives the output."""
-
-    @property
-    @abstractmethod
-    def peak(self) -> int:
-        """Bytes of the whole process."""
-
-    @property
-    @abstractmethod
-    def vram(self) -> int:
-        """Bytes of each GPU; 0 where none is used."""
-
-    @property
-    def device_bytes(self) -> int:
-        """Bytes in the memory of the device that gives the output: of the process, or of the GPU."""
-        return self.peak if self.device == "cpu" else self.vram
-
-    def excess(self, limits: Limits) -> tuple[int, int]:
-        """Return the bytes above the limits, of the process and of the GPU."""
-        return max(0, self.peak - limits.ram_bytes), max(0, self.vram - (limits.vram_bytes or 0))
-
-
 @dataclass(frozen=True, slots=True)
-class Memory(MemoryPromise):
-    """The promised bytes of a plan on one device: of the whole process, and of everything on the GPU."""
+class Memory:
+    """The promised bytes of the whole process, and of everything on a GPU."""
 
     stages: Annotated[tuple[StageMemory, ...], Field(min_length=1)]
     baseline: Count  # interpreter and libraries, measured
@@ -121,38 +91,28 @@ class Memory(MemoryPromise):
         """Bytes of each GPU; 0 where none is used."""
         return self.layers("gpu") + self.staging + self.context if self.device == "gpu" else 0
 
-
-@dataclass(frozen=True, slots=True)
-class RunMemory(MemoryPromise):
-    """The promised bytes of a run: of all workers together in the process, and on each GPU.
-
-    parts  the memory of each worker's plan on one device, and the number of devices that run it; the first gives the
-           device of the run
-    """
-
-    parts: tuple[tuple[Memory, int], ...]
-
     @property
-    def device(self) -> DeviceKind:
-        return self.parts[0][0].device
+    def device_bytes(self) -> int:
+        """Bytes in the memory of the device that gives the output: of the process, or of the GPU."""
+        return self.peak if self.device == "cpu" else self.vram
 
-    @property
-    def baseline(self) -> int:
-        """Bytes of the process without the run."""
-        return sum(memory.baseline for memory, _ in self.parts)
-
-    @property
-    def peak(self) -> int:
-        return self.baseline + sum(devices * (memory.peak - memory.baseline) for memory, devices in self.parts)
-
-    @property
-    def vram(self) -> int:
-        return max(memory.vram for memory, _ in self.parts)
+    def excess(self, limits: Limits) -> tuple[int, int]:
+        """Return the bytes above the limits, of the process and of the GPU."""
+        return max(0, self.peak - limits.ram_bytes), max(0, self.vram - (limits.vram_bytes or 0))
 
 
-def buffers(device: DeviceKind) -> int:
-    """Return the number of input patches in the process, and as many output patches."""
-    return BUFFERS if device == "cpu" else PINNED
+def run_memory(first: Memory, devices: int, others: Sequence[Memory]) -> Memory:
+    """Return the memory of all workers of a run, of which the first has so many devices; GPUs are counted as one."""
+    every = (*others, *[first] * devices)
+    own = (replace(stage, pinned=devices * stage.pinned) for stage in first.stages)
+    return replace(
+        first,
+        stages=(*(stage for memory in others for stage in memory.stages), *own),
+        baseline=sum(memory.baseline for memory in (first, *others)),
+        reading=sum(memory.reading for memory in every),
+        writing=sum(memory.writing for memory in every),
+        handover=sum(memory.handover for memory in every),
+    )
 
 
 def reading_bytes(
@@ -171,7 +131,7 @@ def reading_bytes(
            where they are counted: one for each patch on its way out, and one that a column keeps where it is more than
            `patch_in`. Each patch on its way in has one of its own size.
     """
-    count = min(buffers(device), steps)
+    count = min(PINNED if device == "gpu" else BUFFERS, steps)
     masks = 0
     if seen is not None:
         masks = count * (prod(patch_in) + prod(seen)) + (prod(seen) if seen != patch_in else 0)
@@ -180,7 +140,7 @@ def reading_bytes(
 
 def writing_bytes(maps: int, patch_out: Vec3, itemsize: int, *, steps: int = PINNED, device: DeviceKind = "cpu") -> int:
     """Return the bytes of dense output patches (maps, z, y, x) and of the writer; `steps` give output in all."""
-    return min(buffers(device), steps) * maps * prod(patch_out) * itemsize + WRITER_BYTES
+    return min(PINNED if device == "gpu" else BUFFERS, steps) * maps * prod(patch_out) * itemsize + WRITER_BYTES
 
 
 def staging_bytes(raw_bytes: int, out_bytes: int, *, reads: int = STAGED, writes: int = STAGED) -> int:

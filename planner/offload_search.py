@@ -27,11 +27,12 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from znnpy.costs.model import Rates, seconds, unhidden_io_seconds
+from znnpy.costs.two_stages import two_stage_seconds, upload_wait_seconds
 from znnpy.errors import NoPlanError
 from znnpy.kernels.contract import Work, device_of
 from znnpy.machine import Limits
 from znnpy.messages import option
-from znnpy.network import Network, Pool
+from znnpy.network import Network
 from znnpy.option_values import OffloadMode
 from znnpy.planner.found_plan import choice_of, plan_of
 from znnpy.planner.layer_options import OptionTable
@@ -43,10 +44,10 @@ from znnpy.planner.pareto import LayerRun, total_seconds
 from znnpy.planner.plan import Choice, Plan, Stage
 from znnpy.planner.request import PlanRequest
 from znnpy.planner.stage_search import StageSearch
-from znnpy.planner.stages import handover_buffers, in_host_ram, stage_needs, two_stage_seconds, upload_wait_seconds
+from znnpy.planner.stages import handover_buffers, in_host_ram, stage_needs
 from znnpy.planner.sublayers import Sublayers
 from znnpy.planner.tilings import Tiling, TilingSpace, splits, tiling_of
-from znnpy.shapes import LayerShape, Vec3, text, turned
+from znnpy.shapes import Vec3, text, turned
 
 MAX_MOVES = 16  # times that shapes next to the best one are looked at
 SEED_SLACK = 2.0  # times the seconds of another plan, or those asked for: no neighbours of a slower plan are looked at
@@ -307,20 +308,9 @@ class OffloadSearch:
 
         at_once  images at a time of what is handed over, and behind each pooling of these layers; 0: all
         """
-        given = whole.shapes[cut - 1]
-        images = given.out_shape[0]
-        batch = at_once[0] or images
-        before, wanted = images // batch, iter(at_once[1:])
-        shapes: list[LayerShape] = []
-        parts = []
-        for layer, shape in zip(space.stage_network.layers, whole.shapes[cut:], strict=True):
-            shapes.append(replace(shape, batch=batch))
-            parts.append(before)
-            batch = made = shapes[-1].out_shape[0]
-            if isinstance(layer, Pool):
-                batch = min(next(wanted, 0) or made, made)
-            before *= made // batch
-        return Tiling(space, whole.patch, whole.column_planes, tuple(shapes), tuple(parts), given.out)
+        shapes = whole.shapes[cut:]
+        handed_over = whole.shapes[cut - 1].out
+        return Tiling(space, whole.patch, whole.column_planes, shapes, (1,) * len(shapes), handed_over).split(at_once)
 
     def _images(self, whole: Tiling, cut: int) -> list[tuple[int, ...]]:
         """Return the numbers of images at a time on the GPU, for `_back`: the most first."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import AfterValidator, Field
 
 from znnpy.costs.model import unhidden_io_seconds
+from znnpy.costs.two_stages import two_stage_seconds
 from znnpy.kernels.contract import Variant
 from znnpy.machine import Limits
 from znnpy.option_values import DeviceKind, Mode
@@ -21,7 +22,6 @@ from znnpy.planner.layout import Count, Positive, sub_batch_counts
 from znnpy.planner.layout import Tensor as Tensor
 from znnpy.planner.memory import PINNED, StepSizes
 from znnpy.planner.memory import Memory as Memory
-from znnpy.planner.stages import two_stage_seconds
 from znnpy.shapes import LayerShape, Precision, Vec3
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from znnpy.option_values import DeviceKind, Mode, RigorLevel
 from znnpy.patches import Cover
 from znnpy.planner.co_execution import CoExecution
 from znnpy.planner.layout import Count, Positive
-from znnpy.planner.memory import RunMemory
+from znnpy.planner.memory import Memory, run_memory
 from znnpy.planner.plan import Axis, Choice, Plan, Seconds, Size
 from znnpy.shapes import Precision, Vec3, text
 
@@ -184,9 +184,9 @@ class RunPlan:
         return 0 if self.sharing is None else self.sharing.cpu_items()
 
     @property
-    def memory(self) -> RunMemory:
+    def memory(self) -> Memory:
         """The promised bytes of all workers together."""
-        return RunMemory(tuple((worker.plan.memory, worker.devices) for worker in self.workers))
+        return run_memory(self.main.memory, self.devices, [worker.plan.memory for worker in self.workers[1:]])
 
     @property
     def seconds(self) -> float:

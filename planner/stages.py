@@ -1,4 +1,4 @@
-"""The stages of a plan: what the layers of each need in its memory, and how long two stages take together.
+"""The stages of a plan, and the memory that the layers of each need.
 
 Most plans have one stage. A plan with two runs its first layers with tensors in the memory of the host and all others
 on a GPU. Layers of the host stage run one at a time, each on all images. Their activations lie in the host's arena,
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from znnpy.kernels.contract import Footprint
 from znnpy.option_values import DeviceKind
@@ -20,7 +19,6 @@ from znnpy.planner.memory import StageMemory
 from znnpy.shapes import LayerShape
 
 Steps = Sequence[tuple[LayerShape, Footprint]]
-Runs = Sequence[tuple[int, float]]  # of each choice: the steps in which it runs, and its seconds in one step
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,42 +90,3 @@ def last_stage(back: Steps, first: int, new: int, device: DeviceKind, front: Ste
 def handover_buffers(*, overlap: bool) -> int:
     """Return the number of buffers for handed-over tensors: with overlap one is filled while the other is read."""
     return 2 if overlap else 1
-
-
-def two_stage_seconds(front: Runs, back: Runs, wait_seconds: float, columns: int, *, overlap: bool) -> float:
-    """Return the seconds for the whole output of a host stage and a GPU stage, one after the other or overlapped.
-
-    front, back   of each choice the steps of all columns in which it runs, and its seconds in one
-    wait_seconds  how long the GPU waits for its input, in each step in which the last choice of the front runs
-    columns       number of columns; in the first steps of each, few choices run
-
-    With overlap the back of a step runs beside the front of the next one, which may belong to the next column, and each
-    waits for the other. The first front and the last back run alone.
-    """
-    back = [(front[-1][0], wait_seconds), *back]
-    if not overlap:
-        return sum(steps * seconds for steps, seconds in (*front, *back))
-    output = back[-1][0]
-    one, other = ([((steps - output) // columns, seconds) for steps, seconds in side] for side in (front, back))
-    first = max(0, *(ahead for ahead, _ in (*one, *other)))  # first step of a column that gives output
-
-    def once(stage: Runs, step: int) -> float:
-        return sum(seconds for ahead, seconds in stage if ahead >= first - step)
-
-    changes = {1, 1 + first, *(first - ahead for ahead, _ in one), *(1 + first - ahead for ahead, _ in other)}
-    later = sum(
-        (until - step) * max(once(one, step), once(other, step - 1))
-        for step, until in pairwise(sorted(change for change in changes if 1 <= change <= 1 + first))
-    )
-    begin, front_seconds, back_seconds = once(one, 0), once(one, first), once(other, first)
-    alike = (output - columns) * max(front_seconds, back_seconds)
-    return columns * (max(begin, back_seconds) + later) + alike + min(begin, back_seconds)
-
-
-def upload_wait_seconds(upload: float, parts: int, once: float) -> float:
-    """Return how long a GPU waits in a step: the first part is uploaded before it computes, later ones meanwhile.
-
-    upload  seconds for one part
-    once    seconds of all that is computed in the step
-    """
-    return upload + (parts - 1) * max(0.0, upload - once / parts)

@@ -118,14 +118,12 @@ class Sublayers:
                 chosen = primitive.fastest(
                     shape, self.machine, self.vram_bytes, self.speeds, self._seconds, within=TOLERANCE, few=True
                 )
-            self._known[key] = None if chosen is None else (chosen.variant, self._whole(primitive, shape, chosen))
+            self._known[key] = None
+            if chosen is not None:  # measured, if this division was measured at any size; else predicted
+                known = self.gpu.was_measured(primitive, shape, chosen.variant)
+                spent = self.gpu.seconds(primitive, shape, chosen.variant) if known else chosen.found.seconds
+                self._known[key] = chosen.variant, spent
         return self._known[key]
-
-    def _whole(self, primitive: DividedPrimitive, shape: ConvShape, chosen: Any) -> float:
-        """Return the seconds of one run: measured, if this division was measured at any size, else predicted."""
-        known = self.gpu.was_measured(primitive, shape, chosen.variant)
-        spent: float = self.gpu.seconds(primitive, shape, chosen.variant) if known else chosen.found.seconds
-        return spent
 
     def _seconds(self, primitive: Primitive, shape: ConvShape, variant: Variant) -> float:
         """Return the seconds of a sub-layer with the host's work for it; inf where the GPU refused it when measured."""

@@ -229,16 +229,19 @@ class Tiling:
         return turned_back(self.patch, self.space.axis)
 
     def split(self, at_once: Sequence[int]) -> Tiling:
-        """Return this tiling with so many images at a time behind each pooling; 0: all."""
-        wanted, images, before, shapes, parts = iter(at_once), 1, 1, [], []
-        some = 0
+        """Return this tiling, which is not split, with so many images at a time behind each pooling; 0: all.
+
+        Where the images are handed over from a stage before, the first number is that of them at a time.
+        """
+        wanted, images, before, shapes, parts = iter(at_once), self.shapes[0].batch, 1, [], []
+        some = 0 if self.handed_over is None else next(wanted)
         for layer, shape in zip(self.space.stage_network.layers, self.shapes, strict=True):
             batch = min(some or images, images)
             before *= images // batch
             shapes.append(shape if shape.batch == batch else _with_batch(shape, batch))
             parts.append(before)
             images = shapes[-1].out_shape[0]
-            some = next(wanted) if isinstance(layer, Pool) else 0
+            some = next(wanted, 0) if isinstance(layer, Pool) else 0
         return replace(self, shapes=tuple(shapes), sub_batches=tuple(parts))
 
     def shortened(self, pieces: int) -> Tiling:
@@ -255,15 +258,11 @@ def _with_batch(shape: LayerShape, batch: int) -> LayerShape:
 @lru_cache(maxsize=1024)
 def _input_bytes(layers: tuple[LayerShape, ...]) -> tuple[int, int, int]:
     """Return a group's input bytes as one layer, what a column keeps of them, and the least kept, fused or not."""
-    both, apart = as_one_layer(layers), sum(map(carry_bytes, layers))
+    both, separate = fused(layers[0], layers[-1]) if len(layers) > 1 else None, sum(map(carry_bytes, layers))
+    if both is None:
+        return layers[0].in_bytes, carry_bytes(layers[0]), separate
     kept = carry_bytes(both)
-    return both.in_bytes, kept, apart if both is layers[0] else min(apart, kept)
-
-
-def as_one_layer(layers: Sequence[LayerShape]) -> LayerShape:
-    """Return a group as one layer: fused if it may be, else its first layer."""
-    both = fused(layers[0], layers[-1]) if len(layers) > 1 else None
-    return both or layers[0]
+    return both.in_bytes, kept, min(separate, kept)
 
 
 def carry_bytes(shape: LayerShape) -> int:

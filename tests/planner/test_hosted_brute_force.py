@@ -17,13 +17,14 @@ from tests.support.brute_force import AROUND, BASELINE, CONTEXT, EDGE_BYTES, SMA
 from tests.support.fake_hosted_plans import GPU_RATES, HOST_RATES, IN_HOST, ON_CPU, ON_GPU, PLENTY, UPLOAD, hosted, link
 from tests.support.fake_primitives import WITH_GPU, Fake
 from znnpy.costs.model import Rates
+from znnpy.costs.two_stages import two_stage_seconds
 from znnpy.errors import NoPlanError
 from znnpy.kernels.contract import Variant, Work
 from znnpy.network import Conv, Layer, Network, Pool
 from znnpy.planner.layout import ALIGNMENT, carried_planes, place, sub_batch_counts
 from znnpy.planner.memory import reading_bytes, staging_bytes, writing_bytes
 from znnpy.planner.run_plan import RunPlan
-from znnpy.planner.stages import host_stage, last_stage, two_stage_seconds
+from znnpy.planner.stages import host_stage, last_stage
 from znnpy.planner.tilings import Tiling, all_sizes, all_spaces, tiling_of
 from znnpy.planner.validate import check_runs
 from znnpy.shapes import LayerShape, Vec3

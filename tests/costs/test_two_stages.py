@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from znnpy.planner.stages import two_stage_seconds
+from znnpy.costs.two_stages import two_stage_seconds
 
 
 def taken(front: list[float], back: list[float]) -> float:
