@@ -14,7 +14,7 @@ from znnpy.planner.multi_gpu import plan_on_devices
 from znnpy.planner.offload import plan_offloaded
 from znnpy.planner.request import CostModel, PlanRequest
 from znnpy.planner.run_plan import RunPlan
-from znnpy.planner.side_by_side import plan_beside
+from znnpy.planner.side_by_side import plan_side_by_side
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def _best(request: PlanRequest, costs: CostModel, thresholds: Thresholds) -> tup
     if alone.device == "cpu" or mode == "gpu":
         return alone, []
     if mode == "side-by-side":
-        both = plan_beside(alone, request, costs)
+        both = plan_side_by_side(alone, request, costs)
         if not both.cpu_items:
             raise NoPlanError(f"{idle(both)}: choose {option('mode', 'gpu')}, or a larger volume")
         return both, [alone]
@@ -88,7 +88,7 @@ def _beside_if_any(alone: RunPlan, request: PlanRequest, costs: CostModel) -> It
     wanted = request.constraints
     if not wanted.only or wanted.only_on("cpu").only:
         with suppress(NoPlanError):
-            yield plan_beside(alone, request, costs)
+            yield plan_side_by_side(alone, request, costs)
 
 
 def _hosted_requests(request: PlanRequest) -> Iterator[PlanRequest]:

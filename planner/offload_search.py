@@ -1,23 +1,18 @@
-"""Plans of two stages: the first layers with tensors in RAM, all others on the GPU (ZNNi VII-B and C).
+"""The search for plans of two stages: first layers with tensors in RAM, all others on the GPU (ZNNi VII-B and C).
 
 cpu-to-gpu  The processor computes the first stage of a step while the GPU computes the second stage of the step before.
-gpu-host    One stage after the other. Convolutions of the first stage run on the GPU, in sub-layers, or on the
+gpu-host    One stage runs after the other. Convolutions of the first stage run on the GPU, in sub-layers, or on the
             processor, whichever is faster; everything else of it runs on the processor.
 
 Method  For every number of offloaded layers (`cut`) and every number of images that the GPU takes at a time of what is
         handed over, the fastest primitives of both stages are found separately, each exactly within its memory
-        (`pareto`): the seconds of the whole grow with those of each. (In the first steps of a column few layers run;
-        with overlap and little memory, other primitives may be better there.) Offloaded layers take all images at a
-        time.
-Shapes  The search begins with the patches of the best plans of the processor alone and of the GPU alone within the same
-        limits, or of the plan that is to be beaten. It adds all combinations of sizes where axes have few, else a few
-        sizes along all axes together, of columns also in thickness. Then it looks at the next sizes along each axis of
-        the best patch and of the best column for as long as one of them is better. Another shape may be better still.
-GPU     An offloaded convolution that the GPU computes may take LENT of the memory that CUDA leaves there. Its arena is
-        that of the second stage, and what it keeps on the GPU is taken from that stage. How it is divided does not
-        depend on what the second stage takes.
-Images  All numbers of images at a time that divide what there are; parts of them behind later poolings only where they
-        go one by one, or all at a time.
+        (`pareto`), because the seconds of the whole grow with those of each. In the first steps of a column few layers
+        run; with overlap and little memory, other primitives may be better there.
+Sizes   The search begins with the patches of the best plans of either device alone, or of the plan that is to be
+        beaten, and with some others (`initial_sizes`). It moves on to the sizes next to the best one for as long as one
+        of them is better. Another size may be better still.
+GPU     An offloaded convolution that the GPU computes has its scratch in the arena of the second stage, and what it
+        keeps on the GPU is taken from that stage.
 """
 
 from __future__ import annotations
@@ -54,8 +49,20 @@ SEED_SLACK = 2.0  # times the seconds of another plan, or those asked for: no ne
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """The layers of a tiling in two stages, and the search for the primitives of each stage."""
+
+    whole: Tiling
+    layers: int  # of the first stage
+    front: Tiling
+    back: Tiling
+    host: StageSearch
+    gpu: StageSearch
+
+
+@dataclass(frozen=True, slots=True)
 class TwoStages:
-    """The best of one shape, one cut and one number of images at a time."""
+    """The best primitives for one tiling, one cut and one number of images at a time."""
 
     tiling: Tiling
     cut: int  # layers of the first stage
@@ -118,7 +125,7 @@ class OffloadSearch:
         best: TwoStages | None = None
         for found in sorted(begun, key=lambda found: found.seconds):
             if best is None or found.seconds < SEED_SLACK * best.seconds:
-                near = self._nearer(found) if patch is None else found
+                near = self._improved(found) if patch is None else found
                 best = near if best is None or near.seconds < best.seconds else best
         if self.below < inf and (best is None or best.seconds >= self.below):
             raise NoPlanError(f"mode {self.mode}: no plan was found that takes less than {self.below:.3g} s")
@@ -135,7 +142,7 @@ class OffloadSearch:
         of_seeds = (turned(s.patch_out, space.axis) for s in seeds if (s.streams, s.axis if s.streams else 0) == kind)
         return [*of_seeds, *initial_sizes(space)]
 
-    def _nearer(self, best: TwoStages) -> TwoStages:
+    def _improved(self, best: TwoStages) -> TwoStages:
         """Move from `best` to the best of the shapes next to it, for as long as one of them is better."""
         for _ in range(MAX_MOVES):
             better = self._among(best.tiling.space, neighbouring_sizes(best.tiling), best)
@@ -150,110 +157,100 @@ class OffloadSearch:
             if (space, patch) in self._seen:
                 continue
             self._seen.add((space, patch))
-            best = self._of_shape(tiling_of(space, patch), best)
+            best = self._of_tiling(tiling_of(space, patch), best)
         return best
 
-    def _of_shape(self, whole: Tiling, best: TwoStages | None) -> TwoStages | None:
-        """Return the best of `best` and of one shape. Smaller parts only cost time, except for the memory they save."""
+    def _of_tiling(self, whole: Tiling, best: TwoStages | None) -> TwoStages | None:
+        """Return the best of `best` and of one tiling. Smaller parts only cost time, unless they save memory."""
         cuts = []
-        for cut in range(1, len(self.network.layers)):
-            one, _, front, back = self._stages(whole, cut, (0,))
-            if one.budget(front) >= front.largest:
-                cuts.append((self._least(front, back, one.over_link(front)), cut))
-        for least, cut in sorted(cuts):
+        for layers in range(1, len(self.network.layers)):
+            cut = self._cut(whole, layers, (0,))
+            if cut.host.budget(cut.front) >= cut.front.largest:
+                cuts.append((self._least(cut, cut.host.over_link(cut.front)), layers))
+        for least, layers in sorted(cuts):
             if least >= self._limit(best):
                 break
-            one, other, front, back = self._stages(whole, cut, (0,))
-            offloaded = one.quickest(front)
-            if self._least(front, back, offloaded) >= self._limit(best):
+            cut = self._cut(whole, layers, (0,))
+            offloaded = cut.host.quickest(cut.front)
+            if self._least(cut, offloaded) >= self._limit(best):
                 continue
-            undivided = other.quickest(back)
-            for at_once in self._images(whole, cut):
-                if undivided < inf and self._least(front, back, offloaded, undivided) >= self._limit(best):
+            undivided = cut.gpu.quickest(cut.back)
+            for at_once in self._images(whole, layers):
+                if undivided < inf and self._least(cut, offloaded, undivided) >= self._limit(best):
                     break
-                best = self._short_enough(whole, cut, at_once, self._limit(best)) or best
+                best = self._short_enough(whole, layers, at_once, self._limit(best)) or best
         return best
 
     def _limit(self, best: TwoStages | None) -> float:
         """Return the seconds below which another plan has to stay."""
         return self._most if best is None else best.seconds
 
-    def _least(self, front: Tiling, back: Tiling, front_seconds: float, back_seconds: float = 0.0) -> float:
+    def _least(self, cut: Cut, front_seconds: float, back_seconds: float = 0.0) -> float:
         """Return a lower bound on the seconds for the whole output: with overlap, neither stage waits for the other."""
-        upload = back.sub_batches[0] * self._upload_seconds(back)
-        images = front.shapes[-1].out_shape[0]  # the first of which is uploaded before anything is computed
-        behind = back_seconds + front.steps[-1] * upload / images
+        upload = cut.back.sub_batches[0] * self._upload_seconds(cut.back)
+        images = cut.front.shapes[-1].out_shape[0]  # the first of which is uploaded before anything is computed
+        behind = back_seconds + cut.front.steps[-1] * upload / images
         return max(front_seconds, behind) if self.overlap else front_seconds + behind
 
-    def _short_enough(self, whole: Tiling, cut: int, at_once: tuple[int, ...], below: float) -> TwoStages | None:
-        """Find the fastest of one cut, with columns of several steps shortened to at most LOST_SECONDS."""
-        found, pieces = self._of_cut(whole, cut, at_once, below), 1
+    def _short_enough(self, whole: Tiling, layers: int, at_once: tuple[int, ...], below: float) -> TwoStages | None:
+        """Find the fastest of one cut, with columns of several steps shortened to at most MAX_COLUMN_SECONDS."""
+        found, pieces = self._of_cut(self._cut(whole, layers, at_once), below), 1
         while found is not None and found.column_seconds > MAX_COLUMN_SECONDS and whole.column_planes > whole.patch[0]:
             pieces = max(pieces + 1, int(found.column_seconds / MAX_COLUMN_SECONDS))
             whole = whole.shortened(pieces)
-            found = self._of_cut(whole, cut, at_once, below)
+            found = self._of_cut(self._cut(whole, layers, at_once), below)
         return found
 
-    def _of_cut(self, whole: Tiling, cut: int, at_once: tuple[int, ...], below: float) -> TwoStages | None:
+    def _of_cut(self, cut: Cut, below: float) -> TwoStages | None:
         """Find the fastest primitives of both stages that fit together; None unless faster than `below` seconds.
 
         Where offloaded layers that the GPU computes leave it too little memory, it computes none of them.
         """
-        one, other, front, back = self._stages(whole, cut, at_once)
-        if other.quickest(back) >= below or other.budget(back) < back.largest:
+        if cut.gpu.quickest(cut.back) >= below or cut.gpu.budget(cut.back) < cut.back.largest:
             return None
-        ahead = self._ahead(one, front)
-        if ahead is None:
+        front = self._fastest_front(cut)
+        if front is None:
             return None
-        found = self._fitted(whole, cut, one, other, ahead, back, below)
+        found = self._fitted(cut, front, below)
         must_divide = self.sublayers is not None and self.sublayers.asked
-        if not must_divide and any(in_host_ram(way.footprint) for _, way in ahead.layer_runs):
+        if not must_divide and any(in_host_ram(way.footprint) for _, way in front.layer_runs):
             most = below if found is None else found.seconds
-            if found is None or total_seconds(found.back.options) > other.quickest(back):
-                by_host = replace(one, sublayers=None, taken=0)
-                alone = by_host.fastest(front, most)
-                found = (alone and self._fitted(whole, cut, by_host, other, alone, back, most)) or found
+            if found is None or total_seconds(found.back.options) > cut.gpu.quickest(cut.back):
+                by_host = replace(cut, host=replace(cut.host, sublayers=None, taken=0))
+                alone = by_host.host.fastest(cut.front, most)
+                found = (alone and self._fitted(by_host, alone, most)) or found
         return found
 
-    def _fitted(
-        self,
-        whole: Tiling,
-        cut: int,
-        one: StageSearch,
-        other: StageSearch,
-        ahead: Solution,
-        back: Tiling,
-        below: float,
-    ) -> TwoStages | None:
-        """Find the fastest second stage that fits together with the first stage `ahead`."""
-        other.taken = sum(way.footprint.resident for _, way in ahead.layer_runs if in_host_ram(way.footprint))
-        behind = other.fastest(back, below)
-        if behind is not None and behind.memory.pinned:
-            one.taken = behind.memory.pinned
-            again = one.fastest(ahead.tiling, below)
+    def _fitted(self, cut: Cut, front: Solution, below: float) -> TwoStages | None:
+        """Find the fastest second stage that fits together with a first stage."""
+        cut.gpu.taken = sum(way.footprint.resident for _, way in front.layer_runs if in_host_ram(way.footprint))
+        back = cut.gpu.fastest(cut.back, below)
+        if back is not None and back.memory.pinned:
+            cut.host.taken = back.memory.pinned
+            again = cut.host.fastest(front.tiling, below)
             if again is None:
                 return None
-            ahead = again
-        if behind is None:
+            front = again
+        if back is None:
             return None
-        found = self._two_stages(whole, cut, ahead, behind)
+        found = self._two_stages(cut, front, back)
         return found if found.seconds < below and found.memory.excess(self.limits) == (0, 0) else None
 
-    def _ahead(self, one: StageSearch, front: Tiling) -> Solution | None:
+    def _fastest_front(self, cut: Cut) -> Solution | None:
         """Find the fastest primitives for offloaded layers, which do not depend on the images that the GPU takes."""
-        if front not in self._fronts:
-            self._fronts = {front: one.fastest(front)}  # one shape after the other
-        return self._fronts[front]
+        if cut.front not in self._fronts:
+            self._fronts = {cut.front: cut.host.fastest(cut.front)}  # one tiling after the other
+        return self._fronts[cut.front]
 
-    def _two_stages(self, whole: Tiling, cut: int, front: Solution, back: Solution) -> TwoStages:
+    def _two_stages(self, cut: Cut, front: Solution, back: Solution) -> TwoStages:
         """Put two stages together, with their memory and the seconds for the whole output."""
-        once = sum(way.sub_batches * way.seconds for _, way in back.layer_runs)
+        whole, once = cut.whole, sum(way.sub_batches * way.seconds for _, way in back.layer_runs)
         wait = upload_wait_seconds(self._upload_seconds(back.tiling), back.tiling.sub_batches[0], once)
         sizes = StepSizes(self.network, whole.step_input, whole.patch, self.request.itemsizes)
         idle = unhidden_io_seconds("gpu", sizes.raw_bytes + sizes.out_bytes)
         spent = two_stage_seconds(_runs(front), _runs(back), wait, len(whole.cover), overlap=self.overlap)
         steps = [(way.shape, way.footprint) for found in (front, back) for _, way in found.layer_runs]
-        choices = self._choices(0, front), self._choices(cut, back)
+        choices = self._choices(0, front), self._choices(cut.layers, back)
         placed = [
             (needs.memory, *place(needs.tensors))
             for needs in stage_needs(steps, len(choices[0]), whole.step_input[0], "gpu")
@@ -263,7 +260,7 @@ class OffloadSearch:
             for chosen, (own, tensors, _) in zip(choices, placed, strict=True)
         )
         memory = replace(back.memory, stages=tuple(replace(own, arena=arena) for own, _, arena in placed))
-        return TwoStages(whole, cut, front, back, memory, stages, spent + idle)
+        return TwoStages(whole, cut.layers, front, back, memory, stages, spent + idle)
 
     def _choices(self, first: int, found: Solution) -> tuple[Choice, ...]:
         """Return the choices of a stage, whose first layer is layer `first` of the network."""
@@ -275,16 +272,20 @@ class OffloadSearch:
         nbytes = shape.in_bytes // shape.in_shape[1] * back.step_input[0]
         return seconds((Work("gpu_link", 0.0, float(nbytes)),), self.gpu.rates)
 
-    def _stages(
-        self, whole: Tiling, cut: int, at_once: tuple[int, ...]
-    ) -> tuple[StageSearch, StageSearch, Tiling, Tiling]:
-        """Return the searches and the layers of both stages."""
-        one, other = self._search(whole.space, (0, cut)), self._search(whole.space, (cut, len(self.network.layers)))
-        front, back = self._front(one.space, whole, cut), self._back(other.space, whole, cut, at_once)
-        one.handover = other.handover = handover_buffers(overlap=self.overlap) * front.shapes[-1].out_bytes
-        other.slot = back.shapes[0].in_bytes // back.shapes[0].in_shape[1] * back.step_input[0]
-        one.taken = other.taken = 0
-        return one, other, front, back
+    def _cut(self, whole: Tiling, layers: int, at_once: tuple[int, ...]) -> Cut:
+        """Cut a tiling behind so many layers. Those before, in fp32, take all images at a time.
+
+        at_once  images at a time of what is handed over, and behind each pooling of the later layers; 0: all
+        """
+        host, gpu = self._search(whole.space, (0, layers)), self._search(whole.space, (layers, len(whole.shapes)))
+        shapes = tuple(replace(shape, precision="fp32") for shape in whole.shapes[:layers])
+        later, handed_over = whole.shapes[layers:], shapes[-1].out
+        front = Tiling(host.space, whole.patch, whole.column_planes, shapes, (1,) * layers)
+        back = Tiling(gpu.space, whole.patch, whole.column_planes, later, (1,) * len(later), handed_over).split(at_once)
+        host.handover = gpu.handover = handover_buffers(overlap=self.overlap) * shapes[-1].out_bytes
+        gpu.slot = back.shapes[0].in_bytes // back.shapes[0].in_shape[1] * back.step_input[0]
+        host.taken = gpu.taken = 0
+        return Cut(whole, layers, front, back, host, gpu)
 
     def _search(self, space: TilingSpace, stage: tuple[int, int]) -> StageSearch:
         """Return the search for the layers of a stage."""
@@ -298,22 +299,8 @@ class OffloadSearch:
             self._searches[space, stage] = found
         return found
 
-    def _front(self, space: TilingSpace, whole: Tiling, cut: int) -> Tiling:
-        """Return the layers of the first stage: all images at a time, in fp32."""
-        shapes = tuple(replace(shape, precision="fp32") for shape in whole.shapes[:cut])
-        return Tiling(space, whole.patch, whole.column_planes, shapes, (1,) * cut)
-
-    def _back(self, space: TilingSpace, whole: Tiling, cut: int, at_once: tuple[int, ...]) -> Tiling:
-        """Return the layers of the second stage.
-
-        at_once  images at a time of what is handed over, and behind each pooling of these layers; 0: all
-        """
-        shapes = whole.shapes[cut:]
-        handed_over = whole.shapes[cut - 1].out
-        return Tiling(space, whole.patch, whole.column_planes, shapes, (1,) * len(shapes), handed_over).split(at_once)
-
     def _images(self, whole: Tiling, cut: int) -> list[tuple[int, ...]]:
-        """Return the numbers of images at a time on the GPU, for `_back`: the most first."""
+        """Return the numbers of images at a time on the GPU, for `_cut`: the most first."""
         images = whole.shapes[cut - 1].out_shape[0]
         if not self.request.constraints.depth_first:
             return [(0,)]
@@ -341,11 +328,13 @@ class OffloadSearch:
         least: TwoStages | None = None
         for space in spaces:
             whole = tiling_of(space, turned(patch, space.axis) if patch else space.network.period)
-            for cut in range(1, len(self.network.layers)):
-                for at_once in self._images(whole, cut):
-                    found = self._leanest(whole, cut, at_once)
-                    if found is not None and (least is None or self._lacks(found) < self._lacks(least)):
-                        least = found
+            for layers in range(1, len(self.network.layers)):
+                for at_once in self._images(whole, layers):
+                    cut = self._cut(whole, layers, at_once)
+                    front, back = cut.host.leanest(cut.front), cut.gpu.leanest(cut.back)
+                    if front is not None and back is not None:
+                        found = self._two_stages(cut, front, back)
+                        least = found if least is None else min(least, found, key=self._lacks)
         return least
 
     def _no_plan(self, least: TwoStages | None) -> NoPlanError:
@@ -367,11 +356,6 @@ class OffloadSearch:
         error.needs = needs
         error.needed_bytes = memory.vram if memory.excess(limits)[1] else memory.peak
         return error
-
-    def _leanest(self, whole: Tiling, cut: int, at_once: tuple[int, ...]) -> TwoStages | None:
-        one, other, front, back = self._stages(whole, cut, at_once)
-        ahead, behind = one.leanest(front), other.leanest(back)
-        return None if ahead is None or behind is None else self._two_stages(whole, cut, ahead, behind)
 
     def _lacks(self, found: TwoStages) -> tuple[int, int]:
         return sum(found.memory.excess(self.limits)), found.memory.peak + found.memory.vram

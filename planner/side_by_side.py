@@ -1,18 +1,13 @@
-"""A plan for a GPU with the processor beside it: both take cells of the output from one queue, each covers its own.
+"""A plan for GPUs and the CPU side by side: both take cells of the output from one queue.
 
-Method  Cells are as thick as some steps of the GPU's plan, and as wide as some of its columns side by side, but for the
-        first, which are as wide as the processor's columns. The processor computes cells that lie behind each other as
-        one column, a step each, so that it pays for borders on the sides of that column only; GPUs take the others. Of
-        a few widths, as wide as one column of all that the processor is to compute, or of a part of it, and a few
-        thicknesses the one that ends soonest on average is taken, since nobody knows how fast a processor is beside a
-        GPU, and then the next sizes for as long as one of them is better, in the memory that the GPU leaves of the
-        process's: thin steps end together, thick ones are faster. Some widths leave whole columns to the GPU: what
-        would fill the last of a row in part is the processor's then.
-Bound   The GPU's voxels per second and those that the processor reaches alone. What is lost to it are the sides of
-        its columns, where the volume is not much larger than a field of view, the thread that feeds each GPU, and the
-        end, in which somebody waits for the last cell.
-Source  ZNNi (SC16), section VII.C has the processor and the GPU share every patch; sharing the volume instead leaves
-        neither idle.
+Method  A cell is some steps of the GPU's plan thick and some of its columns wide, except for the first ones, which are
+        as wide as the CPU's columns. The CPU computes cells that lie behind each other as one column, so that it pays
+        for borders on the sides of that column only; GPUs take the other cells. A few widths and thicknesses are tried.
+        The one with the least mean time over several speeds of the CPU is kept (`expected_seconds`), because nobody
+        knows how fast a CPU is while GPUs run, and then the next sizes are tried for as long as one of them is better.
+Bound   The speed is at most the GPU's and that of the CPU alone together. The CPU loses the borders of its columns, the
+        thread that feeds each GPU, and the end, where one device waits for the other's last cell.
+Source  In ZNNi (SC16), section VII.C, CPU and GPU share every patch; sharing the volume instead leaves neither idle.
 """
 
 from __future__ import annotations
@@ -36,31 +31,32 @@ from znnpy.planner.plan import Plan
 from znnpy.planner.request import CostModel, PlanRequest
 from znnpy.planner.run_plan import PlannedWorker, RunPlan
 from znnpy.planner.search import plan_on_device
+from znnpy.planner.tilings import with_size
 from znnpy.shapes import Vec3, text
 
-COLUMNS = (1, 2, 4)  # of the processor: fewer have less borders, and take more memory
-RATIOS = (0.7, 1.0, 1.4)  # of their width along one axis to that of a square
-FIRST = (1, 4, 16, 48)  # steps of the processor in a run, with which widths are compared
-BEST = 6  # widths, with which these are: more end together, fewer have less borders
-STEPS = (1, 2, 3, 4, 8, 24, 32, 64, 128)
-FINER = (1, 8, 64, 512, 4096)  # times narrower columns and smaller cells, where larger ones do not fit or take too long
-FEW = 32  # steps of a GPU
-PARTS = (4, 16)  # that the processor is to compute, of which plans for the GPU are tried
+COLUMNS = (1, 2, 4)  # numbers of CPU columns that are tried: fewer have less border, and take more memory
+RATIOS = (0.7, 1.0, 1.4)  # ratios of their width along one axis to that of a square
+FIRST = (1, 4, 16, 48)  # numbers of CPU steps in a column with which widths are compared
+BEST = 6  # number of widths with which all of STEPS are tried
+STEPS = (1, 2, 3, 4, 8, 24, 32, 64, 128)  # more steps end together, fewer have less border
+FINER = (1, 8, 64, 512, 4096)  # divisors of columns and cells, tried where larger ones do not fit or take too long
+FEW = 32  # steps of a GPU below which plans for a part of the output are tried as well
+PARTS = (4, 16)  # numbers of such parts in the CPU's share
 
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """The CPU beside GPUs, with the memory that these leave of the process's.
+    """The CPU while GPUs run, with the memory that they leave to it.
 
-    request  for the CPU alone, whose process itself takes nothing: the GPUs' plan counts it
-    costs    for the threads that do not feed GPUs
+    request  is for the CPU alone, with a baseline of 0: the GPUs' plan counts the process itself
+    costs    are those of the threads that do not feed GPUs
     """
 
     request: PlanRequest
     costs: CostModel
 
     @classmethod
-    def beside(cls, request: PlanRequest, costs: CostModel, ram_bytes: int) -> Processor:
+    def of(cls, request: PlanRequest, costs: CostModel, ram_bytes: int) -> Processor:
         """Return the CPU of the machine of a request for GPUs."""
         target, limits = request.target, request.limits
         there = Limits(ram_bytes, limits.threads).without_feed_threads(target.devices)
@@ -75,7 +71,7 @@ class Processor:
         return plan_on_device(replace(self.request, output=output, constraints=wanted), self.costs).main
 
 
-def plan_beside(alone: RunPlan, request: PlanRequest, costs: CostModel) -> RunPlan:
+def plan_side_by_side(alone: RunPlan, request: PlanRequest, costs: CostModel) -> RunPlan:
     """Return the plan for the GPUs of `alone` and the CPU that ends soonest on average (`expected_seconds`).
 
     `CoExecution.cpu_items` is 0 where the CPU is not likely to gain anything.
@@ -87,32 +83,32 @@ def plan_beside(alone: RunPlan, request: PlanRequest, costs: CostModel) -> RunPl
     """
     network, masks = request.network, request.masks
     whole = alone.with_plans(lambda plan: plan.with_transfers(network, masks=masks))
-    processor = Processor.beside(request, costs, max(1, alone.limits.ram_bytes - whole.memory.peak))
+    processor = Processor.of(request, costs, max(1, alone.limits.ram_bytes - whole.memory.peak))
     try:
         speed = processor.plan(alone.output).voxels_per_second
     except NoPlanError as error:
         if error.needed_bytes is None:
             raise
-        raise _no_room(whole, error.needed_bytes) from None
+        raise _does_not_fit(whole, error.needed_bytes) from None
     trials = [_Trials(whole, alone.seconds, speed, processor, network, masks)]
     trials[0].run()
     if alone.main.cover(network).steps(0) < FEW:
         share = speed / (speed + alone.voxels_per_second)
-        for part in _of_parts(alone, request, costs, share):
+        for part in _plans_of_parts(alone, request, costs, share):
             trials.append(_Trials(part, alone.seconds, speed, processor, network, masks))
             trials[-1].run()
     found = {seconds: trial.found[cell] for trial in trials for cell, seconds in trial.likely.items()}
     if not found:
-        raise _no_room(whole, min(trial.least for trial in trials))
+        raise _does_not_fit(whole, min(trial.least for trial in trials))
     return found[min(found)]
 
 
 @dataclass
 class _Trials:
-    """Plans of the CPU next to one plan of the GPUs.
+    """Plans of the CPU that were tried with one plan of the GPUs.
 
     alone  seconds of the GPUs' best plan
-    speed  voxels per second of the CPU, of the whole output
+    speed  voxels per second of the CPU if it computes the whole output
     """
 
     gpus: RunPlan
@@ -121,12 +117,13 @@ class _Trials:
     processor: Processor
     network: Network
     masks: bool
-    found: dict[Vec3, RunPlan] = field(default_factory=dict)  # by their cells
+    found: dict[Vec3, RunPlan] = field(default_factory=dict)  # by sizes of cells
     likely: dict[Vec3, float] = field(default_factory=dict)  # seconds of each
     too_large: list[Vec3] = field(default_factory=list)
     least: float = inf  # bytes that the CPU needs for what does not fit
 
     def run(self) -> None:
+        """Try cells of several sizes, and finer ones where none of those fits."""
         gpu = self.gpus.main
         voxels = prod(gpu.output) * self.speed / (self.speed + self.gpus.voxels_per_second)  # for the CPU
         for finer in FINER:
@@ -152,11 +149,12 @@ class _Trials:
             looked_at = best
 
     def _try(self, cell: Vec3) -> None:
+        """Plan for the CPU's cells of this size, one behind the other, unless a smaller size did not fit."""
         if cell in self.found or any(all(map(ge, cell, large)) for large in self.too_large):
             return
         gpu = self.gpus.main
         try:
-            other = self.processor.plan(_bar(gpu, cell), cell)
+            other = self.processor.plan(with_size(cell, gpu.axis, gpu.output[gpu.axis]), cell)
         except NoPlanError as error:
             self.too_large.append(cell)
             self.least = min(self.least, error.needed_bytes or inf)
@@ -171,8 +169,8 @@ class _Trials:
                 self.found[cell], self.likely[cell] = plan, sharing.expected_seconds()
 
 
-def _no_room(gpus: RunPlan, needed: float) -> NoPlanError:
-    """Where the processor needs so many bytes beside a GPU's plan; inf: where it is not for want of memory."""
+def _does_not_fit(gpus: RunPlan, needed: float) -> NoPlanError:
+    """Return an error for a CPU that needs so many bytes besides the GPUs' plan; inf: memory is not the reason."""
     part, limit = gpus.memory.peak, gpus.limits.ram_bytes
     if needed == inf:
         return NoPlanError(
@@ -185,7 +183,7 @@ def _no_room(gpus: RunPlan, needed: float) -> NoPlanError:
     )
 
 
-def _of_parts(alone: RunPlan, request: PlanRequest, costs: CostModel, share: float) -> Iterator[RunPlan]:
+def _plans_of_parts(alone: RunPlan, request: PlanRequest, costs: CostModel, share: float) -> Iterator[RunPlan]:
     """Yield the best plans of the GPU for parts of the output, each extended to all of it."""
     network, masks = request.network, request.masks
     one = replace(request.on_one_device().without_alternatives(), limits=alone.limits)
@@ -199,9 +197,9 @@ def _of_parts(alone: RunPlan, request: PlanRequest, costs: CostModel, share: flo
 
 
 def _widths(gpu: Plan, period: Vec3, voxels: float) -> list[Vec3]:
-    """Of columns of which one, or a few, hold so many voxels; as thick as a step of the GPU.
+    """Return sizes of cells, as thick as a step of the GPU, whose columns hold so many voxels: one column, or a few.
 
-    Those that cut the output evenly, and those that leave whole columns to GPUs.
+    Some cut the output evenly, others leave whole columns to GPUs.
     """
     axis, output, step = gpu.axis, gpu.output, gpu.patch_out
     a, b = (other for other in range(3) if other != axis)
@@ -222,27 +220,20 @@ def _widths(gpu: Plan, period: Vec3, voxels: float) -> list[Vec3]:
 
 
 def _next_to(gpu: Plan, cell: Vec3) -> Iterator[Vec3]:
-    """Cells a step larger and smaller along one axis; also two steps thicker and thinner, which are small ones."""
+    """Yield the cells that are a step of the GPU larger or smaller along one axis, or two steps in thickness."""
     for axis, (step, most) in enumerate(zip(gpu.patch_out, gpu.output, strict=True)):
         for steps in (-2, -1, 1, 2) if axis == gpu.axis else (-1, 1):
-            z, y, x = (size + steps * step if i == axis else size for i, size in enumerate(cell))
-            if step <= (z, y, x)[axis] < most + step:
-                yield z, y, x
+            size = cell[axis] + steps * step
+            if step <= size < most + step:
+                yield with_size(cell, axis, size)
 
 
 def _cell(gpu: Plan, width: Vec3, voxels: float) -> Vec3:
-    """As wide, and so thick that it holds about so many voxels."""
+    """Return a cell of this width that holds about so many voxels; its thickness is a multiple of the GPU's step."""
     axis, step = gpu.axis, gpu.patch_out[gpu.axis]
     across = prod(size for i, size in enumerate(width) if i != axis)
-    thick = _multiple(gpu.output[axis], voxels / across, step)
-    z, y, x = (thick if i == axis else size for i, size in enumerate(width))
-    return z, y, x
-
-
-def _bar(gpu: Plan, cell: Vec3) -> Vec3:
-    """All cells behind each other."""
-    z, y, x = (whole if i == gpu.axis else size for i, (whole, size) in enumerate(zip(gpu.output, cell, strict=True)))
-    return z, y, x
+    thick = step * min(max(1, round(voxels / across / step)), ceil(gpu.output[axis] / step))
+    return with_size(width, axis, thick)
 
 
 def _in_one_column(plan: Plan, output: Vec3, network: Network) -> Plan:
@@ -251,17 +242,12 @@ def _in_one_column(plan: Plan, output: Vec3, network: Network) -> Plan:
 
 
 def _even(whole: int, length: float, step: int) -> int:
-    """About a length, a multiple of a step, so that the parts of the whole come out even."""
+    """Return a multiple of `step` near `length` that cuts the whole into parts as equal as can be."""
     count = max(1, round(whole / length))
     return ceil(ceil(whole / count) / step) * step
 
 
-def _multiple(whole: int, length: float, step: int) -> int:
-    """The multiple of a step that is next to a length, within the one that is no smaller than the whole."""
-    return step * min(max(1, round(length / step)), ceil(whole / step))
-
-
 def _leaving(whole: int, length: float, step: int, period: int) -> int:
-    """About a length, a multiple of a period, behind which whole steps are left; a step at least."""
+    """Return a multiple of `period` near `length` that leaves whole steps of the rest; it is at least a step."""
     left = min(max(0, round((whole - length) / step)), max(0, whole - step) // step)
     return max(step, ceil((whole - left * step) / period) * period)

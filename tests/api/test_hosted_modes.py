@@ -222,7 +222,7 @@ def test_auto_chooses_the_fastest_mode(
     place: Place, monkeypatch: pytest.MonkeyPatch, emulated_gpus: EmulatedGpus
 ) -> None:
     emulated_gpus.measure_as(slow)
-    monkeypatch.setattr(modes, "plan_beside", _none_fits)
+    monkeypatch.setattr(modes, "plan_side_by_side", _none_fits)
     assert go(place, "auto").plan.mode == "gpu", "so short a run is not looked at"
     thresholds = replace(modes.THRESHOLDS, long_seconds=0.0)
     monkeypatch.setattr(modes, "THRESHOLDS", thresholds)

@@ -333,6 +333,6 @@ def test_cpu_rates_are_for_the_threads_left_by_the_gpu(place: Place) -> None:
     rates = assumed_rates(machine, 3)
     gpu = Target(replace(machine, gpu=EMULATED_GPU), "gpu", mode="side-by-side")
     request = PlanRequest(network, output, Limits(2**40, 3, 2**40), gpu)
-    made = Processor.beside(request, CostModel({"cpu": rates}), 2**33).plan(output)
+    made = Processor.of(request, CostModel({"cpu": rates}), 2**33).plan(output)
     alone = PlanRequest(network, output, Limits(2**33, 2), Target(machine), baseline=0)
     assert made == modes.make_plan(alone, CostModel({"cpu": rates.slowed(1.5)})).main

@@ -249,7 +249,7 @@ def test_every_cubic_patch_is_considered(larger: Larger) -> None:
 
 @pytest.mark.parametrize("by", [1.2, 1.5, 3.0])
 @pytest.mark.parametrize("larger", LARGER.values(), ids=LARGER.keys())
-def test_faster_plan_beside_slower_ones_is_found(larger: Larger, by: float) -> None:
+def test_faster_plan_side_by_side_slower_ones_is_found(larger: Larger, by: float) -> None:
     """Small patches, which are slower, say nothing of where to look."""
     best, small = larger.best(), larger.best(patch=(4, 4, 4))
     scale = by * best.seconds / small.seconds

@@ -27,7 +27,7 @@ from znnpy.planner.multi_gpu import plan_on_devices
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import CostModel, PlanRequest
 from znnpy.planner.run_plan import PlannedWorker, RunPlan
-from znnpy.planner.side_by_side import Processor, _leaving, _next_to, _Trials, _widths, plan_beside
+from znnpy.planner.side_by_side import Processor, _leaving, _next_to, _Trials, _widths, plan_side_by_side
 from znnpy.planner.validate import _check_sharing, check_runs
 from znnpy.report.plan_text import explain
 from znnpy.run.balanced_queue import BalancedQueue
@@ -64,7 +64,7 @@ def costs(processor: float, limits: Limits, gpus: int = 1) -> CostModel:
 def processor_of(times: float, network: Network, limits: Limits, **words: Any) -> Processor:
     """Return the plan of a CPU by itself that is so many times as fast as the fakes are."""
     request = asked(network, OUTPUT, limits, **words)
-    return Processor.beside(request, costs(times, limits), limits.ram_bytes)
+    return Processor.of(request, costs(times, limits), limits.ram_bytes)
 
 
 @cache
@@ -79,7 +79,7 @@ def beside(
     """Return the plan of GPUs alone, and the one with a CPU that is so many times as fast as one of them."""
     request, model = asked(network, output, limits, gpus, **words), costs(processor, limits, gpus)
     alone = plan_on_devices(request, model)
-    return alone, plan_beside(alone, request, model)
+    return alone, plan_side_by_side(alone, request, model)
 
 
 @pytest.mark.slow
@@ -121,7 +121,7 @@ def test_cpu_seconds_sum_the_steps_of_its_items() -> None:
 def test_gpu_seconds_count_only_its_columns(wider: int) -> None:
     """Columns of which the CPU computes a part count for the rest."""
     alone = on(1.0, MIXED, OUTPUT, LITTLE, patch=(4, 6, 6), columns=True)
-    both = plan_beside(alone, asked(MIXED, OUTPUT, LITTLE, columns=True), costs(0.1, LITTLE))
+    both = plan_side_by_side(alone, asked(MIXED, OUTPUT, LITTLE, columns=True), costs(0.1, LITTLE))
     z, y, x = (side if i == both.main.axis else side + wider for i, side in enumerate((8, 18, 18)))  # not even
     both = both.shared_with(PlannedWorker(replace(both.workers[1].plan, patch_out=(z, y, x))), None)
     axis, step, long = both.main.axis, both.patch_out[both.main.axis], sharing_of(both).cells.counts[both.main.axis]
@@ -188,7 +188,7 @@ def test_share_of_the_cpu_is_counted_in_voxels() -> None:
     alone = on(1.0, MIXED, OUTPUT, LITTLE, patch=(4, 6, 6), columns=True)
     cut = set()
     for times in (0.05, 0.1, 0.2, 0.3, 0.4):
-        both = plan_beside(alone, request, costs(times, LITTLE))
+        both = plan_side_by_side(alone, request, costs(times, LITTLE))
         z, y, x = (side if i == both.main.axis else side + 2 for i, side in enumerate((8, 18, 18)))
         both = both.shared_with(PlannedWorker(replace(both.workers[1].plan, patch_out=(z, y, x))), None)
         long = sharing_of(both).cells.counts[both.main.axis]
@@ -371,8 +371,8 @@ def test_best_of_all_gpu_plans_is_chosen(times: float, monkeypatch: pytest.Monke
     """One is best alone; another is for parts and takes so many times as long for a step."""
     alone = on(1.0, MIXED, OUTPUT, LITTLE, columns=True)
     part = alone.main.with_choices(lambda choice: replace(choice, seconds=times * choice.seconds))
-    monkeypatch.setattr("znnpy.planner.side_by_side._of_parts", lambda *asked, **words: [alone.with_main(part)])
-    both = plan_beside(alone, asked(MIXED, OUTPUT, LITTLE, columns=True), costs(0.5, LITTLE))
+    monkeypatch.setattr("znnpy.planner.side_by_side._plans_of_parts", lambda *asked, **words: [alone.with_main(part)])
+    both = plan_side_by_side(alone, asked(MIXED, OUTPUT, LITTLE, columns=True), costs(0.5, LITTLE))
     assert both.main.choices == (part if times < 1 else alone.main).choices
 
 
