@@ -68,13 +68,13 @@ def test_written_plan_is_read_back(plan: RunPlan) -> None:
     with pytest.raises(PlanFileError, match="bytes of RAM, 70 more than the limit allows"):
         check_runs(plan, MIXED, WITH_GPU, ram_bytes=plan.memory.peak - 70, table=table)
     edits: list[tuple[tuple[str | int, ...], Any, str]] = [
-        (("stages",), [], "damaged: stages: .*at least 1 item"),
+        (("stages",), [], "damaged: .*stages: .*at least 1 item"),
         (("stages", 1), ..., "damaged: .*memory is promised for stages on"),
         (("overlap",), False, "for what is handed over"),
         (("memory", "stages", 0, "arena"), 0, "arena of the stage in the memory of the host"),
         (("memory", "stages", 0, "weights"), 1, "of weights of the stage in the memory of the host"),
         ((*TENSORS_AT, 0, "offset"), 64, "not aligned to 256"),
-        (("stages", 1, "wait_seconds"), -1.0, "damaged: stages.1.wait_seconds"),
+        (("stages", 1, "wait_seconds"), -1.0, "damaged: .*stages.1.wait_seconds"),
     ]
     for path, to, said in edits:
         with pytest.raises(PlanFileError, match=said):

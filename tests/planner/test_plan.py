@@ -244,7 +244,7 @@ def test_damaged_plan_is_refused(plan: RunPlan, what: str) -> None:
 
 def test_several_faults_are_counted(plan: RunPlan) -> None:
     content = json.loads(plan.to_json())
-    del content["columns"], content["rigor"]
+    del content["machine"], content["rigor"]
     with pytest.raises(PlanFileError, match=r"\(and 1 more such\)"):
         RunPlan.from_json(json.dumps(content))
 
@@ -259,10 +259,10 @@ def test_cut_off_plan_is_refused(plan: RunPlan, share: float) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[]", "this is no plan file, and this version reads format 9"),
+        ("[]", "this is no plan file, and this version reads format 10"),
         ("{}", "this is no plan file"),
-        ('{"format": 2}', "this is a plan file of format 2, and this version reads format 9"),
-        ('{"format": 10}', "this is a plan file of format 10, and this version reads format 9"),
+        ('{"format": 2}', "this is a plan file of format 2, and this version reads format 10"),
+        ('{"format": 11}', "this is a plan file of format 11, and this version reads format 10"),
         ("[" * 100_000, "nested too deeply"),
         (f'{{"format": 6, "column": 1{"0" * 5000}}}', "a number has thousands of digits"),
     ],

@@ -151,7 +151,7 @@ FUSED: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
     ),
     "three layers": ((*CHOICES_AT, 0, "layers"), [0, 2], "entry 0 of the plan is layers 0 and 2"),
     "layers twice": ((*CHOICES_AT, 1, "layers"), [1, 2], "entry 1 of the plan is layers 1 and 2"),
-    "backwards": ((*CHOICES_AT, 0, "layers"), [0, -1], "damaged: stages.0.choices.0.layers.1"),
+    "backwards": ((*CHOICES_AT, 0, "layers"), [0, -1], "damaged: .*stages.0.choices.0.layers.1"),
     "beyond the end": ((*CHOICES_AT, 3, "layers"), [4, 5], "entry 3 of the plan is layers 4 and 5"),
     "another window": (
         (*CHOICES_AT, 0, "shape", "pool"),
@@ -161,7 +161,7 @@ FUSED: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
     "window that does not fit": (
         (*CHOICES_AT, 0, "shape", "pool"),
         [5, 4, 3],
-        "damaged: stages.0.choices.0.shape.*window",
+        "damaged: .*stages.0.choices.0.shape.*window",
     ),
     "a primitive that cannot": (
         (*CHOICES_AT, 0, "primitive"),
