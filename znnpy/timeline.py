@@ -10,7 +10,7 @@ from typing import Any
 
 from znnpy.errors import ZnnpyError
 from znnpy.messages import option
-from znnpy.run.trace import Span, read_spans
+from znnpy.report.trace_reader import Span, read_spans
 
 
 @dataclass(frozen=True, slots=True)

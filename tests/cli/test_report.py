@@ -16,8 +16,8 @@ from tests.support.fake_plans import changed
 from znnpy import progress
 from znnpy.progress import BAR_WIDTH
 from znnpy.report.run_report import Report
+from znnpy.report.trace_reader import Span, read_spans
 from znnpy.run.pipeline import Event
-from znnpy.run.trace import Span, read_spans
 
 pytestmark = pytest.mark.slow
 

@@ -27,8 +27,9 @@ from znnpy.inference import infer
 from znnpy.plots import figures
 from znnpy.plots import timeline as plot
 from znnpy.plots.figures import DPI, WIDTH
+from znnpy.report.trace_reader import Span, read_spans
 from znnpy.run import trace as traces
-from znnpy.run.trace import Span, Trace, read_spans
+from znnpy.run.trace import Trace
 
 pytestmark = pytest.mark.slow
 

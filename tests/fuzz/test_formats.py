@@ -38,7 +38,8 @@ from znnpy.option_values import DeviceKind
 from znnpy.planner.run_plan import RunPlan
 from znnpy.planner.validate import check_runs
 from znnpy.report.plan_text import explain
-from znnpy.run.trace import Trace, read_spans
+from znnpy.report.trace_reader import read_spans
+from znnpy.run.trace import Trace
 from znnpy.timeline import read_timeline
 
 pytestmark = pytest.mark.slow

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from tests.support.emulator import EmulatedDevice, needs_compiler
+from tests.support.fake_pipeline import run_session
 from tests.support.flat_requests import make_plan
 from tests.support.hosted_plans import EVERY, WITH_GPU, WITH_HOST, backs, fronts, hosted_plan
 from tests.support.hosted_sessions import SMALL, a_plan, emulated_device, no_feeder_is_left, session_for
@@ -28,7 +29,7 @@ from znnpy.option_values import OffloadMode
 from znnpy.planner.plan import Plan, Stage
 from znnpy.planner.run_plan import RunPlan
 from znnpy.planner.validate import check_plan
-from znnpy.run import cpu_backend, pipeline
+from znnpy.run import cpu_backend
 from znnpy.run.session import Session
 from znnpy.shapes import turned, turned_back
 from znnpy.trained import TrainedNetwork
@@ -58,7 +59,7 @@ def ran(plan: Plan, net: TrainedNetwork, volume: npt.NDArray[Any], device: Emula
     assert source.output == plan.output
     output = Poisoned.of((network.output_channels, *plan.output), np.float32)
     with session_for(plan, net, device) as session:
-        pipeline.run(session, session.crew, source, output, plan.cover(network))
+        run_session(session, session.crew, source, output, plan.cover(network))
         steps = plan.cover(network).steps
         ahead = [network.margins[choice.layers[1] + 1][plan.axis] for choice in plan.choices]
         for choice, more, parts, values in zip(plan.choices, ahead, plan.sub_batches, session.written, strict=True):

@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 
 from tests.support.emulator import EmulatedDevice, needs_compiler
+from tests.support.fake_pipeline import run_session
 from tests.support.hosted_plans import hosted_plan
 from tests.support.hosted_sessions import SMALL, a_plan, emulated_device, no_feeder_is_left, session_for
 from tests.support.odd_networks import Poisoned, assert_dense, definition, some_volume, trained
 from znnpy.errors import DeviceError, Stopped
 from znnpy.network import Network
 from znnpy.planner.plan import Plan
-from znnpy.run import gpu_backend, pipeline
+from znnpy.run import gpu_backend
 from znnpy.run.session import Session
 from znnpy.volume.array import ArrayVolume
 from znnpy.volume.source import Source
@@ -139,13 +140,13 @@ def test_delays_change_no_voxel_and_failures_end_the_run(device: EmulatedDevice,
     with session_for(plan, net, device) as session:
         stages(session, hook)
         if where == "nowhere":
-            pipeline.run(session, session.crew, source, written, plan.cover(SMALL))
+            run_session(session, session.crew, source, written, plan.cover(SMALL))
             idle = session.idle_seconds
             assert set(idle) == ({"CPU", "GPU"} if overlaps else set())
             assert all(0 <= spent < time.perf_counter() - began for spent in idle.values())
         else:
             with pytest.raises(type(fault)) as caught:
-                pipeline.run(session, session.crew, source, written, plan.cover(SMALL))
+                run_session(session, session.crew, source, written, plan.cover(SMALL))
             if not isinstance(fault, KeyboardInterrupt):
                 places = [(c, n) for c, column in enumerate(plan.cover(SMALL)) for n in range(len(column.steps))]
                 column, number = places[when]
@@ -177,7 +178,7 @@ def test_failure_in_the_gpu_stage_stops_the_host_stage(device: EmulatedDevice) -
     with session_for(plan, net, device) as session:
         stages(session, hook)
         with pytest.raises(Fault) as caught:
-            pipeline.run(session, session.crew, source, Poisoned.of((1, *plan.output), np.float32), plan.cover(SMALL))
+            run_session(session, session.crew, source, Poisoned.of((1, *plan.output), np.float32), plan.cover(SMALL))
     assert time.perf_counter() - began < 5
     assert "step 0 of column 0" in "; ".join(caught.value.__notes__)
     assert no_feeder_is_left()

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.support.emulator import needs_compiler
-from tests.support.fake_pipeline import COLUMNS, Output, Session, no_thread_is_left, quiet, volume
+from tests.support.fake_pipeline import COLUMNS, Output, Session, no_thread_is_left, quiet, run_session, volume
 from tests.support.fake_pipeline import Source as Voxels
 from tests.support.hosted_sessions import a_plan, emulated_device, session_for
 from tests.support.odd_networks import Poisoned
@@ -68,7 +68,7 @@ def test_failed_writer_frees_everything() -> None:
         with ThreadPool(1) as crew:
             output, source, session = Output(hook), Voxels(volume(), hook), Session(hook, crew)
             with pytest.raises(OutputError):
-                pipeline.run(session, crew, source, output, COLUMNS)
+                run_session(session, crew, source, output, COLUMNS)
             return refs(output, source, session)
 
     assert [there() for there in go()] == [None] * 3
@@ -124,7 +124,7 @@ def test_sessions_of_two_stages_are_freed(monkeypatch: pytest.MonkeyPatch, fails
             source = Source(ArrayVolume(voxels), roi=None, border="valid", network=net.network, allow_nan=False)
             output = Poisoned.of((net.network.output_channels, *plan.output), np.float32)
             with suppress(OutputError):
-                pipeline.run(session, session.crew, source, output, plan.cover(net.network), progress)
+                run_session(session, session.crew, source, output, plan.cover(net.network), progress)
                 assert not fails
         return weakref.ref(session)
 
@@ -179,7 +179,7 @@ def test_ctrl_c_while_a_thread_hangs_frees_everything_later(presses: int, patch:
             output, source, session = Output(hook), Voxels(volume(), hook), Session(hook, crew)
             thread.start()
             with pytest.raises(KeyboardInterrupt):
-                pipeline.run(session, crew, source, output, COLUMNS)
+                run_session(session, crew, source, output, COLUMNS)
             over.set()
             thread.join()
             assert goes_on.is_set() == no_thread_is_left() == (presses == 1)

@@ -27,6 +27,7 @@ from tests.support.fake_pipeline import (
     no_thread_is_left,
     quiet,
     run,
+    run_session,
     volume,
 )
 from znnpy.errors import Stopped, ValuesOverflowError, VolumeError
@@ -60,7 +61,7 @@ def test_columns_of_several_steps_finish_with_the_last() -> None:
     with ThreadPool(1) as crew:
         output = Output(hook)
         finished = output.finished
-        pipeline.run(Session(hook, crew), crew, Source(volume(), quiet), output, columns)
+        run_session(Session(hook, crew), crew, Source(volume(), quiet), output, columns)
     assert output.finished == [0, 1, 2]
     assert [done for _, done in events] == [0] * 5 + [1] + [2] * (len(steps) - 6)
     np.testing.assert_array_equal(output.written, dense(volume()))
@@ -150,7 +151,7 @@ def test_failure_of_any_stage_is_raised_and_nothing_hangs(seed: int) -> None:
         output = Output(hook)
         began = time.perf_counter()
         with pytest.raises(type(fault)) as caught:
-            pipeline.run(Session(hook, crew), crew, Source(volume(), hook), output, COLUMNS, progress)
+            run_session(Session(hook, crew), crew, Source(volume(), hook), output, COLUMNS, progress)
         assert time.perf_counter() - began < 2
     assert is_fault(caught.value, fault, named=where != "progress")
     assert no_thread_is_left()
@@ -203,7 +204,7 @@ def test_ctrl_c_while_any_stage_is_busy_ends_the_run(stage: str) -> None:
     with ThreadPool(1) as crew:
         output = Output(hook)
         with pytest.raises(KeyboardInterrupt):
-            pipeline.run(Session(hook, crew), crew, Source(volume(), hook), output, COLUMNS)
+            run_session(Session(hook, crew), crew, Source(volume(), hook), output, COLUMNS)
     assert no_thread_is_left()
     for index in output.finished:
         kept = (slice(None), *COLUMNS[index].steps[0].write.slices)
@@ -218,7 +219,7 @@ def test_stopped_thread_pool_stops_the_run() -> None:
                 crew.stop()
 
         with pytest.raises(Stopped):
-            pipeline.run(Session(hook, crew), crew, Source(volume(), hook), Output(hook), COLUMNS)
+            run_session(Session(hook, crew), crew, Source(volume(), hook), Output(hook), COLUMNS)
     assert no_thread_is_left()
 
 
@@ -238,7 +239,7 @@ def test_failure_elsewhere_stops_the_computation_inside_a_patch(where: str) -> N
 
         began = time.perf_counter()
         with pytest.raises(VolumeError, match=r"^gone \(output voxels .*, step 0 of column 1\)$"):
-            pipeline.run(Session(hook, crew), crew, Source(volume(), hook), Output(hook), COLUMNS)
+            run_session(Session(hook, crew), crew, Source(volume(), hook), Output(hook), COLUMNS)
         assert time.perf_counter() - began < 2
 
 
@@ -257,7 +258,7 @@ def test_columns_are_not_kept_in_a_list() -> None:
         tracemalloc.start()
         try:
             with pytest.raises(KeyboardInterrupt):
-                pipeline.run(Session(hook, crew), crew, source, output, many)
+                run_session(Session(hook, crew), crew, source, output, many)
             assert tracemalloc.get_traced_memory()[1] < 2**18
         finally:
             tracemalloc.stop()
@@ -274,5 +275,5 @@ def test_buffers_are_few_and_reused() -> None:
             super().run(raw, out, begins=begins)
 
     with ThreadPool(1) as crew:
-        pipeline.run(Watching(quiet, crew), crew, Source(volume(), quiet), Output(quiet), COLUMNS)
+        run_session(Watching(quiet, crew), crew, Source(volume(), quiet), Output(quiet), COLUMNS)
     assert {name: len(used) for name, used in addresses.items()} == {"raw": 2, "out": 2}

@@ -28,6 +28,7 @@ from tests.support.fake_pipeline import (
     is_fault,
     no_thread_is_left,
     quiet,
+    run_session,
     volume,
 )
 from tests.support.simulated_queue import GRID, NamedLane
@@ -356,5 +357,5 @@ def test_worker_without_reads_ends() -> None:
     with ThreadPool(1) as crew:
         session = Session(quiet, crew)
         output = Output(quiet, frozenset(range(len(COLUMNS))))
-        timings = pipeline.run(session, crew, Source(volume(), quiet), output, COLUMNS)
+        timings = run_session(session, crew, Source(volume(), quiet), output, COLUMNS)
     assert timings.voxels == 0

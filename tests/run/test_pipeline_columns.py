@@ -22,6 +22,7 @@ from tests.support.fake_pipeline import (
     no_thread_is_left,
     quiet,
     run,
+    run_session,
     volume,
     walking,
 )
@@ -57,7 +58,7 @@ def test_column_is_recorded_after_its_last_step(axis: int) -> None:
 
         output = Output(hook)
         session = Session(hook, crew, WALKER, columns)
-        pipeline.run(session, crew, Source(volume(WALKER), quiet), output, columns)
+        run_session(session, crew, Source(volume(WALKER), quiet), output, columns)
     writes = [sum(step.write.voxels > 0 for step in column.steps) for column in columns]
     assert set(writes) == {1, 2}
     assert seen == [index for index, count in enumerate(writes) for _ in range(count)]
@@ -85,7 +86,7 @@ def test_first_steps_write_nothing_and_take_no_buffer(axis: int) -> None:
 
     with ThreadPool(1) as crew:
         output = Output(hook)
-        pipeline.run(Watching(quiet, crew, WALKER, columns), crew, Source(volume(WALKER), quiet), output, columns)
+        run_session(Watching(quiet, crew, WALKER, columns), crew, Source(volume(WALKER), quiet), output, columns)
     assert outs == [step.write.voxels > 0 for column in columns for step in column.steps]
     np.testing.assert_array_equal(output.written, dense(volume(WALKER), WALKER))
 
@@ -141,7 +142,7 @@ def test_failure_within_a_column_leaves_whole_columns(seed: int) -> None:
         output = Output(hook)
         session, source = Session(hook, crew, WALKER, columns), Source(volume(WALKER), hook)
         with pytest.raises(type(fault)) as caught:
-            pipeline.run(session, crew, source, output, columns)
+            run_session(session, crew, source, output, columns)
     assert is_fault(caught.value, fault)
     assert no_thread_is_left()
     assert output.finished == list(range(len(output.finished))) != list(range(len(columns)))

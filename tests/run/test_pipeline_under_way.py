@@ -26,12 +26,12 @@ from tests.support.fake_pipeline import (
     is_fault,
     no_thread_is_left,
     quiet,
+    run_session,
     volume,
     walking,
 )
 from znnpy.errors import ValuesOverflowError
 from znnpy.kernels.thread_pool import ThreadPool
-from znnpy.run import pipeline
 
 Voxels = npt.NDArray[Any]
 
@@ -69,7 +69,7 @@ def went(hook: Hook = quiet, columns: Any = COLUMNS, voxels: Any = None) -> tupl
     network = NETWORK if columns is COLUMNS else WALKER
     with ThreadPool(1) as crew:
         output, session = Output(hook), UnderWay(hook, crew, network, columns)
-        pipeline.run(session, crew, Source(volume(network) if voxels is None else voxels, hook), output, columns)
+        run_session(session, crew, Source(volume(network) if voxels is None else voxels, hook), output, columns)
     return output, session
 
 
@@ -157,7 +157,7 @@ def test_failure_is_raised_and_leaves_whole_columns(seed: int) -> None:
         session, source = UnderWay(hook, crew, network, columns), Source(volume(network), hook)
         began = time.perf_counter()
         with pytest.raises(type(fault)) as caught:
-            pipeline.run(session, crew, source, output, columns)
+            run_session(session, crew, source, output, columns)
         assert time.perf_counter() - began < 2
     assert is_fault(caught.value, fault)
     assert no_thread_is_left()
@@ -195,7 +195,7 @@ def test_three_buffers_of_each_kind_exist() -> None:
             return super().submit(raw, out, begins=begins)
 
     with ThreadPool(1) as crew:
-        pipeline.run(Watching(quiet, crew), crew, Source(volume(), quiet), Output(quiet), COLUMNS)
+        run_session(Watching(quiet, crew), crew, Source(volume(), quiet), Output(quiet), COLUMNS)
     assert {name: len(buffers) for name, buffers in used.items()} == {"raw": 3, "out": 3}
 
 
@@ -220,5 +220,5 @@ def test_buffers_are_made_while_others_are_in_use() -> None:
     columns = walking(0, 2)
     with ThreadPool(1) as crew:
         output = Output(quiet)
-        pipeline.run(Slow(quiet, crew, WALKER, columns), crew, Source(volume(WALKER), quiet), output, columns)
+        run_session(Slow(quiet, crew, WALKER, columns), crew, Source(volume(WALKER), quiet), output, columns)
     np.testing.assert_array_equal(output.written, dense(volume(WALKER), WALKER))

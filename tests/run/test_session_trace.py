@@ -35,10 +35,11 @@ from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.network import Network
 from znnpy.planner.plan import Plan
 from znnpy.planner.tilings import splits
+from znnpy.report.trace_reader import Span, read_spans
 from znnpy.run import gpu_backend
 from znnpy.run.gpu_trace import ANCHOR_SECONDS, GpuTrace
 from znnpy.run.session import Session
-from znnpy.run.trace import Span, Trace, read_spans
+from znnpy.run.trace import Trace
 from znnpy.trained import TrainedNetwork
 from znnpy.volume.array import ArrayVolume
 from znnpy.volume.source import Source

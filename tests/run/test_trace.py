@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 
 from znnpy.errors import OutputError, ZnnpyError
+from znnpy.report.trace_reader import Span, read_spans
 from znnpy.run import trace as traces
-from znnpy.run.trace import BATCH, Span, Trace, read_spans
+from znnpy.run.trace import BATCH, Trace
 
 
 def spans_of(path: Path) -> list[Span]:

@@ -18,6 +18,8 @@ from znnpy.network import Conv, Network
 from znnpy.patches import Box, Column, Cover, cover
 from znnpy.planner.plan import patch_in
 from znnpy.run import pipeline
+from znnpy.run.work_queue import ColumnQueue
+from znnpy.run.worker import Computes, StepSource, Stoppable, Worker
 from znnpy.shapes import Vec3
 
 SIZE: Vec3 = (7, 5, 9)
@@ -157,8 +159,21 @@ def run(
         output = Output(hook, done)
         source = Source(volume(network) if voxels is None else voxels, hook)
         session = Session(hook, crew, network, columns)
-        timings = pipeline.run(session, crew, source, output, columns, progress)
+        timings = run_session(session, crew, source, output, columns, progress)
     return output, timings
+
+
+def run_session(
+    session: Computes,
+    crew: Stoppable,
+    source: StepSource,
+    output: pipeline.Writes,
+    columns: Sequence[Column],
+    progress: Callable[[pipeline.Event], None] | None = None,
+) -> pipeline.Timings:
+    """Read, compute and write every column that `output.done` does not hold, with one worker."""
+    worker = Worker(session.plan.device.upper(), session, crew, ColumnQueue(columns, done=output.done))
+    return pipeline.run_workers((worker,), source, output, progress)
 
 
 def walking(axis: int, steps: int, patch: Vec3 = PATCH) -> Cover:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from tests.support.fake_pipeline import run_session
 from znnpy.formats.weights import random_weights
 from znnpy.kernels.contract import Footprint, Primitive, Variant
 from znnpy.kernels.reference import dense_by_sliding
@@ -262,7 +263,7 @@ def ran(
     assert source.output == plan.output
     output = Poisoned.of((network.output_channels, *plan.output), dtype)
     with poisoned_session(plan, trained, table, device) as session:
-        pipeline.run(session, session.crew, source, output, plan.cover(network), progress)
+        run_session(session, session.crew, source, output, plan.cover(network), progress)
     assert (output.times == 1).all()
     assert output.finished == list(range(plan.columns))
     return output.array

@@ -128,9 +128,8 @@ class BalancedQueue(WorkQueue):
         ended = self._busy(worker) + self._of_run(profile, stack[-1:]) * self._pace(worker.name)
         if any(self._within(other, ended) >= free for other in self._singly(asking=True)):
             return None
-        times = (
-            2 if len(self._workers) > 1 and not self._spent[worker.name][1] else 1
-        )  # later the speeds are known better
+        unknown = len(self._workers) > 1 and not self._spent[worker.name][1]
+        times = 2 if unknown else 1  # later the speeds are known better
         wide = self._wide[self._place(stack[0])]
         lost = LOST_SECONDS / times / self._pace(worker.name) - wide * profile.begins
         gaps = (count for count, (b, a) in enumerate(pairwise(reversed(stack)), 1) if b != a + self._stride)

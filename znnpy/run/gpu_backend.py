@@ -41,9 +41,7 @@ if TYPE_CHECKING:
     from znnpy.run.trace import Trace
 
 LOOK_SECONDS = 0.0001  # between looks at an event; a wait inside CUDA would not notice Ctrl-C
-QUEUED_SECONDS = (
-    0.2  # predicted seconds of queued layers at most: after Ctrl-C these have to end before memory is freed
-)
+QUEUED_SECONDS = 0.2  # most predicted seconds of queued layers: after Ctrl-C they end before memory is freed
 FLOAT16_END = 65520.0  # this and larger values round to infinity in float16
 
 
@@ -116,14 +114,10 @@ class GpuBackend:
         self.executor: Any = None
         self._arena = Arena((), _no_view)
         self._moves: LoadStore | None = None
-        self._types: tuple[np.dtype[Any], np.dtype[Any]] | None = (
-            None  # dtypes of raw patches and of the output, for `_moves`
-        )
+        self._types: tuple[np.dtype[Any], np.dtype[Any]] | None = None  # of raw patches and of the output
         self._layers: list[_Layer] = []
         self._raw_slots: list[Any] = []  # free slots
-        self._handed: deque[tuple[Any, Any]] = (
-            deque()
-        )  # slots for what another stage hands over, and events of their last use
+        self._handed: deque[tuple[Any, Any]] = deque()  # slots for handed-over parts, and events of their last use
         self._out_slots: list[Any] = []
         self._words: deque[tuple[Any, npt.NDArray[np.float32]]] = deque()  # free peaks, on the device and on the host
         self._last_words: Any = None  # peaks of the step before, on the device

@@ -107,17 +107,12 @@ class Handover:
         self._ended = 0.0  # the last step that was waited for
 
     @property
-    def busy_seconds(self) -> dict[str, float]:
-        """How long each stage computed in all steps; empty unless the plan overlaps."""
-        return dict(zip(("CPU", "GPU"), self._busy, strict=True)) if self._overlap else {}
-
-    @property
     def idle_seconds(self) -> dict[str, float]:
-        """How long each stage stood still between the begin of the first step and the end of the last one."""
-        if self._began is None:
+        """Seconds in which each stage did not compute, from the first step to the last; empty without overlap."""
+        if self._began is None or not self._overlap:
             return {}
         whole = max(0.0, self._ended - self._began)
-        return {name: max(0.0, whole - busy) for name, busy in self.busy_seconds.items()}
+        return {name: max(0.0, whole - busy) for name, busy in zip(("CPU", "GPU"), self._busy, strict=True)}
 
     def open(self) -> None:
         """Take the buffers, and start the feeder."""

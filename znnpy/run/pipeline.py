@@ -19,22 +19,20 @@ from typing import Any, Protocol
 import numpy as np
 
 from znnpy.errors import DeviceError, DeviceLostError, Stopped, VramError
-from znnpy.patches import Box, Column
+from znnpy.patches import Box
 from znnpy.run.stoppable_thread import Thread
-from znnpy.run.work_queue import ColumnQueue, Lease, WorkQueue
+from znnpy.run.work_queue import Lease, WorkQueue
 from znnpy.run.worker import (
     END,
     CompletedStep,
-    Computes,
     RunningWorker,
     StepSource,
     StepTask,
-    Stoppable,
     Tracer,
     Voxels,
     Worker,
     drain,
-    step_suffix,
+    error_context,
 )
 from znnpy.shapes import subtract
 
@@ -115,20 +113,6 @@ class Timings:
     seconds: float  # since it began to compute
     stage_seconds: Mapping[str, float]  # planning and preparing, if it did; then of all workers: reading to waiting
     workers: tuple[WorkerTimings, ...]
-
-
-def run(
-    session: Computes,
-    crew: Stoppable,
-    source: StepSource,
-    output: Writes,
-    columns: Sequence[Column],
-    progress: Callable[[Event], None] | None = None,
-    trace: Tracer | None = None,
-) -> Timings:
-    """Read, compute and write every column that `output.done` does not hold; `run_workers` with one worker."""
-    worker = Worker(session.plan.device.upper(), session, crew, ColumnQueue(columns, done=output.done))
-    return run_workers((worker,), source, output, progress, trace)
 
 
 def run_workers(
@@ -236,7 +220,13 @@ class _Run:
         self._report()
         now = self._now
         timed = tuple(
-            WorkerTimings(worker.name, worker.voxels, dict(worker.seconds), worker.lost, _cells_of(worker.given_up))
+            WorkerTimings(
+                worker.name,
+                worker.voxels,
+                dict(worker.seconds),
+                worker.lost,
+                sum(len(lease.indices) for lease in worker.given_up),
+            )
             for worker in self._workers
         )
         return Timings(now.voxels, now.columns, time.perf_counter() - self._began, self._stage_seconds(), timed)
@@ -320,7 +310,7 @@ class _Run:
             if completed.hidden is not None:
                 np.copyto(voxels, np.nan, where=completed.hidden)
             kept = patch.write.shifted(subtract((0, 0, 0), patch.out.lo))
-            with step_suffix(task):
+            with error_context(task, after=True):
                 self._output.write(patch.write, voxels[(slice(None), *kept.slices)])
             if self._add(task, patch.write.voxels, worker) and task.ends:
                 for index in task.lease.indices:
@@ -384,7 +374,3 @@ class _Run:
                 work / whole.work if steps < whole.steps else 1.0,
             )
         self._progress(event)
-
-
-def _cells_of(leases: Sequence[Lease]) -> int:
-    return sum(len(lease.indices) for lease in leases)

@@ -82,11 +82,6 @@ class Session:
         return [sum(counts) for counts in zip(*(runner.written for runner in self._runners), strict=True)]
 
     @property
-    def busy_seconds(self) -> dict[str, float]:
-        """Seconds in which each of two overlapping stages computed, by device; empty for other plans."""
-        return {} if self._handover is None else self._handover.busy_seconds
-
-    @property
     def idle_seconds(self) -> dict[str, float]:
         """Seconds in which each of two overlapping stages stood still, by device; empty for other plans."""
         return {} if self._handover is None else self._handover.idle_seconds

@@ -1,4 +1,4 @@
-"""What a run did when: a file in Chrome's trace event format, which chrome://tracing and Perfetto show, and its reader.
+"""Writes what a run did when: a file in Chrome's trace event format, which chrome://tracing and Perfetto show.
 
 A span is work of one track, a device's stream or a thread, from begin to end. Spans go into a draft beside the file as
 they come, an event a line, so that runs of days need no memory for them; when the run ends the draft takes the file's
@@ -15,23 +15,19 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from io import BufferedReader, FileIO, RawIOBase
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Self
 
-from znnpy.errors import OutputError, ZnnpyError
+from znnpy.errors import OutputError
 from znnpy.files import create_draft, open_regular, remove, write_all
-from znnpy.messages import excerpt, option
+from znnpy.messages import option
 
 BATCH = 1000  # events that are written at a time
 HEAD = b'{"displayTimeUnit": "ms", "otherData": {"made by": "znnpy"}, "traceEvents": [\n'
 TAIL = b"\n]}\n"
 PROCESS = 1  # the only one
-MOST_LINE_BYTES = 2**16  # of one event, when a trace is read
-MOST_TRACKS = 10_000  # of a trace that is read
-MOST_SECONDS = 1e12  # 30,000 years
 ENCODE = json.JSONEncoder(allow_nan=False).encode  # JSON has no NaN
 
 
@@ -157,61 +153,6 @@ class Trace:
         return OutputError(
             f"cannot write the trace {self._path}: {error.strerror}; make room, give another {option('trace')}, or none"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """What a track did."""
-
-    track: str
-    name: str
-    begin: float  # seconds since the trace began
-    end: float
-    facts: dict[str, Any]
-
-
-def read_spans(path: Path) -> Iterator[Span | str]:
-    """The spans of a trace in the order in which they were recorded; then, of a run that ended early, why, as a str.
-
-    ZnnpyError for a file that is no whole trace of a Trace: when it is found, which may be after some spans.
-    """
-    try:
-        with open_regular(path) as raw, BufferedReader(cast(RawIOBase, raw)) as file:
-            if file.readline(2 * len(HEAD)) != HEAD:
-                raise ZnnpyError(f"{path} is no trace of a run: give what `znnpy infer --trace` wrote")
-            tracks: dict[int, str] = {}
-            while line := file.readline(MOST_LINE_BYTES):
-                if line == TAIL[1:]:
-                    return
-                if (event := _event(line, tracks)) is not None:
-                    yield event
-    except FileNotFoundError:
-        raise ZnnpyError(f"there is no file {path}; check the path") from None
-    except OSError as error:
-        raise ZnnpyError(f"cannot read {path}: {error.strerror}; check the path") from error
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise ZnnpyError(f"{path} is damaged ({excerpt(error)}): run `znnpy infer --trace` again") from error
-    raise ZnnpyError(f"{path} is cut short: run `znnpy infer --trace` again")
-
-
-def _event(line: bytes, tracks: dict[int, str]) -> Span | str | None:
-    """The event of a line, the name of a track noted; an error of Python where it is none."""
-    event = json.loads(line.rstrip(b",\n"))
-    match event["ph"]:
-        case "X":
-            begin, seconds = event["ts"] / 1e6, event["dur"] / 1e6
-            if not (abs(begin) < MOST_SECONDS and 0 <= seconds < MOST_SECONDS):
-                raise ValueError(f"a span from {begin} s of {seconds} s")
-            if not isinstance(event["args"], dict):
-                raise TypeError("a span whose facts are no object")
-            return Span(tracks[event["tid"]], excerpt(event["name"]), begin, begin + seconds, event["args"])
-        case "i":
-            return excerpt(event["name"])
-        case "M" if event["name"] == "thread_name":
-            tracks[event["tid"]] = excerpt(event["args"]["name"])
-            if len(tracks) > MOST_TRACKS:
-                raise ValueError(f"more than {MOST_TRACKS} tracks")
-    return None
 
 
 def _is_trace(path: Path) -> bool:

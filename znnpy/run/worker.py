@@ -279,7 +279,7 @@ class RunningWorker:
         while (lease := self.queue.take(self)) is not None:
             for task in self._tasks(lease):
                 buffer = self._raw_buffer(unmade) if buffer is None else buffer
-                with self._timed("reading", task), step_suffix(task):
+                with self._timed("reading", task), error_context(task, after=True):
                     bad = self._source.read(task.patch.read, self._raw[buffer])
                 self._raw_full.put(_ReadStep(task, buffer, bad))
                 del bad  # a mask lives as long as its buffer is in use
@@ -306,7 +306,7 @@ class RunningWorker:
             if task.writes:
                 out = self._next(self._out_free, task)
             with self._timed("computing", task):
-                with step_context(task):
+                with error_context(task):
                     voxels = None if out is None else self.out[out]
                     ticket = self._session.submit(self._raw[read.buffer], voxels, begins=task.begins)
                 hidden = self._unseen.after(read.bad, writes=task.writes)
@@ -331,7 +331,7 @@ class RunningWorker:
     def _complete(self, step: _InFlight) -> None:
         """Wait for the step that was submitted first, and release its input buffer."""
         task = step.task
-        with self._timed("computing", task), step_context(task):
+        with self._timed("computing", task), error_context(task):
             self._session.wait(step.ticket)
         self._raw_free.put(step.raw)
         if task.ends:
@@ -375,28 +375,16 @@ def drain(queue: SimpleQueue[Any]) -> None:
 
 
 @contextmanager
-def step_context(task: StepTask) -> Iterator[None]:
-    """Begin the message of an error with its step and output voxels; an error that is no ZnnpyError gets a note."""
+def error_context(task: StepTask, *, after: bool = False) -> Iterator[None]:
+    """Add a step and its output voxels to the message of an error; one that is no ZnnpyError gets them as a note.
+
+    after  end the message with them: the step is not the cause, but for example a disk
+    """
+    place = f"output voxels (z, y, x) = {task.output.lo} to {task.output.hi}, {task}"
     try:
         yield
     except ZnnpyError as error:
-        raise error.with_context(_place(task)) from None
+        raise (type(error)(f"{error} ({place})") if after else error.with_context(place)) from None
     except Exception as error:
-        error.add_note(_place(task))
+        error.add_note(place)
         raise
-
-
-@contextmanager
-def step_suffix(task: StepTask) -> Iterator[None]:
-    """End the message of an error beside a step, for example of a disk, with the step and its output voxels."""
-    try:
-        yield
-    except ZnnpyError as error:
-        raise type(error)(f"{error} ({_place(task)})") from None
-    except Exception as error:
-        error.add_note(_place(task))
-        raise
-
-
-def _place(task: StepTask) -> str:
-    return f"output voxels (z, y, x) = {task.output.lo} to {task.output.hi}, {task}"
