@@ -279,8 +279,8 @@ def _fragments(matrix: npt.NDArray[np.float32], plan: _Plan) -> npt.NDArray[np.f
         chunks[chunk, : len(part) * taps] = part.reshape(-1, blocks, maps)
     assert plan.chunks * plan.rows >= rows
     # Taps are 4 h + t of an eight; maps 4 c + 2 i + b of a group, lane 4 (2 c + b) + t, word 2 i + h.
-    apart = chunks.reshape(plan.chunks, eights, 2, 4, blocks, plan.groups, 4, 2, 2)
-    ordered = apart.transpose(4, 0, 1, 5, 6, 8, 3, 7, 2)
+    split = chunks.reshape(plan.chunks, eights, 2, 4, blocks, plan.groups, 4, 2, 2)
+    ordered = split.transpose(4, 0, 1, 5, 6, 8, 3, 7, 2)
     bits = np.ascontiguousarray(ordered).view(np.uint32)
     return ((bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)  # rounded to the nearest tf32
 

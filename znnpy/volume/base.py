@@ -27,7 +27,7 @@ MOST_VOXELS = 10**7  # along one axis
 
 @dataclass(frozen=True, slots=True)
 class Absent:
-    """What to do about voxels that a file should hold and does not."""
+    """How to treat voxels that a file should hold but does not."""
 
     fill: float | None = None  # value for voxels whose file is missing; None: they are an error
     chunks: MissingChunks = "fill"  # for chunks never written: use the fill value of the format, or raise an error
@@ -36,7 +36,7 @@ class Absent:
         """Raise VolumeError if a fill value is given: `volume` does not consist of several files."""
         if self.fill is not None:
             raise VolumeError(
-                f"{volume} is not made of other files, as HDF5 volumes may be: leave out {option('fill_missing')}"
+                f"{volume} is not an HDF5 volume that is made of several files, so nothing can be missing: remove {option('fill_missing')}"
             )
 
     def check_none(self, volume: object) -> None:

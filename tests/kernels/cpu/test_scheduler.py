@@ -75,7 +75,7 @@ def test_graph_of_the_paper_converts_to_networkx() -> None:
     ]
 
 
-# Who sits where
+# The places of the workers
 
 
 def cores_as_told(root: Path, cores: dict[int, tuple[int, str, str]]) -> Path:
@@ -143,7 +143,7 @@ def test_pinned_thread_returns_to_its_former_cores() -> None:
     assert os.sched_getaffinity(0) == before
 
 
-# What a run does
+# Runs
 
 
 def run_scheduler(

@@ -1,4 +1,4 @@
-/* A launch: stacks and shared memory, block after block, faults of the processor told in a sentence. */
+/* A launch: stacks and shared memory, block after block, faults of the processor reported as a sentence. */
 #pragma once
 
 #include <csignal>
@@ -28,7 +28,7 @@ inline unsigned char* reserve(size_t nbytes) {
     return static_cast<unsigned char*>(at);
 }
 
-/* A new room; it stays as long as the process. */
+/* New memory for a block; it stays as long as the process. */
 inline Room* make_room() {
     Room* made = new Room;
     made->threads = reinterpret_cast<Thread*>(reserve(MOST_THREADS * sizeof(Thread)));
@@ -61,7 +61,7 @@ inline void start(Thread& thread) {
     room->copies[thread.number].count = room->copies[thread.number].groups = 0;
 }
 
-/* Resume lanes of a warp until all wait or have ended; whether one ran. A fault ends it. */
+/* Resume lanes of a warp until all wait or have ended; return whether one ran. A fault ends it. */
 inline bool run_warp(int first) {
     const int lanes = thread_count - first < LANES ? thread_count - first : LANES;
     bool ran = false;
@@ -165,7 +165,7 @@ struct Launch {
     unsigned long long shared_bytes;
 };
 
-/* Run `thread(state)` once for every thread of the grid; nullptr, or a sentence about what went wrong. */
+/* Run `thread(state)` once for every thread of the grid; return nullptr, or a sentence that says what went wrong. */
 inline const char* run(const Launch& launch, void (*thread)(void*), void* state) {
     threads = room->threads;
     gridDim = dim3(launch.grid[0], launch.grid[1], launch.grid[2]);
@@ -213,7 +213,7 @@ template <class... P> const char* launch(void (*kernel)(P...), const Launch* whe
     return run(*where, Call<P...>::thread, &call);
 }
 
-/* "p8 i8 f4 v16": of each parameter what it is (pointer, integer, floating point, else a value) and its bytes. */
+/* "p8 i8 f4 v16": the type of each parameter (pointer, integer, floating point, else a value) and its bytes. */
 template <class... P> const char* parameters(void (*)(P...)) {
     static char text[8 * sizeof...(P) + 1];
     char* at = text;
