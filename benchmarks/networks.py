@@ -120,25 +120,25 @@ class Bench:
         name = more.pop("name", case)
         given = {"side": more.pop("side", 0), "folder": more.pop("folder", None), "corner": more.pop("corner", None)}
         mode = more.get("mode", "auto")
-        words = {"ram": asked.ram, **more}
+        options = {"ram": asked.ram, **more}
         if mode == "auto":
-            words["device"] = asked.device
+            options["device"] = asked.device
         if asked.device == "cpu" or mode == "cpu":
-            words.pop("precision", None)
+            options.pop("precision", None)
         row = partial(Row, group, case, subject, "voxels/s")
         if not self._budget.left:
             return row(failure="no time left")
         try:
-            side = given["side"] or self._side(name, words)
+            side = given["side"] or self._side(name, options)
         except RuntimeError as error:
             return row(failure=str(error))
         path = str(network_file(self._folder, name))
         corner = str(self._corner(name, given["corner"])) if given["corner"] else None
-        request = {"network": path, "side": side, "options": words, "rounds": asked.rounds, "folder": given["folder"],
+        request = {"network": path, "side": side, "options": options, "rounds": asked.rounds, "folder": given["folder"],
                    "corner": corner}  # fmt: skip
         limit = min(self._budget.left, (2 + asked.rounds) * 4 * asked.run_seconds) + SPARE_SECONDS
         in_memory = 0 if given["folder"] else (maps_of(name) * 4 + 1) * side**3  # volume and output lie in the child
-        ram = words["ram"] = parse_bytes(words["ram"]) + in_memory
+        ram = options["ram"] = parse_bytes(options["ram"]) + in_memory
         ram_bytes = ram if asked.device == "cpu" else None
         outcome = run_child(f"{CHILDREN}:run_znnpy", request, seconds=limit, ram_bytes=ram_bytes)
         return self._row(row, side, outcome, corner, name)
@@ -159,16 +159,16 @@ class Bench:
                 return row(failure=f"void: rms {facts['difference']:.1e} from the output in fp32")
         return row(values=tuple(answer["voxels_per_second"] for answer in counted), facts=facts)
 
-    def _side(self, name: str, words: dict[str, Any]) -> int:
+    def _side(self, name: str, options: dict[str, Any]) -> int:
         """Return the side of a cube that takes `run_seconds` at the planned speed."""
         asked = self._asked
         least = field_of_view(name) + 2 * period(name) - 1
         if asked.quick:
             return least
-        known = {key: value for key, value in words.items() if key not in ("gpus", "cover", "ram", "precision")}
+        known = {key: value for key, value in options.items() if key not in ("gpus", "cover", "ram", "precision")}
         key = (name, *map(str, known.values()))
         if key not in self._sides:
-            request = {"network": str(network_file(self._folder, name)), "side": LARGEST_SIDE, "options": words}
+            request = {"network": str(network_file(self._folder, name)), "side": LARGEST_SIDE, "options": options}
             outcome = run_child(f"{CHILDREN}:speed_of_plan", request, seconds=self._budget.left + SPARE_SECONDS)
             if outcome.failure:
                 raise RuntimeError(outcome.failure)
@@ -356,14 +356,14 @@ PROGRAM = Program(
 
 def run_against(other: Path, device: str, ram: str, budget: Budget, rounds: int) -> list[Row]:
     """Compare whole networks and planning times with another source tree."""
-    words = {"device": device, "ram": ram}
+    options = {"device": device, "ram": ram}
     scale = 2.5 if device == "gpu" else 1.0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         runs = [(f"{network} {round(scale * side)}^3 within {ram}",
-                 against.session_request(folder, network, round(scale * side), **words))
+                 against.session_request(folder, network, round(scale * side), **options))
                 for network, side in (("fib25", 250), ("n337", 180), ("n926", 190))]  # fmt: skip
-        plans = [(f"plan of {network}", against.plan_request(network, 512, **words))
+        plans = [(f"plan of {network}", against.plan_request(network, 512, **options))
                  for network in ("fib25_boundary", "n337", "n926")]  # fmt: skip
         found = [*against.compare(plans, other, 2, budget, alone=True)]
         found += against.compare(runs, other, rounds, budget, alone=True)

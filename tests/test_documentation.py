@@ -1,4 +1,4 @@
-"""The pages of docs/, README.md and CONTRIBUTING.md name files, functions, words and tables that exist."""
+"""The pages of docs/, README.md and CONTRIBUTING.md name files, functions, options and tables that exist."""
 
 from __future__ import annotations
 

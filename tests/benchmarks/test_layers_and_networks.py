@@ -28,8 +28,8 @@ SHAPES = [
 ]
 
 
-def run(repository: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "benchmarks", *words]
+def run(repository: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks", *arguments]
     return subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
 
 

@@ -71,8 +71,8 @@ def test_arguments_without_a_picture_are_refused(place: Place) -> None:
     assert out.read_text().startswith("<svg")
 
 
-@pytest.mark.parametrize("words", [("--maps", 0, 5), ("--maps", 3), ("--batch", 0), ("--batch", "x"), ()])
-def test_wrong_arguments_are_usage_errors(place: Place, words: tuple[object, ...]) -> None:
-    result = place.run("graph", *words, *(("--out", place.folder / "graph.svg") if words else ()))
+@pytest.mark.parametrize("arguments", [("--maps", 0, 5), ("--maps", 3), ("--batch", 0), ("--batch", "x"), ()])
+def test_wrong_arguments_are_usage_errors(place: Place, arguments: tuple[object, ...]) -> None:
+    result = place.run("graph", *arguments, *(("--out", place.folder / "graph.svg") if arguments else ()))
     assert result.exit_code == 2
     assert not (place.folder / "graph.svg").exists()

@@ -54,8 +54,8 @@ NETWORKS = (
     Network("two scales", 2, (Conv((2, 2, 3), 3, "relu"), Conv((2, 2, 2), 1)), Normalise((128.0, 99.0), (33.0, 99.0))),
 )
 
-# Networks for which a step of a column could go wrong: poolings at both ends, one behind the other, in steps that leave one plane to
-# a fragment; layers that keep nothing from step to step before, between and behind those that do.
+# Networks for which a step of a column could go wrong: poolings at both ends, one behind the other, in steps that leave
+# one plane to a fragment; layers that keep nothing from step to step before, between and behind those that do.
 ODDER = (
     small("pools at both ends", 2, Pool((2, 2, 1)), Conv((2, 2, 3), 4, "relu"), Pool((3, 1, 2))),
     small("only pools", 1, Pool((2, 3, 1)), Pool((2, 1, 2))),

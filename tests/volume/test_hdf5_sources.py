@@ -183,8 +183,8 @@ def circle(path: Path, kind: str) -> Path:
 def test_cycles_are_found_before_a_read(tmp_path: Path, kind: str, named: bool) -> None:
     """Read the dataset in a child process, which HDF5 would crash without the check."""
     path = circle(tmp_path / "v.h5", kind)
-    words = ["--dataset", "main"] if named else []
-    command = [sys.executable, "-m", "znnpy", "infer", str(path), *words, "--out", str(tmp_path / "out.h5")]
+    arguments = ["--dataset", "main"] if named else []
+    command = [sys.executable, "-m", "znnpy", "infer", str(path), *arguments, "--out", str(tmp_path / "out.h5")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
     assert re.fullmatch(r"Error: .*v\.h5: a virtual dataset is its own source, which no .*\n", done.stderr), done.stderr

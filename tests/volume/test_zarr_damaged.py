@@ -30,8 +30,10 @@ def whole(volume: Volume) -> npt.NDArray[Any]:
     return out
 
 
-def made(path: Path, dtype: str = "u2", zarr_format: int = 3, **words: Any) -> Path:
-    array = zarr.create_array(path, shape=(8, 6, 5), chunks=(4, 3, 5), dtype=dtype, zarr_format=zarr_format, **words)
+def made(path: Path, dtype: str = "u2", zarr_format: int = 3, **arguments: Any) -> Path:
+    array = zarr.create_array(
+        path, shape=(8, 6, 5), chunks=(4, 3, 5), dtype=dtype, zarr_format=zarr_format, **arguments
+    )
     array[...] = np.arange(1, 241).reshape(8, 6, 5)
     return path
 
@@ -176,8 +178,8 @@ def test_cyclic_links_are_refused(tmp_path: Path) -> None:
 def test_missing_chunks_in_the_box_are_counted_once(tmp_path: Path, zarr_format: int, sharded: bool) -> None:
     if sharded and zarr_format == 2:
         return
-    words: dict[str, Any] = {"shards": (8, 3, 5)} if sharded else {}
-    path = made(tmp_path / "v.zarr", zarr_format=zarr_format, fill_value=9, **words)
+    arguments: dict[str, Any] = {"shards": (8, 3, 5)} if sharded else {}
+    path = made(tmp_path / "v.zarr", zarr_format=zarr_format, fill_value=9, **arguments)
     expected = np.arange(1, 241).reshape(8, 6, 5)
     name = {2: "0.1.0", 3: "c/0/1/0"}[zarr_format]
     (path / name).unlink()

@@ -36,7 +36,8 @@ class Absent:
         """Raise VolumeError if a fill value is given: `volume` does not consist of several files."""
         if self.fill is not None:
             raise VolumeError(
-                f"{volume} is not an HDF5 volume that is made of several files, so nothing can be missing: remove {option('fill_missing')}"
+                f"{volume} is not an HDF5 volume made of several files, so no file can be missing: remove "
+                f"{option('fill_missing')}"
             )
 
     def check_none(self, volume: object) -> None:

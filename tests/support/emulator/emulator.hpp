@@ -14,7 +14,7 @@
 
 #define ZNNPY_EMULATOR 1
 
-#include "cuda_words.hpp"
+#include "cuda_language.hpp"
 #include "fibers.hpp"
 #include "launch.hpp"
 

@@ -9,7 +9,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "cuda_words.hpp"
+#include "cuda_language.hpp"
 
 #if defined(__x86_64__)
 asm(R"(
@@ -123,14 +123,14 @@ struct Warp {
 };
 
 /* Memory for a block's threads. Every compiled source has its own globals, but all sources share this memory. */
-struct Room {
+struct BlockMemory {
     Thread* threads;  // MOST_THREADS of each
     Copies* copies;
     unsigned char *stacks, *fixed_shared, *dynamic_shared;
 };
 
-inline Room* room;
-inline Thread* threads;  // the room's
+inline BlockMemory* block_memory;
+inline Thread* threads;  // those of block_memory
 inline Thread* now;
 inline Warp warps[MOST_THREADS / LANES];
 inline int thread_count, block_arrived, block_alive;
@@ -138,7 +138,7 @@ inline void* scheduler;  // its stack
 inline int direction;    // 1 or -1, from lane to lane
 inline void (*entry)(void*);
 inline void* entry_state;
-inline unsigned char* dynamic_memory;  // of this launch: ends where the room's ends
+inline unsigned char* dynamic_memory;  // of this launch: ends where that memory ends
 inline size_t dynamic_bytes;
 inline size_t fixed_used;
 inline ptrdiff_t fixed_at[MOST_FIXED_SHARED];
@@ -242,24 +242,24 @@ template <class T> T& fixed_shared(int key) {
         fixed_used = (fixed_used + sizeof(T) + 127) / 128 * 128;
         if (fixed_used > FIXED_SHARED_BYTES) fail("more than 48 KiB of fixed shared memory");
     }
-    return *reinterpret_cast<T*>(room->fixed_shared + fixed_at[key]);
+    return *reinterpret_cast<T*>(block_memory->fixed_shared + fixed_at[key]);
 }
 
 inline void copy_later(void* to, const void* from, int nbytes, bool valid) {
     if ((size_t)to % nbytes != 0 || (valid && (size_t)from % nbytes != 0))
         fail("cp.async: an address is not a multiple of the bytes to copy");
-    Copies& copies = room->copies[now->number];
+    Copies& copies = block_memory->copies[now->number];
     if (copies.count == MOST_COPIES) fail("cp.async: too many copies under way for the emulator");
     copies.copy[copies.count++] = {to, from, nbytes, valid};
 }
 inline void commit_copies() {
-    Copies& copies = room->copies[now->number];
+    Copies& copies = block_memory->copies[now->number];
     if (copies.groups == MOST_COPIES / 4) fail("cp.async: too many groups under way for the emulator");
     copies.group_end[copies.groups++] = copies.count;
 }
 /* Make the copies of all but the last `groups_left` committed groups. */
 inline void wait_for_copies(int groups_left) {
-    Copies& copies = room->copies[now->number];
+    Copies& copies = block_memory->copies[now->number];
     const int done = copies.groups - groups_left;
     if (done <= 0) return;
     const int end = copies.group_end[done - 1];
