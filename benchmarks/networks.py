@@ -373,13 +373,26 @@ def run_against(other: Path, device: str, ram: str, budget: Budget, rounds: int)
 @click.command()
 @options.shared
 @options.AGAINST
-@click.option("--groups", "-g", multiple=True, type=click.Choice(GROUPS), help="Only these groups of cases.")
-@click.option("--network", "-n", "names", multiple=True, type=click.Choice(list(LAYERS)), help="Only these networks.")
-@click.option("--ram", default="16G", show_default=True, help="Memory of each process.")
-@click.option("--vram", multiple=True, default=("4G", "12G"), show_default=True, help="Limits, for the modes.")
-@click.option("--precision", "precisions", multiple=True, type=click.Choice(["fp32", "tf32", "fp16"]), help="On a GPU.")
-@click.option("--gpus", default=1, show_default=True, help="GPUs of --groups gpus.")
-@click.option("--run-seconds", type=float, help="Of one run, as planned [default: a thirtieth of --minutes].")
+@click.option(
+    "--groups", "-g", multiple=True, type=click.Choice(GROUPS), help="Measure only these groups of cases; repeatable."
+)
+@click.option(
+    "--network",
+    "-n",
+    "names",
+    multiple=True,
+    type=click.Choice(list(LAYERS)),
+    help="Measure only these networks; repeatable.",
+)
+@click.option("--ram", default="16G", show_default=True, help="Memory limit of each process.")
+@click.option(
+    "--vram", multiple=True, default=("4G", "12G"), show_default=True, help="Limits of GPU memory for the device modes."
+)
+@click.option(
+    "--precision", "precisions", multiple=True, type=click.Choice(["fp32", "tf32", "fp16"]), help="Precisions on a GPU."
+)
+@click.option("--gpus", default=1, show_default=True, help="Number of GPUs for --groups gpus.")
+@click.option("--run-seconds", type=float, help="Planned time of one run [default: a thirtieth of --minutes].")
 @click.option("--rounds", default=2, show_default=True)
 def command(
     device: str,

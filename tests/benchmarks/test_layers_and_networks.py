@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import znnpy
-from benchmarks import layers, networks
+from benchmarks import layer_cases, layers, networks
 from benchmarks.harness.layer_runner import OnGpu, Problem, fastest, place_of, ratio, smaller
 from benchmarks.harness.machine import machine_name
 from benchmarks.harness.results import Result, Row, read
@@ -85,14 +85,14 @@ def test_a_method_that_is_wrong_has_no_figure(monkeypatch: pytest.MonkeyPatch) -
     with place_of("cpu", 1) as place:
         bench = layers.Bench(Result("layers", "here", HEADER), place, Budget(1), ("cpu.conv.direct",), {"copy": 1e9})
         (row,) = [
-            r for r in bench.measure(layers.cases("cpu", "fp32", 1, quick=True)[0], 5.0) if r.subject[:4] == "cpu."
+            r for r in bench.measure(layer_cases.cases("cpu", "fp32", 1, quick=True)[0], 5.0) if r.subject[:4] == "cpu."
         ]
     assert row.failure == "void: rms error 1.0e-03"
 
 
 def test_cases_ask_what_the_plan_of_benchmarks_asks() -> None:
     for device in ("cpu", "gpu"):
-        found = layers.cases(device, "fp32", 2)
+        found = layer_cases.cases(device, "fp32", 2)
         kernels = {case.shape.k[0] for case in found if case.group == "layers"}
         assert kernels == {2, 3, 5, 7, 9}
         assert {"layers", "first", "few-maps", "pools"} <= {case.group for case in found}
