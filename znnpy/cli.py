@@ -132,7 +132,7 @@ def plan(asked: PlanCommand) -> None:
         if asked.why:
             print_table(why_table(rows, file.network))
         if chosen.device == "cpu" and (lacking := why_not(machine)):
-            notes.append(f"the fastest methods do not run here, a run takes two to three times as long: {lacking}")
+            notes.append(f"the fastest methods do not run here, so a run takes two to three times as long: {lacking}")
         if notes:
             print_lines(notes)
 
@@ -347,7 +347,7 @@ def _request_same_kernels(out: Path) -> None:
         raise
     except OSError as error:
         raise ResumeError(
-            f"cannot read the journal {journal_path(out)}: {error.strerror}, so what was finished is not known; "
+            f"cannot read the journal {journal_path(out)}: {error.strerror}, so it is not known what is finished; "
             "make it a readable file or move it away, or give another --out"
         ) from error
     if header is None or header.settings.get("processor") != processor():

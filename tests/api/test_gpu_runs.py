@@ -1,4 +1,4 @@
-"""Whole runs on an emulated GPU: output equal to the CPU's, report, stopped runs, and a new plan if memory is refused."""
+"""Whole runs on an emulated GPU: output like the CPU's, report, stopped runs, a new plan if memory is refused."""
 
 from __future__ import annotations
 

@@ -217,8 +217,8 @@ def test_run_resumed_with_more_gpus_keeps_its_ram_limit(place: Place) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--gpus", "0"), "'0' is no number of GPUs from 1 to 1024, nor all"),
-        (("--gpus", "many"), "'many' is no number of GPUs"),
+        (("--gpus", "0"), "'0' is neither a number of GPUs from 1 to 1024 nor all"),
+        (("--gpus", "many"), "'many' is neither a number of GPUs"),
         (("--gpus", "2", "--device", "cpu"), "--gpus are for runs on GPUs, and --device cpu was asked for: drop one"),
     ],
 )

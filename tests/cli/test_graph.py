@@ -58,7 +58,7 @@ def test_dot_file_is_written_for_graphviz(place: Place) -> None:
 def test_arguments_without_a_picture_are_refused(place: Place) -> None:
     out = place.folder / "graph.svg"
     too_many = place.refusal("graph", "--maps", 80, 80, "--batch", 512, "--out", out)
-    assert "make 3,365,124 tasks, and a plot has room for 1,000; give fewer --maps" in too_many
+    assert "make 3,365,124 tasks, but a plot can show 1,000; give fewer --maps" in too_many
     huge = place.refusal("graph", "--maps", 10**7, 10**7, "--batch", 10**7, "--out", out)
     assert "give fewer --maps" in huge
     assert "ends in none of .svg and .dot" in place.refusal("graph", "--out", place.folder / "graph.png")

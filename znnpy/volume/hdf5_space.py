@@ -87,6 +87,6 @@ def _units(text: str | None) -> tuple[str | None, str | None, str | None]:
         return NO_UNIT
     units = text.split(",")
     if len(units) != 3 or any(len(unit) > LONGEST_NAME or not unit.isprintable() for unit in units):
-        raise _Odd(f"units are {excerpt(text, 60)}, not 3 words")
+        raise _Odd(f"units are {excerpt(text, 60)}, not 3 names")
     z, y, x = (unit or None for unit in units)
     return z, y, x

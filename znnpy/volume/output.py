@@ -132,7 +132,7 @@ class Output:
         attributes  of the prediction: name -> text, number or array; `job` is added.
         """
         if self.header is not None or self.finished:
-            raise ValueError(f"{self.path} was begun before, so it cannot begin")
+            raise ValueError(f"{self.path} was started before, so it cannot start again")
         with self._explained():
             self._clear()
             run = self._run = new_run()
@@ -219,8 +219,8 @@ class Output:
 
     def _appeared(self) -> OutputError:
         return OutputError(
-            f"{self.path} exists, and the run that wrote {self._partial} was not to replace it; move it away and "
-            f"continue with {option('resume', True)}"
+            f"{self.path} exists, but the run that wrote {self._partial} was not allowed to replace it; move it away "
+            f"and continue with {option('resume', True)}"
         )
 
     def _clear(self) -> None:
@@ -333,8 +333,8 @@ class Output:
             )
         if self._kind.attributes_of(self._partial).get(JOURNAL_ATTRIBUTE) != header_digest(header):
             raise ResumeError(
-                f"the journal {self._journal.path} was changed after the run had begun, so what was finished is not "
-                f"known; start again with {option('overwrite', True)}"
+                f"the journal {self._journal.path} was changed after the run began, so it is not known what is "
+                f"finished; start again with {option('overwrite', True)}"
             )
         self.done = done
         self.header = header

@@ -172,7 +172,7 @@ class EmulatedKernel:
 
         def run() -> None:
             words = [np.array(value) for value in held[0]]
-            pointers = (ctypes.c_void_p * max(1, len(words)))(*(word.ctypes.data for word in arguments))
+            pointers = (ctypes.c_void_p * max(1, len(words)))(*(word.ctypes.data for word in words))
             fault = self._library.znnpy_launch(self._number, ctypes.byref(where), pointers)
             if fault is not None:
                 raise refusal(call, f"the emulator stopped it in {fault.decode()}")
