@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import znnpy
-from benchmarks import layer_cases, layers, networks
+from benchmarks import layer_cases, layers, network_tables, networks
 from benchmarks.harness.layer_runner import OnGpu, Problem, fastest, place_of, ratio, smaller
 from benchmarks.harness.machine import machine_name
 from benchmarks.harness.results import Result, Row, read
@@ -112,7 +112,7 @@ def test_networks_run_on_the_cpu(repository: Path, tmp_path: Path) -> None:
     assert {row.group for row in ours} == {"networks", "columns", "disk", "exactness"}
     (exact,) = [row for row in ours if row.group == "exactness"]
     assert 0 < exact.median < 1e-5
-    table = networks.networks_table("cpu", {"networks": [result]})
+    table = network_tables.networks_table("cpu", {"networks": [result]})
     assert "tiny" in table
     assert f"networks-{result.machine}.json" in table
     assert "from file to file" in done.stdout
@@ -131,7 +131,7 @@ def test_tables_say_how_many_times_as_fast_as_the_peer() -> None:
             Row("networks", "n337", "PyTorch bf16 fragments", "voxels/s", (1e6,)),
             Row("networks", "n337", "PyTorch fp32 plain", "voxels/s", failure="out of memory")]  # fmt: skip
     result = Result("networks", "here", HEADER, rows)
-    line = networks.networks_table("cpu", {"networks": [result]}).splitlines()[2]
+    line = network_tables.networks_table("cpu", {"networks": [result]}).splitlines()[2]
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells == ["n337", "znnpy fp32", "3.00 M", "100^3", "0.75", "1.00 M (PyTorch bf16 fragments)", "3x", "97x"]
-    assert networks.headline(result) == "n337: 3.00 M voxels/s, 3x as fast as PyTorch bf16 fragments"
+    assert network_tables.headline(result) == "n337: 3.00 M voxels/s, 3x as fast as PyTorch bf16 fragments"
