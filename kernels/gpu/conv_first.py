@@ -47,7 +47,7 @@ TENSOR_SPEED = 4.0  # throughput of tensor cores relative to float32 units
 AHEAD = ("staging", "ahead")  # value of a variant; without it a chunk is staged, then multiplied
 # Cost with staging ahead relative to that without, for flops of taps and for bytes, and flops per output value besides
 # its taps: fitted to 1 to 80 maps, k = 2 to 8, on an H200, benchmarks/results/layers_first-..
-AHEAD_FLOPS, AHEAD_BYTES, BESIDE = 0.45, 0.77, 16
+AHEAD_FLOPS, AHEAD_BYTES, EPILOGUE_FLOPS = 0.45, 0.77, 16
 
 
 class _Plan(NamedTuple):
@@ -171,8 +171,8 @@ def _kernel(
     itemsize: int, fin: int, groups: int, kx: int, activation: Activation, *, vectors: bool, ahead: bool
 ) -> str:
     value = "half" if itemsize == 2 else "float"
-    words = ", ".join(str(word).lower() for word in (vectors, ahead))
-    return f"first<{value}, {fin}, {groups}, {kx}, {ACTIVATIONS.index(activation)}, {words}>"
+    flags = ", ".join(str(flag).lower() for flag in (vectors, ahead))
+    return f"first<{value}, {fin}, {groups}, {kx}, {ACTIVATIONS.index(activation)}, {flags}>"
 
 
 def instances() -> list[KernelInstance]:
@@ -248,7 +248,9 @@ class ConvFirst:
         equal = flops if units == "float" else flops / TENSOR_SPEED
         nbytes = shape.in_bytes + shape.out_bytes
         if plan.ahead:
-            return (Work("gpu_first", AHEAD_FLOPS * equal + BESIDE * voxels * plan.padded, AHEAD_BYTES * nbytes),)
+            return (
+                Work("gpu_first", AHEAD_FLOPS * equal + EPILOGUE_FLOPS * voxels * plan.padded, AHEAD_BYTES * nbytes),
+            )
         return (Work("gpu_first", equal, nbytes),)
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, device: Device) -> _Resident:

@@ -155,8 +155,8 @@ class Volume(ABC):
 def why_not(shape: tuple[int, ...] | None, dtype: np.dtype[Any]) -> str | None:
     """Return why such an array cannot be a volume, as the end of a sentence about it; None if it can."""
     if dtype.kind not in "iuf":
-        words = {"c": "complex", "V": "compound", "O": "object", "M": "date", "m": "time"}.get(dtype.kind, "text")
-        kind = "bool" if dtype.kind == "b" else f"{words} ({dtype})"
+        type_name = {"c": "complex", "V": "compound", "O": "object", "M": "date", "m": "time"}.get(dtype.kind, "text")
+        kind = "bool" if dtype.kind == "b" else f"{type_name} ({dtype})"
         advice = {
             "b": "store it as uint8",
             "c": "store one real part of it, such as its magnitude",
