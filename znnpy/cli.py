@@ -46,7 +46,7 @@ OPENBLAS_KERNELS = frozenset(_X86.split() + _ARM.split())  # legal values of OPE
 @click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(znnpy.__version__, package_name="znnpy")
 def main() -> None:
-    """Run a trained 3D convolutional network over every position of a volume: exact, within memory, fast."""
+    """Run a trained 3D convolutional network over a whole volume: exactly, fast, and within a memory limit."""
 
 
 main.add_command(graph)
@@ -68,7 +68,8 @@ class PlanCommand(PlanOptions):
 def plan(asked: PlanCommand) -> None:
     """Choose columns or patches, their size and primitives for NETWORK, and say why.
 
-    NETWORK is a file, or the name of one that ships. Without --volume or --shape, a volume of 1024^3 is assumed.
+    NETWORK is a file, or the name of a network that ships with znnpy. Without --volume or --shape, a volume of 1024^3
+    is assumed.
     """
     out, plot = asked.out, asked.plot
     if asked.volume is not None and asked.shape is not None:
