@@ -154,10 +154,10 @@ def _files_of_volume(asked: PlanOptions) -> Collection[Path]:
     """Return every file that holds voxels; VolumeError if the volume cannot be read."""
     if asked.volume is None:
         return ()
-    from znnpy.volume.base import Absent
+    from znnpy.volume.base import MissingVoxels
     from znnpy.volume.registry import open_volume
 
-    with open_volume(Path(asked.volume), asked.dataset, Absent(asked.fill_missing)) as volume:
+    with open_volume(Path(asked.volume), asked.dataset, MissingVoxels(asked.fill_missing)) as volume:
         return volume.files
 
 

@@ -26,7 +26,7 @@ MOST_VOXELS = 10**7  # along one axis
 
 
 @dataclass(frozen=True, slots=True)
-class Absent:
+class MissingVoxels:
     """How to treat voxels that a file should hold but does not."""
 
     fill: float | None = None  # value for voxels whose file is missing; None: they are an error

@@ -102,8 +102,8 @@ class Output:
             self._open.callback(self._held.release)
             self._held.hold()
             self._open.callback(self._journal.close)
-            self._look()
-            self._check_room()
+            self._inspect()
+            self._check_space()
             self._open = self._open.pop_all()
         return self
 
@@ -270,7 +270,7 @@ class Output:
             raise ValueError(f"{self.path} is not open for writing: enter it, and `begin` a new run")
         return self._store
 
-    def _look(self) -> None:
+    def _inspect(self) -> None:
         """Clean up after a killed run, then decide what to do with the files on disk."""
         recorded = self._journal.open()
         run = self._journal.run
@@ -298,7 +298,7 @@ class Output:
         if self._mode == "new":
             self._check_new(unfinished, found)
         elif found is not None and (found[1] or made_by is None):
-            self._go_on(*found, made_by)
+            self._resume(*found, made_by)
         elif os.path.lexists(self.path):
             self._check_finished()
 
@@ -317,7 +317,7 @@ class Output:
                 f"{option('out')}"
             )
 
-    def _go_on(self, header: JournalHeader, done: Set[int], made_by: str | None) -> None:
+    def _resume(self, header: JournalHeader, done: Set[int], made_by: str | None) -> None:
         """Open the unfinished output of an earlier run; ResumeError if it is damaged, or of another run or job."""
         self._check_same(header.job, f"the unfinished {self._partial}", "finish it with the old settings")
         self._replaces = self._journal.replaces
@@ -368,7 +368,7 @@ class Output:
                     f"{else_do}, or start again with {option('overwrite', True)}"
                 )
 
-    def _check_room(self) -> None:
+    def _check_space(self) -> None:
         if self.finished:
             return
         needed = stored_bytes(self.shape, self.dtype)
