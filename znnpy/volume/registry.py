@@ -40,9 +40,9 @@ def open_volume(path: Path, dataset: str | None = None, missing_voxels: MissingV
 
     The volume is a context manager. Only its header is read.
 
-    dataset  name of the array inside the file; None: the only 3D or 4D numeric one there.
-    missing_voxels   what to do about voxels that the file should hold and does not; None: missing files are an error, and
-             missing chunks read as the fill value of the format.
+    dataset         name of the array inside the file; None: the only 3D or 4D numeric one there.
+    missing_voxels  how to treat voxels that the file should hold but does not; None: missing files are an error, and
+                    missing chunks read as the fill value of the format.
 
     VolumeError says why a file cannot be used, MissingExtraError which package its format needs.
     """
