@@ -13,7 +13,7 @@ PROGRAMS = {
     "networks": "How fast is a whole network, in every mode and in PyTorch? How exact?",
     "planner": "Are predictions and choices of the planner right, and how long does planning take?",
     "io": "How fast are volumes read and written?",
-    "papers": "What the papers measured, measured here.",
+    "papers": "What did the papers measure, and how fast is it here?",
     "tables": "Fill the tables in README.md and docs/ from results/current.",
 }
 

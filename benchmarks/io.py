@@ -319,9 +319,13 @@ def whole(runs: Runs, network: str, side: int, real: Path | None) -> Iterator[Ro
 @click.command()
 @options.shared
 @options.AGAINST
-@click.option("--do", "experiments", type=click.Choice(EXPERIMENTS), multiple=True, help="Default: all of them.")
-@click.option("--folder", type=click.Path(path_type=Path, exists=True, file_okay=False), help="On the disk to measure.")
-@click.option("--volume", type=click.Path(path_type=Path, exists=True), help="A real volume, predicted and verified.")
+@click.option(
+    "--do", "experiments", type=click.Choice(EXPERIMENTS), multiple=True, help="Run only these experiments; repeatable."
+)
+@click.option(
+    "--folder", type=click.Path(path_type=Path, exists=True, file_okay=False), help="Folder on the disk to measure."
+)
+@click.option("--volume", type=click.Path(path_type=Path, exists=True), help="Real volume to predict and verify.")
 @click.option("--rounds", type=int, default=4, show_default=True)
 def command(
     device: str,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from math import inf, prod
 from pathlib import Path
@@ -41,6 +41,7 @@ from benchmarks.harness.merging import merge
 from benchmarks.harness.peers import compute_in, dtype_of, in_layout, largest, placed
 from benchmarks.harness.results import Program, Result, Results, Row, device_of, ratio_of
 from benchmarks.harness.timing import Budget, Clock, Entry, TorchClock, WallClock, interleave, repeats_of
+from benchmarks.layer_cases import GROUPS, Case, cases
 from znnpy.kernels.table import of_kind
 
 MOST_ERROR = {"fp32": 1e-5, "tf32": 2e-3, "fp16": 5e-3, "bf16": 2e-2}  # relative rms error; a figure beyond it is void
@@ -50,62 +51,6 @@ FAR = 4.0  # one variant and one round suffice for a method this many times slow
 LEAST_METHODS = 2  # methods of a case that are measured however little time there is
 FAILURES = (RuntimeError, MemoryError, znnpy.ZnnpyError)  # failures of one method; the others are still measured
 SLOW_SECONDS = {"cpu": 4.0, "gpu": 0.2}
-KERNELS = (2, 3, 5, 7, 9)
-GPU_OUT = {2: 160, 3: 160, 5: 168, 7: 156, 9: 160}  # output voxels along an axis: whole tiles of FFTs of 16 and 32
-GROUPS = ("layers", "first", "few-maps", "pools", "pooled", "preparing", "threads")
-
-
-@dataclass(frozen=True)
-class Case:
-    """One layer. `why` says why it is measured."""
-
-    group: str
-    name: str
-    shape: Shape
-    why: str
-    threads: int | None = None  # None: all
-
-
-def convolution(fin: int, fout: int, out: int, k: int, batch: int = 1, **more: Any) -> Any:
-    """Return a cubic convolution with ReLU."""
-    return znnpy.ConvShape(batch, fin, fout, (out + k - 1,) * 3, (k, k, k), "relu", **more)
-
-
-def cases(device: str, precision: Any, cores: int, *, quick: bool = False) -> list[Case]:
-    """Return all cases for a device, those of the main question first."""
-    if quick:
-        conv = replace(convolution(4, 5, 8, 3), precision=precision)
-        pool = znnpy.PoolShape(1, 4, (7, 7, 7), (2, 2, 2), precision=precision)
-        return [Case("layers", "4 -> 5 maps, k = 3", conv, "trial"), Case("pools", "4 maps, fragments", pool, "trial")]
-    found = []
-    for k in KERNELS:
-        out = GPU_OUT[k] if device == "gpu" else 48
-        found.append(Case("layers", f"80 -> 80 maps, k = {k}", convolution(80, 80, out, k), "most of a network's work"))
-    for k in KERNELS[:-1]:
-        out = 160 if device == "gpu" else 48
-        found.append(
-            Case("first", f"1 -> 80 maps, k = {k}", convolution(1, 80, out, k), "a first layer: mostly writing")
-        )
-    for f, k in ((16, 3), (24, 3), (16, 5)):
-        out = GPU_OUT[k] if device == "gpu" else 48
-        found.append(Case("few-maps", f"{f} -> {f} maps, k = {k}", convolution(f, f, out, k), "as in small networks"))
-    n = 159 if device == "gpu" else 79
-    pools = {"fragments": znnpy.PoolShape(1, 80, (n,) * 3, (2, 2, 2)),
-             "of 8 fragments": znnpy.PoolShape(8, 80, (n // 2,) * 3, (2, 2, 2)),
-             "max-filter": znnpy.FilterShape(1, 80, (n,) * 3, (2, 2, 2))}  # fmt: skip
-    found += [Case("pools", f"80 maps, {name}", shape, "bound by memory") for name, shape in pools.items()]
-    if device == "gpu":
-        for k in (3, 5):
-            shape = convolution(80, 80, GPU_OUT[k] - 1, k, pool=(2, 2, 2))
-            found.append(Case("pooled", f"80 -> 80 maps, k = {k}, pool 2", shape, "a layer and the pooling behind it"))
-    found = [replace(case, shape=replace(case.shape, precision=precision)) for case in found]
-    if device == "cpu":
-        shape = convolution(80, 80, 32, 5)
-        found += [Case("preparing", f"80 -> 80 maps, k = {k}", convolution(80, 80, 8, k), "done once, for all patches")
-                  for k in (3, 5, 9)]  # fmt: skip
-        found += [Case("threads", f"80 -> 80 maps, k = 5, {t} threads", shape, "how methods share the work", t)
-                  for t in sorted({1, 2, 4, 8, 16, cores}) if t <= cores]  # fmt: skip
-    return found
 
 
 class Bench:
@@ -369,10 +314,17 @@ def run_against(other: Path, device: str, budget: Budget, rounds: int) -> list[R
 @click.command()
 @options.shared
 @options.AGAINST
-@click.option("--groups", "-g", multiple=True, type=click.Choice(GROUPS), help="Only these groups of cases.")
-@click.option("--only", multiple=True, help="Only these methods.")
-@click.option("--precision", type=click.Choice(["fp32", "tf32", "fp16"]), multiple=True, help="On a GPU; default: all.")
-@click.option("--rounds", default=4, show_default=True, help="Of --against.")
+@click.option(
+    "--groups", "-g", multiple=True, type=click.Choice(GROUPS), help="Measure only these groups of cases; repeatable."
+)
+@click.option("--only", multiple=True, help="Measure only these methods; repeatable.")
+@click.option(
+    "--precision",
+    type=click.Choice(["fp32", "tf32", "fp16"]),
+    multiple=True,
+    help="Precisions on a GPU [default: all].",
+)
+@click.option("--rounds", default=4, show_default=True, help="Rounds with --against.")
 def command(
     device: str,
     minutes: float,

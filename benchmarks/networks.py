@@ -22,14 +22,15 @@ from typing import Any
 import click
 import numpy as np
 
-from benchmarks.harness import against, markdown, options, plots
+from benchmarks.harness import against, options
 from benchmarks.harness.inputs import LAYERS, NETWORKS, field_of_view, network_file, period
 from benchmarks.harness.isolate import Answer, Outcome, run_child
 from benchmarks.harness.machine import find_gpu, header, machine_name, torch_sees_a_gpu
 from benchmarks.harness.merging import merge
 from benchmarks.harness.peers import difference, sides
-from benchmarks.harness.results import Program, Result, Results, Row, device_of
+from benchmarks.harness.results import Program, Result, Row
 from benchmarks.harness.timing import Budget
+from benchmarks.network_tables import draw, exactness_table, headline, networks_table, pairs_table
 from znnpy.machine import parse_bytes, this_machine
 
 CHILDREN = "benchmarks.network_children"
@@ -37,12 +38,6 @@ GROUPS = ("networks", "columns", "disk", "modes", "gpus", "exactness")
 MODES = ("gpu", "gpu-host", "cpu-to-gpu", "side-by-side")
 LARGEST_SIDE = 1024
 MOST_DIFFERENCE = {"fp32": 1e-3, "tf32": 5e-2, "fp16": 5e-2, "bf16": 0.5}  # relative rms; a figure beyond it is void
-ORIGINAL: dict[
-    str, dict[str, float]
-] = {  # voxels/s: on the CPU its code of 2016 on 2 Zen 5 cores; on a GPU Table V, a Titan X and 72 cores
-    "cpu": {"n337": 30_804, "n537": 7_908, "n726": 23_883, "n926": 12_497},
-    "gpu": {"n337": 1.06e6, "n537": 0.33e6, "n726": 0.47e6, "n926": 0.375e6},
-}
 SPARE_SECONDS = 60.0  # time of a process besides its runs: imports, planning, compiling kernels
 
 
@@ -120,25 +115,25 @@ class Bench:
         name = more.pop("name", case)
         given = {"side": more.pop("side", 0), "folder": more.pop("folder", None), "corner": more.pop("corner", None)}
         mode = more.get("mode", "auto")
-        words = {"ram": asked.ram, **more}
+        settings = {"ram": asked.ram, **more}
         if mode == "auto":
-            words["device"] = asked.device
+            settings["device"] = asked.device
         if asked.device == "cpu" or mode == "cpu":
-            words.pop("precision", None)
+            settings.pop("precision", None)
         row = partial(Row, group, case, subject, "voxels/s")
         if not self._budget.left:
             return row(failure="no time left")
         try:
-            side = given["side"] or self._side(name, words)
+            side = given["side"] or self._side(name, settings)
         except RuntimeError as error:
             return row(failure=str(error))
         path = str(network_file(self._folder, name))
         corner = str(self._corner(name, given["corner"])) if given["corner"] else None
-        request = {"network": path, "side": side, "options": words, "rounds": asked.rounds, "folder": given["folder"],
-                   "corner": corner}  # fmt: skip
+        request = {"network": path, "side": side, "options": settings, "rounds": asked.rounds,
+                   "folder": given["folder"], "corner": corner}  # fmt: skip
         limit = min(self._budget.left, (2 + asked.rounds) * 4 * asked.run_seconds) + SPARE_SECONDS
         in_memory = 0 if given["folder"] else (maps_of(name) * 4 + 1) * side**3  # volume and output lie in the child
-        ram = words["ram"] = parse_bytes(words["ram"]) + in_memory
+        ram = settings["ram"] = parse_bytes(settings["ram"]) + in_memory
         ram_bytes = ram if asked.device == "cpu" else None
         outcome = run_child(f"{CHILDREN}:run_znnpy", request, seconds=limit, ram_bytes=ram_bytes)
         return self._row(row, side, outcome, corner, name)
@@ -159,16 +154,16 @@ class Bench:
                 return row(failure=f"void: rms {facts['difference']:.1e} from the output in fp32")
         return row(values=tuple(answer["voxels_per_second"] for answer in counted), facts=facts)
 
-    def _side(self, name: str, words: dict[str, Any]) -> int:
+    def _side(self, name: str, settings: dict[str, Any]) -> int:
         """Return the side of a cube that takes `run_seconds` at the planned speed."""
         asked = self._asked
         least = field_of_view(name) + 2 * period(name) - 1
         if asked.quick:
             return least
-        known = {key: value for key, value in words.items() if key not in ("gpus", "cover", "ram", "precision")}
+        known = {key: value for key, value in settings.items() if key not in ("gpus", "cover", "ram", "precision")}
         key = (name, *map(str, known.values()))
         if key not in self._sides:
-            request = {"network": str(network_file(self._folder, name)), "side": LARGEST_SIDE, "options": words}
+            request = {"network": str(network_file(self._folder, name)), "side": LARGEST_SIDE, "options": settings}
             outcome = run_child(f"{CHILDREN}:speed_of_plan", request, seconds=self._budget.left + SPARE_SECONDS)
             if outcome.failure:
                 raise RuntimeError(outcome.failure)
@@ -256,87 +251,6 @@ def show(row: Row) -> None:
         click.echo(f"{what} {row.median:.1e}")
 
 
-def fastest_of(rows: Sequence[Row], start: str) -> Row | None:
-    """Return the fastest row whose subject begins with `start`."""
-    found = [row for row in rows if row.values and row.subject.startswith(start)]
-    return max(found, key=lambda row: row.median, default=None)
-
-
-def of_device(results: Results, device: str, group: str) -> list[Result]:
-    """Return the results of a device that have a group."""
-    return [r for r in results.get("networks", ()) if device_of(r) == device and r.of_group(group)]
-
-
-def networks_table(device: str, results: Results) -> str:
-    """Return a table for each machine: znnpy in each precision, PyTorch's best, ratios."""
-    found, parts = of_device(results, device, "networks"), []
-    for result in found:
-        rows = []
-        for case, of_case in result.cases("networks"):
-            peer = fastest_of(of_case, "PyTorch")
-            original = ORIGINAL[device].get(case)
-            for row in of_case:
-                if not row.subject.startswith("znnpy") or not row.values:
-                    continue
-                speed, planned = row.median, row.facts["planned"]
-                of_plan = f"{speed / planned:.2f}" if planned else "-"
-                best_peer = f"{markdown.speed(peer.median)} ({peer.subject})" if peer else "-"
-                times = [markdown.times(speed / other) if other else "-" for other in (peer and peer.median, original)]
-                volume = f"{row.facts['side']}^3"
-                rows.append((case, row.subject, markdown.speed(speed), volume, of_plan, best_peer, *times))
-        head = ("network", "", "voxels/s", "volume", "of the plan", "fastest peer", "times", "times ZNNi (2016)")
-        parts.append(markdown.table(head, rows, left=2))
-    return markdown.sections(found, parts, f"networks --device {device}")
-
-
-def pairs_table(group: str, device: str, results: Results) -> str:
-    """Return a table for each machine with a column for every subject of a group."""
-    found, parts = of_device(results, device, group), []
-    for result in found:
-        subjects = list(dict.fromkeys(row.subject for row in result.of_group(group)))
-        rows = []
-        for case, of_case in result.cases(group):
-            by = {row.subject: row for row in of_case}
-            cells = [markdown.speed(by[s].median) if s in by and by[s].values else "-" for s in subjects]
-            rows.append((case, *cells))
-        parts.append(markdown.table(("voxels/s", *subjects), rows))
-    return markdown.sections(found, parts, f"networks --device {device} -g {group}")
-
-
-def exactness_table(results: Results) -> str:
-    """Return the largest and the rms error of every network and method, on every machine."""
-    found = [result for result in results.get("networks", ()) if result.of_group("exactness")]
-    parts = []
-    for result in found:
-        rows = [(row.case, row.subject, f"{row.median:.1e}", f"{row.facts['rms']:.1e}")
-                for row in result.of_group("exactness") if row.values]  # fmt: skip
-        parts.append(markdown.table(("network", "", "largest error", "rms error"), rows, left=2))
-    return markdown.sections(found, parts, "networks -g exactness")
-
-
-def headline(result: Result) -> str:
-    """Return the speed of the first network, and how many times as fast as PyTorch it is."""
-    for case, rows in result.cases("networks"):
-        if ours := fastest_of(rows, "znnpy"):
-            peer = fastest_of(rows, "PyTorch")
-            times = f", {markdown.times(ours.median / peer.median)} as fast as {peer.subject}" if peer else ""
-            return f"{case}: {markdown.speed(ours.median)} voxels/s{times}"
-    return "-"
-
-
-def draw(results: Results, path: Path) -> None:
-    """Draw all networks of all machines as bars."""
-    groups = []
-    for result in results.get("networks", ()):
-        for case, rows in result.cases("networks"):
-            shown = sorted((row for row in rows if row.values), key=lambda row: -row.median)
-            bars = [
-                plots.Bar(r.subject, r.median, markdown.speed(r.median), r.subject.startswith("znnpy")) for r in shown
-            ]
-            groups.append((f"{result.machine}: {case}", bars))
-    plots.bars(path, "Dense inference, output voxels per second", groups)
-
-
 PROGRAM = Program(
     "networks",
     "How fast is a whole network, and how exact?",
@@ -356,14 +270,14 @@ PROGRAM = Program(
 
 def run_against(other: Path, device: str, ram: str, budget: Budget, rounds: int) -> list[Row]:
     """Compare whole networks and planning times with another source tree."""
-    words = {"device": device, "ram": ram}
+    settings = {"device": device, "ram": ram}
     scale = 2.5 if device == "gpu" else 1.0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         runs = [(f"{network} {round(scale * side)}^3 within {ram}",
-                 against.session_request(folder, network, round(scale * side), **words))
+                 against.session_request(folder, network, round(scale * side), **settings))
                 for network, side in (("fib25", 250), ("n337", 180), ("n926", 190))]  # fmt: skip
-        plans = [(f"plan of {network}", against.plan_request(network, 512, **words))
+        plans = [(f"plan of {network}", against.plan_request(network, 512, **settings))
                  for network in ("fib25_boundary", "n337", "n926")]  # fmt: skip
         found = [*against.compare(plans, other, 2, budget, alone=True)]
         found += against.compare(runs, other, rounds, budget, alone=True)
@@ -373,13 +287,26 @@ def run_against(other: Path, device: str, ram: str, budget: Budget, rounds: int)
 @click.command()
 @options.shared
 @options.AGAINST
-@click.option("--groups", "-g", multiple=True, type=click.Choice(GROUPS), help="Only these groups of cases.")
-@click.option("--network", "-n", "names", multiple=True, type=click.Choice(list(LAYERS)), help="Only these networks.")
-@click.option("--ram", default="16G", show_default=True, help="Memory of each process.")
-@click.option("--vram", multiple=True, default=("4G", "12G"), show_default=True, help="Limits, for the modes.")
-@click.option("--precision", "precisions", multiple=True, type=click.Choice(["fp32", "tf32", "fp16"]), help="On a GPU.")
-@click.option("--gpus", default=1, show_default=True, help="GPUs of --groups gpus.")
-@click.option("--run-seconds", type=float, help="Of one run, as planned [default: a thirtieth of --minutes].")
+@click.option(
+    "--groups", "-g", multiple=True, type=click.Choice(GROUPS), help="Measure only these groups of cases; repeatable."
+)
+@click.option(
+    "--network",
+    "-n",
+    "names",
+    multiple=True,
+    type=click.Choice(list(LAYERS)),
+    help="Measure only these networks; repeatable.",
+)
+@click.option("--ram", default="16G", show_default=True, help="Memory limit of each process.")
+@click.option(
+    "--vram", multiple=True, default=("4G", "12G"), show_default=True, help="Limits of GPU memory for the device modes."
+)
+@click.option(
+    "--precision", "precisions", multiple=True, type=click.Choice(["fp32", "tf32", "fp16"]), help="Precisions on a GPU."
+)
+@click.option("--gpus", default=1, show_default=True, help="Number of GPUs for --groups gpus.")
+@click.option("--run-seconds", type=float, help="Planned time of one run [default: a thirtieth of --minutes].")
 @click.option("--rounds", default=2, show_default=True)
 def command(
     device: str,

@@ -1,4 +1,4 @@
-"""The pages of docs/, README.md and CONTRIBUTING.md name files, functions, words and tables that exist."""
+"""The pages of docs/, README.md and CONTRIBUTING.md name files, functions, options and tables that exist."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ FOLDERS = ("znnpy", "kernels", "planner", "tests", "benchmarks", "docs", ".ci")
 INLINE_CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 PRIMITIVE = re.compile(r"`((?:cpu|gpu)\.[a-z]+\.\w+)`")
+TYPE = re.compile(r"`([A-Z][a-z]\w+)`")
 MARK = re.compile(r"^<!-- (begin|end) table: ([\w-]+) -->$", re.MULTILINE)
 
 
@@ -39,6 +40,15 @@ def test_missing_file_is_detected() -> None:
         "znnpy/gone.py",
         "tests/",
     ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=id_of)
+def test_types_named_on_a_page_exist(page: Path) -> None:
+    sources = [path for folder in ("znnpy", "kernels", "planner") for path in (REPOSITORY / folder).rglob("*.py")]
+    defined = set(re.findall(r"^(?:class (\w+)|(\w+) = )", "\n".join(map(Path.read_text, sources)), re.MULTILINE))
+    known = {name for pair in defined for name in pair} | {"None", "ValueError"}
+    example = {"ConvDirectRows"} if page.name == "adding_a_primitive.md" else set()
+    assert set(TYPE.findall(page.read_text())) - known == example
 
 
 @pytest.mark.parametrize("page", PAGES, ids=id_of)

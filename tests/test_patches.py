@@ -142,7 +142,7 @@ def check_columns(cover: Cover) -> None:
         for before, after in pairwise(column.steps):  # every plane is read once, in order
             assert after.read[axis] - before.read[axis] == thick
         assert writing[0].out.lo[axis] == begin
-        # What outputs depend on is read, and no step is without such planes.
+        # Every plane that outputs depend on is read, and every step reads such planes.
         assert column.steps[0].read[axis] <= begin < column.steps[0].read[axis] + thick or margin == 0
         assert column.steps[-1].read[axis] + thick >= end + margin > column.steps[-1].read[axis]
         assert column.voxels == sum(step.write.voxels for step in column.steps)

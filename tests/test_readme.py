@@ -81,8 +81,8 @@ def test_examples_of_a_page_run_in_order(page: str, folder: Path) -> None:
         else:
             assert block.kind == "bash", f"{page} has a block of kind {block.kind!r}, which no test runs"
             for command in block.commands:
-                words = shlex.split(SMALLER.get(command, command))
-                _succeeds([str(Path(sys.executable).with_name(words[0])), *words[1:]], folder)
+                arguments = shlex.split(SMALLER.get(command, command))
+                _succeeds([str(Path(sys.executable).with_name(arguments[0])), *arguments[1:]], folder)
 
 
 @pytest.mark.parametrize("page", [str(page.relative_to(REPOSITORY)) for page in DOCS])
@@ -97,10 +97,10 @@ def test_commands_and_networks_of_a_page_are_valid(page: str, tmp_path: Path) ->
         assert block.kind != "python" or block.needs_torch or page in RUN_AS_A_WHOLE, "no test runs this block"
 
 
-def _parses(words: list[str]) -> None:
+def _parses(arguments: list[str]) -> None:
     """Let click read a command line without running the command; it raises UsageError for what it does not know."""
-    command = main.commands[words[0]]
-    with command.make_context(words[0], words[1:], parent=click.Context(main)):
+    command = main.commands[arguments[0]]
+    with command.make_context(arguments[0], arguments[1:], parent=click.Context(main)):
         pass
 
 
@@ -111,9 +111,9 @@ def test_unknown_option_is_detected() -> None:
         _parses(["infer", "volume.h5", "--ram", "12Q"])
 
 
-def _succeeds(words: list[str], folder: Path) -> None:
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{words}: {done.stderr}"
+def _succeeds(arguments: list[str], folder: Path) -> None:
+    done = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{arguments}: {done.stderr}"
 
 
 def test_picture_exists_and_is_small() -> None:
@@ -183,9 +183,9 @@ def test_invalid_arguments_are_value_errors() -> None:
     import znnpy
 
     page = (REPOSITORY / "docs" / "arrays.md").read_text()
-    for words in ({"threads": 0}, {"ram": "12Q"}, {"border": "x"}):
-        for word, value in words.items():
-            assert f"{word}={value!r}".replace("'", '"') in page
+    for arguments in ({"threads": 0}, {"ram": "12Q"}, {"border": "x"}):
+        for name, value in arguments.items():
+            assert f"{name}={value!r}".replace("'", '"') in page
         with pytest.raises(ValueError) as caught:  # noqa: PT011 - any sentence
-            znnpy.plan("fib25_boundary", shape=(60, 60, 60), **words)
+            znnpy.plan("fib25_boundary", shape=(60, 60, 60), **arguments)
         assert not isinstance(caught.value, znnpy.ZnnpyError)

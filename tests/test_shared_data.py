@@ -16,7 +16,7 @@ TEST = "tests/formats/test_networks.py::test_default_network_is_the_trained_one"
 
 
 def outcome(repository: Path, named: Path) -> tuple[int, str]:
-    """Exit code and words of pytest, run on one test that asks for the real volume."""
+    """Exit code and output of pytest, run on one test that asks for the real volume."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", TEST]
     env = os.environ | {"ZNNPY_TEST_DATA": str(named)}
     done = subprocess.run(command, cwd=repository, env=env, capture_output=True, text=True, check=False)
@@ -24,15 +24,15 @@ def outcome(repository: Path, named: Path) -> tuple[int, str]:
 
 
 def test_missing_named_folder_fails(repository: Path, tmp_path: Path) -> None:
-    code, words = outcome(repository, tmp_path / "none")
+    code, printed = outcome(repository, tmp_path / "none")
     assert code == 1
-    assert re.search(r"ZNNPY_TEST_DATA names .*none, and there is no such folder", words)
+    assert re.search(r"ZNNPY_TEST_DATA names .*none, and there is no such folder", printed)
 
 
 def test_named_folder_is_used(repository: Path, shared_data: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").symlink_to(shared_data)
     assert outcome(repository, tmp_path / "elsewhere")[0] == 0
     (tmp_path / "empty").mkdir()
-    code, words = outcome(repository, tmp_path / "empty")
+    code, printed = outcome(repository, tmp_path / "empty")
     assert code == 1
-    assert "FileNotFoundError" in words
+    assert "FileNotFoundError" in printed

@@ -67,8 +67,8 @@ def floats_for_a_network_of_bytes(place: Place) -> Path:
 
 def test_command_line_warns_on_stderr(place: Place) -> None:
     volume = floats_for_a_network_of_bytes(place)
-    words = ["infer", str(volume), "--network", str(place.folder / "net.yaml"), "--threads", "1", "--json"]
-    done = subprocess.run([sys.executable, "-m", "znnpy", *words], capture_output=True, text=True, check=True)
+    arguments = ["infer", str(volume), "--network", str(place.folder / "net.yaml"), "--threads", "1", "--json"]
+    done = subprocess.run([sys.executable, "-m", "znnpy", *arguments], capture_output=True, text=True, check=True)
     assert "the network expects about 130 +- 33.5: is the volume scaled to 0..1" in done.stderr
     assert any("the sampled mean" in warning for warning in json.loads(done.stdout)["warnings"])
 

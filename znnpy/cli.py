@@ -46,7 +46,7 @@ OPENBLAS_KERNELS = frozenset(_X86.split() + _ARM.split())  # legal values of OPE
 @click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(znnpy.__version__, package_name="znnpy")
 def main() -> None:
-    """Run a trained 3D convolutional network over every position of a volume: exact, within memory, fast."""
+    """Run a trained 3D convolutional network over a whole volume: exactly, fast, and within a memory limit."""
 
 
 main.add_command(graph)
@@ -68,7 +68,8 @@ class PlanCommand(PlanOptions):
 def plan(asked: PlanCommand) -> None:
     """Choose columns or patches, their size and primitives for NETWORK, and say why.
 
-    NETWORK is a file, or the name of one that ships. Without --volume or --shape, a volume of 1024^3 is assumed.
+    NETWORK is a file, or the name of a network that ships with znnpy. Without --volume or --shape, a volume of 1024^3
+    is assumed.
     """
     out, plot = asked.out, asked.plot
     if asked.volume is not None and asked.shape is not None:
@@ -132,7 +133,7 @@ def plan(asked: PlanCommand) -> None:
         if asked.why:
             print_table(why_table(rows, file.network))
         if chosen.device == "cpu" and (lacking := why_not(machine)):
-            notes.append(f"the fastest methods do not run here, a run takes two to three times as long: {lacking}")
+            notes.append(f"the fastest methods do not run here, so a run takes two to three times as long: {lacking}")
         if notes:
             print_lines(notes)
 
@@ -153,10 +154,10 @@ def _files_of_volume(asked: PlanOptions) -> Collection[Path]:
     """Return every file that holds voxels; VolumeError if the volume cannot be read."""
     if asked.volume is None:
         return ()
-    from znnpy.volume.base import Absent
+    from znnpy.volume.base import MissingVoxels
     from znnpy.volume.registry import open_volume
 
-    with open_volume(Path(asked.volume), asked.dataset, Absent(asked.fill_missing)) as volume:
+    with open_volume(Path(asked.volume), asked.dataset, MissingVoxels(asked.fill_missing)) as volume:
         return volume.files
 
 
@@ -347,7 +348,7 @@ def _request_same_kernels(out: Path) -> None:
         raise
     except OSError as error:
         raise ResumeError(
-            f"cannot read the journal {journal_path(out)}: {error.strerror}, so what was finished is not known; "
+            f"cannot read the journal {journal_path(out)}: {error.strerror}, so it is not known what is finished; "
             "make it a readable file or move it away, or give another --out"
         ) from error
     if header is None or header.settings.get("processor") != processor():

@@ -49,7 +49,7 @@ def _gpu_count(value: str) -> int | str:
     if value == "all":
         return value
     if not value.isdecimal() or not 1 <= int(value) <= MOST_GPUS:
-        raise ValueError(f"{value!r} is no number of GPUs from 1 to {MOST_GPUS}, nor all")
+        raise ValueError(f"{value!r} is neither a number of GPUs from 1 to {MOST_GPUS} nor all")
     return int(value)
 
 

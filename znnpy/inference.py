@@ -47,7 +47,7 @@ from znnpy.shapes import text
 from znnpy.trained import TrainedNetwork, load_trained
 from znnpy.units import human_bytes, human_seconds
 from znnpy.values import Tallied, Tally, Values
-from znnpy.volume.base import Absent, Chunks, Volume
+from znnpy.volume.base import Chunks, MissingVoxels, Volume
 from znnpy.volume.journal import JournalHeader
 from znnpy.volume.output import Output
 from znnpy.volume.output_names import Names
@@ -101,7 +101,7 @@ def infer_as_asked(asked: InferOptions) -> Report:
     destination = target_of(volume, out, trained.network.name)
     with ExitStack() as stack:
         traced = stack.enter_context(_trace(asked.trace, asked.overwrite, destination))
-        absent = Absent(asked.fill_missing, asked.missing_chunks)
+        absent = MissingVoxels(asked.fill_missing, asked.missing_chunks)
         opened = stack.enter_context(open_given(volume, asked.dataset, absent))
         inputs["source of the volume"] = opened.files
         log_phase("opened", f"{opened}: {text(opened.size)} voxels of {opened.dtype}, network {trained.network.name}")

@@ -91,7 +91,7 @@ def softmax(x: Array, over: Over = "maps", *, device: Device | None = None, out:
 
     over  "maps": sums over the maps of each voxel; "all": over all values of each image.
     """
-    _check_word("over", over, get_args(Over))
+    _check_choice("over", over, get_args(Over))
     _check(x, device)
     result = _result(x.shape, x, device, out, in_place=True)
     if not result.size:
@@ -215,7 +215,7 @@ def convolve(
         ("method", method, get_args(Method)),
         ("precision", precision, PRECISIONS),
     ):
-        _check_word(word, given, known)
+        _check_choice(word, given, known)
     _check(x, device)
     if method == "auto" and device is not None:
         method = "direct" if precision == "fp32" else "implicit_gemm"
@@ -398,6 +398,6 @@ def _check_precision(x: Array, precision: Precision, method: Method, device: Dev
         raise ShapeError(f"{precision} multiplies {takes} arrays, not {x.dtype}: use ops.convert_layout with dtype")
 
 
-def _check_word(what: str, given: str, known: tuple[str, ...]) -> None:
+def _check_choice(what: str, given: str, known: tuple[str, ...]) -> None:
     if given not in known:
         raise ValueError(f"{what} is {given!r}; it may be {', '.join(known)}")

@@ -106,7 +106,7 @@ class ComputeOptions(MachineOptions):
     )
     only: str | Sequence[str] = option(
         (),
-        "primitive for the layers that it fits; repeatable",
+        "compute the layers that it fits with this primitive; repeatable",
         "names",
         metavar="PRIMITIVE",
         in_python="a name or several; empty: any primitive",
@@ -288,12 +288,12 @@ class InferOptions(RegionOptions, RunOptions):
     )
     missing_chunks: MissingChunks = option(
         "fill",
-        "fill: chunks that were never written read as the fill value of the volume; error: they are an error",
+        "fill: chunks that were never written read as the fill value of the volume; error: they end the run",
         "text",
         values=MISSING_CHUNKS,
         in_python="in a Zarr volume with shards, only shards that are missing completely count",
     )
-    overwrite: bool = option(False, "replace the output, and what an unfinished run left of it", "flag")
+    overwrite: bool = option(False, "replace the output, and the files of an unfinished run", "flag")
     resume: bool = option(
         False,
         "continue where a run of the same job stopped, with its plan",
@@ -302,7 +302,7 @@ class InferOptions(RegionOptions, RunOptions):
     )
     paranoid: bool = option(
         False,
-        "compare voxels of each patch with the definition before it is written: slow, in memory beyond the limit",
+        "compare voxels of each patch with the definition before it is written: slow, with memory beyond the limit",
         "flag",
     )
     trace: str | Path | None = option(
@@ -368,7 +368,7 @@ class DemoOptions(Checked):
 
     folder: Path = option(Path("demo"), "folder to write to", "path")
     size: int = option(160, "voxels along each axis of the volume", "whole", least=27, most=2**15)
-    seed: int = option(0, "number that chooses the volume", "whole", least=0)
+    seed: int = option(0, "seed of the random volume", "whole", least=0)
     overwrite: bool = option(False, "replace what an earlier demo wrote", "flag")
 
 
@@ -391,8 +391,8 @@ class VerifyOptions(Checked):
         unset="an error",
         metavar="VALUE",
     )
-    samples: int = option(1000, "voxels to recompute; all of them where the output has fewer", "whole", least=1)
-    seed: int = option(0, "number that chooses the voxels", "whole", least=0)
+    samples: int = option(1000, "number of voxels to recompute; all of them if the output has fewer", "whole", least=1)
+    seed: int = option(0, "seed of the random choice of voxels", "whole", least=0)
     precision: Precision | None = option(
         None,
         "precision whose errors are allowed: 1e-5, 1e-2 in tf32, 5e-2 in fp16",
@@ -402,6 +402,6 @@ class VerifyOptions(Checked):
     )
     tolerance: float | None = option(
         None,
-        "largest difference allowed, in place of a precision's; larger in proportion where values are larger than 1",
+        "largest difference allowed, instead of that of a precision; it grows in proportion for values above 1",
         "positive",
     )

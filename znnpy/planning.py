@@ -33,7 +33,7 @@ from znnpy.run.target import OpenTarget, Targets, elsewhere, for_elsewhere
 from znnpy.run_log import log_phase
 from znnpy.self_check import check_plan
 from znnpy.shapes import FLOAT32, Vec3
-from znnpy.volume.base import Absent
+from znnpy.volume.base import MissingVoxels
 from znnpy.volume.registry import open_volume
 from znnpy.volume.source import Source, parse_roi
 
@@ -112,7 +112,7 @@ def _work(asked: PlanOptions) -> Work:
     network = read_network(asked.network).network
     weights = FLOAT32 * network.parameters  # a run holds them
     if asked.volume is not None:
-        with open_volume(Path(asked.volume), asked.dataset, Absent(asked.fill_missing)) as opened:
+        with open_volume(Path(asked.volume), asked.dataset, MissingVoxels(asked.fill_missing)) as opened:
             region = parse_roi(roi, opened.size) if roi else None
             output = Source(opened, roi=region, border=border, network=network, allow_nan=False).output
             itemsize_in, unpacking = opened.dtype.itemsize, opened.extra_bytes

@@ -59,7 +59,7 @@ def timeline(
 ) -> None:
     """Say how busy each part of a run was, and draw its timeline.
 
-    TRACE is a file of `znnpy infer --trace`. Layers and transfers, reading, waiting and writing get a row each.
+    TRACE is a file that `znnpy infer --trace` wrote. The plot has a row for each device and each thread.
     """
     if overwrite and out is None:
         raise click.UsageError("--overwrite replaces the file given as --out: give --out too")

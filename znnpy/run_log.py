@@ -13,9 +13,9 @@ _log = logging.getLogger("znnpy")
 _LOGGED = set[str]()
 
 
-def log_phase(phase: Phase, words: str) -> None:
+def log_phase(phase: Phase, details: str) -> None:
     """Log the beginning or the end of a phase: `planned 12 patches, 3 s predicted`."""
-    _log.info("%s %s", phase, excerpt(words))
+    _log.info("%s %s", phase, excerpt(details))
 
 
 def log_once(sentence: str) -> None:

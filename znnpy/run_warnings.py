@@ -28,7 +28,7 @@ def slower_here(machine: Machine) -> tuple[str, ...]:
     """Return warnings about what makes runs slow on this machine."""
     uncompiled = why_not(machine)
     compiled = (
-        f"the fastest methods do not run here, a run takes two to three times as long: {uncompiled}"
+        f"the fastest methods do not run here, so a run takes two to three times as long: {uncompiled}"
         if uncompiled
         else None
     )

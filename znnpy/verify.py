@@ -24,7 +24,7 @@ from znnpy.patches import Box
 from znnpy.run_log import log_phase
 from znnpy.shapes import Vec3, add
 from znnpy.trained import TrainedNetwork, load_trained
-from znnpy.volume.base import Absent, Volume
+from znnpy.volume.base import MissingVoxels, Volume
 from znnpy.volume.hdf5_store import DATASET
 from znnpy.volume.provenance import JobClaim, Provenance
 from znnpy.volume.registry import HDF5, open_volume
@@ -107,7 +107,7 @@ def verify_as_asked(asked: VerifyOptions) -> VerifyReport:
         origin = Provenance.of(output)
         trained = _trained(origin, output, asked.network, asked.weights)
         name = origin.job.volume.dataset or None if asked.dataset is None else asked.dataset
-        with open_volume(Path(asked.volume), name, Absent(asked.fill_missing)) as source:
+        with open_volume(Path(asked.volume), name, MissingVoxels(asked.fill_missing)) as source:
             _check_volume(origin.job, source, output)
             _check_place(origin, prediction, source, trained.network, output)
             samples = min(samples, prod(prediction.size))

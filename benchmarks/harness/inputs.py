@@ -49,8 +49,8 @@ class Layer:
 def layers_of(name: str) -> list[Layer]:
     """Return the layers of a network in LAYERS."""
     found = []
-    for place, words in enumerate(LAYERS[name], 1):
-        kind, *maps = words.split()
+    for place, layer in enumerate(LAYERS[name], 1):
+        kind, *maps = layer.split()
         found.append(Layer(int(kind[1:]), sum(map(int, maps)), place == len(LAYERS[name])))
     return found
 

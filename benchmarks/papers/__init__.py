@@ -41,8 +41,10 @@ WRITE_SECONDS = 30.0  # interval at which the file is written again
 
 @click.command()
 @options.shared
-@click.option("--paper", "papers", type=click.Choice(PAPERS), multiple=True, help="Default: all of them.")
-@click.option("--resume", is_flag=True, help="Continue with the result file: its cases are not measured again.")
+@click.option(
+    "--paper", "papers", type=click.Choice(PAPERS), multiple=True, help="Measure only these papers; repeatable."
+)
+@click.option("--resume", is_flag=True, help="Keep the cases of the result file and measure the others.")
 @click.option("--rounds", type=int, default=6, show_default=True)
 @click.option("--variants", type=int, default=4, show_default=True, help="Variants of a method that are tried.")
 @click.option(

@@ -289,8 +289,8 @@ def _cost(layers: Sequence[tuple[int, int]], side: int, images: int, *, fragment
     return operations / (batch * prod([side] * 3)), nbytes
 
 
-def _in_order(words: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(words))
+def _in_order(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(names))
 
 
 def _of_all(table: Callable[[Result], str]) -> Callable[[Results], str]:

@@ -337,7 +337,7 @@ class _Run:
         t = self._sizes
         gz, gy, _ = t.padded
         size, start = (self._shape.batch, t.half, gy, gz, block.width), COMPLEX64 * block.start
-        strides = tuple(COMPLEX64 * apart for apart in (block.image, gy * block.row, block.row, block.width, 1))
+        strides = tuple(COMPLEX64 * stride for stride in (block.image, gy * block.row, block.row, block.width, 1))
         return _Spectra(
             np.ndarray((*size[:3], gz * block.width), np.complex64, store, start, (*strides[:3], COMPLEX64)),
             np.ndarray(size, np.complex64, store, start, strides),

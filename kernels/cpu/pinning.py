@@ -50,7 +50,7 @@ def place_workers(threads: int, primaries: int) -> Placements:
     if threads == 1:
         return Placements(placements(1, primaries, None), "a single worker needs no pinning")
     if not hasattr(os, "sched_setaffinity"):
-        return Placements(placements(threads, primaries, None), "this system pins no threads")
+        return Placements(placements(threads, primaries, None), "this system cannot pin threads")
     cores = os.sched_getaffinity(0)
     if len(cores) < threads:
         return Placements(placements(threads, primaries, None), f"{threads} workers have {len(cores)} cores")

@@ -73,13 +73,7 @@ class Scheduler:
         check: Callable[[], None],
         observe: Observer | None = None,
     ) -> None:
-        self._tasks, self._seats, self._execute, self._outer_check, self._observe = (
-            tasks,
-            places,
-            execute,
-            check,
-            observe,
-        )
+        self._tasks, self._execute, self._outer_check, self._observe = tasks, execute, check, observe
         self._lock = threading.Condition()
         self._waiting = 0
         self._failed = False

@@ -21,5 +21,5 @@ DEVICE float activate(float value, int kind) {
     }
 }
 
-/* The same for a kind known at compile time. */
+/* The activation of a kind known at compile time. */
 template <int KIND> DEVICE float activate(float value) { return activate(value, KIND); }

@@ -138,7 +138,7 @@ class ConvCudnnWorkspace(ConvCudnn):
     """Convolution by cuDNN with a workspace."""
 
     name: str = "gpu.conv.cudnn_workspace"
-    summary: str = "as gpu.conv.cudnn, with plans that copy input or output to a layout they prefer"
+    summary: str = "like gpu.conv.cudnn, but with plans that copy input or output to a layout they prefer"
 
     def workspaces(self, shape: ConvShape) -> tuple[int, ...]:
         copied = [min(nbytes, MOST_VALUES * shape.itemsize) for nbytes in (shape.in_bytes, shape.out_bytes)]

@@ -14,7 +14,7 @@
  *                    staged at a time: tile [chunk][plane floats], lines `pitch` floats apart. grid (tiles of all
  *                    images, blocks of maps). With step 1 a lane reads one new value a tap along y and shifts the other
  *                    three.
- *            apart: sums of each part go to totals in shared memory, since long sums in float32 lose digits.
+ *            split_sums: sums of each part go to totals in shared memory, since long sums in float32 lose digits.
  *            softmax: a block takes all maps, once to compute the softmax's sum and, if one pass does not hold them,
  *            once more to write them.
  * Bound      arithmetic: tiled: 4 GROUP products for GROUP / 4 + 1 + 3 / ky reads of shared memory and L1; plain: GROUP
@@ -227,7 +227,7 @@ DEVICE void accumulate(float (&sums)[LANE][GROUP], const float* at, int plane, i
 }
 
 /* Adds sums to total (`first`: replaces it) and clears sums; `last`: leaves the total in sums instead. */
-template <int GROUP> DEVICE void add_apart(float (&sums)[LANE][GROUP], float* total, bool first, bool last) {
+template <int GROUP> DEVICE void add_to_totals(float (&sums)[LANE][GROUP], float* total, bool first, bool last) {
 #pragma unroll
     for (int v = 0; v < LANE; ++v) {
         sync_warp();  // one voxel after the other: the registers hold no more of them
@@ -243,10 +243,10 @@ template <int GROUP> DEVICE void add_apart(float (&sums)[LANE][GROUP], float* to
 }
 
 /* Adds all taps of all input maps to sums, as many at a time as the tile has space for; `any`: this warp has output
- * maps. at: this lane's first voxel in `tile`. kernels: at the warp's first map. total: sums of parts, if `apart`.
+ * maps. at: this lane's first voxel in `tile`. kernels: at the warp's first map. total: sums of parts, if `split_sums`.
  */
 template <class T, int GROUP>
-DEVICE void sum_taps(float (&sums)[LANE][GROUP], bool any, float* tile, const float* at, float* total, bool apart,
+DEVICE void sum_taps(float (&sums)[LANE][GROUP], bool any, float* tile, const float* at, float* total, bool split_sums,
                      const Staged<T>& n, const float* kernels, long long padded, long long fin, long long kz,
                      long long ky, long long kx, int step_y, long long planes, long long chunk) {
 #pragma unroll 1
@@ -262,8 +262,8 @@ DEVICE void sum_taps(float (&sums)[LANE][GROUP], bool any, float* tile, const fl
             if (any)
                 accumulate<GROUP>(sums, at, n.plane, n.lines, n.pitch, taps, taps_z, count, (int)ky, (int)kx, step_y,
                                   fin, padded);
-            if (!apart) continue;
-            add_apart<GROUP>(sums, total + threadIdx.x, dz + f0 == 0, dz + planes >= kz && f0 + chunk >= fin);
+            if (!split_sums) continue;
+            add_to_totals<GROUP>(sums, total + threadIdx.x, dz + f0 == 0, dz + planes >= kz && f0 + chunk >= fin);
         }
     }
 }
@@ -312,12 +312,12 @@ __global__ void __launch_bounds__(MOST_WARPS * WARP, 2)
           long long mx, long long maps, long long kz, long long ky, long long kx, long long step_z, long long step_y,
           long long step_x, long long pad_z, long long pad_y, long long pad_x, long long activation, long long vectors,
           float* peak, long long wide, long long warps_y, long long warps_maps, long long planes, long long chunk,
-          long long pitch, long long plane, long long apart) {
-    EXTERN_SHARED(float, staged);  // Staged, tile [chunk][plane]; if `apart`, totals; for softmax [LANE][threads]
+          long long pitch, long long plane, long long split_sums) {
+    EXTERN_SHARED(float, staged);  // Staged, tile [chunk][plane]; if `split_sums`, totals; for softmax [LANE][threads]
     Staged<T>& n = *reinterpret_cast<Staged<T>*>(staged);
     float* const tile = staged + HEAD;
     float* const total = tile + (chunk * plane + 1) / 2 * 2;  // [LANE * GROUP][MOST_WARPS * WARP]
-    Summed* const summed = reinterpret_cast<Summed*>(total + (apart ? LANE * GROUP * MOST_WARPS * WARP : 0));
+    Summed* const summed = reinterpret_cast<Summed*>(total + (split_sums ? LANE * GROUP * MOST_WARPS * WARP : 0));
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const int warp_maps = warp % (int)warps_maps, warp_voxels = warp / (int)warps_maps;
     const int rows = WARP / (int)wide * LANE;  // lines of a warp along y
@@ -354,7 +354,7 @@ __global__ void __launch_bounds__(MOST_WARPS * WARP, 2)
             for (int v = 0; v < LANE; ++v)
 #pragma unroll
                 for (int g = 0; g < GROUP; ++g) sums[v][g] = any ? bias[g0 + g] : 0.0f;
-            sum_taps<T, GROUP>(sums, any, tile, at, total, apart, n, kernels + g0, padded, fin, kz, ky, kx,
+            sum_taps<T, GROUP>(sums, any, tile, at, total, split_sums, n, kernels + g0, padded, fin, kz, ky, kx,
                                (int)step_y, planes, chunk);
             if (soft && (round == 0 || blocks == 1)) {
                 join_maps<GROUP>(summed, sums, block == 0, (int)maps - g0);

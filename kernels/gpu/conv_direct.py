@@ -80,10 +80,10 @@ class Tile(NamedTuple):
     chunk: int  # input maps at a time
     pitch: int  # floats from line to line
     plane: int  # floats from map to map
-    apart: bool  # whether sums of each staged part are added up in shared memory
+    split_sums: bool  # whether sums of each staged part are added up in shared memory
 
     def shared_bytes(self, group: int, *, soft: bool) -> int:
-        totals = LANE * group * MOST_WARPS * WARP if self.apart else 0
+        totals = LANE * group * MOST_WARPS * WARP if self.split_sums else 0
         summed = SUMMED_BYTES * LANE * self.warps * WARP if soft else 0
         return FLOAT32 * (HEAD + -(-self.chunk * self.plane // 2) * 2 + totals) + summed
 
@@ -118,15 +118,15 @@ def _staged(problem: Lowering, size: Vec3, warps_y: int, warps_maps: int) -> Til
     (deep, high, wide), (sz, sy, sx), (kz, ky, kx) = size, problem.sliding.stride, problem.k
     warps = deep * warps_y * warps_maps
     lines, pitch = (high - 1) * sy + ky, _pitch((wide - 1) * sx + kx, wide, sy, sx)
-    apart = problem.taps * problem.fin > LONGEST
+    split_sums = problem.taps * problem.fin > LONGEST
     for planes in range(kz, 0, -1):
         plane = ((deep - 1) * sz + planes) * lines * pitch | 1  # odd, because maps are written side by side
         chunk = min(problem.fin, (SHARED_BYTES // FLOAT32 - HEAD - 1) // plane)
-        if apart:
+        if split_sums:
             chunk = min(chunk, LONGEST // (planes * ky * kx))
         if chunk >= min(FEW, problem.fin):
             break
-    tile = Tile(size, warps_y, warps_maps, warps, planes, max(chunk, 1), pitch, plane, apart)
+    tile = Tile(size, warps_y, warps_maps, warps, planes, max(chunk, 1), pitch, plane, split_sums)
     return tile if tile.shared_bytes(_group(problem.fout), soft=True) <= MOST_BYTES else None
 
 
@@ -250,6 +250,6 @@ class DirectStep:
             (tile.warps * WARP,),
             *arguments,
             *(tile.size[2], tile.warps_y, tile.warps_maps, tile.planes, tile.chunk, tile.pitch, tile.plane),
-            int(tile.apart),
+            int(tile.split_sums),
             shared=tile.shared_bytes(_group(problem.fout), soft=soft),
         )

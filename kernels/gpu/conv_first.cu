@@ -38,7 +38,7 @@ struct Sizes {
     int all_rows, rows, chunks, kernel_floats;
     int planes, slots;         // planes of a chunk at most; planes that fit the tile
     const void *before, *x;    // the block's image, as if all planes were in both
-    int columns, step_lines, step_columns;  // strides of Walk: values in a tile line, and THREADS of them
+    int columns, step_lines, step_columns;  // strides of Cursor: values in a tile line, and THREADS of them
 };
 
 /* Stages planes first .. first + count of one image, from (y, x) on, in tile [plane][f][lines][pitch]; zeros outside.
@@ -70,7 +70,7 @@ DEVICE void stage_planes(float* tile, const T* before, const T* x, int first, in
 /* Iterates over planes first .. first + count of an image that are loaded ahead, value by value in memory order,
  * THREADS at a time: only the first needs a division. TILE is THREADS, so that no step passes more than one plane.
  */
-template <class T, int FIN> struct Walk {
+template <class T, int FIN> struct Cursor {
     const T *before, *x;
     int first, count;
     const Sizes& n;
@@ -90,29 +90,29 @@ template <class T, int FIN> struct Walk {
 };
 
 /* Copies planes asynchronously by cp.async. */
-template <int FIN> DEVICE void copy_planes(float* tile, Walk<float, FIN> walk) {
+template <int FIN> DEVICE void copy_planes(float* tile, Cursor<float, FIN> cursor) {
 #pragma unroll 1
-    for (; walk.goes_on(); walk.advance()) {
-        const bool inside = walk.inside();
-        cp_async<4>(walk.to(tile), inside ? walk.from() : walk.x, inside);
+    for (; cursor.goes_on(); cursor.advance()) {
+        const bool inside = cursor.inside();
+        cp_async<4>(cursor.to(tile), inside ? cursor.from() : cursor.x, inside);
     }
 }
 
 /* Loads planes into registers: the values are not used before `store_planes`, which would wait for them. */
-template <class T, int FIN> DEVICE void load_planes(T (&values)[AT_ONCE], Walk<T, FIN> walk) {
+template <class T, int FIN> DEVICE void load_planes(T (&values)[AT_ONCE], Cursor<T, FIN> cursor) {
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i, walk.advance()) {
-        if (!walk.goes_on()) break;
-        values[i] = walk.inside() ? *walk.from() : T{};
+    for (int i = 0; i < AT_ONCE; ++i, cursor.advance()) {
+        if (!cursor.goes_on()) break;
+        values[i] = cursor.inside() ? *cursor.from() : T{};
     }
 }
 
 template <bool TENSOR, class T, int FIN>
-DEVICE void store_planes(float* tile, const T (&values)[AT_ONCE], Walk<T, FIN> walk) {
+DEVICE void store_planes(float* tile, const T (&values)[AT_ONCE], Cursor<T, FIN> cursor) {
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i, walk.advance()) {
-        if (!walk.goes_on()) break;
-        *walk.to(tile) = TENSOR ? from_bits(to_tf32(to_float(values[i]))) : to_float(values[i]);
+    for (int i = 0; i < AT_ONCE; ++i, cursor.advance()) {
+        if (!cursor.goes_on()) break;
+        *cursor.to(tile) = TENSOR ? from_bits(to_tf32(to_float(values[i]))) : to_float(values[i]);
     }
 }
 
@@ -274,9 +274,9 @@ __global__ void __launch_bounds__(THREADS, 2)
     }
     if (threadIdx.x < GROUP * GROUPS) shared[HEAD + threadIdx.x] = bias[blockIdx.y * GROUP * GROUPS + threadIdx.x];
     sync_block();
-    const bool turns = AHEAD && n.chunks > 1;  // whether two buffers alternate
+    const bool alternates = AHEAD && n.chunks > 1;  // whether two buffers alternate
     float* const staged = shared + HEAD + GROUP * GROUPS;
-    float* const tile = staged + (turns ? 2 : 1) * n.kernel_floats;
+    float* const tile = staged + (alternates ? 2 : 1) * n.kernel_floats;
     unsigned short* const offsets = reinterpret_cast<unsigned short*>(tile + (int)slots * FIN * n.plane);
     const int more_offsets = ((int)rows * FIN * n.kx + 7) / 8 * 8;
     const int lane = threadIdx.x % WARP, t = lane % 4;
@@ -293,7 +293,7 @@ __global__ void __launch_bounds__(THREADS, 2)
         if constexpr (HELD)
             stage_planes<T, FIN, TENSOR>(tile, early, late, z_begin, count, n);
         else
-            copy_planes(tile, Walk<T, FIN>{early, late, z_begin, count, n});
+            copy_planes(tile, Cursor<T, FIN>{early, late, z_begin, count, n});
         cp_async_commit();
     }
     float largest = 0.0f;
@@ -310,7 +310,7 @@ __global__ void __launch_bounds__(THREADS, 2)
 #pragma unroll 1
         for (int number = 0; number < n.chunks; ++number) {
             const Chunk chunk(number, n);
-            const bool second = turns && slot > 0;  // whether the second of two buffers is used
+            const bool second = alternates && slot > 0;  // whether the second of two buffers is used
             const int eights = (chunk.count * FIN * n.kx + 7) / 8;
             const T *const early = static_cast<const T*>(n.before), *const late = static_cast<const T*>(n.x);
             T held[AT_ONCE];
@@ -321,16 +321,16 @@ __global__ void __launch_bounds__(THREADS, 2)
                 const bool last = number + 1 == n.chunks;
                 filled = slot + n.planes < n.slots ? slot + n.planes : slot + n.planes - n.slots;
                 first = z + n.planes, count = z + last < n.z_end ? 1 : 0;
-                if (turns && count > 0) {
+                if (alternates && count > 0) {
                     const Chunk next(last ? 0 : number + 1, n);
                     stage_kernels<FIN, GROUPS, TENSOR>(staged + (second ? 0 : n.kernel_floats),
                                                        offsets + (second ? 0 : more_offsets), kernels, next, n);
                     first = z + last + next.plane, count = next.planes;
                 }
                 if constexpr (HELD)
-                    load_planes(held, Walk<T, FIN>{early, late, first, count, n});
+                    load_planes(held, Cursor<T, FIN>{early, late, first, count, n});
                 else
-                    copy_planes(tile + filled * FIN * n.plane, Walk<T, FIN>{early, late, first, count, n});
+                    copy_planes(tile + filled * FIN * n.plane, Cursor<T, FIN>{early, late, first, count, n});
                 cp_async_commit();
             } else {
                 if (n.chunks > 1 || z == z_begin)
@@ -348,8 +348,8 @@ __global__ void __launch_bounds__(THREADS, 2)
                 add_rows<FIN, GROUPS, KX, AHEAD>(sums, tile, here + 4 * t, at[0], chunk, slot, n);
             if constexpr (!AHEAD) sync_block();
             if constexpr (AHEAD && HELD) 
-                store_planes<TENSOR>(tile + filled * FIN * n.plane, held, Walk<T, FIN>{early, late, first, count, n});
-            if constexpr (AHEAD) slot = turns ? filled : slot + 1 < n.slots ? slot + 1 : 0;
+                store_planes<TENSOR>(tile + filled * FIN * n.plane, held, Cursor<T, FIN>{early, late, first, count, n});
+            if constexpr (AHEAD) slot = alternates ? filled : slot + 1 < n.slots ? slot + 1 : 0;
         }
         T* const image = out + blockIdx.z * out_image;
         largest = write_out<GROUPS, TENSOR, KIND, VECTORS>(image, sums, z, g0, largest, n);

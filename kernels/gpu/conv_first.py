@@ -47,7 +47,7 @@ TENSOR_SPEED = 4.0  # throughput of tensor cores relative to float32 units
 AHEAD = ("staging", "ahead")  # value of a variant; without it a chunk is staged, then multiplied
 # Cost with staging ahead relative to that without, for flops of taps and for bytes, and flops per output value besides
 # its taps: fitted to 1 to 80 maps, k = 2 to 8, on an H200, benchmarks/results/layers_first-..
-AHEAD_FLOPS, AHEAD_BYTES, BESIDE = 0.45, 0.77, 16
+AHEAD_FLOPS, AHEAD_BYTES, EPILOGUE_FLOPS = 0.45, 0.77, 16
 
 
 class _Plan(NamedTuple):
@@ -171,8 +171,8 @@ def _kernel(
     itemsize: int, fin: int, groups: int, kx: int, activation: Activation, *, vectors: bool, ahead: bool
 ) -> str:
     value = "half" if itemsize == 2 else "float"
-    words = ", ".join(str(word).lower() for word in (vectors, ahead))
-    return f"first<{value}, {fin}, {groups}, {kx}, {ACTIVATIONS.index(activation)}, {words}>"
+    flags = ", ".join(str(flag).lower() for flag in (vectors, ahead))
+    return f"first<{value}, {fin}, {groups}, {kx}, {ACTIVATIONS.index(activation)}, {flags}>"
 
 
 def instances() -> list[KernelInstance]:
@@ -248,7 +248,9 @@ class ConvFirst:
         equal = flops if units == "float" else flops / TENSOR_SPEED
         nbytes = shape.in_bytes + shape.out_bytes
         if plan.ahead:
-            return (Work("gpu_first", AHEAD_FLOPS * equal + BESIDE * voxels * plan.padded, AHEAD_BYTES * nbytes),)
+            return (
+                Work("gpu_first", AHEAD_FLOPS * equal + EPILOGUE_FLOPS * voxels * plan.padded, AHEAD_BYTES * nbytes),
+            )
         return (Work("gpu_first", equal, nbytes),)
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, device: Device) -> _Resident:
@@ -279,8 +281,8 @@ def _fragments(matrix: npt.NDArray[np.float32], plan: _Plan) -> npt.NDArray[np.f
         chunks[chunk, : len(part) * taps] = part.reshape(-1, blocks, maps)
     assert plan.chunks * plan.rows >= rows
     # Taps are 4 h + t of an eight; maps 4 c + 2 i + b of a group, lane 4 (2 c + b) + t, word 2 i + h.
-    apart = chunks.reshape(plan.chunks, eights, 2, 4, blocks, plan.groups, 4, 2, 2)
-    ordered = apart.transpose(4, 0, 1, 5, 6, 8, 3, 7, 2)
+    split = chunks.reshape(plan.chunks, eights, 2, 4, blocks, plan.groups, 4, 2, 2)
+    ordered = split.transpose(4, 0, 1, 5, 6, 8, 3, 7, 2)
     bits = np.ascontiguousarray(ordered).view(np.uint32)
     return ((bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)  # rounded to the nearest tf32
 

@@ -351,17 +351,17 @@ class Device:
             return int(self._cupy.cuda.runtime.memGetInfo()[0])
 
     def _compile(self, source: str, names: Sequence[str], defines: dict[str, int | str]) -> dict[str, Kernel]:
-        words = describe_kernels(source, names, defines)
+        described = describe_kernels(source, names, defines)
         module = self._cupy.RawModule(
             code=source_text(source), options=compiler_options(source, defines), name_expressions=tuple(names)
         )  # compiled when a function is requested, once per device
         try:
-            with self.calling(f"loading {words}"):
+            with self.calling(f"loading {described}"):
                 return {name: Kernel(self, name, module.get_function(name)) for name in names}
         except self._cupy.cuda.compiler.CompileException as error:
             log = [line for line in str(error).splitlines() if line.strip()]
             message = "\n".join(log[:_LOG_LINES])
-            raise DeviceError(f"the CUDA compiler refused {words}:\n{message}") from error
+            raise DeviceError(f"the CUDA compiler refused {described}:\n{message}") from error
 
     def _free(self, address: int) -> None:
         with self._lock:

@@ -42,8 +42,8 @@ def source_text(source: str) -> str:
 def compiler_options(source: str, defines: Mapping[str, int | str]) -> tuple[str, ...]:
     """Return NVRTC's options; the architecture is set only for sources of ONE_CARD."""
     architecture = [f"--gpu-architecture={ONE_CARD[source]}"] if source in ONE_CARD else []
-    words = [f"-D{name}={value}" for name, value in sorted(defines.items())]
-    return (*architecture, STANDARD, "--generate-line-info", *words)
+    macros = [f"-D{name}={value}" for name, value in sorted(defines.items())]
+    return (*architecture, STANDARD, "--generate-line-info", *macros)
 
 
 def describe_kernels(source: str, names: Sequence[str], defines: Mapping[str, int | str]) -> str:

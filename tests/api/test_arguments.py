@@ -16,30 +16,30 @@ from znnpy.trained import load_network
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "said"),
     [
         ({"output_dtype": "int16"}, "there is no output dtype 'int16'; choose one of float32, float16, uint8"),
         ({"border": "mirror"}, "there is no border 'mirror'; choose one of valid, reflect"),
         ({"overwrite": True, "resume": True}, "give one of them"),
     ],
 )
-def test_invalid_arguments_of_infer_are_value_errors(place: Place, words: dict[str, Any], said: str) -> None:
+def test_invalid_arguments_of_infer_are_value_errors(place: Place, arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        infer(place.volume, place.folder / "net.yaml", out=place.out, **words)
+        infer(place.volume, place.folder / "net.yaml", out=place.out, **arguments)
     assert not place.out.exists()
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "said"),
     [
         ({"border": "mirror"}, "there is no border 'mirror'"),
         ({"output_dtype": "int16"}, "there is no output dtype 'int16'"),
         ({"volume": "volume.h5", "shape": (50, 50, 50)}, "give one of them"),
     ],
 )
-def test_invalid_arguments_of_plan_are_value_errors(words: dict[str, Any], said: str) -> None:
+def test_invalid_arguments_of_plan_are_value_errors(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        plan("fib25_boundary", **words)
+        plan("fib25_boundary", **arguments)
 
 
 def test_network_without_convolutions_needs_no_weights(tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ def volumes(network: Network, count: int) -> list[np.ndarray[Any, Any]]:
 @pytest.mark.parametrize("border", ["valid", "reflect"])
 def test_session_and_call_give_equal_bits(network: Network, border: Border) -> None:
     net, arrays = trained(network), volumes(network, 3)
-    words: dict[str, Any] = {"border": border, "threads": 2, "device": "cpu"}
-    with net.session(arrays[0].shape, dtype=np.uint8, **words) as run:
+    arguments: dict[str, Any] = {"border": border, "threads": 2, "device": "cpu"}
+    with net.session(arrays[0].shape, dtype=np.uint8, **arguments) as run:
         found = [run(array) for array in arrays]
         plan = run.plan
     for array, prediction in zip(arrays, found, strict=True):
@@ -40,8 +40,8 @@ def test_session_plans_and_prepares_once(monkeypatch: pytest.MonkeyPatch) -> Non
     made, entered = [], []
     enter = Session.__enter__
 
-    def counting_plan(*given: Any, **words: Any) -> Any:
-        made.append(make_plan(*given, **words))
+    def counting_plan(*given: Any, **arguments: Any) -> Any:
+        made.append(make_plan(*given, **arguments))
         return made[-1]
 
     def counting_enter(session: Any) -> Any:
@@ -150,10 +150,10 @@ def test_impossible_shape_or_type_is_refused_by_name() -> None:
 
 def test_given_plan_is_used() -> None:
     net, (array, *_) = trained(NETWORKS[0]), volumes(NETWORKS[0], 1)
-    words: dict[str, Any] = {"dtype": np.uint8, "device": "cpu"}
-    with net.session(array.shape, threads=1, patch=(4, 4, 4), **words) as run:
+    arguments: dict[str, Any] = {"dtype": np.uint8, "device": "cpu"}
+    with net.session(array.shape, threads=1, patch=(4, 4, 4), **arguments) as run:
         plan, expected = run.plan, run(array)
-    with net.session(array.shape, plan=plan, **words) as run:
+    with net.session(array.shape, plan=plan, **arguments) as run:
         assert run.plan.patch_out == plan.patch_out
         np.testing.assert_array_equal(run(array), expected)
     np.testing.assert_array_equal(net(array, plan=plan, device="cpu"), expected)

@@ -1,6 +1,4 @@
-"""Whole runs on a GPU, here the emulator: the CPU's output, the report, stopped runs, plans made anew where memory is
-refused.
-"""
+"""Whole runs on an emulated GPU: output like the CPU's, report, stopped runs, a new plan if memory is refused."""
 
 from __future__ import annotations
 
@@ -40,24 +38,26 @@ def _emulated(emulated_gpus: EmulatedGpus) -> None:
     emulated_gpus.use()
 
 
-def go(place: Place, **words: Any) -> Report:
-    return infer(place.volume, place.folder / "net.yaml", **{"out": place.out, "device": "gpu", "threads": 2, **words})
+def go(place: Place, **arguments: Any) -> Report:
+    return infer(
+        place.volume, place.folder / "net.yaml", **{"out": place.out, "device": "gpu", "threads": 2, **arguments}
+    )
 
 
-def on_the_cpu(place: Place, **words: Any) -> np.ndarray[Any, Any]:
+def on_the_cpu(place: Place, **arguments: Any) -> np.ndarray[Any, Any]:
     out = place.folder / "cpu.h5"
-    go(place, **{"out": out, "device": "cpu", "overwrite": True, "patch": (4, 4, 6), **words})
+    go(place, **{"out": out, "device": "cpu", "overwrite": True, "patch": (4, 4, 6), **arguments})
     with h5py.File(out) as file:
         return np.array(file["prediction"])
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16"])
-@pytest.mark.parametrize("words", [{}, {"cover": "columns", "patch": (4, 4, 6)}, {"border": "reflect"}], ids=str)
-def test_gpu_output_equals_that_of_the_cpu(place: Place, precision: Precision, words: dict[str, Any]) -> None:
-    report = go(place, precision=precision, **words)
+@pytest.mark.parametrize("arguments", [{}, {"cover": "columns", "patch": (4, 4, 6)}, {"border": "reflect"}], ids=str)
+def test_gpu_output_equals_that_of_the_cpu(place: Place, precision: Precision, arguments: dict[str, Any]) -> None:
+    report = go(place, precision=precision, **arguments)
     assert report.plan.device == "gpu"
     assert {c.primitive.partition(".")[0] for c in report.plan.choices} == {"gpu"}
-    expected = on_the_cpu(place, **words)
+    expected = on_the_cpu(place, **arguments)
     assert np.abs(place.prediction() - expected).max() <= TOLERANCES[precision]
     with h5py.File(place.out) as file:
         assert file["prediction"].attrs["precision"] == precision
@@ -91,7 +91,7 @@ def test_arrays_are_predicted_on_the_gpu(place: Place, emulated_gpus: EmulatedGp
 
 def test_memory_of_cudas_libraries_is_promised(place: Place) -> None:
     # the CPU's first: what this process holds is measured for each plan, and grows with the first
-    on_cpu, on_gpu = (plan(place.folder / "net.yaml", volume=place.volume, device=word) for word in ("cpu", "gpu"))
+    on_cpu, on_gpu = (plan(place.folder / "net.yaml", volume=place.volume, device=device) for device in ("cpu", "gpu"))
     assert on_gpu.memory.baseline >= on_cpu.memory.baseline + target.LATER_BYTES
 
 
@@ -148,17 +148,17 @@ def test_gpu_plan_runs_on_another_volume(place: Place) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "said"),
     [
         ({"device": "cpu"}, "leave out `device`, or leave out `plan`"),
         ({"precision": "fp16"}, "leave out `precision`, or leave out `plan`"),
         ({"vram": "1M"}, r"the plan needs [\d,]+ bytes of VRAM, [\d,]+ more than the limit allows \(1,048,576\)"),
     ],
 )
-def test_given_plan_refuses_another_device(place: Place, words: dict[str, Any], said: str) -> None:
+def test_given_plan_refuses_another_device(place: Place, arguments: dict[str, Any], said: str) -> None:
     made = plan(place.folder / "net.yaml", volume=place.volume, precision="tf32")
     with pytest.raises(PlanFileError, match=said):
-        go(place, **{"plan": made, "threads": None, "device": "auto", **words})
+        go(place, **{"plan": made, "threads": None, "device": "auto", **arguments})
 
 
 def test_plan_beyond_free_vram_is_refused(
@@ -221,29 +221,29 @@ def test_failed_gpu_loses_only_unfinished_columns(place: Place, emulated_gpus: E
             super().copy_async(target, source, stream)
 
     emulated_gpus.open_as(Failing)
-    words: dict[str, Any] = {"patch": (4, 8, 8), "cover": "patches"}
+    arguments: dict[str, Any] = {"patch": (4, 8, 8), "cover": "patches"}
     with pytest.raises(DeviceError, match="cudaErrorIllegalAddress"):
-        go(place, **words)
+        go(place, **arguments)
     assert not place.out.exists()
     emulated_gpus.open_as(EmulatedDevice)
-    report = go(place, resume=True, **words)
+    report = go(place, resume=True, **arguments)
     assert 0 < report.computed < report.voxels
     resumed = place.prediction()
-    go(place, overwrite=True, **words)
+    go(place, overwrite=True, **arguments)
     np.testing.assert_array_equal(resumed.view(np.uint32), place.prediction().view(np.uint32))
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "said"),
     [
         ({"device": "cpu"}, "the run began with device='gpu', and now it is device='cpu'"),
         ({"precision": "fp32"}, "the run began with precision='tf32', and now it is precision='fp32'"),
         ({"vram": "1M"}, r"needs [\d,]+\.\d MiB, and vram='1M' allows 1\.0 MiB"),
     ],
 )
-def test_stopped_run_resumes_with_its_settings(stopped: Place, words: dict[str, Any], said: str) -> None:
+def test_stopped_run_resumes_with_its_settings(stopped: Place, arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(ResumeError, match=said):
-        go(stopped, resume=True, **words)
+        go(stopped, resume=True, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -275,12 +275,12 @@ def test_run_begun_on_the_cpu_resumes_there(place: Place, emulated_gpus: Emulate
         if event.columns_done > 3:
             raise KeyboardInterrupt
 
-    words: dict[str, Any] = {"device": "auto", "precision": "tf32", "vram": "600M", "patch": (4, 8, 8)}
+    arguments: dict[str, Any] = {"device": "auto", "precision": "tf32", "vram": "600M", "patch": (4, 8, 8)}
     emulated_gpus.remove("there is no device any more")
     with pytest.raises(KeyboardInterrupt):
-        go(place, progress=interrupt, **words)
+        go(place, progress=interrupt, **arguments)
     emulated_gpus.use()
-    report = go(place, resume=True, **words)
+    report = go(place, resume=True, **arguments)
     assert (report.gpu, report.precision) == (None, "fp32")
     assert report.notes[-2:] == (
         "`vram` limits nothing on the CPU",

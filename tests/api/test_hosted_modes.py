@@ -39,8 +39,8 @@ def _emulated(emulated_gpus: EmulatedGpus) -> None:
     emulated_gpus.use(count=2)
 
 
-def go(place: Place, mode: str, **words: Any) -> Report:
-    given = {"out": place.out, "threads": 2, "precision": "fp32", "overwrite": True, "mode": mode, **words}
+def go(place: Place, mode: str, **arguments: Any) -> Report:
+    given = {"out": place.out, "threads": 2, "precision": "fp32", "overwrite": True, "mode": mode, **arguments}
     return infer(place.volume, place.folder / "net.yaml", **given)
 
 
@@ -77,12 +77,12 @@ def test_stopped_run_resumes_where_it_stopped(place: Place, mode: str) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         go(place, mode, patch=(4, 8, 4), cover="patches", progress=stop)
-    words = {"overwrite": False, "resume": True, "threads": None, "precision": None}
+    arguments = {"overwrite": False, "resume": True, "threads": None, "precision": None}
     with pytest.raises(ResumeError, match=f"the run began with mode='{mode}', and now it is mode='gpu'"):
-        go(place, "gpu", **words)
+        go(place, "gpu", **arguments)
     with pytest.raises(ResumeError, match=f"the run began with mode='{mode}', which runs on one GPU; leave out `gpus`"):
-        go(place, "auto", gpus=2, **words)
-    report = go(place, "auto", **words)
+        go(place, "auto", gpus=2, **arguments)
+    report = go(place, "auto", **arguments)
     assert 0 < report.computed < report.voxels
     assert report.plan.mode == mode
     assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
@@ -119,8 +119,8 @@ def test_plan_runs_on_a_volume_of_another_type(place: Place, mode: str) -> None:
     voxels = np.random.default_rng(7).integers(0, 256, (20, 23, 25)).astype(np.float64)
     voxels[3, 4, 5] = np.nan
     place.write_volume(voxels)
-    words = {"threads": None, "precision": None, "allow_nan": True}
-    again = go(place, "auto", plan=file, **words).plan
+    arguments = {"threads": None, "precision": None, "allow_nan": True}
+    again = go(place, "auto", plan=file, **arguments).plan
     assert again.mode == mode
     part = made.main.handover_bytes // made.main.sub_batches[made.main.offloaded]
     writes = made.main.cover(place.network).steps(0)
@@ -134,7 +134,7 @@ def test_plan_runs_on_a_volume_of_another_type(place: Place, mode: str) -> None:
     with h5py.File(out) as exact:
         np.testing.assert_allclose(found, exact["prediction"], atol=TOLERANCES["fp32"])
     with pytest.raises(PlanFileError, match=f"the plan is of mode='{mode}', which runs on one GPU: leave out `gpus`"):
-        go(place, "auto", plan=file, gpus=2, **words)
+        go(place, "auto", plan=file, gpus=2, **arguments)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -212,7 +212,7 @@ def test_plan_names_the_device_of_each_layer(place: Place, mode: OffloadMode) ->
     assert "runs on" in explain(made)
 
 
-def slow(device: Any, machine: Machine, *asked: object, **words: object) -> Rates:
+def slow(device: Any, machine: Machine, *asked: object, **arguments: object) -> Rates:
     """Make a GPU that is slower than the CPU, with a link as fast as ever."""
     rates = assumed_rates(machine, 1, "gpu")
     return rates.scaled(1e-6, 1e-6).replaced(gpu_upload=rates.of("gpu_upload"), gpu_link=rates.of("gpu_link"))
@@ -243,7 +243,7 @@ def test_auto_chooses_the_fastest_mode(
     assert go(place, "auto").plan.mode == "gpu"
 
 
-def _none_fits(*asked: object, **words: object) -> RunPlan:
+def _none_fits(*asked: object, **arguments: object) -> RunPlan:
     raise NoPlanError("not now")
 
 
@@ -279,10 +279,10 @@ def test_plan_lists_both_modes(place: Place) -> None:
 def test_layers_are_timed_and_checked_on_their_own_device(place: Place, emulated_gpus: EmulatedGpus, mode: str) -> None:
     emulated_gpus.measure_as(slow)  # about as an emulator is: few other ways are tried
     told: list[str] = []
-    words: dict[str, Any] = {"mode": mode, "precision": "fp32", "threads": 2, "volume": place.volume}
-    words |= {"patch": (4, 8, 4)} | ({"only": "gpu.conv.host_ram"} if mode == "gpu-host" else {})
-    words |= {"rigor": "measure", "time_limit": 1000.0, "paranoid": True}
-    made = plan(place.folder / "net.yaml", tell_progress=lambda progress: told.append(progress.doing), **words)
+    arguments: dict[str, Any] = {"mode": mode, "precision": "fp32", "threads": 2, "volume": place.volume}
+    arguments |= {"patch": (4, 8, 4)} | ({"only": "gpu.conv.host_ram"} if mode == "gpu-host" else {})
+    arguments |= {"rigor": "measure", "time_limit": 1000.0, "paranoid": True}
+    made = plan(place.folder / "net.yaml", tell_progress=lambda progress: told.append(progress.doing), **arguments)
     assert (made.mode, made.rigor) == (mode, "measure")
     assert all(chosen.measured for chosen in made.choices)
     checked = [doing for doing in told if doing.startswith("checking ")]
@@ -298,6 +298,6 @@ def test_wrong_layer_of_host_memory_is_named(place: Place, monkeypatch: pytest.M
         return right(self, position) + 1e-3
 
     monkeypatch.setattr(HostRamLayer, "at", at)
-    words: dict[str, Any] = {"mode": "gpu-host", "precision": "fp32", "only": "gpu.conv.host_ram"}
+    arguments: dict[str, Any] = {"mode": "gpu-host", "precision": "fp32", "only": "gpu.conv.host_ram"}
     with pytest.raises(VerifyError, match=r"^layer 0 \(conv .*\) run by gpu\.conv\.host_ram images=1 .* gives "):
-        plan(place.folder / "net.yaml", volume=place.volume, paranoid=True, **words)
+        plan(place.folder / "net.yaml", volume=place.volume, paranoid=True, **arguments)

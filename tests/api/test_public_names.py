@@ -17,7 +17,7 @@ HEAVY = ("numpy", "pyfftw", "h5py", "cupy")
 
 
 def loaded_by(statement: str) -> set[str]:
-    """Which of HEAVY a fresh process has loaded after a statement."""
+    """Return the modules of HEAVY that a fresh process has loaded after a statement."""
     code = f"import sys\n{statement}\nprint(*({HEAVY!r} & sys.modules.keys()))".replace(repr(HEAVY), repr(set(HEAVY)))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return set(done.stdout.split())

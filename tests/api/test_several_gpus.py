@@ -29,8 +29,8 @@ def _emulated(emulated_gpus: EmulatedGpus) -> None:
     emulated_gpus.use(count=CARDS)
 
 
-def go(place: Place, **words: Any) -> Report:
-    given = {"out": place.out, "device": "gpu", "threads": 2, "precision": "fp32", "overwrite": True, **words}
+def go(place: Place, **arguments: Any) -> Report:
+    given = {"out": place.out, "device": "gpu", "threads": 2, "precision": "fp32", "overwrite": True, **arguments}
     return infer(place.volume, place.folder / "net.yaml", **given)
 
 
@@ -41,10 +41,12 @@ def expected(place: Place) -> np.ndarray[Any, Any]:
         return np.array(file["prediction"])
 
 
-@pytest.mark.parametrize("words", [{"gpus": 2}, {"gpus": "all", "cover": "columns"}, {"gpus": 3, "patch": (4, 4, 6)}])
-def test_several_gpus_give_the_bytes_of_one(place: Place, words: dict[str, Any]) -> None:
-    report = go(place, **words)
-    assert report.plan.devices == (CARDS if words["gpus"] == "all" else words["gpus"])
+@pytest.mark.parametrize(
+    "arguments", [{"gpus": 2}, {"gpus": "all", "cover": "columns"}, {"gpus": 3, "patch": (4, 4, 6)}]
+)
+def test_several_gpus_give_the_bytes_of_one(place: Place, arguments: dict[str, Any]) -> None:
+    report = go(place, **arguments)
+    assert report.plan.devices == (CARDS if arguments["gpus"] == "all" else arguments["gpus"])
     assert report.plan.main.columns >= 2
     assert report.plan.memory.peak <= report.plan.limits.ram_bytes
     together = place.prediction()
@@ -191,10 +193,10 @@ def test_more_gpus_than_exist_are_refused(place: Place) -> None:
 
 def test_run_on_several_gpus_never_falls_back_to_the_cpu(place: Place, emulated_gpus: EmulatedGpus) -> None:
     """A run that asked for several GPUs does not go to the CPU."""
-    assert "this process sees 3" in place.refusal(*place.words, "--gpus", CARDS + 1)
+    assert "this process sees 3" in place.refusal(*place.arguments, "--gpus", CARDS + 1)
 
     emulated_gpus.remove("there is no device")
-    assert place.refusal(*place.words, "--gpus", 2) == "there is no device"
+    assert place.refusal(*place.arguments, "--gpus", 2) == "there is no device"
 
 
 def test_run_resumed_with_more_gpus_keeps_its_ram_limit(place: Place) -> None:
@@ -213,15 +215,15 @@ def test_run_resumed_with_more_gpus_keeps_its_ram_limit(place: Place) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "said"),
     [
-        (("--gpus", "0"), "'0' is no number of GPUs from 1 to 1024, nor all"),
-        (("--gpus", "many"), "'many' is no number of GPUs"),
+        (("--gpus", "0"), "'0' is neither a number of GPUs from 1 to 1024 nor all"),
+        (("--gpus", "many"), "'many' is neither a number of GPUs"),
         (("--gpus", "2", "--device", "cpu"), "--gpus are for runs on GPUs, and --device cpu was asked for: drop one"),
     ],
 )
-def test_invalid_gpus_options_are_usage_errors(place: Place, words: tuple[str, ...], said: str) -> None:
-    for result in (place.infer(*words), place.run("plan", place.folder / "net.yaml", *words)):
+def test_invalid_gpus_options_are_usage_errors(place: Place, arguments: tuple[str, ...], said: str) -> None:
+    for result in (place.infer(*arguments), place.run("plan", place.folder / "net.yaml", *arguments)):
         assert result.exit_code == 2
         assert said in result.output
 

@@ -35,7 +35,7 @@ from znnpy.verify import TOLERANCES
 pytestmark = [pytest.mark.slow, needs_compiler]
 
 
-def nearly_as_slow_as_the_processor(device: Any, machine: Machine, *asked: object, **words: object) -> Rates:
+def nearly_as_slow_as_the_processor(device: Any, machine: Machine, *asked: object, **arguments: object) -> Rates:
     """Return rates with which both have cells to compute."""
     return assumed_rates(machine, 1, "gpu").scaled(1e-4, 1e-4)
 
@@ -45,8 +45,15 @@ def _emulated(emulated_gpus: EmulatedGpus) -> None:
     emulated_gpus.use(count=2, rates=nearly_as_slow_as_the_processor)
 
 
-def go(place: Place, **words: Any) -> Report:
-    given = {"out": place.out, "threads": 2, "precision": "fp32", "overwrite": True, "mode": "side-by-side", **words}
+def go(place: Place, **arguments: Any) -> Report:
+    given = {
+        "out": place.out,
+        "threads": 2,
+        "precision": "fp32",
+        "overwrite": True,
+        "mode": "side-by-side",
+        **arguments,
+    }
     return infer(place.volume, place.folder / "net.yaml", **given)
 
 
@@ -58,23 +65,25 @@ def expected(place: Place) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [{}, {"cover": "columns"}, {"patch": (2, 4, 4)}, {"cover": "patches", "gpus": 2}, {"output_dtype": "float16"}],
 )
-def test_both_devices_compute_and_the_output_equals_the_cpus(place: Place, words: dict[str, Any]) -> None:
-    report = go(place, **words)
+def test_both_devices_compute_and_the_output_equals_the_cpus(place: Place, arguments: dict[str, Any]) -> None:
+    report = go(place, **arguments)
     made = report.plan
     assert made.mode == "side-by-side"
     assert 0 < made.cpu_items < len(sharing_of(made).cells)
     assert made.memory.peak <= made.limits.ram_bytes
-    assert [lane.name for lane in report.workers] == (["GPU 0", "GPU 1", "CPU"] if "gpus" in words else ["GPU", "CPU"])
+    assert [lane.name for lane in report.workers] == (
+        ["GPU 0", "GPU 1", "CPU"] if "gpus" in arguments else ["GPU", "CPU"]
+    )
     assert sum(lane.voxels for lane in report.workers) == report.computed == report.voxels
     (line,) = (line for line in report.lines() if line.startswith("devices"))
     assert "CPU" in line
     (methods,) = (line for line in report.lines() if line.startswith("methods"))
     assert all(choice.primitive in methods for choice in made.choices)
     together = place.prediction().astype(np.float32)
-    most = 1e-3 if "output_dtype" in words else TOLERANCES["fp32"]
+    most = 1e-3 if "output_dtype" in arguments else TOLERANCES["fp32"]
     assert np.abs(together - expected(place)).max() <= most
 
 
@@ -97,9 +106,9 @@ def test_given_plan_is_run_unchanged(place: Place) -> None:
     assert len(again.workers) == 2
     with pytest.raises(PlanFileError, match="leave out `mode`"):
         go(place, plan=file, mode="gpu", threads=None, precision=None)
-    for change, words in (({"workers": []}, "at least 1 item"), ({"workers": [{"plan": None}]}, "workers.0.plan")):
+    for change, said in (({"workers": []}, "at least 1 item"), ({"workers": [{"plan": None}]}, "workers.0.plan")):
         file.write_text(json.dumps({**json.loads(made.to_json()), **change}))
-        with pytest.raises(PlanFileError, match=words):
+        with pytest.raises(PlanFileError, match=said):
             go(place, plan=file, mode="auto", threads=None, precision=None)
     gpu, cpu = made.workers
     for workers in ((cpu, gpu), (gpu, gpu), (cpu, cpu)):
@@ -134,8 +143,8 @@ def test_gpu_takes_over_late_items_of_the_cpu(place: Place) -> None:
     """The CPU gives up in the midst of a step."""
     submit, begun = Session.submit, list[str]()
 
-    def late(self: Session, *words: Any, **more: Any) -> Any:
-        found = submit(self, *words, **more)
+    def late(self: Session, *arguments: Any, **more: Any) -> Any:
+        found = submit(self, *arguments, **more)
         if self.plan.device == "cpu":
             begun.append("CPU")
             while True:
@@ -211,7 +220,7 @@ def test_ram_limit_covers_gpu_and_cpu_plan_together(place: Place) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("arguments", "sentence"),
     [
         ({"mode": "both"}, "there is no mode 'both'; choose one of auto, cpu, gpu, gpu-host, cpu-to-gpu, side-by-side"),
         ({"device": "cpu"}, "mode='side-by-side' is of the GPU, and device='cpu' was asked for: drop one"),
@@ -219,9 +228,9 @@ def test_ram_limit_covers_gpu_and_cpu_plan_together(place: Place) -> None:
         ({"mode": "cpu", "vram": "1G", "precision": None}, "`vram` limits the memory of a GPU, and none is used"),
     ],
 )
-def test_contradicting_options_are_refused(place: Place, words: dict[str, Any], sentence: str) -> None:
+def test_contradicting_options_are_refused(place: Place, arguments: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        go(place, **words)
+        go(place, **arguments)
 
 
 def test_primitives_of_both_devices_may_be_forced(place: Place) -> None:
@@ -231,11 +240,11 @@ def test_primitives_of_both_devices_may_be_forced(place: Place) -> None:
 
 
 def test_plan_lists_every_mode(place: Place) -> None:
-    words: dict[str, Any] = {"volume": place.volume, "precision": "fp32", "threads": 2}
-    chosen = plan(place.folder / "net.yaml", mode="side-by-side", **words)
+    arguments: dict[str, Any] = {"volume": place.volume, "precision": "fp32", "threads": 2}
+    chosen = plan(place.folder / "net.yaml", mode="side-by-side", **arguments)
     assert chosen.mode == "side-by-side"
     assert any("without the processor" in kind.reason for kind in chosen.alternatives)
-    quick = plan(place.folder / "net.yaml", mode="gpu", **words)
+    quick = plan(place.folder / "net.yaml", mode="gpu", **arguments)
     assert quick.mode == "gpu"
     assert not any(kind.scheme == "with the processor beside it" for kind in quick.alternatives)
 
@@ -295,8 +304,8 @@ def test_new_plan_along_another_axis_is_refused(
 
     right = choice.choose
 
-    def choose(*asked: Any, **words: Any) -> RunPlan:
-        chosen.append(right(*asked, **words))
+    def choose(*asked: Any, **arguments: Any) -> RunPlan:
+        chosen.append(right(*asked, **arguments))
         return chosen[-1] if len(chosen) == 1 else changed(chosen[-1], axis=(chosen[-1].main.axis + 1) % 3)
 
     emulated_gpus.open_as(Refusing)

@@ -21,8 +21,20 @@ from benchmarks.io_runs import Discard, timed_fsync
 def test_every_experiment_runs_and_forgets_its_files(repository: Path, tmp_path: Path) -> None:
     disk, out = tmp_path / "disk", tmp_path / f"io-{machine_name()}.json"
     disk.mkdir()
-    words = ["--quick", "--out", str(out), "--folder", str(disk)]
-    command = [sys.executable, "-m", "benchmarks", "io", *words, "--do", "write", "--do", "journal", "--do", "whole"]
+    arguments = ["--quick", "--out", str(out), "--folder", str(disk)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks",
+        "io",
+        *arguments,
+        "--do",
+        "write",
+        "--do",
+        "journal",
+        "--do",
+        "whole",
+    ]
     done = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert not list(disk.iterdir())

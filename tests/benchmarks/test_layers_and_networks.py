@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import znnpy
-from benchmarks import layers, networks
+from benchmarks import layer_cases, layers, network_tables, networks
 from benchmarks.harness.layer_runner import OnGpu, Problem, fastest, place_of, ratio, smaller
 from benchmarks.harness.machine import machine_name
 from benchmarks.harness.results import Result, Row, read
@@ -28,8 +28,8 @@ SHAPES = [
 ]
 
 
-def run(repository: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "benchmarks", *words]
+def run(repository: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks", *arguments]
     return subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
 
 
@@ -85,14 +85,14 @@ def test_a_method_that_is_wrong_has_no_figure(monkeypatch: pytest.MonkeyPatch) -
     with place_of("cpu", 1) as place:
         bench = layers.Bench(Result("layers", "here", HEADER), place, Budget(1), ("cpu.conv.direct",), {"copy": 1e9})
         (row,) = [
-            r for r in bench.measure(layers.cases("cpu", "fp32", 1, quick=True)[0], 5.0) if r.subject[:4] == "cpu."
+            r for r in bench.measure(layer_cases.cases("cpu", "fp32", 1, quick=True)[0], 5.0) if r.subject[:4] == "cpu."
         ]
     assert row.failure == "void: rms error 1.0e-03"
 
 
 def test_cases_ask_what_the_plan_of_benchmarks_asks() -> None:
     for device in ("cpu", "gpu"):
-        found = layers.cases(device, "fp32", 2)
+        found = layer_cases.cases(device, "fp32", 2)
         kernels = {case.shape.k[0] for case in found if case.group == "layers"}
         assert kernels == {2, 3, 5, 7, 9}
         assert {"layers", "first", "few-maps", "pools"} <= {case.group for case in found}
@@ -112,7 +112,7 @@ def test_networks_run_on_the_cpu(repository: Path, tmp_path: Path) -> None:
     assert {row.group for row in ours} == {"networks", "columns", "disk", "exactness"}
     (exact,) = [row for row in ours if row.group == "exactness"]
     assert 0 < exact.median < 1e-5
-    table = networks.networks_table("cpu", {"networks": [result]})
+    table = network_tables.networks_table("cpu", {"networks": [result]})
     assert "tiny" in table
     assert f"networks-{result.machine}.json" in table
     assert "from file to file" in done.stdout
@@ -131,7 +131,7 @@ def test_tables_say_how_many_times_as_fast_as_the_peer() -> None:
             Row("networks", "n337", "PyTorch bf16 fragments", "voxels/s", (1e6,)),
             Row("networks", "n337", "PyTorch fp32 plain", "voxels/s", failure="out of memory")]  # fmt: skip
     result = Result("networks", "here", HEADER, rows)
-    line = networks.networks_table("cpu", {"networks": [result]}).splitlines()[2]
+    line = network_tables.networks_table("cpu", {"networks": [result]}).splitlines()[2]
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells == ["n337", "znnpy fp32", "3.00 M", "100^3", "0.75", "1.00 M (PyTorch bf16 fragments)", "3x", "97x"]
-    assert networks.headline(result) == "n337: 3.00 M voxels/s, 3x as fast as PyTorch bf16 fragments"
+    assert network_tables.headline(result) == "n337: 3.00 M voxels/s, 3x as fast as PyTorch bf16 fragments"

@@ -36,10 +36,10 @@ def test_folder_as_volume_is_refused(place: Place) -> None:
 
 def test_several_datasets_are_refused_unless_one_is_named(place: Place) -> None:
     place.write_volume(GREY, second=GREY)
-    sentence = place.refusal(*place.words)
+    sentence = place.refusal(*place.arguments)
     for part in ("raw (20x23x25 uint8)", "second (20x23x25 uint8)", "--dataset"):
         assert part in sentence
-    sentence = place.refusal(*place.words, "--dataset", "third")
+    sentence = place.refusal(*place.arguments, "--dataset", "third")
     for part in ("'third'", "raw (20x23x25 uint8)", "second"):
         assert part in sentence
     assert place.infer("--dataset", "second").exit_code == 0
@@ -57,7 +57,7 @@ def test_several_datasets_are_refused_unless_one_is_named(place: Place) -> None:
 )
 def test_dataset_of_wrong_type_or_axes_is_refused(place: Place, array: np.ndarray[Any, Any], said: str) -> None:
     place.write_volume(array)
-    assert said in place.refusal(*place.words, "--dataset", "raw")
+    assert said in place.refusal(*place.arguments, "--dataset", "raw")
 
 
 def test_big_endian_volume_is_read(place: Place) -> None:
@@ -72,14 +72,14 @@ def test_big_endian_volume_is_read(place: Place) -> None:
 
 def test_volume_smaller_than_the_field_of_view_is_refused(place: Place) -> None:
     place.write_volume(GREY[:5])
-    sentence = place.refusal(*place.words)
+    sentence = place.refusal(*place.arguments)
     assert "5x23x25" in sentence
     assert "6x8x7" in sentence
 
 
 def test_wrong_number_of_channels_is_refused(place: Place) -> None:
     place.write_volume(np.zeros((2, 20, 23, 25), np.uint8))
-    assert "2 channels" in place.refusal(*place.words)
+    assert "2 channels" in place.refusal(*place.arguments)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -100,7 +100,7 @@ def test_values_not_finite_are_refused(place: Place, bad: float) -> None:
 
 
 def test_nan_in_uint8_output_is_refused(place: Place) -> None:
-    assert "--output-dtype float32" in place.refusal(*place.words, "--allow-nan", "--output-dtype", "uint8")
+    assert "--output-dtype float32" in place.refusal(*place.arguments, "--allow-nan", "--output-dtype", "uint8")
 
 
 def test_volume_locked_by_another_program_is_refused(place: Place) -> None:
@@ -110,7 +110,7 @@ def test_volume_locked_by_another_program_is_refused(place: Place) -> None:
     ) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "open\n"
-        sentence = place.refusal(*place.words)
+        sentence = place.refusal(*place.arguments)
         other.communicate("\n")
     assert "locked" in sentence
 
@@ -119,19 +119,19 @@ def test_missing_filter_plugin_is_named(place: Place, monkeypatch: pytest.Monkey
     with h5py.File(place.volume, "w") as file:
         file.create_dataset("raw", data=GREY, chunks=True, compression="lzf")
     monkeypatch.setattr(h5py.h5z, "filter_avail", lambda code: False)
-    sentence = place.refusal(*place.words)
+    sentence = place.refusal(*place.arguments)
     assert "32000 (lzf)" in sentence
     assert "hdf5plugin" in sentence
 
 
 def test_roi_outside_the_volume_is_refused(place: Place) -> None:
-    sentence = place.refusal(*place.words, "--roi", "0:20,0:23,0:26")
+    sentence = place.refusal(*place.arguments, "--roi", "0:20,0:23,0:26")
     assert "0:26" in sentence
     assert "0:25" in sentence
 
 
 def test_roi_smaller_than_the_field_of_view_is_refused(place: Place) -> None:
-    sentence = place.refusal(*place.words, "--roi", "0:5,0:23,0:25")
+    sentence = place.refusal(*place.arguments, "--roi", "0:5,0:23,0:25")
     for part in ("--roi", "5x23x25", "6x8x7"):
         assert part in sentence
 
@@ -153,15 +153,15 @@ def test_missing_network_is_refused(place: Place) -> None:
 
 def test_missing_weights_are_refused(place: Place) -> None:
     place.write_network(weights="gone.npz")
-    sentence = place.refusal(*place.words)
+    sentence = place.refusal(*place.arguments)
     assert "gone.npz" in sentence
     place.write_network(weights=None)
-    assert "--weights" in place.refusal(*place.words)
+    assert "--weights" in place.refusal(*place.arguments)
 
 
 def test_weights_of_a_wrong_shape_are_refused(place: Place) -> None:
     place.write_weights(conv0_weight=np.zeros((3, 1, 1, 5, 3), np.float32))
-    sentence = place.refusal(*place.words)
+    sentence = place.refusal(*place.arguments)
     assert "conv0_weight" in sentence
     assert "3, 1, 1, 5, 3" in sentence
     assert "3, 1, 1, 5, 2" in sentence
@@ -169,12 +169,12 @@ def test_weights_of_a_wrong_shape_are_refused(place: Place) -> None:
 
 def test_weights_of_text_are_refused(place: Place) -> None:
     place.write_weights(conv1_bias=np.array([0, np.nan, 0, 0], np.float32))
-    assert "conv1_bias" in place.refusal(*place.words)
+    assert "conv1_bias" in place.refusal(*place.arguments)
 
 
 def test_pickled_weights_are_refused(place: Place) -> None:
     place.write_weights(conv0_bias=np.array([{"a": 1}, None, None], dtype=object))
-    assert "conv0_bias" in place.refusal(*place.words)
+    assert "conv0_bias" in place.refusal(*place.arguments)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_pickled_weights_are_refused(place: Place) -> None:
 )
 def test_unknown_layer_is_refused(place: Place, layer: dict[str, Any], said: str) -> None:
     place.write_network(layers=[layer])
-    sentence = place.refusal(*place.words)
+    sentence = place.refusal(*place.arguments)
     assert said in sentence
     assert "layer 0" in sentence or "layers[0]" in sentence
 
@@ -205,6 +205,6 @@ def test_overflowing_values_are_refused(place: Place) -> None:
 def test_weights_larger_than_the_ram_limit_are_not_read(place: Place) -> None:
     """A compressed file of 1 MiB may hold a gigabyte of weights."""
     place.write_network(layers=[{"type": "conv", "kernel": 1, "out": 4096}, {"type": "conv", "kernel": 2, "out": 4096}])
-    sentence = place.refusal(*place.words, "--ram", "400M")
+    sentence = place.refusal(*place.arguments, "--ram", "400M")
     assert "512.1 MiB" in sentence
     assert "400.0 MiB" in sentence

@@ -22,38 +22,38 @@ pytestmark = pytest.mark.slow
 
 def test_existing_output_is_refused(place: Place) -> None:
     place.out.write_text("precious")
-    for words in ((), ("--resume",)):
-        assert "--overwrite" in place.refusal(*place.words, *words)
+    for arguments in ((), ("--resume",)):
+        assert "--overwrite" in place.refusal(*place.arguments, *arguments)
     assert place.infer("--overwrite").exit_code == 0
 
 
 def test_volume_as_output_is_refused(place: Place) -> None:
-    words = ("infer", place.volume, "--network", place.folder / "net.yaml", "--out", place.volume)
-    assert "--out" in place.refusal(*words, "--overwrite")
+    arguments = ("infer", place.volume, "--network", place.folder / "net.yaml", "--out", place.volume)
+    assert "--out" in place.refusal(*arguments, "--overwrite")
 
 
 def test_missing_output_folder_is_refused(place: Place) -> None:
-    assert str(place.folder / "gone") in place.refusal(*place.words[:-1], place.folder / "gone" / "out.h5")
+    assert str(place.folder / "gone") in place.refusal(*place.arguments[:-1], place.folder / "gone" / "out.h5")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_read_only_output_folder_is_refused(place: Place) -> None:
     folder = place.folder / "readonly"
     folder.mkdir(mode=0o555)
-    assert str(folder) in place.refusal(*place.words[:-1], folder / "out.h5")
+    assert str(folder) in place.refusal(*place.arguments[:-1], folder / "out.h5")
 
 
 def test_second_run_with_the_same_output_is_refused(place: Place) -> None:
     lock = OutputLock(place.out.with_name("out.h5.lock"), place.out)
     lock.hold()
-    assert "another run is writing" in place.refusal(*place.words)
+    assert "another run is writing" in place.refusal(*place.arguments)
     lock.release()
 
 
 def test_too_little_disk_space_is_refused_before_the_start(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", ("total", "used", "free"))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6 - 1234, 1234))
-    sentence = place.refusal(*place.words)
+    sentence = place.refusal(*place.arguments)
     assert "1.21 KiB" in sentence
     assert "35.6 KiB" in sentence  # 2 maps of 15x16x19 float32
 
@@ -94,7 +94,7 @@ def test_resume_with_changed_options_is_refused(place: Place, monkeypatch: pytes
 
         patch.setattr(Hdf5Store, "write", fill_up)
         assert place.infer(*begun).exit_code == 1
-    sentence = place.refusal(*place.words, "--resume", "--cover", "patches")
+    sentence = place.refusal(*place.arguments, "--resume", "--cover", "patches")
     for part in ("--cover columns", "--cover patches", "--overwrite"):
         assert part in sentence
     assert place.infer("--resume").exit_code == 0
@@ -115,7 +115,7 @@ def test_resume_of_another_job_is_refused(place: Place, field: str) -> None:
         more = ("--roi", "0:19,:,:")
     else:
         more = ("--output-dtype", "float16")
-    sentence = place.refusal(*place.words, "--resume", *more)
+    sentence = place.refusal(*place.arguments, "--resume", *more)
     assert field in sentence
 
 
@@ -131,14 +131,14 @@ def test_resume_of_a_finished_run_does_nothing(place: Place) -> None:
 
 def test_folder_in_place_of_the_journal_is_refused(place: Place) -> None:
     place.out.with_name("out.h5.journal").mkdir()
-    assert "out.h5.journal: Is a directory" in place.refusal(*place.words, "--resume")
+    assert "out.h5.journal: Is a directory" in place.refusal(*place.arguments, "--resume")
 
 
 def test_advice_about_a_foreign_journal_works(place: Place) -> None:
     journal = place.out.with_name("out.h5.journal")
     journal.write_text("notes\n")
-    for word in ("--resume", "--overwrite"):
-        said = place.refusal(*place.words, word)
+    for option in ("--resume", "--overwrite"):
+        said = place.refusal(*place.arguments, option)
         assert str(journal) in said
         assert "move it away" in said
     journal.rename(place.folder / "notes")
@@ -160,8 +160,8 @@ def test_users_files_beside_the_output_survive(place: Place, name: str) -> None:
     """Files survive, and so does a folder under a name that earlier versions removed."""
     beside = place.folder / name
     beside.write_text("precious")
-    for words in ((), ("--overwrite",), ("--resume",)):
-        assert place.infer(*words).exit_code == 0
+    for arguments in ((), ("--overwrite",), ("--resume",)):
+        assert place.infer(*arguments).exit_code == 0
         assert beside.read_text() == "precious"
     beside.unlink()
     beside.mkdir()
@@ -174,8 +174,8 @@ def test_folder_holding_the_volume_is_not_replaced(place: Place) -> None:
     zarr = pytest.importorskip("zarr")
     folder = place.folder / "data.zarr"
     zarr.open_group(folder, mode="w").create_array("raw.zarr", data=np.full((20, 23, 25), 7, "u1"))
-    words = ("infer", folder / "raw.zarr", "--network", place.folder / "net.yaml", "--out", folder, "--overwrite")
-    assert str(folder) in place.refusal(*words)
+    arguments = ("infer", folder / "raw.zarr", "--network", place.folder / "net.yaml", "--out", folder, "--overwrite")
+    assert str(folder) in place.refusal(*arguments)
     assert (zarr.open_group(folder, mode="r")["raw.zarr"][:] == 7).all()
 
 
@@ -188,8 +188,8 @@ def test_link_to_the_volume_is_not_written_through(place: Place, ending: str, li
         at.hardlink_to(place.volume)
     else:
         at.symlink_to(place.volume)
-    for words in (("--overwrite",), ("--resume",)):
-        result = place.infer(*words)
+    for arguments in (("--overwrite",), ("--resume",)):
+        result = place.infer(*arguments)
         assert result.exit_code == (0 if ending == "journal.new" else 1)
         assert "Traceback" not in result.stderr
         assert os.path.lexists(at)
@@ -203,13 +203,13 @@ def test_irreplaceable_output_is_refused_before_the_run(place: Place, name: str)
         (place.folder / name).write_text("a file")
     else:
         (place.folder / name).mkdir()
-    words = ("infer", place.volume, "--network", place.folder / "net.yaml", "--out", place.folder / name)
-    assert name in place.refusal(*words, "--overwrite")
+    arguments = ("infer", place.volume, "--network", place.folder / "net.yaml", "--out", place.folder / name)
+    assert name in place.refusal(*arguments, "--overwrite")
 
 
 def test_dangling_link_is_not_replaced(place: Place) -> None:
     place.out.symlink_to("nothing")
-    assert "--overwrite" in place.refusal(*place.words)
+    assert "--overwrite" in place.refusal(*place.arguments)
     assert place.out.is_symlink()
 
 
@@ -217,8 +217,8 @@ def test_dangling_link_is_not_replaced(place: Place) -> None:
 def test_inputs_of_a_run_are_not_replaced(place: Place, what: str) -> None:
     plan = ("plan", place.folder / "net.yaml", "--volume", place.volume, "--overwrite", "--out")
     (place.folder / "same.h5").hardlink_to(place.folder / what)
-    words = ("infer", place.volume, "--network", place.folder / "net.yaml", "--overwrite", "--out")
-    assert "--out" in place.refusal(*words, place.folder / "same.h5")
+    arguments = ("infer", place.volume, "--network", place.folder / "net.yaml", "--overwrite", "--out")
+    assert "--out" in place.refusal(*arguments, place.folder / "same.h5")
     if what != "net.npz":  # plans read no weights
         assert "--out" in place.refusal(*plan, place.folder / what)
 
@@ -245,4 +245,4 @@ def test_journal_of_another_run_beside_the_output_is_refused(place: Place, monke
     place.out.with_name("out.h5.partial").unlink()
     stop_after(3)
     kept.replace(journal)
-    assert "journal" in place.refusal(*place.words, *small, "--resume")
+    assert "journal" in place.refusal(*place.arguments, *small, "--resume")

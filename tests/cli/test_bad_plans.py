@@ -14,7 +14,7 @@ from tests.support.cli import Place
 
 def test_too_little_ram_is_refused(place: Place) -> None:
     place.write_small_volume()
-    sentence = place.refusal(*place.words, "--ram", "1M")
+    sentence = place.refusal(*place.arguments, "--ram", "1M")
     assert "bytes" in sentence or "MiB" in sentence
     assert "--ram" in sentence
 
@@ -22,7 +22,7 @@ def test_too_little_ram_is_refused(place: Place) -> None:
 def test_plan_of_another_network_is_refused(place: Place) -> None:
     other = place.folder / "plan.json"
     assert place.run("plan", "--shape", "40,40,40", "--out", other).exit_code == 0
-    assert "fib25_boundary" in place.refusal(*place.words, "--plan", other)
+    assert "fib25_boundary" in place.refusal(*place.arguments, "--plan", other)
 
 
 def test_damaged_or_missing_plan_is_refused(place: Place) -> None:
@@ -30,10 +30,10 @@ def test_damaged_or_missing_plan_is_refused(place: Place) -> None:
     assert place.run("plan", place.folder / "net.yaml", "--volume", place.volume, "--out", plan).exit_code == 0
     content = plan.read_text()
     plan.write_text(re.sub(r'"version": \d+', '"version": 99', content, count=1))
-    assert "99" in place.refusal(*place.words, "--plan", plan)
+    assert "99" in place.refusal(*place.arguments, "--plan", plan)
     plan.write_text(content[:200])
-    assert "plan.json: the plan is damaged" in place.refusal(*place.words, "--plan", plan)
-    assert "gone.json" in place.refusal(*place.words, "--plan", place.folder / "gone.json")
+    assert "plan.json: the plan is damaged" in place.refusal(*place.arguments, "--plan", plan)
+    assert "gone.json" in place.refusal(*place.arguments, "--plan", place.folder / "gone.json")
 
 
 @pytest.mark.parametrize(
@@ -50,12 +50,12 @@ def test_damaged_or_missing_plan_is_refused(place: Place) -> None:
 )
 def test_edited_plan_of_columns_is_refused(place: Place, field: str, value: object, said: str) -> None:
     path = place.folder / "plan.json"
-    words = ("plan", place.folder / "net.yaml", "--shape", "60,20,20", "--cover", "columns", "--patch", "4,6,4")
-    assert place.run(*words, "--out", path).exit_code == 0
+    arguments = ("plan", place.folder / "net.yaml", "--shape", "60,20,20", "--cover", "columns", "--patch", "4,6,4")
+    assert place.run(*arguments, "--out", path).exit_code == 0
     plan = json.loads(path.read_text())
     assert (plan["axis"], plan["column_planes"]) == (0, 56)
     path.write_text(json.dumps({**plan, field: value}))
-    assert said in place.refusal(*place.words, "--plan", path)
+    assert said in place.refusal(*place.arguments, "--plan", path)
 
 
 def test_columns_without_carried_planes_are_refused(place: Place) -> None:
@@ -65,7 +65,7 @@ def test_columns_without_carried_planes_are_refused(place: Place) -> None:
 
 
 def test_patch_unfit_as_step_of_a_column_is_refused(place: Place) -> None:
-    sentence = place.refusal(*place.words, "--cover", "columns", "--patch", "4,5,5")
+    sentence = place.refusal(*place.arguments, "--cover", "columns", "--patch", "4,5,5")
     assert "2x2x1" in sentence
     assert "4x5x5" in sentence
 
@@ -74,16 +74,16 @@ def test_plan_beyond_the_machines_memory_is_refused(place: Place) -> None:
     plan = place.folder / "plan.json"
     huge = ("--shape", "9000,9000,9000", "--patch", "8000,8000,8000", "--ram", "900T", "--out", plan)
     assert place.run("plan", place.folder / "net.yaml", *huge).exit_code == 0
-    sentence = place.refusal(*place.words, "--plan", plan)
+    sentence = place.refusal(*place.arguments, "--plan", plan)
     assert "bytes of RAM" in sentence
 
 
 def test_plan_file_is_replaced_only_with_overwrite(place: Place) -> None:
     plan = Path(place.folder / "plan.json")
     plan.write_text("precious")
-    words = ("plan", place.folder / "net.yaml", "--shape", "30,30,30", "--out", plan)
-    assert "plan.json exists" in place.refusal(*words)
-    assert place.run(*words, "--overwrite").exit_code == 0
+    arguments = ("plan", place.folder / "net.yaml", "--shape", "30,30,30", "--out", plan)
+    assert "plan.json exists" in place.refusal(*arguments)
+    assert place.run(*arguments, "--overwrite").exit_code == 0
     assert place.infer("--plan", plan).exit_code == 0
 
 

@@ -48,15 +48,15 @@ def prediction(out: Path) -> np.ndarray[Any, Any]:
 @pytest.mark.usefixtures("cuda_device")
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16"])
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [{}, {"cover": "patches", "vram": "2G"}, {"cover": "columns", "patch": (16, 64, 64)}],
     ids=["as planned", "patches in 2 GiB", "columns"],
 )
 def test_gpu_output_equals_that_of_the_cpu(
-    volume: Path, folder: Path, on_the_cpu: np.ndarray[Any, Any], precision: Precision, words: dict[str, Any]
+    volume: Path, folder: Path, on_the_cpu: np.ndarray[Any, Any], precision: Precision, arguments: dict[str, Any]
 ) -> None:
     out = folder / "gpu.h5"
-    report: Report = infer(volume, out=out, device="gpu", precision=precision, overwrite=True, **words)
+    report: Report = infer(volume, out=out, device="gpu", precision=precision, overwrite=True, **arguments)
     print("", *report.lines(), sep="\n")  # shown with -s: what it ran and how fast
     found = prediction(out)
     error = found - on_the_cpu
@@ -75,8 +75,8 @@ def test_gpu_output_equals_that_of_the_cpu(
 @pytest.mark.usefixtures("cuda_device")
 def test_separate_process_stays_within_ram_and_vram_promises(volume: Path, folder: Path) -> None:
     """Memory of the process and of the GPU, by the command line."""
-    words = ["infer", volume, "--out", folder / "own.h5", "--device", "gpu", "--precision", "tf32", "--vram", "4G"]
-    command = [sys.executable, "-m", "znnpy", *map(str, words), "--json"]
+    arguments = ["infer", volume, "--out", folder / "own.h5", "--device", "gpu", "--precision", "tf32", "--vram", "4G"]
+    command = [sys.executable, "-m", "znnpy", *map(str, arguments), "--json"]
     fresh = {name: str(folder / name) for name in ("XDG_CACHE_HOME", "CUPY_CACHE_DIR")}  # kernels are compiled, too
     done = subprocess.run(command, env={**os.environ, **fresh}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

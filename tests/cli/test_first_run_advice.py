@@ -21,7 +21,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("uncompiled")
 def test_run_without_compiled_kernels_warns_of_lost_speed(place: Place) -> None:
-    lost = "the fastest methods do not run here, a run takes two to three times as long: the kernels for avx"
+    lost = "the fastest methods do not run here, so a run takes two to three times as long: the kernels for avx"
     result = place.infer()
     assert result.exit_code == 0
     assert f"\nwarning: {lost}" in result.stdout

@@ -24,20 +24,20 @@ def missing_volume(place: Place) -> str:
 
 def several_datasets(place: Place) -> str:
     place.write_volume(GREY, second=GREY)
-    return place.refusal(*place.words)
+    return place.refusal(*place.arguments)
 
 
 def volume_below_the_field_of_view(place: Place) -> str:
     place.write_volume(GREY[:5])
-    return place.refusal(*place.words)
+    return place.refusal(*place.arguments)
 
 
 def region_outside_the_volume(place: Place) -> str:
-    return place.refusal(*place.words, "--roi", "0:20,0:23,0:26")
+    return place.refusal(*place.arguments, "--roi", "0:20,0:23,0:26")
 
 
 def nan_in_bytes(place: Place) -> str:
-    return place.refusal(*place.words, "--allow-nan", "--output-dtype", "uint8")
+    return place.refusal(*place.arguments, "--allow-nan", "--output-dtype", "uint8")
 
 
 def missing_network(place: Place) -> str:
@@ -46,43 +46,43 @@ def missing_network(place: Place) -> str:
 
 def unknown_layer(place: Place) -> str:
     place.write_network(layers=[{"type": "deconv", "kernel": 3, "out": 1}])
-    return place.refusal(*place.words)
+    return place.refusal(*place.arguments)
 
 
 def weights_of_a_wrong_shape(place: Place) -> str:
     place.write_weights(conv0_weight=np.zeros((3, 1, 1, 5, 3), np.float32))
-    return place.refusal(*place.words)
+    return place.refusal(*place.arguments)
 
 
 def weights_beyond_the_limit(place: Place) -> str:
     place.write_network(layers=[{"type": "conv", "kernel": 1, "out": 4096}, {"type": "conv", "kernel": 2, "out": 4096}])
-    return place.refusal(*place.words, "--ram", "400M")
+    return place.refusal(*place.arguments, "--ram", "400M")
 
 
 def existing_output(place: Place) -> str:
     place.out.write_text("precious")
-    return place.refusal(*place.words)
+    return place.refusal(*place.arguments)
 
 
 def foreign_output_to_resume(place: Place) -> str:
     place.out.write_text("precious")
-    return place.refusal(*place.words, "--resume")
+    return place.refusal(*place.arguments, "--resume")
 
 
 def volume_as_output(place: Place) -> str:
-    return place.refusal(*place.words[:-1], place.volume, "--overwrite")
+    return place.refusal(*place.arguments[:-1], place.volume, "--overwrite")
 
 
 def missing_folder_for_the_output(place: Place) -> str:
-    return place.refusal(*place.words[:-1], place.folder / "gone" / "out.h5")
+    return place.refusal(*place.arguments[:-1], place.folder / "gone" / "out.h5")
 
 
 def missing_plan(place: Place) -> str:
-    return place.refusal(*place.words, "--plan", place.folder / "gone.json")
+    return place.refusal(*place.arguments, "--plan", place.folder / "gone.json")
 
 
 def patch_off_the_period(place: Place) -> str:
-    return place.refusal(*place.words, "--cover", "columns", "--patch", "4,5,5")
+    return place.refusal(*place.arguments, "--cover", "columns", "--patch", "4,5,5")
 
 
 MESSAGES: tuple[Callable[[Place], str], ...] = (

@@ -116,10 +116,12 @@ def test_missing_gpu_is_an_error_if_asked_for(
     place: Place, monkeypatch: pytest.MonkeyPatch, cuda: Cuda | None, said: str, command: str
 ) -> None:
     answer(monkeypatch, cuda)
-    words = (
-        place.words if command == "infer" else ["plan", str(place.folder / "net.yaml"), "--volume", str(place.volume)]
+    arguments = (
+        place.arguments
+        if command == "infer"
+        else ["plan", str(place.folder / "net.yaml"), "--volume", str(place.volume)]
     )
-    assert place.refusal(*words, "--device", "gpu") == said
+    assert place.refusal(*arguments, "--device", "gpu") == said
     assert not place.out.exists()
 
 
@@ -168,7 +170,7 @@ def test_vram_limit_without_gpu_limits_nothing(place: Place) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "said"),
     [
         (("--device", "tpu"), "'tpu' is not one of 'auto', 'cpu', 'gpu'"),
         (("--precision", "bf16"), "'bf16' is not one of 'fp32', 'tf32', 'fp16'"),
@@ -189,36 +191,36 @@ def test_vram_limit_without_gpu_limits_nothing(place: Place) -> None:
 )
 @pytest.mark.parametrize("command", ["plan", "infer"])
 def test_contradicting_gpu_options_are_usage_errors(
-    place: Place, command: str, words: tuple[str, ...], said: str
+    place: Place, command: str, arguments: tuple[str, ...], said: str
 ) -> None:
-    result = place.run(command, *(["v.h5"] if command == "infer" else []), *words)
+    result = place.run(command, *(["v.h5"] if command == "infer" else []), *arguments)
     assert result.exit_code == 2
     assert said in result.stderr
 
 
-@pytest.mark.parametrize("words", [("--device", "gpu"), ("--vram", "2G"), ("--precision", "tf32")])
-def test_given_plan_fixes_the_device(place: Place, words: tuple[str, str]) -> None:
-    result = place.infer("--plan", "p.json", *words)
+@pytest.mark.parametrize("arguments", [("--device", "gpu"), ("--vram", "2G"), ("--precision", "tf32")])
+def test_given_plan_fixes_the_device(place: Place, arguments: tuple[str, str]) -> None:
+    result = place.infer("--plan", "p.json", *arguments)
     assert result.exit_code == 2
-    assert f"{words[0]} is fixed by the plan: omit it, or omit --plan" in result.stderr
+    assert f"{arguments[0]} is fixed by the plan: omit it, or omit --plan" in result.stderr
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "said"),
     [
         ({"device": "GPU"}, "there is no device 'GPU'; choose one of auto, cpu, gpu"),
         ({"precision": "bf16"}, "there is no precision 'bf16'; choose one of fp32, tf32, fp16"),
         ({"device": "cpu", "vram": "2G"}, "`vram` limits the memory of a GPU, and none is used: drop it"),
     ],
 )
-def test_invalid_arguments_are_value_errors_in_the_library(place: Place, words: dict[str, Any], said: str) -> None:
+def test_invalid_arguments_are_value_errors_in_the_library(place: Place, arguments: dict[str, Any], said: str) -> None:
     network = place.folder / "net.yaml"
     with pytest.raises(ValueError, match=said):
-        znnpy.infer(place.volume, network, out=place.out, **words)
+        znnpy.infer(place.volume, network, out=place.out, **arguments)
     with pytest.raises(ValueError, match=said):
-        znnpy.plan(network, shape=(20, 20, 20), **words)
+        znnpy.plan(network, shape=(20, 20, 20), **arguments)
     with pytest.raises(ValueError, match=said):
-        znnpy.load_network(network)(np.zeros((20, 20, 20), np.uint8), **words)
+        znnpy.load_network(network)(np.zeros((20, 20, 20), np.uint8), **arguments)
 
 
 def plan_words(place: Place, *more: object) -> list[object]:
@@ -252,10 +254,10 @@ def test_auto_plan_is_compared_with_the_best_cpu_plan(place: Place, card: Callab
     assert kind["vram_bytes"] == 0
     told = " ".join(place.run(*plan_words(place)).stdout.split())
     assert "instead: on the CPU: " in told
-    for words in (("--device", "gpu"), ("--vram", "1G")):
+    for arguments in (("--device", "gpu"), ("--vram", "1G")):
         assert {
             kind["device"]
-            for kind in json.loads(place.run(*plan_words(place, "--json", *words)).stdout)["plan"]["alternatives"]
+            for kind in json.loads(place.run(*plan_words(place, "--json", *arguments)).stdout)["plan"]["alternatives"]
         } <= {"gpu"}
 
 

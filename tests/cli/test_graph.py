@@ -58,7 +58,7 @@ def test_dot_file_is_written_for_graphviz(place: Place) -> None:
 def test_arguments_without_a_picture_are_refused(place: Place) -> None:
     out = place.folder / "graph.svg"
     too_many = place.refusal("graph", "--maps", 80, 80, "--batch", 512, "--out", out)
-    assert "make 3,365,124 tasks, and a plot has room for 1,000; give fewer --maps" in too_many
+    assert "make 3,365,124 tasks, but a plot can show 1,000; give fewer --maps" in too_many
     huge = place.refusal("graph", "--maps", 10**7, 10**7, "--batch", 10**7, "--out", out)
     assert "give fewer --maps" in huge
     assert "ends in none of .svg and .dot" in place.refusal("graph", "--out", place.folder / "graph.png")
@@ -71,8 +71,8 @@ def test_arguments_without_a_picture_are_refused(place: Place) -> None:
     assert out.read_text().startswith("<svg")
 
 
-@pytest.mark.parametrize("words", [("--maps", 0, 5), ("--maps", 3), ("--batch", 0), ("--batch", "x"), ()])
-def test_wrong_arguments_are_usage_errors(place: Place, words: tuple[object, ...]) -> None:
-    result = place.run("graph", *words, *(("--out", place.folder / "graph.svg") if words else ()))
+@pytest.mark.parametrize("arguments", [("--maps", 0, 5), ("--maps", 3), ("--batch", 0), ("--batch", "x"), ()])
+def test_wrong_arguments_are_usage_errors(place: Place, arguments: tuple[object, ...]) -> None:
+    result = place.run("graph", *arguments, *(("--out", place.folder / "graph.svg") if arguments else ()))
     assert result.exit_code == 2
     assert not (place.folder / "graph.svg").exists()

@@ -46,8 +46,8 @@ def test_files_of_a_volume_are_not_replaced(place: Place) -> None:
     infer = ("infer", paths["linked"], "--dataset", "raw", "--network", place.folder / "net.yaml", "--overwrite")
     plan = ("plan", place.folder / "net.yaml", "--volume", paths["linked"], "--dataset", "raw", "--overwrite")
     for path in paths.values():
-        for words in (infer, plan):
-            said = place.refusal(*words, "--out", path)
+        for arguments in (infer, plan):
+            said = place.refusal(*arguments, "--out", path)
             assert f"{path} itself; give another name as --out" in said
     (place.folder / "same.png").hardlink_to(paths["source"])
     said = place.refusal(*plan, "--plot", place.folder / "same.png")
@@ -68,8 +68,8 @@ def test_zarr_array_behind_a_link_is_not_replaced(place: Place) -> None:
     zarr.create_array(there, data=np.full(SIZE, 7, np.uint8))
     zarr.open_group(place.folder / "group.zarr", mode="w")
     (place.folder / "group.zarr" / "raw").symlink_to(there)
-    words = ("infer", place.folder / "group.zarr", "--dataset", "raw", "--network", place.folder / "net.yaml")
-    assert "itself; give another name as --out" in place.refusal(*words, "--out", there, "--overwrite")
+    arguments = ("infer", place.folder / "group.zarr", "--dataset", "raw", "--network", place.folder / "net.yaml")
+    assert "itself; give another name as --out" in place.refusal(*arguments, "--out", there, "--overwrite")
     assert (zarr.open_array(there, mode="r")[:] == 7).all()
 
 
@@ -101,22 +101,22 @@ def test_sources_of_a_given_dataset_are_not_replaced(place: Place) -> None:
     assert place.state() == before
 
 
-@pytest.mark.parametrize("word", ["--out", "--plot"])
-def test_plan_does_not_replace_the_weights(place: Place, word: str) -> None:
+@pytest.mark.parametrize("option", ["--out", "--plot"])
+def test_plan_does_not_replace_the_weights(place: Place, option: str) -> None:
     weights = place.folder / "net.npz"
     before = place.state()
-    path = weights if word == "--out" else place.folder / "net.png"
-    if word == "--plot":
+    path = weights if option == "--out" else place.folder / "net.png"
+    if option == "--plot":
         path.symlink_to(weights)
-    plan = ("plan", place.folder / "net.yaml", "--shape", "30,30,30", "--overwrite", word, path)
-    assert f"net.npz itself; give another name as {word}" in place.refusal(*plan)
+    plan = ("plan", place.folder / "net.yaml", "--shape", "30,30,30", "--overwrite", option, path)
+    assert f"net.npz itself; give another name as {option}" in place.refusal(*plan)
     assert place.state()["net.npz"] == before["net.npz"]
 
 
-@pytest.mark.parametrize("word", ["--out", "--export"])
-def test_measurement_does_not_replace_the_weights(place: Place, word: str) -> None:
+@pytest.mark.parametrize("option", ["--out", "--export"])
+def test_measurement_does_not_replace_the_weights(place: Place, option: str) -> None:
     weights = place.folder / "net.npz"
     before = place.state()
-    said = place.refusal("measure", place.folder / "net.yaml", "--overwrite", word, weights)
-    assert f"net.npz itself; give another name as {word}" in said
+    said = place.refusal("measure", place.folder / "net.yaml", "--overwrite", option, weights)
+    assert f"net.npz itself; give another name as {option}" in said
     assert place.state() == before

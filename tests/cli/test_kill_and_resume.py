@@ -71,7 +71,7 @@ class Ground:
         return out
 
 
-def words(folder: Path, out: Path, *more: object) -> list[object]:
+def arguments(folder: Path, out: Path, *more: object) -> list[object]:
     files = ("--network", folder / "net.yaml", "--plan", folder / "plan.json")
     return ["infer", folder / "volume.h5", *files, "--out", out, *more]
 
@@ -83,8 +83,8 @@ def ground(tmp_path_factory: pytest.TempPathFactory, tiny_network: Callable[...,
     network = ("--network", folder / "net.yaml", "--device", "cpu", "--patch", "4,8,8", "--threads", "1")
     with ForkedRuns() as runs:
 
-        def run(*words: object) -> Answer:
-            ended = runs.run(*words)
+        def run(*arguments: object) -> Answer:
+            ended = runs.run(*arguments)
             assert ended.code == 0, ended.stderr
             return ended
 
@@ -93,7 +93,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory, tiny_network: Callable[...,
         for path in earlier:
             run("infer", place.volume, *network, "--out", path, "--roi", "0:12,:,:")
         expected = [folder / f"out{suffix}" for suffix in SUFFIXES]
-        ended = [run(*words(folder, path)) for path in expected]
+        ended = [run(*arguments(folder, path)) for path in expected]
         yield Ground(
             folder,
             runs,
@@ -120,7 +120,7 @@ class Case:
 
     def run(self, **when: Any) -> bool:
         """Run or go on, and look at all files; whether it was killed before the output was complete."""
-        ended = self.ground.runs.run(*words(self.folder, self.out, self.mode), **when)
+        ended = self.ground.runs.run(*arguments(self.folder, self.out, self.mode), **when)
         now = contents(self.folder)
         assert {name: now.get(name) for name in self.users} == self.users, "a file of the user's has changed"
         if ended.code == 1:  # it was killed before a column was on record, and what is there is the earlier output

@@ -51,7 +51,7 @@ def here(place: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
     monkeypatch.setenv("XDG_CACHE_HOME", str(place.folder / "cache"))
 
     @contextmanager
-    def clock(*words: Any) -> Iterator[Clock]:
+    def clock(*arguments: Any) -> Iterator[Clock]:
         yield Clock()
 
     monkeypatch.setattr(measurement, "_clock", clock)
@@ -72,8 +72,10 @@ def change(path: Path, *keys: str, to: Any) -> None:
     path.write_text(json.dumps(content))
 
 
-def planned(place: Place, *words: object) -> dict[str, Any]:
-    result = place.run("plan", place.folder / "net.yaml", "--volume", place.volume, "--json", "--device", "cpu", *words)
+def planned(place: Place, *arguments: object) -> dict[str, Any]:
+    result = place.run(
+        "plan", place.folder / "net.yaml", "--volume", place.volume, "--json", "--device", "cpu", *arguments
+    )
     assert result.exit_code == 0, result.output
     return dict(json.loads(result.stdout))
 
@@ -143,10 +145,10 @@ def test_inaccessible_cache_is_left_alone(here: Place, monkeypatch: pytest.Monke
     assert here.run("measure", "--device", "cpu").exit_code == 0
     stat = os.stat
 
-    def refusing(path: Any, *words: Any, **more: Any) -> os.stat_result:
+    def refusing(path: Any, *arguments: Any, **more: Any) -> os.stat_result:
         if Path(os.fsdecode(path)) == stored():
             raise PermissionError(13, "Permission denied")
-        return stat(path, *words, **more)
+        return stat(path, *arguments, **more)
 
     monkeypatch.setattr(os, "stat", refusing)
     assert not any(fitted(planned(here)))
@@ -194,23 +196,23 @@ def test_named_cost_file_that_does_not_fit_is_refused(here: Place) -> None:
     here.out.unlink()
     change(mine, "machine", "processor", to="another")
     sentence = f"the costs in {mine} do not fit: the processor was another and is {this_machine().processor} here; "
-    for words in (("plan", net, "--costs", mine), (*here.words, "--costs", mine)):
-        assert here.refusal(*words) == sentence + "leave --costs out, or measure again with `znnpy measure`"
+    for arguments in (("plan", net, "--costs", mine), (*here.arguments, "--costs", mine)):
+        assert here.refusal(*arguments) == sentence + "leave --costs out, or measure again with `znnpy measure`"
     mine.write_text("{")
     assert here.refusal("plan", net, "--costs", mine).startswith(f"{mine}: the costs are damaged or cut off: ")
     mine.write_text('{"format": 7}')
-    assert "this is a cost file of format 7, and this version reads" in here.refusal(*here.words, "--costs", mine)
+    assert "this is a cost file of format 7, and this version reads" in here.refusal(*here.arguments, "--costs", mine)
     assert here.refusal("plan", "--costs", "none.json").startswith("no cost file none.json; write one with")
 
 
 def test_contradicting_options_are_usage_errors(here: Place) -> None:
-    for words, said in (
+    for arguments, said in (
         (("plan", "--costs", "a", "--machine", "b"), "--machine names a file that holds the costs of that machine"),
         (("infer", "v.h5", "--plan", "p.json", "--costs", "c"), "--costs is fixed by the plan"),
         (("measure", "--overwrite"), "--overwrite replaces the files given as --export and --out"),
         (("measure", "--minutes", "0"), "0.0 is not a positive number"),
     ):
-        result = here.run(*words)
+        result = here.run(*arguments)
         assert result.exit_code == 2
         assert said in result.stderr
 
@@ -218,10 +220,10 @@ def test_contradicting_options_are_usage_errors(here: Place) -> None:
 def test_existing_file_is_replaced_only_with_overwrite(here: Place) -> None:
     there = here.folder / "there.json"
     there.write_text("mine")
-    for word in ("--out", "--export"):
-        assert here.refusal("measure", word, there).startswith(f"{there} exists already; give another {word}")
+    for option in ("--out", "--export"):
+        assert here.refusal("measure", option, there).startswith(f"{there} exists already; give another {option}")
         gone = here.folder / "gone" / "a.json"
-        assert here.refusal("measure", word, gone).startswith(f"{gone.parent} is not a folder; give another {word}")
+        assert here.refusal("measure", option, gone).startswith(f"{gone.parent} is not a folder; give another {option}")
     assert here.run("measure", "--device", "cpu", "--export", there, "--overwrite").exit_code == 0
     assert Costs.load(there) == Costs.load(stored())
 
@@ -249,21 +251,21 @@ def exported(here: Place, **changes: Any) -> Path:
 
 def test_plan_for_another_machine_runs_only_there(here: Place) -> None:
     path, plan = exported(here), here.folder / "plan.json"
-    words = ("plan", here.folder / "net.yaml", "--volume", here.volume, "--machine", path)
-    result = here.run(*words, "--out", plan)
+    arguments = ("plan", here.folder / "net.yaml", "--volume", here.volume, "--machine", path)
+    result = here.run(*arguments, "--out", plan)
     assert result.exit_code == 0
     assert "this plan is for another machine, another: it runs only there" in result.stdout
     made = RunPlan.load(plan)
     assert made.made_for == "another"
     assert made.fitted
     assert made.limits.ram_bytes == int(0.75 * 2**40)
-    sentence = here.refusal(*here.words, "--plan", plan)
+    sentence = here.refusal(*here.arguments, "--plan", plan)
     assert sentence == (
         "the plan was made for another machine (another) and runs only there; make one for this machine with "
         "`znnpy plan`, without --machine"
     )
     assert not here.out.exists()
-    assert json.loads(here.run(*words, "--json").stdout)["plan"]["made_for"] == "another"
+    assert json.loads(here.run(*arguments, "--json").stdout)["plan"]["made_for"] == "another"
 
 
 def test_threads_other_than_the_cost_files_are_refused(here: Place) -> None:
@@ -271,13 +273,13 @@ def test_threads_other_than_the_cost_files_are_refused(here: Place) -> None:
     net, path = here.folder / "net.yaml", exported(here)
     threads = this_machine().cores
     differs = f"the costs in {path} do not fit: the number of threads was {threads} and is 7 here; "
-    words = ("plan", net, "--shape", "30,30,30", "--threads", 7, "--device", "cpu")
-    assert here.refusal(*words, "--machine", path) == (
+    arguments = ("plan", net, "--shape", "30,30,30", "--threads", 7, "--device", "cpu")
+    assert here.refusal(*arguments, "--machine", path) == (
         f"{differs}leave --threads out, or measure there with `znnpy measure --threads 7 --export FILE`"
     )
     mine = here.folder / "mine.json"
     assert here.run("measure", "--device", "cpu", "--out", mine).exit_code == 0
-    assert here.refusal(*words, "--costs", mine) == (
+    assert here.refusal(*arguments, "--costs", mine) == (
         f"{differs.replace(str(path), str(mine))}give --threads {threads}, leave --costs out, or measure again with "
         "`znnpy measure --threads 7`"
     )
@@ -294,8 +296,8 @@ def test_cost_file_of_other_methods_asks_for_a_new_measurement(here: Place) -> N
 def test_plan_for_this_machine_is_refused_for_another(here: Place) -> None:
     path, plan = here.folder / "here.json", here.folder / "plan.json"
     assert here.run("measure", "--device", "cpu", "--export", path).exit_code == 0
-    words = ("plan", here.folder / "net.yaml", "--volume", here.volume, "--machine", path, "--out", plan)
-    assert here.run(*words).exit_code == 0
+    arguments = ("plan", here.folder / "net.yaml", "--volume", here.volume, "--machine", path, "--out", plan)
+    assert here.run(*arguments).exit_code == 0
     assert RunPlan.load(plan).made_for is None
     assert here.infer("--plan", plan).exit_code == 0
 
@@ -313,15 +315,15 @@ def test_plan_for_an_absent_gpu_is_made_from_its_cost_file(here: Place) -> None:
     )
     path, plan = here.folder / "card.json", here.folder / "plan.json"
     path.write_text(there.to_json())
-    words = ("plan", here.folder / "net.yaml", "--volume", here.volume, "--machine", path)
-    assert here.run(*words, "--out", plan).exit_code == 0
+    arguments = ("plan", here.folder / "net.yaml", "--volume", here.volume, "--machine", path)
+    assert here.run(*arguments, "--out", plan).exit_code == 0
     made = RunPlan.load(plan)
     assert made.device == "gpu"
     assert made.made_for == "made up beside another"
     assert made.limits.vram_bytes == int(0.9 * H200.memory_bytes)
-    sentence = here.refusal(*here.words, "--plan", plan)
+    sentence = here.refusal(*here.arguments, "--plan", plan)
     assert sentence.startswith("the plan was made for another machine (made up beside another)")
-    sentence = here.refusal(*words, "--device", "cpu")
+    sentence = here.refusal(*arguments, "--device", "cpu")
     assert sentence.startswith(f"{path} is of the GPU of made up beside another, and --device cpu was asked for")
 
 

@@ -42,7 +42,7 @@ def _here(place: Place, emulated_gpus: EmulatedGpus, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("XDG_CACHE_HOME", str(place.folder / "cache"))
 
     @contextmanager
-    def clock(*words: Any) -> Iterator[Clock]:
+    def clock(*arguments: Any) -> Iterator[Clock]:
         yield Clock()
 
     monkeypatch.setattr(measurement, "_clock", clock)
@@ -81,15 +81,15 @@ def test_stale_cpu_costs_are_reported_beside_a_gpu_plan(place: Place) -> None:
     """The CPU's plan beside the GPU's is estimated without them."""
     place.write_small_volume()
     assert place.run("measure", "--device", "cpu").exit_code == 0
-    words = ("plan", place.folder / "net.yaml", "--volume", place.volume, "--json")
-    fresh = json.loads(place.run(*words).stdout)
+    arguments = ("plan", place.folder / "net.yaml", "--volume", place.volume, "--json")
+    fresh = json.loads(place.run(*arguments).stdout)
     assert fresh["notes"] == []
     assert fresh["plan"]["stages"][-1]["device"] == "gpu"
     assert "cpu" in {kind["device"] for kind in fresh["plan"]["alternatives"]}
     content = json.loads(costs_of_the_cpu().read_text())
     content["machine"]["blas"] = "mkl none"
     costs_of_the_cpu().write_text(json.dumps(content))
-    (note,) = json.loads(place.run(*words).stdout)["notes"]
+    (note,) = json.loads(place.run(*arguments).stdout)["notes"]
     assert note.startswith("stored costs are not used: BLAS was mkl none and is ")
 
 
@@ -98,16 +98,25 @@ def test_stale_cpu_costs_are_reported_beside_a_gpu_plan(place: Place) -> None:
 def test_gpu_layers_are_compared_with_the_definition(
     place: Place, monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:
-    words = ("plan", place.folder / "net.yaml", "--volume", place.volume, "--device", "gpu", "--precision", precision)
+    arguments = (
+        "plan",
+        place.folder / "net.yaml",
+        "--volume",
+        place.volume,
+        "--device",
+        "gpu",
+        "--precision",
+        precision,
+    )
     place.write_small_volume()
-    assert place.run(*words, "--paranoid").exit_code == 0
+    assert place.run(*arguments, "--paranoid").exit_code == 0
     right = DeviceLayer.at
 
     def at(self: DeviceLayer, position: Position) -> Any:
         return right(self, position) + (0.2 if precision == "fp16" else 1e-3)
 
     monkeypatch.setattr(DeviceLayer, "at", at)
-    result = place.run(*words, "--paranoid")
+    result = place.run(*arguments, "--paranoid")
     assert result.exit_code == 1
     assert " run by gpu." in result.stderr
     assert ", of random values, and by definition it is " in result.stderr

@@ -38,7 +38,7 @@ def in_two_files(place: Place) -> Grey:
 
 def test_missing_source_file_is_refused_or_filled(place: Place) -> None:
     voxels = in_two_files(place)
-    sentence = place.refusal(*place.words)
+    sentence = place.refusal(*place.arguments)
     assert "raw: voxels (z, y, x) = (12, 0, 0) to (19, 22, 24) are missing: the source file second.h5" in sentence
     assert sentence.endswith("put it where it should be, or give --fill-missing with the value to read")
     assert "(12, 0, 0)" in place.refusal("plan", place.folder / "net.yaml", "--volume", place.volume)
@@ -47,10 +47,10 @@ def test_missing_source_file_is_refused_or_filled(place: Place) -> None:
     assert result.exit_code == 0, result.stderr
     filled = place.prediction()
     assert "are missing" in place.refusal("verify", place.out, place.volume, "--network", place.folder / "net.yaml")
-    words = ("verify", place.out, place.volume, "--network", place.folder / "net.yaml", "--samples", "50")
-    assert place.run(*words, "--fill-missing", "50").exit_code == 0
-    assert "samples_sha256" in place.refusal(*words, "--fill-missing", "200")
-    assert "fill_missing" in place.refusal(*place.words, "--fill-missing", "51", "--resume")
+    arguments = ("verify", place.out, place.volume, "--network", place.folder / "net.yaml", "--samples", "50")
+    assert place.run(*arguments, "--fill-missing", "50").exit_code == 0
+    assert "samples_sha256" in place.refusal(*arguments, "--fill-missing", "200")
+    assert "fill_missing" in place.refusal(*place.arguments, "--fill-missing", "51", "--resume")
     place.write_volume(voxels)
     assert place.infer("--overwrite").exit_code == 0
     np.testing.assert_array_equal(place.prediction(), filled)
@@ -59,7 +59,7 @@ def test_missing_source_file_is_refused_or_filled(place: Place) -> None:
 def test_fill_value_without_a_number_is_refused(place: Place) -> None:
     in_two_files(place)
     assert "holds uint8 voxels, which cannot hold 300; give another --fill-missing" in place.refusal(
-        *place.words, "--fill-missing", "300"
+        *place.arguments, "--fill-missing", "300"
     )
     result = place.infer("--fill-missing", "grey")
     assert (result.exit_code, "'grey' is not a number such as 0 or 127.5" in result.stderr) == (2, True)
@@ -88,13 +88,13 @@ def in_chunks(place: Place, name: str, missing: int) -> tuple[Path, Grey]:
 @pytest.mark.parametrize("missing", [0, 3, 5])
 def test_missing_chunks_are_counted_or_refused(place: Place, name: str, missing: int) -> None:
     path, voxels = in_chunks(place, name, missing)
-    words = ["infer", path, "--network", place.folder / "net.yaml", "--out", place.out]
+    arguments = ["infer", path, "--network", place.folder / "net.yaml", "--out", place.out]
     if missing:
-        result = place.run(*words, "--missing-chunks", "error")
+        result = place.run(*arguments, "--missing-chunks", "error")
         assert result.exit_code == 1
         assert "leave out --missing-chunks error to read the fill value" in result.stderr
         assert not place.out.exists()
-    result = place.run(*words, "--overwrite")
+    result = place.run(*arguments, "--overwrite")
     assert result.exit_code == 0
     line = f"volume     {missing} of 8 chunks are missing and were read as the fill value"
     assert (line in result.stdout) == bool(missing)
@@ -108,5 +108,5 @@ def test_missing_chunks_are_counted_or_refused(place: Place, name: str, missing:
 
 def test_missing_chunks_outside_the_roi_are_not_counted(place: Place) -> None:
     path, _ = in_chunks(place, "chunks.h5", 4)
-    words = ["infer", path, "--network", place.folder / "net.yaml", "--out", place.out, "--roi", "0:10,:,:"]
-    assert place.run(*words, "--missing-chunks", "error").exit_code == 0
+    arguments = ["infer", path, "--network", place.folder / "net.yaml", "--out", place.out, "--roi", "0:10,:,:"]
+    assert place.run(*arguments, "--missing-chunks", "error").exit_code == 0

@@ -23,7 +23,7 @@ from znnpy.volume.journal import Journal, JournalHeader, journal_path
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "said"),
     [
         (("infer", "v.h5", "--ram", "12Q"), "'12Q' is not a size: give a number with K, M, G or T, such as 600M or 2G"),
         (
@@ -69,9 +69,9 @@ from znnpy.volume.journal import Journal, JournalHeader, journal_path
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, tuple) else "",
 )
-def test_wrong_arguments_are_usage_errors(place: Place, words: tuple[str, ...], said: str) -> None:
+def test_wrong_arguments_are_usage_errors(place: Place, arguments: tuple[str, ...], said: str) -> None:
     before = place.state()
-    result = place.run(*words)
+    result = place.run(*arguments)
     assert result.exit_code == 2
     assert result.stdout == ""
     assert said in result.stderr
@@ -82,11 +82,11 @@ def test_numbers_with_leading_zeros_are_decimal(place: Place) -> None:
     assert place.run("plan", "--shape", f"{'0' * 5000}40, 040,40", "--json").exit_code == 0
 
 
-@pytest.mark.parametrize("word", ["plan", "infer", "measure", "verify", "demo", "primitives", "graph", "timeline"])
-def test_every_command_prints_its_help(place: Place, word: str) -> None:
-    result = place.run(word, "--help")
+@pytest.mark.parametrize("command", ["plan", "infer", "measure", "verify", "demo", "primitives", "graph", "timeline"])
+def test_every_command_prints_its_help(place: Place, command: str) -> None:
+    result = place.run(command, "--help")
     assert result.exit_code == 0
-    assert f"{word} [OPTIONS]" in result.stdout
+    assert f"{command} [OPTIONS]" in result.stdout
 
 
 def test_infer_writes_beside_the_volume_by_default(place: Place) -> None:
@@ -153,10 +153,20 @@ def test_columns_and_patches_give_equal_predictions(place: Place, axis: int) -> 
 
 
 def test_no_depth_first_computes_all_fragments_together(place: Place) -> None:
-    words = ("plan", "fib25_boundary", "--shape", "330,330,330", "--patch", "176,176,176", "--ram", "1100M", "--json")
-    split = json.loads(place.run(*words).stdout)["plan"]
+    arguments = (
+        "plan",
+        "fib25_boundary",
+        "--shape",
+        "330,330,330",
+        "--patch",
+        "176,176,176",
+        "--ram",
+        "1100M",
+        "--json",
+    )
+    split = json.loads(place.run(*arguments).stdout)["plan"]
     assert max(RunPlan.from_json(json.dumps(split)).main.sub_batches) > 1
-    sentence = place.refusal(*words, "--no-depth-first", "--cover", "patches")
+    sentence = place.refusal(*arguments, "--no-depth-first", "--cover", "patches")
     assert "nothing fits in 1,100.0 MiB of RAM: " in sentence
     assert sentence.endswith(", or drop --patch, or drop --cover, or drop --no-depth-first")
 
@@ -185,8 +195,8 @@ def test_written_plan_is_accepted_by_infer(place: Place) -> None:
 @pytest.mark.parametrize("size", [(12, 40, 21), (60, 14, 23)])
 def test_plan_of_columns_runs_on_another_volume(place: Place, size: tuple[int, int, int]) -> None:
     plan = place.folder / "plan.json"
-    words = ("plan", place.folder / "net.yaml", "--volume", place.volume, "--cover", "columns", "--patch", "4,6,4")
-    assert place.run(*words, "--out", plan).exit_code == 0
+    arguments = ("plan", place.folder / "net.yaml", "--volume", place.volume, "--cover", "columns", "--patch", "4,6,4")
+    assert place.run(*arguments, "--out", plan).exit_code == 0
     made = RunPlan.load(plan)
     assert made.main.streams
     place.write_volume(np.random.default_rng(9).integers(0, 256, size, np.uint8))
@@ -228,11 +238,11 @@ def test_primitives_command_lists_the_table(place: Place) -> None:
 def test_out_of_memory_is_one_sentence(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     import znnpy.inference
 
-    def refuse(*args: object, **words: object) -> None:
+    def refuse(*args: object, **arguments: object) -> None:
         raise MemoryError("Unable to allocate 3.00 GiB")
 
     monkeypatch.setattr(znnpy.inference, "infer_as_asked", refuse)
-    sentence = place.refusal(*place.words)
+    sentence = place.refusal(*place.arguments)
     assert sentence == "out of memory: Unable to allocate 3.00 GiB; give a smaller --ram or --patch"
 
 
@@ -253,7 +263,7 @@ def test_interrupted_planning_advises_no_resume() -> None:
 def test_bug_is_shown_with_its_traceback(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     import znnpy.inference
 
-    def break_down(*args: object, **words: object) -> None:
+    def break_down(*args: object, **arguments: object) -> None:
         raise ZeroDivisionError("a bug")
 
     monkeypatch.setattr(znnpy.inference, "infer_as_asked", break_down)

@@ -19,22 +19,22 @@ pytestmark = pytest.mark.slow
 
 
 def test_reasons_are_printed_and_in_json(place: Place) -> None:
-    words = ("plan", place.folder / "net.yaml", "--volume", place.volume, "--device", "cpu")
-    document = json.loads(place.run(*words, "--json").stdout)
+    arguments = ("plan", place.folder / "net.yaml", "--volume", place.volume, "--device", "cpu")
+    document = json.loads(place.run(*arguments, "--json").stdout)
     rows = document["why_not"]
     assert [row["primitive"] for row in rows if row["taken"]] == [
         c["primitive"] for c in document["plan"]["stages"][0]["choices"]
     ]
-    told = place.run(*words, "--why").stdout
+    told = place.run(*arguments, "--why").stdout
     for row in rows:
         assert row["primitive"] in told
     assert "dense output needs every offset" in " ".join(told.split())
-    assert "why not" not in place.run(*words).stdout
+    assert "why not" not in place.run(*arguments).stdout
 
 
 def plot_words(place: Place, plot: Path) -> tuple[object, ...]:
-    words = ("--ram", "1G", "--threads", 1, "--device", "cpu", "--plot", plot)
-    return ("plan", place.folder / "net.yaml", "--volume", place.volume, *words)
+    arguments = ("--ram", "1G", "--threads", 1, "--device", "cpu", "--plot", plot)
+    return ("plan", place.folder / "net.yaml", "--volume", place.volume, *arguments)
 
 
 def test_plot_shows_throughput_against_memory(place: Place) -> None:
@@ -65,9 +65,9 @@ def test_unwritable_plot_is_refused_before_planning(place: Place) -> None:
 
 
 def test_no_plot_is_written_without_a_plan(place: Place) -> None:
-    words = plot_words(place, place.folder / "curves.png")
+    arguments = plot_words(place, place.folder / "curves.png")
     place.write_small_volume()
-    assert "nothing fits" in place.refusal(*words, "--ram", "1M")
+    assert "nothing fits" in place.refusal(*arguments, "--ram", "1M")
 
 
 def test_full_disk_leaves_the_old_plot(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,13 +100,13 @@ def test_progress_of_the_curves_shows_time_left(place: Place, capsys: pytest.Cap
 
 def test_impossible_limits_and_volumes_are_refused(place: Place) -> None:
     """One sentence each, with the numbers and what to do."""
-    words = ("plan", place.folder / "net.yaml", "--device", "cpu")
-    small = place.refusal(*words, "--shape", "7,11,9", "--ram", "1M")
+    arguments = ("plan", place.folder / "net.yaml", "--device", "cpu")
+    small = place.refusal(*arguments, "--shape", "7,11,9", "--ram", "1M")
     assert "nothing fits in 1.0 MiB of RAM: the smallest need is " in small
     assert "; allow at least --ram " in small
-    assert "smaller than the field of view along z" in place.refusal(*words, "--shape", "2,30,30")
-    for word, value in (("--ram", "0"), ("--ram", "-1G"), ("--threads", "0"), ("--threads", "-2")):
-        assert place.run(*words, f"{word}={value}").exit_code == 2
+    assert "smaller than the field of view along z" in place.refusal(*arguments, "--shape", "2,30,30")
+    for option, value in (("--ram", "0"), ("--ram", "-1G"), ("--threads", "0"), ("--threads", "-2")):
+        assert place.run(*arguments, f"{option}={value}").exit_code == 2
 
 
 def test_output_below_the_pooling_period_is_planned(place: Place) -> None:
@@ -119,7 +119,7 @@ def test_output_below_the_pooling_period_is_planned(place: Place) -> None:
 
 
 def test_limit_above_the_machine_is_planned_with_a_note(place: Place) -> None:
-    words = ("plan", place.folder / "net.yaml", "--shape", "30,30,30", "--device", "cpu", "--ram", "512T")
-    result = place.run(*words)
+    arguments = ("plan", place.folder / "net.yaml", "--shape", "30,30,30", "--device", "cpu", "--ram", "512T")
+    result = place.run(*arguments)
     assert result.exit_code == 0
     assert "the limit of 512 TiB is above the " in " ".join(result.stdout.split())

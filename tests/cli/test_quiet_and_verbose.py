@@ -50,8 +50,8 @@ def test_verbose_run_logs_on_stderr(place: Place) -> None:
     result = place.infer("--verbose")
     assert result.exit_code == 0
     told = [line.split() for line in result.stderr.splitlines()]
-    assert [words[1] for words in told if len(words) > 1 and words[1] in PHASES] == PHASES
-    assert all(words[0].count(":") == 2 for words in told if len(words) > 1 and words[1] in PHASES)
+    assert [fields[1] for fields in told if len(fields) > 1 and fields[1] in PHASES] == PHASES
+    assert all(fields[0].count(":") == 2 for fields in told if len(fields) > 1 and fields[1] in PHASES)
     assert "speed      " in result.stdout
     assert not logging.getLogger("znnpy").handlers
 
@@ -68,7 +68,7 @@ def test_warning_is_printed_at_once_unless_quiet(place: Place) -> None:
 def test_quiet_run_prints_errors_only(place: Place) -> None:
     result = place.infer("--quiet")
     assert (result.exit_code, result.output) == (0, "")
-    assert place.refusal(*place.words, "--quiet").startswith(f"the output {place.out} exists")
+    assert place.refusal(*place.arguments, "--quiet").startswith(f"the output {place.out} exists")
     result = place.infer("--quiet", "--json", "--overwrite")
     assert json.loads(result.stdout)["output"] == str(place.out)
     assert result.stderr == ""
@@ -81,9 +81,9 @@ def test_quiet_run_prints_errors_only(place: Place) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [("infer", "v.h5"), ("plan",), ("measure",), ("verify", "o.h5", "v.h5"), ("demo",)], ids=lambda w: w[0]
+    "arguments", [("infer", "v.h5"), ("plan",), ("measure",), ("verify", "o.h5", "v.h5"), ("demo",)], ids=lambda w: w[0]
 )
-def test_quiet_and_verbose_contradict_each_other(place: Place, words: tuple[str, ...]) -> None:
-    result = place.run(*words, "--quiet", "--verbose")
+def test_quiet_and_verbose_contradict_each_other(place: Place, arguments: tuple[str, ...]) -> None:
+    result = place.run(*arguments, "--quiet", "--verbose")
     assert result.exit_code == 2
     assert "--quiet prints less and --verbose more: give one of them" in result.stderr

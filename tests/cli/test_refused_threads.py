@@ -27,11 +27,11 @@ class Refusing:
     def __init__(self, start: Callable[..., Any], first: int) -> None:
         self.start, self.first, self.asked = start, first, 0
 
-    def __call__(self, *arguments: Any, **words: Any) -> Any:
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
         self.asked += 1
         if self.asked >= self.first:
             raise RuntimeError("can't start new thread")
-        return self.start(*arguments, **words)
+        return self.start(*arguments, **options)
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_refused_thread_ends_a_command_with_one_sentence(
     out, source = place.folder / f"out{suffix}", place.volume.with_suffix(volume)
     # zarr starts its thread here: where that is refused, its next call in the same process hangs.
     zarr.create_array(place.folder / "volume.zarr", data=np.zeros((20, 23, 25), np.uint8), chunks=(8, 8, 8))
-    command = ["infer", source, *place.words[2:-1], out, "--cover", cover, "--patch", "4,8,8", "--threads", "3"]
+    command = ["infer", source, *place.arguments[2:-1], out, "--cover", cover, "--patch", "4,8,8", "--threads", "3"]
     command.append("--resume")
     refusals = 0
     for first in range(1, MOST):
@@ -99,20 +99,20 @@ def test_refused_thread_raises_a_znnpy_error_in_the_library(refusing: Callable[[
 
 
 def test_library_without_address_space_is_reported(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(*words: object, **named: object) -> None:
+    def load(*arguments: object, **named: object) -> None:
         raise ImportError("libhdf5.so: failed to map segment from shared object")
 
     monkeypatch.setattr("znnpy.inference.infer_as_asked", load)
-    sentence = place.refusal(*place.words)
+    sentence = place.refusal(*place.arguments)
     assert "a library cannot be loaded (libhdf5.so: failed to map segment from shared object)" in sentence
     assert "`ulimit -v`" in sentence
 
 
 @pytest.mark.parametrize("error", [RuntimeError("another"), ImportError("another")])
 def test_other_errors_are_reported_as_bugs(place: Place, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    def fail(*words: object, **named: object) -> None:
+    def fail(*arguments: object, **named: object) -> None:
         raise error
 
     monkeypatch.setattr("znnpy.inference.infer_as_asked", fail)
     with pytest.raises(type(error), match="another"):
-        place.run(*place.words)
+        place.run(*place.arguments)

@@ -67,11 +67,11 @@ def test_resumed_run_reports_its_own_work(report: Report) -> None:
 def test_run_of_columns_reports_columns(place: Place) -> None:
     from znnpy.inference import infer
 
-    words: dict[str, Any] = {"threads": 1, "patch": (4, 4, 4), "overwrite": True}
-    patches = infer(place.volume, place.folder / "net.yaml", cover="patches", **words)
+    arguments: dict[str, Any] = {"threads": 1, "patch": (4, 4, 4), "overwrite": True}
+    patches = infer(place.volume, place.folder / "net.yaml", cover="patches", **arguments)
     assert "patches    80 of 4x4x4 output voxels, computed by 1 thread" in patches.lines()
     assert [patches.as_json()[key] for key in ("patch", "columns", "axis", "column")] == [[4, 4, 4], 80, 0, 0]
-    columns = infer(place.volume, place.folder / "net.yaml", cover="columns", **words)
+    columns = infer(place.volume, place.folder / "net.yaml", cover="columns", **arguments)
     plan = columns.plan.main
     assert (
         f"columns    {plan.columns} along {'zyx'[plan.axis]} in steps of 4x4x4 output voxels, computed by 1 thread"
@@ -270,8 +270,8 @@ def test_wrong_prediction_is_explained(report: Report, stages: dict[str, float],
         ({"stages": (replace(report.plan.main.stages[0], choices=choices),)}, not of_memory),
         ({"preparing_measured": True}, of_memory),
     ]
-    for words, measured in changes:
-        (said,) = [line for line in replace(off, plan=replace(off.plan, **words)).lines() if "off by" in line]
+    for change, measured in changes:
+        (said,) = [line for line in replace(off, plan=replace(off.plan, **change)).lines() if "off by" in line]
         assert said.endswith("its rates are measured on this machine") == measured
     assert off.as_json()["off_by"].startswith(f"{10 / report.predicted_seconds:.1f} times from the plan: ")
     for seconds in (report.predicted_seconds, 0.5):  # what it begins with says nothing of the plan
@@ -304,8 +304,8 @@ def test_stage_lines_fit_a_terminal_of_80_columns(
     with progress.show() as callback:
         callback(Event(0, 1024, 0, 9 * 10**9, 0.0, {}, 0, 0, 65536, 0.0))
         callback(Event(512, 1024, 45 * 10**8, 9 * 10**9, 36363.0, {}, 45 * 10**8 * 12, 32768, 65536, 0.5))
-    words = last_drawn(capsys.readouterr().err)
-    assert words.endswith("50% 32768/65536 steps 124k voxels/s 50.3 GiB 10 h 06 min left")
+    line = last_drawn(capsys.readouterr().err)
+    assert line.endswith("50% 32768/65536 steps 124k voxels/s 50.3 GiB 10 h 06 min left")
 
 
 def test_progress_of_a_column_follows_the_work_of_its_steps(place: Place) -> None:
@@ -346,12 +346,12 @@ def test_progress_bar_fits_a_terminal_of_80_columns(
         callback(Event(0, 175616, 0, 9 * 10**9, 0.0, stages, 0, 0, 175616, 0.0))
         callback(Event(87808, 175616, 45 * 10**8, 9 * 10**9, 36363.0, stages, 45 * 10**8 * 12, 87808, 175616, 0.5))
     captured = capsys.readouterr()
-    words = last_drawn(captured.err)
-    bar = words[:BAR_WIDTH]
+    line = last_drawn(captured.err)
+    bar = line[:BAR_WIDTH]
     assert set(bar) <= set("━╸╺ ")
     assert "━" in bar
-    assert words.endswith("50% 87808/175616 patches 124k voxels/s 50.3 GiB 10 h 06 min left")
-    assert len(words) <= 80
+    assert line.endswith("50% 87808/175616 patches 124k voxels/s 50.3 GiB 10 h 06 min left")
+    assert len(line) <= 80
 
 
 def test_progress_before_the_first_patch_is_finite() -> None:

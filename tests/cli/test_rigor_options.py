@@ -40,13 +40,13 @@ class Clock:
 
 def timed_by(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
-    def timer_on(*words: Any) -> Iterator[Clock]:
+    def timer_on(*arguments: Any) -> Iterator[Clock]:
         yield clock
 
     monkeypatch.setattr(rigor, "timer_on", timer_on)
 
 
-def words(place: Place, *more: object) -> tuple[object, ...]:
+def arguments(place: Place, *more: object) -> tuple[object, ...]:
     where = ("--volume", place.volume, "--device", "cpu", "--threads", 2, "--cover", "patches")
     return ("plan", place.folder / "net.yaml", *where, *more)
 
@@ -55,7 +55,7 @@ def words(place: Place, *more: object) -> tuple[object, ...]:
 def test_layers_are_timed_before_the_plan_is_printed(place: Place, monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
     timed_by(Clock(), monkeypatch)
     file = place.folder / "plan.json"
-    result = place.run(*words(place, "--rigor", asked, "--out", file))
+    result = place.run(*arguments(place, "--rigor", asked, "--out", file))
     assert result.exit_code == 0, result.stderr
     said = " ".join(result.stdout.split())
     assert "every layer was measured on the machine the plan was made on, at this size or at others" in said
@@ -69,21 +69,24 @@ def test_layers_are_timed_before_the_plan_is_printed(place: Place, monkeypatch: 
     left = r" layers, at most [\d.]+ s left, cpu\." if asked == "measure" else r" layers, cpu\."
     assert re.search(left, result.stderr)
     assert (
-        RunPlan.from_json(json.dumps(json.loads(place.run(*words(place, "--json")).stdout)["plan"])).rigor == "estimate"
+        RunPlan.from_json(json.dumps(json.loads(place.run(*arguments(place, "--json")).stdout)["plan"])).rigor
+        == "estimate"
     )
 
 
 def test_failing_primitive_is_named_with_its_reason(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = json.loads(place.run(*words(place, "--json")).stdout)["plan"]["stages"][0]["choices"][0]["primitive"]
+    first = json.loads(place.run(*arguments(place, "--json")).stdout)["plan"]["stages"][0]["choices"][0]["primitive"]
     timed_by(Clock(refuses=first), monkeypatch)
-    document = json.loads(place.run(*words(place, "--json", "--rigor", "measure")).stdout)
+    document = json.loads(place.run(*arguments(place, "--json", "--rigor", "measure")).stdout)
     assert first not in {choice["primitive"] for choice in document["plan"]["stages"][0]["choices"]}
     assert "not today" in {row["why"] for row in document["why_not"] if row["primitive"] == first}
 
 
 def test_time_limit_is_noted_with_the_number_of_measured_layers(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     timed_by(Clock(), monkeypatch)
-    document = json.loads(place.run(*words(place, "--json", "--rigor", "exhaustive", "--time-limit", "1e-6")).stdout)
+    document = json.loads(
+        place.run(*arguments(place, "--json", "--rigor", "exhaustive", "--time-limit", "1e-6")).stdout
+    )
     (note,) = document["notes"]
     assert note.startswith("the time limit of 1e-06 s was up after 0 layers were measured")
     assert document["plan"]["rigor"] == "measure"
@@ -104,7 +107,7 @@ def test_contradicting_options_are_usage_errors(place: Place) -> None:
             "--rigor and --paranoid run layers on this machine: omit them, or omit --machine",
         ),
     ):
-        result = place.run(*words(place, *some))
+        result = place.run(*arguments(place, *some))
         assert result.exit_code == 2
         assert said in " ".join(result.stderr.replace("│", "").split())
     with pytest.raises(ValueError, match="layers run on the machine that is here"):
@@ -112,7 +115,7 @@ def test_contradicting_options_are_usage_errors(place: Place) -> None:
 
 
 def test_paranoid_plan_checks_every_layer(place: Place) -> None:
-    result = place.run(*words(place, "--paranoid", "--json"))
+    result = place.run(*arguments(place, "--paranoid", "--json"))
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout)["plan"]["rigor"] == "estimate"
     assert "layers, checking cpu." in result.stderr
@@ -126,7 +129,7 @@ def test_wrong_layer_is_one_sentence(place: Place, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(HostLayer, "at", at)
     file = place.folder / "plan.json"
-    result = place.run(*words(place, "--paranoid", "--out", file))
+    result = place.run(*arguments(place, "--paranoid", "--out", file))
     assert result.exit_code == 1
     last = result.stderr.strip().splitlines()[-1]
     assert re.match(

@@ -32,10 +32,10 @@ LATEST = 1.5  # seconds from the first handler on; a small run takes about one
 needs_proc = pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads /proc/PID/status")
 
 
-def start(words: list[str], folder: Path) -> subprocess.Popen[str]:
+def start(arguments: list[str], folder: Path) -> subprocess.Popen[str]:
     """Start a run and wait until its handlers are installed."""
     process = subprocess.Popen(
-        [PROGRAM, *words], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=_heed
+        [PROGRAM, *arguments], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=_heed
     )
     deadline = time.monotonic() + 60
     while not handles(process.pid, signal.SIGTERM):
@@ -57,9 +57,9 @@ def handles(process: int, number: int) -> bool:
     return bool(int(match[1], 16) >> (number - 1) & 1)
 
 
-def stop(place: Place, words: list[str], seconds: float, number: signal.Signals) -> bool:
+def stop(place: Place, arguments: list[str], seconds: float, number: signal.Signals) -> bool:
     """Send a signal so long after the first handler stands, and judge the answer; False where the run was done."""
-    process = start(words, place.folder)
+    process = start(arguments, place.folder)
     time.sleep(seconds)
     done = process.poll() is not None
     process.send_signal(number)
@@ -83,19 +83,19 @@ def stop(place: Place, words: list[str], seconds: float, number: signal.Signals)
 @pytest.mark.parametrize("tries", [pytest.param(FEW, id="few"), pytest.param(MANY, id="many", marks=pytest.mark.long)])
 def test_signal_during_the_start_ends_the_run(place: Place, tries: int) -> None:
     place.write_volume(np.random.default_rng(1).integers(0, 256, (64, 64, 64), np.uint8))
-    words = [*place.words, "--overwrite", "--patch", "4,4,4", "--threads", "1"]
+    arguments = [*place.arguments, "--overwrite", "--patch", "4,4,4", "--threads", "1"]
     rng = np.random.default_rng(tries)
     moments = np.sort(rng.uniform(0, LATEST, tries))
     signals = [list(ANSWERS)[index] for index in rng.integers(0, 2, tries)]
-    heard = [stop(place, words, float(moment), number) for moment, number in zip(moments, signals, strict=True)]
+    heard = [stop(place, arguments, float(moment), number) for moment, number in zip(moments, signals, strict=True)]
     assert sum(heard) > tries / 2
 
 
 @needs_proc
 @pytest.mark.parametrize("number", ANSWERS, ids=lambda number: number.name)
-@pytest.mark.parametrize("words", [["--help"], ["primitives"], ["plan", "--shape", "40,40,40"]], ids=lambda w: w[0])
-def test_every_command_answers_a_signal_at_once(place: Place, words: list[str], number: signal.Signals) -> None:
-    process = start(words, place.folder)
+@pytest.mark.parametrize("arguments", [["--help"], ["primitives"], ["plan", "--shape", "40,40,40"]], ids=lambda w: w[0])
+def test_every_command_answers_a_signal_at_once(place: Place, arguments: list[str], number: signal.Signals) -> None:
+    process = start(arguments, place.folder)
     process.send_signal(number)
     stdout, stderr = process.communicate(timeout=60)
     assert (process.returncode, stdout, stderr) == (ANSWERS[number][0], "", f"{ANSWERS[number][1]}\n")

@@ -40,9 +40,9 @@ def slow(tmp_path: Path, tiny_network: Callable[..., Network]) -> Place:
     return furnish(tmp_path, tiny_network())
 
 
-def start(place: Place, *words: str, **environment: str) -> subprocess.Popen[str]:
+def start(place: Place, *arguments: str, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [PROGRAM, *place.words, *SLOW, *words],
+        [PROGRAM, *place.arguments, *SLOW, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -68,9 +68,9 @@ def wait_until_recorded(place: Place, process: subprocess.Popen[str], lines: int
     raise AssertionError("no column was recorded within a minute")
 
 
-def finish(place: Place, *words: str) -> str:
+def finish(place: Place, *arguments: str) -> str:
     """Resume to the end; what it printed."""
-    process = start(place, "--resume", *words)
+    process = start(place, "--resume", *arguments)
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 0, stderr
     return stdout
@@ -105,7 +105,7 @@ def test_stopped_run_keeps_finished_columns(slow: Place, expected: Bits, number:
     assert "--resume" in stderr
     assert "Traceback" not in stderr
     assert not slow.out.exists()
-    assert "an unfinished run left" in slow.refusal(*slow.words)
+    assert "an unfinished run left" in slow.refusal(*slow.arguments)
     assert "of them in this run" in finish(slow)
     np.testing.assert_array_equal(bits(slow), expected)
 
@@ -166,5 +166,5 @@ def test_resume_after_the_volume_changed_is_refused(slow: Place) -> None:
     process.communicate()
     with h5py.File(slow.volume, "r+") as file:
         file["raw"][0, 0, 0] += 1
-    sentence = slow.refusal(*slow.words, *SLOW, "--resume")
+    sentence = slow.refusal(*slow.arguments, *SLOW, "--resume")
     assert "belongs to another job: volume." in sentence

@@ -17,14 +17,14 @@ pytestmark = pytest.mark.slow
 PROGRAM = Path(sys.executable).with_name("znnpy")
 
 
-def shell(words: list[str], redirection: str) -> subprocess.CompletedProcess[str]:
-    command = shlex.join([str(PROGRAM), *words])
+def shell(arguments: list[str], redirection: str) -> subprocess.CompletedProcess[str]:
+    command = shlex.join([str(PROGRAM), *arguments])
     return subprocess.run(["sh", "-c", f"{command} {redirection}"], capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("redirection", ["2>&-", ">&-", "<&- >&- 2>&-", "2>/dev/full"])
 def test_run_succeeds_without_standard_streams(place: Place, redirection: str) -> None:
-    done = shell(place.words, redirection)
+    done = shell(place.arguments, redirection)
     assert done.returncode == 0
     assert ("voxels/s" in done.stdout) == (">&-" not in redirection.replace("2>&-", ""))
     assert place.run("verify", place.out, place.volume, "--network", place.folder / "net.yaml").exit_code == 0
@@ -37,7 +37,7 @@ def test_unreadable_error_is_an_exit_code(place: Place, redirection: str) -> Non
 
 @pytest.mark.parametrize("json", [(), ("--json",)])
 def test_full_stdout_is_reported_in_one_sentence(place: Place, json: tuple[str, ...]) -> None:
-    done = shell([*place.words, *json], ">/dev/full")
+    done = shell([*place.arguments, *json], ">/dev/full")
     assert done.returncode == 1
     assert done.stderr.splitlines()[1:] == [
         "Error: cannot print on stdout: No space left on device; files that the command writes are complete"
@@ -45,9 +45,9 @@ def test_full_stdout_is_reported_in_one_sentence(place: Place, json: tuple[str, 
     assert place.out.exists()
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--version"], ["infer", "--help"], ["primitives"]])
-def test_help_to_full_stdout_fails_with_one_sentence(words: list[str]) -> None:
-    done = shell(words, ">/dev/full")
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["infer", "--help"], ["primitives"]])
+def test_help_to_full_stdout_fails_with_one_sentence(arguments: list[str]) -> None:
+    done = shell(arguments, ">/dev/full")
     assert done.returncode == 1
     assert done.stderr.startswith("Error: cannot print on stdout: No space left on device")
     assert done.stderr.count("\n") == 1
@@ -84,14 +84,14 @@ class Interrupt:
             os.kill(os.getpid(), signal.SIGINT)
 
 sys.meta_path.insert(0, Interrupt())
-sys.argv = ['znnpy', *{words!r}]
+sys.argv = ['znnpy', *{arguments!r}]
 runpy.run_module('znnpy', run_name='__main__')
 """
 
 
 @pytest.mark.parametrize("name", ["znnpy.stopping", "znnpy.cli", "click", "pydantic", "numpy", "h5py"])
 def test_ctrl_c_while_libraries_load_ends_the_process(place: Place, name: str) -> None:
-    code = INTERRUPTED_IMPORT.format(name=name, words=place.words)
+    code = INTERRUPTED_IMPORT.format(name=name, arguments=place.arguments)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 128 + signal.SIGINT
     assert "Traceback" not in done.stderr

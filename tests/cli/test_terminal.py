@@ -82,8 +82,8 @@ def named(place: Place, name: str) -> Path:
     return path
 
 
-def run(place: Place, words: list[str], **environment: str) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run([PROGRAM, *words], capture_output=True, check=False, env={**os.environ, **environment})
+def run(place: Place, arguments: list[str], **environment: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run([PROGRAM, *arguments], capture_output=True, check=False, env={**os.environ, **environment})
 
 
 @pytest.mark.parametrize(
@@ -97,9 +97,9 @@ def test_output_works_in_any_encoding(place: Place, environment: dict[str, str])
     assert (planned.returncode, planned.stderr) == (0, b"")
     assert planned.stdout.decode("ascii").startswith("grauwert-Netz u: ")
     out = place.folder / "prädiktion.h5"
-    words = [*place.words[:-1], str(out)]
-    assert run(place, words, **environment).returncode == 0
-    refused = run(place, words, **environment)
+    arguments = [*place.arguments[:-1], str(out)]
+    assert run(place, arguments, **environment).returncode == 0
+    refused = run(place, arguments, **environment)
     assert refused.returncode == 1
     assert b"Traceback" not in refused.stderr
     refused.stderr.decode("ascii")
@@ -128,9 +128,9 @@ def test_control_characters_in_names_are_escaped(capsys: pytest.CaptureFixture[s
 
 def test_control_characters_from_files_are_escaped(place: Place) -> None:
     place.write_volume(np.zeros((20, 23, 25), np.uint8), "volume.h5", **{HOSTILE: np.zeros((9, 9, 9), np.uint8)})
-    assert ESCAPED in place.refusal(*place.words)
+    assert ESCAPED in place.refusal(*place.arguments)
     out = place.folder / f"{HOSTILE.replace('/', '')}.h5"
-    done = place.run(*place.words[:-1], out, "--dataset", "raw")
+    done = place.run(*place.arguments[:-1], out, "--dataset", "raw")
     assert done.exit_code == 0
     assert f"{ESCAPED}.h5: 15x16x19" in done.stdout
     assert "\x1b" not in done.output
@@ -143,7 +143,7 @@ def test_piped_table_is_as_wide_as_needed(place: Place, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("words", "code"),
+    ("arguments", "code"),
     [
         (("infer", "gone.h5", "--json"), 1),
         (("infer", "gone.h5", "--json", "--ram", "12Q"), 2),
@@ -151,8 +151,8 @@ def test_piped_table_is_as_wide_as_needed(place: Place, monkeypatch: pytest.Monk
         (("verify", "gone.h5", "gone.h5", "--json"), 1),
     ],
 )
-def test_error_is_a_json_document_with_json_option(place: Place, words: tuple[str, ...], code: int) -> None:
-    result = place.run(*words)
+def test_error_is_a_json_document_with_json_option(place: Place, arguments: tuple[str, ...], code: int) -> None:
+    result = place.run(*arguments)
     assert result.exit_code == code
     (sentence,) = json.loads(result.stdout).values()
     assert json.loads(result.stdout) == {"error": sentence}

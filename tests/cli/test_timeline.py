@@ -86,7 +86,7 @@ def test_library_call_writes_a_trace(place: Place, trace: Path) -> None:
 def test_trace_is_replaced_only_with_overwrite(place: Place, trace: Path) -> None:
     assert place.infer(*WORDS, "--trace", trace).exit_code == 0
     place.out.unlink()
-    sentence = place.refusal(*place.words, "--trace", trace)
+    sentence = place.refusal(*place.arguments, "--trace", trace)
     assert sentence == f"{trace} exists already; give another --trace, or --overwrite to replace it"
     assert place.infer(*WORDS, "--trace", trace, "--overwrite").exit_code == 0
 
@@ -94,16 +94,16 @@ def test_trace_is_replaced_only_with_overwrite(place: Place, trace: Path) -> Non
 def test_unwritable_trace_is_refused_before_the_run(place: Place) -> None:
     """One sentence, before anything is done; --overwrite is for the output and a trace, and for no other file."""
     for name in ("volume.h5", "net.yaml", "net.npz"):
-        sentence = place.refusal(*place.words, "--overwrite", "--trace", place.folder / name)
+        sentence = place.refusal(*place.arguments, "--overwrite", "--trace", place.folder / name)
         assert sentence.endswith(f"{name} is no trace, and nothing else is replaced by one; give another --trace")
     for ending in ("", ".partial", ".journal", ".lock"):
         beside = place.out.with_name(f"out.h5{ending}")
-        sentence = place.refusal(*place.words, "--trace", beside)
+        sentence = place.refusal(*place.arguments, "--trace", beside)
         assert sentence.endswith(f"{beside} is the output or a file that it needs; give another --trace")
     assert "is not a folder; give another --trace" in place.refusal(
-        *place.words, "--trace", place.folder / "no" / "t.json"
+        *place.arguments, "--trace", place.folder / "no" / "t.json"
     )
-    assert "is a folder; give another --trace" in place.refusal(*place.words, "--trace", place.folder)
+    assert "is a folder; give another --trace" in place.refusal(*place.arguments, "--trace", place.folder)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -111,7 +111,7 @@ def test_read_only_folder_for_a_trace_is_refused(place: Place) -> None:
     closed = place.folder / "closed"
     closed.mkdir()
     closed.chmod(0o500)
-    sentence = place.refusal(*place.words, "--trace", closed / "trace.json")
+    sentence = place.refusal(*place.arguments, "--trace", closed / "trace.json")
     assert sentence.startswith(f"cannot write the trace {closed / 'trace.json'}: Permission denied; ")
 
 
@@ -128,11 +128,11 @@ def test_full_disk_ends_the_run_with_one_sentence(place: Place, trace: Path, mon
             raise OSError(errno.ENOSPC, "No space left on device")
         write(file, at, content)
 
-    words = ("--patch", "4,2,2", "--threads", 1, "--device", "cpu", "--cover", "patches")
+    arguments = ("--patch", "4,2,2", "--threads", 1, "--device", "cpu", "--cover", "patches")
     with monkeypatch.context() as patch:
         patch.setattr(traces, "_write_all", fills)
         patch.setattr(traces, "BATCH", 50)
-        result = place.infer(*words, "--trace", trace)
+        result = place.infer(*arguments, "--trace", trace)
     assert result.exit_code == 1
     assert "Traceback" not in result.stderr
     last = result.stderr.strip().splitlines()[-1]
@@ -140,13 +140,13 @@ def test_full_disk_ends_the_run_with_one_sentence(place: Place, trace: Path, mon
     assert f"cannot write the trace {trace}: No space left on device; make room, " in last
     assert not trace.exists()
     assert not list(place.folder.glob("trace.json*"))
-    assert place.infer(*words, "--trace", trace, "--resume").exit_code == 0
+    assert place.infer(*arguments, "--trace", trace, "--resume").exit_code == 0
 
 
 def test_stopped_run_leaves_its_trace(place: Place, trace: Path) -> None:
     place.write_volume(np.random.default_rng(11).integers(0, 256, (45, 43, 41), np.uint8))
-    words = [*place.words, "--patch", "2,2,2", "--threads", "1", "--device", "cpu", "--trace", str(trace)]
-    with subprocess.Popen([PROGRAM, *words], stderr=subprocess.PIPE, text=True) as process:
+    arguments = [*place.arguments, "--patch", "2,2,2", "--threads", "1", "--device", "cpu", "--trace", str(trace)]
+    with subprocess.Popen([PROGRAM, *arguments], stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 60
         while not any(draft.stat().st_size for draft in place.folder.glob("trace.json.*.partial")):
             assert process.poll() is None
@@ -315,7 +315,7 @@ def test_arguments_without_a_picture_are_refused(place: Place, trace: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "said"),
     [
         (("--from", 2, "--to", 1), "--from 2.0 is not before --to 1.0"),
         (("--from", "nan"), "--from and --to must be finite numbers of seconds"),
@@ -324,8 +324,8 @@ def test_arguments_without_a_picture_are_refused(place: Place, trace: Path) -> N
     ],
     ids=str,
 )
-def test_wrong_arguments_are_usage_errors(place: Place, trace: Path, words: tuple[object, ...], said: str) -> None:
+def test_wrong_arguments_are_usage_errors(place: Place, trace: Path, arguments: tuple[object, ...], said: str) -> None:
     some_spans(trace, *SOME)
-    result = place.run("timeline", trace, *words)
+    result = place.run("timeline", trace, *arguments)
     assert result.exit_code == 2
     assert said in result.stderr

@@ -27,10 +27,10 @@ class Audited:
     cache: Path
     done: dict[str, tuple[Touched, list[Path]]] = field(default_factory=dict)
 
-    def run(self, name: str, *words: object, writes: list[Path], code: int = 0, kill_at: int = 0) -> None:
+    def run(self, name: str, *arguments: object, writes: list[Path], code: int = 0, kill_at: int = 0) -> None:
         """Run a command that may write these files, and names beside them."""
         folder = self.place.folder
-        touched = touched_by(folder, self.logs / name.replace(" ", "-"), *words, kill_at=kill_at)
+        touched = touched_by(folder, self.logs / name.replace(" ", "-"), *arguments, kill_at=kill_at)
         assert touched.code == code, touched.stderr
         self.done[name] = touched, writes
 

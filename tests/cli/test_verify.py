@@ -16,7 +16,7 @@ from znnpy.network import Conv, Network
 from znnpy.verify import TOLERANCES, _positions, verify
 
 
-def words(place: Place, *more: object) -> list[object]:
+def arguments(place: Place, *more: object) -> list[object]:
     return ["verify", place.out, place.volume, "--network", place.folder / "net.yaml", "--samples", 60, *more]
 
 
@@ -24,7 +24,7 @@ def words(place: Place, *more: object) -> list[object]:
 @pytest.mark.parametrize("border", ["valid", "reflect"])
 def test_right_output_passes(place: Place, border: str, dtype: str) -> None:
     assert place.infer("--border", border, "--output-dtype", dtype, "--roi", "1:19,2:,:23").exit_code == 0
-    result = place.run(*words(place, "--json"))
+    result = place.run(*arguments(place, "--json"))
     assert result.exit_code == 0
     report = json.loads(result.stdout)
     half_a_step = {"float32": 0.0, "float16": 2.0**-11, "uint8": 1 / 510}[dtype]
@@ -35,7 +35,7 @@ def test_right_output_passes(place: Place, border: str, dtype: str) -> None:
 
 def test_worst_error_is_printed_with_its_position(place: Place) -> None:
     assert place.infer("--output-dtype", "uint8").exit_code == 0
-    result = place.run(*words(place))
+    result = place.run(*arguments(place))
     assert result.exit_code == 0
     assert "out.h5: 60 voxels recomputed by sliding the window in float64" in result.stdout
     assert "allowed 1.97e-03 (the tolerance of fp32; half a step of uint8 included)" in result.stdout
@@ -47,10 +47,10 @@ def test_wrong_voxel_is_found(place: Place, wrong: float) -> None:
     with h5py.File(place.out, "r+") as file:
         prediction = file["prediction"]
         prediction[1] = prediction[1] + np.float32(wrong)
-    sentence = place.refusal(*words(place))
+    sentence = place.refusal(*arguments(place))
     assert sentence.startswith("60 of 60 voxels are wrong; worst error ")
     assert "map 1: " in sentence
-    assert place.run(*words(place, "--tolerance", "0.01")).exit_code == (0 if wrong == 1e-4 else 1)
+    assert place.run(*arguments(place, "--tolerance", "0.01")).exit_code == (0 if wrong == 1e-4 else 1)
 
 
 def add_everywhere(place: Place, wrong: float, **attributes: object) -> None:
@@ -68,10 +68,10 @@ def test_tolerance_follows_the_requested_precision(place: Place, precision: str,
     """The tolerance does not depend on the output; `--tolerance` sets another, and the result names it."""
     for wrong, code in ((passes, 0), (fails, 1)):
         add_everywhere(place, wrong)
-        result = place.run(*words(place, "--precision", precision))
+        result = place.run(*arguments(place, "--precision", precision))
         assert result.exit_code == code, result.stderr
         assert f"(the tolerance of {precision})" in result.stdout + result.stderr
-        result = place.run(*words(place, "--tolerance", 10 * fails))
+        result = place.run(*arguments(place, "--tolerance", 10 * fails))
         assert result.exit_code == 0
         assert "(the tolerance asked for)" in result.stdout
 
@@ -79,12 +79,12 @@ def test_tolerance_follows_the_requested_precision(place: Place, precision: str,
 @pytest.mark.parametrize(("said", "wrong"), [("tf32", 8e-3), ("fp16", 4e-2)])
 def test_precision_named_by_the_output_alone_raises_no_tolerance(place: Place, said: str, wrong: float) -> None:
     add_everywhere(place, wrong, precision=said)
-    sentence = place.refusal(*words(place))
+    sentence = place.refusal(*arguments(place))
     assert sentence.startswith("60 of 60 voxels are wrong; worst error ")
     assert "allowed 1.00e-05 (the tolerance of fp32)" in sentence
     assert f"the output says that it was predicted in {said}: if it was, allow " in sentence
     assert sentence.endswith(f" with --precision {said}")
-    result = place.run(*words(place, "--precision", said, "--json"))
+    result = place.run(*arguments(place, "--precision", said, "--json"))
     assert result.exit_code == 0
     report = json.loads(result.stdout)
     assert (report["precision"], report["predicted_in"], report["tolerance"]) == (said, said, TOLERANCES[said])
@@ -92,7 +92,7 @@ def test_precision_named_by_the_output_alone_raises_no_tolerance(place: Place, s
 
 def test_help_states_the_tolerances(place: Place) -> None:
     said = " ".join(place.run("verify", "--help").stdout.split())
-    fp32, tf32, fp16 = (f"{TOLERANCES[word]:.0e}".replace("e-0", "e-") for word in ("fp32", "tf32", "fp16"))
+    fp32, tf32, fp16 = (f"{TOLERANCES[precision]:.0e}".replace("e-0", "e-") for precision in ("fp32", "tf32", "fp16"))
     assert f"are allowed: {fp32}, {tf32} in tf32, {fp16} in fp16 [default: fp32, " in said
 
 
@@ -100,14 +100,14 @@ def test_unknown_precision_is_refused(place: Place) -> None:
     assert place.infer().exit_code == 0
     with h5py.File(place.out, "r+") as file:
         file["prediction"].attrs["precision"] = "int4"
-    assert "says it was predicted in 'int4', which this version does not know" in place.refusal(*words(place))
+    assert "says it was predicted in 'int4', which this version does not know" in place.refusal(*arguments(place))
 
 
 def test_wrong_offset_is_found(place: Place) -> None:
     assert place.infer().exit_code == 0
     with h5py.File(place.out, "r+") as file:
         file["prediction"].attrs["offset"] = np.array([2, 2, 3])
-    sentence = place.refusal(*words(place))
+    sentence = place.refusal(*arguments(place))
     assert (
         "out.h5 has offset (2, 2, 3), and (2, 3, 3) follows from region of the whole volume, border valid" in sentence
     )
@@ -137,18 +137,18 @@ def replace_prediction(place: Place, voxels: np.ndarray[Any, Any]) -> None:
 def test_shape_and_dtype_follow_from_the_job(place: Place, change: Callable[[Any], Any]) -> None:
     """An output that was cut or grown does not pass, however right its voxels are."""
     assert place.infer("--border", "reflect", "--roi", "0:15,2:,:23").exit_code == 0
-    assert place.run(*words(place)).exit_code == 0
+    assert place.run(*arguments(place)).exit_code == 0
     replace_prediction(place, change(place.prediction()))
-    sentence = place.refusal(*words(place))
+    sentence = place.refusal(*arguments(place))
     assert "follows from region 0:15,2:23,0:23, border reflect and the network's field of view" in sentence
 
 
 def test_result_names_the_predicted_part(place: Place) -> None:
     """A cut output whose attributes were made to fit is a right output of that part, and says so."""
     assert place.infer("--roi", "0:15,2:,:23").exit_code == 0
-    assert "the output covers part 0:15,2:23,0:23 of the volume, border valid" in place.run(*words(place)).stdout
+    assert "the output covers part 0:15,2:23,0:23 of the volume, border valid" in place.run(*arguments(place)).stdout
     assert place.infer("--overwrite").exit_code == 0
-    assert "the output covers the whole volume, border valid" in place.run(*words(place)).stdout
+    assert "the output covers the whole volume, border valid" in place.run(*arguments(place)).stdout
 
 
 def test_roi_outside_the_volume_is_refused(place: Place) -> None:
@@ -156,7 +156,7 @@ def test_roi_outside_the_volume_is_refused(place: Place) -> None:
     with h5py.File(place.out, "r+") as file:
         attributes = file["prediction"].attrs
         attributes["job"] = attributes["job"].replace('"roi": ""', '"roi": "0:999,0:5,0:5"')
-    sentence = place.refusal(*words(place))
+    sentence = place.refusal(*arguments(place))
     assert "names a region that cannot have been predicted" in sentence
     assert "0:999 of 0:20" in sentence
 
@@ -167,16 +167,16 @@ def test_nan_passes_if_the_field_of_view_holds_one(place: Place) -> None:
     place.write_volume(grey)
     assert place.infer("--allow-nan").exit_code == 0
     assert np.isnan(place.prediction()).any()
-    assert place.run(*words(place, "--samples", 400)).exit_code == 0
+    assert place.run(*arguments(place, "--samples", 400)).exit_code == 0
 
 
 def test_other_inputs_than_those_of_the_output_are_refused(place: Place) -> None:
     assert place.infer().exit_code == 0
     assert "is not the volume" in _refusal_after(place, lambda: place.write_volume(np.zeros((20, 23, 25), np.uint8)))
     place.write_weights(conv2_bias=np.array([0.5, -0.5], np.float32))
-    assert "predicted with other weights" in place.refusal(*words(place))
+    assert "predicted with other weights" in place.refusal(*arguments(place))
     place.write_network(normalise={"mean": 0.0, "std": 1.0})
-    assert "predicted with other network" in place.refusal(*words(place))
+    assert "predicted with other network" in place.refusal(*arguments(place))
     assert "tiny, which does not ship with znnpy" in place.refusal("verify", place.out, place.volume)
 
 
@@ -185,7 +185,7 @@ def _refusal_after(place: Place, change: object) -> str:
     before = place.volume.read_bytes()
     assert callable(change)
     change()
-    sentence = place.refusal(*words(place))
+    sentence = place.refusal(*arguments(place))
     place.volume.write_bytes(before)
     return sentence
 
@@ -194,7 +194,7 @@ def test_copy_of_the_volume_is_accepted(place: Place) -> None:
     assert place.infer().exit_code == 0
     copy = place.folder / "copy.h5"
     copy.write_bytes(place.volume.read_bytes())
-    assert place.run("verify", place.out, copy, *words(place)[3:]).exit_code == 0
+    assert place.run("verify", place.out, copy, *arguments(place)[3:]).exit_code == 0
 
 
 def test_files_other_than_outputs_are_refused(place: Place) -> None:
@@ -211,7 +211,7 @@ def test_other_datasets_beside_the_prediction_are_ignored(place: Place) -> None:
     assert place.infer().exit_code == 0
     with h5py.File(place.out, "r+") as file:
         file["labels"] = np.zeros((5, 6, 7), np.uint8)
-    assert place.run(*words(place)).exit_code == 0
+    assert place.run(*arguments(place)).exit_code == 0
 
 
 def test_dataset_option_names_the_voxels_of_the_volume(place: Place) -> None:
@@ -219,12 +219,12 @@ def test_dataset_option_names_the_voxels_of_the_volume(place: Place) -> None:
     with h5py.File(place.volume, "r+") as file:
         file["other"] = np.zeros((20, 23, 25), np.uint8)
     assert place.infer("--dataset", "raw").exit_code == 0
-    assert place.run(*words(place)).exit_code == 0
-    assert "is not the volume" in place.refusal(*words(place, "--dataset", "other"))
+    assert place.run(*arguments(place)).exit_code == 0
+    assert "is not the volume" in place.refusal(*arguments(place, "--dataset", "other"))
     with h5py.File(place.volume, "r+") as file:
         file.move("raw", "grey")
-    assert "has no dataset 'raw'" in place.refusal(*words(place))
-    assert place.run(*words(place, "--dataset", "grey")).exit_code == 0
+    assert "has no dataset 'raw'" in place.refusal(*arguments(place))
+    assert place.run(*arguments(place, "--dataset", "grey")).exit_code == 0
 
 
 def test_seed_chooses_the_voxels(place: Place) -> None:
@@ -237,7 +237,7 @@ def test_seed_chooses_the_voxels(place: Place) -> None:
 def test_zarr_output_passes(place: Place) -> None:
     pytest.importorskip("zarr")
     out = place.folder / "out.zarr"
-    assert place.run(*place.words[:-1], out).exit_code == 0
+    assert place.run(*place.arguments[:-1], out).exit_code == 0
     network = place.folder / "net.yaml"
     report = verify(out, place.volume, network=network, samples=30)
     assert 0 < report.worst <= 1e-5
@@ -266,10 +266,10 @@ def large_values(folder: Path) -> Place:
 
 def test_large_values_round_in_proportion(tmp_path: Path) -> None:
     place = large_values(tmp_path)
-    report = json.loads(place.run(*words(place, "--json")).stdout)
+    report = json.loads(place.run(*arguments(place, "--json")).stdout)
     assert report["magnitude"] > LARGE / 10 if report["channel"] == 0 else report["magnitude"] < 100
     assert report["allowed"] == pytest.approx(1e-5 * report["magnitude"])
-    result = place.run(*words(place, "--tolerance", "1e-9"))
+    result = place.run(*arguments(place, "--tolerance", "1e-9"))
     assert result.exit_code == 1
     assert "(1e-09 times " in result.stderr
     assert ", the size of the values; the tolerance asked for)" in result.stderr
@@ -282,7 +282,7 @@ def test_wrong_large_values_are_found(tmp_path: Path, channel: int) -> None:
     with h5py.File(place.out, "r+") as file:
         prediction = file["prediction"]
         prediction[channel] += 1e-3 * prediction[channel].std()
-    sentence = place.refusal(*words(place))
+    sentence = place.refusal(*arguments(place))
     assert sentence.split()[0] == "60"
     assert f"map {channel}: " in sentence
 
@@ -323,6 +323,6 @@ def test_invalid_options_are_usage_errors(place: Place) -> None:
         verify(place.out, place.volume, precision="int4")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="a precision implies a tolerance: give one of them"):
         verify(place.out, place.volume, precision="tf32", tolerance=1e-3)
-    assert place.run(*words(place, "--precision", "tf32", "--tolerance", 1e-3)).exit_code == 2
+    assert place.run(*arguments(place, "--precision", "tf32", "--tolerance", 1e-3)).exit_code == 2
     with pytest.raises(ValueError, match="0 samples show nothing"):
         verify(place.out, place.volume, samples=0)

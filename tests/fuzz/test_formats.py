@@ -352,14 +352,14 @@ fft.TRANSFORM_SECONDS = kept.LEARNING_SECONDS = 60.0
 kept.SHORT_SECONDS, kept.LEARNING_PART = 0.0, 1e9
 place = Place.furnish(Path(sys.argv[2]), Network("wide", 1, (Conv((3, 3, 3), 1, "relu"),), None))
 place.write_volume(np.random.default_rng(2).integers(0, 256, (10, 100, 300), np.uint8))
-words = dict(out=place.out, patch=(8, 98, 98), threads=1, only="cpu.conv.fft_data")
+arguments = dict(out=place.out, patch=(8, 98, 98), threads=1, only="cpu.conv.fft_data")
 
 def stop(event):
     if 0 < event.columns_done < event.columns:
         raise KeyboardInterrupt
 
 try:
-    infer(place.volume, place.folder / "net.yaml", progress=stop, **words)
+    infer(place.volume, place.folder / "net.yaml", progress=stop, **arguments)
 except KeyboardInterrupt:
     pass
 journal = place.out.with_name(place.out.name + ".journal")
@@ -373,13 +373,13 @@ for seed in range(*json.loads(sys.argv[1])):
         text[at] = rng.choice(b"0123456789abcdef".replace(text[at : at + 1], b""))
     journal.write_bytes(text)
     try:
-        infer(place.volume, place.folder / "net.yaml", resume=True, **words)
+        infer(place.volume, place.folder / "net.yaml", resume=True, **arguments)
     except ResumeError as error:
         assert len(str(error)) < 800 and str(error).isprintable()
     else:
         raise AssertionError(f"seed {seed} was believed")
 journal.write_bytes(whole)
-infer(place.volume, place.folder / "net.yaml", resume=True, **words)
+infer(place.volume, place.folder / "net.yaml", resume=True, **arguments)
 print("read all")
 """
 

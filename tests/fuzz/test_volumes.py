@@ -59,17 +59,17 @@ def documents(zarr: Any, folder: Path) -> list[Path]:
     """Metadata of Zarr volumes of both formats, each beside its chunks."""
     voxels = np.arange(480, dtype=np.uint16).reshape(8, 6, 10)
     found = []
-    words: list[dict[str, Any]] = [
+    formats: list[dict[str, Any]] = [
         {"zarr_format": 2},
         {"zarr_format": 2, "order": "F", "dtype": ">u2"},
         {"zarr_format": 3},
         {"zarr_format": 3, "shards": (8, 6, 10)},
     ]
-    for number, word in enumerate(words):
+    for number, settings in enumerate(formats):
         path = folder / f"{number}.zarr"
-        array = zarr.create_array(path, shape=voxels.shape, chunks=(4, 3, 5), **{"dtype": "u2", **word})
+        array = zarr.create_array(path, shape=voxels.shape, chunks=(4, 3, 5), **{"dtype": "u2", **settings})
         array[...] = voxels
-        found.append(path / ("zarr.json" if word["zarr_format"] == 3 else ".zarray"))
+        found.append(path / ("zarr.json" if settings["zarr_format"] == 3 else ".zarray"))
     for version in (2, 3):
         group = zarr.open_group(folder / f"group{version}.zarr", mode="w", zarr_format=version)
         group.create_array("0", shape=voxels.shape, chunks=(4, 3, 5), dtype="u2")[...] = voxels

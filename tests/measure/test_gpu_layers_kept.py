@@ -173,7 +173,7 @@ def test_without_a_way_that_is_not_refused_there_is_no_plan() -> None:
 
 def test_memory_that_was_short_once_is_asked_for_again(folder: Path) -> None:
     table = (STUBBORN, *TABLE)
-    card = Card(words=VramError("cudaMalloc of 9 bytes was refused"))
+    card = Card(refusal=VramError("cudaMalloc of 9 bytes was refused"))
     rates = rates_of(card, table)
     assert set(rates.refused.values()) == {"cudaMalloc of 9 bytes was refused"}
     assert REFUSES not in planned(rates, table)
@@ -191,7 +191,7 @@ def test_a_gpu_that_runs_nothing_any_more_is_no_refusal_to_keep(folder: Path) ->
 
 
 def test_long_words_of_a_refusal_are_kept_in_part() -> None:
-    card = Card(words=DeviceError("no " * 1000))
+    card = Card(refusal=DeviceError("no " * 1000))
     rates = rates_of(card, (STUBBORN, *TABLE))
     assert rates_of(Card(), (STUBBORN, *TABLE)) == rates
     assert {len(reason) for reason in rates.refused.values()} == {MOST_REASON}

@@ -54,14 +54,14 @@ class Touched:
 
 def strace_runs() -> bool:
     """Return whether system calls can be listed here."""
-    words = ["strace", "-o", os.devnull, "true"]
-    return shutil.which("strace") is not None and subprocess.run(words, check=False).returncode == 0
+    command = ["strace", "-o", os.devnull, "true"]
+    return shutil.which("strace") is not None and subprocess.run(command, check=False).returncode == 0
 
 
-def touched_by(folder: Path, logs: Path, *words: object, kill_at: int = 0) -> Touched:
+def touched_by(folder: Path, logs: Path, *arguments: object, kill_at: int = 0) -> Touched:
     """Run `znnpy WORDS` in `folder`, with its logs in the new folder `logs`."""
     logs.mkdir()
-    command = [sys.executable, __file__, str(logs / "told"), str(kill_at), *map(str, words)]
+    command = [sys.executable, __file__, str(logs / "told"), str(kill_at), *map(str, arguments)]
     traced = strace_runs()
     if traced:
         command = ["strace", "-ff", "-y", "-qq", "-s", "4096", "-e", "trace=%file", "-o", str(logs / "asked"), *command]
@@ -122,7 +122,7 @@ class Audit:
 
 
 def main() -> None:
-    """Run the command line on the words behind LOG and KILL_AT."""
+    """Run the command line on the arguments behind LOG and KILL_AT."""
     from znnpy.__main__ import main as run
 
     log, kill_at = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT), int(sys.argv[2])

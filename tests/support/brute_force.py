@@ -39,15 +39,15 @@ THREADS = 2
 EDGE_BYTES = 5e9  # per second, of the first patch in and the last one out of a run on a GPU
 
 
-def planned(network: Network, output: Vec3, ram_bytes: int, **words: Any) -> RunPlan:
+def planned(network: Network, output: Vec3, ram_bytes: int, **arguments: Any) -> RunPlan:
     """Return what the search finds, with fakes and the figures that all plans here share."""
-    settings: dict[str, Any] = {"table": FAKES, "rates": CARRYING, "baseline": BASELINE} | words
+    settings: dict[str, Any] = {"table": FAKES, "rates": CARRYING, "baseline": BASELINE} | arguments
     return make_plan(network, output, WITH_GPU, Limits(ram_bytes, THREADS), **settings)
 
 
-def planned_on_gpu(network: Network, output: Vec3, ram_bytes: int, vram_bytes: int, **words: Any) -> RunPlan:
+def planned_on_gpu(network: Network, output: Vec3, ram_bytes: int, vram_bytes: int, **arguments: Any) -> RunPlan:
     """Return what the search finds for a GPU of which CUDA itself takes nothing."""
-    settings: dict[str, Any] = {"rates": CARRYING, "baseline": BASELINE, "context": 0, "device": "gpu"} | words
+    settings: dict[str, Any] = {"rates": CARRYING, "baseline": BASELINE, "context": 0, "device": "gpu"} | arguments
     return make_plan(network, output, WITH_GPU, Limits(ram_bytes, THREADS, vram_bytes), **settings)
 
 

@@ -45,15 +45,15 @@ class Place:
         return self.folder / "out.h5"
 
     @property
-    def words(self) -> list[str]:
+    def arguments(self) -> list[str]:
         """Return the arguments of an `infer` that works."""
         return ["infer", str(self.volume), "--network", str(self.folder / "net.yaml"), "--out", str(self.out)]
 
-    def run(self, *words: object) -> Result:
-        return CliRunner().invoke(main, [str(word) for word in words], catch_exceptions=False)
+    def run(self, *arguments: object) -> Result:
+        return CliRunner().invoke(main, [str(argument) for argument in arguments], catch_exceptions=False)
 
-    def infer(self, *words: object) -> Result:
-        return self.run(*self.words, *words)
+    def infer(self, *arguments: object) -> Result:
+        return self.run(*self.arguments, *arguments)
 
     def write_volume(self, array: np.ndarray[Any, Any], name: str = "volume.h5", **datasets: Any) -> Path:
         """Write an HDF5 file with `array` as dataset `raw`, and others by keyword."""
@@ -92,16 +92,16 @@ class Place:
         """Replace the volume by a small one: that nothing fits shows sooner with few shapes of patches."""
         self.write_volume(np.random.default_rng(7).integers(0, 256, (7, 11, 9), np.uint8))
 
-    def refusal(self, *words: object, code: int = 1) -> str:
+    def refusal(self, *arguments: object, code: int = 1) -> str:
         """Return the sentence on stderr that a refused command prints; check that nothing changed."""
         before = self.state()
-        result = self.run(*words)
+        result = self.run(*arguments)
         assert result.exit_code == code, (result.exit_code, result.output, result.exception)
         assert self.state() == before
         (line,) = (line for line in result.stderr.strip().splitlines() if not line.startswith("warning: "))
         assert line.startswith("Error: ")
         sentence = line.removeprefix("Error: ")
-        if "--json" in words:
+        if "--json" in arguments:
             assert json.loads(result.stdout) == {"error": sentence}
         else:
             assert result.stdout == ""

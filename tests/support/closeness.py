@@ -107,9 +107,9 @@ def run_on(
     assert device.allocated - held == promised.resident
     scratch = {s.name: device.put(np.full(s.nbytes, 0xFF, np.uint8), s.name) for s in promised.scratch}
     address = device.address(peaks)
-    words = {"x_peak": address} if promised.reads_peak else {}
+    arguments = {"x_peak": address} if promised.reads_peak else {}
     step = primitive.bind(resident, shape, variant, device)
-    step.run(rest, out, scratch, before, out_peak=address + peaks.dtype.itemsize, **words)
+    step.run(rest, out, scratch, before, out_peak=address + peaks.dtype.itemsize, **arguments)
     return device.get(out), float(device.get(peaks)[1])
 
 

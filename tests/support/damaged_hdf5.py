@@ -31,7 +31,7 @@ def written(folder: Path) -> list[bytes]:
     (folder / "outside.raw").write_bytes(voxels.tobytes())
     found = []
     for libver in ("earliest", "latest"):
-        for words in (
+        for arguments in (
             {},
             {"chunks": (4, 3, 5)},
             {"chunks": (4, 3, 5), "compression": "gzip", "shuffle": True, "fletcher32": True},
@@ -39,7 +39,7 @@ def written(folder: Path) -> list[bytes]:
             {"chunks": (4, 3, 5), "maxshape": (None, None, 10), "scaleoffset": 0},
         ):
             with h5py.File(path, "w", libver=libver) as file:
-                file.create_dataset("deep/raw", data=voxels, **words)
+                file.create_dataset("deep/raw", data=voxels, **arguments)
                 file["link"] = h5py.SoftLink("/deep/raw")
                 file["deep"].attrs["note"] = "words"
             found.append(path.read_bytes())

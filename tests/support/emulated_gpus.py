@@ -19,7 +19,7 @@ from znnpy.run import target
 from znnpy.run.target import DRIVER, Driver
 
 
-def assumed_gpu_rates(device: Any, machine: Machine, *asked: object, **words: object) -> Rates:
+def assumed_gpu_rates(device: Any, machine: Machine, *asked: object, **arguments: object) -> Rates:
     """Return assumed rates: measuring an emulator takes long and says nothing."""
     assert device.gpu == machine.gpu
     return assumed_rates(machine, 1, "gpu")

@@ -65,7 +65,7 @@ def link(shape: LayerShape) -> float:
 IN_HOST = InHostRam("gpu.conv.in_host", "conv", flops=0.5)
 
 
-def hosted(network: Network, output: Vec3, ram_bytes: int, vram_bytes: int, **words: Any) -> RunPlan:
+def hosted(network: Network, output: Vec3, ram_bytes: int, vram_bytes: int, **arguments: Any) -> RunPlan:
     """Return what `make_plan` gives for the fakes of both devices, with some arguments replaced."""
     settings: dict[str, Any] = {
         "table": (*ON_CPU, *ON_GPU),
@@ -75,6 +75,6 @@ def hosted(network: Network, output: Vec3, ram_bytes: int, vram_bytes: int, **wo
         "context": 0,
         "mode": "cpu-to-gpu",
         "in_host_ram": (IN_HOST,),
-    } | words
+    } | arguments
     threads = THREADS + (settings["mode"] == "cpu-to-gpu")  # where one of them feeds the GPU
     return make_plan(network, output, WITH_GPU, Limits(ram_bytes, threads, vram_bytes), **settings)

@@ -25,7 +25,7 @@ LONGEST = 60.0  # seconds that a command may take
 class Order:
     """A command, and when to kill it: after so many seconds, or just before so many changes of files."""
 
-    words: list[str]
+    arguments: list[str]
     seconds: float | None = None
     changes: int | None = None
 
@@ -52,11 +52,11 @@ class ForkedRuns:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._process.communicate()  # its standard input ends, and so does it
 
-    def run(self, *words: object, seconds: float | None = None, changes: int | None = None) -> Answer:
+    def run(self, *arguments: object, seconds: float | None = None, changes: int | None = None) -> Answer:
         """Run `znnpy WORDS`, killed where that is asked for; returns when it has ended."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        order = Order([str(word) for word in words], seconds, changes)
+        order = Order([str(argument) for argument in arguments], seconds, changes)
         self._process.stdin.write(json.dumps(asdict(order)) + "\n")
         self._process.stdin.flush()
         return Answer(**json.loads(self._process.stdout.readline()))
@@ -72,9 +72,9 @@ class Changes:
         sys.addaudithook(self._hear)
 
     def _counted(self, call: Any) -> Any:
-        def counting(*arguments: Any) -> Any:
+        def counting(*given: Any) -> Any:
             self._next()
-            return call(*arguments)
+            return call(*given)
 
         return counting
 
@@ -99,7 +99,7 @@ def child(order: Order, log: Path) -> None:
         os.dup2(file.fileno(), 2)
     changes, code = Changes(order.changes), 70
     try:
-        main(order.words, prog_name="znnpy")
+        main(order.arguments, prog_name="znnpy")
     except SystemExit as end:
         code = int(end.code or 0)
     finally:  # whatever happens, this copy of the parent ends here

@@ -41,10 +41,10 @@ def session_for(plan: Plan, net: TrainedNetwork, device: EmulatedDevice) -> Iter
             yield session
 
 
-def a_plan(**words: Any) -> tuple[Plan, TrainedNetwork, Any]:
+def a_plan(**arguments: Any) -> tuple[Plan, TrainedNetwork, Any]:
     """One of SMALL, with the weights and the volume that it is for."""
     net, volume = trained(SMALL), some_volume(SMALL, seed=78, more=(9, 7, 5))
-    return hosted_plan(SMALL, SMALL.dense_size(volume.shape[1:]), (2, 4, 3), 2, **words), net, volume
+    return hosted_plan(SMALL, SMALL.dense_size(volume.shape[1:]), (2, 4, 3), 2, **arguments), net, volume
 
 
 def no_feeder_is_left() -> bool:

@@ -19,9 +19,9 @@ layers:
 """
 
 
-def infer(volume: Path, *words: str) -> tuple[int, int]:
+def infer(volume: Path, *arguments: str) -> tuple[int, int]:
     """One process of `znnpy infer`: what its plan promises, and the most memory the system counted for it; bytes."""
-    command = [sys.executable, "-m", "znnpy", "infer", str(volume), "--json", *words]
+    command = [sys.executable, "-m", "znnpy", "infer", str(volume), "--json", *arguments]
     report = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
     return report["predicted"]["peak_bytes"], report["peak_bytes"]
 

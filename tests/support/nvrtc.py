@@ -48,8 +48,8 @@ def compile_for(
         assert nvrtc.nvrtcAddNameExpression(program, name.encode()) == 0
     options = [f"--gpu-architecture=sm_{architecture}", *compiler_options(source, defines), *_OPTIONS]
     options += [f"-I{folder}" for folder in _headers()]
-    words = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-    code = nvrtc.nvrtcCompileProgram(program, len(options), words)
+    encoded = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    code = nvrtc.nvrtcCompileProgram(program, len(options), encoded)
     size = ctypes.c_size_t()
     nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
     log = ctypes.create_string_buffer(size.value)

@@ -55,8 +55,8 @@ NETWORKS = (
     Network("two scales", 2, (Conv((2, 2, 3), 3, "relu"), Conv((2, 2, 2), 1)), Normalise((128.0, 99.0), (33.0, 99.0))),
 )
 
-# Where a step of a column could go wrong: poolings at both ends, one behind the other, in steps that leave one plane to
-# a fragment; layers that keep nothing from step to step before, between and behind those that do.
+# Networks for which a step of a column could go wrong: poolings at both ends, one behind the other, in steps that leave
+# one plane to a fragment; layers that keep nothing from step to step before, between and behind those that do.
 ODDER = (
     small("pools at both ends", 2, Pool((2, 2, 1)), Conv((2, 2, 3), 4, "relu"), Pool((3, 1, 2))),
     small("only pools", 1, Pool((2, 3, 1)), Pool((2, 1, 2))),
@@ -106,7 +106,7 @@ def assert_dense(got: npt.NDArray[np.float32], exact: npt.NDArray[np.float64]) -
 
 @dataclass(frozen=True)
 class Ways:
-    """Which primitives a plan takes: drawn from all that apply, or from those named where one of them does."""
+    """The choice of primitives for a plan: drawn from all that apply, or from `only` where one of those applies."""
 
     seed: int = 0
     only: Sequence[str] = ()

@@ -37,7 +37,7 @@ class Card:
     runs: list[tuple[str, LayerShape, Variant]] = field(default_factory=list)
     held: int = 0
     stream: object = None
-    words: DeviceError = field(default_factory=lambda: DeviceError("cuDNN has no plan"))  # of REFUSES
+    refusal: DeviceError = field(default_factory=lambda: DeviceError("cuDNN has no plan"))  # of REFUSES
     broken: bool = False  # by what it refused
 
     def allocate(self, nbytes: int, what: str) -> Any:
@@ -119,7 +119,7 @@ class _Step:
     def run(self, x: Any, out: Any, scratch: Mapping[str, Any], before: Any = None, **peaks: int) -> None:
         if self.primitive.name == REFUSES:
             self.card.runs.append((self.primitive.name, self.shape, self.variant))
-            raise self.card.words
+            raise self.card.refusal
         assert x.shape == self.shape.in_shape
         assert out.shape == self.shape.out_shape
         assert x.dtype == out.dtype == (np.float16 if self.shape.precision == "fp16" else np.float32)
@@ -154,8 +154,8 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "znnpy"
 
 
-def rates_of(card: Card, table: Sequence[Primitive] = TABLE, **words: Any) -> Rates:
-    settings: dict[str, Any] = {"vram_bytes": 2**30, "threads": 2, "store": CostStore(table=table), **words}
+def rates_of(card: Card, table: Sequence[Primitive] = TABLE, **arguments: Any) -> Rates:
+    settings: dict[str, Any] = {"vram_bytes": 2**30, "threads": 2, "store": CostStore(table=table), **arguments}
     precision = settings.pop("precision", "tf32")
     return measured_rates(card, settings.pop("machine", WITH_GPU), NETWORK, precision, **settings)  # type: ignore[arg-type]
 

@@ -54,7 +54,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
 """
 
 
-def words(codec: str) -> dict[str, Any]:
+def arguments(codec: str) -> dict[str, Any]:
     """Arguments of h5py that pack a dataset so."""
     name, _, checksum = codec.partition(" ")
     how: dict[str, Any] = dict(PLUGINS[name]()) if name in PLUGINS else {"compression": name, "shuffle": True}
@@ -69,7 +69,7 @@ def bomb(codec: str, folder: Path) -> bytes:
     if codec == "lzf":  # a zero, and long repetitions of it
         return b"\x00\x00" + b"\xe0\xff\x00" * 300_000
     with h5py.File(folder / "large.h5", "w") as file:
-        large = file.create_dataset("x", (BOMB,), "u1", chunks=(BOMB,), **words(codec))
+        large = file.create_dataset("x", (BOMB,), "u1", chunks=(BOMB,), **arguments(codec))
         large[:] = 0
         return large.id.read_direct_chunk((0,))[1]  # type: ignore[no-any-return]
 
@@ -77,7 +77,7 @@ def bomb(codec: str, folder: Path) -> bytes:
 def made(path: Path, codec: str, content: bytes | None = None) -> Path:
     """64x64x64 bytes in one chunk; `content`: as they are stored."""
     with h5py.File(path, "w") as file:
-        dataset = file.create_dataset("main", (64, 64, 64), "u1", chunks=(64, 64, 64), **words(codec))
+        dataset = file.create_dataset("main", (64, 64, 64), "u1", chunks=(64, 64, 64), **arguments(codec))
         if content is None:
             dataset[...] = GOOD
         else:

@@ -19,7 +19,7 @@ import pytest
 from znnpy.errors import VolumeError
 from znnpy.patches import Box
 from znnpy.volume import open_volume
-from znnpy.volume.base import Absent, Chunks, Volume
+from znnpy.volume.base import Chunks, MissingVoxels, Volume
 from znnpy.volume.hdf5_links import open_file
 
 UNLIMITED = h5py.h5s.UNLIMITED
@@ -60,7 +60,7 @@ def stored(path: Path, array: npt.NDArray[Any]) -> Path:
 
 def refused(path: Path, message: str, fill: float | None = None) -> None:
     with pytest.raises(VolumeError, match=message):
-        open_volume(path, "main", Absent(fill))
+        open_volume(path, "main", MissingVoxels(fill))
 
 
 def test_missing_file_or_dataset_is_named_or_filled(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_missing_file_or_dataset_is_named_or_filled(tmp_path: Path) -> None:
     expected = np.full((4, 5, 6), 9, np.uint8)  # the fill value where nothing is mapped
     expected[:2] = VOXELS[:2]
     expected[2, :, 1:4] = expected[3] = 50
-    with open_volume(path, "main", Absent(50)) as volume:
+    with open_volume(path, "main", MissingVoxels(50)) as volume:
         np.testing.assert_array_equal(whole(volume), expected)
         part = np.zeros((1, 2, 3, 2), np.uint8)
         volume.read(Box((1, 1, 2), (3, 4, 4)), part)
@@ -101,7 +101,7 @@ def test_missing_voxels_of_a_nested_source_are_found(tmp_path: Path) -> None:
     refused(
         path, r"voxels \(z, y, x\) = \(5, 0, 0\) to \(5, 4, 5\) are missing: the source file gone\.h5 is missing; put"
     )
-    with open_volume(path, "main", Absent(70)) as volume:
+    with open_volume(path, "main", MissingVoxels(70)) as volume:
         expected = np.full((8, 5, 6), 9, np.uint8)
         expected[3:5], expected[5] = VOXELS[1:3], 70
         np.testing.assert_array_equal(whole(volume), expected)
@@ -162,7 +162,7 @@ def test_missing_external_files_are_named(tmp_path: Path, kept: int | None, monk
     refused(path, rf"voxels \(z, y, x\) = {first} to .* are missing: the external file {why}; .*`fill_missing`")
     expected = VOXELS.copy()
     expected.reshape(-1)[begin:end] = 200
-    with open_volume(path, None, Absent(200)) as volume:
+    with open_volume(path, None, MissingVoxels(200)) as volume:
         np.testing.assert_array_equal(whole(volume), expected)
 
 
@@ -183,8 +183,8 @@ def circle(path: Path, kind: str) -> Path:
 def test_cycles_are_found_before_a_read(tmp_path: Path, kind: str, named: bool) -> None:
     """Read the dataset in a child process, which HDF5 would crash without the check."""
     path = circle(tmp_path / "v.h5", kind)
-    words = ["--dataset", "main"] if named else []
-    command = [sys.executable, "-m", "znnpy", "infer", str(path), *words, "--out", str(tmp_path / "out.h5")]
+    arguments = ["--dataset", "main"] if named else []
+    command = [sys.executable, "-m", "znnpy", "infer", str(path), *arguments, "--out", str(tmp_path / "out.h5")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
     assert re.fullmatch(r"Error: .*v\.h5: a virtual dataset is its own source, which no .*\n", done.stderr), done.stderr
@@ -280,7 +280,7 @@ def test_unwritten_chunks_of_sources_are_counted_or_refused(tmp_path: Path) -> N
         volume.expect(Box((0, 0, 0), (3, 5, 6)))
         assert volume.chunks == Chunks(30, 90, "voxels")
         assert (whole(volume)[2:] == 3).all()
-    with open_volume(path, absent=Absent(chunks="error")) as volume:
+    with open_volume(path, missing_voxels=MissingVoxels(chunks="error")) as volume:
         volume.expect(Box((0, 0, 0), (2, 5, 6)))
         with pytest.raises(VolumeError, match=r"v\.h5: main: 60 of 120 voxels were never written: chunks of the sour"):
             volume.expect(Box((0, 0, 0), (4, 5, 6)))
@@ -302,7 +302,7 @@ def test_unmapped_voxels_are_counted_or_refused(tmp_path: Path) -> None:
     with open_volume(path) as volume:
         volume.expect(Box((0, 0, 0), (4, 5, 6)))
         assert volume.chunks == Chunks(60, 120, "voxels")
-    with open_volume(path, absent=Absent(chunks="error")) as volume:
+    with open_volume(path, missing_voxels=MissingVoxels(chunks="error")) as volume:
         volume.expect(Box((1, 0, 0), (2, 5, 6)))
         with pytest.raises(
             VolumeError, match=r"30 of 90 voxels were never written: no source is mapped to \(z, y, x\)"

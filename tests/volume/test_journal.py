@@ -197,7 +197,7 @@ def test_damaged_header_is_refused(journal: Journal, damage: bytes | dict[str, o
     first = journal.path.read_bytes().splitlines(keepends=True)[0]
     line = damage if isinstance(damage, bytes) else json.dumps(damage).encode()
     journal.path.write_bytes(first + line + b"\n")
-    message = rf"out\.h5\.journal is damaged in line 2 \({why}\), so what was finished is not known; start again with"
+    message = rf"out\.h5\.journal is damaged in line 2 \({why}\), so it is not known what is finished; start again with"
     with pytest.raises(ResumeError, match=message) as caught:
         read(journal.path)
     assert len(str(caught.value)) < 400

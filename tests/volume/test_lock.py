@@ -58,7 +58,7 @@ def test_lock_works_on_a_file_system_without_locks(tmp_path: Path, monkeypatch: 
     if left:
         (tmp_path / "out.h5.lock").touch()
         with pytest.raises(
-            OutputError, match=r"no locks that tell; remove .*out\.h5\.lock if no run is active, or give"
+            OutputError, match=r"no locks to tell which; remove .*out\.h5\.lock if no run is active, or give"
         ):
             lock(tmp_path).hold()
         assert (tmp_path / "out.h5.lock").exists()

@@ -15,7 +15,7 @@ from znnpy.errors import VolumeError
 from znnpy.patches import Box
 from znnpy.volume import array as array_module
 from znnpy.volume import open_volume
-from znnpy.volume.base import Absent
+from znnpy.volume.base import MissingVoxels
 
 
 def saved(path: Path, shape: tuple[int, ...], dtype: str = "<u2", order: str = "C") -> npt.NDArray[Any]:
@@ -95,11 +95,11 @@ def test_files_without_a_volume_are_refused(tmp_path: Path) -> None:
     with pytest.raises(VolumeError, match="holds one array, so there is no dataset 'raw' to name"):
         open_volume(path, "raw")
     with pytest.raises(VolumeError, match=r"v\.npy is not made of other files, .*: leave out `fill_missing`"):
-        open_volume(path, absent=Absent(fill=5))
+        open_volume(path, missing_voxels=MissingVoxels(fill=5))
     with pytest.raises(VolumeError, match=r"v\.npy has no chunks that could be missing: leave out missing_chunks='er"):
-        open_volume(path, absent=Absent(chunks="error"))
+        open_volume(path, missing_voxels=MissingVoxels(chunks="error"))
     with pytest.raises(VolumeError, match=r"v\.zarr is not made of other files, .*: leave out `fill_missing`"):
-        open_volume(tmp_path / "v.zarr", absent=Absent(fill=5))
+        open_volume(tmp_path / "v.zarr", missing_voxels=MissingVoxels(fill=5))
 
 
 def with_header(text: bytes, version: int = 1) -> bytes:

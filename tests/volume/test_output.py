@@ -216,7 +216,7 @@ def test_small_columns_share_a_sync(path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_place_without_locks_is_not_mistaken_for_another_run() -> None:
     with (
-        pytest.raises(OutputError, match=r"/proc takes no file out\.h5\.lock, which keeps a second run away"),
+        pytest.raises(OutputError, match=r"cannot create /proc/out\.h5\.lock, which keeps a second run away"),
         output(Path("/proc/out.h5")),
     ):
         pass

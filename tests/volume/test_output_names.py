@@ -117,7 +117,9 @@ def test_file_created_under_the_outputs_name_during_the_run_is_not_replaced(path
             path.write_text("of the user")
             opened.complete()
 
-    with pytest.raises(OutputError, match=r"exists, and the run that wrote .*partial was not to replace it; move it"):
+    with pytest.raises(
+        OutputError, match=r"exists, but the run that wrote .*partial was not allowed to replace it; move it"
+    ):
         run()
     assert path.read_text() == "of the user"
     with pytest.raises(OutputError):
@@ -245,7 +247,7 @@ def test_changed_journal_is_refused(path: Path) -> None:
     journal = path.with_name(f"{path.name}.journal")
     text = journal.read_bytes()
     journal.write_bytes(text.replace(b'"columns":12', b'"columns":13'))
-    with pytest.raises(ResumeError, match=r"the journal .* was changed after the run had begun, so what was finished"):
+    with pytest.raises(ResumeError, match=r"the journal .* was changed after the run began, so it is not known"):
         output(path, "resume").__enter__()
     journal.write_bytes(text)
     with output(path, "resume") as opened:

@@ -53,7 +53,7 @@ def test_interrupted_run_resumes_byte_for_byte(path: Path) -> None:
         assert opened.header == HEADER
         assert opened.done == frozenset(range(5))
         assert not opened.finished
-        with pytest.raises(ValueError, match="was begun before"):
+        with pytest.raises(ValueError, match="was started before"):
             opened.begin(HEADER, {})
         write(opened, range(5, 8), expected())
     with output(path, "resume") as opened:

@@ -51,13 +51,13 @@ def voxels(place: Place) -> np.ndarray[Any, Any]:
 
 @pytest.fixture
 def expected(place: Place) -> np.ndarray[Any, Any]:
-    words: dict[str, Any] = {"threads": 1, "patch": (4, 4, 4)}
-    znnpy.infer(place.volume, place.folder / "net.yaml", out=place.out, **words)
+    arguments: dict[str, Any] = {"threads": 1, "patch": (4, 4, 4)}
+    znnpy.infer(place.volume, place.folder / "net.yaml", out=place.out, **arguments)
     return place.prediction()
 
 
-def infer(place: Place, volume: Any, out: Any, **words: Any) -> znnpy.Report:
-    return znnpy.infer(volume, place.folder / "net.yaml", out=out, threads=1, patch=(4, 4, 4), **words)
+def infer(place: Place, volume: Any, out: Any, **arguments: Any) -> znnpy.Report:
+    return znnpy.infer(volume, place.folder / "net.yaml", out=out, threads=1, patch=(4, 4, 4), **arguments)
 
 
 def test_array_is_predicted_into_an_array(
@@ -121,10 +121,10 @@ def test_finished_blocks_are_written_one_by_one(
 
 
 def test_other_arguments_work_with_arrays(place: Place, voxels: np.ndarray[Any, Any]) -> None:
-    words: dict[str, Any] = {"roi": "2:20,0:20,1:25", "border": "reflect", "output_dtype": "uint8"}
-    infer(place, place.volume, place.out, **words)
+    arguments: dict[str, Any] = {"roi": "2:20,0:20,1:25", "border": "reflect", "output_dtype": "uint8"}
+    infer(place, place.volume, place.out, **arguments)
     out = np.zeros(place.prediction().shape, np.uint8)
-    infer(place, voxels, out, **words)
+    infer(place, voxels, out, **arguments)
     np.testing.assert_array_equal(out, place.prediction())
 
 

@@ -36,9 +36,9 @@ def ome_volume(folder: Path) -> Path:
 SCALE, TRANSLATION = [40.0, 4.0, 8.0], [100.0 + 6 * 40, 3 * 4.0, -8.0 + 4 * 8]
 
 
-def predict(place: Place, *words: str) -> Any:
+def predict(place: Place, *arguments: str) -> Any:
     path = ome_volume(place.folder)
-    result = place.run("infer", path, "--network", place.folder / "net.yaml", "--roi", "4:,:,1:", *words)
+    result = place.run("infer", path, "--network", place.folder / "net.yaml", "--roi", "4:,:,1:", *arguments)
     assert result.exit_code == 0, result.output
     return result
 
@@ -74,7 +74,7 @@ def test_hdf5_output_states_the_place(place: Place) -> None:
 @pytest.mark.parametrize("suffix", ["h5", "zarr"])
 def test_output_of_a_volume_without_place_states_none(place: Place, suffix: str) -> None:
     out = place.folder / f"x.{suffix}"
-    assert place.run(*place.words[:-1], out).exit_code == 0
+    assert place.run(*place.arguments[:-1], out).exit_code == 0
     if suffix == "zarr":
         attributes = dict(zarr.open_array(out).attrs)
     else:

@@ -89,16 +89,16 @@ def bomb(codec: str) -> bytes:
 def made(path: Path, codec: str, zarr_format: int) -> Path:
     """32x32x32 bytes in one chunk, or in one shard of eight."""
     name = codec.split()[0]
-    words: dict[str, Any]
+    arguments: dict[str, Any]
     if zarr_format == 2:
-        words = {"chunks": (32, 32, 32), "compressors": zarr.registry.get_numcodec({"id": name})}
+        arguments = {"chunks": (32, 32, 32), "compressors": zarr.registry.get_numcodec({"id": name})}
     else:
         known = name in ("gzip", "zstd", "blosc")
         packer: Any = {"name": name if known else f"numcodecs.{name}", "configuration": {}}
         if name == "blosc":
             packer = zarr.codecs.BloscCodec()
-        words = {"chunks": (32, 32, 32), "compressors": [packer]}
-    array = zarr.create_array(path, shape=(32, 32, 32), dtype="u1", zarr_format=zarr_format, **words)
+        arguments = {"chunks": (32, 32, 32), "compressors": [packer]}
+    array = zarr.create_array(path, shape=(32, 32, 32), dtype="u1", zarr_format=zarr_format, **arguments)
     array[...] = np.arange(CHUNK, dtype=np.uint32).reshape(32, 32, 32) >> 8
     return path
 

@@ -16,7 +16,7 @@ import pytest
 from znnpy.errors import VolumeError
 from znnpy.patches import Box
 from znnpy.volume import open_volume
-from znnpy.volume.base import Absent, Chunks, Volume
+from znnpy.volume.base import Chunks, MissingVoxels, Volume
 
 zarr = pytest.importorskip("zarr")
 codecs = pytest.importorskip("zarr.codecs")
@@ -30,8 +30,10 @@ def whole(volume: Volume) -> npt.NDArray[Any]:
     return out
 
 
-def made(path: Path, dtype: str = "u2", zarr_format: int = 3, **words: Any) -> Path:
-    array = zarr.create_array(path, shape=(8, 6, 5), chunks=(4, 3, 5), dtype=dtype, zarr_format=zarr_format, **words)
+def made(path: Path, dtype: str = "u2", zarr_format: int = 3, **arguments: Any) -> Path:
+    array = zarr.create_array(
+        path, shape=(8, 6, 5), chunks=(4, 3, 5), dtype=dtype, zarr_format=zarr_format, **arguments
+    )
     array[...] = np.arange(1, 241).reshape(8, 6, 5)
     return path
 
@@ -176,8 +178,8 @@ def test_cyclic_links_are_refused(tmp_path: Path) -> None:
 def test_missing_chunks_in_the_box_are_counted_once(tmp_path: Path, zarr_format: int, sharded: bool) -> None:
     if sharded and zarr_format == 2:
         return
-    words: dict[str, Any] = {"shards": (8, 3, 5)} if sharded else {}
-    path = made(tmp_path / "v.zarr", zarr_format=zarr_format, fill_value=9, **words)
+    arguments: dict[str, Any] = {"shards": (8, 3, 5)} if sharded else {}
+    path = made(tmp_path / "v.zarr", zarr_format=zarr_format, fill_value=9, **arguments)
     expected = np.arange(1, 241).reshape(8, 6, 5)
     name = {2: "0.1.0", 3: "c/0/1/0"}[zarr_format]
     (path / name).unlink()
@@ -189,7 +191,7 @@ def test_missing_chunks_in_the_box_are_counted_once(tmp_path: Path, zarr_format:
         for _ in range(2):
             np.testing.assert_array_equal(whole(volume)[0], expected)
             assert volume.chunks == Chunks(1, 2)
-    with open_volume(path, None, Absent(chunks="error")) as volume:
+    with open_volume(path, None, MissingVoxels(chunks="error")) as volume:
         volume.expect(Box((0, 0, 0), (8, 3, 5)))
         volume.read(Box((0, 0, 0), (8, 3, 5)), np.zeros((1, 8, 3, 5), np.uint16))
         with pytest.raises(VolumeError, match=rf"{name} is missing; write it, or leave out missing_chunks='error'"):
@@ -197,7 +199,7 @@ def test_missing_chunks_in_the_box_are_counted_once(tmp_path: Path, zarr_format:
         with pytest.raises(VolumeError, match=rf"{name} is missing; write it, or leave out missing_chunks='error'"):
             whole(volume)
     (path / name).write_bytes((path / name.replace("1", "0")).read_bytes())
-    with open_volume(path, None, Absent(chunks="error")) as volume:
+    with open_volume(path, None, MissingVoxels(chunks="error")) as volume:
         volume.expect(Box((0, 0, 0), (8, 6, 5)))
         (path / name).unlink()
         with pytest.raises(VolumeError, match=rf"{name} is missing; write it, or leave out missing_chunks='error'"):
@@ -234,7 +236,7 @@ def test_missing_chunks_within_shards_are_counted(
                 volume.read(box, found)
                 np.testing.assert_array_equal(found[0], voxels[box.slices])
             assert volume.chunks == Chunks(missing, looked)
-    with open_volume(tmp_path / "v.zarr", None, Absent(chunks="error")) as volume:
+    with open_volume(tmp_path / "v.zarr", None, MissingVoxels(chunks="error")) as volume:
         box = Box((0, 0, 0), (16, 5, 5))
         volume.expect(box)
         message = r"c/1/0/0 holds no chunk that begins at \(12, 0, 0\); write it, or leave out missing_chunks='error'"
@@ -251,7 +253,7 @@ def test_damaged_index_of_a_shard_counts_no_missing_chunk(tmp_path: Path) -> Non
     content = bytearray(shard.read_bytes())
     content[-4 - 4 * 16 : -4 - 3 * 16] = b"\xff" * 16
     shard.write_bytes(content)
-    with open_volume(path, None, Absent(chunks="error")) as volume:
+    with open_volume(path, None, MissingVoxels(chunks="error")) as volume:
         volume.expect(Box((0, 0, 0), (8, 6, 5)))
         with pytest.raises(
             VolumeError, match="a chunk is damaged or was changed in the meantime: copy the folder again"
@@ -272,7 +274,7 @@ def test_nested_shards_are_read_without_counting_missing_chunks(tmp_path: Path) 
         assert whole(volume).sum() == 60
         assert volume.chunks.missing == 0
     message = r"chunks that are missing within its shards are not found here; leave out missing_chunks='error'"
-    volume = open_volume(tmp_path / "v.zarr", None, Absent(chunks="error"))
+    volume = open_volume(tmp_path / "v.zarr", None, MissingVoxels(chunks="error"))
     with pytest.raises(VolumeError, match=message):
         volume.expect(Box((0, 0, 0), (8, 6, 5)))
 

@@ -208,12 +208,12 @@ def _check_safetensors(file: io.BufferedReader) -> None:
     if size > MOST_LISTED:
         raise ValueError(f"its header has {size:,} bytes, more than the {MOST_LISTED:,} that are read")
     try:
-        json.loads(file.read(size), object_pairs_hook=_once)
+        json.loads(file.read(size), object_pairs_hook=_check_unique)
     except RecursionError as error:
         raise ValueError("its header is nested too deeply") from error
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _check_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]

@@ -66,9 +66,7 @@ def require_file(path: Path, what: str, suffixes: Sequence[str], also: Sequence[
     if path.suffix.lower() not in suffixes:
         if advice := _foreign(path.suffix.lower(), what):
             raise NetworkFileError(f"{path} is {advice}")
-        raise NetworkFileError(
-            f"{path} cannot be a {what} file by its name, which must end in {accepted}; give such a file"
-        )
+        raise NetworkFileError(f"the name of a {what} file ends in {accepted}, but {path} does not; give such a file")
     if not path.is_file():
         raise NetworkFileError(f"{path} is a device or a pipe, not a {what} file; give a file on disk")
 

@@ -42,12 +42,12 @@ Count = Annotated[int, Field(ge=1, le=LARGEST)]
 Size = Annotated[tuple[Count, Count, Count], BeforeValidator(_triple)]
 Mean = Annotated[float, Field(ge=-FLOAT32_MAX, le=FLOAT32_MAX, allow_inf_nan=False)]
 Std = Annotated[float, Field(ge=FLOAT32_TINY, le=FLOAT32_MAX, allow_inf_nan=False)]
-LONGEST_WORDS = 200  # characters
+LONGEST_LINE = 200  # characters
 # These become attributes of the output and are printed, so they hold no characters that control a terminal.
-Words = Annotated[str, Field(min_length=1, max_length=LONGEST_WORDS, pattern=r"^[^\p{C}\p{Zl}\p{Zp}]+$")]
+Words = Annotated[str, Field(min_length=1, max_length=LONGEST_LINE, pattern=r"^[^\p{C}\p{Zl}\p{Zp}]+$")]
 
 _SIZE = f"{COUNT} or three of them, [z, y, x]"
-_ONE_LINE = f"text on one line of at most {LONGEST_WORDS} characters"
+_ONE_LINE = f"text on one line of at most {LONGEST_LINE} characters"
 
 
 class _Entry(BaseModel):

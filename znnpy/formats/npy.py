@@ -62,12 +62,12 @@ def read_npy_header(stream: IO[bytes]) -> NpyHeader:
     return NpyHeader(shape, found["fortran_order"] == "True", _dtype(found["descr"].strip("'")), nbytes)
 
 
-def _dtype(words: str) -> np.dtype[np.generic]:
-    shown = f"its header names the dtype {excerpt(words, SHOWN)}"
-    if not _DTYPE.fullmatch(words):
+def _dtype(name: str) -> np.dtype[np.generic]:
+    shown = f"its header names the dtype {excerpt(name, SHOWN)}"
+    if not _DTYPE.fullmatch(name):
         raise ValueError(shown)
     try:
-        return np.dtype(words)
+        return np.dtype(name)
     except (TypeError, ValueError, SyntaxError) as error:
         raise ValueError(shown) from error
 

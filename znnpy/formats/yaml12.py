@@ -113,7 +113,7 @@ class _Builder:
             )
         value: object
         if isinstance(event, ScalarEvent):
-            value = _word(event)
+            value = _scalar(event)
         else:
             value = self._list(depth) if isinstance(event, SequenceStartEvent) else self._mapping(depth)
         if event.anchor is not None:
@@ -154,7 +154,7 @@ class _Builder:
         return values
 
 
-def _word(event: ScalarEvent) -> object:
+def _scalar(event: ScalarEvent) -> object:
     """Read a plain scalar by the core schema; any other scalar is text."""
     text: str = event.value
     if event.style:  # quoted, or a block scalar

@@ -45,7 +45,7 @@ def task_graph(maps: tuple[int, int], batch: int, form: str) -> str:
     count = tasks.inputs + tasks.kernels + tasks.multiplies + tasks.outputs + 4
     if count > MOST_TASKS:
         raise ShapeError(
-            f"{batch} images of {maps[0]} maps in and {maps[1]} out make {count:,} tasks, and a plot has room for "
+            f"{batch} images of {maps[0]} maps in and {maps[1]} out make {count:,} tasks, but a plot can show "
             f"{MOST_TASKS:,}; give fewer {option('maps')}, or a smaller {option('batch')}"
         )
     whole = graph(tasks)

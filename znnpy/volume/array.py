@@ -20,7 +20,7 @@ from znnpy.files import open_regular
 from znnpy.formats.npy import read_npy_header
 from znnpy.messages import excerpt
 from znnpy.patches import Box
-from znnpy.volume.base import Absent, Volume
+from znnpy.volume.base import MissingVoxels, Volume
 from znnpy.volume.storage_paths import storage_paths
 
 RUN_BYTES = 2**20  # read at once where it is contiguous
@@ -137,10 +137,10 @@ class NpyVolume(Volume):
         return status.st_size, status.st_mtime_ns
 
 
-def open_volume(path: Path, dataset: str | None = None, absent: Absent | None = None) -> NpyVolume:
+def open_volume(path: Path, dataset: str | None = None, missing_voxels: MissingVoxels | None = None) -> NpyVolume:
     """Open a .npy file and read its header. VolumeError when it is missing, pickled, cut short, or not a volume."""
-    if absent:
-        absent.check_none(path)
+    if missing_voxels:
+        missing_voxels.check_none(path)
     if dataset is not None:
         raise VolumeError(f"{path} is a .npy file and holds one array, so there is no dataset {dataset!r} to name")
     try:

@@ -26,8 +26,8 @@ MOST_VOXELS = 10**7  # along one axis
 
 
 @dataclass(frozen=True, slots=True)
-class Absent:
-    """What to do about voxels that a file should hold and does not."""
+class MissingVoxels:
+    """How to treat voxels that a file should hold but does not."""
 
     fill: float | None = None  # value for voxels whose file is missing; None: they are an error
     chunks: MissingChunks = "fill"  # for chunks never written: use the fill value of the format, or raise an error
@@ -36,7 +36,8 @@ class Absent:
         """Raise VolumeError if a fill value is given: `volume` does not consist of several files."""
         if self.fill is not None:
             raise VolumeError(
-                f"{volume} is not made of other files, as HDF5 volumes may be: leave out {option('fill_missing')}"
+                f"{volume} is not an HDF5 volume made of several files, so no file can be missing: remove "
+                f"{option('fill_missing')}"
             )
 
     def check_none(self, volume: object) -> None:
@@ -154,8 +155,8 @@ class Volume(ABC):
 def why_not(shape: tuple[int, ...] | None, dtype: np.dtype[Any]) -> str | None:
     """Return why such an array cannot be a volume, as the end of a sentence about it; None if it can."""
     if dtype.kind not in "iuf":
-        words = {"c": "complex", "V": "compound", "O": "object", "M": "date", "m": "time"}.get(dtype.kind, "text")
-        kind = "bool" if dtype.kind == "b" else f"{words} ({dtype})"
+        type_name = {"c": "complex", "V": "compound", "O": "object", "M": "date", "m": "time"}.get(dtype.kind, "text")
+        kind = "bool" if dtype.kind == "b" else f"{type_name} ({dtype})"
         advice = {
             "b": "store it as uint8",
             "c": "store one real part of it, such as its magnitude",

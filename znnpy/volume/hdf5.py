@@ -21,7 +21,7 @@ from znnpy.files import open_regular
 from znnpy.messages import excerpt, option
 from znnpy.patches import Box
 from znnpy.planner.memory import READER_BYTES
-from znnpy.volume.base import Absent, Chunks, Volume, pick
+from znnpy.volume.base import Chunks, MissingVoxels, Volume, pick
 from znnpy.volume.hdf5_compressed import CompressedChunks
 from znnpy.volume.hdf5_links import (
     HDF5_ERRORS,
@@ -58,11 +58,11 @@ class Hdf5Volume(Volume):
         path: Path,
         name: str,
         sources: Sources,
-        absent: Absent,
+        missing_voxels: MissingVoxels,
     ) -> None:
         super().__init__(path, name, _shape(dataset), _dtype(dataset))
         made = dataset.get_create_plist()
-        self._file, self._voxels, self._sources, self._absent = file, dataset, sources, absent
+        self._file, self._voxels, self._sources, self._missing_voxels = file, dataset, sources, missing_voxels
         self._own = None if made.get_layout() == h5py.h5d.VIRTUAL else Stored.of(dataset, made)
         self._packed = CompressedChunks(dataset, self._own, str(self)) if self._own else None
         self._missing: list[Region] = []
@@ -77,10 +77,10 @@ class Hdf5Volume(Volume):
         self._has_fill_value &= all(one.has_value for one in self._never_written)
         lost = [one for one in lost if not one.is_read]
         is_fillable = all(one.is_exact for one in lost)
-        if lost and (self._absent.fill is None or not is_fillable):
+        if lost and (self._missing_voxels.fill is None or not is_fillable):
             raise VolumeError(f"{self}: {_first(lost, is_fillable=is_fillable)}")
         if lost:
-            value = self._absent.fill
+            value = self._missing_voxels.fill
             assert value is not None
             if self.dtype.kind != "f" and not (float(value).is_integer() and _holds(self.dtype, int(value))):
                 raise VolumeError(
@@ -115,7 +115,7 @@ class Hdf5Volume(Volume):
                 f"{self}: {self._chunks.missing:,} of {self._chunks.looked:,} chunks were never written, and the "
                 "dataset has no fill value to read instead; write it again"
             )
-        if self._chunks.missing and self._absent.chunks == "error":
+        if self._chunks.missing and self._missing_voxels.chunks == "error":
             raise VolumeError(
                 f"{self}: {self._chunks.missing:,} of {self._chunks.looked:,} chunks were never written; write them, "
                 f"or leave out {option('missing_chunks', 'error')} to read the fill value there"
@@ -129,7 +129,7 @@ class Hdf5Volume(Volume):
         said = f"{self}: {missing:,} of {box.elements:,} voxels were never written"
         if any(not one.has_value for one, _ in found):
             raise VolumeError(f"{said}, and they have no fill value to read instead; write the sources again")
-        if found and self._absent.chunks == "error":
+        if found and self._missing_voxels.chunks == "error":
             one, part = found[0]
             raise VolumeError(
                 f"{said}: {one.why} (z, y, x) = {part.lo[-3:]} to {tuple(hi - 1 for hi in part.hi[-3:])}; write them, "
@@ -152,7 +152,7 @@ class Hdf5Volume(Volume):
             target.fill(0)
         back = [-at for at in asked.lo]
         for hole in self._missing:
-            target[hole.clipped(asked).shifted(back).slices] = self._absent.fill
+            target[hole.clipped(asked).shifted(back).slices] = self._missing_voxels.fill
         for part in asked.without(self._missing):
             for piece in self._pieces(part, whole=bool(target.flags.c_contiguous)):
                 try:
@@ -200,7 +200,7 @@ class Hdf5Volume(Volume):
         return status.st_size, status.st_mtime_ns
 
 
-def open_volume(path: Path, dataset: str | None = None, absent: Absent | None = None) -> Hdf5Volume:
+def open_volume(path: Path, dataset: str | None = None, missing_voxels: MissingVoxels | None = None) -> Hdf5Volume:
     """Open a dataset of a file: `dataset`, or the only 3D or 4D numeric one in any group. Only headers are read.
 
     VolumeError: the file is missing, not HDF5, cut short or locked; there is no such dataset, or several; type or shape
@@ -213,7 +213,7 @@ def open_volume(path: Path, dataset: str | None = None, absent: Absent | None = 
         lost = sources.missing(found, path)
         _check_files(sources, path)
         found = _with_cache(found, sources)
-        volume = Hdf5Volume(file, found, path, name, sources, absent or Absent())
+        volume = Hdf5Volume(file, found, path, name, sources, missing_voxels or MissingVoxels())
         volume.leave_out(lost)
         volume.space = space_of(found, str(volume))
         _check_filters(volume, found.get_create_plist())

@@ -120,11 +120,11 @@ class Sources:
         looked: list[tuple[Mapping, int, _Source | str]] = []
         for number in range(count):
             mapping = Mapping.of(made, number)
-            source, block = self._look(path, *mapping.names(0)), 0
+            source, block = self._inspect(path, *mapping.names(0)), 0
             looked.append((mapping, block, source))
             while mapping.is_series and not isinstance(source, str):  # HDF5 too stops at the first missing one
                 block += 1
-                source = self._look(path, *mapping.names(block))
+                source = self._inspect(path, *mapping.names(block))
                 looked.append((mapping, block, source))
         shape = tuple(dataset.shape)  # HDF5 opens sources to determine it, so they are inspected first
         lost = [one for mapping, block, source in looked for one in _lost(mapping, block, source, shape)]
@@ -135,7 +135,7 @@ class Sources:
         why, has_value = "no source is mapped to", fills(made)
         return lost + [Missing(rest, why, True, True, has_value) for rest in unmapped(shape, boxes)]
 
-    def _look(self, path: Path, file_name: str, name: str) -> _Source | str:
+    def _inspect(self, path: Path, file_name: str, name: str) -> _Source | str:
         """Return a source of a dataset in the file `path`, or why it is missing."""
         asked = (path, file_name, name)
         if asked not in self._looked:

@@ -23,7 +23,7 @@ MICROMETERS = ("micrometer", "micrometer", "micrometer")
 log = logging.getLogger("znnpy")
 
 
-class _Odd(ValueError):
+class _Invalid(ValueError):
     """An attribute that cannot be used; the text is the end of a sentence that begins with its name."""
 
 
@@ -39,7 +39,7 @@ def space_of(dataset: h5py.h5d.DatasetID, name: str) -> Space | None:
             return None if scale is None else Space(_positive(scale, "element_size_um"), units=units)
         axes = _text(dataset, "axes")
         if axes not in (None, ",".join(AXES)):
-            raise _Odd(f"axes are {excerpt(axes, 60)}, not {','.join(AXES)}")
+            raise _Invalid(f"axes are {excerpt(axes, 60)}, not {','.join(AXES)}")
         translation = _numbers(dataset, "translation") or (0.0, 0.0, 0.0)
         return Space(_positive(scale, "resolution"), translation, _units(_text(dataset, "units")))
     except HDF5_ERRORS as error:
@@ -53,18 +53,18 @@ def _numbers(dataset: h5py.h5d.DatasetID, name: str) -> tuple[float, float, floa
         return None
     attribute = h5py.h5a.open(dataset, name.encode())
     if attribute.shape != (3,) or attribute.dtype.kind not in "iuf":
-        raise _Odd(f"{name} is {attribute.dtype} of shape {attribute.shape}, not 3 numbers")
+        raise _Invalid(f"{name} is {attribute.dtype} of shape {attribute.shape}, not 3 numbers")
     read = np.empty(3, np.float64)
     attribute.read(read)
     z, y, x = (float(number) for number in read)
     if not all(isfinite(number) and abs(number) < MOST for number in (z, y, x)):
-        raise _Odd(f"{name} is {(z, y, x)}")
+        raise _Invalid(f"{name} is {(z, y, x)}")
     return z, y, x
 
 
 def _positive(scale: tuple[float, float, float], name: str) -> tuple[float, float, float]:
     if min(scale) <= 0:
-        raise _Odd(f"{name} is {scale}, and a voxel size is positive")
+        raise _Invalid(f"{name} is {scale}, and a voxel size is positive")
     return scale
 
 
@@ -73,11 +73,11 @@ def _text(dataset: h5py.h5d.DatasetID, name: str) -> str | None:
         return None
     attribute = h5py.h5a.open(dataset, name.encode())
     if attribute.shape != () or h5py.check_string_dtype(attribute.dtype) is None:
-        raise _Odd(f"{name} is {attribute.dtype} of shape {attribute.shape}, not text")
+        raise _Invalid(f"{name} is {attribute.dtype} of shape {attribute.shape}, not text")
     value = h5py.Dataset(dataset).attrs[name]
     value = value.decode() if isinstance(value, bytes) else value
     if not isinstance(value, str) or len(value) > 4 * LONGEST_NAME:
-        raise _Odd(f"{name} is {excerpt(value, 60)}")
+        raise _Invalid(f"{name} is {excerpt(value, 60)}")
     return value
 
 
@@ -87,6 +87,6 @@ def _units(text: str | None) -> tuple[str | None, str | None, str | None]:
         return NO_UNIT
     units = text.split(",")
     if len(units) != 3 or any(len(unit) > LONGEST_NAME or not unit.isprintable() for unit in units):
-        raise _Odd(f"units are {excerpt(text, 60)}, not 3 words")
+        raise _Invalid(f"units are {excerpt(text, 60)}, not 3 names")
     z, y, x = (unit or None for unit in units)
     return z, y, x

@@ -252,7 +252,7 @@ class Journal:
     def damaged(self, line: int, why: str) -> ResumeError:
         """Make the error for a damaged line, counted from 1."""
         return ResumeError(
-            f"the journal {self.path} is damaged in line {line} ({why}), so what was finished is not known; "
+            f"the journal {self.path} is damaged in line {line} ({why}), so it is not known what is finished; "
             f"start again with {option('overwrite', True)}"
         )
 

@@ -72,8 +72,8 @@ class OutputLock:
                     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
                         raise
                     raise OutputError(
-                        f"{self._path.parent} takes no file {self._path.name}, which keeps a second run away "
-                        f"({error.strerror}); give another {option('out')}"
+                        f"cannot create {self._path}, which keeps a second run away: {error.strerror}; "
+                        f"give another {option('out')}"
                     ) from error
             except OSError as error:
                 if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
@@ -93,8 +93,8 @@ class OutputLock:
                 raise
             if not created:  # without locks, the file itself indicates a run
                 raise OutputError(
-                    f"another run is writing {self._output}, or was killed: the file system has no locks that tell; "
-                    f"remove {self._path} if no run is active, or give another {option('out')}"
+                    f"another run is writing {self._output}, or was killed: this file system has no locks to tell "
+                    f"which; remove {self._path} if no run is active, or give another {option('out')}"
                 ) from None
 
     def _foreign(self, why: str | None) -> OutputError:

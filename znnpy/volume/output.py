@@ -102,8 +102,8 @@ class Output:
             self._open.callback(self._held.release)
             self._held.hold()
             self._open.callback(self._journal.close)
-            self._look()
-            self._check_room()
+            self._inspect()
+            self._check_space()
             self._open = self._open.pop_all()
         return self
 
@@ -132,7 +132,7 @@ class Output:
         attributes  of the prediction: name -> text, number or array; `job` is added.
         """
         if self.header is not None or self.finished:
-            raise ValueError(f"{self.path} was begun before, so it cannot begin")
+            raise ValueError(f"{self.path} was started before, so it cannot start again")
         with self._explained():
             self._clear()
             run = self._run = new_run()
@@ -219,8 +219,8 @@ class Output:
 
     def _appeared(self) -> OutputError:
         return OutputError(
-            f"{self.path} exists, and the run that wrote {self._partial} was not to replace it; move it away and "
-            f"continue with {option('resume', True)}"
+            f"{self.path} exists, but the run that wrote {self._partial} was not allowed to replace it; move it away "
+            f"and continue with {option('resume', True)}"
         )
 
     def _clear(self) -> None:
@@ -270,7 +270,7 @@ class Output:
             raise ValueError(f"{self.path} is not open for writing: enter it, and `begin` a new run")
         return self._store
 
-    def _look(self) -> None:
+    def _inspect(self) -> None:
         """Clean up after a killed run, then decide what to do with the files on disk."""
         recorded = self._journal.open()
         run = self._journal.run
@@ -298,7 +298,7 @@ class Output:
         if self._mode == "new":
             self._check_new(unfinished, found)
         elif found is not None and (found[1] or made_by is None):
-            self._go_on(*found, made_by)
+            self._resume(*found, made_by)
         elif os.path.lexists(self.path):
             self._check_finished()
 
@@ -317,7 +317,7 @@ class Output:
                 f"{option('out')}"
             )
 
-    def _go_on(self, header: JournalHeader, done: Set[int], made_by: str | None) -> None:
+    def _resume(self, header: JournalHeader, done: Set[int], made_by: str | None) -> None:
         """Open the unfinished output of an earlier run; ResumeError if it is damaged, or of another run or job."""
         self._check_same(header.job, f"the unfinished {self._partial}", "finish it with the old settings")
         self._replaces = self._journal.replaces
@@ -333,8 +333,8 @@ class Output:
             )
         if self._kind.attributes_of(self._partial).get(JOURNAL_ATTRIBUTE) != header_digest(header):
             raise ResumeError(
-                f"the journal {self._journal.path} was changed after the run had begun, so what was finished is not "
-                f"known; start again with {option('overwrite', True)}"
+                f"the journal {self._journal.path} was changed after the run began, so it is not known what is "
+                f"finished; start again with {option('overwrite', True)}"
             )
         self.done = done
         self.header = header
@@ -368,7 +368,7 @@ class Output:
                     f"{else_do}, or start again with {option('overwrite', True)}"
                 )
 
-    def _check_room(self) -> None:
+    def _check_space(self) -> None:
         if self.finished:
             return
         needed = stored_bytes(self.shape, self.dtype)

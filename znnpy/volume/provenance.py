@@ -48,7 +48,7 @@ class JobClaim(_Checked):
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """What an output states about how it was made."""
+    """The statement of an output on how it was made."""
 
     job: JobClaim
     network: str  # name of the network

@@ -14,7 +14,7 @@ from znnpy.errors import OutputError
 from znnpy.messages import option
 
 if TYPE_CHECKING:
-    from znnpy.volume.base import Absent, Volume
+    from znnpy.volume.base import MissingVoxels, Volume
     from znnpy.volume.store import Store
 
 
@@ -23,7 +23,7 @@ class Format:
     """A file format: its suffixes, and the modules that read and write it."""
 
     suffixes: tuple[str, ...]
-    reader: str  # module with `open_volume(path, dataset, absent)`, which returns a Volume
+    reader: str  # module with `open_volume(path, dataset, missing_voxels)`, which returns a Volume
     writer: tuple[str, str] | None = None  # module and name of a subclass of Store; None: outputs are not written
 
 
@@ -35,19 +35,19 @@ FORMATS = (HDF5, ZARR, NPY)
 WRITTEN_SUFFIXES = tuple(suffix for one in FORMATS if one.writer for suffix in one.suffixes)
 
 
-def open_volume(path: Path, dataset: str | None = None, absent: Absent | None = None) -> Volume:
+def open_volume(path: Path, dataset: str | None = None, missing_voxels: MissingVoxels | None = None) -> Volume:
     """Open the volume stored at `path` in the format of its suffix, or as HDF5 if the suffix is unknown.
 
     The volume is a context manager. Only its header is read.
 
-    dataset  name of the array inside the file; None: the only 3D or 4D numeric one there.
-    absent   what to do about voxels that the file should hold and does not; None: missing files are an error, and
-             missing chunks read as the fill value of the format.
+    dataset         name of the array inside the file; None: the only 3D or 4D numeric one there.
+    missing_voxels  how to treat voxels that the file should hold but does not; None: missing files are an error, and
+                    missing chunks read as the fill value of the format.
 
     VolumeError says why a file cannot be used, MissingExtraError which package its format needs.
     """
     found = next((one for one in FORMATS if path.suffix in one.suffixes), HDF5)
-    return cast("Volume", import_module(found.reader).open_volume(path, dataset, absent))
+    return cast("Volume", import_module(found.reader).open_volume(path, dataset, missing_voxels))
 
 
 def store_for(path: Path) -> type[Store]:

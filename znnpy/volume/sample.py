@@ -28,13 +28,13 @@ PLACES = (0.0, 0.5, 1.0)  # positions of the boxes along each axis, as a share o
 # Bytes are never doubted for a network trained on ordinary bytes: 0 and 255 are 3.9 deviations away from a mean of 130
 # with a deviation of 33.5.
 FAR = 5.0
-# They are also doubted if their mean is more than one deviation away and their own deviation is less than this share of
-# the expected one: floats from 0 to 1 given to a network for bytes. Values that are all equal may be padding.
+# Grey values are also doubted if their mean is more than one deviation away and their own deviation is less than this
+# share of the expected one: floats from 0 to 1 given to a network for bytes. Values that are all equal may be padding.
 FLAT = 0.05
 
 
 class Sampled(Protocol):
-    """What `sample_of` needs of a volume."""
+    """The part of a volume that `sample_of` uses."""
 
     channels: int
     size: Vec3

@@ -22,7 +22,7 @@ from znnpy.messages import option
 from znnpy.patches import Box
 from znnpy.planner.memory import READER_BYTES
 from znnpy.volume.array import ArrayVolume, why_unwritable
-from znnpy.volume.base import Absent, Volume
+from znnpy.volume.base import MissingVoxels, Volume
 from znnpy.volume.hdf5_sources import Sources
 from znnpy.volume.journal import JournalHeader
 from znnpy.volume.regions import pieces
@@ -110,17 +110,19 @@ class SliceVolume(Volume):
         return prod(self._stored_shape) * self.dtype.itemsize, 0
 
 
-def open_given(volume: str | Path | Sliceable, dataset: str | None = None, absent: Absent | None = None) -> Volume:
+def open_given(
+    volume: str | Path | Sliceable, dataset: str | None = None, missing_voxels: MissingVoxels | None = None
+) -> Volume:
     """Open the volume at a path as `open_volume` does, or wrap an object of the caller.
 
     VolumeError says why a file or an object cannot be used.
     """
     if isinstance(volume, str | os.PathLike):
-        return open_volume(Path(volume), dataset, absent)
+        return open_volume(Path(volume), dataset, missing_voxels)
     if dataset is not None:
         raise VolumeError(f"the volume is one array, so there is no dataset to name: leave out {option('dataset')}")
-    if absent:
-        absent.check_none("the volume")
+    if missing_voxels:
+        missing_voxels.check_none("the volume")
     if isinstance(volume, np.ndarray):
         return ArrayVolume(volume)
     if not all(hasattr(volume, name) for name in ("shape", "dtype", "__getitem__")):

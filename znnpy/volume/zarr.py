@@ -17,7 +17,7 @@ from znnpy.extras import install
 from znnpy.messages import excerpt
 from znnpy.patches import Box
 from znnpy.planner.memory import READER_BYTES
-from znnpy.volume.base import Absent, Chunks, Volume, pick, why_not
+from znnpy.volume.base import Chunks, MissingVoxels, Volume, pick, why_not
 from znnpy.volume.decompression import ChunkTooLargeError
 from znnpy.volume.regions import Region, pieces
 from znnpy.volume.space import Scales
@@ -48,9 +48,9 @@ THREAD_BYTES = 2 * 2**20  # memory kept by each thread: its stack, and memory th
 class ZarrVolume(Volume):
     """One array of a Zarr folder, (z, y, x) or (c, z, y, x), possibly after axes of length 1."""
 
-    def __init__(self, path: Path, name: str, node: Node, absent: Absent) -> None:
+    def __init__(self, path: Path, name: str, node: Node, missing_voxels: MissingVoxels) -> None:
         super().__init__(path, name, node.shape, node.dtype or np.dtype(object))
-        self._node, self._absent = node, absent
+        self._node, self._missing_voxels = node, missing_voxels
         self._files = VolumeFiles(path)
         index_bytes = INDEX_ENTRY * prod(node.file) // prod(node.chunk) + INDEX_ENTRY
         self._index_bytes = index_bytes if node.file != node.chunk else 0
@@ -77,8 +77,8 @@ class ZarrVolume(Volume):
     def expect(self, box: Box) -> None:
         needed = self.stored_region(box)
         files = needed.in_steps(self._node.file)
-        self._files.expect(files, needed.in_steps(self._node.chunk), self._absent.chunks)
-        if self._absent.chunks == "error" and files.elements <= LOOKED_FOR:
+        self._files.expect(files, needed.in_steps(self._node.chunk), self._missing_voxels.chunks)
+        if self._missing_voxels.chunks == "error" and files.elements <= LOOKED_FOR:
             key_of = cast("Any", self._voxels.metadata).encode_chunk_key
             spans = (range(first, end) for first, end in zip(files.lo, files.hi, strict=True))
             self._files.look_for(f"{self.dataset}/{key_of(index)}".lstrip("/") for index in product(*spans))
@@ -134,7 +134,7 @@ class ZarrVolume(Volume):
         return sum(file.st_size for file in files), max(file.st_mtime_ns for file in files)
 
 
-def open_volume(path: Path, dataset: str | None = None, absent: Absent | None = None) -> ZarrVolume:
+def open_volume(path: Path, dataset: str | None = None, missing_voxels: MissingVoxels | None = None) -> ZarrVolume:
     """Open an array of a folder: `dataset`, the only 3D or 4D numeric one in any group, or the folder itself.
 
     The default for an OME-Zarr image with several resolutions is the finest.
@@ -142,8 +142,8 @@ def open_volume(path: Path, dataset: str | None = None, absent: Absent | None = 
     VolumeError: the folder is missing or not Zarr, its metadata are damaged, there is no such array, or several, or it
     is not a volume.
     """
-    if absent:
-        absent.check_fill(path)
+    if missing_voxels:
+        missing_voxels.check_fill(path)
     if not path.is_dir():
         raise VolumeError(
             f"{path} is not a folder; check the path" if path.exists() else f"there is no folder {path}; check the path"
@@ -162,7 +162,7 @@ def open_volume(path: Path, dataset: str | None = None, absent: Absent | None = 
     else:
         name = pick(arrays, dataset, path)
     try:
-        volume = ZarrVolume(path, name, nodes[name], absent or Absent())
+        volume = ZarrVolume(path, name, nodes[name], missing_voxels or MissingVoxels())
     except DAMAGED as error:
         if isinstance(error, ZnnpyError):
             raise

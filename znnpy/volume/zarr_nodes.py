@@ -105,12 +105,12 @@ def _node(folder: Path) -> Node | None:
             continue
         try:
             return read(document, folder)
-        except _Wrong as wrong:
+        except _Invalid as wrong:
             raise VolumeError(f"{path} cannot be read as Zarr: {wrong}; copy it again") from None
     return None
 
 
-class _Wrong(Exception):
+class _Invalid(Exception):
     """Metadata are wrong; the text is the middle of a sentence."""
 
 
@@ -140,28 +140,28 @@ def _of_format_3(document: dict[str, Any], folder: Path) -> Node:
     del folder  # attributes are in the same document
     attributes = document.get("attributes", {})
     if document.get("zarr_format") != 3 or not isinstance(attributes, dict):
-        raise _Wrong(f"zarr_format is {excerpt(document.get('zarr_format'), 60)}")
+        raise _Invalid(f"zarr_format is {excerpt(document.get('zarr_format'), 60)}")
     if document.get("node_type") == "group":
         return Node(attributes)
     if document.get("node_type") != "array":
-        raise _Wrong(f"node_type is {excerpt(document.get('node_type'), 60)}")
+        raise _Invalid(f"node_type is {excerpt(document.get('node_type'), 60)}")
     shape = _sizes(document, "shape", 0)
     grid, kind = document.get("chunk_grid"), document.get("data_type")
     settings = grid.get("configuration") if isinstance(grid, dict) and grid.get("name") == "regular" else None
     if not isinstance(settings, dict):
-        raise _Wrong(f"chunk_grid is {excerpt(grid, 60)}, and only regular grids are read")
+        raise _Invalid(f"chunk_grid is {excerpt(grid, 60)}, and only regular grids are read")
     file = chunk = _sizes(settings, "chunk_shape", 1, len(shape))
     index, is_sharded = None, False
     codecs = document.get("codecs")
     if not isinstance(codecs, list) or not all(isinstance(codec, dict | str) for codec in codecs):
-        raise _Wrong(f"codecs is {excerpt(codecs, 60)}")
+        raise _Invalid(f"codecs is {excerpt(codecs, 60)}")
     for codec in codecs:
         is_sharded |= _is_sharding(codec)
         if isinstance(codec, dict) and _is_sharding(codec) and len(codecs) == 1:
             configuration = _object(codec, "configuration")
             chunk = _sizes(configuration, "chunk_shape", 1, len(shape))
             if any(whole % part for whole, part in zip(file, chunk, strict=True)):
-                raise _Wrong(f"chunks {chunk} do not divide shards {file}")
+                raise _Invalid(f"chunks {chunk} do not divide shards {file}")
             index = _index(configuration, prod(file) // prod(chunk))
     dtype = np.dtype(kind) if isinstance(kind, str) and kind in NUMBERS else _other(kind)
     _check_fill(document.get("fill_value"), dtype)
@@ -193,17 +193,17 @@ def _index(configuration: Mapping[str, Any], chunks: int) -> ShardIndex | None:
 def _of_format_2(document: dict[str, Any], folder: Path) -> Node:
     attributes = _document(folder / ".zattrs") or {}
     if document.get("zarr_format") != 2:
-        raise _Wrong(f"zarr_format is {excerpt(document.get('zarr_format'), 60)}")
+        raise _Invalid(f"zarr_format is {excerpt(document.get('zarr_format'), 60)}")
     shape = _sizes(document, "shape", 0)
     chunk = _sizes(document, "chunks", 1, len(shape))
     kind = document.get("dtype")
     try:
         dtype = np.dtype(kind) if isinstance(kind, str) else _other(kind)
     except (TypeError, ValueError):
-        raise _Wrong(f"dtype is {excerpt(kind, 60)}") from None
+        raise _Invalid(f"dtype is {excerpt(kind, 60)}") from None
     for key, kinds in (("compressor", (dict, type(None))), ("filters", (list, type(None)))):
         if not isinstance(document.get(key), kinds):
-            raise _Wrong(f"{key} is {excerpt(document.get(key), 60)}")
+            raise _Invalid(f"{key} is {excerpt(document.get(key), 60)}")
     fill = document.get("fill_value")
     if fill is not None:
         _check_fill(fill, dtype)
@@ -212,7 +212,7 @@ def _of_format_2(document: dict[str, Any], folder: Path) -> Node:
 
 def _group_of_format_2(document: dict[str, Any], folder: Path) -> Node:
     if document.get("zarr_format") != 2:
-        raise _Wrong(f"zarr_format is {excerpt(document.get('zarr_format'), 60)}")
+        raise _Invalid(f"zarr_format is {excerpt(document.get('zarr_format'), 60)}")
     return Node(_document(folder / ".zattrs") or {})
 
 
@@ -228,7 +228,7 @@ def _other(kind: object) -> np.dtype[Any]:
 def _object(document: Mapping[str, Any], key: str) -> dict[str, Any]:
     value = document.get(key)
     if not isinstance(value, dict):
-        raise _Wrong(f"{key} is {excerpt(value, 60)}")
+        raise _Invalid(f"{key} is {excerpt(value, 60)}")
     return value
 
 
@@ -236,14 +236,14 @@ def _sizes(document: Mapping[str, Any], key: str, least: int, count: int | None 
     """Return a list of whole numbers, each at least `least`, as many as `count` states."""
     value = document.get(key)
     if not isinstance(value, list) or not all(type(n) is int and least <= n < 2**63 for n in value):
-        raise _Wrong(f"{key} is {excerpt(value, 60)}, and must be whole numbers from {least} to {2**63 - 1:,}")
+        raise _Invalid(f"{key} is {excerpt(value, 60)}, and must be whole numbers from {least} to {2**63 - 1:,}")
     if count is not None and len(value) != count:
-        raise _Wrong(f"{key} is {excerpt(value, 60)} of an array of {count} axes")
+        raise _Invalid(f"{key} is {excerpt(value, 60)} of an array of {count} axes")
     return tuple(value)
 
 
 def _check_fill(value: object, dtype: np.dtype[Any]) -> None:
-    """Raise _Wrong unless `value` is of the type; types other than numbers are not read, so not checked."""
+    """Raise _Invalid unless `value` is of the type; types other than numbers are not read, so not checked."""
     if dtype.kind in "iu":
         info = np.iinfo(dtype)
         if type(value) is int and int(info.min) <= value <= int(info.max):
@@ -255,7 +255,7 @@ def _check_fill(value: object, dtype: np.dtype[Any]) -> None:
             return
     else:
         return
-    raise _Wrong(f"fill_value is {excerpt(json.dumps(value), 60)}, which is not a {dtype}")
+    raise _Invalid(f"fill_value is {excerpt(json.dumps(value), 60)}, which is not a {dtype}")
 
 
 def _is_float(value: str) -> bool:

@@ -44,7 +44,7 @@ class ZarrStore(Store):
             self._voxels = _opened(path, self._chunk, shape, dtype)
             if not self.is_still_there():  # the library opened by path
                 raise taken_over(path)
-            self._remove_halves()
+            self._remove_incomplete_chunks()
         except BaseException:
             self.close()
             raise
@@ -110,7 +110,7 @@ class ZarrStore(Store):
             os.close(self._folder)
         self._folder = -1
 
-    def _remove_halves(self) -> None:
+    def _remove_incomplete_chunks(self) -> None:
         """Remove incomplete chunks of a killed writer. ResumeError for links, which writing would follow."""
         left = [self._path]
         while left:

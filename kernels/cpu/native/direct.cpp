@@ -207,17 +207,17 @@ EXPORT int64_t znnpy_direct(const Direct *direct, int64_t lo, int64_t hi) {
 }
 
 // Computes the convolution max-pooled into fragments; values before pooling are never written. Units [lo, hi) are
-// (image, rows, run of columns) of windows, each followed along z. `room` holds p.y lines, and p.z planes of maxima
+// (image, rows, run of columns) of windows, each followed along z. `scratch` holds p.y lines, and p.z planes of maxima
 // over y and x. Returns how many of the computed values are infinite or not a number; those on the rims of units are
 // computed twice.
-EXPORT int64_t znnpy_direct_pool(const Direct *direct, float *room, int64_t lo, int64_t hi) {
+EXPORT int64_t znnpy_direct_pool(const Direct *direct, float *scratch, int64_t lo, int64_t hi) {
   const Direct &d = *direct;
   const ptrdiff_t pz = d.p[0], py = d.p[1], px = d.p[2], voxel = (d.fout + LANES - 1) / LANES * LANES;
   const ptrdiff_t depth = d.n[0] - d.k[0] + 1;
   const ptrdiff_t windows_y = d.n[1] - d.k[1] + 1 - (py - 1), windows_x = d.n[2] - d.k[2] + 1 - (px - 1);
   const ptrdiff_t blocks = (windows_y + d.rows - 1) / d.rows, runs = (windows_x + d.run - 1) / d.run;
   const ptrdiff_t line_floats = (d.run + px - 1) * voxel;
-  float *const planes = room + py * line_floats;
+  float *const planes = scratch + py * line_floats;
   int64_t bad = 0;
   for (ptrdiff_t unit = lo; unit < hi; unit++) {
     const ptrdiff_t first_x = unit % runs * d.run, first_y = unit / runs % blocks * d.rows, image = unit / (runs * blocks);
@@ -227,10 +227,10 @@ EXPORT int64_t znnpy_direct_pool(const Direct *direct, float *room, int64_t lo, 
     for (ptrdiff_t z = 0; z < depth; z++) {
       for (ptrdiff_t y = 0; y < rows + py - 1; y++) {
         const float *x = d.x + image * d.x_image + ((z * d.n[1] + first_y + y) * d.n[2] + first_x) * d.fin;
-        float *const ring = room + y % py * line_floats;
+        float *const ring = scratch + y % py * line_floats;
         bad += whole_line(d, x, ring, columns + px - 1, voxel, true);
         maxima(ring, voxel, px, ring, line);
-        if (y >= py - 1) maxima(room, line_floats, py, planes + z % pz * plane + (y - (py - 1)) * line, line);
+        if (y >= py - 1) maxima(scratch, line_floats, py, planes + z % pz * plane + (y - (py - 1)) * line, line);
       }
       if (z < pz - 1) continue;
       const Windows w{planes, plane, z - (pz - 1), first_y, first_x, rows, columns};

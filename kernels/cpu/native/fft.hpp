@@ -26,7 +26,7 @@ constexpr double cosine(double x) {
 
 // cos and sin of 2 pi K / N.
 template <int N, int K>
-struct Turn {
+struct Twiddle {
   static constexpr int k = ((K % N) + N) % N;
   static constexpr double angle = 2 * PI * (2 * k > N ? k - N : k) / N;
   static constexpr float c = (float)cosine(angle), s = (float)sine(angle);
@@ -34,14 +34,14 @@ struct Turn {
 
 // Returns a * exp(-2 pi i K / N), or its inverse rotation if INVERSE.
 template <int N, int K, bool INVERSE>
-ALWAYS C turn(C a) {
+ALWAYS C rotate(C a) {
   constexpr int k = (((INVERSE ? -K : K) % N) + N) % N;
   if constexpr (k == 0) return a;
   else if constexpr (2 * k == N) return {-a.re, -a.im};
   else if constexpr (4 * k == N) return {a.im, -a.re};
   else if constexpr (4 * k == 3 * N) return {-a.im, a.re};
   else if constexpr (8 * k % N == 0) {  // cos and sin are +-sqrt(1/2)
-    constexpr float c = Turn<N, k>::c, s = Turn<N, k>::s;
+    constexpr float c = Twiddle<N, k>::c, s = Twiddle<N, k>::s;
     constexpr float root = 0.70710678118654752440f;
     const V sum = (a.re + a.im) * root, difference = (a.re - a.im) * root;
     if constexpr (c > 0 && s > 0) return {sum, -difference};
@@ -49,7 +49,7 @@ ALWAYS C turn(C a) {
     else if constexpr (c < 0 && s < 0) return {-sum, difference};
     else return {difference, sum};
   } else {
-    constexpr float c = Turn<N, k>::c, s = Turn<N, k>::s;
+    constexpr float c = Twiddle<N, k>::c, s = Twiddle<N, k>::s;
     return {a.re * c + a.im * s, a.im * c - a.re * s};
   }
 }
@@ -63,7 +63,7 @@ ALWAYS void butterfly(C (&x)[R]) {
     x[0] = a + b;
     x[1] = a - b;
   } else if constexpr (R == 4) {
-    const C s = x[0] + x[2], d = x[0] - x[2], t = x[1] + x[3], e = turn<4, 1, INVERSE>(x[1] - x[3]);
+    const C s = x[0] + x[2], d = x[0] - x[2], t = x[1] + x[3], e = rotate<4, 1, INVERSE>(x[1] - x[3]);
     x[0] = s + t;
     x[1] = d + e;
     x[2] = s - t;
@@ -82,14 +82,14 @@ ALWAYS void butterfly(C (&x)[R]) {
       C even = base, odd{};
       unroll<H>([&](auto j) ALWAYS_LAMBDA {
         constexpr int at = (decltype(j)::value + 1) * (decltype(k)::value + 1);
-        constexpr float c = Turn<R, at>::c, s = Turn<R, at>::s;
+        constexpr float c = Twiddle<R, at>::c, s = Twiddle<R, at>::s;
         even = {even.re + sum[j].re * c, even.im + sum[j].im * c};
         if constexpr (decltype(j)::value == 0) odd = {difference[j].re * s, difference[j].im * s};
         else odd = {odd.re + difference[j].re * s, odd.im + difference[j].im * s};
       });
-      const C turned = turn<4, 1, INVERSE>(odd);
-      x[k + 1] = even + turned;
-      x[R - 1 - k] = even - turned;
+      const C rotated = rotate<4, 1, INVERSE>(odd);
+      x[k + 1] = even + rotated;
+      x[R - 1 - k] = even - rotated;
     });
   }
 }
@@ -108,7 +108,7 @@ ALWAYS void transform(const Load &in, C *out) {
     unroll<M>([&](auto k) ALWAYS_LAMBDA {
       C x[R];
       unroll<R>([&](auto r) ALWAYS_LAMBDA {
-        x[r] = turn<N, decltype(r)::value * decltype(k)::value, INVERSE>(out[k + r * M]);
+        x[r] = rotate<N, decltype(r)::value * decltype(k)::value, INVERSE>(out[k + r * M]);
       });
       butterfly<R, INVERSE>(x);
       unroll<R>([&](auto r) ALWAYS_LAMBDA { out[k + r * M] = x[r]; });
@@ -134,9 +134,9 @@ ALWAYS void transform_real(const Load &in, C *out) {
       } else if constexpr (2 * k == M) {
         out[k] = {even[k].re, -odd[k].re};
       } else {
-        const C turned = turn<N, k, false>(odd[k]);
-        out[k] = even[k] + turned;
-        out[M - k] = conj(even[k] - turned);
+        const C rotated = rotate<N, k, false>(odd[k]);
+        out[k] = even[k] + rotated;
+        out[M - k] = conj(even[k] - rotated);
       }
     });
   } else {
@@ -158,8 +158,8 @@ ALWAYS void transform_real(const Load &in, C *out) {
         V re = base, im{};
         unroll<H>([&](auto j) ALWAYS_LAMBDA {
           constexpr int at = (decltype(j)::value + 1) * (decltype(k)::value + 1);
-          re = re + sum[j] * Turn<N, at>::c;
-          im = im - difference[j] * Turn<N, at>::s;
+          re = re + sum[j] * Twiddle<N, at>::c;
+          im = im - difference[j] * Twiddle<N, at>::s;
         });
         out[k + 1] = {re, im};
       });
@@ -190,7 +190,7 @@ ALWAYS void restore_real(const C *in, const Store &out) {
         odd[k] = {-(in[k].im + in[k].im), V{}};
       } else {
         even[k] = in[k] + conj(in[M - k]);
-        odd[k] = turn<N, k, true>(in[k] - conj(in[M - k]));
+        odd[k] = rotate<N, k, true>(in[k] - conj(in[M - k]));
       }
     });
     restore_real<M, FIRST, 2 * STRIDE>(even, out);
@@ -204,8 +204,8 @@ ALWAYS void restore_real(const C *in, const Store &out) {
       V even = in[0].re, odd{};
       unroll<H>([&](auto k) ALWAYS_LAMBDA {
         constexpr int at = (decltype(j)::value + 1) * (decltype(k)::value + 1);
-        even = even + in[k + 1].re * (2 * Turn<N, at>::c);
-        odd = odd + in[k + 1].im * (2 * Turn<N, at>::s);
+        even = even + in[k + 1].re * (2 * Twiddle<N, at>::c);
+        odd = odd + in[k + 1].im * (2 * Twiddle<N, at>::s);
       });
       out(std::integral_constant<int, FIRST + (decltype(j)::value + 1) * STRIDE>{}, even - odd);
       out(std::integral_constant<int, FIRST + (N - 1 - decltype(j)::value) * STRIDE>{}, even + odd);

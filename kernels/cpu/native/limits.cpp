@@ -33,22 +33,22 @@ ALWAYS void copy_lanes(const float *from, float *to, ptrdiff_t count, bool past)
 }  // namespace
 
 // Computes `times` real transforms of image (z, y, x, lane) into spectra (x, y; z in an odd number, re/im, lane).
-// `room` holds a plane of spectra.
-EXPORT void znnpy_limits_transform(const int64_t *tile, const float *image, float *spectra, float *room,
+// `scratch` holds a plane of spectra.
+EXPORT void znnpy_limits_transform(const int64_t *tile, const float *image, float *spectra, float *scratch,
                                    int64_t times) {
   const Cube c(tile);
   const Side &along_z = *find(c.z), &along_y = *find(c.y), &along_x = *find(c.x);
   for (; times > 0; times--) {
     for (ptrdiff_t z = 0; z < c.z; z++) {
-      along_x.from(image + z * c.plane, {c.x * LANES, LANES, (int)c.y, (int)c.x, LANES, room, nullptr, false});
-      along_y.forward({room, c.half * BLOCK, BLOCK, spectra + z * BLOCK, c.column, c.y * c.column, (int)c.half, 0, 0});
+      along_x.from(image + z * c.plane, {c.x * LANES, LANES, (int)c.y, (int)c.x, LANES, scratch, nullptr, false});
+      along_y.forward({scratch, c.half * BLOCK, BLOCK, spectra + z * BLOCK, c.column, c.y * c.column, (int)c.half, 0, 0});
     }
     along_z.forward({spectra, BLOCK, c.column, spectra, BLOCK, c.column, (int)(c.y * c.half), 0, 0});
   }
 }
 
 // Computes `times` inverse transforms, scaled by the tile's volume. The spectra are overwritten.
-EXPORT void znnpy_limits_restore(const int64_t *tile, float *image, float *spectra, float *room, int64_t times) {
+EXPORT void znnpy_limits_restore(const int64_t *tile, float *image, float *spectra, float *scratch, int64_t times) {
   const Cube c(tile);
   const Side &along_z = *find(c.z), &along_y = *find(c.y), &along_x = *find(c.x);
   const float bias[LANES] = {};
@@ -56,9 +56,9 @@ EXPORT void znnpy_limits_restore(const int64_t *tile, float *image, float *spect
     along_z.inverse({spectra, BLOCK, c.column, spectra, BLOCK, c.column, (int)(c.y * c.half), 0, (int)c.z});
     for (ptrdiff_t z = 0; z < c.z; z++) {
       along_y.inverse(
-          {spectra + z * BLOCK, c.column, c.y * c.column, room, c.half * BLOCK, BLOCK, (int)c.half, 0, (int)c.y,
+          {spectra + z * BLOCK, c.column, c.y * c.column, scratch, c.half * BLOCK, BLOCK, (int)c.half, 0, (int)c.y,
            BLOCK});
-      along_x.to(image + z * c.plane, {c.x * LANES, LANES, (int)c.y, (int)c.x, LANES, room, bias, false});
+      along_x.to(image + z * c.plane, {c.x * LANES, LANES, (int)c.y, (int)c.x, LANES, scratch, bias, false});
     }
   }
 }

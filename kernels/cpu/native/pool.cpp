@@ -53,12 +53,12 @@ ALWAYS void over(const float *source, ptrdiff_t pitch, ptrdiff_t count, float *t
   store_part(target + i, most, left);
 }
 
-// Handles one voxel after the other, `apart` voxels from each other in the source, neighbours in the target.
+// Handles one voxel after the other, `spacing` voxels from one to the next in the source, neighbours in the target.
 template <bool STREAM>
-void spread(const float *source, ptrdiff_t apart, ptrdiff_t window, float *target, ptrdiff_t voxels, ptrdiff_t f) {
-  if (apart == 1) return over<STREAM, false>(source, f, window, target, voxels * f);
+void spread(const float *source, ptrdiff_t spacing, ptrdiff_t window, float *target, ptrdiff_t voxels, ptrdiff_t f) {
+  if (spacing == 1) return over<STREAM, false>(source, f, window, target, voxels * f);
   for (ptrdiff_t i = 0; i < voxels; i++)
-    over<STREAM, false>(source + i * apart * f, f, window, target + i * f, f);
+    over<STREAM, false>(source + i * spacing * f, f, window, target + i * f, f);
 }
 
 // Copies past the caches, by whole lines of the target as far as possible.
@@ -75,9 +75,9 @@ void copy(const float *source, float *target, ptrdiff_t floats) {
 
 using namespace znnpy;
 
-// Computes columns [lo, hi): (image, block of lines, run of voxels). `room` holds p.y lines of the input of `run`
+// Computes columns [lo, hi): (image, block of lines, run of voxels). `scratch` holds p.y lines of the input of `run`
 // windows, their maximum, and from `ready` on the output of a line.
-EXPORT void znnpy_pool(const Pooling *pooling, float *room, int64_t lo, int64_t hi) {
+EXPORT void znnpy_pool(const Pooling *pooling, float *scratch, int64_t lo, int64_t hi) {
   const Pooling &t = *pooling;
   const ptrdiff_t f = t.f, row = t.n[2] * f, plane = t.n[1] * row;
   const ptrdiff_t blocks = (t.m[1] + t.lines - 1) / t.lines, runs = (t.m[2] + t.run - 1) / t.run;
@@ -92,15 +92,15 @@ EXPORT void znnpy_pool(const Pooling *pooling, float *room, int64_t lo, int64_t 
       const float *x = t.x + image * t.x_image + z * t.step[0] * plane + first_x * t.step[2] * f;
       ptrdiff_t given = first_y * t.step[1];  // lines whose maximum over planes is in the ring
       for (ptrdiff_t y = first_y; y < last_y; y++) {
-        const float *lines = room;
+        const float *lines = scratch;
         if (t.p[1] == 1 && t.p[0] == 1) {
           lines = x + y * t.step[1] * row;
         } else {
           for (; given < y * t.step[1] + t.p[1]; given++)
-            over<false, true>(x + given * row, plane, t.p[0], room + given % t.p[1] * pitch, floats);
+            over<false, true>(x + given * row, plane, t.p[0], scratch + given % t.p[1] * pitch, floats);
           if (t.p[1] > 1) {
-            over<false, false>(room, pitch, t.p[1], room + t.p[1] * pitch, floats);
-            lines = room + t.p[1] * pitch;
+            over<false, false>(scratch, pitch, t.p[1], scratch + t.p[1] * pitch, floats);
+            lines = scratch + t.p[1] * pitch;
           }
         }
         const ptrdiff_t fragments = ((image * t.into[0] + z % t.into[0]) * t.into[1] + y % t.into[1]) * t.into[2];
@@ -109,15 +109,15 @@ EXPORT void znnpy_pool(const Pooling *pooling, float *room, int64_t lo, int64_t 
                        first_x / t.into[2] * f;
           const ptrdiff_t voxels = (width - o + t.into[2] - 1) / t.into[2];
           const float *source = lines + o * f;
-          const ptrdiff_t apart = t.into[2] * t.step[2];
+          const ptrdiff_t spacing = t.into[2] * t.step[2];
           if (t.past == WHOLE_LINES) {
-            spread<true>(source, apart, t.p[2], out, voxels, f);
+            spread<true>(source, spacing, t.p[2], out, voxels, f);
           } else if (t.past == ANY_LINES) {
-            float *const ready = room + t.ready;
-            spread<false>(source, apart, t.p[2], ready, voxels, f);
+            float *const ready = scratch + t.ready;
+            spread<false>(source, spacing, t.p[2], ready, voxels, f);
             copy(ready, out, voxels * f);
           } else {
-            spread<false>(source, apart, t.p[2], out, voxels, f);
+            spread<false>(source, spacing, t.p[2], out, voxels, f);
           }
         }
       }

@@ -237,17 +237,17 @@ EXPORT void znnpy_tiled_forward(const Tiling *tiling, float *planes, int64_t lo,
   if (t.stream) fence();
 }
 
-// Multiplies columns [lo, hi) of the group, in place. `room` holds a column of kernels unless they are kept, then
+// Multiplies columns [lo, hi) of the group, in place. `scratch` holds a column of kernels unless they are kept, then
 // `chunk` tiles before the product and after it.
-EXPORT void znnpy_tiled_multiply(const Tiling *tiling, float *room, int64_t lo, int64_t hi) {
+EXPORT void znnpy_tiled_multiply(const Tiling *tiling, float *scratch, int64_t lo, int64_t hi) {
   const Tiling &t = *tiling;
   const Side &along_z = *find(t.tile[0]);
   const ptrdiff_t in = blocks_of(t.fin), out = blocks_of(t.fout), tz = t.tile[0];
   const ptrdiff_t before = (t.chunk * in + 1) * BLOCK;
-  float *const x = room + (t.kept ? 0 : column_floats(t)), *const y = x + tz * before;
+  float *const x = scratch + (t.kept ? 0 : column_floats(t)), *const y = x + tz * before;
   for (ptrdiff_t column = lo; column < hi; column++) {
-    const float *w = t.kept ? t.kernels + column * column_floats(t) : room;
-    if (!t.kept) kernel_column(t, column, room);
+    const float *w = t.kept ? t.kernels + column * column_floats(t) : scratch;
+    if (!t.kept) kernel_column(t, column, scratch);
     float *const spectra = t.spectra + column * t.column_pitch;
     for (ptrdiff_t first = 0; first < t.tiles; first += t.chunk) {
       const int tiles = (int)least(t.chunk, t.tiles - first);
@@ -313,7 +313,7 @@ EXPORT int64_t znnpy_tiled_inverse(const Tiling *tiling, float *planes, int64_t 
 // every unit has started, 1 when the caller should check its stop flag and call again. `stages` holds three counters
 // per group, initially zero; `grain` is how many units of each kind are taken at once, `most` how many are done before
 // it returns. `bad` is increased by the number of values that are infinite or not a number.
-EXPORT int64_t znnpy_tiled_run(const Tiling *groups, int64_t count, float *room, Stage *stages, const int64_t *grain,
+EXPORT int64_t znnpy_tiled_run(const Tiling *groups, int64_t count, float *scratch, Stage *stages, const int64_t *grain,
                                const int64_t *most, int64_t *bad) {
   double left = 1;
   for (int64_t i = 0; i < 3 * count; i++) {
@@ -321,14 +321,14 @@ EXPORT int64_t znnpy_tiled_run(const Tiling *groups, int64_t count, float *room,
     const int kind = (int)(i % 3);
     const int64_t units = units_of(t, kind);
     Stage &stage = stages[i];
-    while (stage.begun.load(std::memory_order_relaxed) < units) {
+    while (stage.started.load(std::memory_order_relaxed) < units) {
       if (left <= 0) return 1;
-      const int64_t lo = stage.begun.fetch_add(grain[kind], std::memory_order_relaxed);
+      const int64_t lo = stage.started.fetch_add(grain[kind], std::memory_order_relaxed);
       if (lo >= units) break;
       const int64_t hi = least(lo + grain[kind], units);
-      if (kind == 0) znnpy_tiled_forward(&t, room, lo, hi);
-      else if (kind == 1) znnpy_tiled_multiply(&t, room, lo, hi);
-      else *bad += pools(t) ? znnpy_tiled_pool(&t, room, lo, hi) : znnpy_tiled_inverse(&t, room, lo, hi);
+      if (kind == 0) znnpy_tiled_forward(&t, scratch, lo, hi);
+      else if (kind == 1) znnpy_tiled_multiply(&t, scratch, lo, hi);
+      else *bad += pools(t) ? znnpy_tiled_pool(&t, scratch, lo, hi) : znnpy_tiled_inverse(&t, scratch, lo, hi);
       stage.done.fetch_add(hi - lo, std::memory_order_release);
       left -= (double)(hi - lo) / (double)most[kind];
     }

@@ -29,11 +29,11 @@ struct Tiling {
 // Counters of one stage of one group, whose units the workers take one after the other; a cache line, since all write
 // it.
 struct alignas(64) Stage {
-  std::atomic<int64_t> begun, done;
+  std::atomic<int64_t> started, done;
 };
 
 // The last stage of a group with fused pooling, in tiled_pool.cpp.
-EXPORT int64_t znnpy_tiled_pool(const Tiling *tiling, float *room, int64_t lo, int64_t hi);
+EXPORT int64_t znnpy_tiled_pool(const Tiling *tiling, float *scratch, int64_t lo, int64_t hi);
 
 namespace znnpy {
 

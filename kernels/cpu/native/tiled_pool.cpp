@@ -72,14 +72,14 @@ void scatter(const Tiling &t, const Fragments &f, float *out) {
 
 using namespace znnpy;
 
-// Computes units [lo, hi) of the group, one per tile and block of channels. `room` holds the half transformed plane of
-// a tile, the plane itself, and p_z planes of maxima. Returns how many values before pooling are infinite or not a
+// Computes units [lo, hi) of the group, one per tile and block of channels. `scratch` holds the half transformed plane
+// of a tile, the plane itself, and p_z planes of maxima. Returns how many values before pooling are infinite or not a
 // number.
-EXPORT int64_t znnpy_tiled_pool(const Tiling *tiling, float *room, int64_t lo, int64_t hi) {
+EXPORT int64_t znnpy_tiled_pool(const Tiling *tiling, float *scratch, int64_t lo, int64_t hi) {
   const Tiling &t = *tiling;
   const Side &along_x = *find(t.tile[2]), &along_y = *find(t.tile[1]);
   const ptrdiff_t half = t.tile[2] / 2 + 1, blocks = blocks_of(t.fout), pz = t.p[0], py = t.p[1], px = t.p[2];
-  float *const image = room + t.tile[1] * half * BLOCK;
+  float *const image = scratch + t.tile[1] * half * BLOCK;
   float *const planes = image + (t.step[1] + py - 1) * (t.step[2] + px - 1) * LANES;
   const bool stream = streams_out(t);
   int64_t bad = 0;
@@ -94,9 +94,9 @@ EXPORT int64_t znnpy_tiled_pool(const Tiling *tiling, float *room, int64_t lo, i
     float *const out = t.out + at.image * pz * py * px * t.out_image + block * LANES;
     for (ptrdiff_t z = 0; z < depth; z++) {
       const float *source = t.spectra + tile * t.tile_pitch + (z * blocks + block) * BLOCK;
-      along_y.inverse({source, t.column_pitch, t.tile[1] * t.column_pitch, room, half * BLOCK, BLOCK, (int)half, 0,
+      along_y.inverse({source, t.column_pitch, t.tile[1] * t.column_pitch, scratch, half * BLOCK, BLOCK, (int)half, 0,
                        (int)(rows + py - 1), blocks * BLOCK});
-      bad += along_x.to(image, {voxels * LANES, LANES, (int)(rows + py - 1), (int)voxels, lanes, room,
+      bad += along_x.to(image, {voxels * LANES, LANES, (int)(rows + py - 1), (int)voxels, lanes, scratch,
                                 t.bias + block * LANES, t.relu != 0});
       plane_maxima(image, voxels, py, px, planes + z % pz * plane, rows, columns);
       if (z < pz - 1) continue;

@@ -69,15 +69,15 @@ template <int MAPS> DEVICE Origin begin_of(long long planes, const Part& part) {
             (int)blockIdx.x % map_blocks * MAPS};
 }
 
-/* `starts`: offsets of the tile's staged voxels, in values, with `columns` to a row and APART apart; `places`: all
- * `staged` voxels, filled once the start of the block is known, which `part` refers to.
+/* `starts`: offsets of the tile's staged voxels, in values, with `columns` to a row and SPACING from one to the next;
+ * `places`: all `staged` voxels, filled once the start of the block is known, which `part` refers to.
  */
-template <int VOXELS, int MAPS, int APART>
+template <int VOXELS, int MAPS, int SPACING>
 DEVICE void locate(Origin& begin, int* starts, Place* places, int staged, int columns, const Part& part,
                    const Sizes& n) {
     const int wide = (int)part.wide;
     if (threadIdx.x == 0) begin = begin_of<MAPS>(VOXELS / (int)(part.wide * part.lines), part);
-    for (int i = threadIdx.x; i < VOXELS; i += THREADS) starts[i] = (i / wide * columns + i % wide) * APART;
+    for (int i = threadIdx.x; i < VOXELS; i += THREADS) starts[i] = (i / wide * columns + i % wide) * SPACING;
     sync_block();
     for (int i = threadIdx.x; i < staged; i += THREADS) {
         const int row = i / columns, column = i % columns;
@@ -89,7 +89,7 @@ DEVICE void locate(Origin& begin, int* starts, Place* places, int staged, int co
 }
 
 /* The taps and maps of a step: segments vary first, then pieces, rows and planes of taps. */
-struct Walk {
+struct Taps {
     int dz = 0, dy = 0, dx = 0, first = 0;
     DEVICE int taps(const Sizes& n) const { return min(n.span, n.kx - dx); }
     template <int SEGMENT> DEVICE int quads(const Sizes& n) const {
@@ -108,7 +108,7 @@ struct Walk {
 
 /* Stages the step's maps of all its voxels: QUADs beyond the maps and unused voxels become zeros. */
 template <class T, int SEGMENT, int BYTES>
-DEVICE void stage_voxels(T* to, const T* before, const T* x, const Place* places, int voxels, const Walk& step,
+DEVICE void stage_voxels(T* to, const T* before, const T* x, const Place* places, int voxels, const Taps& step,
                          const Sizes& n) {
     constexpr int UNIT = BYTES / sizeof(T), UNITS = SEGMENT / UNIT;
     const long long shift = ((step.dz * n.ny + step.dy) * n.nx + step.dx) * n.fin + step.first;
@@ -258,7 +258,7 @@ DEVICE float write(T* image, const float (&sums)[VOXELS / VOXEL_LANES][MAPS / MA
 
 /* Writes the sums so far, plus what was `written`, to the output without activation, and restarts from 0. */
 template <int VOXELS, int MAPS, int WIDTH, bool VECTORS>
-DEVICE void begin_anew(float* image, float (&sums)[VOXELS / VOXEL_LANES][MAPS / MAP_LANES], const Part& part,
+DEVICE void restart_sums(float* image, float (&sums)[VOXELS / VOXEL_LANES][MAPS / MAP_LANES], const Part& part,
                        bool written) {
     if (written) add_written<VOXELS, MAPS, WIDTH>(sums, image, part);
     write<float, VOXELS, MAPS, WIDTH, NONE, VECTORS>(image, sums, part);
@@ -296,15 +296,15 @@ __global__ void __launch_bounds__(THREADS, 3)
     sync_block();
 
     T* const image = out + begin.s * out_image;
-    Walk next;
+    Taps next;
     int taps = 0, quads = 0;
-    long long left = together + 1;  // turns until sums are written; the first turn has none
+    long long left = together + 1;  // rounds until sums are written; the first round has none
     bool written = false;
 #pragma unroll 1
-    for (int turn = 0;; turn ^= 1) {  // this turn's step is copied while the last turn's is summed
+    for (int buffer = 0;; buffer ^= 1) {  // this round's step is copied while the previous one is summed
         const bool more = next.dz < kz;
         const int next_taps = next.taps(n), next_quads = next.quads<SEGMENT>(n);
-        unsigned char* const to = buffers + turn * buffer_bytes;
+        unsigned char* const to = buffers + buffer * buffer_bytes;
         if (more) {
             stage_voxels<T, SEGMENT, BYTES>(reinterpret_cast<T*>(to), before + begin.s * before_image,
                                             x + begin.s * x_image - carried * ny * nx * fin, places, staged, next, n);
@@ -312,7 +312,7 @@ __global__ void __launch_bounds__(THREADS, 3)
             next.advance<SEGMENT>(n);
         }
         cp_async_commit();
-        const unsigned char* const from = buffers + (turn ^ 1) * buffer_bytes;
+        const unsigned char* const from = buffers + (buffer ^ 1) * buffer_bytes;
         const float* const ready = reinterpret_cast<const float*>(from + tile_bytes) + mine;
         int at[MINE];
 #pragma unroll
@@ -321,7 +321,7 @@ __global__ void __launch_bounds__(THREADS, 3)
         if (!more) break;
         if constexpr (LONG)
             if (--left == 0) {
-                begin_anew<VOXELS, MAPS, WIDTH, VECTORS>(image, sums, part, written);
+                restart_sums<VOXELS, MAPS, WIDTH, VECTORS>(image, sums, part, written);
                 written = true, left = together;
             }
         taps = next_taps, quads = next_quads;

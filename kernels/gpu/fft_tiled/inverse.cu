@@ -169,8 +169,8 @@ __global__ void __launch_bounds__(256, TZ > 16 ? 2 : 3)
   raise_peak_by_warp(out_peak, largest);
 }
 
-// As inverse_z, max-pooled into fragments: windows of 1 or 2 along each axis. The offered activations are monotonic, so
-// the maximum is taken before them.
+// Does what inverse_z does, max-pooled into fragments: windows of 1 or 2 along each axis. The offered activations are
+// monotonic, so the maximum is taken before them.
 //
 // Lanes run over 4 pairs of maps, then 8 neighbouring columns; with px = 2 the last column only contributes to the one
 // before. Rows follow one another: with py = 2 the previous row is kept in shared memory, in places that only its own
@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(POOL_THREADS, TZ > 16 ? 4 : 6)
     const long long at = y0 + y - last;  // a window
     Value* row = target + at % py * px * image + at / py * line;
     // The shuffle prevents these values from being computed for every window before the loop and kept in registers.
-    const long long beside = shuffle(odd - even, 0), on = shuffle(pz > 1 ? plane : 2 * plane, 0);
+    const long long to_odd = shuffle(odd - even, 0), to_next = shuffle(pz > 1 ? plane : 2 * plane, 0);
     const int depth = shuffle(min(int(sz), int(nz) - z0), 0);
 #pragma unroll
     for (int z = 0; z < TZ; z++) {
@@ -240,9 +240,9 @@ __global__ void __launch_bounds__(POOL_THREADS, TZ > 16 ? 4 : 6)
           const float a = finish(found.x, 0), b = finish(found.y, 1);
           largest = larger_magnitude(largest, a);
           if (there > 1) largest = larger_magnitude(largest, b);
-          store_pair(row + (z % 2 ? beside : 0), there, paired, a, b);
+          store_pair(row + (z % 2 ? to_odd : 0), there, paired, a, b);
         }
-        if (z % 2) row += on;
+        if (z % 2) row += to_next;
       }
     }
   }

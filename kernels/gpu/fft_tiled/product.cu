@@ -31,9 +31,9 @@ struct Product {
   static constexpr int SUMS = WORDS == 2 && CHUNK > 96 ? 3 : 1;
 
   const half* X;  // rows of this frequency: `row` float16 each
-  const half* W;  // [column][k], then the remainders of the first (Split), `apart` further
+  const half* W;  // [column][k], then the remainders of the first (Split), `word_stride` further
   int rows, columns, depth;  // tiles, 2 * maps out, 2 * maps in
-  long long apart;
+  long long word_stride;
   int chunks;  // chunks of depth; the last one is padded with zeros
   half *a, *b;  // shared: STAGES x BM x A_ROW, WORDS x BN x B_ROW
 
@@ -43,7 +43,7 @@ struct Product {
       const int piece = i % pieces, n = i / pieces % BN, word = i / (pieces * BN);
       const int k = c * CHUNK + piece * 8;
       const bool valid = column0 + n < columns && k < depth;
-      const half* from = W + word * apart + (valid ? (column0 + n) * depth + k : 0);
+      const half* from = W + word * word_stride + (valid ? (column0 + n) * depth + k : 0);
       cp_async<16>(b + (word * BN + n) * B_ROW + piece * 8, from, valid);
     }
   }
@@ -182,13 +182,13 @@ struct Product {
 };
 
 // X      [frequency][tile][depth] float16, in pairs of words by 8 (Split); depth = 2 * maps in, padded
-// W      [word][frequency][columns][depth] float16; `apart` from word to word
+// W      [word][frequency][columns][depth] float16; `word_stride` from word to word
 // Y      [frequency][tile][columns] float16 (Halves) or float32 (Split), columns = 2 * maps out, padded; times alpha
 // Blocks: slices of BN columns, times frequencies. A frequency has fewer than 2^31 numbers.
 template <class Spectrum, class Value, int WARPS_M, int WARPS_N, int MT, int NT, int STAGES, int CHUNK, int BLOCKS>
 __global__ void __launch_bounds__(WARP* WARPS_M* WARPS_N, BLOCKS)
     product(const half* __restrict__ X, const half* __restrict__ W, Value* __restrict__ Y, long long rows,
-            long long columns, long long depth, long long apart, float alpha) {
+            long long columns, long long depth, long long word_stride, float alpha) {
   using P = Product<Spectrum, WARPS_M, WARPS_N, MT, NT, STAGES, CHUNK>;
   EXTERN_SHARED(half, shared);
   const int slices = int((columns + P::BN - 1) / P::BN), slice = blockIdx.x % slices;
@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(WARP* WARPS_M* WARPS_N, BLOCKS)
                int(rows),
                int(columns),
                int(depth),
-               apart,
+               word_stride,
                int((depth + CHUNK - 1) / CHUNK),
                shared,
                shared + STAGES * P::BM * P::A_ROW};

@@ -72,22 +72,22 @@ def visits(groups_in: int, groups_out: int, order: Order) -> tuple[Visit, ...]:
     """Return the sub-layers of one chunk in order."""
     held: list[int] = []  # groups of input maps on the device, the older first
     found = []
-    for group_in, group_out, turn in _pairs(groups_in, groups_out, order):
+    for group_in, group_out, added in _pairs(groups_in, groups_out, order):
         uploads = group_in not in held
         older = uploads or (len(held) == STAGED and held[0] == group_in)
         held = [*(held[-1:] if uploads else [g for g in held if g != group_in]), group_in]
-        found.append(Visit(group_in, group_out, uploads, older, turn == 0, turn == groups_in - 1))
+        found.append(Visit(group_in, group_out, uploads, older, added == 0, added == groups_in - 1))
     return tuple(found)
 
 
 def _pairs(groups_in: int, groups_out: int, order: Order) -> Iterator[tuple[int, int, int]]:
     """Yield groups of input and of output maps, and the number of groups added to these outputs before."""
     if order == "inputs":
-        for turn, group_out in product(range(groups_in), range(groups_out)):
-            yield turn, group_out, turn
+        for added, group_out in product(range(groups_in), range(groups_out)):
+            yield added, group_out, added
         return
-    for group_out, turn in product(range(groups_out), range(groups_in)):
-        yield (groups_in - 1 - turn if group_out % 2 else turn), group_out, turn
+    for group_out, added in product(range(groups_out), range(groups_in)):
+        yield (groups_in - 1 - added if group_out % 2 else added), group_out, added
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ class ConvHostRam:
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
         if reason := why_not_on_gpu(shape, machine):
             return reason
-        if not any(self._menu(as_conv(shape), machine)):
+        if not any(self._choices(as_conv(shape), machine)):
             return f"none of {', '.join(inner.name for inner in self.inner)} computes its sub-layers"
         return None
 
@@ -88,7 +88,7 @@ class ConvHostRam:
         assert machine.gpu is not None
         vram_bytes = int(USABLE_SHARE * machine.gpu.memory_bytes)
         found = []
-        for inner, variant in dict.fromkeys(self._menu(shape, machine)):
+        for inner, variant in dict.fromkeys(self._choices(shape, machine)):
             of = _sublayers(inner, variant, machine, lambda *_: LAUNCHES)
             best = divide(shape, vram_bytes, LINK, of, within=WITHIN)
             if best is not None:
@@ -116,7 +116,7 @@ class ConvHostRam:
         None if nothing fits.
         """
         ways = []
-        for inner, variant in dict.fromkeys(self._menu(shape, machine)):
+        for inner, variant in dict.fromkeys(self._choices(shape, machine)):
             of = _sublayers(inner, variant, machine, seconds)
             whole = of(shape)
             ways.append((0.0 if whole is None else whole.seconds, inner, variant, of))
@@ -196,7 +196,7 @@ class ConvHostRam:
                 return inner, Variant.of(**own)
         raise KeyError(name)
 
-    def _menu(self, shape: ConvShape, machine: Machine) -> Iterator[tuple[Primitive, Variant]]:
+    def _choices(self, shape: ConvShape, machine: Machine) -> Iterator[tuple[Primitive, Variant]]:
         """Yield inner primitives and variants that apply to the whole layer, one image, a slab or a part of a slab."""
         slab = -(-shape.out[0] // SLABS) + shape.k[0] - 1
         one = replace(shape, batch=1)

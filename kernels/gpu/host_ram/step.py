@@ -97,18 +97,18 @@ class HostRamStep:
         """Compute the layer; see `HostStep.run`."""
         device = self._device
         streams = device.uploads, device.stream, device.downloads
-        begun = device.event()
-        device.stream.record(begun)  # scratch may belong to another step until then
-        device.uploads.wait_event(begun)
-        device.downloads.wait_event(begun)
+        started = device.event()
+        device.stream.record(started)  # scratch may belong to another step until then
+        device.uploads.wait_event(started)
+        device.downloads.wait_event(started)
         try:
             device.clear(scratch["host_ram.peaks"])
             self._run(x, out, scratch, pool)
             device.copy_async(
                 self._peaks, device.view(scratch["host_ram.peaks"], (OUT_WORD + 1,), np.float32), device.stream
             )
-            device.stream.record(begun)
-            self._await(begun, pool)
+            device.stream.record(started)
+            self._await(started, pool)
         finally:  # afterwards no queued work refers to the caller's scratch, even if the run was stopped
             for stream in streams:
                 device.synchronize(stream)

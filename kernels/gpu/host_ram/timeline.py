@@ -138,10 +138,10 @@ class _Clocks:
         if ends:
             self._pass(costs, ends)
 
-    def _group(self, costs: _Costs, turn: int) -> None:
+    def _group(self, costs: _Costs, position: int) -> None:
         """Simulate a group of input maps with all groups of output maps."""
         ends = self._many_out - 1
-        first, last = turn == 0, turn == self._many_in - 1
+        first, last = position == 0, position == self._many_in - 1
 
         def visit(group_out: int) -> None:
             begins = group_out == 0
@@ -167,13 +167,13 @@ class _Clocks:
         last_out, ending = group_out == self._many_out - 1, 0 if group_out % 2 else ends
         held = STAGED if group_out else 0
 
-        def visit(turn: int) -> None:
-            uploads = turn >= held
-            groups, buffer = (turn == ending, last_out), (uploads, uploads or turn == 1)
-            self._visit(costs, groups, buffer, (turn == 0, turn == ends), 0)
+        def visit(position: int) -> None:
+            uploads = position >= held
+            groups, buffer = (position == ending, last_out), (uploads, uploads or position == 1)
+            self._visit(costs, groups, buffer, (position == 0, position == ends), 0)
 
-        for turn in range(min(ends, STAGED)):
-            visit(turn)
+        for position in range(min(ends, STAGED)):
+            visit(position)
         self._repeat(lambda: visit(STAGED), ends - STAGED)
         visit(ends)
 

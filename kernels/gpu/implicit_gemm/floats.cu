@@ -51,15 +51,15 @@ DEVICE void accumulate(float (&sums)[LANE_VOXELS][GROUP], float* tile, const Win
         const long long tap = first + k, d = tap / n.fin, dz = d / (n.ky * n.kx);
         const int dy = d / n.kx % n.ky, dx = d % n.kx;
         const long long off = ((dz * n.ny + dy) * n.nx + dx) * n.fin + tap % n.fin;
-        const int apart = blockDim.x / STEP;
+        const int spacing = blockDim.x / STEP;
 #pragma unroll 1
-        for (int voxel = threadIdx.x / STEP; voxel < VOXELS; voxel += apart * AT_ONCE) {
+        for (int voxel = threadIdx.x / STEP; voxel < VOXELS; voxel += spacing * AT_ONCE) {
             float values[AT_ONCE];
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i) {  // all are in flight before the first is waited for
                 values[i] = 0.0f;
-                if (tap >= n.taps || voxel + i * apart >= known) continue;
-                const Window<T>& w = windows[voxel + i * apart];
+                if (tap >= n.taps || voxel + i * spacing >= known) continue;
+                const Window<T>& w = windows[voxel + i * spacing];
                 if (PADDED && (w.z + dz < 0 || w.z + dz >= n.nz || w.y + dy < 0 || w.y + dy >= n.ny || w.x0 + dx < 0 ||
                                w.x0 + dx >= n.nx))
                     continue;
@@ -67,7 +67,7 @@ DEVICE void accumulate(float (&sums)[LANE_VOXELS][GROUP], float* tile, const Win
             }
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i)
-                if (voxel + i * apart < VOXELS) tile[k * ROW + voxel + i * apart] = values[i];
+                if (voxel + i * spacing < VOXELS) tile[k * ROW + voxel + i * spacing] = values[i];
         }
         sync_block();
         const int count = min((long long)STEP, n.taps - first);

@@ -20,16 +20,16 @@ DEVICE int divided(int n, int d, float reciprocal) {
     return q;
 }
 
-/* 8 values, maps of a voxel or voxels of a map, in transit from memory to the region. APART: each in a register of its
+/* 8 values, maps of a voxel or voxels of a map, in transit from memory to the region. UNPACKED: each in a register of its
  * own, so that nothing waits for them before `put`.
  */
-template <class T, bool APART = false> struct Piece;
+template <class T, bool UNPACKED = false> struct Piece;
 template <> struct Piece<half, true> {
     unsigned short values[PIECE];
-    DEVICE void load_line(const half* from, int apart, int first, int last) {
+    DEVICE void load_line(const half* from, int stride, int first, int last) {
 #pragma unroll
         for (int i = 0; i < PIECE; ++i)
-            values[i] = i >= first && i < last ? __ldg(reinterpret_cast<const unsigned short*>(from) + i * apart) : 0;
+            values[i] = i >= first && i < last ? __ldg(reinterpret_cast<const unsigned short*>(from) + i * stride) : 0;
     }
     template <int WORDS> DEVICE void put(half* to, int, float) const {
         unsigned both[PIECE / 2];
@@ -42,14 +42,14 @@ template <> struct Piece<half> {
     uint4 words;
     DEVICE void clear() { words = make_uint4(0, 0, 0, 0); }
     DEVICE void load(const half* from) { words = __ldg(reinterpret_cast<const uint4*>(from)); }
-    DEVICE void load_line(const half* from, int apart, int first, int last) {
+    DEVICE void load_line(const half* from, int stride, int first, int last) {
         Piece<half, true> line;
-        line.load_line(from, apart, first, last);
+        line.load_line(from, stride, first, last);
         line.put<1>(reinterpret_cast<half*>(&words), 0, 1.0f);
     }
     template <int WORDS> DEVICE void put(half* to, int, float) const { *reinterpret_cast<uint4*>(to) = words; }
 };
-template <bool APART> struct Piece<float, APART> {
+template <bool UNPACKED> struct Piece<float, UNPACKED> {
     float values[PIECE];
     DEVICE void clear() {
 #pragma unroll
@@ -60,11 +60,11 @@ template <bool APART> struct Piece<float, APART> {
         values[0] = low.x, values[1] = low.y, values[2] = low.z, values[3] = low.w;
         values[4] = high.x, values[5] = high.y, values[6] = high.z, values[7] = high.w;
     }
-    DEVICE void load_line(const float* from, int apart, int first, int last) {
+    DEVICE void load_line(const float* from, int stride, int first, int last) {
 #pragma unroll
-        for (int i = 0; i < PIECE; ++i) values[i] = i >= first && i < last ? load_activation(from + i * apart) : 0.0f;
+        for (int i = 0; i < PIECE; ++i) values[i] = i >= first && i < last ? load_activation(from + i * stride) : 0.0f;
     }
-    template <int WORDS> DEVICE void put(half* to, int apart, float scale) const {
+    template <int WORDS> DEVICE void put(half* to, int second_word, float scale) const {
         unsigned high[PIECE / 2], low[PIECE / 2];
 #pragma unroll
         for (int i = 0; i < PIECE / 2; ++i) {
@@ -74,7 +74,7 @@ template <bool APART> struct Piece<float, APART> {
             high[i] = bits_of(both), low[i] = bits_of(to_half2(a - kept.x, b - kept.y));
         }
         *reinterpret_cast<uint4*>(to) = make_uint4(high[0], high[1], high[2], high[3]);
-        if (WORDS == 2) *reinterpret_cast<uint4*>(to + apart) = make_uint4(low[0], low[1], low[2], low[3]);
+        if (WORDS == 2) *reinterpret_cast<uint4*>(to + second_word) = make_uint4(low[0], low[1], low[2], low[3]);
     }
 };
 

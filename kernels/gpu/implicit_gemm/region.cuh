@@ -78,7 +78,7 @@ template <class T, int WORDS, int N, bool FOLDED> struct Region {
     }
 
     DEVICE int planes_in() const { return n.tz + n.kz - 1; }
-    DEVICE Tile& tile(int turn) const { return at<Tile>(n.tiles)[turn * (1 + planes_in() + n.tz)]; }
+    DEVICE Tile& tile(int slot) const { return at<Tile>(n.tiles)[slot * (1 + planes_in() + n.tz)]; }
 
     DEVICE void tabulate(int number, Tile& to, const T* before, const T* x, T* out) const {
         const int in = planes_in(), planes = in + n.tz;
@@ -151,7 +151,7 @@ template <class T, int WORDS, int N, bool FOLDED> struct Region {
         }
     }
 
-    /* The same through registers: `bring` reads, `put` writes. */
+    /* Copies like `copy`, but through registers: `bring` reads, `put` writes. */
     DEVICE void bring(Piece<T, FOLDED> (&pieces)[AT_ONCE], int index, int last, Stage stage, Tile& tile) const {
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i, index += THREADS) {

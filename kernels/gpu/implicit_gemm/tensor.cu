@@ -70,12 +70,12 @@ template <class T, int WORDS, int WARPS_M, int WARPS_N, int MT, int NT, bool FOL
 
     DEVICE half* region(int stage) const { return regions + (stage & 1) * WORDS * n.rows * PITCH; }
 
-    /* Fills the table of this block's `turn`-th tile with its planes. */
-    DEVICE void tabulate(long long tile, int turn, const T* before, const T* x, T* out) const {
+    /* Fills the table of this block's `number`-th tile with its planes. */
+    DEVICE void tabulate(long long tile, int number, const T* before, const T* x, T* out) const {
         const long long q0 = tile / tiles_x / tiles_y * tq;
         for (int q = threadIdx.x; q < tq; q += THREADS) {
             const long long at = q0 + q, image = at / n.mz, z = at % n.mz;
-            Plane<T>& plane = tables[turn % TABLES * tq + q];
+            Plane<T>& plane = tables[number % TABLES * tq + q];
             plane.before = before + image * n.before_image;
             plane.x = at < n.outer ? x + image * n.x_image - (long long)n.carried * n.ny * n.nx * n.maps : nullptr;
             plane.out = out + image * n.out_image + z * n.my * n.mx * n.fout;
@@ -323,16 +323,16 @@ __global__ void __launch_bounds__(WARP* WARPS_M* WARPS_N, RESIDENT<WARPS_M * WAR
     product.tabulate(blockIdx.x, 0, before, x, out);
     sync_block();
     product.begin(kernels, (int)group, tables);
-    int stage = 0, round = 0, turn = 0;
+    int stage = 0, round = 0, number = 0;
     float largest = 0.0f;
 #pragma unroll 1
-    for (long long tile = blockIdx.x; tile < tiles; tile += gridDim.x, ++turn) {
+    for (long long tile = blockIdx.x; tile < tiles; tile += gridDim.x, ++number) {
         const bool more = tile + gridDim.x < tiles;
-        if (more) product.tabulate(tile + gridDim.x, turn + 1, before, x, out);
-        const Plane<T>* const planes = tables + turn % TABLES * tq;
+        if (more) product.tabulate(tile + gridDim.x, number + 1, before, x, out);
+        const Plane<T>* const planes = tables + number % TABLES * tq;
         float sums[MT][NT][4] = {};
         product.run(sums, kernels, offsets, (int)group, stage, round, planes,
-                    more ? tables + (turn + 1) % TABLES * tq : nullptr);
+                    more ? tables + (number + 1) % TABLES * tq : nullptr);
         largest = larger_magnitude(largest, product.store(sums, planes, bias, unscale, (int)activation, pairs != 0));
     }
     raise_peak_by_warp(out_peak, largest);

@@ -283,8 +283,8 @@ def _folded(weight: npt.NDArray[np.float32], matrix: Matrix) -> npt.NDArray[np.f
     rows, along_x = matrix.k[1], matrix.groups * PIECE
     whole = np.zeros((fout, fin, kz, rows * matrix.step, along_x), np.float32)
     whole[:, :, :, :ky, :kx] = weight
-    apart = whole.reshape(fout, fin, kz, rows, matrix.step, along_x)
-    return apart.transpose(0, 4, 1, 5, 2, 3).reshape(fout, matrix.depth, kz, rows)
+    split = whole.reshape(fout, fin, kz, rows, matrix.step, along_x)
+    return split.transpose(0, 4, 1, 5, 2, 3).reshape(fout, matrix.depth, kz, rows)
 
 
 def scale_of(weight: npt.NDArray[np.float32]) -> np.float32:

@@ -96,11 +96,11 @@ template <class T, int WORDS, int N, bool FOLDED> struct Product : Region<T, WOR
     }
 
     /* Computes the sums of a tile, whose first region and kernels are loaded or in flight. `stage` and `round` continue
-     * from tile to tile; `next`: the next tile, if `follows`; `beside` is called once, while the first products run.
+     * from tile to tile; `next`: the next tile, if `follows`; `meanwhile` is called once, while the first products run.
      */
-    template <class Beside>
+    template <class Meanwhile>
     DEVICE void run(float (&sums)[MATRICES][SUMS], const half* kernels, int& stage, int& round, Tile& tile, Tile& next,
-                    bool follows, const Beside& beside) const {
+                    bool follows, const Meanwhile& meanwhile) const {
         unsigned long long rows[MATRICES];
         const int along_rows = (n.row_z * n.lines + n.row_y) * n.columns + n.row_x;
 #pragma unroll
@@ -150,7 +150,7 @@ template <class T, int WORDS, int N, bool FOLDED> struct Product : Region<T, WOR
                         bring(some, index, end, following, behind);
                     }
                 }
-                if (done == 0 && first == 0) beside();
+                if (done == 0 && first == 0) meanwhile();
                 finish(sums, parts);
                 if (WORDS == 2 && ++terms % MOST_TERMS == 0) partial.flush(sums[0], terms == MOST_TERMS);
             }
@@ -343,15 +343,15 @@ __global__ void __launch_bounds__(THREADS, 2)
         if ((int)blockIdx.x + i * step < all) product.tabulate(blockIdx.x + i * step, product.tile(i), before, x, out);
     sync_block();
     product.begin(kernels, product.tile(0));
-    int stage = 0, round = 0, turn = 0;
+    int stage = 0, round = 0, slot = 0;
     float largest = 0.0f;
 #pragma unroll 1
     for (int tile = blockIdx.x; tile < all; tile += step) {
-        Tile& now = product.tile(turn);
-        Tile& last = product.tile(turn == 0 ? TILES - 1 : turn - 1);  // no longer needed
-        turn = turn + 1 == TILES ? 0 : turn + 1;
+        Tile& now = product.tile(slot);
+        Tile& last = product.tile(slot == 0 ? TILES - 1 : slot - 1);  // no longer needed
+        slot = slot + 1 == TILES ? 0 : slot + 1;
         float sums[Tiles::MATRICES][Tiles::SUMS] = {};
-        product.run(sums, kernels, stage, round, now, product.tile(turn), tile + step < all, [&] {
+        product.run(sums, kernels, stage, round, now, product.tile(slot), tile + step < all, [&] {
             if (tile + 2 * step < all) product.tabulate(tile + 2 * step, last, before, x, out);
         });
         largest = larger_magnitude(largest, product.store(sums, now, end, from, bulk != 0));

@@ -75,7 +75,7 @@ def test_graph_of_the_paper_converts_to_networkx() -> None:
     ]
 
 
-# Who sits where
+# The places of the workers
 
 
 def cores_as_told(root: Path, cores: dict[int, tuple[int, str, str]]) -> Path:
@@ -126,7 +126,7 @@ def test_workers_share_one_chip_with_a_note_if_pinning_fails(monkeypatch: pytest
     with pinned(1):
         pass  # the core was taken away meanwhile: the thread stays where it is
     monkeypatch.delattr(os, "sched_setaffinity")
-    assert pinning.place_workers(2, 2).unpinned == "this system pins no threads"
+    assert pinning.place_workers(2, 2).unpinned == "this system cannot pin threads"
 
 
 def test_pinned_thread_returns_to_its_former_cores() -> None:
@@ -143,7 +143,7 @@ def test_pinned_thread_returns_to_its_former_cores() -> None:
     assert os.sched_getaffinity(0) == before
 
 
-# What a run does
+# Runs
 
 
 def run_scheduler(

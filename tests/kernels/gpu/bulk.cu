@@ -3,7 +3,7 @@
 
 enum Fault { NO_FAULT, NOBODY_WAITS, WRONG_PHASE, COMES_EARLY, ODD_BYTES, OVERWRITES, COMMITS_LATE };
 
-/* out = in + 1, 128 floats a round, into one half of their room or the other, and out again; 128 threads. */
+/* out = in + 1, 128 floats a round, into one half of their memory or the other, and out again; 128 threads. */
 template <int FAULT> __global__ void bulk_copies(const float* in, float* out, long long rounds) {
     SHARED(float, parts, [2][128]);
     SHARED(float, staged, [128]);

@@ -12,7 +12,7 @@ extern "C" __global__ void every_argument(
     if (threadIdx.x == 0 && NAN != NAN && -INFINITY < real) out[0] = in[0] + (float)whole + real + (float)narrow + (null == nullptr ? 1000.0f : 0.0f);
 }
 
-/* Where a thread is in a grid of three dimensions: one number, in decimal digits, for each. */
+/* The place of each thread in a grid of three dimensions, as the decimal digits of one number. */
 extern "C" __global__ void places(float* out) {
     const dim3 b = blockDim, g = gridDim;
     const long long block = ((long long)blockIdx.z * g.y + blockIdx.y) * g.x + blockIdx.x;

@@ -170,9 +170,9 @@ def test_shapes_above_reach_every_kind_of_tile() -> None:
     assert along_z is not None
     assert along_z.size[0] > 1
     assert maps is not None
-    assert (maps.planes, maps.chunk, maps.apart) == (4, 5, True)
+    assert (maps.planes, maps.chunk, maps.split_sums) == (4, 5, True)
     assert planes is not None
-    assert (planes.planes, planes.chunk, planes.apart) == (1, 2, True)
+    assert (planes.planes, planes.chunk, planes.split_sums) == (1, 2, True)
 
 
 def test_kernel_too_large_for_shared_memory_is_read_from_memory() -> None:

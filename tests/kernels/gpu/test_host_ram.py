@@ -418,7 +418,7 @@ def test_work_counts_all_sublayers_and_transfers() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_large_layers_equal_layers_held_by_the_device(cuda_device: Any, precision: Precision) -> None:
-    """And what is copied goes beside what is computed."""
+    """Copies overlap with computing."""
     shape = ConvShape(2, 48, 40, (90, 96, 96), (5, 5, 5), "relu", precision=precision)
     x, weights = random_input(shape), random_weights(shape)
     inner = tiled(precision)

@@ -213,7 +213,7 @@ def test_strides_and_padding_equal_the_definition(
 @pytest.mark.parametrize("k", [1, 2, 3, 5, 9])
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16"])
 def test_tiling_fits_every_gpu(precision: Precision, k: int, shared: int) -> None:
-    """And covers whole outputs with few voxels too many."""
+    """It also covers whole outputs with few voxels too many."""
     problem = Lowering(80, 80, (100 + k - 1,) * 3, (k, k, k), "relu", precision)
     plan = tensor.plan_of(problem, 1, shared)
     assert plan is not None

@@ -102,8 +102,10 @@ def _text(source: str, names: Sequence[str]) -> str:
     return f"""{source_text(source)}
 #line 1 "launches"
 #define EXPORTED extern "C" __attribute__((visibility("default")))
-EXPORTED void* znnpy_make_room() {{ return emulator::make_room(); }}
-EXPORTED void znnpy_use_room(void* room) {{ emulator::room = static_cast<emulator::Room*>(room); }}
+EXPORTED void* znnpy_make_block_memory() {{ return emulator::make_block_memory(); }}
+EXPORTED void znnpy_use_block_memory(void* memory) {{
+    emulator::block_memory = static_cast<emulator::BlockMemory*>(memory);
+}}
 EXPORTED const char* znnpy_launch(int number, const emulator::Launch* launch, void** arguments) {{
     switch (number) {{
 {launches}    }}
@@ -117,19 +119,19 @@ EXPORTED const char* znnpy_parameters(int number) {{
 """
 
 
-_room: list[int] = []  # the one room of this process
+_block_memory: list[int] = []  # the memory that all blocks of this process use
 
 
 def _loaded(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
-    library.znnpy_make_room.restype = ctypes.c_void_p
-    library.znnpy_use_room.argtypes = (ctypes.c_void_p,)
+    library.znnpy_make_block_memory.restype = ctypes.c_void_p
+    library.znnpy_use_block_memory.argtypes = (ctypes.c_void_p,)
     library.znnpy_launch.restype = ctypes.c_char_p
     library.znnpy_parameters.restype = ctypes.c_char_p
     with ONE_LAUNCH:
-        if not _room:
-            _room.append(library.znnpy_make_room())
-        library.znnpy_use_room(_room[0])
+        if not _block_memory:
+            _block_memory.append(library.znnpy_make_block_memory())
+        library.znnpy_use_block_memory(_block_memory[0])
     return library
 
 

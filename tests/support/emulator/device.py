@@ -246,14 +246,14 @@ class EmulatedDevice:
             free = self.free_bytes()
             raise refusal(f"cudaMalloc for {what}", "cudaErrorMemoryAllocation: out of memory", nbytes, free)
         page = mmap.PAGESIZE
-        room = -(-max(1, nbytes) // ALIGNMENT) * ALIGNMENT
-        inner = -(-room // page) * page
+        rounded = -(-max(1, nbytes) // ALIGNMENT) * ALIGNMENT
+        inner = -(-rounded // page) * page
         pages = _Pages(-1, inner + 2 * page)
         whole = np.frombuffer(pages, np.uint8)
         for guard in (whole.ctypes.data, whole.ctypes.data + page + inner):
             if _LIBC.mprotect(ctypes.c_void_p(guard), ctypes.c_size_t(page), 0) != 0:
                 raise OSError(ctypes.get_errno(), "mprotect")
-        start = page + inner - room
+        start = page + inner - rounded
         whole[page : page + inner] = POISON
         array = whole[start : start + nbytes]
         address = whole.ctypes.data + start

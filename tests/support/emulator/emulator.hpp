@@ -1,7 +1,7 @@
-/* CUDA's words on a CPU: kernels compiled as plain C++, one fiber per CUDA thread, block after block.
+/* CUDA on a CPU: kernels compiled as plain C++, one fiber per CUDA thread, block after block.
  *
- * A block's threads are resumed warp by warp and run until a barrier, a shuffle or their end; the order is turned round
- * at every turn, so that a result which needs a barrier that is not there tends to change.
+ * A block's threads are resumed warp by warp and run until a barrier, a shuffle or their end; the order is reversed
+ * every time, so that a result which needs a missing barrier tends to change.
  * Dynamic and fixed shared memory is full of NaN when a block starts, cp.async copies arrive only when they are waited
  * for, and a barrier that not all threads reach, an access beyond an array or a stack that is too small end the launch
  * with a sentence. It proves indexing and arithmetic; it finds no bank conflicts and not every race.
@@ -14,7 +14,7 @@
 
 #define ZNNPY_EMULATOR 1
 
-#include "cuda_words.hpp"
+#include "cuda_language.hpp"
 #include "fibers.hpp"
 #include "launch.hpp"
 

@@ -1,4 +1,4 @@
-/* CUDA threads as fibers: switching stacks, barriers, what lanes tell each other, shared memory, copies under way. */
+/* CUDA threads as fibers: switching stacks, barriers, exchanges between lanes, shared memory, pending copies. */
 #pragma once
 
 #include <cstdarg>
@@ -9,7 +9,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "cuda_words.hpp"
+#include "cuda_language.hpp"
 
 #if defined(__x86_64__)
 asm(R"(
@@ -73,7 +73,7 @@ znnpy_switch:
 #error "the emulator switches stacks on x86-64 and aarch64 only"
 #endif
 
-/* Save what the caller must keep on its stack, and the stack in *from; go on where the stack `to` left off. */
+/* Save the registers that the caller must keep on its stack, and the stack in *from; continue where the stack `to` stopped. */
 extern "C" void znnpy_switch(void** from, void* to);
 
 namespace emulator {
@@ -122,15 +122,15 @@ struct Warp {
     alignas(64) unsigned char lanes[2][LANES * WIDEST_LANE];  // two, so that one barrier an exchange is enough
 };
 
-/* Memory for a block's threads. Every compiled source has its own globals; this they share. */
-struct Room {
+/* Memory for a block's threads. Every compiled source has its own globals, but all sources share this memory. */
+struct BlockMemory {
     Thread* threads;  // MOST_THREADS of each
     Copies* copies;
     unsigned char *stacks, *fixed_shared, *dynamic_shared;
 };
 
-inline Room* room;
-inline Thread* threads;  // the room's
+inline BlockMemory* block_memory;
+inline Thread* threads;  // those of block_memory
 inline Thread* now;
 inline Warp warps[MOST_THREADS / LANES];
 inline int thread_count, block_arrived, block_alive;
@@ -138,7 +138,7 @@ inline void* scheduler;  // its stack
 inline int direction;    // 1 or -1, from lane to lane
 inline void (*entry)(void*);
 inline void* entry_state;
-inline unsigned char* dynamic_memory;  // of this launch: ends where the room's ends
+inline unsigned char* dynamic_memory;  // of this launch: ends where that memory ends
 inline size_t dynamic_bytes;
 inline size_t fixed_used;
 inline ptrdiff_t fixed_at[MOST_FIXED_SHARED];
@@ -156,7 +156,7 @@ inline void describe(const char* format, ...) {
     va_end(values);
 }
 
-/* Go on with `thread`. */
+/* Continue with `thread`. */
 inline void resume(void** from, Thread& thread) {
     now = &thread;
     threadIdx = thread.index;
@@ -165,7 +165,7 @@ inline void resume(void** from, Thread& thread) {
 
 inline void leave() { znnpy_switch(&now->stack_pointer, scheduler); }
 
-/* Let another lane of the warp go on, the next in order that does not wait; else the scheduler. */
+/* Continue with the next lane of the warp, in order, that does not wait; if there is none, with the scheduler. */
 inline void give_way() {
     Thread* const self = now;
     const int lane = self->number % LANES, first = self->number - lane;
@@ -212,7 +212,7 @@ inline void warp_barrier() {
     give_way();
 }
 
-/* What each of the 32 lanes gave: all call, and read before their next exchange. */
+/* The values that the 32 lanes gave: all lanes call this, and read the values before their next exchange. */
 template <class T> const T* of_all_lanes(T value) {
     static_assert(sizeof(T) <= WIDEST_LANE && std::is_trivially_copyable_v<T>);
     unsigned char* const row = warp().lanes[now->exchanges++ % 2];
@@ -220,7 +220,7 @@ template <class T> const T* of_all_lanes(T value) {
     warp_barrier();
     return reinterpret_cast<const T*>(row);
 }
-/* What `compute(T&)` makes of the last exchange, once for all lanes. */
+/* The result of `compute(T&)` for the last exchange, computed once for all lanes. */
 template <class T, class F> const T& once_a_warp(F compute) {
     static_assert(sizeof(T) <= RESULT_BYTES);
     T& result = *reinterpret_cast<T*>(warp().result[now->exchanges % 2]);
@@ -234,7 +234,7 @@ inline void whole(unsigned mask, const char* what) {
 
 inline void* dynamic_shared() { return dynamic_memory; }
 
-/* The same object for all threads of a block. */
+/* One object that all threads of a block share. */
 template <class T> T& fixed_shared(int key) {
     if (key >= MOST_FIXED_SHARED) fail("too many SHARED arrays for the emulator");
     if (fixed_at[key] < 0) {
@@ -242,24 +242,24 @@ template <class T> T& fixed_shared(int key) {
         fixed_used = (fixed_used + sizeof(T) + 127) / 128 * 128;
         if (fixed_used > FIXED_SHARED_BYTES) fail("more than 48 KiB of fixed shared memory");
     }
-    return *reinterpret_cast<T*>(room->fixed_shared + fixed_at[key]);
+    return *reinterpret_cast<T*>(block_memory->fixed_shared + fixed_at[key]);
 }
 
 inline void copy_later(void* to, const void* from, int nbytes, bool valid) {
     if ((size_t)to % nbytes != 0 || (valid && (size_t)from % nbytes != 0))
         fail("cp.async: an address is not a multiple of the bytes to copy");
-    Copies& copies = room->copies[now->number];
+    Copies& copies = block_memory->copies[now->number];
     if (copies.count == MOST_COPIES) fail("cp.async: too many copies under way for the emulator");
     copies.copy[copies.count++] = {to, from, nbytes, valid};
 }
 inline void commit_copies() {
-    Copies& copies = room->copies[now->number];
+    Copies& copies = block_memory->copies[now->number];
     if (copies.groups == MOST_COPIES / 4) fail("cp.async: too many groups under way for the emulator");
     copies.group_end[copies.groups++] = copies.count;
 }
 /* Make the copies of all but the last `groups_left` committed groups. */
 inline void wait_for_copies(int groups_left) {
-    Copies& copies = room->copies[now->number];
+    Copies& copies = block_memory->copies[now->number];
     const int done = copies.groups - groups_left;
     if (done <= 0) return;
     const int end = copies.group_end[done - 1];

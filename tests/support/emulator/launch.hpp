@@ -1,4 +1,4 @@
-/* A launch: stacks and shared memory, block after block, faults of the processor told in a sentence. */
+/* A launch: stacks and shared memory, block after block, faults of the processor reported as a sentence. */
 #pragma once
 
 #include <csignal>
@@ -28,9 +28,9 @@ inline unsigned char* reserve(size_t nbytes) {
     return static_cast<unsigned char*>(at);
 }
 
-/* A new room; it stays as long as the process. */
-inline Room* make_room() {
-    Room* made = new Room;
+/* New memory for a block; it stays as long as the process. */
+inline BlockMemory* make_block_memory() {
+    BlockMemory* made = new BlockMemory;
     made->threads = reinterpret_cast<Thread*>(reserve(MOST_THREADS * sizeof(Thread)));
     made->copies = reinterpret_cast<Copies*>(reserve(MOST_THREADS * sizeof(Copies)));
     made->stacks = reserve(MOST_THREADS * (STACK_BYTES + PAGE_BYTES));
@@ -44,7 +44,7 @@ inline Room* make_room() {
 
 /* A new stack, as if it had called znnpy_switch just before `run_thread`. */
 inline void start(Thread& thread) {
-    unsigned char* top = room->stacks + (thread.number + 1) * (STACK_BYTES + PAGE_BYTES);
+    unsigned char* top = block_memory->stacks + (thread.number + 1) * (STACK_BYTES + PAGE_BYTES);
     top -= 64 * (5 * thread.number % 64);  // else all stacks would fall on the same lines of the cache
 #if defined(__x86_64__)
     void** frame = reinterpret_cast<void**>(top) - 8;  // six registers, where to return to, and a word: 16 n + 8
@@ -58,10 +58,10 @@ inline void start(Thread& thread) {
     thread.stack_pointer = frame;
     thread.waits = Waits::NO;
     thread.exchanges = 0;
-    room->copies[thread.number].count = room->copies[thread.number].groups = 0;
+    block_memory->copies[thread.number].count = block_memory->copies[thread.number].groups = 0;
 }
 
-/* Resume lanes of a warp until all wait or have ended; whether one ran. A fault ends it. */
+/* Resume lanes of a warp until all wait or have ended; return whether one ran. A fault ends it. */
 inline bool run_warp(int first) {
     const int lanes = thread_count - first < LANES ? thread_count - first : LANES;
     bool ran = false;
@@ -82,7 +82,7 @@ inline void run_block(int turn) {
         warps[first / LANES].alive = thread_count - first < LANES ? thread_count - first : LANES;
     }
     std::memset(dynamic_memory, 0xff, (dynamic_bytes + 127) / 128 * 128);
-    std::memset(room->fixed_shared, 0xff, fixed_used);
+    std::memset(block_memory->fixed_shared, 0xff, fixed_used);
     for (int i = 0; i < thread_count; ++i) start(threads[i]);
     while (block_alive > 0) {
         bool ran = false;
@@ -105,9 +105,9 @@ inline void on_fault(int signal, siginfo_t* information, void*) {
     const auto within = [at](const unsigned char* start, size_t nbytes) { return at >= start && at < start + nbytes; };
     if (signal == SIGFPE)
         describe("divides an integer by zero");
-    else if (within(room->stacks, MOST_THREADS * (STACK_BYTES + PAGE_BYTES)))
+    else if (within(block_memory->stacks, MOST_THREADS * (STACK_BYTES + PAGE_BYTES)))
         describe("needs more than %zu KiB of stack", STACK_BYTES >> 10);
-    else if (within(room->dynamic_shared, DYNAMIC_SHARED_BYTES + PAGE_BYTES))
+    else if (within(block_memory->dynamic_shared, DYNAMIC_SHARED_BYTES + PAGE_BYTES))
         describe("reaches beyond its %zu bytes of dynamic shared memory", dynamic_bytes);
     else
         describe("reaches beyond an array, at %p", static_cast<void*>(at));
@@ -126,10 +126,10 @@ struct Signals {  // faults of a kernel are ours while it runs
         sigaction(SIGSEGV, &ours, &segmentation);
         sigaction(SIGBUS, &ours, &bus);
         sigaction(SIGFPE, &ours, &division);
-        static unsigned char room[64 << 10];
+        static unsigned char signal_stack[64 << 10];
         stack_t own = {};
-        own.ss_sp = room;
-        own.ss_size = sizeof room;
+        own.ss_sp = signal_stack;
+        own.ss_size = sizeof signal_stack;
         sigaltstack(&own, &stack);
     }
     ~Signals() {
@@ -165,9 +165,9 @@ struct Launch {
     unsigned long long shared_bytes;
 };
 
-/* Run `thread(state)` once for every thread of the grid; nullptr, or a sentence about what went wrong. */
+/* Run `thread(state)` once for every thread of the grid; return nullptr, or a sentence that says what went wrong. */
 inline const char* run(const Launch& launch, void (*thread)(void*), void* state) {
-    threads = room->threads;
+    threads = block_memory->threads;
     gridDim = dim3(launch.grid[0], launch.grid[1], launch.grid[2]);
     blockDim = dim3(launch.block[0], launch.block[1], launch.block[2]);
     thread_count = (int)(blockDim.x * blockDim.y * blockDim.z);
@@ -177,9 +177,9 @@ inline const char* run(const Launch& launch, void (*thread)(void*), void* state)
     }
     for (ptrdiff_t& at : fixed_at) at = -1;
     fixed_used = 0;
-    std::memset(room->fixed_shared, 0xff, FIXED_SHARED_BYTES);
+    std::memset(block_memory->fixed_shared, 0xff, FIXED_SHARED_BYTES);
     dynamic_bytes = launch.shared_bytes;
-    dynamic_memory = room->dynamic_shared + DYNAMIC_SHARED_BYTES - (dynamic_bytes + 127) / 128 * 128;
+    dynamic_memory = block_memory->dynamic_shared + DYNAMIC_SHARED_BYTES - (dynamic_bytes + 127) / 128 * 128;
     entry = thread;
     entry_state = state;
     failed = false;
@@ -213,7 +213,7 @@ template <class... P> const char* launch(void (*kernel)(P...), const Launch* whe
     return run(*where, Call<P...>::thread, &call);
 }
 
-/* "p8 i8 f4 v16": of each parameter what it is (pointer, integer, floating point, else a value) and its bytes. */
+/* "p8 i8 f4 v16": the type of each parameter (pointer, integer, floating point, else a value) and its bytes. */
 template <class... P> const char* parameters(void (*)(P...)) {
     static char text[8 * sizeof...(P) + 1];
     char* at = text;
