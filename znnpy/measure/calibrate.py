@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 from znnpy.costs.fit import fitted
-from znnpy.costs.model import Rates
+from znnpy.costs.model import Rates, layer_key
 from znnpy.kernels.contract import Primitive, Variant
 from znnpy.machine import process_bytes
 from znnpy.measure.budget import LayerTask, LayerTimer, Placement, TimeBudget, bytes_of, layers_of
@@ -34,8 +34,7 @@ LONG_RUN = 10.0  # predicted seconds; calibrating for a shorter run would take l
 SECONDS = 3.5  # of timing
 TOUCHED_BYTES = 2**27  # of new memory that is written to
 LAYER_SECONDS = (0.002, 0.01, 0.05)  # expected, of one run of a plan's layer at each of three sizes
-SAMPLE_SECONDS = 0.01  # expected, of one run of a sample, at most
-MOST_SAMPLES = 30
+SHORT_SECONDS, SAMPLE_SECONDS = 5e-4, 0.01  # expected, of one run of a sample: least and most
 
 
 def timer_for(target: OpenTarget, threads: int) -> AbstractContextManager[LayerTimer]:
@@ -103,29 +102,41 @@ class Calibration:
 def calibration_tasks(plan: RunPlan, survey: Survey) -> list[LayerTask]:
     """Return what is timed, in this order.
 
-    The layers of the plan come at each of LAYER_SECONDS. After the smallest size come the samples that look the
-    fastest, and one of each other primitive: the next plan may take what this one did not.
+    The layers of the plan come first, at the smaller ones of LAYER_SECONDS. Then come the samples, each with what looks
+    the fastest, and one sample of each other primitive, since the next plan may take what this one did not. The
+    largest size of the plan's layers comes last: a slow machine has no time left for it.
     """
     known = {primitive.name: primitive for primitive in survey.table}
-    cases = {}  # each layer once, whatever the number of its images
+    cases = {}  # each layer once, whatever its size and its variant
     for _, choice in layers_of(plan):
-        cases[choice.primitive, replace(choice.shape, batch=1)] = known[choice.primitive], choice.shape, choice.variant
-    sizes = [
-        [_smaller(case, survey, seconds) for case in cases.values()] for seconds in LAYER_SECONDS
-    ]  # fmt: skip
-    general = sample_tasks(survey.machine, "cpu", ("fp32",), survey.limits, survey.room_bytes, survey.table)
-    general = [task for task in general if task.expected <= SAMPLE_SECONDS][:MOST_SAMPLES]
-    tasks = [*sizes[0], *general, *(task for size in sizes[1:] for task in size)]
+        primitive = known[choice.primitive]
+        cases.setdefault(
+            layer_key(primitive, choice.shape, choice.variant).layer, (primitive, choice.shape, choice.variant)
+        )
+    sizes = [[_smaller(*case, survey, seconds) for case in cases.values()] for seconds in LAYER_SECONDS]
+    tasks = [*sizes[0], *sizes[1], *_samples(survey), *sizes[2]]
     fitting = [task for task in tasks if bytes_of(*task.case, survey.limits.threads) <= survey.room_bytes]
     return list({task.case: task for task in fitting}.values())
 
 
-def _smaller(case: tuple[Primitive, LayerShape, Variant], survey: Survey, seconds: float) -> LayerTask:
+def _samples(survey: Survey) -> list[LayerTask]:
+    """Return the short ones of the samples with what looks the fastest, then one of each primitive that is left."""
+    best: dict[LayerShape, LayerTask] = {}
+    others: dict[str, LayerTask] = {}
+    for task in sample_tasks(survey.machine, "cpu", ("fp32",), survey.limits, survey.room_bytes, survey.table):
+        if SHORT_SECONDS <= task.expected <= SAMPLE_SECONDS:
+            others.setdefault(task.primitive.name, task)
+            if task.expected < best.setdefault(task.shape, task).expected:
+                best[task.shape] = task
+    used = {task.primitive.name for task in best.values()}
+    return [*best.values(), *(task for name, task in others.items() if name not in used)]
+
+
+def _smaller(primitive: Primitive, shape: LayerShape, variant: Variant, survey: Survey, seconds: float) -> LayerTask:
     """Return a layer on as few images, and these as short, that a run is expected to take at most so many seconds.
 
     Its variant is the one given if the primitive offers it for such images, else the fastest.
     """
-    primitive, shape, variant = case
     while True:
         offered = primitive.variants(shape, survey.machine)
         if variant not in offered:
