@@ -193,12 +193,13 @@ def plan(request: Facts) -> Facts:
 def facts_of(made: Any) -> Facts:
     """Return the facts of a `znnpy.Plan` that `planner.py` needs; `decisions` are equal if two plans run alike.
 
-    `made` may come from an older source tree (see `--against`), whose plans call two fields by other names.
+    `made` may come from an older source tree (see `--against`), whose plans hold some facts elsewhere.
     """
+    main = getattr(made, "main", made)
     older = not hasattr(made, "alternatives")
-    column, alternatives = (made.column, made.kinds) if older else (made.column_planes, made.alternatives)
+    column, alternatives = (made.column, made.kinds) if older else (main.column_planes, made.alternatives)
     primitives = [choice.primitive for choice in made.choices]
-    sizes: Facts = {"patch_out": made.patch_out, "axis": made.axis, "column": column}
+    sizes: Facts = {"patch_out": main.patch_out, "axis": main.axis, "column": column}
     ways = [f"{choice.primitive} {choice.variant} {choice.shape.batch}" for choice in made.choices]
     return {
         "plan": made.to_json(),

@@ -5,13 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import sys
+import tempfile
 import threading
 from pathlib import Path
 
 import pytest
 
+from znnpy import files
 from znnpy.errors import OutputError
 from znnpy.files import (
+    cache_folder,
     create_new,
     give_name,
     is_still,
@@ -239,3 +243,22 @@ def test_zarr_arrays_are_distinguished_from_groups(tmp_path: Path) -> None:
         (folder / name).write_text(content)
     found = {folder.name for folder in tmp_path.iterdir() if is_zarr_array(folder)}
     assert found == {"array", "old"}
+
+
+def test_the_cache_folder_is_the_one_of_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert cache_folder() == tmp_path / "cache" / "znnpy"
+    assert not cache_folder().exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems keep caches elsewhere")
+@pytest.mark.parametrize("value", ["", "relative/is/ignored"])
+def test_the_cache_folder_is_in_the_home_folder(value: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", value)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / ".cache" / "znnpy"
+
+
+def test_the_cache_folder_is_a_temporary_one_without_a_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "user_cache_path", lambda name, **_: Path("~/.cache") / name)
+    assert cache_folder() == Path(tempfile.gettempdir()) / "znnpy"

@@ -14,11 +14,13 @@ import os
 import secrets
 import shutil
 import stat
+import tempfile
 from collections.abc import Collection, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
+from platformdirs import user_cache_path
 from pydantic_core import from_json
 
 from znnpy.errors import OutputError
@@ -27,6 +29,15 @@ from znnpy.messages import option
 MOST_METADATA_BYTES = 2**22  # longest part of a metadata file that is read
 
 Inputs = Mapping[str, Path | Collection[Path] | None]  # files and folders that are read, by their role
+
+
+def cache_folder() -> Path:
+    """Return the folder `znnpy` in the system's place for caches, which may not exist yet.
+
+    Without a home folder, as in some containers, it is in the folder for temporary files.
+    """
+    folder = user_cache_path("znnpy", appauthor=False)
+    return folder if folder.is_absolute() else Path(tempfile.gettempdir()) / "znnpy"
 
 
 def open_regular(path: Path) -> BinaryIO:

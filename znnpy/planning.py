@@ -16,6 +16,7 @@ from znnpy.errors import NoPlanError, ShapeError
 from znnpy.formats.networks import read_network
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Limits, this_machine
+from znnpy.measure.calibrate import Calibration
 from znnpy.measure.rigor import RigorMeasurement, rigor_of
 from znnpy.option_declarations import function_of
 from znnpy.option_values import COVERS
@@ -140,6 +141,8 @@ class _Planning:
     def plan(self, target: OpenTarget) -> RunPlan:
         """Return the fastest plan on a target, with the best of every other kind there and what was measured for it."""
         request = replace(self.request(target), kinds=True, baselines=self.asked.tell_why is not None)
+        if self.rigor.level == "estimate":
+            return Calibration().best_plan(target, request)
         known = target.known_rates(self.work.network, request.limits, self.asked.mode)
         known = self.study.rates(target, request, known)
         return replace(make_plan(request, CostModel(known)), rigor=self.study.done)

@@ -48,7 +48,7 @@ def test_session_plans_and_prepares_once(monkeypatch: pytest.MonkeyPatch) -> Non
         entered.append(session)
         return enter(session)
 
-    monkeypatch.setattr("znnpy.run.choice.make_plan", counting_plan)
+    monkeypatch.setattr("znnpy.measure.calibrate.make_plan", counting_plan)
     monkeypatch.setattr(Session, "__enter__", counting_enter)
     net, arrays = trained(NETWORKS[0]), volumes(NETWORKS[0], 4)
     with net.session(arrays[0].shape, dtype=np.uint8, threads=1, device="cpu") as run:

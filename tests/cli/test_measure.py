@@ -131,6 +131,18 @@ def test_network_layers_are_measured_as_its_plans_run_them(here: Place, monkeypa
     assert len(Costs.load(stored()).layers) == document["layers"], "kept by the next measurement"
 
 
+def test_costs_of_a_calibration_are_replaced(here: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measurement, "SHAPE", (30, 31, 32))
+    here.run("measure", "--device", "cpu")
+    full = Costs.load(stored())
+    slower = {unit: replace(speed, flops=speed.flops / 2) for unit, speed in full.units.items()}
+    stored().write_text(replace(full, units=slower, calibrated=True).to_json())
+    document = json.loads(here.run("measure", here.folder / "net.yaml", "--device", "cpu", "--json").stdout)
+    assert set(document["units"]) == set(full.units), "the machine is measured as if it never was"
+    costs = Costs.load(stored())
+    assert (costs.units, costs.calibrated) == (full.units, False)
+
+
 def test_measurements_are_kept_if_the_network_has_no_plan(here: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurement, "SHAPE", (9, 12, 11))
     ram = 2**20 * 16 + baseline_bytes()

@@ -297,6 +297,7 @@ import json, random, sys
 from pathlib import Path
 import numpy as np
 from tests.support.damage import damaged_bytes, damaged_json
+from znnpy.files import cache_folder
 from znnpy.kernels.cpu import fft
 from znnpy.machine import this_machine
 from znnpy.measure import fftw_wisdom as kept
@@ -311,7 +312,7 @@ def transforms():
 
 with kept.wisdom_kept(machine, 1e6) as wisdom:
     transforms()
-(path,) = kept.cache_folder().iterdir()
+(path,) = cache_folder().iterdir()
 whole = path.read_bytes()
 assert json.loads(whole)["transforms"], "nothing was learned"
 for seed in range(*json.loads(sys.argv[1])):

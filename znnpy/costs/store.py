@@ -13,10 +13,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from znnpy.cache_folder import cache_folder
 from znnpy.costs.cost_file import AGAIN, Costs
 from znnpy.errors import PlanFileError
-from znnpy.files import replace_file, write_asked
+from znnpy.files import cache_folder, replace_file, write_asked
 from znnpy.kernels.contract import Primitive
 from znnpy.kernels.table import IN_HOST_RAM, TABLE
 from znnpy.machine import Machine
@@ -101,8 +100,8 @@ class CostStore:
         self._say(sentence)
         return None
 
-    def keep(self, found: Costs) -> None:
-        """Add what was measured to the file of its device; a sentence says if that is not possible."""
+    def keep(self, found: Costs) -> Costs:
+        """Add what was measured to the file of its device, and return all of it; a sentence says if it is not kept."""
         machine, device, threads = found.machine, found.device, found.threads
         old = read_stored(machine, device, threads, self.table)
         costs = found if old is None else old.with_newer(found)
@@ -112,6 +111,7 @@ class CostStore:
             replace_file(stored_path(machine, device, threads), text)
         except OSError as error:
             self._say(f"what was measured is not kept, and will be measured again: {error}")
+        return costs
 
     def _say(self, sentence: str) -> None:
         if sentence not in self.sentences:

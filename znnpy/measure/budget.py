@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Protocol
 
 from znnpy.errors import DeviceError, VramError
@@ -113,8 +114,9 @@ class TimeBudget:
 
         None: there is no memory for one of this size. DeviceLostError where the device runs nothing any more.
         """
+        factors = [1.0]  # times that tasks took what was expected of them
         for done, task in enumerate(tasks):
-            if RUNS_OF_A_LAYER * task.expected > self.left(share):
+            if RUNS_OF_A_LAYER * max(1.0, median(factors)) * task.expected > self.left(share):
                 continue
             self.tell(Progress(done, len(tasks), self.left(), task.name))
             try:
@@ -126,6 +128,7 @@ class TimeBudget:
                 _log.info("%s is not run here: %s", task.name, error)
                 yield task, str(error)
             else:
+                factors.append(spent / task.expected)
                 yield task, spent
         self.tell(Progress(len(tasks), len(tasks), self.left(), ""))
 

@@ -18,9 +18,8 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from znnpy.cache_folder import cache_folder
 from znnpy.errors import ResumeError
-from znnpy.files import read_regular, replace_file
+from znnpy.files import cache_folder, read_regular, replace_file
 from znnpy.kernels.contract import ALIGNMENT
 from znnpy.kernels.cpu.fft import Wisdom, signature
 from znnpy.machine import Machine

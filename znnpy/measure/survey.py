@@ -80,6 +80,11 @@ def units_of(tasks: Sequence[LayerTask]) -> set[Unit]:
     return {work.unit for task in tasks for work in task.primitive.work(task.shape, task.variant)}
 
 
+def counted_units(runs: Sequence[Run]) -> dict[Unit, int]:
+    """Return the number of runs that each unit takes part in."""
+    return dict(Counter(unit for run in runs for unit in {work.unit for work in run.work}))
+
+
 def _variants(
     primitive: Primitive, shape: LayerShape, machine: Machine, rates: Rates, threads: int, room_bytes: int
 ) -> Iterator[LayerTask]:
@@ -119,15 +124,9 @@ class Survey:
     def survey(
         self, tasks: Sequence[LayerTask], clock: LayerTimer, timer: TimeBudget, share: float = 1.0
     ) -> tuple[Rates, dict[Unit, int]]:
-        """Rates fitted to the tasks, and the number of runs that each unit takes part in."""
-        runs, refused = list[Run](), list[str]()
-        for task, spent in timer.times(tasks, clock, share):
-            if isinstance(spent, float):
-                work = tuple(task.primitive.work(task.shape, task.variant))
-                runs.append(Run(work, spent, method(task.primitive, task.shape)))
-            elif spent is not None:
-                refused.append(f"{task.name}: {spent}")
-        counted = Counter(unit for run in runs for unit in {work.unit for work in run.work})
+        """Return rates fitted to the tasks, and the number of runs that each unit takes part in."""
+        runs, refused = self.timed(tasks, clock, timer, share)
+        counted = counted_units(runs)
         if refused and not counted:
             raise DeviceError(f"none of {len(refused)} layers could be measured; the first is {refused[0]}")
         if not counted:
@@ -135,7 +134,20 @@ class Survey:
                 f"no layer could be measured within {human_seconds(share * timer.seconds)} and "
                 f"{human_bytes(max(0, self.room_bytes))} of memory for it; raise {option('minutes')} or {option('ram')}"
             )
-        return fitted(self.assumed, runs, begins=self.device == "cpu"), dict(counted)
+        return fitted(self.assumed, runs, begins=self.device == "cpu"), counted
+
+    def timed(
+        self, tasks: Sequence[LayerTask], clock: LayerTimer, timer: TimeBudget, share: float = 1.0
+    ) -> tuple[list[Run], list[str]]:
+        """Return the runs of tasks, and why others were refused."""
+        runs, refused = list[Run](), list[str]()
+        for task, spent in timer.times(tasks, clock, share):
+            if isinstance(spent, float):
+                work = tuple(task.primitive.work(task.shape, task.variant))
+                runs.append(Run(work, spent, method(task.primitive, task.shape)))
+            elif spent is not None:
+                refused.append(f"{task.name}: {spent}")
+        return runs, refused
 
     def deepen(self, rates: Rates, request: PlanRequest, clock: LayerTimer, timer: TimeBudget) -> list[Measurement]:
         """Measure layers of the best plans for a request, within its memory and parts of it.

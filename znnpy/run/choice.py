@@ -8,13 +8,13 @@ from traceback import clear_frames
 
 from znnpy.errors import NoPlanError, PlanFileError, VramError
 from znnpy.machine import Limits, parse_bytes
+from znnpy.measure.calibrate import Calibration
 from znnpy.messages import option
 from znnpy.network import Network
 from znnpy.options import PlanningOptions, RunOptions
 from znnpy.planner.memory import MARGIN_BYTES, baseline_bytes, context_bytes
-from znnpy.planner.modes import make_plan
 from znnpy.planner.plan import Plan
-from znnpy.planner.request import Constraints, CostModel, PlanRequest
+from znnpy.planner.request import Constraints, PlanRequest
 from znnpy.planner.run_plan import RunPlan
 from znnpy.planner.validate import check_runs
 from znnpy.run.target import OpenTarget
@@ -73,7 +73,7 @@ def choose(asked: RunOptions, work: Work, target: OpenTarget) -> RunPlan:
         return _known_to_run(given, asked, work, target)
     request = request_for(asked, work, target, target.limits(asked.ram, asked.threads, asked.vram))
     try:
-        return make_plan(request, CostModel(target.known_rates(work.network, request.limits, asked.mode)))
+        return Calibration().best_plan(target, request)
     except NoPlanError as error:
         if not work.unpacking_bytes:
             raise
