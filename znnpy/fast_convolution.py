@@ -4,7 +4,7 @@ Method  Convolutions with stride 1 use the primitive with the least predicted ti
         preparation of the kernels included, within a memory bound. All others are computed tap by tap.
 Memory  In addition to x and the result: MOST_BYTES, or twice the bytes of x and the result if that is more, and a copy
         of x if it is padded, float16 or not in C order.
-Tested  tests/kernels/cpu/test_ops.py, tests/api/test_fast_convolution.py
+Tested  tests/kernels/cpu/test_ops.py, tests/test_fast_convolution.py
 """
 
 from __future__ import annotations

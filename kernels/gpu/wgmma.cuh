@@ -6,7 +6,7 @@
  *
  * Source  PTX ISA 9.0, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions": no swizzling, both
  *         factors K-major.
- * Tested  tests/kernels/gpu/test_implicit_gemm.py, test_implicit_gemm_warpgroup.py
+ * Tested  tests/kernels/gpu/implicit_gemm/test_primitive.py, test_warpgroup.py
  */
 #pragma once
 

@@ -18,7 +18,7 @@
  * Source     Chang, Onishi, Maruyama, Fast convolution kernels on Pascal GPU with high memory efficiency, 3.2. There a
  *            segment runs along one filter, whose maps are adjacent in memory; with channels last, the maps of a voxel
  *            are.
- * Tested     tests/kernels/gpu/test_block.py
+ * Tested     tests/kernels/gpu/block/test_primitive.py
  */
 #include "activation.cuh"
 

@@ -5,7 +5,7 @@ has fewer, how many bytes must be in flight at once. No arrays, no device.
 
 Source  Chang, Onishi, Maruyama, Fast convolution kernels on Pascal GPU with high memory efficiency, 2.2 (requirements
         of a GPU), 3.1 (one input map), 3.2 (many); numbers of steps are the paper's.
-Tested  tests/kernels/gpu/test_block_division.py, also for the paper's GTX 1080 Ti
+Tested  tests/kernels/gpu/block/test_division.py, also for the paper's GTX 1080 Ti
 """
 
 from __future__ import annotations

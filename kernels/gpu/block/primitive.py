@@ -10,7 +10,7 @@ Method   A block sums a tile of voxels x some output maps in registers, on float
 Memory   None besides kernels, in float32 in every precision.
 Bound    Arithmetic: 2 k^3 f f' flops a voxel on float32 units, of whole tiles.
 Source   Chang, Onishi, Maruyama, Fast convolution kernels on Pascal GPU with high memory efficiency, 3.2.
-Tested   tests/kernels/gpu/test_block.py
+Tested   tests/kernels/gpu/block/test_primitive.py
 """
 
 from __future__ import annotations

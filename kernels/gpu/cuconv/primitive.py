@@ -9,7 +9,7 @@ Memory   Partial sums of as many voxels as 32 MiB hold.
 Bound    Large layers: arithmetic, 2 k^3 f f' flops a voxel. Small ones, its purpose: latency of a few steps.
 Source   Jorda, Valero-Lara, Pena, cuConv: A CUDA implementation of convolution for CNN inference, 2021; in 3D, channels
          last.
-Tested   tests/kernels/gpu/test_cuconv.py
+Tested   tests/kernels/gpu/cuconv/test_primitive.py
 """
 
 from __future__ import annotations

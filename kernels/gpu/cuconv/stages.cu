@@ -20,7 +20,7 @@
  *            sum_parts memory, or L2 if it holds the parts: they are read once.
  * Source     Jorda, Valero-Lara, Pena: cuConv, 2021, 3, with channels last; several taps in one block: ibid., 6; matrix
  *            fragments: PTX ISA, mma.m16n8k8.
- * Tested     tests/kernels/gpu/test_cuconv.py
+ * Tested     tests/kernels/gpu/cuconv/test_primitive.py
  */
 #include "activation.cuh"
 

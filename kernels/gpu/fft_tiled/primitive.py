@@ -14,7 +14,7 @@ split  spectra as two float16, the second being the remainder of the first: fp32
 Source   overlap-save; products per frequency after Mathieu, Henaff, LeCun 2014, tiles after Zlateski et al. 2018.
 Bound    Memory: for 80 -> 80 maps, k = 3, tiles of 32^3, half: about 2,100 bytes an output voxel, with input and
          output.
-Tested   tests/kernels/gpu/test_conv_fft_tiled.py
+Tested   tests/kernels/gpu/fft_tiled/test_primitive.py
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Computing  This bound computes groups of maps for all images and planes at once,
 Memory     Buffers count without alignment gaps between them, and kernels, which do not depend on images and planes.
 
 Source  First principles: each is the length of a path through the dependencies.
-Tested  tests/kernels/gpu/test_host_ram_division.py, against a simulation of all candidates
+Tested  tests/kernels/gpu/host_ram/test_division.py, against a simulation of all candidates
 """
 
 from __future__ import annotations

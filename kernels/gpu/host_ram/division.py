@@ -12,7 +12,7 @@ Sums over groups of input maps are added up on the device, so every output is do
 an axis may be smaller: shapes of their own. Arithmetic only.
 
 Source  ZNNi VII-A, sub-layers (S_i, f_i, f'_i); planes, orders and sums on the device are first principles.
-Tested  tests/kernels/gpu/test_host_ram_division.py
+Tested  tests/kernels/gpu/host_ram/test_division.py
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Memory   On the device: two parts of the input, two of the output, kernels, and 
          the host: two pinned buffers each way.
 Bound    The link between host and device, or the inner primitive, whichever takes longer.
 Source   ZNNi VII-A.
-Tested   tests/kernels/gpu/test_host_ram.py, tests/kernels/gpu/test_host_ram_division.py
+Tested   tests/kernels/gpu/host_ram/test_primitive.py, tests/kernels/gpu/host_ram/test_division.py
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ borders, padding). Most of the time is spent on querying the inner primitive abo
 choice of sizes.
 
 Source  ZNNi VII-A for the heuristics; bounds are first principles (best-first branch and bound).
-Tested  tests/kernels/gpu/test_host_ram_division.py, against a simulation of all candidates
+Tested  tests/kernels/gpu/host_ram/test_division.py, against a simulation of all candidates
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ maps, which tensor cores take by eights, the sizes rounded up to eights are cand
 eight would improve the time by at most 0.08 % over the benchmark's layers (2026-11-22), 0.5 % if images are not cut
 along z, and 0.1 % over 190 synthetic layers, at about twice as many queries to the inner primitive.
 
-Tested  tests/kernels/gpu/test_host_ram_division.py
+Tested  tests/kernels/gpu/host_ram/test_division.py
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
  * Launch     blocks of 256 threads with grid-stride loops.
  * Bound      memory: reads two values and writes one.
  * Source     first principles.
- * Tested     tests/kernels/gpu/test_host_ram.py
+ * Tested     tests/kernels/gpu/host_ram/test_primitive.py
  */
 #include "device_ops.cuh"
 #include "activation.cuh"

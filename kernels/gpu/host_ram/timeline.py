@@ -10,7 +10,7 @@ last, or a part at the end of an axis. So the cost depends on the kinds of parts
 resident sums are simulated individually.
 
 Source  ZNNi VII-A, where times add up: there, uploads do not overlap computing.
-Tested  tests/kernels/gpu/test_host_ram_division.py, against a simulation of every sub-layer
+Tested  tests/kernels/gpu/host_ram/test_division.py, against a simulation of every sub-layer
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@
  *            the softmax's sum and once more to write them. PADDED: windows reach beyond the image.
  * Bound      arithmetic: GROUP * LANE_VOXELS products for GROUP / 4 + LANE_VOXELS reads of shared memory and L1.
  * Source     Chetlur et al., cuDNN, 2014: the lowering that exists only in shared memory, without tensor cores.
- * Tested     tests/kernels/gpu/test_implicit_gemm.py
+ * Tested     tests/kernels/gpu/implicit_gemm/test_primitive.py
  */
 #include "activation.cuh"
 

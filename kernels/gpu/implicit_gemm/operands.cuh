@@ -1,6 +1,6 @@
 /* Loading of voxels as factors of float16 products: 8 values at a time, as one word or two.
  *
- * Tested  tests/kernels/gpu/test_implicit_gemm.py
+ * Tested  tests/kernels/gpu/implicit_gemm/test_primitive.py
  */
 #pragma once
 

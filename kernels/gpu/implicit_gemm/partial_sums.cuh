@@ -3,7 +3,7 @@
  * Partial sums are in local memory, since registers hold the current ones; volatile keeps the compiler from merging
  * them.
  *
- * Tested  tests/kernels/gpu/test_implicit_gemm.py
+ * Tested  tests/kernels/gpu/implicit_gemm/test_primitive.py
  */
 #pragma once
 

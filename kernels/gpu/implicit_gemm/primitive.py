@@ -11,7 +11,7 @@ Memory   None besides kernels.
 Bound    Arithmetic: 2 k^3 f f' flops a voxel; three times as many if values are two words. With few input maps:
          writing.
 Source   Chetlur et al., cuDNN: efficient primitives for deep learning, 2014, 3.
-Tested   tests/kernels/gpu/test_implicit_gemm.py
+Tested   tests/kernels/gpu/implicit_gemm/test_primitive.py
 """
 
 from __future__ import annotations

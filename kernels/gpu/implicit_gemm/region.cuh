@@ -1,7 +1,7 @@
 /* Loading of a tile's input region to shared memory: pieces of 8 values, voxel after voxel.
  *
  * Source  ours; see warpgroup.cu
- * Tested  tests/kernels/gpu/test_implicit_gemm_warpgroup.py
+ * Tested  tests/kernels/gpu/implicit_gemm/test_warpgroup.py
  */
 #pragma once
 

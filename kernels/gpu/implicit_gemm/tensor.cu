@@ -17,7 +17,7 @@
  *            taps of the next round. A block takes every gridDim.x-th tile. grid (blocks, slices).
  * Bound      tensor cores: 2 BM BN CHUNK flops for (MT * WARPS_N + NT * WARPS_M / 2) * 512 bytes of shared memory.
  * Source     Chetlur et al., cuDNN, 2014, 3; the region in place of the lowered matrix is ours.
- * Tested     tests/kernels/gpu/test_implicit_gemm.py
+ * Tested     tests/kernels/gpu/implicit_gemm/test_primitive.py
  */
 #include "activation.cuh"
 #include "partial_sums.cuh"

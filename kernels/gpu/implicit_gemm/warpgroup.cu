@@ -21,7 +21,7 @@
  *            so that the largest one, *x_peak, stays below 2^14.
  * Bound      tensor cores: 64 N 16 products take N / 2 of their cycles, and 16 + N / 4 of shared memory's.
  * Source     Chetlur et al., cuDNN, 2014, 3; the region in place of the lowered matrix is ours.
- * Tested     tests/kernels/gpu/test_implicit_gemm.py, test_implicit_gemm_warpgroup.py
+ * Tested     tests/kernels/gpu/implicit_gemm/test_primitive.py, test_warpgroup.py
  */
 #include "activation.cuh"
 #include "partial_sums.cuh"

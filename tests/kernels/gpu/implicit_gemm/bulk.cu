@@ -1,4 +1,4 @@
-/* Bulk copies of wgmma.cuh, which only sm_90 and newer have, for test_implicit_gemm_warpgroup.py. */
+/* Bulk copies of wgmma.cuh, which only sm_90 and newer have, for test_warpgroup.py. */
 #include "wgmma.cuh"
 
 enum Fault { NO_FAULT, NOBODY_WAITS, WRONG_PHASE, COMES_EARLY, ODD_BYTES, OVERWRITES, COMMITS_LATE };
