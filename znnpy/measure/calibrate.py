@@ -107,7 +107,7 @@ def calibration_tasks(plan: RunPlan, survey: Survey) -> list[LayerTask]:
     largest size of the plan's layers comes last: a slow machine has no time left for it.
     """
     known = {primitive.name: primitive for primitive in survey.table}
-    cases = {}  # each layer once, whatever its size and its variant
+    cases: dict[object, tuple[Primitive, LayerShape, Variant]] = {}  # each layer once, whatever its size and its variant
     for _, choice in layers_of(plan):
         primitive = known[choice.primitive]
         cases.setdefault(
