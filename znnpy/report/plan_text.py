@@ -254,8 +254,7 @@ def _prediction(run: RunPlan, machine: Machine | None) -> list[str]:
     each = f"{human_seconds(plan.seconds_per_step)} a patch"
     if plan.streams:
         column = human_seconds((run.seconds - plan.preparing_seconds) / ceil(plan.columns / run.devices))
-        plan = run.main
-    each = f"{human_seconds(plan.seconds_per_step)} a step, {column} a column"
+        each = f"{human_seconds(plan.seconds_per_step)} a step, {column} a column"
     lines = [
         f"predicted: {run.voxels_per_second:,.0f} output voxels/s, {each}, {human_seconds(run.seconds)} in all, "
         + (
