@@ -54,7 +54,7 @@ def test_every_library_computes_every_tile_size(
 ) -> None:
     """Tiles reach beyond the input; some maps fill no block, others more than a panel."""
     monkeypatch.setattr(conv_fft_lanes, "this_machine", lambda: replace(MACHINE, simd=simd))
-    k = tuple(1 if side == 1 else min(3, side - 1) for side in tile)
+    k = tuple(1 if side == 1 else min(taps, side - 1) for side, taps in zip(tile, (2, 3, 1), strict=True))
     n = tuple(5 if side == 1 else side + 3 for side in tile)
     images = 2 if max(tile) < 20 else 1  # of large tiles 8 of one image are two groups too
     shape = ConvShape(images, 17, 65, n, k, "relu")  # type: ignore[arg-type]
