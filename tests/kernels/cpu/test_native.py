@@ -48,7 +48,13 @@ def test_every_library_has_the_tile_sizes_that_python_offers(simd: str) -> None:
 
 @pytest.mark.parametrize("kept", [0, 1])
 @pytest.mark.parametrize("simd", RUNS_HERE)  # of one tile one after the other: the definition is worked out once
-@pytest.mark.parametrize("tile", [(n, n, n) for n in conv_fft_lanes.SIDES] + [(1, 8, 12), (20, 1, 1), (32, 16, 18)])
+@pytest.mark.parametrize(
+    "tile",
+    [
+        pytest.param(tile, marks=[pytest.mark.slow] * (min(tile) > 16))
+        for tile in [*((n, n, n) for n in conv_fft_lanes.SIDES), (1, 8, 12), (20, 1, 1), (32, 16, 18)]
+    ],
+)
 def test_every_library_computes_every_tile_size(
     simd: str, tile: tuple[int, int, int], kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
