@@ -6,7 +6,7 @@ import gc
 import importlib
 import os
 import shutil
-import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 REPOSITORY = Path(__file__).resolve().parent.parent
 NO_CALIBRATION = "ZNNPY_NO_CALIBRATE"  # set to anything: runs measure nothing before they are planned
 COMPILED = "ZNNPY_EMULATOR_CACHE"  # names a folder, see tests/support/emulator/compiling.py
+KEPT_DAYS = 14
 DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the last: under Windows
 
 
@@ -107,16 +108,18 @@ def has_driver() -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Kernels for the emulator are compiled once in a run of the tests: its workers share a folder."""
-    if COMPILED in os.environ:
+    """Keep kernels that were compiled for the emulator in pytest's cache: the workers of a run share them, and later
+    runs find them. Those that no run used for KEPT_DAYS are removed.
+    """
+    cache = getattr(config, "cache", None)  # none with `-p no:cacheprovider`
+    if COMPILED in os.environ or cache is None:
         return
-    os.environ[COMPILED] = folder = tempfile.mkdtemp(prefix="znnpy-emulator-")
-
-    def forget() -> None:
-        del os.environ[COMPILED]
-        shutil.rmtree(folder, ignore_errors=True)
-
-    config.add_cleanup(forget)
+    folder = cache.mkdir("emulated-kernels")
+    for entry in folder.iterdir():
+        if time.time() - entry.stat().st_mtime > KEPT_DAYS * 24 * 3600:
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    os.environ[COMPILED] = str(folder)
+    config.add_cleanup(lambda: os.environ.pop(COMPILED, None))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.cli import Place
+from tests.support.messages import assert_holds
 from znnpy import measurement
 from znnpy.costs import store
 from znnpy.costs.cost_file import Costs, versions
@@ -266,16 +267,13 @@ def test_plan_for_another_machine_runs_only_there(here: Place) -> None:
     arguments = ("plan", here.folder / "net.yaml", "--volume", here.volume, "--machine", path)
     result = here.run(*arguments, "--out", plan)
     assert result.exit_code == 0
-    assert "this plan is for another machine, another: it runs only there" in result.stdout
+    assert "for another machine, another" in result.stdout
     made = RunPlan.load(plan)
     assert made.made_for == "another"
     assert made.fitted
     assert made.limits.ram_bytes == int(0.75 * 2**40)
     sentence = here.refusal(*here.arguments, "--plan", plan)
-    assert sentence == (
-        "the plan was made for another machine (another) and runs only there; make one for this machine with "
-        "`znnpy plan`, without --machine"
-    )
+    assert_holds(sentence, "made for another machine (another)", "`znnpy plan`, without --machine")
     assert not here.out.exists()
     assert json.loads(here.run(*arguments, "--json").stdout)["plan"]["made_for"] == "another"
 
@@ -284,16 +282,15 @@ def test_threads_other_than_the_cost_files_are_refused(here: Place) -> None:
     """The advice is about the named file."""
     net, path = here.folder / "net.yaml", exported(here)
     threads = this_machine().cores
-    differs = f"the costs in {path} do not fit: the number of threads was {threads} and is 7 here; "
+    differs = f"the number of threads was {threads} and is 7"
     arguments = ("plan", net, "--shape", "30,30,30", "--threads", 7, "--device", "cpu")
-    assert here.refusal(*arguments, "--machine", path) == (
-        f"{differs}leave --threads out, or measure there with `znnpy measure --threads 7 --export FILE`"
-    )
+    refused = here.refusal(*arguments, "--machine", path)
+    assert_holds(refused, path, differs, "leave --threads out", "`znnpy measure --threads 7 --export FILE`")
     mine = here.folder / "mine.json"
     assert here.run("measure", "--device", "cpu", "--out", mine).exit_code == 0
-    assert here.refusal(*arguments, "--costs", mine) == (
-        f"{differs.replace(str(path), str(mine))}give --threads {threads}, leave --costs out, or measure again with "
-        "`znnpy measure --threads 7`"
+    refused = here.refusal(*arguments, "--costs", mine)
+    assert_holds(
+        refused, mine, differs, f"give --threads {threads}", "leave --costs out", "`znnpy measure --threads 7`"
     )
 
 
@@ -302,7 +299,7 @@ def test_cost_file_of_other_methods_asks_for_a_new_measurement(here: Place) -> N
     change(path, "primitives", "cpu.conv.direct", to=99)
     sentence = here.refusal("plan", here.folder / "net.yaml", "--shape", "30,30,30", "--machine", path)
     assert "the version of cpu.conv.direct was 99 and is " in sentence
-    assert sentence.endswith("; measure there with `znnpy measure --export FILE`, by a znnpy of the same version")
+    assert "`znnpy measure --export FILE`" in sentence
 
 
 def test_plan_for_this_machine_is_refused_for_another(here: Place) -> None:
@@ -336,7 +333,7 @@ def test_plan_for_an_absent_gpu_is_made_from_its_cost_file(here: Place) -> None:
     sentence = here.refusal(*here.arguments, "--plan", plan)
     assert sentence.startswith("the plan was made for another machine (made up beside another)")
     sentence = here.refusal(*arguments, "--device", "cpu")
-    assert sentence.startswith(f"{path} is of the GPU of made up beside another, and --device cpu was asked for")
+    assert_holds(sentence, path, "made up beside another", "--device cpu")
 
 
 def test_unwritable_cost_file_leaves_nothing(here: Place, monkeypatch: pytest.MonkeyPatch) -> None:

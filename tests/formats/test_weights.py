@@ -18,6 +18,7 @@ import numpy.typing as npt
 import pytest
 import safetensors.numpy
 
+from tests.support.messages import assert_holds
 from znnpy.errors import MissingExtraError, NetworkFileError
 from znnpy.formats.networks import read_network
 from znnpy.formats.weights import random_weights, read_weights, sha256
@@ -90,35 +91,25 @@ def test_missing_and_unknown_arrays_are_refused(name: str, arrays: Arrays, tmp_p
     path = tmp_path / name
     bias = arrays.pop("conv1_bias")
     held = "conv0_weight, conv0_bias, conv1_weight" if name == "w.npz" else "conv0_bias, conv0_weight, conv1_weight"
-    assert refusal(SAVE[name](path, arrays)) == (
-        f"{SECOND}: conv1_bias is missing, expected (3,) (out,) float32; the file holds {held}; "
-        "save the array by that name"
-    )
+    assert_holds(refusal(SAVE[name](path, arrays)), SECOND, "conv1_bias is missing", "(3,)", "float32", held)
     arrays |= {"conv1_bias": bias} | {f"conv{i}_bias": bias for i in range(2, 12)}
     message = refusal(SAVE[name](path, arrays))
-    assert message.startswith("no layer takes conv")
-    assert message.endswith(
-        " and 2 more: the network tiny needs conv0_weight, conv0_bias, conv1_weight, conv1_bias; "
-        "remove what is too much, or give the weights of this network"
-    )
+    assert_holds(message, "no layer takes conv", "2 more", "conv0_weight, conv0_bias, conv1_weight, conv1_bias")
 
 
 @pytest.mark.parametrize("name", SAVE)
 def test_wrong_shape_is_refused(name: str, arrays: Arrays, tmp_path: Path) -> None:
     arrays["conv1_weight"] = arrays["conv1_weight"].swapaxes(0, 1)
-    assert refusal(SAVE[name](tmp_path / name, arrays)) == (
-        f"{SECOND}: conv1_weight has shape (2, 3, 1, 1, 2), but must be (3, 2, 1, 1, 2) (out, in, kz, ky, kx); "
-        "save it so, or give the weights of this network"
-    )
+    message = refusal(SAVE[name](tmp_path / name, arrays))
+    assert_holds(message, SECOND, "conv1_weight has shape (2, 3, 1, 1, 2)", "must be (3, 2, 1, 1, 2)")
 
 
 @pytest.mark.parametrize("dtype", ["int64", "bool", "complex64", "<U1", "object"])
 def test_types_other_than_real_floating_are_refused(dtype: str, arrays: Arrays, tmp_path: Path) -> None:
     arrays["conv0_bias"] = np.zeros(4, dtype)
-    why = ", which is pickled and never loaded" if dtype == "object" else ""
-    assert refusal(save_npz(tmp_path / "w.npz", arrays)) == (
-        f"{FIRST}: conv0_bias has dtype {dtype}{why}, but must be float32, float16 or float64; save it as float32"
-    )
+    message = refusal(save_npz(tmp_path / "w.npz", arrays))
+    assert_holds(message, FIRST, f"conv0_bias has dtype {dtype}", "float32, float16 or float64")
+    assert ("pickled" in message) == (dtype == "object")
 
 
 def test_integers_in_safetensors_are_refused(arrays: Arrays, tmp_path: Path) -> None:
@@ -132,10 +123,8 @@ def test_values_not_finite_are_refused(name: str, arrays: Arrays, tmp_path: Path
     wide[2, 0, 0, 1, 2] = 1e39  # finite, but not in float32
     wide[3, 0, 0, 0, 1] = np.nan
     arrays["conv0_weight"] = wide
-    assert refusal(SAVE[name](tmp_path / name, arrays)) == (
-        f"{FIRST}: conv0_weight holds 2 of 24 values that are not finite in float32, the first is 1e+39 at "
-        "(2, 0, 0, 1, 2); train or save the network again"
-    )
+    message = refusal(SAVE[name](tmp_path / name, arrays))
+    assert_holds(message, FIRST, "conv0_weight", "2 of 24 values", "float32", "1e+39 at (2, 0, 0, 1, 2)")
 
 
 def test_pickle_is_never_loaded(arrays: Arrays, tmp_path: Path) -> None:
@@ -145,7 +134,7 @@ def test_pickle_is_never_loaded(arrays: Arrays, tmp_path: Path) -> None:
 
     path = tmp_path / "w.npz"
     path.write_bytes(pickle.dumps(Bomb()))
-    assert refusal(path) == "this is not an .npz archive, or it is cut short; save it again with numpy.savez"
+    assert_holds(refusal(path), "not an .npz archive", "numpy.savez")
     arrays["conv0_bias"] = np.array([Bomb()] * 4, object)
     refusal(save_npz(path, arrays))
     assert not (tmp_path / "went_off").exists()
@@ -156,9 +145,7 @@ def test_zip_of_other_files_is_refused(arrays: Arrays, tmp_path: Path) -> None:
     with zipfile.ZipFile(path, "w") as archive:
         for name in arrays:
             archive.writestr(name, b"hello")
-    assert refusal(path) == (
-        "conv0_weight is damaged or cut short (it ends after 5 of 8 bytes of its header); save or copy it again"
-    )
+    assert_holds(refusal(path), "conv0_weight is damaged", "5 of 8 bytes")
 
 
 def npy(array: npt.NDArray[Any]) -> bytes:
@@ -197,7 +184,7 @@ def test_unusual_compression_is_refused(arrays: Arrays, tmp_path: Path) -> None:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_BZIP2) as archive:
         for name, array in arrays.items():
             archive.writestr(f"{name}.npy", npy(array))
-    assert refusal(path) == "conv0_weight is damaged or cut short (zip compression 12); save or copy it again"
+    assert_holds(refusal(path), "conv0_weight is damaged", "zip compression 12")
 
 
 def test_wrong_header_allocates_nothing(arrays: Arrays, tmp_path: Path) -> None:
@@ -208,7 +195,7 @@ def test_wrong_header_allocates_nothing(arrays: Arrays, tmp_path: Path) -> None:
     with zipfile.ZipFile(path, "w") as archive:
         for name in arrays:
             archive.writestr(f"{name}.npy", stream.getvalue())
-    assert "conv0_weight has shape (4, 100000000000), but must be (4, 1, 1, 2, 3)" in refusal(path)
+    assert_holds(refusal(path), "conv0_weight has shape (4, 100000000000)", "must be (4, 1, 1, 2, 3)")
 
 
 def written(path: Path, members: list[tuple[str, bytes]]) -> Path:
@@ -240,10 +227,7 @@ def test_huge_header_is_not_read(tmp_path: Path) -> None:
         archive.writestr("conv0_bias.npy", npy(np.zeros(1, np.float32)))
     del header
     said = refusal(path, bare)
-    assert said == (
-        "conv0_weight is damaged or cut short (its header has 268,435,456 bytes, more than the 1,024 that are read); "
-        "save or copy it again"
-    )
+    assert_holds(said, "conv0_weight is damaged", "268,435,456 bytes", "1,024")
     assert peak_bytes(path, bare) < 2**22
 
 
@@ -256,10 +240,7 @@ def test_duplicate_array_is_refused(second: str, arrays: Arrays, tmp_path: Path)
 
 def test_long_list_of_members_is_not_read(tmp_path: Path) -> None:
     path = written(tmp_path / "w.npz", [(f"{index:0200}", b"") for index in range(5000)])
-    assert refusal(path) == (
-        "the file is damaged or cut short (its list of arrays has 1,230,000 bytes, more than the 1,048,576 that are "
-        "read); save or copy it again"
-    )
+    assert_holds(refusal(path), "the file is damaged", "1,230,000 bytes", "1,048,576")
     assert peak_bytes(path) < 2**22
 
 
@@ -270,7 +251,7 @@ def test_member_claiming_more_than_it_has_is_refused(tmp_path: Path) -> None:
     np.lib.format.write_array_header_1_0(stream, {"descr": "<f4", "fortran_order": False, "shape": (2**16, 1, 8, 8, 8)})
     members = [("conv0_weight.npy", stream.getvalue()), ("conv0_bias.npy", npy(np.zeros(2**16, np.float32)))]
     path = written(tmp_path / "w.npz", members)
-    assert "conv0_weight is damaged or cut short (0 bytes of an array of 134217728)" in refusal(path, wide)
+    assert_holds(refusal(path, wide), "conv0_weight is damaged", "0 bytes of an array of 134217728")
     assert peak_bytes(path, wide) < 2**22
 
 
@@ -354,9 +335,7 @@ def test_safetensors_is_optional(arrays: Arrays, tmp_path: Path, monkeypatch: py
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(MissingExtraError) as caught:
         read_weights(path, NETWORK)
-    assert str(caught.value) == (
-        f"{path} needs the package safetensors, which is not installed; pip install 'safetensors>=0.4'"
-    )
+    assert_holds(caught.value, path, "pip install 'safetensors>=0.4'")
 
 
 def test_missing_file_is_refused(arrays: Arrays, tmp_path: Path) -> None:
@@ -369,11 +348,7 @@ def test_missing_file_is_refused(arrays: Arrays, tmp_path: Path) -> None:
     (tmp_path / "w.pt").touch()
     with pytest.raises(NetworkFileError) as caught:
         read_weights(tmp_path / "w.pt", NETWORK)
-    assert str(caught.value) == (
-        f"{tmp_path}/w.pt is a file of PyTorch, and weights are read from .npz or .safetensors only: save "
-        "conv<i>_weight (out, in, z, y, x) and conv<i>_bias of every convolution i, counted from 0, with numpy.savez, "
-        "as 'Your network' in the README shows"
-    )
+    assert_holds(caught.value, f"{tmp_path}/w.pt is a file of PyTorch", ".npz or .safetensors", "numpy.savez", "README")
 
 
 def test_network_without_convolutions_needs_no_arrays(tmp_path: Path) -> None:

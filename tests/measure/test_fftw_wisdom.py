@@ -261,6 +261,7 @@ def results() -> list[bytes]:
     return found
 
 
+@pytest.mark.slow
 def test_wisdom_is_used_and_the_same_in_another_process() -> None:
     with Wisdom(seconds=10.0) as wisdom:
         here = results()
@@ -308,6 +309,7 @@ def stop_half_way(event: Event) -> None:
         raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_has_the_transforms_it_began_with(
     wide: Place, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,6 +117,7 @@ def test_exhaustive_finds_what_is_faster_than_its_estimate() -> None:
     assert SLOW.name not in {name for name, _, _ in clock.runs}, f"it takes more than {1 / HOPE} times the best"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rigor", ["measure", "exhaustive"])
 def test_layers_that_were_timed_are_kept_and_not_timed_again(
     rigor: RigorLevel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -132,6 +133,7 @@ def test_layers_that_were_timed_are_kept_and_not_timed_again(
     assert made(again) == made(learnt)
 
 
+@pytest.mark.slow
 def test_refusals_are_kept_and_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     Clock({}, refuses=FAST.name).study().rates(SITE, asked("measure"), {})

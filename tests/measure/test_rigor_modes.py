@@ -195,9 +195,12 @@ def test_hosted_layers_that_a_gpu_refuses_are_the_processors(go: Callable[..., R
     check_as_told(made, clocks)
 
 
-def test_auto_takes_a_mode_by_what_was_measured(go: Callable[..., RunPlan], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_a_mode_by_what_was_measured(
+    place: Place, go: Callable[..., RunPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.write_small_volume()  # few patches to choose from
     monkeypatch.setattr(modes, "THRESHOLDS", modes.Thresholds(long_seconds=0.0))
-    words = {"device": "gpu", "cover": None}
+    words = {"device": "gpu"}
     assert go("auto", None, **words).mode != "gpu"
     slow = {p.name: 1000.0 for p in ALL if p.name.startswith("cpu.") or p is HOST_RAM}
     clocks = Clocks(slow)

@@ -200,6 +200,7 @@ def made(rates: Rates, cover: Cover | None = None, part: int = 1) -> RunPlan:
     return make_plan(within, CostModel({"cpu": rates}, FAKES))
 
 
+@pytest.mark.slow
 def test_the_layers_of_the_best_plans_are_measured_until_all_are_known() -> None:
     clock = Clock()
     bench = Survey(MACHINE, "cpu", LIMITS, 2**34, FAKES)
@@ -232,6 +233,7 @@ def test_refused_layers_are_tried_once() -> None:
     assert len(clock.refused) == len(set(clock.refused)) > 0
 
 
+@pytest.mark.slow
 def test_an_earlier_measurement_is_kept_as_far_as_it_was_not_made_again() -> None:
     bench = Survey(MACHINE, "cpu", LIMITS, 2**34, FAKES)
     clock = Clock()

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from tests.support.messages import assert_holds
 from znnpy.errors import ShapeError, VolumeError
 from znnpy.network import Conv, Network, Normalise
 from znnpy.option_values import Border
@@ -163,9 +164,8 @@ def test_nan_is_refused_with_count_and_first_position() -> None:
     out = np.zeros((2, 9, 8, 10), np.float32)
     with pytest.raises(VolumeError) as caught:
         source.read((0, 0, 0), out)
-    assert str(caught.value) == (
-        "the array: 2 voxels are NaN or infinite between (z, y, x) = (0, 0, 0) and (8, 7, 9), the first at (2, 3, 4); "
-        "repair the volume, or give allow_nan=True to write NaN wherever the field of view holds one"
+    assert_holds(
+        caught.value, "2 voxels are NaN", "(0, 0, 0) and (8, 7, 9)", "the first at (2, 3, 4)", "allow_nan=True"
     )
     with pytest.raises(VolumeError, match=r"1 voxel is NaN .* \(4, 0, 1\) and \(8, 7, 9\), the first at \(6, 0, 9\)"):
         source.read((4, 0, 1), np.zeros((2, 5, 8, 9), np.float32))
@@ -224,7 +224,7 @@ def test_volume_smaller_than_the_field_of_view_is_refused() -> None:
         Source(opened, roi=None, border="valid", network=net, allow_nan=False)
     with pytest.raises(
         ShapeError,
-        match=r"`roi` is smaller than the field of view along z: 2x8x10 against 3x11x3; make it at least 1 voxels",
+        match=r"`roi` .* along z: 2x8x10 against 3x11x3; .* 1 voxels",
     ):
         Source(opened, roi=Box((0, 0, 0), (2, 8, 10)), border="valid", network=net, allow_nan=False)
     assert Source(opened, roi=None, border="reflect", network=net, allow_nan=False).output == (9, 8, 10)

@@ -209,6 +209,7 @@ def test_bound_step_keeps_only_the_promised_bytes(primitive: Primitive, activati
     assert counted <= held <= counted + 2**16, step  # and pyFFTW's objects
 
 
+@pytest.mark.slow
 def test_small_blocks_take_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A list of all blocks would take megabytes where blocks are small."""
     monkeypatch.setattr(conv_direct, "BLOCK_BYTES", 1)

@@ -91,6 +91,7 @@ DIRECT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("simd", RUNS_HERE)
 @pytest.mark.parametrize("shape", DIRECT, ids=str)
 def test_direct_convolution_pools_like_two_layers(shape: ConvShape, simd: str, monkeypatch: pytest.MonkeyPatch) -> None:

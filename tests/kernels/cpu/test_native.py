@@ -48,13 +48,19 @@ def test_every_library_has_the_tile_sizes_that_python_offers(simd: str) -> None:
 
 @pytest.mark.parametrize("kept", [0, 1])
 @pytest.mark.parametrize("simd", RUNS_HERE)  # of one tile one after the other: the definition is worked out once
-@pytest.mark.parametrize("tile", [(n, n, n) for n in conv_fft_lanes.SIDES] + [(1, 8, 12), (20, 1, 1), (32, 16, 18)])
+@pytest.mark.parametrize(
+    "tile",
+    [
+        pytest.param(tile, marks=[pytest.mark.slow] * (min(tile) > 16))
+        for tile in [*((n, n, n) for n in conv_fft_lanes.SIDES), (1, 8, 12), (20, 1, 1), (32, 16, 18)]
+    ],
+)
 def test_every_library_computes_every_tile_size(
     simd: str, tile: tuple[int, int, int], kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tiles reach beyond the input; some maps fill no block, others more than a panel."""
     monkeypatch.setattr(conv_fft_lanes, "this_machine", lambda: replace(MACHINE, simd=simd))
-    k = tuple(1 if side == 1 else min(3, side - 1) for side in tile)
+    k = tuple(1 if side == 1 else min(taps, side - 1) for side, taps in zip(tile, (2, 3, 1), strict=True))
     n = tuple(5 if side == 1 else side + 3 for side in tile)
     images = 2 if max(tile) < 20 else 1  # of large tiles 8 of one image are two groups too
     shape = ConvShape(images, 17, 65, n, k, "relu")  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from tests.support.emulator import EMULATED_GPU, EmulatedDevice
+from tests.support.messages import assert_holds
 from znnpy.errors import DeviceError
 from znnpy.kernels.gpu.device import ALIGNMENT, Device, find_gpu
 from znnpy.machine import Gpu
@@ -104,12 +105,9 @@ def test_views_beyond_their_memory_are_refused(
 
 def test_too_large_an_allocation_is_refused_in_one_sentence(device: Any) -> None:
     much = 1 << 50
-    with pytest.raises(
-        DeviceError,
-        match=rf"^cudaMalloc for a whole brain of {much} bytes was refused: cudaErrorMemoryAllocation: out of memory; "
-        r"\d+ bytes are free, so lower `vram` or stop other programs on the GPU$",
-    ):
+    with pytest.raises(DeviceError, match=r"cudaErrorMemoryAllocation: .*; \d+ bytes are free") as caught:
         device.allocate(much, "a whole brain")
+    assert_holds(caught.value, f"a whole brain of {much} bytes", "lower `vram`")
     assert np.array_equal(device.get(device.put(np.ones(3), "it goes on")), np.ones(3))
 
 

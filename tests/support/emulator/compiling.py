@@ -1,4 +1,4 @@
-"""Kernels of CUDA C++ compiled as C++ for this processor, once for all processes of a run of the tests."""
+"""Kernels of CUDA C++ compiled as C++ for this processor, once for all processes and runs of the tests."""
 
 from __future__ import annotations
 
@@ -44,8 +44,7 @@ def compiled(source: str, names: tuple[str, ...], defines: tuple[tuple[str, int 
     text = _text(source, names)
     command = [compiler() or "g++", *FLAGS, *(f"-D{name}={value}" for name, value in defines)]
     headers = [path.read_text() for path in sorted(HEADER.parent.glob("*.hpp"))]
-    digest = hashlib.sha256("\0".join((text, *headers, *command)).encode()).hexdigest()[:24]
-    library = _folder() / f"{digest}.so"
+    library = _folder() / f"{_digest(text, *headers, *command)}.so"
     with _one_process(library):
         if not library.exists():
             written = library.with_suffix(".cpp")
@@ -55,6 +54,7 @@ def compiled(source: str, names: tuple[str, ...], defines: tuple[tuple[str, int 
             words = describe_kernels(source, names, dict(defines))
             assert done.returncode == 0, f"{words} as C++: {' '.join(command)}\n{done.stderr[:4000]}"
             built.replace(library)
+        library.touch()  # it is in use
     return _loaded(library)
 
 
@@ -63,10 +63,10 @@ def _header() -> Path:
     """Return the emulator's header, precompiled once for all kernels, or as text if the compiler cannot."""
     texts = {path.name: path.read_text() for path in sorted(HEADER.parent.glob("*.hpp"))}
     command = [compiler() or "g++", *FLAGS]
-    digest = hashlib.sha256("\0".join((*texts.values(), *command)).encode()).hexdigest()[:24]
-    header = _folder() / digest / HEADER.name
+    header = _folder() / _digest(*texts.values(), *command) / HEADER.name
     kept = header.with_name(f"{header.name}.gch")
     header.parent.mkdir(exist_ok=True)
+    os.utime(header.parent)  # it is in use
     with _one_process(header):
         if not (tried := header.with_suffix(".tried")).exists():
             for name, text in texts.items():
@@ -76,6 +76,17 @@ def _header() -> Path:
                 built.replace(kept)
             tried.touch()
     return header
+
+
+def _digest(*texts: str) -> str:
+    """Return a name for what the compiler makes of these texts on this processor."""
+    return hashlib.sha256("\0".join((_target(), *texts)).encode()).hexdigest()[:24]
+
+
+@functools.cache
+def _target() -> str:
+    """Return the macros that the compiler predefines: they name its version and the processor's instructions."""
+    return _ran([compiler() or "g++", *FLAGS, "-dM", "-E", "-x", "c++", os.devnull]).stdout
 
 
 @contextmanager
@@ -137,7 +148,7 @@ def _loaded(path: Path) -> ctypes.CDLL:
 
 @functools.cache
 def _folder() -> Path:
-    """Return the folder of compiled kernels: ZNNPY_EMULATOR_CACHE, which conftest.py sets for a run."""
+    """Return the folder of compiled kernels: ZNNPY_EMULATOR_CACHE, which conftest.py sets, or one of this process."""
     kept = os.environ.get("ZNNPY_EMULATOR_CACHE")
     if kept:
         Path(kept).mkdir(parents=True, exist_ok=True)

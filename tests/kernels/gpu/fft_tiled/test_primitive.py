@@ -100,8 +100,9 @@ def of_tile(device: Any, tile: Vec3, precision: Precision) -> float:
     return rms_error(out, values, weights, shape)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "tf32"])
-@pytest.mark.parametrize("tile", [(16, 24, 24), (24, 32, 32), (32, 16, 16)], ids=str)
+@pytest.mark.parametrize(
+    ("tile", "precision"), [((16, 24, 24), "fp32"), ((24, 32, 32), "tf32"), ((32, 16, 16), "fp32")], ids=str
+)
 def test_tiles_equal_the_definition(device: Any, tile: Vec3, precision: Precision) -> None:
     assert of_tile(device, tile, precision) <= ALLOWED[precision]
 
@@ -114,7 +115,7 @@ def test_all_tiles_equal_the_definition(cuda_device: Any, z: int, side: int, pre
     assert of_tile(cuda_device, (z, side, side), precision) <= ALLOWED[precision]
 
 
-@pytest.mark.parametrize("group", [1, 2, 3, 5, 1000])
+@pytest.mark.parametrize("group", [1, 2, 5, 1000])
 def test_tiles_in_groups_give_the_same(device: Any, group: int) -> None:
     shape = ConvShape(2, 2, 3, (11, 40, 20), (3, 4, 5), "relu")  # 2 slabs of 3 rows of 2 tiles in an image
     x, weights = random_input(shape), random_weights(shape)
