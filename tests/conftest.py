@@ -72,7 +72,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _gpus_are_measured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests on a real GPU measure the layers of their networks, like a user's runs."""
+    """Let tests on a real GPU measure the layers of their networks, as the runs of users do."""
     if request.node.get_closest_marker("gpu"):
         monkeypatch.delenv(NO_CALIBRATION)
 

@@ -52,9 +52,11 @@ def test_edited_plan_of_columns_is_refused(place: Place, field: str, value: obje
     path = place.folder / "plan.json"
     arguments = ("plan", place.folder / "net.yaml", "--shape", "60,20,20", "--cover", "columns", "--patch", "4,6,4")
     assert place.run(*arguments, "--out", path).exit_code == 0
-    plan = json.loads(path.read_text())
+    run = json.loads(path.read_text())
+    plan = run["workers"][0]["plan"]
     assert (plan["axis"], plan["column_planes"]) == (0, 56)
-    path.write_text(json.dumps({**plan, field: value}))
+    plan[field] = value
+    path.write_text(json.dumps(run))
     assert said in place.refusal(*place.arguments, "--plan", path)
 
 

@@ -159,7 +159,9 @@ def test_unfit_arrays_are_refused(place: Place, voxels: np.ndarray[Any, Any], ex
         infer(place, voxels, None)
     with pytest.raises(VolumeError, match="leave out `dataset`"):
         infer(place, voxels, other, dataset="raw")
-    with pytest.raises(VolumeError, match=r"the volume is not made of other files, .*: leave out `fill_missing`"):
+    with pytest.raises(
+        VolumeError, match=r"the volume is not an HDF5 volume made of several files, .*: remove `fill_missing`"
+    ):
         infer(place, voxels, other, fill_missing=5)
     with pytest.raises(
         VolumeError, match="the volume has no chunks that could be missing: leave out missing_chunks='e"
