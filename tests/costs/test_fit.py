@@ -63,7 +63,7 @@ def test_a_disturbed_run_moves_the_rates_little() -> None:
 
 
 def sized(small: float, large: float, name: str, seed: int = 20261121) -> list[Run]:
-    """Return runs of 1 µs to 1 s of a primitive: short ones take `small` times as long as predicted, long ones `large`."""
+    """Return runs of 1 µs to 1 s of a primitive: short ones take `small` times what is predicted, long ones `large`."""
     rng = np.random.default_rng(seed)
     runs = []
     for size in np.exp(rng.uniform(np.log(1e-6), 0.0, 60)):

@@ -58,7 +58,7 @@ class GpuTimer:
     device: Device
 
     def seconds(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> float:
-        """Return what `measure` does; DeviceError if the device refuses the layer, DeviceLostError if a layer broke it."""
+        """Return what `measure` does; DeviceError if the device refuses the layer, DeviceLostError if it broke."""
         with _refusing(self.device):
             return measure(self.device, primitive, shape, variant)
 
