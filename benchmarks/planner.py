@@ -2,9 +2,11 @@
 
     python -m benchmarks planner [--device gpu] [--minutes 30] [--do predict --do regret ..] [--against TREE]
 
-predict  A network within a limit of memory is planned with assumed costs, with those of the quick calibration, and
-         after `znnpy measure`; each plan runs, and its predicted speed is divided by the measured one.
-first    The first plan on a machine that was never measured: with an empty cache folder and no other options.
+predict  A network within a limit of memory is planned with assumed costs, with those that the calibration for the
+         network before it left behind, and after `znnpy measure`; each plan runs, and its predicted speed is divided by
+         the measured one.
+first    The first plan on a machine that was never measured, with an empty cache folder: without the calibration, with
+         it, and after `znnpy measure`.
 regret   The chosen plan (the pick) is compared with its rivals in whole runs. Rivals use one primitive wherever it
          applies, avoid one that the pick uses, use the other cover or the next sizes of the patch, or random patches
          with random sets of primitives.
@@ -37,10 +39,9 @@ from benchmarks.harness.merging import merge
 from benchmarks.harness.results import Program, Result, Row, ratio_of
 from benchmarks.harness.timing import Budget
 from benchmarks.planner_runs import PLANNING_SECONDS, Facts, Planner, Point, facts_of_plan
-from benchmarks.planner_tables import TABLES, headline
+from benchmarks.planner_tables import STATES, TABLES, headline
 
 EXPERIMENTS = ("first", "time", "predict", "regret", "memory")
-STATES = ("assumed", "calibrated", "measured")  # origins of the costs
 GIVE_UP = 3.0  # a rival predicted to take this many times as long as the pick is not run
 RIVALS_AT_ONCE = 3  # rivals measured in the same rounds as the pick
 LIMITS_MIB = {"cpu": (400, 3072), "gpu": (3072, 32768)}  # range of random limits
@@ -80,8 +81,7 @@ def predict(planner: Planner, points: Sequence[Point], states: Sequence[str], ro
     for point in points:
         if not planner.budget.left:
             return
-        caches = {state: state if group == "predict" else f"first {point}" for state in states}  # the latter is empty
-        made = {state: planner.plan(point, cache) for state, cache in caches.items()}
+        made = {state: planner.plan(point, state, fresh=group == "first") for state in states}
         plans = {facts["plan"]: facts for facts in made.values() if not facts.get("failure")}
         runs: dict[str, list[Facts]] = {plan: [] for plan in plans}
         for number in range(rounds):
@@ -291,9 +291,7 @@ def command(device: str, minutes: float, quick: bool, out: Path | None, against:
         experiments = words.pop("experiments") or EXPERIMENTS
         if set(experiments) != set(EXPERIMENTS):
             merge(result, out, experiments)
-        if set(experiments) - {"time", "first"} and (
-            why := planner.measure(0.08 if quick else words["measure_minutes"])
-        ):
+        if set(experiments) != {"time"} and (why := planner.measure(0.08 if quick else words["measure_minutes"])):
             raise click.ClickException(f"`znnpy measure` failed: {why}")
         made = _experiments(planner, quick=quick, against=against, **words)
         for number, name in enumerate(experiments):
@@ -330,7 +328,7 @@ def _experiments(
 
     rounds = 1 if quick else rounds
     return {
-        "first": predict(planner, chosen(FIRST), ["calibrated"], rounds, "first"),
+        "first": predict(planner, chosen(FIRST), STATES, rounds, "first"),
         "time": planning_time(planner, chosen(TIMED), 2 if quick else 2 * (rounds // 2 or 1), against),
         "predict": predict(planner, chosen(PREDICTED), STATES, rounds, "predict"),
         "regret": regret(planner, chosen(FIRST), rounds, 4 if quick else most_rivals),

@@ -91,9 +91,14 @@ class Planner:
         output = subprocess.run(command, capture_output=True, check=True, cwd=ROOT).stdout
         return [row["name"] for row in json.loads(output) if row["name"].startswith(self.device) and not row["why_not"]]
 
-    def plan(self, point: Point, state: str, **arguments: Any) -> Facts:
-        """Plan in a new process; `failure` says why there is no plan."""
+    def plan(self, point: Point, state: str, *, fresh: bool = False, **arguments: Any) -> Facts:
+        """Plan in a new process; `failure` says why there is no plan.
+
+        fresh  use an empty cache folder, unless the state is "measured"
+        """
         asked = self.request(point, state, **arguments)
+        if fresh and state != "measured":
+            asked["cache"] = str(self.folder / f"{state} {point}")
         outcome = run_child("benchmarks.planner_runs:plan", asked, seconds=PLANNING_SECONDS)
         return outcome.answer if outcome.failure is None else {"failure": outcome.failure}
 
@@ -151,7 +156,7 @@ def part_of(made: Facts, most_seconds: float) -> tuple[int, ...]:
 
 def facts_of_plan(made: Facts) -> Facts:
     """Return the facts of a plan that a result keeps."""
-    names = ("voxels_per_second", "planning_seconds", "patch_out", "column", "primitives")
+    names = ("voxels_per_second", "planning_seconds", "planning_wall_seconds", "patch_out", "column", "primitives")
     return {("predicted" if name == names[0] else name): made[name] for name in names if name in made}
 
 

@@ -11,6 +11,8 @@ from benchmarks.harness.results import Result, Results, Row
 
 MARGIN = 0.03  # a rival beats the pick if it is faster by more than this share, in every round
 COMMAND = "planner [--device gpu]"
+STATES = ("assumed", "calibrated", "measured")  # origins of the costs
+ORIGINS = dict(zip(STATES, ("`--no-calibrate`", "calibrated", "after `znnpy measure`"), strict=True))
 
 
 def error_of(row: Row) -> float:
@@ -30,18 +32,27 @@ def kept(row: Row) -> bool:
 
 def speed_table(result: Result) -> str:
     """Return a table of predicted over measured speed, by the origin of the costs."""
-    cases = {**dict(result.cases("first")), **dict(result.cases("predict"))}
     lines = []
-    for case in cases:
-        rows = [row for row in result.rows if row.case == case and row.group in ("first", "predict")]
-        found = {f"{row.group} {row.subject}": row for row in rows}
-        names = ("first calibrated", "predict assumed", "predict calibrated", "predict measured")
-        ran = [row for row in rows if row.values]
-        fastest = max((median(row.facts["voxels_per_second"]) for row in ran), default=0.0)
-        figures = [markdown.number(found[name].median) if name in found else "-" for name in names]
-        lines.append([case, *figures, markdown.speed(fastest) if ran else "-"])
-    head = ["network, volume, limit", "first plan", "assumed", "calibrated", "after `znnpy measure`", "voxels/s"]
+    for case, rows in result.cases("predict"):
+        found = {row.subject: row for row in rows if row.values}
+        fastest = max((median(row.facts["voxels_per_second"]) for row in found.values()), default=0.0)
+        figures = [markdown.number(found[state].median) if state in found else "-" for state in STATES]
+        lines.append([case, *figures, markdown.speed(fastest) if found else "-"])
+    head = ["network, volume, limit", "assumed", "calibrated before", "after `znnpy measure`", "voxels/s"]
     return markdown.table(head, lines) if lines else ""
+
+
+def first_table(result: Result) -> str:
+    """Return a table of the planned and the measured speed of first plans, by the origin of the costs."""
+    lines = []
+    for case, rows in result.cases("first"):
+        for row in rows:
+            if row.values:
+                speeds = markdown.speed(row.facts["predicted"]), markdown.speed(median(row.facts["voxels_per_second"]))
+                seconds = markdown.number(row.facts["planning_wall_seconds"])
+                lines.append([case, ORIGINS[row.subject], *speeds, markdown.number(row.median), seconds])
+    head = ["network, volume, limit", "costs", "planned voxels/s", "measured", "planned/measured", "s of planning"]
+    return markdown.table(head, lines, left=2) if lines else ""
 
 
 def regret_table(result: Result) -> str:
@@ -104,6 +115,7 @@ def _of_all(table: Callable[[Result], str]) -> Callable[[Results], str]:
 
 
 TABLES: Mapping[str, Callable[[Results], str]] = {
+    "planner-first": _of_all(first_table),
     "planner-speed": _of_all(speed_table),
     "planner-regret": _of_all(regret_table),
     "planner-memory": _of_all(memory_table),
@@ -118,8 +130,8 @@ def headline(result: Result) -> str:
 
 def _headlines(result: Result) -> Iterator[str]:
     for group, name in (("first", "first plans"), ("predict", "measured costs")):
-        rows = [row for row in result.of_group(group) if row.values and row.subject != "assumed"]
-        rows = [row for row in rows if group == "first" or row.subject == "measured"]
+        rows = [row for row in result.of_group(group) if row.values]
+        rows = [row for row in rows if row.subject == ("calibrated" if group == "first" else "measured")]
         if rows:
             yield f"{name} off by {100 * median(map(error_of, rows)):.0f} %"
     promises = [row for row in result.of_group("memory") if row.values]

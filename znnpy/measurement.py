@@ -1,4 +1,4 @@
-"""The speed of this machine as one function: rates of its units, and the layers of one network where one is given."""
+"""Measure the speed of this machine with one function: the rates of its units, and the layers of a network."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ from znnpy.run_log import log_phase
 from znnpy.shapes import FLOAT32, PRECISIONS, Precision, Vec3
 from znnpy.units import human_seconds
 
-SHAPE: Vec3 = (1024, 1024, 1024)  # of the volume that a network's plans are for
+SHAPE: Vec3 = (1024, 1024, 1024)  # size of the volume for which the plans of a network are made
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured, what had been assumed, and where the costs are kept."""
+    """The result of a measurement: the costs, what had been assumed, and the file that keeps them."""
 
     costs: Costs
     assumed: Rates
-    runs: Mapping[Unit, int]  # of this measurement
-    layers: int  # of the network, measured now
+    runs: Mapping[Unit, int]  # runs of each unit in this measurement
+    layers: int  # layers of the network that were measured now
     seconds: float
     path: Path
-    notes: tuple[str, ...]  # what is not as asked for
+    notes: tuple[str, ...]  # sentences on what is not as requested
 
     def table(self) -> Table:
-        """Unit, assumed, measured, runs."""
+        """Return a table of units, with their assumed and measured rates and the number of runs."""
         table = Table("unit", "assumed", "measured")
         table.add_column("runs", justify="right")
         for unit in self.runs:
@@ -58,7 +58,7 @@ class Measured:
         return table
 
     def lines(self) -> list[str]:
-        """The rest in words."""
+        """Return what the table does not hold, as sentences."""
         units = [_counted(len(self.runs), "unit")] if self.runs else []
         layers = [f"{_counted(self.layers, 'layer')} of the network's plans"] if self.layers or not units else []
         by = "" if self.costs.device == "gpu" else f" with {_counted(self.costs.threads, 'thread')}"
@@ -70,14 +70,14 @@ class Measured:
         ]
 
     def _memory(self) -> list[str]:
-        """The rate at which memory is first written to."""
+        """Return a line on the rate of first writes to memory, if it was measured."""
         measured, assumed = self.costs.first_touch, self.assumed.first_touch
         if measured is None:
             return []
         return [f"memory is first written to at {measured / 2**30:,.3g} GiB/s (assumed: {assumed / 2**30:,.3g})"]
 
     def as_json(self) -> dict[str, Any]:
-        """The same for machines."""
+        """Return the result as data for `--json`."""
         return {
             "device": self.costs.device,
             "threads": self.costs.threads,
@@ -101,11 +101,11 @@ class Measured:
 def measure(asked: MeasureOptions) -> Measured:
     """Measure the rates of a device of this machine within `minutes`, and keep them for the plans that follow.
 
-    A machine that was measured before is measured again only where no network is given. What an earlier measurement
-    found that fits this machine is kept as far as it was not measured again. The file given as `out` that this call
-    has written is replaced at its end.
+    A machine that was measured before is measured again only if no network is given; a calibration does not count. What
+    an earlier measurement found is kept if it fits this machine and was not measured again. The file given as `out` is
+    written before the layers of the network are measured, and replaced at the end.
 
-    DeviceError when a GPU is meant and there is none to use; NoPlanError where nothing fits the memory or the time.
+    DeviceError if a GPU is requested and there is none to use; NoPlanError if nothing fits the memory or the time.
     """
     threads, precision, minutes, out = asked.threads, asked.precision, asked.minutes, asked.out
     begun = time.monotonic()

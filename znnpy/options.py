@@ -146,7 +146,8 @@ class DeviceOptions(Checked):
     )
     calibrate: bool = option(
         True,
-        "measure a device of which no speeds are stored for at most 5 seconds, before a run of 10 seconds or more",
+        "measure a device of which no speeds are stored for at most 5 seconds; a processor only for a run of 10 "
+        "seconds or more",
         "flag",
         off="Measure nothing before the plan is made",
     )

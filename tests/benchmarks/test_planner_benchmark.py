@@ -23,6 +23,7 @@ from benchmarks.planner_tables import (
     TABLES,
     beaten_by,
     error_of,
+    first_table,
     headline,
     kept,
     memory_table,
@@ -55,13 +56,17 @@ def result_of(*rows: Row) -> Result:
 
 def test_first_plans_run_and_keep_their_promise(repository: Path, tmp_path: Path) -> None:
     result = bench(repository, tmp_path / f"planner-{machine_name()}.json", "--do", "first")
-    (row,) = result.of_group("first")
-    assert (row.subject, row.unit, len(row.values)) == ("calibrated", "predicted/measured", 1)
-    assert row.values[0] == pytest.approx(row.facts["predicted"] / row.facts["voxels_per_second"][0])
-    assert row.facts["primitives"]
-    (promise,) = result.of_group("memory")
-    assert kept(promise)
-    assert promise.values[0] == promise.facts["promised_bytes"] / promise.facts["peak_bytes"]
+    rows = result.of_group("first")
+    assert [row.subject for row in rows] == ["assumed", "calibrated", "measured"]
+    for row in rows:
+        assert (row.unit, len(row.values)) == ("predicted/measured", 1)
+        assert row.values[0] == pytest.approx(row.facts["predicted"] / row.facts["voxels_per_second"][0])
+        assert row.facts["primitives"]
+    promises = result.of_group("memory")
+    assert len(promises) == 3
+    for promise in promises:
+        assert kept(promise)
+        assert promise.values[0] == promise.facts["promised_bytes"] / promise.facts["peak_bytes"]
 
 
 def test_planning_times_of_two_trees_take_turns(repository: Path, tmp_path: Path) -> None:
@@ -132,15 +137,19 @@ def test_errors_and_verdicts() -> None:
 
 def test_tables_and_headline_say_what_was_found() -> None:
     speeds = {"voxels_per_second": [2e6, 4e6]}
+    first = {"predicted": 4.5e6, "planning_wall_seconds": 7.0}
     result = result_of(
-        Row("first", "n 5^3 within 1G", "calibrated", "u", (1.5,), facts=speeds),
+        Row("first", "n 5^3 within 1G", "assumed", "u", (9.0,), facts=speeds | first),
+        Row("first", "n 5^3 within 1G", "calibrated", "u", (1.5,), facts=speeds | first),
         Row("predict", "n 5^3 within 1G", "measured", "u", (0.5,), facts=speeds),
         Row("memory", "a, RAM", "plan", "u", (1.1, 1.2)),
         Row("memory", "b, RAM", "plan", "u", (0.9, 1.2)),
         Row("time", "n 5^3 within 1G", "here", "s", (1.0, 2.0, 3.0)),
         Row("time", "n 5^3 within 1G", "against", "s", (4.0, 4.0, 5.0)),
     )
-    assert "| n 5^3 within 1G | 1.50 | - | - | 0.5 | 3.00 M |" in speed_table(result)
+    assert "| n 5^3 within 1G | calibrated | 4.50 M | 3.00 M | 1.50 | 7.00 |" in first_table(result)
+    assert "| n 5^3 within 1G | `--no-calibrate` | 4.50 M | 3.00 M | 9.00 | 7.00 |" in first_table(result)
+    assert "| n 5^3 within 1G | - | - | 0.5 | 3.00 M |" in speed_table(result)
     assert "| RAM | 2 | 1 | 0.9 | 1.00 | 1.10 |" in memory_table(result)
     assert "| n 5^3 within 1G | 2.00 | 1.00 to 3.00 | 0.5 |" in time_table(result)
     assert headline(result) == (

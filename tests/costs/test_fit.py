@@ -63,8 +63,7 @@ def test_a_disturbed_run_moves_the_rates_little() -> None:
 
 
 def sized(small: float, large: float, name: str, seed: int = 20261121) -> list[Run]:
-    """Of layers of 1 µs to 1 s: those of a primitive that takes `small` times as long where they are short, and
-    `large` times where they are long."""
+    """Return runs of 1 µs to 1 s of a primitive: short ones take `small` times what is predicted, long ones `large`."""
     rng = np.random.default_rng(seed)
     runs = []
     for size in np.exp(rng.uniform(np.log(1e-6), 0.0, 60)):

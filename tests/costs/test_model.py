@@ -106,7 +106,7 @@ def test_a_measurement_corrects_every_size_of_a_layer() -> None:
 
 
 def sized(seconds: float) -> ConvShape:
-    """A layer that takes SLOW so long by ROUND: 100 times its output values over 100 a second."""
+    """Return a layer for which SLOW takes so many seconds by ROUND: 100 times its output values over 100 a second."""
     return ConvShape(round(seconds), 1, 1, (2, 2, 2), (2, 2, 2))
 
 

@@ -19,7 +19,7 @@ from znnpy.errors import PlanFileError
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder that is not there yet."""
+    """Return a cache folder that does not exist yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "znnpy"
 
@@ -40,7 +40,7 @@ def test_what_one_store_keeps_the_next_one_finds(folder: Path) -> None:
 
 
 def test_measurements_of_two_stores_are_merged() -> None:
-    """Each replaces what it measured again, and nothing else."""
+    """Each store replaces what it measured again, and nothing else."""
     other = replace(LAYER, shape=replace(LAYER.shape, batch=7))
     refusal = Refusal(FAST.name, FAST.version, LAYER.shape, "no")
     empty = Costs.empty(MACHINE, "cpu", 2, TABLE)

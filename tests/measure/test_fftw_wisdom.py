@@ -35,7 +35,7 @@ SIDE = 100  # of lines that FFTW has no single codelet for: measured, their byte
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder."""
+    """Return an empty cache folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "znnpy"
 
@@ -55,7 +55,7 @@ def only_file(cache: Path) -> Path:
 
 
 def learn() -> Wisdom:
-    """A long run."""
+    """Keep wisdom during a long run."""
     with wisdom_kept(MACHINE, LONG) as wisdom:
         transform()
     return wisdom
@@ -248,7 +248,7 @@ def test_the_file_appears_whole_or_not_at_all(cache: Path, monkeypatch: pytest.M
 
 
 def results() -> list[bytes]:
-    """What transforms of several sizes give: of one alone the measured plan may be the estimated one."""
+    """Return the results of transforms of several sizes; for one alone the measured plan may be the estimated one."""
     found = []
     for size in (SIDE, 80, 96, 100, 120, 128, 144, 150):
         x = np.random.default_rng(3).standard_normal((size, 48), np.float32)

@@ -69,7 +69,7 @@ class Clocks:
     runs: list[tuple[Placement, str, LayerShape, Variant]] = field(default_factory=list)
 
     def rates(self, where: Placement) -> Rates:
-        """The truth."""
+        """Return the true rates."""
         base = gpu_rates() if where.device == "gpu" else cpu_rates()
         names = {f"{p.name} fp32": self.factors.get(p.name, self.factors.get("", 1.0)) for p in ALL}
         rates = replace(base, by_size={name: (factor,) * len(SIZES) for name, factor in names.items()})
@@ -107,7 +107,7 @@ def _emulated(emulated_gpus: EmulatedGpus, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.fixture
 def go(place: Place, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunPlan]:
-    """The plan of a mode, layers timed by these clocks; None: as estimated."""
+    """Return the plan of a mode, with layers timed by these clocks; None: as estimated."""
 
     def planned(mode: AskedMode, clocks: Clocks | None, **words: Any) -> RunPlan:
         if clocks is not None:

@@ -1,4 +1,4 @@
-"""Layers that are to be timed, where they run, and who does it within how much time."""
+"""Describe layers that are to be timed and where they run, and time them within a limit."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from znnpy.shapes import LayerShape
 
 _log = logging.getLogger(__name__)
 
-RUNS_OF_A_LAYER = 4  # that one measurement takes, about
+RUNS_OF_A_LAYER = 4  # in one measurement, about
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """On what a layer runs.
+    """The device on which a layer runs.
 
-    threads  of the processor, that compute; of a layer on a GPU, that copy what lies in the memory of the host, or 0
+    threads  threads of the processor that compute, or that copy between the memory of the host and a GPU; 0: none do
     """
 
     device: DeviceKind
@@ -34,7 +34,7 @@ class Placement:
 
     @property
     def hosted(self) -> bool:
-        """A GPU computes, and input and output are in the memory of the host."""
+        """Whether a GPU computes while input and output are in the memory of the host."""
         return self.device == "gpu" and self.threads > 0
 
 
@@ -42,7 +42,7 @@ ON_GPU = Placement("gpu")
 
 
 def layers_of(run: RunPlan) -> Iterator[tuple[Placement, Choice]]:
-    """Yield every choice of every worker, and where it runs."""
+    """Yield every choice of every worker with its placement."""
     for plan in (worker.plan for worker in run.workers):
         for index, choice in enumerate(plan.choices):
             on_host = choice.device == "cpu" or index < plan.offloaded
@@ -50,18 +50,18 @@ def layers_of(run: RunPlan) -> Iterator[tuple[Placement, Choice]]:
 
 
 class LayerTimer(Protocol):
-    """Who runs a layer and says how long that took: one of those in `clocks`."""
+    """Runs a layer and says how long that took; `znnpy.measure.layer_timer` has one for each placement."""
 
     def seconds(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a measurement is."""
+    """The progress of a measurement."""
 
     done: int
     total: int
-    seconds_left: float  # at most; infinite where nobody said
+    seconds_left: float  # at most; infinite if there is no limit
     doing: str
 
 
@@ -87,7 +87,7 @@ class LayerTask:
 class TimeBudget:
     """Times tasks within a time limit, and tells of each."""
 
-    seconds: float  # that all may take
+    seconds: float  # all tasks together may take so long
     tell: Callable[[Progress], None]
     now: Callable[[], float] = time.monotonic
     begun: float = field(init=False)
@@ -100,7 +100,7 @@ class TimeBudget:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What is done inside is none of that time."""
+        """Stop the time while the block runs."""
         since = self.now()
         try:
             yield
@@ -110,9 +110,10 @@ class TimeBudget:
     def times(
         self, tasks: Sequence[LayerTask], clock: LayerTimer, share: float = 1.0
     ) -> Iterator[tuple[LayerTask, float | str | None]]:
-        """Tasks and their seconds by a clock, or why they do not run, in turn, while there is time within `share`.
+        """Yield tasks in turn with their seconds by a clock, or with the reason why they do not run.
 
-        None: there is no memory for one of this size. DeviceLostError where the device runs nothing any more.
+        A task is left out if it is expected to end after `share` of the time. None in place of seconds: there is no
+        memory for a layer of this size. DeviceLostError if the device runs nothing any more.
         """
         factors = [1.0]  # times that tasks took what was expected of them
         for done, task in enumerate(tasks):
@@ -134,19 +135,19 @@ class TimeBudget:
 
 
 def bytes_of(primitive: Primitive, shape: LayerShape, variant: Variant, threads: int) -> int:
-    """Of one layer that is timed: all its buffers at once, and its weights."""
+    """Return the bytes of one layer that is timed: all its buffers at once, and its weights."""
     footprint = primitive.footprint(shape, variant, threads)
     scratch = sum(s.nbytes for s in footprint.scratch)
     return shape.in_bytes + shape.out_bytes + scratch + footprint.resident + footprint.host + footprint.allowance
 
 
-FreeBytes = Mapping[DeviceKind, int]  # bytes of the process's memory, and of a GPU's
+FreeBytes = Mapping[DeviceKind, int]  # free bytes of the process's memory, and of a GPU's
 
 
 def lacking(
     where: Placement, primitive: Primitive, shape: LayerShape, variant: Variant, rooms: FreeBytes
 ) -> tuple[DeviceKind, int] | None:
-    """Of which memory a layer that runs by itself needs more than there is, and how many bytes; None: it fits."""
+    """Return the memory of which a layer that runs by itself needs too much, and the bytes; None: it fits."""
     needed: dict[DeviceKind, int] = {where.device: bytes_of(primitive, shape, variant, max(1, where.threads))}
     if where.hosted:
         outside = shape.in_bytes + shape.out_bytes + primitive.footprint(shape, variant, where.threads).host

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 from znnpy.costs.fit import fitted
-from znnpy.costs.model import Rates, layer_key
+from znnpy.costs.model import LayerGroup, Rates, layer_key
 from znnpy.kernels.contract import Primitive, Variant
 from znnpy.machine import process_bytes
 from znnpy.measure.budget import LayerTask, LayerTimer, Placement, TimeBudget, bytes_of, layers_of
@@ -107,13 +107,13 @@ def calibration_tasks(plan: RunPlan, survey: Survey) -> list[LayerTask]:
     largest size of the plan's layers comes last: a slow machine has no time left for it.
     """
     known = {primitive.name: primitive for primitive in survey.table}
-    cases: dict[object, tuple[Primitive, LayerShape, Variant]] = {}  # each layer once, whatever its size and its variant
+    cases: dict[LayerGroup, tuple[Primitive, LayerShape, Variant]] = {}  # each layer once, whatever its size
     for _, choice in layers_of(plan):
         primitive = known[choice.primitive]
         cases.setdefault(
             layer_key(primitive, choice.shape, choice.variant).layer, (primitive, choice.shape, choice.variant)
         )
-    sizes = [[_smaller(*case, survey, seconds) for case in cases.values()] for seconds in LAYER_SECONDS]
+    sizes = [[_smaller(case, survey, seconds) for case in cases.values()] for seconds in LAYER_SECONDS]
     tasks = [*sizes[0], *sizes[1], *_samples(survey), *sizes[2]]
     fitting = [task for task in tasks if bytes_of(*task.case, survey.limits.threads) <= survey.room_bytes]
     return list({task.case: task for task in fitting}.values())
@@ -132,11 +132,12 @@ def _samples(survey: Survey) -> list[LayerTask]:
     return [*best.values(), *(task for name, task in others.items() if name not in used)]
 
 
-def _smaller(primitive: Primitive, shape: LayerShape, variant: Variant, survey: Survey, seconds: float) -> LayerTask:
+def _smaller(case: tuple[Primitive, LayerShape, Variant], survey: Survey, seconds: float) -> LayerTask:
     """Return a layer on as few images, and these as short, that a run is expected to take at most so many seconds.
 
     Its variant is the one given if the primitive offers it for such images, else the fastest.
     """
+    primitive, shape, variant = case
     while True:
         offered = primitive.variants(shape, survey.machine)
         if variant not in offered:

@@ -1,8 +1,8 @@
-"""FFTW's wisdom between runs: how long a run may measure transforms, and the file in the cache folder that remembers.
+"""Keep FFTW's wisdom between runs, in a file in the cache folder, and say how long a run may measure transforms.
 
-A run of less than SHORT_SECONDS, as its plan predicts, measures nothing; a longer one LEARNING_PART of its time, and
-no run more than LEARNING_SECONDS. What an earlier run on this machine found is used by all. A run that goes on has the
-transforms it began with: its journal holds their wisdom, and the cache is not asked.
+A run that its plan predicts to take less than SHORT_SECONDS measures nothing. A longer one measures for LEARNING_PART
+of its time, and for LEARNING_SECONDS at most. All runs on this machine use what earlier ones found. A run that is
+resumed uses the transforms it began with: its journal holds their wisdom, and the cache is not read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MOST_BYTES = 2**18  # of the file, about 300 transforms: the oldest are forgotte
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
 class _Remembered:
-    """The file. `sha256` is that of `transforms` as JSON: what was damaged is not used."""
+    """The content of the file; `sha256` is the checksum of `transforms` as JSON, and a damaged file is not used."""
 
     facts: dict[str, str]
     sha256: str
@@ -42,13 +42,13 @@ class _Remembered:
 
 
 def learning_seconds(predicted: float) -> float:
-    """Seconds that a run of `predicted` seconds may spend to measure transforms."""
+    """Return the seconds for which a run of `predicted` seconds may measure transforms."""
     return 0.0 if predicted < SHORT_SECONDS else min(LEARNING_SECONDS, LEARNING_PART * predicted)
 
 
 @contextmanager
 def wisdom_begun(journal: Mapping[str, str]) -> Iterator[Wisdom]:
-    """Inside, transforms are those of the run that `journal` tells of; ResumeError when FFTW makes nothing of it."""
+    """Plan transforms inside as the run with this journal did; ResumeError if FFTW cannot read the wisdom."""
     with Wisdom(journal, 0.0) as wisdom:
         yield wisdom
     if wisdom.refused:
@@ -60,11 +60,12 @@ def wisdom_begun(journal: Mapping[str, str]) -> Iterator[Wisdom]:
 
 @contextmanager
 def wisdom_kept(machine: Machine, predicted: float) -> Iterator[Wisdom]:
-    """Inside, transforms are planned with what the cache folder holds and what may be learned in a run of `predicted`
-    seconds. What was learned is kept on leaving.
+    """Plan transforms inside with the wisdom in the cache folder, and measure others; keep what was learned on leaving.
 
-    What is damaged or of another machine is not used, and `sentences` says so; nor is a cache that cannot be written
-    an error.
+    predicted  seconds of the run, which limit how long transforms are measured
+
+    A file that is damaged or of another machine is not used, and `sentences` says so. A cache that cannot be written is
+    no error.
     """
     facts = _facts(machine)
     path = cache_folder() / f"fftw-{_digest(facts)[:12]}.json"
@@ -85,7 +86,7 @@ def wisdom_kept(machine: Machine, predicted: float) -> Iterator[Wisdom]:
 
 
 def _facts(machine: Machine) -> dict[str, str]:
-    """What decides which plan is the fastest, and whether FFTW understands it."""
+    """Return what determines the fastest plan of a transform, and whether FFTW can read it."""
     return {
         "format": str(FORMAT),
         "fftw": signature(),
@@ -100,7 +101,7 @@ def _digest(of: Mapping[str, str]) -> str:
 
 
 def _read(path: Path, facts: Mapping[str, str]) -> tuple[dict[str, str], str | None]:
-    """Transforms of the file, and why they cannot be used if so."""
+    """Return the transforms in the file, and the reason if they cannot be used."""
     try:
         text = read_regular(path, MOST_BYTES + 1)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""One layer by itself, on values of its own and buffers as a session has them: ready to be timed, or to be checked."""
+"""Prepare one layer with random values and with buffers like those of a session, to be timed or checked."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from znnpy.shapes import ConvShape, LayerShape
 if TYPE_CHECKING:
     from znnpy.kernels.gpu.device import Device
 
-BLOCK = 2**20  # random numbers that inputs are made of, the same again and again: zeros would be multiplied faster
-LARGEST = 8.0  # no smaller than any of them
+BLOCK = 2**20  # random numbers that are repeated to fill an input; zeros would be multiplied faster
+LARGEST = 8.0  # at least as large as each of them
 
 Position = tuple[int, int, int, int]
 
 
 class Values:
-    """What a layer works on: (S, z, y, x, f), and weights with which values neither grow nor shrink much."""
+    """The input of a layer, (S, z, y, x, f), and weights with which values neither grow nor shrink much."""
 
     def __init__(self, shape: LayerShape) -> None:
         rng = np.random.default_rng(20261121)
@@ -33,7 +33,7 @@ class Values:
         self.block = rng.standard_normal(count, np.float32).astype(dtype_of(shape))
 
     def window(self, corner: Position, size: tuple[int, int, int]) -> npt.NDArray[np.float64]:
-        """A part of one image, (1, *size, f)."""
+        """Return a part of one image, (1, *size, f)."""
         _, _, ny, nx, maps = self.shape.in_shape
         image, *low = corner
         z, y, x = np.ix_(*(np.arange(lo, lo + length) for lo, length in zip(low, size, strict=True)))
@@ -44,7 +44,7 @@ class Values:
 
 
 class HostLayer:
-    """On a processor. Holds as many bytes as the primitive's footprint says, and the weights as they came."""
+    """A layer on a processor; it holds as many bytes as the footprint of the primitive says, and the plain weights."""
 
     def __init__(self, crew: ThreadPool, primitive: Primitive, shape: LayerShape, variant: Variant) -> None:
         self.values = Values(shape)
@@ -58,13 +58,13 @@ class HostLayer:
         self._step.run(self._x, self._out, self._scratch)
 
     def at(self, position: Position) -> npt.NDArray[np.float64]:
-        """All maps of one voxel of what came out."""
+        """Return all maps of one output voxel."""
         maps: npt.NDArray[np.float64] = self._out[position].astype(np.float64)
         return maps
 
 
 class DeviceLayer:
-    """On a GPU. `run` queues the work and returns. DeviceError where the device refuses the layer."""
+    """A layer on a GPU: `run` queues the work and returns. DeviceError if the device refuses the layer."""
 
     def __init__(self, device: Device, primitive: Primitive, shape: LayerShape, variant: Variant) -> None:
         self.values, self._device = Values(shape), device
@@ -86,7 +86,7 @@ class DeviceLayer:
         self._step.run(self._x, self._out, self._scratch, **self._words)
 
     def at(self, position: Position) -> npt.NDArray[np.float64]:
-        """All maps of one voxel of what came out."""
+        """Return all maps of one output voxel."""
         return self._device.get(self._out[position]).astype(np.float64)
 
     def _fill(self) -> None:
@@ -99,9 +99,9 @@ class DeviceLayer:
 
 
 class HostRamLayer:
-    """On a GPU, of tensors in the memory of the host. DeviceError where the device refuses the layer.
+    """A layer on a GPU with its tensors in the memory of the host. DeviceError if the device refuses the layer.
 
-    crew  whose threads copy
+    crew  threads that copy
     """
 
     def __init__(
@@ -115,17 +115,17 @@ class HostRamLayer:
         self._scratch: Mapping[str, Any] = {s.name: device.allocate(s.nbytes, s.name) for s in footprint.scratch}
 
     def run(self) -> None:
-        """To its end."""
+        """Run the layer to its end."""
         self._step.run(self._x, self._out, self._scratch, self._crew)
 
     def at(self, position: Position) -> npt.NDArray[np.float64]:
-        """All maps of one voxel of what came out."""
+        """Return all maps of one output voxel."""
         maps: npt.NDArray[np.float64] = self._out[position].astype(np.float64)
         return maps
 
 
 def _tensors(values: Values) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Input and output in the memory of the host; (S, z, y, x, f), as a session has them there."""
+    """Return input and output in the memory of the host, (S, z, y, x, f), as a session has them there."""
     shape, block = values.shape, values.block
     x = aligned_bytes(shape.in_bytes).view(block.dtype)
     for start in range(0, x.size, block.size):

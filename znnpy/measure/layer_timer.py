@@ -1,7 +1,8 @@
-"""Seconds of one layer, run by itself on values of its own: on the crew of a processor, on a GPU, or on both.
+"""Time one layer by itself: on the threads of a processor, on a GPU, or on both.
 
-FFTW's timing rules: warm, repeated until a clock can tell. On a processor, and where it copies for a GPU, the median of
-a few runs, since a network's layers meet with what disturbs them, too; on a GPU alone, where little does, the least.
+The rules are FFTW's: a first run does not count, and short runs are repeated until a clock can tell. On a processor,
+also if it copies for a GPU, the median of a few runs counts, since the layers of a network are disturbed like these. On
+a GPU alone, where little disturbs, the least counts.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 REPEATS = 4
 LONG_SECONDS = 0.02  # on a GPU: a layer that is estimated to take longer is measured on a smaller volume
-CLOCK_SECONDS = 1e-3  # that a clock has to run, to be read exactly enough
+CLOCK_SECONDS = 1e-3  # shorter times are not read exactly enough from a clock
 SLOW_SECONDS = 0.25  # on a CPU: a run that takes longer is repeated only once
 TOUCHED_PART = 2**26  # bytes of new memory between looks at the clock
 MOST_TOUCHING = 2.0  # seconds, after which no further part is touched
@@ -36,50 +37,51 @@ MOST_TOUCHING = 2.0  # seconds, after which no further part is touched
 
 @dataclass(frozen=True, slots=True)
 class CpuTimer:
-    """Times layers as `crew` runs them."""
+    """Times layers on the threads of `crew`."""
 
     crew: ThreadPool
     now: Callable[[], float] = time.perf_counter
 
     def seconds(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> float:
-        """The median of a few runs after one that does not count; without preparing weights and planning transforms.
+        """Return the median of a few runs after one that does not count.
 
-        Holds as many bytes as the primitive's footprint says, and the weights as they came.
+        Weights are prepared and transforms are planned before. As many bytes are held as the footprint of the primitive
+        says, and the plain weights.
         """
         return _median_seconds(HostLayer(self.crew, primitive, shape, variant).run, self.now)
 
 
 @dataclass(frozen=True, slots=True)
 class GpuTimer:
-    """Times layers as `device` runs them, by events on its stream."""
+    """Times layers on `device` by events on its stream."""
 
     device: Device
 
     def seconds(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> float:
-        """As `measure`; DeviceError where the device refuses the layer, DeviceLostError where one broke it."""
+        """Return what `measure` does; DeviceError if the device refuses the layer, DeviceLostError if it broke."""
         with _refusing(self.device):
             return measure(self.device, primitive, shape, variant)
 
 
 @dataclass(frozen=True, slots=True)
 class HostRamTimer:
-    """Times layers as `device` and `crew` run them together: copies, uploads, all sub-layers and downloads."""
+    """Times layers that `device` and `crew` run together: copies, uploads, all sub-layers and downloads."""
 
     device: Device
     crew: ThreadPool
     now: Callable[[], float] = time.perf_counter
 
     def seconds(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> float:
-        """The median of a few runs after one that does not count; errors as those of GpuClock."""
+        """Return the median of a few runs after one that does not count; errors are those of GpuTimer."""
         with _refusing(self.device):
             return _median_seconds(HostRamLayer(self.device, self.crew, primitive, shape, variant).run, self.now)
 
 
 @contextmanager
 def timer_on(where: Placement, device: Device | None, machine: Machine, seconds: float) -> Iterator[LayerTimer]:
-    """That of the layers which run there: inside, its threads are there.
+    """Open the timer of layers that run there; its threads live inside the block.
 
-    seconds  as long as a run takes for which transforms are planned
+    seconds  length of the run for which transforms are planned
     """
     if where.device == "gpu":
         assert device is not None, "layers of a GPU are timed where one is open"
@@ -94,9 +96,9 @@ def timer_on(where: Placement, device: Device | None, machine: Machine, seconds:
 
 
 def touching_rate(threads: int, nbytes: int, now: Callable[[], float] = time.perf_counter) -> float:
-    """Bytes per second at which so many threads write to new memory for the first time, as a run does before its steps.
+    """Return the bytes per second at which threads write to new memory, as a run does before its steps.
 
-    Takes `nbytes` of memory meanwhile. It stops after MOST_TOUCHING seconds: what was written to until then counts.
+    It takes `nbytes` of memory meanwhile. It stops after MOST_TOUCHING seconds, and what was written by then counts.
     """
     block, done = aligned_bytes(nbytes), 0
     with ThreadPool(threads) as crew:
@@ -110,7 +112,7 @@ def touching_rate(threads: int, nbytes: int, now: Callable[[], float] = time.per
 
 @contextmanager
 def _refusing(device: Device) -> Iterator[None]:
-    """What a device refuses inside is a DeviceError; a DeviceLostError where it runs nothing any more."""
+    """Raise what a device refuses inside as a DeviceError, and as a DeviceLostError if it runs nothing any more."""
     try:
         yield
     except VramError:
@@ -124,7 +126,7 @@ def _refusing(device: Device) -> Iterator[None]:
 
 
 def _median_seconds(run: Callable[[], None], now: Callable[[], float]) -> float:
-    """Of one run, after one that does not count."""
+    """Return the median seconds of one run, after one that does not count."""
 
     def spent(times: int) -> float:
         begin = now()
@@ -141,7 +143,7 @@ def _median_seconds(run: Callable[[], None], now: Callable[[], float]) -> float:
 
 
 def measure(device: Device, primitive: Primitive, shape: LayerShape, variant: Variant) -> float:
-    """Seconds that the GPU takes to run a layer: the least of a few runs, after one that does not count."""
+    """Return the seconds that the GPU takes to run a layer: the least of a few runs, after one that does not count."""
     layer = DeviceLayer(device, primitive, shape, variant)
     started = time.perf_counter()
     layer.run()

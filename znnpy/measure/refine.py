@@ -1,11 +1,11 @@
-"""Plans and measurements in turn: layers of the best plan are timed until the best plan holds none that was not.
+"""Plan and measure in turn: the layers of the best plan are timed until all layers of the best plan were timed.
 
-A layer that turns out slower than its estimate makes way for the next best, which is timed then. With `hope` = h,
-layers that were not timed count as h times their estimate; no plan beats the last one unless a layer is faster still.
+A layer that is slower than its estimate gives way to the next best one, which is timed then. With `hope` = h, layers
+that were not timed count as h times their estimate; then no plan beats the last one unless a layer is faster still.
 
-Layers are timed where the plan runs them: on the processor by as many threads as compute there, on the GPU, or, where
-their tensors are in host memory, on the GPU with all that goes up and down. Of these the largest sub-layer is timed
-first, by itself: how they are divided depends on it.
+Layers are timed where the plan runs them: on the threads of the processor that compute there, on the GPU, or, if their
+tensors are in host memory, on the GPU together with all transfers. For these the largest sub-layer is timed first, by
+itself, because their division depends on it.
 """
 
 from __future__ import annotations
@@ -25,22 +25,20 @@ from znnpy.planner.request import CostModel, PlanRequest
 from znnpy.planner.run_plan import RunPlan
 from znnpy.shapes import LayerShape
 
-MOST_LAYER_SECONDS = 2.0  # of one run, as estimated: what takes longer runs on fewer images
+MOST_LAYER_SECONDS = 2.0  # estimated, of one run; a longer layer runs on fewer images
 
-LEAST_WORKING = 0.1  # of the time of a layer, whatever its stages are assumed to take to begin
+LEAST_WORKING = 0.1  # least share of a layer's time in which its stages work, and do not begin
 
-TimersOn = Callable[
-    [Placement, float], AbstractContextManager[LayerTimer]
-]  # of layers there, in a run of so many seconds
+TimersOn = Callable[[Placement, float], AbstractContextManager[LayerTimer]]  # opens a timer, for a run of some seconds
 Case = tuple[Primitive, LayerShape, Variant]
 
 
 @dataclass(slots=True)
 class Refiner:
-    """What is known of the devices of a plan, and how more is learnt.
+    """The rates of the devices of a plan, and the means to learn more.
 
-    threads  that a run may have: those of the processor's rates. Fewer are as much slower
-    rooms    of each memory: what takes more is not timed
+    threads  threads that a run may have; the processor's rates are for these, and fewer are proportionally slower
+    rooms    free bytes of each memory; a layer that takes more is not timed
     """
 
     rates: dict[DeviceKind, Rates]
@@ -48,10 +46,10 @@ class Refiner:
     clocks: TimersOn
     threads: int
     rooms: FreeBytes
-    costs: CostModel = field(default_factory=CostModel)  # with other rates
+    costs: CostModel = field(default_factory=CostModel)  # primitives; its rates are not used
     found: list[Measurement] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
-    # Layers of plans that one image of does not fit, by the memory that is too small.
+    # Layers of which not even one image fits, by the memory that is too small.
     too_large: dict[DeviceKind, set[Case]] = field(default_factory=dict)
     _tried: set[tuple[Placement, Case]] = field(default_factory=set)
 

@@ -1,4 +1,4 @@
-"""How much is measured before a plan is chosen: nothing, layers of the best plans, or all that could be in the best."""
+"""Measure before a plan is chosen: nothing, layers of the best plans, or all layers that may be in the best plan."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from znnpy.planner.run_plan import RunPlan
 from znnpy.run.target import OpenTarget
 from znnpy.units import human_bytes
 
-TIME_LIMIT = 60.0  # seconds that "measure" may take where nobody said how long
-HOPE = 0.5  # assumed: no layer takes less than this share of its estimate
+TIME_LIMIT = 60.0  # seconds that "measure" may take if no limit is given
+HOPE = 0.5  # no layer is assumed to take less than this share of its estimate
 
 TimersOn = Callable[[OpenTarget, Placement, float], AbstractContextManager[LayerTimer]]
 
@@ -42,35 +42,35 @@ def rigor_of(level: RigorLevel, time_limit: float | None) -> Rigor:
 
 
 def timer_for(target: OpenTarget, where: Placement, seconds: float) -> AbstractContextManager[LayerTimer]:
-    """Return a clock of what a target has open, for a run of so many seconds."""
+    """Return a timer on what a target has open, for a run of so many seconds."""
     return timer_on(where, target.gpu, target.machine, seconds)
 
 
 @dataclass(slots=True)
 class RigorMeasurement:
-    """Measures as much as a request's rigor asks for, and knows what it found.
+    """Measures as much as a request's rigor asks for, and keeps what it found.
 
-    measure     layers of the best plan, until the best plan holds none that was not measured at about its size
-    exhaustive  then the same as if layers that were not measured took half their estimate, or 0.84 of it where they
-                were at other sizes: no plan that the search compares is faster then
+    measure     times layers of the best plan, until all layers of the best plan were measured at about their size
+    exhaustive  then goes on as if layers that were not measured took half their estimate, or 0.84 of it if they were
+                measured at other sizes; afterwards no plan that the search compares is faster
 
-    Nothing is begun that does not fit the time. What a device refuses to run is in the rates, with its words.
+    Nothing is begun that does not fit the time. The rates hold what a device refused to run, with its message.
     """
 
     tell: Callable[[Progress], None] = lambda progress: None
     clock: TimersOn = timer_for
     now: Callable[[], float] = time.monotonic
-    costs: CostModel = field(default_factory=CostModel)  # with other rates
-    done: RigorLevel = "estimate"  # of the rigor, before the time was up
+    costs: CostModel = field(default_factory=CostModel)  # primitives; its rates are not used
+    done: RigorLevel = "estimate"  # the rigor that was reached before the time was up
     sentences: list[str] = field(default_factory=list)
-    found: dict[DeviceKind, Rates] = field(default_factory=dict)  # by device, where anything was measured
+    found: dict[DeviceKind, Rates] = field(default_factory=dict)  # by device, if anything was measured
 
     def rates(self, target: OpenTarget, request: PlanRequest, known: KnownRates) -> KnownRates:
-        """Return what is known of the devices with what was measured of the layers of a request's best plans.
+        """Return the rates of the devices, with what was measured of the layers of a request's best plans.
 
-        known  of devices before; a device that is missing is assumed
+        known  earlier rates; a device that is missing is assumed
 
-        NoPlanError where there is no plan.
+        NoPlanError if there is no plan.
         """
         rigor, request = request.rigor, request.without_alternatives()
         if rigor.level == "estimate":
@@ -88,12 +88,12 @@ class RigorMeasurement:
         return refiner.rates
 
     def layers_timed(self, plan: RunPlan, target: OpenTarget, known: KnownRates, seconds: float = inf) -> KnownRates:
-        """Return what is known with what was measured of the layers of one plan that were not known at their size.
+        """Return the rates of the devices, with what was measured of the layers of one plan.
 
-        target   with its GPU open, where layers run on one
-        known    of devices before; rates of the processor are for `plan.limits.threads`
+        target   its GPU is open if layers run on one
+        known    earlier rates; those of the processor are for `plan.limits.threads`
 
-        So plans may be made elsewhere, and in turn with this.
+        Layers that are known at about their size are not timed. The caller makes the plans, in turn with this.
         """
         refiner = self._refiner(target, plan.limits, seconds, known)
         begun = dict(refiner.rates)
@@ -110,7 +110,7 @@ class RigorMeasurement:
         return Refiner(begun, timer, clocks, threads, target.rooms(limits), self.costs)
 
     def _report(self, refiner: Refiner, target: OpenTarget, begun: KnownRates, *, whole: bool, seconds: float) -> None:
-        """Keep what was found, and sentences on what was not measured."""
+        """Keep what was found, and add sentences on what was not measured."""
         self.sentences += _left_out(refiner)
         if not whole:
             self.sentences.append(
@@ -135,7 +135,8 @@ def _keep(refiner: Refiner, target: OpenTarget) -> None:
 def _in_turn(request: PlanRequest) -> list[PlanRequest]:
     """Return requests whose layers are measured in turn.
 
-    The last is the request itself; where its plan takes many plans of one device, one such plan comes before.
+    The last is the request itself. If making its plan takes many plans of one device, the request for one of them comes
+    before.
     """
     target = request.target
     one = target.mode in ("cpu", "gpu", *OFFLOAD_MODES) or target.device == "cpu"
@@ -143,7 +144,7 @@ def _in_turn(request: PlanRequest) -> list[PlanRequest]:
 
 
 def _learnt(refiner: Refiner, requests: list[PlanRequest]) -> bool:
-    """Return False where the time was up before the end; the first plan of each takes none of that time."""
+    """Return False if the time was up before the end; making the first plan takes none of that time."""
     for sooner in requests[:-1]:
         with suppress(NoPlanError):
             if not _learnt(refiner, [sooner]):

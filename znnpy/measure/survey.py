@@ -1,10 +1,10 @@
-"""The speed of this machine, measured: short runs of layers, and the rates of units that explain them.
+"""Measure the speed of this machine: run layers for a short time, and fit the rates of units to these runs.
 
-Every primitive of a device that runs the sample layers (`planner.samples`) does so with the variant that looks the
-fastest for each unit it may use, and with one that looks slower, so that rates tell variants apart; what looks the
-fastest of all first, until the time is up. What looks much slower than others do only short runs. Kernels that no card
-has shown results of are left out: nothing chooses them. For a network the layers of its best plans follow
-(`run.learning`), within all memory and within parts of it.
+Every primitive of a device runs the sample layers (`znnpy.costs.samples`) that it can. It does so with the variant that
+looks the fastest for each unit that it may use, and with one that looks slower, so that rates tell variants apart. What
+looks the fastest of all comes first, until the time is up; what looks much slower than that does only short runs.
+Kernels that were never run on any card are left out, since no plan takes them. For a network the layers of its best
+plans follow (`znnpy.measure.refine`), within all memory and within parts of it.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from znnpy.planner.request import CostModel, PlanRequest
 from znnpy.shapes import LayerShape, Precision
 from znnpy.units import human_bytes, human_seconds
 
-SURVEY_SHARE = 0.5  # of the time, where the network of a machine is measured that was not
-MOST_RUN_SECONDS, MOST_LARGE_SECONDS = 0.4, 1.5  # of one run of a sample, as estimated
-MOST_TOUCHED, LEAST_TOUCHED = 2**29, 2**25  # bytes of new memory that are written to, to tell how fast that is
-LARGE_BYTES = 2**28  # of what a sample reads, from which on it is a large one
-FAR, SHORT_SECONDS = 4.0, 0.01  # how much slower than the best a run looks that is left out, unless it is short
-OTHERWISE = 1.5  # at most so much slower than the best looks a primitive's other variant
-# Plans of a network: their cover (None: as is best), and the part of the memory that they are made for.
+SURVEY_SHARE = 0.5  # of the time, if a network is given and the machine was not measured before
+MOST_RUN_SECONDS, MOST_LARGE_SECONDS = 0.4, 1.5  # estimated, of one run of a sample
+MOST_TOUCHED, LEAST_TOUCHED = 2**29, 2**25  # bytes of new memory that are written to, to measure how fast that is
+LARGE_BYTES = 2**28  # a sample that reads at least so much is a large one
+FAR, SHORT_SECONDS = 4.0, 0.01  # a run that looks so many times slower than the best is left out, unless it is short
+OTHERWISE = 1.5  # the second variant of a primitive looks at most so many times slower than the best
+# Plans of a network: their cover (None: the better one), and the part of the memory that they are made for.
 PLANS: tuple[tuple[Cover | None, int], ...] = ((None, 1), ("columns", 1), ("patches", 1), (None, 4), (None, 16))
 
 
@@ -49,10 +49,10 @@ def sample_tasks(
     room_bytes: int,
     table: Sequence[Primitive] = TABLE,
 ) -> list[LayerTask]:
-    """What tells the speed of a device within `room_bytes` of its memory.
+    """Return what is timed to know the speed of a device, within `room_bytes` of its memory.
 
-    First one sample of every primitive; then what looks the fastest of every sample, what looks second, and so on:
-    plans are made of these, and what no time is left for is what they take last.
+    One sample of every primitive comes first. Then comes what looks the fastest for every sample, then what looks
+    second, and so on: plans take the first of these the most, and the last is left out if there is no time.
     """
     rates = assumed_rates(machine, limits.threads, device)
     met = set[str]()
@@ -76,7 +76,7 @@ def sample_tasks(
 
 
 def units_of(tasks: Sequence[LayerTask]) -> set[Unit]:
-    """All that they work with."""
+    """Return all units that tasks work with."""
     return {work.unit for task in tasks for work in task.primitive.work(task.shape, task.variant)}
 
 
@@ -88,7 +88,7 @@ def counted_units(runs: Sequence[Run]) -> dict[Unit, int]:
 def _variants(
     primitive: Primitive, shape: LayerShape, machine: Machine, rates: Rates, threads: int, room_bytes: int
 ) -> Iterator[LayerTask]:
-    """For each choice of units that a variant makes, the one that looks the fastest, and the slowest that is near."""
+    """Yield, for each set of units that variants use, the one that looks the fastest and the slowest one near it."""
     found: dict[frozenset[Unit], list[LayerTask]] = {}
     most = MOST_LARGE_SECONDS if shape.in_bytes >= LARGE_BYTES else MOST_RUN_SECONDS
     for variant in primitive.variants(shape, machine):
@@ -109,7 +109,7 @@ def _variants(
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What is measured: a device of a machine, by so many threads, within so much of its memory."""
+    """The measurement of one device of a machine, with a number of threads and within so much of its memory."""
 
     machine: Machine
     device: DeviceKind
@@ -152,7 +152,7 @@ class Survey:
     def deepen(self, rates: Rates, request: PlanRequest, clock: LayerTimer, timer: TimeBudget) -> list[Measurement]:
         """Measure layers of the best plans for a request, within its memory and parts of it.
 
-        It ends when the time is up or all layers are known. NoPlanError where nothing fits within all the memory.
+        It ends when the time is up or all layers are known. NoPlanError if nothing fits within all the memory.
         """
         device, rooms = self.device, {self.device: self.room_bytes}
         costs = CostModel(table=self.table)
@@ -167,9 +167,9 @@ class Survey:
         return learner.found
 
     def touched(self, old: Costs | None, *, again: bool) -> float | None:
-        """Bytes per second of memory that is first written to; None on a GPU, and where too little memory is free.
+        """Return the bytes per second of first writes to memory; None on a GPU, and if too little memory is free.
 
-        again  measure, whatever `old` says
+        again  measure even if `old` knows
         """
         if self.device == "gpu":
             return None
@@ -195,5 +195,5 @@ class Survey:
 
 
 def rate_words(rate: Rate) -> str:
-    """`400 GFLOP/s, 25 GB/s`."""
+    """Return a rate as text, such as `400 GFLOP/s, 25 GB/s`."""
     return f"{rate.flops / 1e9:,.3g} GFLOP/s, {rate.nbytes / 1e9:,.3g} GB/s"
