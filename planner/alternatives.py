@@ -15,7 +15,7 @@ MORE_WASTE = 1.05  # times the waste, from which on borders may be the reason
 
 
 def kind_of(network: Network, best: RunPlan, other: RunPlan, scheme: str = "") -> Alternative:
-    """`other`, the best plan of its kind, or of a scheme that no session runs, beside the best of all."""
+    """Return `other`, the best plan of its kind or of a scheme that no session runs, compared with the best of all."""
     over, over_vram = other.memory.excess(other.limits)
     runner_up = RunnerUp(
         patch_out=other.patch_out,
@@ -33,7 +33,7 @@ def kind_of(network: Network, best: RunPlan, other: RunPlan, scheme: str = "") -
 
 
 def why_lost(network: Network, best: RunPlan, other: RunPlan) -> str:
-    """A sentence on `other`, which does not fit or is not faster than `best`."""
+    """Return a sentence that says why `other` is not taken: it does not fit, or is not faster than `best`."""
     over, over_vram = other.memory.excess(other.limits)
     if over or over_vram:
         parts = [human_bytes(over)] * (over > 0) + [f"{human_bytes(over_vram)} of VRAM"] * (over_vram > 0)
@@ -81,9 +81,12 @@ def _times(ratio: float) -> str:
 
 
 def _slowest(network: Network, best: Plan, other: Plan) -> str:
-    """The layer that takes the most time more than in `best`, and what is different there."""
-    before, after = _by_span(network, best), _by_span(network, other)
-    more = [_seconds(theirs) - _seconds(ours) for ours, theirs in zip(before, after, strict=True)]
+    """Name the layer that takes the most time more than in `best`, and what is different there."""
+    before, after = _by_group(network, best), _by_group(network, other)
+    spent, theirs_spent = (
+        [sum(choice.total_seconds for choice in group) for group in some] for some in (before, after)
+    )
+    more = [theirs - ours for ours, theirs in zip(spent, theirs_spent, strict=True)]
     index = max(range(len(more)), key=more.__getitem__)
     idle = other.seconds - best.seconds - sum(more)
     prepared = other.preparing_seconds - best.preparing_seconds
@@ -91,24 +94,19 @@ def _slowest(network: Network, best: Plan, other: Plan) -> str:
         return f"preparing its memory takes {human_seconds(prepared)} more"
     if more[index] < idle:
         return "nothing is computed while its first patch comes in and its last one goes out"
-    theirs = max(after[index], key=lambda choice: choice.executions * choice.seconds)
-    ours = max(before[index], key=lambda choice: choice.executions * choice.seconds)
+    ours, theirs = (max(some[index], key=lambda choice: choice.total_seconds) for some in (before, after))
     layer = f"layer {theirs.layers[0]} ({network.layers[theirs.layers[0]]})"
     longer = f"{layer} takes {human_seconds(more[index])} more"
     if theirs.primitive != ours.primitive:
         return f"{longer} with {theirs.primitive}"
     if theirs.resident_bytes < ours.resident_bytes:
         return f"{longer}, as it needs its kernels again in each of {theirs.executions:,} runs"
-    parts = [
-        choice_parts for choice_parts, choice in zip(other.sub_batches, other.choices, strict=True) if choice is theirs
-    ]
-    if parts[0] > 1 and theirs.executions > ours.executions:
-        return f"{longer}, in {parts[0]} parts"
-    return longer
+    parts = other.sub_batches[other.choices.index(theirs)]
+    return f"{longer}, in {parts} parts" if parts > 1 and theirs.executions > ours.executions else longer
 
 
 def idle(both: RunPlan) -> str:
-    """Return why the CPU beside GPUs computes nothing."""
+    """Say why the CPU computes nothing while GPUs run."""
     cpu = both.workers[1].plan
     first = cpu.seconds_to_begin + cpu.seconds_per_step
     return (
@@ -117,14 +115,9 @@ def idle(both: RunPlan) -> str:
     )
 
 
-def _by_span(network: Network, plan: Plan) -> list[list[Choice]]:
-    """Choices of each convolution with the pooling behind it, and of every other layer."""
+def _by_group(network: Network, plan: Plan) -> list[list[Choice]]:
+    """Return the choices of each convolution with the pooling behind it, and of every other layer."""
     return [[c for c in plan.choices if first <= c.layers[0] <= last] for first, last in fusion_groups(network)]
-
-
-def _seconds(choices: list[Choice]) -> float:
-    """For the whole output."""
-    return sum(choice.executions * choice.seconds for choice in choices)
 
 
 def offloaded_layers(plan: Plan) -> str:

@@ -32,7 +32,7 @@ class CoExecution:
 
     @property
     def cells(self) -> Cover:
-        """The cells that the CPU and GPUs take in turn.
+        """The cells of the output.
 
         The first across the axis are as wide as the CPU's patch; later ones are as wide as the GPU columns that fit
         into it, so that a remainder that fills no GPU column may go to the CPU.
@@ -83,8 +83,9 @@ class CoExecution:
             return 0.0
         stacks, cut = divmod(count, cells.counts[gpu.axis])
         columns = self._columns_per_stack()
-        whole = sum(choice.executions * choice.seconds for choice in gpu.choices)
-        spent = sum(columns[stacks:]) / self._column_count() * whole
+        whole = sum(choice.total_seconds for choice in gpu.choices)
+        all_columns = prod(ceil(gpu.output[i] / gpu.patch_out[i]) for i in self._across())
+        spent = sum(columns[stacks:]) / all_columns * whole
         if cut:
             steps = cells.patch[gpu.axis] / gpu.patch_out[gpu.axis]
             spent -= cut * columns[stacks] * steps * gpu.seconds_per_step
@@ -104,10 +105,6 @@ class CoExecution:
         gpu, columns = self.gpu, self._columns_per_stack()[0]
         steps = self.cells.patch[gpu.axis] // gpu.patch_out[gpu.axis]
         return columns * gpu.seconds_to_begin, columns * steps * gpu.seconds_per_step
-
-    def _column_count(self) -> int:
-        """Return the number of columns, or stacks of patches, of a GPU's plan without cells."""
-        return prod(ceil(self.gpu.output[i] / self.gpu.patch_out[i]) for i in self._across())
 
     def _columns_per_stack(self) -> list[int]:
         """Return the number of GPU columns in each stack of cells."""

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from math import prod
+from operator import lt
 
 from znnpy.errors import NoPlanError
 from znnpy.messages import option
@@ -23,7 +24,7 @@ from znnpy.planner.plan import Plan
 from znnpy.planner.request import CostModel, PlanRequest
 from znnpy.planner.run_plan import RunPlan
 from znnpy.planner.search import plan_on_device
-from znnpy.shapes import Vec3
+from znnpy.shapes import Vec3, ceil_divide
 
 
 def plan_on_devices(request: PlanRequest, costs: CostModel) -> RunPlan:
@@ -57,12 +58,12 @@ def plan_on_devices(request: PlanRequest, costs: CostModel) -> RunPlan:
 def _plans_of_parts(request: PlanRequest, costs: CostModel) -> Iterator[Plan]:
     """Yield the best plan of a part for every way to cut; columns are no longer than a part is along their axis."""
     devices, output = request.target.devices, request.output
-    for counts in product(range(1, devices + 1), repeat=3):
-        if prod(counts) != devices or any(size < count for size, count in zip(output, counts, strict=True)):
+    for counts in product(range(1, devices + 1), range(1, devices + 1), range(1, devices + 1)):
+        if prod(counts) != devices or any(map(lt, output, counts)):
             continue
-        z, y, x = (-(-size // count) for size, count in zip(output, counts, strict=True))
-        if (plan := plan_of_part(request, costs, (z, y, x))) is not None:
-            yield plan.in_columns_of(min(plan.column_planes, (z, y, x)[plan.axis]))
+        part = ceil_divide(output, counts)
+        if (plan := plan_of_part(request, costs, part)) is not None:
+            yield plan.in_columns_of(min(plan.column_planes, part[plan.axis]))
 
 
 def plan_of_part(request: PlanRequest, costs: CostModel, output: Vec3) -> Plan | None:

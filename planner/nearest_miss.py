@@ -48,14 +48,11 @@ def _nearest_miss(search: TilingSearch, least: Solution) -> str:
     kind = f"columns along {'zyx'[search.space.axis]} in steps of" if search.space.streams else "output patches of"
     lacking = [
         (what, limit, need, option(what.lower(), f"{-(-need // 2**20)}M"))
-        for what, limit, need, over in zip(
-            ("RAM", "VRAM"),
-            (limits.ram_bytes, limits.vram_bytes or 0),
-            (memory.peak, memory.vram),
-            memory.excess(limits),
-            strict=True,
+        for what, limit, need in (
+            ("RAM", limits.ram_bytes, memory.peak),
+            ("VRAM", limits.vram_bytes or 0, memory.vram),
         )
-        if over
+        if need > limit
     ]
     inside = " and in ".join(f"{mebibytes(limit)} of {what}" for what, limit, _, _ in lacking)
     needs = " and ".join(

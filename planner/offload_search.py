@@ -21,13 +21,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from znnpy.costs.model import Rates, seconds, unhidden_io_seconds
+from znnpy.costs.model import seconds, unhidden_io_seconds
 from znnpy.costs.two_stages import two_stage_seconds, upload_wait_seconds
 from znnpy.errors import NoPlanError
 from znnpy.kernels.contract import Work, device_of
-from znnpy.machine import Limits
 from znnpy.messages import option
-from znnpy.network import Network
 from znnpy.option_values import OffloadMode
 from znnpy.planner.found_plan import choice_of, plan_of
 from znnpy.planner.layer_options import OptionTable
@@ -35,7 +33,7 @@ from znnpy.planner.layer_search import MAX_COLUMN_SECONDS, Solution
 from znnpy.planner.layout import place
 from znnpy.planner.memory import Memory, StepSizes, mebibytes
 from znnpy.planner.offload_sizes import initial_sizes, neighbouring_sizes
-from znnpy.planner.pareto import LayerRun, total_seconds
+from znnpy.planner.pareto import total_seconds
 from znnpy.planner.plan import Choice, Plan, Stage
 from znnpy.planner.request import PlanRequest
 from znnpy.planner.stage_search import StageSearch
@@ -96,14 +94,6 @@ class OffloadSearch:
         self._most = SEED_SLACK * self.below
 
     @property
-    def network(self) -> Network:
-        return self.request.network
-
-    @property
-    def limits(self) -> Limits:
-        return self.request.limits
-
-    @property
     def overlap(self) -> bool:
         return self.mode == "cpu-to-gpu"
 
@@ -131,7 +121,7 @@ class OffloadSearch:
             raise NoPlanError(f"mode {self.mode}: no plan was found that takes less than {self.below:.3g} s")
         if best is None:  # what bounds and estimates leave out may still fit
             least = self._least_need(spaces, patch)
-            if least is None or least.memory.excess(self.limits) != (0, 0):
+            if least is None or least.memory.excess(self.request.limits) != (0, 0):
                 raise self._no_plan(least)
             best = least
         return self._plan(best)
@@ -163,7 +153,7 @@ class OffloadSearch:
     def _of_tiling(self, whole: Tiling, best: TwoStages | None) -> TwoStages | None:
         """Return the best of `best` and of one tiling. Smaller parts only cost time, unless they save memory."""
         cuts = []
-        for layers in range(1, len(self.network.layers)):
+        for layers in range(1, len(self.request.network.layers)):
             cut = self._cut(whole, layers, (0,))
             if cut.host.budget(cut.front) >= cut.front.largest:
                 cuts.append((self._least(cut, cut.host.over_link(cut.front)), layers))
@@ -234,7 +224,7 @@ class OffloadSearch:
         if back is None:
             return None
         found = self._two_stages(cut, front, back)
-        return found if found.seconds < below and found.memory.excess(self.limits) == (0, 0) else None
+        return found if found.seconds < below and found.memory.excess(self.request.limits) == (0, 0) else None
 
     def _fastest_front(self, cut: Cut) -> Solution | None:
         """Find the fastest primitives for offloaded layers, which do not depend on the images that the GPU takes."""
@@ -246,7 +236,7 @@ class OffloadSearch:
         """Put two stages together, with their memory and the seconds for the whole output."""
         whole, once = cut.whole, sum(way.sub_batches * way.seconds for _, way in back.layer_runs)
         wait = upload_wait_seconds(self._upload_seconds(back.tiling), back.tiling.sub_batches[0], once)
-        sizes = StepSizes(self.network, whole.step_input, whole.patch, self.request.itemsizes)
+        sizes = StepSizes(self.request.network, whole.step_input, whole.patch, self.request.itemsizes)
         idle = unhidden_io_seconds("gpu", sizes.raw_bytes + sizes.out_bytes)
         spent = two_stage_seconds(_runs(front), _runs(back), wait, len(whole.cover), overlap=self.overlap)
         steps = [(way.shape, way.footprint) for found in (front, back) for _, way in found.layer_runs]
@@ -264,7 +254,11 @@ class OffloadSearch:
 
     def _choices(self, first: int, found: Solution) -> tuple[Choice, ...]:
         """Return the choices of a stage, whose first layer is layer `first` of the network."""
-        return tuple(choice_of((first + a, first + b), way, self._rates(way)) for (a, b), way in found.layer_runs)
+        rates = {"cpu": self.cpu.rates, "gpu": self.gpu.rates}
+        return tuple(
+            choice_of((first + a, first + b), way, rates[device_of(way.primitive.name)])
+            for (a, b), way in found.layer_runs
+        )
 
     def _upload_seconds(self, back: Tiling) -> float:
         """Return the seconds for the upload of one part of what is handed over in a step."""
@@ -304,7 +298,7 @@ class OffloadSearch:
         images = whole.shapes[cut - 1].out_shape[0]
         if not self.request.constraints.depth_first:
             return [(0,)]
-        rest = replace(whole.space, stage=(cut, len(self.network.layers)))
+        rest = replace(whole.space, stage=(cut, len(self.request.network.layers)))
         later = [at_once for at_once in splits(rest.stage_network)[1:] if any(at_once)]
         some = [(count,) for count in range(images, 0, -1) if images % count == 0]
         ends = [(images,), (1,)] if images > 1 else [(1,)]
@@ -317,18 +311,15 @@ class OffloadSearch:
             best.stages,
             best.memory,
             overlap=self.overlap,
-            feed_threads=self.limits.threads - self.cpu.threads,
+            feed_threads=self.request.limits.threads - self.cpu.threads,
         )
-
-    def _rates(self, way: LayerRun) -> Rates:
-        return (self.gpu if device_of(way.primitive.name) == "gpu" else self.cpu).rates
 
     def _least_need(self, spaces: Sequence[TilingSpace], patch: Vec3 | None) -> TwoStages | None:
         """Find the smallest need of the smallest shapes; None where no cut leaves layers that both stages run."""
         least: TwoStages | None = None
         for space in spaces:
             whole = tiling_of(space, turned(patch, space.axis) if patch else space.network.period)
-            for layers in range(1, len(self.network.layers)):
+            for layers in range(1, len(self.request.network.layers)):
                 for at_once in self._images(whole, layers):
                     cut = self._cut(whole, layers, at_once)
                     front, back = cut.host.leanest(cut.front), cut.gpu.leanest(cut.back)
@@ -341,10 +332,10 @@ class OffloadSearch:
         """Say what `least`, the smallest need there is, lacks."""
         if least is None:
             return NoPlanError(
-                f"mode {self.mode}: no primitives run the first layers of {self.network.name} with "
+                f"mode {self.mode}: no primitives run the first layers of {self.request.network.name} with "
                 f"the host and all others on the GPU; drop {option('mode')} or {option('only')}"
             )
-        memory, limits = least.memory, self.limits
+        memory, limits = least.memory, self.request.limits
         needs = memory.peak, memory.vram
         ram, vram = (option(name, f"{-(-need // 2**20)}M") for name, need in zip(("ram", "vram"), needs, strict=True))
         error = NoPlanError(
@@ -358,7 +349,7 @@ class OffloadSearch:
         return error
 
     def _lacks(self, found: TwoStages) -> tuple[int, int]:
-        return sum(found.memory.excess(self.limits)), found.memory.peak + found.memory.vram
+        return sum(found.memory.excess(self.request.limits)), found.memory.peak + found.memory.vram
 
 
 def _runs(found: Solution) -> list[tuple[int, float]]:

@@ -137,7 +137,7 @@ def fastest_within(
     if price:
         priced = [[(replace(o, seconds=o.seconds + price * o.resident), o) for o in options] for options in fronts]
         unpriced = {id(dear): option for pairs in priced for dear, option in pairs}
-        ranked = [tuple(sorted((dear for dear, _ in pairs), key=_RANK)) for pairs in priced]
+        ranked = [tuple(sorted((dear for dear, _ in pairs), key=lambda o: (o.seconds, o.resident))) for pairs in priced]
         found = _fastest_within(ranked, budget, below, price)
         return None if found is None else tuple(unpriced[id(dear)] for dear in found)
     return _fastest_within(fronts, budget, below, 0.0)
@@ -328,7 +328,6 @@ def knapsack_bound(layers: Sequence[Sequence[tuple[float, int]]], budget: int, e
     return best
 
 
-_RANK: Callable[[LayerOption], tuple[float, int]] = attrgetter("seconds", "resident")
 _ALLOWANCE: Callable[[LayerOption], int] = attrgetter("allowance")
 _ARENA: Callable[[LayerOption], int] = attrgetter("arena_bytes")
 

@@ -17,7 +17,7 @@ from znnpy.costs.two_stages import two_stage_seconds
 from znnpy.kernels.contract import Variant
 from znnpy.machine import Limits
 from znnpy.option_values import DeviceKind, Mode
-from znnpy.patches import Box, Column, Cover
+from znnpy.patches import Box, Column, Cover, with_size
 from znnpy.planner.layout import Count, Positive, sub_batch_counts
 from znnpy.planner.layout import Tensor as Tensor
 from znnpy.planner.memory import PINNED, StepSizes
@@ -58,6 +58,11 @@ class Choice:
     fitted: bool  # all rates of its work are measured; else some are assumed
     resident_bytes: Count
     working_bytes: Count
+
+    @property
+    def total_seconds(self) -> float:
+        """Predicted seconds for the whole output."""
+        return self.executions * self.seconds
 
     @property
     def where(self) -> str:
@@ -208,7 +213,7 @@ class Plan:
         whole, rest = divmod(self.output[self.axis], self.column_planes)
         thick, row = self.patch_out[self.axis], whole + (rest > 0)  # columns behind each other
         steps = whole * (self.column_planes // thick) - (-rest // thick)
-        spent = sum(choice.executions * choice.seconds for choice in self.choices) * row / self.columns
+        spent = sum(choice.total_seconds for choice in self.choices) * row / self.columns
         return max(0.0, spent - steps * self.seconds_per_step) / row
 
     def seconds_for(self, share: float, devices: int = 1) -> float:
@@ -218,7 +223,9 @@ class Plan:
         out_bytes = self.itemsize_out * last.out_shape[4] * prod(self.patch_out)
         edges = first.batch * (raw_bytes + min(devices, self.columns) * out_bytes)  # one thread writes all last patches
         if len(self.stages) == 1:
-            return share * sum(c.executions * c.seconds for c in self.choices) + unhidden_io_seconds(self.device, edges)
+            return share * sum(choice.total_seconds for choice in self.choices) + unhidden_io_seconds(
+                self.device, edges
+            )
         ran = [
             (c.executions // times, times * c.seconds) for times, c in zip(self.sub_batches, self.choices, strict=True)
         ]
@@ -313,8 +320,5 @@ def waste(output: Vec3, layers: Sequence[tuple[LayerShape, float, int]]) -> floa
 
 def patch_in(network: Network, out: Vec3, axis: int, *, streams: bool) -> Vec3:
     """Return what a step with the dense output `out` reads; in a column along `axis` only the new planes."""
-    z, y, x = (
-        size if streams and i == axis else grown
-        for i, (size, grown) in enumerate(zip(out, network.patch_in(out), strict=True))
-    )
-    return z, y, x
+    grown = network.patch_in(out)
+    return with_size(grown, axis, out[axis]) if streams else grown

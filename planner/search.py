@@ -182,11 +182,11 @@ def _narrowing(wanted: Constraints) -> str:
 def _plan(ranked: Ranked) -> RunPlan:
     """Return the best of all spaces as a plan, with the best of the others and the next best as runners-up."""
     search, found = ranked[0]
-    others = [other.runner_up(best) for other, best in ranked if other.space.streams != search.space.streams]
+    others = (other.runner_up(best) for other, best in ranked if other.space.streams != search.space.streams)
     larger = search.next_larger(found.seconds)
     return replace(
         _plan_of(search, found),
-        other=others[0] if others else None,
+        other=next(others, None),
         runners_up=(*larger, *search.slower(found, RUNNERS_UP - len(larger))),
     )
 

@@ -23,6 +23,7 @@ from znnpy.errors import NoPlanError
 from znnpy.machine import Limits
 from znnpy.messages import option
 from znnpy.network import Network
+from znnpy.patches import with_size
 from znnpy.planner.co_execution import CoExecution
 from znnpy.planner.layer_search import MAX_COLUMN_SECONDS
 from znnpy.planner.memory import MIB, mebibytes
@@ -31,7 +32,6 @@ from znnpy.planner.plan import Plan
 from znnpy.planner.request import CostModel, PlanRequest
 from znnpy.planner.run_plan import PlannedWorker, RunPlan
 from znnpy.planner.search import plan_on_device
-from znnpy.planner.tilings import with_size
 from znnpy.shapes import Vec3, text
 
 COLUMNS = (1, 2, 4)  # numbers of CPU columns that are tried: fewer have less border, and take more memory

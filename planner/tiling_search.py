@@ -14,13 +14,14 @@ from heapq import heapify, heappop, heappush
 from itertools import product
 from math import inf, prod
 
+from znnpy.patches import with_size
 from znnpy.planner.layer_options import LayerContext
 from znnpy.planner.layer_search import LayerSearch, Solution
 from znnpy.planner.memory import Memory
 from znnpy.planner.pareto import fastest, smallest
 from znnpy.planner.request import PlanRequest
 from znnpy.planner.run_plan import RunnerUp
-from znnpy.planner.tilings import Sizes, Tiling, all_sizes, log_spaced, sizes_between, tiling_of, with_size
+from znnpy.planner.tilings import Sizes, Tiling, all_sizes, log_spaced, sizes_between, tiling_of
 from znnpy.shapes import Vec3
 
 RUNNERS_UP = 3

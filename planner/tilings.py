@@ -9,7 +9,7 @@ from itertools import accumulate, product
 from math import prod
 
 from znnpy.network import Conv, Network, Pool, extent
-from znnpy.patches import Cover
+from znnpy.patches import Cover, with_size
 from znnpy.planner.layout import aligned
 from znnpy.planner.plan import patch_in
 from znnpy.shapes import LayerShape, Precision, Vec3, fused, turned, turned_back
@@ -103,9 +103,7 @@ class Tiling:
     patch: Vec3  # dense output voxels of a step
     column_planes: int  # output planes that a column writes; 0: patches
     shapes: tuple[LayerShape, ...]  # of each layer in a step
-    sub_batches: tuple[
-        int, ...
-    ]  # executions of each layer in a step: more than one where it takes a part of the images
+    sub_batches: tuple[int, ...]  # executions of each layer in a step: several where it takes a part of the images
     handed_over: Vec3 | None = None  # new voxels per image from the stage before, in a step; None: first stage
 
     @property
@@ -147,25 +145,24 @@ class Tiling:
     @cached_property
     def voxels(self) -> tuple[int, ...]:
         """Voxels (one map) of each group's output that are computed for the whole output."""
-        steps = self.steps
-        return tuple(steps[last] * once for (_, last), once in zip(self.space.groups, self._in_step, strict=True))
+        return self._voxels_in(self.steps)
 
     @cached_property
     def column_voxels(self) -> tuple[int, ...]:
         """Voxels (one map) of each group's output that one whole column takes, or one patch."""
-        steps = self._per_layer(replace(self.cover, size=self.cover.grid).steps)
-        return tuple(steps[last] * once for (_, last), once in zip(self.space.groups, self._in_step, strict=True))
+        return self._voxels_in(self._per_layer(replace(self.cover, size=self.cover.grid).steps))
 
-    @cached_property
-    def _in_step(self) -> tuple[int, ...]:
-        """Voxels (one map) of each group's output in one step."""
-        return tuple(self.sub_batches[last] * prod(self.shapes[last].out_shape[:4]) for _, last in self.space.groups)
+    def _voxels_in(self, steps: Sequence[int]) -> tuple[int, ...]:
+        """Return the voxels (one map) of each group's output in so many steps of each layer."""
+        runs = [(steps[last] * self.sub_batches[last], self.shapes[last].out_shape) for _, last in self.space.groups]
+        return tuple(count * prod(shape[:4]) for count, shape in runs)
 
     @cached_property
     def tensor_bytes(self) -> tuple[int, ...]:
         """Bytes of every activation between groups, the input and the output included.
 
-        The input of a convolution and a pooling that may be fused is as large as fusion needs.
+        The input of a convolution and a pooling that may be fused is as large as fusion needs. An output that is handed
+        over is not in the arena and counts as 0.
         """
         nbytes, images = [], self.images
         for index, (first, last) in enumerate(self.space.groups):
@@ -173,9 +170,7 @@ class Tiling:
             new = whole - kept if index in self.space.in_place_carries else whole
             nbytes.append(aligned(images // self.shapes[first].batch * new))
             images = self.shapes[last].out_shape[0]
-        return *nbytes, 0 if self.space.hands_over else aligned(
-            self.shapes[-1].out_bytes
-        )  # handed over: not in the arena
+        return *nbytes, 0 if self.space.hands_over else aligned(self.shapes[-1].out_bytes)
 
     def join_bytes(self, group: int) -> int:
         """Return the extra input bytes of a primitive that does not read carried planes where they are kept."""
@@ -364,9 +359,3 @@ def sizes_between(sizes: Sequence[int], seen: Sequence[int], size: int) -> tuple
     above = beside[0] if at else sizes[0] + 1
     below = beside[-1] if at + 1 < len(seen) else 0
     return beside, [other for other in sizes if below < other < above and other != size]
-
-
-def with_size(patch: Vec3, axis: int, size: int) -> Vec3:
-    """Return the patch with another size along one axis."""
-    z, y, x = (size if axis == i else extent for i, extent in enumerate(patch))
-    return z, y, x

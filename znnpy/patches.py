@@ -100,7 +100,7 @@ class Cover(Sequence[Column]):
     @property
     def grid(self) -> Vec3:
         """Output voxels that a column writes, unless it is the last along an axis."""
-        return _with(self.patch, self.axis, self.column) if self.column else self.patch
+        return with_size(self.patch, self.axis, self.column) if self.column else self.patch
 
     @property
     def counts(self) -> Vec3:
@@ -113,7 +113,7 @@ class Cover(Sequence[Column]):
 
     def sizes(self, axis: int) -> list[int]:
         """Return the number of output voxels that each column writes along an axis, in order."""
-        places = (_with((0, 0, 0), axis, place) for place in range(1 + self.counts[axis]))
+        places = (with_size((0, 0, 0), axis, place) for place in range(1 + self.counts[axis]))
         ends = [min(self.size[axis], self._corner(place)[axis]) for place in places]
         return [end - begin for begin, end in pairwise(ends)]
 
@@ -167,12 +167,12 @@ class Cover(Sequence[Column]):
         thick, axis = self.patch[self.axis], self.axis
         first, end = write.lo[axis] - self.ahead * thick, write.hi[axis]
         for plane in range(first, end, thick):
-            out_lo = _with(lo, axis, plane)
+            out_lo = with_size(lo, axis, plane)
             out = Box(out_lo, add(out_lo, self.patch))
-            yield Patch(_with(out_lo, axis, plane + self.margin), out, write.clipped(out))
+            yield Patch(with_size(out_lo, axis, plane + self.margin), out, write.clipped(out))
 
 
-def _with(v: Vec3, axis: int, size: int) -> Vec3:
+def with_size(v: Vec3, axis: int, size: int) -> Vec3:
     z, y, x = (size if i == axis else other for i, other in enumerate(v))
     return z, y, x
 

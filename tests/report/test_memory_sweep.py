@@ -127,7 +127,8 @@ def test_flat_part_of_a_curve_takes_no_further_plans() -> None:
             error = NoPlanError("nothing fits")
             error.needed_bytes = 2**10
             raise error
-        return SimpleNamespace(memory=SimpleNamespace(device_bytes=nbytes), voxels_per_second=float(min(nbytes, 2**18)))
+        plan = SimpleNamespace(memory=SimpleNamespace(device_bytes=nbytes), voxels_per_second=float(min(nbytes, 2**18)))
+        return SimpleNamespace(main=plan)
 
     found = sorted(point.limit for point in points(Within(make), 2**30))
     assert [limit for limit in found if limit > 2**19] == [2**22, 2**26, 2**30]
