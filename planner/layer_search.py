@@ -112,12 +112,10 @@ class LayerSearch:
 
     @property
     def limits(self) -> Limits:
-        """The limits of the run."""
         return self.request.limits
 
     @property
     def device(self) -> DeviceKind:
-        """The device that runs the layers."""
         return self.request.target.device
 
     def may_fit(self, shape: Tiling) -> bool:

@@ -22,7 +22,7 @@ from znnpy.planner.layout import Count, Positive, sub_batch_counts
 from znnpy.planner.layout import Tensor as Tensor
 from znnpy.planner.memory import PINNED, StepSizes
 from znnpy.planner.memory import Memory as Memory
-from znnpy.shapes import LayerShape, Precision, Vec3
+from znnpy.shapes import LayerShape, Precision, Vec3, turned
 
 if TYPE_CHECKING:
     from znnpy.network import Network
@@ -268,6 +268,14 @@ class Plan:
         """Return this plan with columns of so many output planes, rounded up to whole steps; patches stay patches."""
         step = self.patch_out[self.axis]
         return replace(self, column_planes=ceil(planes / step) * step) if self.streams else self
+
+    def layer_shapes(self, network: Network) -> tuple[LayerShape, ...]:
+        """Return the shape of every layer in a step, fused or not, with the plan's axis first; ShapeError: none fit."""
+        batches = [c.shape.batch for c in self.choices for _ in c.layers[: 1 + (c.layers[0] < c.layers[1])]]
+        batches += [batches[-1]] * len(network.layers)  # a damaged plan may lack choices for the last layers
+        return network.turned(self.axis).layer_shapes(
+            turned(self.patch_out, self.axis), batches=batches, streams=self.streams, precision=self.precision
+        )
 
     def with_choices(self, change: Callable[[Choice], Choice]) -> Plan:
         """Return the same plan with every choice changed, in order."""

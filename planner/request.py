@@ -11,13 +11,12 @@ from math import inf
 
 from znnpy.costs.model import Rates, assumed_rates
 from znnpy.kernels.contract import Primitive, device_of
-from znnpy.kernels.table import IN_HOST_RAM, TABLE
+from znnpy.kernels.table import IN_HOST_RAM, TABLE, DividedPrimitive
 from znnpy.machine import Limits, Machine
 from znnpy.network import Network
 from znnpy.option_values import AskedMode, Cover, DeviceKind, RigorLevel
 from znnpy.planner.layer_options import OptionTable
 from znnpy.planner.memory import CONTEXT_BYTES, baseline_bytes, context_bytes
-from znnpy.planner.sublayers import DividedPrimitive
 from znnpy.shapes import Precision, Vec3
 
 KnownRates = Mapping[DeviceKind, Rates]  # the CPU's are for all threads that a run may have

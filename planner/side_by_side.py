@@ -26,13 +26,14 @@ from znnpy.network import Network
 from znnpy.patches import with_size
 from znnpy.planner.co_execution import CoExecution
 from znnpy.planner.layer_search import MAX_COLUMN_SECONDS
-from znnpy.planner.memory import MIB, mebibytes
+from znnpy.planner.memory import MIB
 from znnpy.planner.multi_gpu import plan_of_part
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import CostModel, PlanRequest
 from znnpy.planner.run_plan import PlannedWorker, RunPlan
 from znnpy.planner.search import plan_on_device
 from znnpy.shapes import Vec3, text
+from znnpy.units import mebibytes
 
 COLUMNS = (1, 2, 4)  # numbers of CPU columns that are tried: fewer have less border, and take more memory
 RATIOS = (0.7, 1.0, 1.4)  # ratios of their width along one axis to that of a square

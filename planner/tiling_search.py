@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
-from itertools import product
+from itertools import islice, product
 from math import inf, prod
 
 from znnpy.patches import with_size
@@ -227,19 +227,18 @@ class TilingSearch(LayerSearch):
         while found is not None:
             best = self.least_memory(found, most)
             limits = replace(self.limits, ram_bytes=int(LEANER_SHARE * best.memory.device_bytes))
-            found = self._again(replace(self.request, limits=limits), self.splits).first(shapes.values(), most)
+            smaller = self._again(replace(self.request, limits=limits), self.splits)
+            found = next(smaller.solutions(shapes.values(), most, LEANER_TRIES), None)
         return best
 
-    def first(self, shapes: Iterable[Tiling], below: float) -> Solution | None:
-        """Return the first of these tilings that fits and takes less than `below` seconds; None after LEANER_TRIES."""
+    def solutions(self, shapes: Iterable[Tiling], below: float, tries: int) -> Iterator[Solution]:
+        """Yield those of these tilings that fit and take less than `below` seconds; at most `tries` are tried."""
         queue = self._queue(shapes)
-        for _ in range(LEANER_TRIES):
-            shape = self._next(queue, below)
-            if shape is None:
-                return None
+        for _ in range(tries):
+            if (shape := self._next(queue, below)) is None:
+                return
             if (found := self.best_split(shape, below)) is not None:
-                return found
-        return None
+                yield found
 
     def runner_up(self, found: Solution, over: tuple[int, int] = (0, 0)) -> RunnerUp:
         shape = found.tiling
@@ -258,11 +257,7 @@ class TilingSearch(LayerSearch):
         """Return some tilings that fit and look fastest after the best; equivalent axes are not permuted."""
         shapes = {self._key(shape.patch): shape for shape in self.rejected}
         shapes.pop(self._key(best.tiling.patch), None)
-        queue, found = self._queue(shapes.values()), list[Solution]()
-        for _ in range(TRIES):
-            shape = self._next(queue, inf) if len(found) < most else None
-            other = self.best_split(shape, inf) if shape else None
-            found += [other] if other else []
+        found = islice(self.solutions(shapes.values(), inf, TRIES), most)
         return [self.runner_up(other) for other in sorted(found, key=lambda other: other.seconds)]
 
     def next_larger(self, seconds: float) -> list[RunnerUp]:

@@ -23,7 +23,7 @@ from znnpy.planner.plan import Choice, Memory, Plan
 from znnpy.planner.stages import last_stage
 from znnpy.planner.tilings import carry_bytes
 from znnpy.report.wide_table import WideOrNarrow, columns_for, indented
-from znnpy.shapes import LayerShape, fused, turned
+from znnpy.shapes import LayerShape, fused
 from znnpy.units import human_bytes, human_seconds
 
 
@@ -89,10 +89,7 @@ class _Plan:
 
     def considered(self, network: Network) -> Iterator[Considered]:
         plan = self.plan
-        batches = [c.shape.batch for c in plan.choices for _ in c.layers[: 1 + (c.layers[0] < c.layers[1])]]
-        shapes = network.turned(plan.axis).layer_shapes(
-            turned(plan.patch_out, plan.axis), batches=batches, streams=plan.streams, precision=plan.precision
-        )
+        shapes = plan.layer_shapes(network)
         for index, shape in enumerate(shapes):
             yield from self._of((index, index), shape)
             both = fused(shape, shapes[index + 1]) if index + 1 < len(shapes) else None

@@ -12,14 +12,13 @@ from znnpy.messages import excerpt, option
 from znnpy.network import Network
 from znnpy.option_values import DeviceKind
 from znnpy.options import RunOptions
-from znnpy.planner.memory import mebibytes
 from znnpy.planner.plan import Choice
 from znnpy.planner.run_plan import AGAIN, RunPlan
 from znnpy.planner.validate import check_runs
 from znnpy.run.choice import Work, given_plan, leaner_plan
 from znnpy.run.target import DRIVER, OpenTarget
 from znnpy.shapes import Vec3, text
-from znnpy.units import human_bytes
+from znnpy.units import human_bytes, mebibytes
 from znnpy.volume.journal import JournalHeader, Settings
 
 
