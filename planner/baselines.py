@@ -26,10 +26,6 @@ class Scheme:
     images: int
     fragments: tuple[bool, ...]  # of each pooling
 
-    def __str__(self) -> str:
-        kinds = " ".join("fragments" if f else "max" for f in self.fragments)
-        return f"S = {self.images}, {kinds or 'no pooling'}"
-
     @property
     def words(self) -> str:
         """How a plan describes the scheme."""
@@ -81,8 +77,7 @@ class Schemed(Tiling):
 
     @property
     def step_input(self) -> Vec3:
-        z, y, x = self.shapes[0].in_shape[1:4]
-        return z, y, x
+        return self.shapes[0].in_shape[1:4]
 
     def steps_of(self, ahead: int) -> int:
         """Return the steps of all patches; no step of a patch is left out."""

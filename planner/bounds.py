@@ -102,11 +102,6 @@ class Bounds:
         return seconds, int(arena) + sum(shape.carries) + sum(resident for _, resident, _ in costs)
 
 
-def needs_of(options: ParetoFront) -> Needs:
-    """Return what the options of one group need."""
-    return [(o.seconds, o.resident, o.arena_bytes) for o in options]
-
-
 def least_seconds(groups: Sequence[Needs], budget: int, enough: float = inf) -> float:
     """Return a lower bound on the seconds of one option per group within `budget` bytes; infinite if nothing fits.
 

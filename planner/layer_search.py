@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import inf
-from types import MappingProxyType
 
 from znnpy.costs.model import unhidden_io_seconds
 from znnpy.machine import Limits
@@ -23,7 +22,6 @@ from znnpy.planner.bounds import (
     UnitCostsByGroup,
     least_priced,
     least_seconds,
-    needs_of,
     unit_costs,
 )
 from znnpy.planner.layer_options import LayerContext, OptionTable
@@ -40,7 +38,6 @@ from znnpy.planner.pareto import (
     total_bytes,
     total_seconds,
 )
-from znnpy.planner.plan import waste
 from znnpy.planner.request import PlanRequest
 from znnpy.planner.stages import StageNeeds, Steps, last_stage
 from znnpy.planner.tilings import FusionGroup, Tiling, TilingSpace, tiling_of
@@ -86,11 +83,6 @@ class Solution:
         ahead = shape.space.warmup_planes
         return sum(way.seconds * way.sub_batches * one.steps(ahead[last]) for (_, last), way in self.layer_runs)
 
-    @property
-    def waste(self) -> float:
-        """Work done, relative to the work without borders."""
-        return waste(self.tiling.space.output, [(way.shape, way.seconds, way.executions) for _, way in self.layer_runs])
-
 
 @dataclass
 class LayerSearch:
@@ -125,7 +117,7 @@ class LayerSearch:
             shape.split(at_once).largest <= budget for at_once in self.splits
         )
 
-    def lower_bound(self, shape: Tiling, costs: Mapping[int, float] = MappingProxyType({})) -> float:
+    def lower_bound(self, shape: Tiling, costs: Mapping[int, float] = NONE_KNOWN) -> float:
         """Return a lower bound on the seconds for the whole output, in any memory and for any split of the images.
 
         costs  seconds per voxel of groups, where they are known
@@ -210,7 +202,7 @@ class LayerSearch:
         needs = self.bounds.needs(shape, whole)
         for number, index in enumerate(_largest_first(shape), 1):
             options = known[index] = self._learnt(shape, index)
-            needs[index] = needs_of(options)
+            needs[index] = [(o.seconds, o.resident, o.arena_bytes) for o in options]
             if not options or (self._checks_bound(number) and self._least(shape, needs, budget, below) >= below):
                 return None
         return self._within_room(shape, [known[index] for index in range(len(known))], below)

@@ -51,10 +51,9 @@ class LayerOption:
 
 
 ParetoFront = tuple[LayerOption, ...]  # the non-dominated options of one group, fastest first
-
-
-# The costs of an option in the order of its fields, and its pinned bytes.
-OptionCosts = tuple[float, int, int, int, int]
+OptionCosts = tuple[
+    float, int, int, int, int
+]  # the costs of an option in the order of its fields, and its pinned bytes
 
 
 def undominated(weighed: Iterable[OptionCosts]) -> list[int]:

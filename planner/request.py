@@ -41,11 +41,6 @@ class Target:
     mode: AskedMode = "auto"
 
     @property
-    def layer_precision(self) -> Precision:
-        """The precision in which layers run."""
-        return self.precision if self.device == "gpu" else "fp32"
-
-    @property
     def cuda_bytes(self) -> int:
         """Bytes of a GPU that CUDA and its libraries will take; 0 on a CPU."""
         return context_bytes(self.context_bytes) if self.device == "gpu" else 0

@@ -54,14 +54,10 @@ class StageSearch(LayerSearch):
     def fixed_memory(self, shape: Tiling) -> Memory:
         """Return what a run needs whatever the primitives are, with what the other stage takes of this memory."""
         request, on_gpu = self.request, self.device == "gpu"
-        reading, writing, staging = StepSizes(
-            shape.space.network, shape.volume_input, shape.patch, request.itemsizes
-        ).transfer_bytes(
-            "gpu",
-            masks=request.masks,
-            reads=shape.steps_of(shape.cover.margin),
-            writes=shape.steps_of(0),
-            handed_over=self.slot,
+        sizes = StepSizes(shape.space.network, shape.volume_input, shape.patch, request.itemsizes)
+        reads, writes = shape.steps_of(shape.cover.margin), shape.steps_of(0)
+        reading, writing, staging = sizes.transfer_bytes(
+            "gpu", masks=request.masks, reads=reads, writes=writes, handed_over=self.slot
         )
         taken = self.taken if on_gpu else 0
         return Memory(

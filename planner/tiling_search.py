@@ -19,6 +19,7 @@ from znnpy.planner.layer_options import LayerContext
 from znnpy.planner.layer_search import LayerSearch, Solution
 from znnpy.planner.memory import Memory
 from znnpy.planner.pareto import fastest, smallest
+from znnpy.planner.plan import waste
 from znnpy.planner.request import PlanRequest
 from znnpy.planner.run_plan import RunnerUp
 from znnpy.planner.tilings import Sizes, Tiling, all_sizes, log_spaced, sizes_between, tiling_of
@@ -248,7 +249,7 @@ class TilingSearch(LayerSearch):
             column_planes=shape.column_planes,
             sub_batches=tuple(way.sub_batches for _, way in found.layer_runs),
             voxels_per_second=prod(self.space.output) / found.seconds,
-            waste=found.waste,
+            waste=waste(self.space.output, [(way.shape, way.seconds, way.executions) for _, way in found.layer_runs]),
             over_bytes=over[0],
             over_vram_bytes=over[1],
         )

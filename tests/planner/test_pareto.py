@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from znnpy.network import Conv, Network
 from znnpy.planner import pareto
-from znnpy.planner.bounds import FASTER, Bounds, least_priced, least_seconds, needs_of
+from znnpy.planner.bounds import FASTER, Bounds, least_priced, least_seconds
 from znnpy.planner.pareto import (
     LayerOption,
     ParetoFront,
@@ -189,8 +189,8 @@ def test_options_without_room_do_not_lower_the_bound() -> None:
     """A bound on a shape's seconds leaves out options whose arena and weights are too much beside the least weights."""
     full, heavy = option(1, 0, 901, 0), option(2, 300, 601, 0)
     spans = [
-        needs_of(pareto_front([full, heavy, option(9, 0, 600, 0)])),
-        needs_of(pareto_front([option(4, 100, 500, 0)])),
+        needs_of_(pareto_front([full, heavy, option(9, 0, 600, 0)])),
+        needs_of_(pareto_front([option(4, 100, 500, 0)])),
     ]
     assert least_seconds(spans, 1001) == 5.0
     assert least_seconds(spans, 1000) >= 9.0
@@ -205,7 +205,9 @@ def test_bound_with_a_price_for_memory_equals_the_fastest_choice(fronts: list[li
     chosen = fastest_within(spans, 10**9, inf, price)
     assert chosen is not None
     spent = total_seconds(chosen) + price * (sum(o.resident for o in chosen) + max(o.arena_bytes for o in chosen))
-    assert least_priced([needs_of(options) for options in spans], price) == pytest.approx(spent)
+    assert least_priced(
+        [[(o.seconds, o.resident, o.arena_bytes) for o in options] for options in spans], price
+    ) == pytest.approx(spent)
 
 
 @given(seen=st.lists(OPTIONS, min_size=1, max_size=6))
