@@ -1,8 +1,7 @@
-"""Two ways to run patches that lose to fragments and one patch at a time, so that a plan can say by how much.
+"""Schemes that lose to fragments of one patch at a time; no session runs them, but a plan says by how much they lose.
 
-A scheme says how many patches a step takes together (the paper's S), and which poolings give fragments. One that does
-not is plain max-pooling: all layers run again for every offset of its window, which is how all subsamplings are
-computed where nobody knows fragments. No session runs these: they are searched as patches are, undivided, and told.
+A scheme says how many patches a step computes together (the paper's S), and which poolings give fragments. A pooling
+that gives none is plain max-pooling: all layers run again for every offset of its window.
 
 Source  Zlateski, Lee, Seung, ZNNi (SC16), section VI.A.
 """

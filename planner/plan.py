@@ -110,7 +110,23 @@ class Plan:
         if devices != promised:
             raise ValueError(f"its stages run on {devices}, and memory is promised for stages on {promised}")
         if len(self.stages) > 1 or self.overlap:
-            check_stages(self)
+            self._check_stages()
+
+    def _check_stages(self) -> None:
+        """Raise ValueError for two stages that no session runs."""
+        if tuple(stage.device for stage in self.stages) != ("cpu", "gpu"):
+            devices = " and ".join(stage.device.upper() for stage in self.stages)
+            raise ValueError(
+                f"{len(self.stages)} stages are in the memory of {devices}: two stages are one in the memory of the "
+                "host and one on a GPU"
+            )
+        front = self.stages[0].choices
+        if self.overlap and any(choice.device != "cpu" for choice in front):
+            raise ValueError("the GPU computes layers of the first stage, so it cannot be at the step before meanwhile")
+        if any(parts > 1 for parts in self.sub_batches[: len(front)]):
+            raise ValueError("layers of the first stage take all images at a time")
+        if self.precision == "fp16":
+            raise ValueError("what is handed over is in float32, and the plan is in fp16: choose tf32")
 
     @property
     def device(self) -> DeviceKind:
@@ -296,23 +312,6 @@ class Plan:
     def voxels_per_second(self) -> float:
         """Predicted output voxels written per second, last partial patches included."""
         return float(prod(self.output)) / self.seconds
-
-
-def check_stages(plan: Plan) -> None:
-    """Raise ValueError for two stages that no session runs."""
-    if tuple(stage.device for stage in plan.stages) != ("cpu", "gpu"):
-        devices = " and ".join(stage.device.upper() for stage in plan.stages)
-        raise ValueError(
-            f"{len(plan.stages)} stages are in the memory of {devices}: two stages are one in the memory of the host "
-            "and one on a GPU"
-        )
-    front = plan.stages[0].choices
-    if plan.overlap and any(choice.device != "cpu" for choice in front):
-        raise ValueError("the GPU computes layers of the first stage, so it cannot be at the step before meanwhile")
-    if any(parts > 1 for parts in plan.sub_batches[: len(front)]):
-        raise ValueError("layers of the first stage take all images at a time")
-    if plan.precision == "fp16":
-        raise ValueError("what is handed over is in float32, and the plan is in fp16: choose tf32")
 
 
 def waste(output: Vec3, layers: Sequence[tuple[LayerShape, float, int]]) -> float:

@@ -1,7 +1,4 @@
-"""The fastest plan of one device within the limits: patches against columns along every axis.
-
-A convolution and the pooling behind it are chosen for together: layer by layer, or one primitive for both.
-"""
+"""The search for the fastest plan of one device within the limits: patches against columns along every axis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fastest primitives for one of two stages of a patch or column: the offloaded layers, or those behind them."""
+"""The search for the fastest primitives of one of two stages: the offloaded layers, or those behind them."""
 
 from __future__ import annotations
 

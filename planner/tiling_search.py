@@ -218,10 +218,7 @@ class TilingSearch(LayerSearch):
         return least
 
     def leaner(self, best: Solution, most: float) -> Solution:
-        """Find a shape that takes at most `most` seconds and needs less memory, among those that were looked at.
-
-        Each try allows LEANER of the memory that the shape before needed, so the result may not be the very least.
-        """
+        """Find a tiling that takes at most `most` seconds and needs less memory, among those that were tried."""
         shapes = {shape.patch: shape for shape in self.rejected}
         shapes[best.tiling.patch] = self.tiling(best.tiling.patch)
         found: Solution | None = best

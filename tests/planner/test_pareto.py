@@ -29,6 +29,11 @@ from znnpy.planner.pareto import (
 from znnpy.planner.tilings import TilingSpace, tiling_of
 
 
+def needs_of(options: ParetoFront) -> list[tuple[float, int, int]]:
+    """Return seconds, resident bytes and arena bytes of each option."""
+    return [(o.seconds, o.resident, o.arena_bytes) for o in options]
+
+
 def option(seconds: int, resident: int, live: int, allowance: int) -> LayerOption:
     return LayerOption((), float(seconds), resident, live, allowance)
 
@@ -189,8 +194,8 @@ def test_options_without_room_do_not_lower_the_bound() -> None:
     """A bound on a shape's seconds leaves out options whose arena and weights are too much beside the least weights."""
     full, heavy = option(1, 0, 901, 0), option(2, 300, 601, 0)
     spans = [
-        needs_of_(pareto_front([full, heavy, option(9, 0, 600, 0)])),
-        needs_of_(pareto_front([option(4, 100, 500, 0)])),
+        needs_of(pareto_front([full, heavy, option(9, 0, 600, 0)])),
+        needs_of(pareto_front([option(4, 100, 500, 0)])),
     ]
     assert least_seconds(spans, 1001) == 5.0
     assert least_seconds(spans, 1000) >= 9.0
@@ -205,9 +210,7 @@ def test_bound_with_a_price_for_memory_equals_the_fastest_choice(fronts: list[li
     chosen = fastest_within(spans, 10**9, inf, price)
     assert chosen is not None
     spent = total_seconds(chosen) + price * (sum(o.resident for o in chosen) + max(o.arena_bytes for o in chosen))
-    assert least_priced(
-        [[(o.seconds, o.resident, o.arena_bytes) for o in options] for options in spans], price
-    ) == pytest.approx(spent)
+    assert least_priced([needs_of(options) for options in spans], price) == pytest.approx(spent)
 
 
 @given(seen=st.lists(OPTIONS, min_size=1, max_size=6))
