@@ -104,6 +104,6 @@ class SchemeSearch(TilingSearch):
         shapes = shapes_of(space.network, (z, y, x), self.scheme, space.precision)
         return Schemed(space, patch, 0, shapes, (1,) * len(shapes), scheme=self.scheme)
 
-    def _sizes(self, room: int | None) -> Sizes:
+    def _sizes(self, budget: int | None) -> Sizes:
         """Return all sizes there are: what does not fit as fragments may fit plain."""
         return super()._sizes(None)

@@ -205,7 +205,7 @@ class LayerSearch:
             needs[index] = [(o.seconds, o.resident, o.arena_bytes) for o in options]
             if not options or (self._checks_bound(number) and self._least(shape, needs, budget, below) >= below):
                 return None
-        return self._within_room(shape, [known[index] for index in range(len(known))], below)
+        return self._fastest_fitting(shape, [known[index] for index in range(len(known))], below)
 
     def _checks_bound(self, number: int) -> bool:
         """Return whether to check the bound after so many layers: BOUND_CHECKS times at most, and after the last."""
@@ -218,15 +218,15 @@ class LayerSearch:
         self.bounds.learn(shape, group, options)
         return options
 
-    def _within_room(self, shape: Tiling, fronts: list[ParetoFront], below: float) -> Solution | None:
+    def _fastest_fitting(self, shape: Tiling, fronts: list[ParetoFront], below: float) -> Solution | None:
         """Find the fastest of these options that fit; None unless below `below` seconds for the output.
 
         Fragmentation of the arena is known only after layout: MAX_LAYOUTS of the fastest choices are laid out, and if
         none of them fits, others are assumed to lose as much.
         """
         found: Solution | None = None
-        first = islice(self._leaner(shape, fronts, below), MAX_LAYOUTS)
-        for choices in (first, self._leaner(shape, fronts, below, lossy=True)):
+        first = islice(self._ever_smaller(shape, fronts, below), MAX_LAYOUTS)
+        for choices in (first, self._ever_smaller(shape, fronts, below, lossy=True)):
             for found in choices:
                 if self.fits(found):  # fragmentation may cost more than other tilings take
                     return found if not self.price or found.seconds < below else None
@@ -235,7 +235,7 @@ class LayerSearch:
         found = self.laid_out(shape, smallest(fronts))
         return found if self.fits(found) and found.seconds < below else None
 
-    def _leaner(
+    def _ever_smaller(
         self, shape: Tiling, fronts: Sequence[ParetoFront], below: float, *, lossy: bool = False
     ) -> Iterator[Solution]:
         """Yield choices below `below` seconds, each the fastest of those that need fewer bytes than the one before.

@@ -42,7 +42,7 @@ def plan_on_device(
         searches = [SchemeSearch.like(patches, scheme) for patches in searches if not patches.space.streams]
     if not (ranked := _ranked(searches)):
         raise no_plan(searches, _narrowing(request.constraints))
-    ranked = _leanest_first(ranked)
+    ranked = _smallest_first(ranked)
     plan = _plan(ranked)
     others = _kinds(plan, searches, ranked) if request.kinds else ()
     unrun = _baselines(searches) if request.baselines else ()
@@ -87,7 +87,7 @@ def _ranked(searches: Sequence[TilingSearch]) -> Ranked:
     return sorted(((search, found) for search in searches if (found := search.run())), key=lambda pair: pair[1].seconds)
 
 
-def _leanest_first(ranked: Ranked) -> Ranked:
+def _smallest_first(ranked: Ranked) -> Ranked:
     """Put the plan first that needs the least memory of those that take at most ALIKE times the least seconds.
 
     If memory costs no time, the fastest plan stays first.

@@ -82,7 +82,7 @@ class StageSearch(LayerSearch):
     def fastest(self, shape: Tiling, below: float = inf) -> Solution | None:
         """Return the fastest primitives within the memory; None unless they take less than `below` seconds in all."""
         fronts = self.fronts(shape)
-        return self._within_room(shape, fronts, below) if all(fronts) else None
+        return self._fastest_fitting(shape, fronts, below) if all(fronts) else None
 
     def quickest(self, shape: Tiling) -> float:
         """Return the seconds for the whole output with unlimited memory; inf where some layer runs nowhere."""

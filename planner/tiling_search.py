@@ -28,8 +28,8 @@ from znnpy.shapes import Vec3
 RUNNERS_UP = 3
 TRIES = 2 * RUNNERS_UP  # tilings that are tried for them
 LEARNING_STEPS = 32  # times that bounds learn from steps of one thickness, a part of the layers each time
-LEANER_SHARE = 0.75  # share of a plan's memory within which another as fast is searched
-LEANER_TRIES = 8  # tilings that are tried for it
+SMALLER_SHARE = 0.75  # share of a plan's memory within which another as fast is searched
+SMALLER_TRIES = 8  # tilings that are tried for it
 MAX_LEAST_LAYERS = 2**13  # layers, of all tilings together, that are tried for the least memory
 SIZES_AT_ONCE = 8  # sizes per axis that are combined at once; axes with no more sizes are searched fully
 
@@ -224,9 +224,9 @@ class TilingSearch(LayerSearch):
         found: Solution | None = best
         while found is not None:
             best = self.least_memory(found, most)
-            limits = replace(self.limits, ram_bytes=int(LEANER_SHARE * best.memory.device_bytes))
+            limits = replace(self.limits, ram_bytes=int(SMALLER_SHARE * best.memory.device_bytes))
             smaller = self._again(replace(self.request, limits=limits), self.splits)
-            found = next(smaller.solutions(shapes.values(), most, LEANER_TRIES), None)
+            found = next(smaller.solutions(shapes.values(), most, SMALLER_TRIES), None)
         return best
 
     def solutions(self, shapes: Iterable[Tiling], below: float, tries: int) -> Iterator[Solution]:

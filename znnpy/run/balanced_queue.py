@@ -96,7 +96,7 @@ class BalancedQueue(WorkQueue):
     def _next(self, worker: QueueUser) -> Lease | None:
         profile = self._profiles[worker.name]
         lease = self._run(worker, profile) if profile.runs else self._one(worker, profile)
-        if lease is None and profile.runs and self._takes_back(worker, profile):
+        if lease is None and profile.runs and self._takes_over(worker, profile):
             lease = self._run(worker, profile)
         if lease is not None:
             if not any(held.worker == worker for held in self._held):
@@ -162,7 +162,7 @@ class BalancedQueue(WorkQueue):
             columns = [Column(tuple(step for step in column.steps if step.write.voxels)) for column in columns]
         return Lease((index,), columns, worker, "cell", goes_on, seconds)
 
-    def _takes_back(self, worker: QueueUser, profile: WorkerProfile) -> bool:
+    def _takes_over(self, worker: QueueUser, profile: WorkerProfile) -> bool:
         """Return whether `worker`, which takes runs, takes over what is left to workers that take single cells.
 
         It does once it has waited as long as it needs for all of that, cell by cell, and does not see it end sooner.

@@ -83,7 +83,7 @@ def choose(asked: RunOptions, work: Work, target: OpenTarget) -> RunPlan:
         ) from None
 
 
-def leaner_plan(asked: RunOptions, work: Work, target: OpenTarget, plan: RunPlan, refused: VramError) -> RunPlan:
+def smaller_plan(asked: RunOptions, work: Work, target: OpenTarget, plan: RunPlan, refused: VramError) -> RunPlan:
     """Return the fastest plan within what the GPU has now that it refused what `plan` needs.
 
     VramError if the plan was given by the caller, and if nothing fits.

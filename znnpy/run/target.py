@@ -138,22 +138,22 @@ class OpenTarget:
             self.machine,
             network,
             self.precision,
-            vram_bytes=self.room(limits),
+            vram_bytes=self.free_bytes_within(limits),
             threads=limits.threads,
             store=self.costs,
             seconds=MOST_SECONDS if self.costs.calibrate else 0.0,
         )
 
-    def room(self, limits: Limits) -> int:
+    def free_bytes_within(self, limits: Limits) -> int:
         """Bytes of the device's memory that a layer which is timed may take: within the limits and what is there."""
         if self.device == "cpu":
             return min(limits.ram_bytes, limits_of(self.machine).ram_bytes) - process_bytes()
         return min(limits.vram_bytes or 0, self.free_bytes or 0) - context_bytes(self.context_bytes)
 
-    def rooms(self, limits: Limits) -> dict[DeviceKind, int]:
+    def free_bytes_by_device(self, limits: Limits) -> dict[DeviceKind, int]:
         """Return the bytes that a layer which runs by itself may take of the process, and of a GPU."""
         host = replace(self, machine=replace(self.machine, gpu=None))
-        return {"cpu": host.room(limits), self.device: self.room(limits)}
+        return {"cpu": host.free_bytes_within(limits), self.device: self.free_bytes_within(limits)}
 
     def planned(self, mode: AskedMode) -> Target:
         """Return what the planner is told of these devices."""

@@ -41,7 +41,7 @@ class Trace:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._draft: Path | None = None
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         self._file: FileIO | None = None
         self._size = 0  # bytes of the draft that hold whole events
         self._events: list[str] = []  # not yet in the draft
@@ -66,7 +66,7 @@ class Trace:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         try:
-            with self._turn:
+            with self._lock:
                 self._close(error)
         except OutputError as late:
             if error is None:
@@ -90,7 +90,7 @@ class Trace:
             "dur": round(1e6 * (end - begin), 3),
             "pid": PROCESS,
         }
-        with self._turn:
+        with self._lock:
             if self._failed is not None:
                 raise self._failed
             if self._file is None:
