@@ -37,7 +37,7 @@ Seconds = Callable[[Primitive, ConvShape, Variant], float]
 
 
 class DividedPrimitive(Primitive, Protocol):
-    """What a primitive for tensors in the memory of the host offers beside what all primitives do."""
+    """A primitive for tensors in the memory of the host, which runs a layer on the GPU in parts."""
 
     def fastest(
         self,

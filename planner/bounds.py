@@ -24,7 +24,7 @@ NONE_KNOWN: Mapping[int, Any] = {}
 
 @dataclass
 class _GroupCosts:
-    """What one group reached in the tilings seen so far."""
+    """The least costs that one group reached in the tilings seen so far."""
 
     costs: dict[int, UnitCosts] = field(default_factory=dict)  # by planes of a step
     leanest: float = inf  # least bytes of the arena per byte of input and output

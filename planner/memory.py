@@ -154,7 +154,7 @@ def staging_bytes(raw_bytes: int, out_bytes: int, *, reads: int = STAGED, writes
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """What a step reads and writes.
+    """The sizes that a step reads and writes.
 
     patch_in, patch_out  voxels of the dense input and output, along z, y, x or with another axis first
     itemsizes            bytes per voxel of the volume and per value of the output, as stored

@@ -78,7 +78,7 @@ class TwoStages:
 
 @dataclass
 class OffloadSearch:
-    """What is asked for, and what may run in either stage."""
+    """The search for the best plan of two stages, with the options of either stage."""
 
     request: PlanRequest  # for the GPU
     mode: OffloadMode

@@ -83,7 +83,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one kind of device runs: how it covers the output, and its layers. It needs network and weights to run."""
+    """The plan of one kind of device: how it covers the output, and its layers. It needs network and weights."""
 
     limits: Annotated[Limits, AfterValidator(_checked_limits)]
     output: Size  # dense output it was made for

@@ -36,7 +36,7 @@ from znnpy.run import pipeline
 from znnpy.run.asked import devices_asked
 from znnpy.run.choice import Work, choose, forgetful, given_plan, smaller_plan
 from znnpy.run.preparing import Preparing
-from znnpy.run.resume import check_options, device_begun, smaller_plan_begun, limits_taken, plan_begun, plan_finished
+from znnpy.run.resume import check_options, device_begun, limits_taken, plan_begun, plan_finished, smaller_plan_begun
 from znnpy.run.target import OpenTarget, Targets, check_here
 from znnpy.run.trace import Trace
 from znnpy.run.workers import Sessions, sessions_of, workers_of

@@ -72,8 +72,8 @@ def _check_layer(
     if lacks is not None:
         device, needed = lacks
         raise VerifyError(
-            f"{name} needs {human_bytes(needed)} to be checked, and {human_bytes(max(free_bytes[device], 0))} are free: "
-            f"plan within less memory, or without {option('paranoid')}"
+            f"{name} needs {human_bytes(needed)} to be checked, and {human_bytes(max(free_bytes[device], 0))} are "
+            f"free: plan within less memory, or without {option('paranoid')}"
         )
     layer: HostLayer | DeviceLayer | HostRamLayer
     if where.device == "cpu":

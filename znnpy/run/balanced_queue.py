@@ -218,7 +218,7 @@ class BalancedQueue(WorkQueue):
         return enough - 1 if nearer or as_soon else enough
 
     def _others(self, worker: QueueUser, seconds: float) -> float:
-        """BalancedQueue, by their weights, that the other workers are likely to begin and end within `seconds`."""
+        """Return the weight of the cells that the other workers are likely to begin and end within `seconds`."""
         return sum(self._within(other, seconds) for other in self._workers if other != worker)
 
     def _singly(self, *, asking: bool = False) -> set[QueueUser]:
@@ -227,7 +227,7 @@ class BalancedQueue(WorkQueue):
         return later | {held.worker for held in self._held if not self._profiles[held.worker.name].runs}
 
     def _within(self, worker: QueueUser, seconds: float) -> float:
-        """BalancedQueue, by their weights, that a worker is likely to begin and end, from now on, if no other does."""
+        """Return the weight of the cells that a worker is likely to compute within `seconds`, if no other does."""
         profile, ended = self._profiles[worker.name], list[float]()
         left = (seconds - self._busy(worker)) / self._pace(worker.name)
         for stack in reversed(self._stacks.values()) if profile.runs else self._stacks.values():

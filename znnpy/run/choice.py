@@ -29,7 +29,7 @@ def given_plan(asked: RunOptions) -> RunPlan | None:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is to be computed.
+    """The work to be planned.
 
     output           voxels (z, y, x) that are predicted
     itemsize_in      bytes per voxel of the volume as stored; itemsize_out: bytes per value of the output

@@ -78,7 +78,7 @@ class Trace:
                 remove(self._draft)
 
     def record(self, track: str, name: str, begin: float, end: float, **facts: int | float | str) -> None:
-        """A span of a track; from any thread. Writes when a batch is full: OutputError if it cannot, and ever after.
+        """Record a span of a track, from any thread. OutputError if a full batch cannot be written, and ever after.
 
         begin, end  seconds of `time.perf_counter()`
         facts       shown beside the name
@@ -105,7 +105,7 @@ class Trace:
 
     @contextmanager
     def span(self, track: str, name: str, **facts: int | float | str) -> Iterator[None]:
-        """`record` what is done within, to its end or to where it fails."""
+        """Record what is done within as a span, to its end or to where it fails."""
         begin = time.perf_counter()
         try:
             yield
@@ -161,7 +161,7 @@ def _is_trace(path: Path) -> bool:
 
 
 def _named(kind: str, row: int, **facts: int | str) -> str:
-    """An event that names a process or a track, or says where a track is shown."""
+    """Return an event that names a process or a track, or says where a track is shown."""
     return ENCODE({"ph": "M", "name": kind, "pid": PROCESS, "tid": row, "args": facts})
 
 
