@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from difflib import get_close_matches
+from typing import Any, Protocol
 
-from znnpy.kernels.contract import Kind, Primitive
+from znnpy.kernels.contract import Kind, Primitive, Variant
 from znnpy.kernels.cpu.conv_direct import ConvDirect
 from znnpy.kernels.cpu.conv_direct_lanes import ConvDirectLanes, ConvFirst
 from znnpy.kernels.cpu.conv_direct_naive import ConvDirectNaive
@@ -28,6 +30,31 @@ from znnpy.kernels.gpu.pool import MaxFilter as GpuMaxFilter
 from znnpy.kernels.gpu.pool import MaxoutDirect as GpuMaxoutDirect
 from znnpy.kernels.gpu.pool import PoolFragments as GpuPoolFragments
 from znnpy.kernels.gpu.pool import PoolMax as GpuPoolMax
+from znnpy.machine import Machine
+from znnpy.shapes import ConvShape, LayerShape
+
+Seconds = Callable[[Primitive, ConvShape, Variant], float]
+
+
+class DividedPrimitive(Primitive, Protocol):
+    """A primitive for tensors in the memory of the host, which runs a layer on the GPU in parts."""
+
+    def fastest(
+        self,
+        shape: ConvShape,
+        machine: Machine,
+        vram_bytes: int,
+        speeds: Speeds,
+        seconds: Seconds,
+        *,
+        within: float,
+        few: bool,
+    ) -> Any:
+        """Return `variant` and `found.seconds` within so many bytes of the GPU; None where nothing fits."""
+
+    def largest(self, shape: LayerShape, variant: Variant) -> tuple[Primitive, ConvShape, Variant]:
+        """Return what computes the largest of the sub-layers of a variant, its shape and its variant."""
+
 
 TABLE: tuple[Primitive, ...] = (
     ConvDirect(),
@@ -61,7 +88,7 @@ TABLE: tuple[Primitive, ...] = (
 )
 
 # Primitives that compute on a GPU with tensors in host memory: HostStep, for plans of mode gpu-host.
-IN_HOST_RAM: tuple[ConvHostRam, ...] = (
+IN_HOST_RAM: tuple[DividedPrimitive, ...] = (
     ConvHostRam(
         (
             GpuConvFftTiled(),

@@ -1,8 +1,7 @@
-"""Two ways to run patches that lose to fragments and one patch at a time, so that a plan can say by how much.
+"""Schemes that lose to fragments of one patch at a time; no session runs them, but a plan says by how much they lose.
 
-A scheme says how many patches a step takes together (the paper's S), and which poolings give fragments. One that does
-not is plain max-pooling: all layers run again for every offset of its window, which is how all subsamplings are
-computed where nobody knows fragments. No session runs these: they are searched as patches are, undivided, and told.
+A scheme says how many patches a step computes together (the paper's S), and which poolings give fragments. A pooling
+that gives none is plain max-pooling: all layers run again for every offset of its window.
 
 Source  Zlateski, Lee, Seung, ZNNi (SC16), section VI.A.
 """
@@ -25,10 +24,6 @@ BATCHES = (2, 4)
 class Scheme:
     images: int
     fragments: tuple[bool, ...]  # of each pooling
-
-    def __str__(self) -> str:
-        kinds = " ".join("fragments" if f else "max" for f in self.fragments)
-        return f"S = {self.images}, {kinds or 'no pooling'}"
 
     @property
     def words(self) -> str:
@@ -81,8 +76,7 @@ class Schemed(Tiling):
 
     @property
     def step_input(self) -> Vec3:
-        z, y, x = self.shapes[0].in_shape[1:4]
-        return z, y, x
+        return self.shapes[0].in_shape[1:4]
 
     def steps_of(self, ahead: int) -> int:
         """Return the steps of all patches; no step of a patch is left out."""
@@ -110,6 +104,6 @@ class SchemeSearch(TilingSearch):
         shapes = shapes_of(space.network, (z, y, x), self.scheme, space.precision)
         return Schemed(space, patch, 0, shapes, (1,) * len(shapes), scheme=self.scheme)
 
-    def _sizes(self, room: int | None) -> Sizes:
+    def _sizes(self, budget: int | None) -> Sizes:
         """Return all sizes there are: what does not fit as fragments may fit plain."""
         return super()._sizes(None)

@@ -24,7 +24,7 @@ NONE_KNOWN: Mapping[int, Any] = {}
 
 @dataclass
 class _GroupCosts:
-    """What one group reached in the tilings seen so far."""
+    """The least costs that one group reached in the tilings seen so far."""
 
     costs: dict[int, UnitCosts] = field(default_factory=dict)  # by planes of a step
     leanest: float = inf  # least bytes of the arena per byte of input and output
@@ -100,11 +100,6 @@ class Bounds:
             for index, learnt in enumerate(self._learnt)
         )
         return seconds, int(arena) + sum(shape.carries) + sum(resident for _, resident, _ in costs)
-
-
-def needs_of(options: ParetoFront) -> Needs:
-    """Return what the options of one group need."""
-    return [(o.seconds, o.resident, o.arena_bytes) for o in options]
 
 
 def least_seconds(groups: Sequence[Needs], budget: int, enough: float = inf) -> float:

@@ -1,4 +1,4 @@
-"""Makes a plan without alternatives from what a search found."""
+"""Make a plan without alternatives from what a search found."""
 
 from __future__ import annotations
 

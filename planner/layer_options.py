@@ -21,7 +21,7 @@ JOIN_TRAFFIC = 2.0  # the same for putting them in front of the new planes, unle
 
 @dataclass(frozen=True, slots=True)
 class LayerContext:
-    """What surrounds a group of layers in a step, and how often it runs."""
+    """The surroundings of a group of layers in a step, and how often it runs."""
 
     live_elsewhere: int = 0  # bytes of the arena that stay live while it runs
     input_bytes: int = 0  # bytes of its input, unless counted above

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import inf
-from types import MappingProxyType
 
 from znnpy.costs.model import unhidden_io_seconds
 from znnpy.machine import Limits
@@ -23,7 +22,6 @@ from znnpy.planner.bounds import (
     UnitCostsByGroup,
     least_priced,
     least_seconds,
-    needs_of,
     unit_costs,
 )
 from znnpy.planner.layer_options import LayerContext, OptionTable
@@ -40,7 +38,6 @@ from znnpy.planner.pareto import (
     total_bytes,
     total_seconds,
 )
-from znnpy.planner.plan import waste
 from znnpy.planner.request import PlanRequest
 from znnpy.planner.stages import StageNeeds, Steps, last_stage
 from znnpy.planner.tilings import FusionGroup, Tiling, TilingSpace, tiling_of
@@ -86,11 +83,6 @@ class Solution:
         ahead = shape.space.warmup_planes
         return sum(way.seconds * way.sub_batches * one.steps(ahead[last]) for (_, last), way in self.layer_runs)
 
-    @property
-    def waste(self) -> float:
-        """Work done, relative to the work without borders."""
-        return waste(self.tiling.space.output, [(way.shape, way.seconds, way.executions) for _, way in self.layer_runs])
-
 
 @dataclass
 class LayerSearch:
@@ -112,12 +104,10 @@ class LayerSearch:
 
     @property
     def limits(self) -> Limits:
-        """The limits of the run."""
         return self.request.limits
 
     @property
     def device(self) -> DeviceKind:
-        """The device that runs the layers."""
         return self.request.target.device
 
     def may_fit(self, shape: Tiling) -> bool:
@@ -127,7 +117,7 @@ class LayerSearch:
             shape.split(at_once).largest <= budget for at_once in self.splits
         )
 
-    def lower_bound(self, shape: Tiling, costs: Mapping[int, float] = MappingProxyType({})) -> float:
+    def lower_bound(self, shape: Tiling, costs: Mapping[int, float] = NONE_KNOWN) -> float:
         """Return a lower bound on the seconds for the whole output, in any memory and for any split of the images.
 
         costs  seconds per voxel of groups, where they are known
@@ -212,10 +202,10 @@ class LayerSearch:
         needs = self.bounds.needs(shape, whole)
         for number, index in enumerate(_largest_first(shape), 1):
             options = known[index] = self._learnt(shape, index)
-            needs[index] = needs_of(options)
+            needs[index] = [(o.seconds, o.resident, o.arena_bytes) for o in options]
             if not options or (self._checks_bound(number) and self._least(shape, needs, budget, below) >= below):
                 return None
-        return self._within_room(shape, [known[index] for index in range(len(known))], below)
+        return self._fastest_fitting(shape, [known[index] for index in range(len(known))], below)
 
     def _checks_bound(self, number: int) -> bool:
         """Return whether to check the bound after so many layers: BOUND_CHECKS times at most, and after the last."""
@@ -228,15 +218,15 @@ class LayerSearch:
         self.bounds.learn(shape, group, options)
         return options
 
-    def _within_room(self, shape: Tiling, fronts: list[ParetoFront], below: float) -> Solution | None:
+    def _fastest_fitting(self, shape: Tiling, fronts: list[ParetoFront], below: float) -> Solution | None:
         """Find the fastest of these options that fit; None unless below `below` seconds for the output.
 
         Fragmentation of the arena is known only after layout: MAX_LAYOUTS of the fastest choices are laid out, and if
         none of them fits, others are assumed to lose as much.
         """
         found: Solution | None = None
-        first = islice(self._leaner(shape, fronts, below), MAX_LAYOUTS)
-        for choices in (first, self._leaner(shape, fronts, below, lossy=True)):
+        first = islice(self._ever_smaller(shape, fronts, below), MAX_LAYOUTS)
+        for choices in (first, self._ever_smaller(shape, fronts, below, lossy=True)):
             for found in choices:
                 if self.fits(found):  # fragmentation may cost more than other tilings take
                     return found if not self.price or found.seconds < below else None
@@ -245,7 +235,7 @@ class LayerSearch:
         found = self.laid_out(shape, smallest(fronts))
         return found if self.fits(found) and found.seconds < below else None
 
-    def _leaner(
+    def _ever_smaller(
         self, shape: Tiling, fronts: Sequence[ParetoFront], below: float, *, lossy: bool = False
     ) -> Iterator[Solution]:
         """Yield choices below `below` seconds, each the fastest of those that need fewer bytes than the one before.

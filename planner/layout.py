@@ -187,11 +187,11 @@ def _best_fit(ordered: Sequence[Tensor]) -> dict[str, Tensor]:
     placed: dict[str, Tensor] = {}
     for tensor in ordered:
         need = aligned(tensor.nbytes)
-        offset, room, end = None, 0, 0
+        offset, smallest, end = None, 0, 0
         for other in sorted((p for p in placed.values() if p.meets(tensor)), key=lambda p: p.offset):
             gap = other.offset - end
-            if gap >= need and (offset is None or gap < room):
-                offset, room = end, gap
+            if gap >= need and (offset is None or gap < smallest):
+                offset, smallest = end, gap
             end = max(end, aligned(other.end))
         placed[tensor.name] = replace(tensor, offset=end if offset is None else offset)
     return placed

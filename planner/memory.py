@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import ceil, prod
+from math import prod
 from typing import Annotated
 
 from pydantic import Field
@@ -154,7 +154,7 @@ def staging_bytes(raw_bytes: int, out_bytes: int, *, reads: int = STAGED, writes
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """What a step reads and writes.
+    """The sizes that a step reads and writes.
 
     patch_in, patch_out  voxels of the dense input and output, along z, y, x or with another axis first
     itemsizes            bytes per voxel of the volume and per value of the output, as stored
@@ -208,8 +208,3 @@ def baseline_bytes() -> int:
     import h5py  # noqa: F401 - a run loads it: it counts
 
     return -(-(process_bytes() + MARGIN_BYTES) // _GRAIN) * _GRAIN
-
-
-def mebibytes(nbytes: float) -> str:
-    """Return bytes in MiB, the unit of `--ram 600M`, rounded up to a tenth: `120.5 MiB`."""
-    return f"{ceil(nbytes * 10 / MIB) / 10:,.1f} MiB"

@@ -1,12 +1,10 @@
 """Plans for several equal GPUs of one machine: one process, the same plan on each, columns from one queue.
 
-Method  A volume that is one column for one GPU has to be cut. When it is cut into as many equal parts as there are
-        GPUs, along one axis or several, the best plan for a part covers the whole as well: each of its columns is as
-        fast, and each GPU has as many. The best plan for the whole is tried too, as it may have enough columns.
-        `RunPlan.single_device_seconds` shows what the new borders cost.
-Bound   No cut saves work, so the speed is at most `devices` times that of one GPU. The plan subtracts the borders, the
-        GPUs that are idle in the last round of columns, and the time that one thread takes to write the last patches
-        of all GPUs when nothing is computed any more.
+Method  The output is cut into as many equal parts as there are GPUs, along one axis or several. The best plan for a
+        part covers the whole output as well: each of its columns is as fast, and each GPU has as many. The best plan
+        for the whole is tried too, because it may have enough columns.
+Bound   The speed is at most `devices` times that of one GPU. The plan subtracts the new borders, the GPUs that are idle
+        in the last round of columns, and the time in which one thread writes the last patches of all GPUs.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from znnpy.shapes import Vec3, ceil_divide
 def plan_on_devices(request: PlanRequest, costs: CostModel) -> RunPlan:
     """Return the fastest plan for the equal devices of a target.
 
-    NoPlanError as of one device, for the whole output within one device's part of the process's memory.
+    NoPlanError says what one device lacks for the whole output within its part of the memory of the process.
     """
     devices, limits, baseline = request.target.devices, request.limits, request.baseline
     if devices == 1:

@@ -8,10 +8,10 @@ from znnpy.errors import NoPlanError
 from znnpy.messages import option
 from znnpy.planner.layer_search import Solution
 from znnpy.planner.layout import scratch_peaks
-from znnpy.planner.memory import mebibytes
 from znnpy.planner.tiling_search import TilingSearch, smallest_need
 from znnpy.planner.tilings import tiling_of
 from znnpy.shapes import text
+from znnpy.units import mebibytes
 
 
 def no_plan(searches: Sequence[TilingSearch], advice: str) -> NoPlanError:

@@ -1,4 +1,4 @@
-"""Plans whose first layers have their tensors in host memory and whose other layers run on one GPU (`hosted`)."""
+"""Plans whose first layers have their tensors in host memory and whose other layers run on one GPU."""
 
 from __future__ import annotations
 

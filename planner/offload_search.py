@@ -31,7 +31,7 @@ from znnpy.planner.found_plan import choice_of, plan_of
 from znnpy.planner.layer_options import OptionTable
 from znnpy.planner.layer_search import MAX_COLUMN_SECONDS, Solution
 from znnpy.planner.layout import place
-from znnpy.planner.memory import Memory, StepSizes, mebibytes
+from znnpy.planner.memory import Memory, StepSizes
 from znnpy.planner.offload_sizes import initial_sizes, neighbouring_sizes
 from znnpy.planner.pareto import total_seconds
 from znnpy.planner.plan import Choice, Plan, Stage
@@ -41,6 +41,7 @@ from znnpy.planner.stages import handover_buffers, in_host_ram, stage_needs
 from znnpy.planner.sublayers import Sublayers
 from znnpy.planner.tilings import Tiling, TilingSpace, splits, tiling_of
 from znnpy.shapes import Vec3, text, turned
+from znnpy.units import mebibytes
 
 MAX_MOVES = 16  # times that shapes next to the best one are looked at
 SEED_SLACK = 2.0  # times the seconds of another plan, or those asked for: no neighbours of a slower plan are looked at
@@ -77,7 +78,7 @@ class TwoStages:
 
 @dataclass
 class OffloadSearch:
-    """What is asked for, and what may run in either stage."""
+    """The search for the best plan of two stages, with the options of either stage."""
 
     request: PlanRequest  # for the GPU
     mode: OffloadMode

@@ -51,10 +51,9 @@ class LayerOption:
 
 
 ParetoFront = tuple[LayerOption, ...]  # the non-dominated options of one group, fastest first
-
-
-# The costs of an option in the order of its fields, and its pinned bytes.
-OptionCosts = tuple[float, int, int, int, int]
+OptionCosts = tuple[
+    float, int, int, int, int
+]  # the costs of an option in the order of its fields, and its pinned bytes
 
 
 def undominated(weighed: Iterable[OptionCosts]) -> list[int]:
@@ -146,10 +145,7 @@ def fastest_within(
 def _nearly_fastest_within(
     fronts: Sequence[ParetoFront], budget: int, below: float, price: float
 ) -> tuple[LayerOption, ...] | None:
-    """Approximate `fastest_within` for many groups; the choice may be a little slower than the fastest.
-
-    A few limits on allowances and on the arena are tried; `_choose_by_price` chooses within each.
-    """
+    """Approximate `fastest_within` for many groups, with a few limits on allowances and on the arena."""
     best = None
     for allowance in _few_caps(fronts, _ALLOWANCE, budget):
         under_allowance = [tuple(o for o in options if o.allowance <= allowance) for options in fronts]
@@ -289,7 +285,7 @@ def smallest(fronts: Sequence[ParetoFront]) -> tuple[LayerOption, ...]:
 
 
 def _least_weights(fronts: Sequence[ParetoFront]) -> tuple[LayerOption, ...]:
-    """Choose the same, ignoring allowances: the least weights under the best limit on the arena."""
+    """Choose the options that need the fewest bytes, without allowances."""
     weights = ((o.arena_bytes, group, o.resident) for group, options in enumerate(fronts) for o in options)
     _, limit = least_cost(weights, len(fronts), 1)
     return tuple(min((o for o in options if o.arena_bytes <= limit), key=lambda o: o.resident) for options in fronts)

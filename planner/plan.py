@@ -22,7 +22,7 @@ from znnpy.planner.layout import Count, Positive, sub_batch_counts
 from znnpy.planner.layout import Tensor as Tensor
 from znnpy.planner.memory import PINNED, StepSizes
 from znnpy.planner.memory import Memory as Memory
-from znnpy.shapes import LayerShape, Precision, Vec3
+from znnpy.shapes import LayerShape, Precision, Vec3, turned
 
 if TYPE_CHECKING:
     from znnpy.network import Network
@@ -83,7 +83,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one kind of device runs: how it covers the output, and its layers. It needs network and weights to run."""
+    """The plan of one kind of device: how it covers the output, and its layers. It needs network and weights."""
 
     limits: Annotated[Limits, AfterValidator(_checked_limits)]
     output: Size  # dense output it was made for
@@ -110,7 +110,23 @@ class Plan:
         if devices != promised:
             raise ValueError(f"its stages run on {devices}, and memory is promised for stages on {promised}")
         if len(self.stages) > 1 or self.overlap:
-            check_stages(self)
+            self._check_stages()
+
+    def _check_stages(self) -> None:
+        """Raise ValueError for two stages that no session runs."""
+        if tuple(stage.device for stage in self.stages) != ("cpu", "gpu"):
+            devices = " and ".join(stage.device.upper() for stage in self.stages)
+            raise ValueError(
+                f"{len(self.stages)} stages are in the memory of {devices}: two stages are one in the memory of the "
+                "host and one on a GPU"
+            )
+        front = self.stages[0].choices
+        if self.overlap and any(choice.device != "cpu" for choice in front):
+            raise ValueError("the GPU computes layers of the first stage, so it cannot be at the step before meanwhile")
+        if any(parts > 1 for parts in self.sub_batches[: len(front)]):
+            raise ValueError("layers of the first stage take all images at a time")
+        if self.precision == "fp16":
+            raise ValueError("what is handed over is in float32, and the plan is in fp16: choose tf32")
 
     @property
     def device(self) -> DeviceKind:
@@ -269,6 +285,14 @@ class Plan:
         step = self.patch_out[self.axis]
         return replace(self, column_planes=ceil(planes / step) * step) if self.streams else self
 
+    def layer_shapes(self, network: Network) -> tuple[LayerShape, ...]:
+        """Return the shape of every layer in a step, fused or not, with the plan's axis first; ShapeError: none fit."""
+        batches = [c.shape.batch for c in self.choices for _ in c.layers[: 1 + (c.layers[0] < c.layers[1])]]
+        batches += [batches[-1]] * len(network.layers)  # a damaged plan may lack choices for the last layers
+        return network.turned(self.axis).layer_shapes(
+            turned(self.patch_out, self.axis), batches=batches, streams=self.streams, precision=self.precision
+        )
+
     def with_choices(self, change: Callable[[Choice], Choice]) -> Plan:
         """Return the same plan with every choice changed, in order."""
         stages = (replace(stage, choices=tuple(map(change, stage.choices))) for stage in self.stages)
@@ -288,23 +312,6 @@ class Plan:
     def voxels_per_second(self) -> float:
         """Predicted output voxels written per second, last partial patches included."""
         return float(prod(self.output)) / self.seconds
-
-
-def check_stages(plan: Plan) -> None:
-    """Raise ValueError for two stages that no session runs."""
-    if tuple(stage.device for stage in plan.stages) != ("cpu", "gpu"):
-        devices = " and ".join(stage.device.upper() for stage in plan.stages)
-        raise ValueError(
-            f"{len(plan.stages)} stages are in the memory of {devices}: two stages are one in the memory of the host "
-            "and one on a GPU"
-        )
-    front = plan.stages[0].choices
-    if plan.overlap and any(choice.device != "cpu" for choice in front):
-        raise ValueError("the GPU computes layers of the first stage, so it cannot be at the step before meanwhile")
-    if any(parts > 1 for parts in plan.sub_batches[: len(front)]):
-        raise ValueError("layers of the first stage take all images at a time")
-    if plan.precision == "fp16":
-        raise ValueError("what is handed over is in float32, and the plan is in fp16: choose tf32")
 
 
 def waste(output: Vec3, layers: Sequence[tuple[LayerShape, float, int]]) -> float:

@@ -1,4 +1,4 @@
-"""What a plan is asked for: a network, its output, and what may be used to compute it, in one frozen object.
+"""The request for a plan: a network, its output, and what may be used to compute it, in one frozen object.
 
 A planner changes a request with `dataclasses.replace` where it asks for something else, such as a part of the output.
 """
@@ -11,13 +11,12 @@ from math import inf
 
 from znnpy.costs.model import Rates, assumed_rates
 from znnpy.kernels.contract import Primitive, device_of
-from znnpy.kernels.table import IN_HOST_RAM, TABLE
+from znnpy.kernels.table import IN_HOST_RAM, TABLE, DividedPrimitive
 from znnpy.machine import Limits, Machine
 from znnpy.network import Network
 from znnpy.option_values import AskedMode, Cover, DeviceKind, RigorLevel
 from znnpy.planner.layer_options import OptionTable
 from znnpy.planner.memory import CONTEXT_BYTES, baseline_bytes, context_bytes
-from znnpy.planner.sublayers import DividedPrimitive
 from znnpy.shapes import Precision, Vec3
 
 KnownRates = Mapping[DeviceKind, Rates]  # the CPU's are for all threads that a run may have
@@ -42,11 +41,6 @@ class Target:
     mode: AskedMode = "auto"
 
     @property
-    def layer_precision(self) -> Precision:
-        """The precision in which layers run."""
-        return self.precision if self.device == "gpu" else "fp32"
-
-    @property
     def cuda_bytes(self) -> int:
         """Bytes of a GPU that CUDA and its libraries will take; 0 on a CPU."""
         return context_bytes(self.context_bytes) if self.device == "gpu" else 0
@@ -54,7 +48,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """What the caller restricts the search to.
+    """The caller's restrictions of the search.
 
     patch        the output patch, a multiple of the pooling period
     only         names of primitives; where one of them applies to a layer no other is considered
@@ -82,14 +76,14 @@ class Rigor:
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What a plan is asked for.
+    """The request for a plan.
 
     output        voxels (z, y, x) of the dense output
     itemsize_in   bytes per voxel of the volume as stored; itemsize_out: bytes per value of the output
     baseline      bytes of the process without the run
     masks         count masks of the input voxels that are not finite; needed to run with NaN allowed
-    kinds         find the best plan of every other kind too, and why it is not taken; takes up to twice as long
-    baselines     and the best patches by schemes that no session runs (`schemes`)
+    kinds         find the best plan of every other kind too, and why it is not taken; this needs up to twice the time
+    baselines     find the best patches by schemes that no session runs too (`schemes`)
     """
 
     network: Network

@@ -97,7 +97,7 @@ class RunPlan:
             raise ValueError(f"its workers run in modes {' and '.join(modes)}: side by side are gpu and cpu")
 
     def __repr__(self) -> str:
-        """One line; `znnpy.explain` gives the whole plan as text."""
+        """Return one line; `znnpy.explain` gives the whole plan as text."""
         main = self.main
         how = f"columns in steps of {text(main.patch_out)}" if main.streams else f"patches of {text(main.patch_out)}"
         return (

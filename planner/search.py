@@ -1,7 +1,4 @@
-"""The fastest plan of one device within the limits: patches against columns along every axis.
-
-A convolution and the pooling behind it are chosen for together: layer by layer, or one primitive for both.
-"""
+"""The search for the fastest plan of one device within the limits: patches against columns along every axis."""
 
 from __future__ import annotations
 
@@ -45,7 +42,7 @@ def plan_on_device(
         searches = [SchemeSearch.like(patches, scheme) for patches in searches if not patches.space.streams]
     if not (ranked := _ranked(searches)):
         raise no_plan(searches, _narrowing(request.constraints))
-    ranked = _leanest_first(ranked)
+    ranked = _smallest_first(ranked)
     plan = _plan(ranked)
     others = _kinds(plan, searches, ranked) if request.kinds else ()
     unrun = _baselines(searches) if request.baselines else ()
@@ -70,8 +67,9 @@ def _searches(request: PlanRequest, options: OptionTable) -> Sequence[TilingSear
 
 def allowed_spaces(request: PlanRequest) -> list[TilingSpace]:
     """Return the spaces of columns, of patches, or of both; NoPlanError where there is none of those asked for."""
-    wanted = request.constraints
-    spaces = all_spaces(request.network, request.output, request.target.layer_precision, wanted.patch)
+    wanted, target = request.constraints, request.target
+    precision = target.precision if target.device == "gpu" else "fp32"
+    spaces = all_spaces(request.network, request.output, precision, wanted.patch)
     allowed = [space for space in spaces if wanted.cover in (None, "columns" if space.streams else "patches")]
     if not allowed:
         raise NoPlanError(
@@ -89,7 +87,7 @@ def _ranked(searches: Sequence[TilingSearch]) -> Ranked:
     return sorted(((search, found) for search in searches if (found := search.run())), key=lambda pair: pair[1].seconds)
 
 
-def _leanest_first(ranked: Ranked) -> Ranked:
+def _smallest_first(ranked: Ranked) -> Ranked:
     """Put the plan first that needs the least memory of those that take at most ALIKE times the least seconds.
 
     If memory costs no time, the fastest plan stays first.

@@ -26,13 +26,14 @@ from znnpy.network import Network
 from znnpy.patches import with_size
 from znnpy.planner.co_execution import CoExecution
 from znnpy.planner.layer_search import MAX_COLUMN_SECONDS
-from znnpy.planner.memory import MIB, mebibytes
+from znnpy.planner.memory import MIB
 from znnpy.planner.multi_gpu import plan_of_part
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import CostModel, PlanRequest
 from znnpy.planner.run_plan import PlannedWorker, RunPlan
 from znnpy.planner.search import plan_on_device
 from znnpy.shapes import Vec3, text
+from znnpy.units import mebibytes
 
 COLUMNS = (1, 2, 4)  # numbers of CPU columns that are tried: fewer have less border, and take more memory
 RATIOS = (0.7, 1.0, 1.4)  # ratios of their width along one axis to that of a square
@@ -90,12 +91,12 @@ def plan_side_by_side(alone: RunPlan, request: PlanRequest, costs: CostModel) ->
         if error.needed_bytes is None:
             raise
         raise _does_not_fit(whole, error.needed_bytes) from None
-    trials = [_Trials(whole, alone.seconds, speed, processor, network, masks)]
+    trials = [_Trials(whole, alone.seconds, speed, processor)]
     trials[0].run()
     if alone.main.cover(network).steps(0) < FEW:
         share = speed / (speed + alone.voxels_per_second)
         for part in _plans_of_parts(alone, request, costs, share):
-            trials.append(_Trials(part, alone.seconds, speed, processor, network, masks))
+            trials.append(_Trials(part, alone.seconds, speed, processor))
             trials[-1].run()
     found = {seconds: trial.found[cell] for trial in trials for cell, seconds in trial.likely.items()}
     if not found:
@@ -115,8 +116,6 @@ class _Trials:
     alone: float
     speed: float
     processor: Processor
-    network: Network
-    masks: bool
     found: dict[Vec3, RunPlan] = field(default_factory=dict)  # by sizes of cells
     likely: dict[Vec3, float] = field(default_factory=dict)  # seconds of each
     too_large: list[Vec3] = field(default_factory=list)
@@ -128,7 +127,7 @@ class _Trials:
         voxels = prod(gpu.output) * self.speed / (self.speed + self.gpus.voxels_per_second)  # for the CPU
         for finer in FINER:
             some = voxels / finer
-            for width, steps in product(_widths(gpu, self.network.period, some), FIRST):
+            for width, steps in product(_widths(gpu, self.processor.request.network.period, some), FIRST):
                 self._try(_cell(gpu, width, some / steps))
             for width, steps in product(self.best(BEST), STEPS):
                 self._try(_cell(gpu, width, some / steps))
@@ -159,7 +158,9 @@ class _Trials:
             self.too_large.append(cell)
             self.least = min(self.least, error.needed_bytes or inf)
             return
-        other = _in_one_column(other, other.output, self.network).with_transfers(self.network, masks=self.masks)
+        request = self.processor.request
+        other = _in_one_column(other, other.output, request.network)
+        other = other.with_transfers(request.network, masks=request.masks)
         plan = self.gpus.shared_with(PlannedWorker(other), self.alone)
         if any(plan.memory.excess(gpu.limits)):
             self.least = min(self.least, other.memory.peak)

@@ -1,4 +1,4 @@
-"""The fastest primitives for one of two stages of a patch or column: the offloaded layers, or those behind them."""
+"""The search for the fastest primitives of one of two stages: the offloaded layers, or those behind them."""
 
 from __future__ import annotations
 
@@ -54,14 +54,10 @@ class StageSearch(LayerSearch):
     def fixed_memory(self, shape: Tiling) -> Memory:
         """Return what a run needs whatever the primitives are, with what the other stage takes of this memory."""
         request, on_gpu = self.request, self.device == "gpu"
-        reading, writing, staging = StepSizes(
-            shape.space.network, shape.volume_input, shape.patch, request.itemsizes
-        ).transfer_bytes(
-            "gpu",
-            masks=request.masks,
-            reads=shape.steps_of(shape.cover.margin),
-            writes=shape.steps_of(0),
-            handed_over=self.slot,
+        sizes = StepSizes(shape.space.network, shape.volume_input, shape.patch, request.itemsizes)
+        reads, writes = shape.steps_of(shape.cover.margin), shape.steps_of(0)
+        reading, writing, staging = sizes.transfer_bytes(
+            "gpu", masks=request.masks, reads=reads, writes=writes, handed_over=self.slot
         )
         taken = self.taken if on_gpu else 0
         return Memory(
@@ -86,7 +82,7 @@ class StageSearch(LayerSearch):
     def fastest(self, shape: Tiling, below: float = inf) -> Solution | None:
         """Return the fastest primitives within the memory; None unless they take less than `below` seconds in all."""
         fronts = self.fronts(shape)
-        return self._within_room(shape, fronts, below) if all(fronts) else None
+        return self._fastest_fitting(shape, fronts, below) if all(fronts) else None
 
     def quickest(self, shape: Tiling) -> float:
         """Return the seconds for the whole output with unlimited memory; inf where some layer runs nowhere."""

@@ -23,7 +23,7 @@ Steps = Sequence[tuple[LayerShape, Footprint]]
 
 @dataclass(frozen=True, slots=True)
 class StageNeeds:
-    """What one stage needs: its tensors, not yet placed, and the bytes beside its arena."""
+    """The needs of one stage: its tensors, not yet placed, and the bytes besides its arena."""
 
     tensors: tuple[Tensor, ...]
     memory: StageMemory

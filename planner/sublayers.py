@@ -8,14 +8,13 @@ its sub-layers and the link.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Any, Protocol
 
 from znnpy.costs.model import Rates
 from znnpy.kernels.contract import Primitive, Variant
-from znnpy.kernels.table import Speeds
+from znnpy.kernels.table import DividedPrimitive, Speeds
 from znnpy.machine import Machine
 from znnpy.planner.layer_options import CARRY_TRAFFIC, JOIN_TRAFFIC, LayerContext
 from znnpy.planner.layout import aligned
@@ -28,28 +27,6 @@ TOLERANCE = 0.05  # of the time, by which a division may be slower than the best
 # `host_ram_runs-nvidia-h200-2026-11-22.json`), to look whether it is done, and to hand out copies.
 SUBLAYER_SECONDS = 1e-3
 HOST_TRAFFIC = 2.0  # bytes that the host moves for each that goes over the link: to page-locked memory or from it
-
-Seconds = Callable[[Primitive, ConvShape, Variant], float]
-
-
-class DividedPrimitive(Primitive, Protocol):
-    """What a primitive for tensors in the memory of the host offers beside what all primitives do."""
-
-    def fastest(
-        self,
-        shape: ConvShape,
-        machine: Machine,
-        vram_bytes: int,
-        speeds: Speeds,
-        seconds: Seconds,
-        *,
-        within: float,
-        few: bool,
-    ) -> Any:
-        """Return `variant` and `found.seconds` within so many bytes of the GPU; None where nothing fits."""
-
-    def largest(self, shape: LayerShape, variant: Variant) -> tuple[Primitive, ConvShape, Variant]:
-        """Return what computes the largest of the sub-layers of a variant, its shape and its variant."""
 
 
 @dataclass

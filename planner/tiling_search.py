@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
-from itertools import product
+from itertools import islice, product
 from math import inf, prod
 
 from znnpy.patches import with_size
@@ -19,6 +19,7 @@ from znnpy.planner.layer_options import LayerContext
 from znnpy.planner.layer_search import LayerSearch, Solution
 from znnpy.planner.memory import Memory
 from znnpy.planner.pareto import fastest, smallest
+from znnpy.planner.plan import waste
 from znnpy.planner.request import PlanRequest
 from znnpy.planner.run_plan import RunnerUp
 from znnpy.planner.tilings import Sizes, Tiling, all_sizes, log_spaced, sizes_between, tiling_of
@@ -27,8 +28,8 @@ from znnpy.shapes import Vec3
 RUNNERS_UP = 3
 TRIES = 2 * RUNNERS_UP  # tilings that are tried for them
 LEARNING_STEPS = 32  # times that bounds learn from steps of one thickness, a part of the layers each time
-LEANER_SHARE = 0.75  # share of a plan's memory within which another as fast is searched
-LEANER_TRIES = 8  # tilings that are tried for it
+SMALLER_SHARE = 0.75  # share of a plan's memory within which another as fast is searched
+SMALLER_TRIES = 8  # tilings that are tried for it
 MAX_LEAST_LAYERS = 2**13  # layers, of all tilings together, that are tried for the least memory
 SIZES_AT_ONCE = 8  # sizes per axis that are combined at once; axes with no more sizes are searched fully
 
@@ -217,29 +218,25 @@ class TilingSearch(LayerSearch):
         return least
 
     def leaner(self, best: Solution, most: float) -> Solution:
-        """Find a shape that takes at most `most` seconds and needs less memory, among those that were looked at.
-
-        Each try allows LEANER of the memory that the shape before needed, so the result may not be the very least.
-        """
+        """Find a tiling that takes at most `most` seconds and needs less memory, among those that were tried."""
         shapes = {shape.patch: shape for shape in self.rejected}
         shapes[best.tiling.patch] = self.tiling(best.tiling.patch)
         found: Solution | None = best
         while found is not None:
             best = self.least_memory(found, most)
-            limits = replace(self.limits, ram_bytes=int(LEANER_SHARE * best.memory.device_bytes))
-            found = self._again(replace(self.request, limits=limits), self.splits).first(shapes.values(), most)
+            limits = replace(self.limits, ram_bytes=int(SMALLER_SHARE * best.memory.device_bytes))
+            smaller = self._again(replace(self.request, limits=limits), self.splits)
+            found = next(smaller.solutions(shapes.values(), most, SMALLER_TRIES), None)
         return best
 
-    def first(self, shapes: Iterable[Tiling], below: float) -> Solution | None:
-        """Return the first of these tilings that fits and takes less than `below` seconds; None after LEANER_TRIES."""
+    def solutions(self, shapes: Iterable[Tiling], below: float, tries: int) -> Iterator[Solution]:
+        """Yield those of these tilings that fit and take less than `below` seconds; at most `tries` are tried."""
         queue = self._queue(shapes)
-        for _ in range(LEANER_TRIES):
-            shape = self._next(queue, below)
-            if shape is None:
-                return None
+        for _ in range(tries):
+            if (shape := self._next(queue, below)) is None:
+                return
             if (found := self.best_split(shape, below)) is not None:
-                return found
-        return None
+                yield found
 
     def runner_up(self, found: Solution, over: tuple[int, int] = (0, 0)) -> RunnerUp:
         shape = found.tiling
@@ -249,7 +246,7 @@ class TilingSearch(LayerSearch):
             column_planes=shape.column_planes,
             sub_batches=tuple(way.sub_batches for _, way in found.layer_runs),
             voxels_per_second=prod(self.space.output) / found.seconds,
-            waste=found.waste,
+            waste=waste(self.space.output, [(way.shape, way.seconds, way.executions) for _, way in found.layer_runs]),
             over_bytes=over[0],
             over_vram_bytes=over[1],
         )
@@ -258,11 +255,7 @@ class TilingSearch(LayerSearch):
         """Return some tilings that fit and look fastest after the best; equivalent axes are not permuted."""
         shapes = {self._key(shape.patch): shape for shape in self.rejected}
         shapes.pop(self._key(best.tiling.patch), None)
-        queue, found = self._queue(shapes.values()), list[Solution]()
-        for _ in range(TRIES):
-            shape = self._next(queue, inf) if len(found) < most else None
-            other = self.best_split(shape, inf) if shape else None
-            found += [other] if other else []
+        found = islice(self.solutions(shapes.values(), inf, TRIES), most)
         return [self.runner_up(other) for other in sorted(found, key=lambda other: other.seconds)]
 
     def next_larger(self, seconds: float) -> list[RunnerUp]:

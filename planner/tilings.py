@@ -41,16 +41,6 @@ class TilingSpace:
     in_place_carries: frozenset[int] = frozenset()  # groups that read carried planes where they are kept
     stage: tuple[int, int] | None = None  # half-open range of layers of one stage; None: all
 
-    @property
-    def first_layer(self) -> int:
-        """Index of the first layer of the stage in the network."""
-        return 0 if self.stage is None else self.stage[0]
-
-    @property
-    def hands_over(self) -> bool:
-        """Whether another stage follows."""
-        return self.stage is not None and self.stage[1] < len(self.network.layers)
-
     @cached_property
     def stage_network(self) -> Network:
         """The layers of the stage as a network of their own."""
@@ -72,8 +62,8 @@ class TilingSpace:
     @cached_property
     def warmup_planes(self) -> tuple[int, ...]:
         """The planes that each layer computes before the output begins."""
-        margins = self.network.margins[self.first_layer + 1 : self.first_layer + 1 + len(self.stage_network.layers)]
-        return tuple(margin[0] for margin in margins)
+        begin, end = self.stage or (0, len(self.network.layers))
+        return tuple(margin[0] for margin in self.network.margins[begin + 1 : end + 1])
 
 
 def all_spaces(
@@ -170,7 +160,8 @@ class Tiling:
             new = whole - kept if index in self.space.in_place_carries else whole
             nbytes.append(aligned(images // self.shapes[first].batch * new))
             images = self.shapes[last].out_shape[0]
-        return *nbytes, 0 if self.space.hands_over else aligned(self.shapes[-1].out_bytes)
+        hands_over = self.space.stage is not None and self.space.stage[1] < len(self.space.network.layers)
+        return *nbytes, 0 if hands_over else aligned(self.shapes[-1].out_bytes)
 
     def join_bytes(self, group: int) -> int:
         """Return the extra input bytes of a primitive that does not read carried planes where they are kept."""

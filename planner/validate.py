@@ -17,7 +17,7 @@ from znnpy.planner.layout import ALIGNMENT, Tensor, aligned
 from znnpy.planner.plan import Plan, patch_in
 from znnpy.planner.run_plan import AGAIN, RunPlan
 from znnpy.planner.stages import handover_buffers, in_host_ram, stage_needs
-from znnpy.shapes import LayerShape, fused, text, turned
+from znnpy.shapes import LayerShape, fused, text
 
 
 def check_runs(
@@ -95,13 +95,8 @@ def _check_limits(plan: RunPlan, machine: Machine, ram_bytes: int | None, vram_b
 
 def _check_shapes(plan: Plan, network: Network) -> None:
     """Check that every layer of the network has a choice, with the sizes that it has there."""
-    along = network.turned(plan.axis)
-    batches = [c.shape.batch for c in plan.choices for _ in c.layers[: 1 + (c.layers[0] < c.layers[1])]]
-    batches += [plan.choices[-1].shape.batch] * len(network.layers)  # for missing layers, which are refused below
     try:
-        shapes = along.layer_shapes(
-            turned(plan.patch_out, plan.axis), batches=batches, streams=plan.streams, precision=plan.precision
-        )
+        shapes = plan.layer_shapes(network)
         on_cpu = [replace(shape, precision="fp32") for shape in shapes]
     except ShapeError as error:
         raise PlanFileError(f"the plan does not fit its network: {error}") from None

@@ -26,7 +26,7 @@ from znnpy.planner.run_plan import RunPlan
 from znnpy.report.plan_text import predicted
 from znnpy.run import pipeline
 from znnpy.run.asked import devices_asked
-from znnpy.run.choice import Work, choose, forgetful, given_plan, leaner_plan
+from znnpy.run.choice import Work, choose, forgetful, given_plan, smaller_plan
 from znnpy.run.target import OpenTarget, Targets, check_here
 from znnpy.run.workers import Sessions, sessions_of, workers_of
 from znnpy.run_log import log_once, log_phase
@@ -128,7 +128,7 @@ class ArraySession:
             except VramError as error:
                 refused = forgetful(error)
             if refused is not None:
-                self._prepare(target, leaner_plan(self._asked, self._work, target, plan, refused))
+                self._prepare(target, smaller_plan(self._asked, self._work, target, plan, refused))
             self._target, self._ended = target, False
             self._open = stack.pop_all()
         return self
@@ -184,7 +184,7 @@ class ArraySession:
                 refused = forgetful(error)
             if refused is not None:
                 self._forget()
-                self._prepare(target, leaner_plan(self._asked, self._work, target, plan, refused))
+                self._prepare(target, smaller_plan(self._asked, self._work, target, plan, refused))
                 self._compute(source, result, progress)
         return result.array
 

@@ -34,9 +34,9 @@ from znnpy.report.plan_text import predicted
 from znnpy.report.run_report import Report
 from znnpy.run import pipeline
 from znnpy.run.asked import devices_asked
-from znnpy.run.choice import Work, choose, forgetful, given_plan, leaner_plan
+from znnpy.run.choice import Work, choose, forgetful, given_plan, smaller_plan
 from znnpy.run.preparing import Preparing
-from znnpy.run.resume import check_options, device_begun, leaner_plan_begun, limits_taken, plan_begun, plan_finished
+from znnpy.run.resume import check_options, device_begun, limits_taken, plan_begun, plan_finished, smaller_plan_begun
 from znnpy.run.target import OpenTarget, Targets, check_here
 from znnpy.run.trace import Trace
 from znnpy.run.workers import Sessions, sessions_of, workers_of
@@ -234,9 +234,9 @@ class _Run:
             self.output.pause()
             begun = self.output.header is not None
             if self.output.header is None:
-                plan = leaner_plan(self.asked, self.work, target, plan, refused)
+                plan = smaller_plan(self.asked, self.work, target, plan, refused)
             else:
-                plan = leaner_plan_begun(self.output.header, self.asked, self.work, target, plan, refused)
+                plan = smaller_plan_begun(self.output.header, self.asked, self.work, target, plan, refused)
             rounding = "; what was finished before may be rounded differently" if begun else ""
             within = human_bytes(plan.limits.vram_bytes or 0)
             sentences.append(f"planned anew within {within} of VRAM: {refused}{rounding}")

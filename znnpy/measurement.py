@@ -115,7 +115,7 @@ def measure(asked: MeasureOptions) -> Measured:
     with Targets(AskedDevices(asked.device, precision=precision)) as targets:
         target = targets.first()
         limits = target.limits(asked.ram, threads, None)
-        room = target.room(limits)
+        room = target.free_bytes_within(limits)
         survey = Survey(target.machine, target.device, limits, room)
         tasks = sample_tasks(target.machine, target.device, _precisions(target, precision), limits, room)
         old = read_stored(target.machine, target.device, limits.threads) if out is None else None

@@ -51,29 +51,29 @@ def check_plan(plan: RunPlan, network: Network, target: OpenTarget, tell: Callab
     VerifyError names the first layer whose output differs from the definition by more than its precision allows, at
     VOXELS voxels including corners, or that does not fit this machine.
     """
-    rooms = target.rooms(plan.limits)
+    free_bytes = target.free_bytes_by_device(plan.limits)
     layers = {(where, c.primitive, c.shape, c.variant): c for where, c in layers_of(plan)}
     with wisdom_kept(target.machine, plan.seconds):
         for done, ((where, *_), choice) in enumerate(layers.items()):
             tell(Progress(done, len(layers), np.inf, f"checking {choice.primitive} on {choice.shape}"))
             name = f"{choice.where} ({network.layers[choice.layers[0]]})"
             with ThreadPool(max(1, where.threads)) as pool:
-                _check_layer(choice, name, where, rooms, pool, target.gpu)
+                _check_layer(choice, name, where, free_bytes, pool, target.gpu)
         tell(Progress(len(layers), len(layers), np.inf, ""))
 
 
 def _check_layer(
-    choice: Choice, name: str, where: Placement, rooms: FreeBytes, pool: ThreadPool, gpu: Device | None
+    choice: Choice, name: str, where: Placement, free_bytes: FreeBytes, pool: ThreadPool, gpu: Device | None
 ) -> None:
-    """Check one layer; it runs on fewer images if all do not fit into `rooms`."""
+    """Check one layer; it runs on fewer images if all do not fit into `free_bytes`."""
     primitive, shape, variant = find(choice.primitive, ALL), choice.shape, choice.variant
-    while (lacks := lacking(where, primitive, shape, variant, rooms)) and shape.batch > 1:
+    while (lacks := lacking(where, primitive, shape, variant, free_bytes)) and shape.batch > 1:
         shape = replace(shape, batch=shape.batch // 2)
     if lacks is not None:
         device, needed = lacks
         raise VerifyError(
-            f"{name} needs {human_bytes(needed)} to be checked, and {human_bytes(max(rooms[device], 0))} are free: "
-            f"plan within less memory, or without {option('paranoid')}"
+            f"{name} needs {human_bytes(needed)} to be checked, and {human_bytes(max(free_bytes[device], 0))} are "
+            f"free: plan within less memory, or without {option('paranoid')}"
         )
     layer: HostLayer | DeviceLayer | HostRamLayer
     if where.device == "cpu":

@@ -17,8 +17,8 @@ from znnpy.messages import excerpt, option
 from znnpy.network import ConvWeights, Network
 from znnpy.option_declarations import method_of
 from znnpy.options import CallOptions, SessionOptions
-from znnpy.planner.memory import mebibytes
 from znnpy.shapes import FLOAT32
+from znnpy.units import mebibytes
 from znnpy.volume.array import ArrayVolume
 
 

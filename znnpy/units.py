@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import ceil
+
 LONGEST = 1e9  # longest time that is written exactly: a plan edited by hand may hold any number
 
 
@@ -12,6 +14,11 @@ def human_bytes(nbytes: int) -> str:
             amount = nbytes / 1024**power
             return f"{amount:.{2 if amount < 10 else 1 if amount < 100 else 0}f} {unit}"
     return f"{nbytes} B"
+
+
+def mebibytes(nbytes: float) -> str:
+    """Write bytes in MiB, the unit of `--ram 600M`, rounded up to a tenth: `120.5 MiB`."""
+    return f"{ceil(nbytes * 10 / 2**20) / 10:,.1f} MiB"
 
 
 def human_seconds(seconds: float) -> str:

@@ -230,16 +230,16 @@ def test_auto_chooses_the_fastest_mode(
     taken = go(place, "auto").plan
     assert taken.mode in MODES
     assert taken.seconds <= 1.01 * min(plan.seconds for plan in made.values())
-    assert taken.seconds < thresholds.hosted_assumed * made["gpu"].seconds
+    assert taken.seconds < thresholds.offloaded_assumed * made["gpu"].seconds
     assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
-    tight = replace(thresholds, hosted_assumed=0.99 * taken.seconds / made["gpu"].seconds)
+    tight = replace(thresholds, offloaded_assumed=0.99 * taken.seconds / made["gpu"].seconds)
     monkeypatch.setattr(modes, "THRESHOLDS", tight)
     assert go(place, "auto").plan.mode == "gpu", "it gains too little, by rates of the processor that are assumed"
     units = frozenset(assumed_rates(this_machine(), 2).units)
     measured = replace(assumed_rates(this_machine(), 2), fitted=units)
     monkeypatch.setattr(target, "processor_rates", lambda *_: measured)
     assert go(place, "auto").plan.mode in MODES, "and enough by measured ones"
-    monkeypatch.setattr(modes, "THRESHOLDS", replace(tight, hosted=tight.hosted_assumed))
+    monkeypatch.setattr(modes, "THRESHOLDS", replace(tight, offloaded=tight.offloaded_assumed))
     assert go(place, "auto").plan.mode == "gpu"
 
 

@@ -204,7 +204,7 @@ def test_auto_chooses_side_by_side_only_for_enough_gain(place: Place, monkeypatc
     assert both.single_device_seconds is not None
     ratio = both.seconds / both.single_device_seconds
     for long, gain, mode in ((0.0, 1.01 * ratio, "side-by-side"), (0.0, 0.99 * ratio, "gpu"), (9e9, 1.0, "gpu")):
-        thresholds = modes.Thresholds(long_seconds=long, hosted=0.0, beside=gain)
+        thresholds = modes.Thresholds(long_seconds=long, offloaded=0.0, side_by_side=gain)
         monkeypatch.setattr(modes, "THRESHOLDS", thresholds)
         assert go(place, mode="auto").plan.mode == mode
 

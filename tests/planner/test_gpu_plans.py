@@ -35,10 +35,11 @@ from znnpy.errors import NoPlanError, PlanFileError, ShapeError
 from znnpy.formats.networks import read_network
 from znnpy.machine import Limits
 from znnpy.network import Conv, Network, Pool
-from znnpy.planner.memory import MIB, Memory, context_bytes, mebibytes, reading_bytes, staging_bytes, writing_bytes
+from znnpy.planner.memory import MIB, Memory, context_bytes, reading_bytes, staging_bytes, writing_bytes
 from znnpy.planner.run_plan import RunPlan
 from znnpy.planner.validate import check_runs
 from znnpy.shapes import PRECISIONS, ConvShape, Precision
+from znnpy.units import mebibytes
 
 MakeNetwork = Callable[..., Network]
 ON_GPU = on_gpu(*FEWER)

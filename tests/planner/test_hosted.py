@@ -18,11 +18,11 @@ from znnpy.costs.model import Rate, seconds
 from znnpy.errors import NoPlanError, PlanFileError
 from znnpy.machine import Limits
 from znnpy.network import Conv, Network
-from znnpy.planner.memory import mebibytes
 from znnpy.planner.run_plan import RunPlan
 from znnpy.planner.validate import check_runs
 from znnpy.report.plan_text import explain
 from znnpy.shapes import Vec3
+from znnpy.units import mebibytes
 
 pytestmark = pytest.mark.usefixtures("sublayers_take_no_longer")
 

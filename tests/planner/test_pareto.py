@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from znnpy.network import Conv, Network
 from znnpy.planner import pareto
-from znnpy.planner.bounds import FASTER, Bounds, least_priced, least_seconds, needs_of
+from znnpy.planner.bounds import FASTER, Bounds, least_priced, least_seconds
 from znnpy.planner.pareto import (
     LayerOption,
     ParetoFront,
@@ -27,6 +27,11 @@ from znnpy.planner.pareto import (
     total_seconds,
 )
 from znnpy.planner.tilings import TilingSpace, tiling_of
+
+
+def needs_of(options: ParetoFront) -> list[tuple[float, int, int]]:
+    """Return seconds, resident bytes and arena bytes of each option."""
+    return [(o.seconds, o.resident, o.arena_bytes) for o in options]
 
 
 def option(seconds: int, resident: int, live: int, allowance: int) -> LayerOption:

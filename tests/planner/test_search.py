@@ -18,12 +18,13 @@ from znnpy.machine import Limits
 from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Pool
 from znnpy.planner.layer_search import MAX_COLUMN_SECONDS
 from znnpy.planner.layout import chain, live_peak, place
-from znnpy.planner.memory import READER_BYTES, WRITER_BYTES, mebibytes
+from znnpy.planner.memory import READER_BYTES, WRITER_BYTES
 from znnpy.planner.run_plan import RunnerUp, RunPlan
 from znnpy.planner.tiling_search import SIZES_AT_ONCE
 from znnpy.planner.tilings import axis_sizes, log_spaced, sizes_between
 from znnpy.planner.validate import check_runs
 from znnpy.shapes import LayerShape, Vec3, turned, turned_back
+from znnpy.units import mebibytes
 
 MakeNetwork = Callable[..., Network]
 

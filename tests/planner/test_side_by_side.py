@@ -303,7 +303,7 @@ def test_columns_are_narrower_if_wide_ones_do_not_fit() -> None:
     of = processor_of(0.5, MIXED, LITTLE, columns=True)
     alone = on(1.0, MIXED, OUTPUT, LITTLE, patch=(4, 4, 4), columns=True)
     speed = of.plan(OUTPUT).voxels_per_second
-    trials = _Trials(alone, alone.seconds, speed, Narrow(of.request, of.costs), MIXED, masks=False)
+    trials = _Trials(alone, alone.seconds, speed, Narrow(of.request, of.costs))
     trials.run()
     best = trials.best(1)[0]
     assert best[1:] == (4, 4)
@@ -318,7 +318,7 @@ def trials_beside(processor: float) -> _Trials:
     speed = processor * alone.voxels_per_second
     whole = processor_of(1.0, deep, PLENTY, columns=True).plan(output)
     times = speed / whole.voxels_per_second
-    return _Trials(alone, alone.seconds, speed, processor_of(times, deep, PLENTY, columns=True), deep, masks=False)
+    return _Trials(alone, alone.seconds, speed, processor_of(times, deep, PLENTY, columns=True))
 
 
 @pytest.mark.slow
@@ -401,7 +401,7 @@ def test_best_size_beats_its_neighbours() -> None:
     alone = on(1.0, MIXED, OUTPUT, LITTLE, patch=(4, 6, 6), columns=True)
     found = []
     for around in (False, True):
-        trials = _Trials(alone, alone.seconds, 0.9 * alone.voxels_per_second, processor, MIXED, masks=False)
+        trials = _Trials(alone, alone.seconds, 0.9 * alone.voxels_per_second, processor)
         with pytest.MonkeyPatch.context() as patched:
             if not around:
                 patched.setattr(_Trials, "_look_around", lambda _: None)

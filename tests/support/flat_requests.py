@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from znnpy.costs.model import Rates
 from znnpy.kernels.contract import Primitive
-from znnpy.kernels.table import IN_HOST_RAM, TABLE
+from znnpy.kernels.table import IN_HOST_RAM, TABLE, DividedPrimitive
 from znnpy.machine import Limits, Machine
 from znnpy.network import Network
 from znnpy.option_values import OFFLOAD_MODES, AskedMode, DeviceKind
@@ -15,7 +15,6 @@ from znnpy.planner.modes import make_plan as best_of_mode
 from znnpy.planner.offload import plan_offloaded
 from znnpy.planner.request import Constraints, CostModel, PlanRequest, Target
 from znnpy.planner.run_plan import RunPlan
-from znnpy.planner.sublayers import DividedPrimitive
 from znnpy.shapes import Precision, Vec3
 
 

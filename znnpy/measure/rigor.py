@@ -107,7 +107,7 @@ class RigorMeasurement:
         begun = {device: known.get(device) or assumed_rates(machine, threads, device) for device in devices}
         timer = TimeBudget(seconds, self.tell, self.now)
         clocks = partial(self.clock, target)
-        return Refiner(begun, timer, clocks, threads, target.rooms(limits), self.costs)
+        return Refiner(begun, timer, clocks, threads, target.free_bytes_by_device(limits), self.costs)
 
     def _report(self, refiner: Refiner, target: OpenTarget, begun: KnownRates, *, whole: bool, seconds: float) -> None:
         """Keep what was found, and add sentences on what was not measured."""

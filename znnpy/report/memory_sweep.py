@@ -97,7 +97,7 @@ def points(
 
 @dataclass
 class _Curve:
-    """What is known of one curve."""
+    """One curve, as far as it is known."""
 
     source: PlansWithin
     limits: list[int]  # the largest first

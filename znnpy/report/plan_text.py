@@ -50,7 +50,7 @@ def explain(plan: RunPlan, machine: Machine | None = None) -> str:
 
 
 def network_of(run: RunPlan) -> Network:
-    """The network that a plan is for, as far as its choices say: what grey values are normalised by is not known."""
+    """Return the network of a plan as far as its choices tell: the normalisation of grey values is not known."""
     plan, layers = run.main, list[Layer]()
     for choice in plan.choices:
         match choice.shape:
@@ -68,7 +68,7 @@ def network_of(run: RunPlan) -> Network:
 
 
 def _cover(plan: Plan, network: Network) -> str:
-    """What is computed at a time, and how the output is covered with it."""
+    """Say what is computed at a time, and how the output is covered with it."""
     seen = f"field of view {text(network.field_of_view)}, period {text(network.period)}"
     output = f"{network.name}: {text(plan.output)} output voxels in"
     beyond = (
@@ -100,7 +100,7 @@ def reaches_beyond(plan: Plan) -> bool:
 
 
 def _beside(run: RunPlan, network: Network) -> list[RenderableType]:
-    """What the processor does beside GPUs."""
+    """Describe what the CPU computes side by side with GPUs."""
     if (sharing := run.sharing) is None:
         return []
     its, cells = sharing.cpu, sharing.cells
@@ -116,12 +116,12 @@ def _beside(run: RunPlan, network: Network) -> list[RenderableType]:
 
 
 def _layers(plan: Plan, network: Network) -> RenderableType:
-    """Seconds are those of a step in which all layers run, shares those of the whole output."""
+    """Lay out the layers with their seconds in a full step and their shares of the whole output."""
     return WideOrNarrow(_layers_table(plan, network), _layers_table(plan, network, stacked=True))
 
 
 def _layers_table(plan: Plan, network: Network, *, stacked: bool = False) -> Table:
-    """One row for each choice; `stacked` puts the primitive below the layer, which takes fewer columns."""
+    """Return a table with a row for each choice; `stacked` puts the primitive below the layer, in fewer columns."""
     in_parts = max(plan.sub_batches) > 1
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 0 if in_parts else 1, 0, 0))  # to fit into 80 columns
     table.add_column("layer and input", no_wrap=True)
@@ -151,19 +151,19 @@ def _layers_table(plan: Plan, network: Network, *, stacked: bool = False) -> Tab
 
 
 def _where(plan: Plan, index: int) -> str:
-    """The device of a choice, and where its tensors are if that is not there."""
+    """Name the device of a choice, and the memory of its tensors if that is elsewhere."""
     device = plan.choices[index].device
     return "GPU, from RAM" if device == "gpu" and index < plan.offloaded else device.upper()
 
 
 def _input(plan: Plan, choice: Choice) -> str:
-    """Images, size (z, y, x) and maps."""
+    """Write images, size (z, y, x) and maps of the input."""
     images, *n, maps = choice.shape.in_shape
     return f" {text((images, *turned_back((n[0], n[1], n[2]), plan.axis), maps))}"
 
 
 def _memory(run: RunPlan) -> Table:
-    """What the process takes, and below it what a GPU does where the layers run there."""
+    """List the bytes of the process, and below them those of a GPU if the layers run there."""
     plan, every = run.main, run.devices
     memory, limits, what = plan.memory, plan.limits, "steps" if plan.streams else "patches"
     around = [
@@ -249,7 +249,7 @@ def _two_stages(plan: Plan) -> str:
 
 
 def _prediction(run: RunPlan, machine: Machine | None) -> list[str]:
-    """The figures, and how far to trust them."""
+    """Return the predicted figures, and how far to trust them."""
     plan = run.main
     each = f"{human_seconds(plan.seconds_per_step)} a patch"
     if plan.streams:
@@ -288,7 +288,7 @@ def _prediction(run: RunPlan, machine: Machine | None) -> list[str]:
 
 
 def _sources(run: RunPlan) -> list[str]:
-    """Where the seconds of layers come from."""
+    """Say where the seconds of layers come from."""
     choices = run.choices
     layers, fitted, assumed = (
         sum(1 + choice.layers[1] - choice.layers[0] for choice in some)
@@ -307,7 +307,7 @@ def _sources(run: RunPlan) -> list[str]:
 
 
 def _elsewhere(run: RunPlan, machine: Machine) -> list[str]:
-    """What `machine` is not that the plan is for."""
+    """Say in what `machine` differs from the machine of the plan."""
     lines = []
     if run.made_for is not None:
         lines.append(f"this plan is for another machine, {run.made_for}: it runs only there")
@@ -336,7 +336,7 @@ def _gain(run: RunPlan) -> str:
 
 
 def _kinds(run: RunPlan) -> list[str]:
-    """The best of every other kind, what it takes, and why it lost."""
+    """List the best plan of every other kind, its needs, and why it lost."""
     lines = []
     for kind in run.alternatives:
         where = f"on the {kind.device.upper()}: " if kind.device != run.device else ""
@@ -399,7 +399,7 @@ def _runners_up(run: RunPlan) -> list[str]:
 
 
 def _over(runner_up: RunnerUp) -> str:
-    """How far it is above the limits, in words; empty where it fits."""
+    """Say how far it is above the limits; empty if it fits."""
     parts = [human_bytes(runner_up.over_bytes)] * (runner_up.over_bytes > 0)
     parts += [f"{human_bytes(runner_up.over_vram_bytes)} of VRAM"] * (runner_up.over_vram_bytes > 0)
     return " and ".join(parts)

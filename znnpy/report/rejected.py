@@ -23,7 +23,7 @@ from znnpy.planner.plan import Choice, Memory, Plan
 from znnpy.planner.stages import last_stage
 from znnpy.planner.tilings import carry_bytes
 from znnpy.report.wide_table import WideOrNarrow, columns_for, indented
-from znnpy.shapes import LayerShape, fused, turned
+from znnpy.shapes import LayerShape, fused
 from znnpy.units import human_bytes, human_seconds
 
 
@@ -44,7 +44,7 @@ class Considered:
 def considered(
     plan: Plan, network: Network, machine: Machine, rates: Rates, table: Sequence[Primitive], only: Collection[str] = ()
 ) -> list[Considered]:
-    """Of each layer, and of each convolution with the pooling behind it, all primitives of the plan's device.
+    """List all primitives of the plan's device for each layer, and for each convolution with the pooling behind it.
 
     machine, rates, table, only  as the plan was made with
     """
@@ -70,7 +70,7 @@ def why_table(rows: Sequence[Considered], network: Network) -> RenderableType:
 
 
 def _cells(row: Considered, network: Network) -> tuple[str, str, str, str]:
-    """Layer, primitive, time and reason of a row."""
+    """Return layer, primitive, time and reason of a row."""
     first, last = row.layers
     layer = f"{first} {network.layers[first]}" + (f", {last} in one" if last > first else "")
     spent = "" if row.seconds is None else human_seconds(row.seconds)
@@ -89,10 +89,7 @@ class _Plan:
 
     def considered(self, network: Network) -> Iterator[Considered]:
         plan = self.plan
-        batches = [c.shape.batch for c in plan.choices for _ in c.layers[: 1 + (c.layers[0] < c.layers[1])]]
-        shapes = network.turned(plan.axis).layer_shapes(
-            turned(plan.patch_out, plan.axis), batches=batches, streams=plan.streams, precision=plan.precision
-        )
+        shapes = plan.layer_shapes(network)
         for index, shape in enumerate(shapes):
             yield from self._of((index, index), shape)
             both = fused(shape, shapes[index + 1]) if index + 1 < len(shapes) else None
@@ -100,12 +97,12 @@ class _Plan:
                 yield from self._of((index, index + 1), both)
 
     def _of(self, layers: tuple[int, int], shape: LayerShape) -> Iterator[Considered]:
-        """Every primitive of the shape's kind, those that run first, the fastest of them before the others."""
+        """Yield every primitive of the shape's kind: those that run, the fastest first, before the others."""
         rows = [self._row(primitive, layers, shape) for primitive in self.table if primitive.kind == shape.kind]
         yield from sorted(rows, key=lambda row: (row.seconds is None, row.seconds, row.primitive))
 
     def _row(self, primitive: Primitive, layers: tuple[int, int], shape: LayerShape) -> Considered:
-        """Those in the plan have its own seconds."""
+        """Return the row of one primitive; one in the plan has the plan's seconds."""
         choices = [c for c in self.plan.choices if c.layers[0] <= layers[1] and layers[0] <= c.layers[1]]
         spent = sum(choice.executions * choice.seconds for choice in choices)
         if [(c.layers, c.primitive) for c in choices] == [(layers, primitive.name)]:
@@ -120,7 +117,7 @@ class _Plan:
         return Considered(layers, primitive.name, False, seconds, why)
 
     def _seconds(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> float:
-        """Of one run, with what it carries from step to step."""
+        """Return the seconds of one run, with what it carries from step to step."""
         moved = 0.0
         if self.plan.streams:
             apart = self._footprint(primitive, shape, variant).reads_carried
@@ -135,7 +132,7 @@ class _Plan:
         choices: Sequence[Choice],
         ratio: float,
     ) -> str:
-        """Why a primitive that runs was not taken; `ratio` is its time over that of `choices`, which run the layers."""
+        """Say why a primitive that runs was not taken; `ratio` is its time over that of the layers' `choices`."""
         if self.only and primitive.name not in self.only and any(c.primitive in self.only for c in choices):
             return "another one is asked for"
         if choices[0].layers[0] < layers[0] or layers[1] < choices[-1].layers[1]:
@@ -147,7 +144,7 @@ class _Plan:
         return f"{ratio:.2f} times as long"
 
     def _with(self, primitive: Primitive, variant: Variant, layers: tuple[int, int]) -> Memory:
-        """Of the plan with this primitive for these layers, which it has choices for."""
+        """Return the memory of the plan with this primitive for these layers, for which it has choices."""
         steps: list[tuple[LayerShape, Footprint]] = []
         replaced = [c for c in self.plan.choices if layers[0] <= c.layers[0] and c.layers[1] <= layers[1]]
         for choice in self.plan.choices:

@@ -96,7 +96,7 @@ class BalancedQueue(WorkQueue):
     def _next(self, worker: QueueUser) -> Lease | None:
         profile = self._profiles[worker.name]
         lease = self._run(worker, profile) if profile.runs else self._one(worker, profile)
-        if lease is None and profile.runs and self._takes_back(worker, profile):
+        if lease is None and profile.runs and self._takes_over(worker, profile):
             lease = self._run(worker, profile)
         if lease is not None:
             if not any(held.worker == worker for held in self._held):
@@ -162,7 +162,7 @@ class BalancedQueue(WorkQueue):
             columns = [Column(tuple(step for step in column.steps if step.write.voxels)) for column in columns]
         return Lease((index,), columns, worker, "cell", goes_on, seconds)
 
-    def _takes_back(self, worker: QueueUser, profile: WorkerProfile) -> bool:
+    def _takes_over(self, worker: QueueUser, profile: WorkerProfile) -> bool:
         """Return whether `worker`, which takes runs, takes over what is left to workers that take single cells.
 
         It does once it has waited as long as it needs for all of that, cell by cell, and does not see it end sooner.
@@ -218,7 +218,7 @@ class BalancedQueue(WorkQueue):
         return enough - 1 if nearer or as_soon else enough
 
     def _others(self, worker: QueueUser, seconds: float) -> float:
-        """BalancedQueue, by their weights, that the other workers are likely to begin and end within `seconds`."""
+        """Return the weight of the cells that the other workers are likely to begin and end within `seconds`."""
         return sum(self._within(other, seconds) for other in self._workers if other != worker)
 
     def _singly(self, *, asking: bool = False) -> set[QueueUser]:
@@ -227,7 +227,7 @@ class BalancedQueue(WorkQueue):
         return later | {held.worker for held in self._held if not self._profiles[held.worker.name].runs}
 
     def _within(self, worker: QueueUser, seconds: float) -> float:
-        """BalancedQueue, by their weights, that a worker is likely to begin and end, from now on, if no other does."""
+        """Return the weight of the cells that a worker is likely to compute within `seconds`, if no other does."""
         profile, ended = self._profiles[worker.name], list[float]()
         left = (seconds - self._busy(worker)) / self._pace(worker.name)
         for stack in reversed(self._stacks.values()) if profile.runs else self._stacks.values():

@@ -29,7 +29,7 @@ def given_plan(asked: RunOptions) -> RunPlan | None:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is to be computed.
+    """The work to be planned.
 
     output           voxels (z, y, x) that are predicted
     itemsize_in      bytes per voxel of the volume as stored; itemsize_out: bytes per value of the output
@@ -83,7 +83,7 @@ def choose(asked: RunOptions, work: Work, target: OpenTarget) -> RunPlan:
         ) from None
 
 
-def leaner_plan(asked: RunOptions, work: Work, target: OpenTarget, plan: RunPlan, refused: VramError) -> RunPlan:
+def smaller_plan(asked: RunOptions, work: Work, target: OpenTarget, plan: RunPlan, refused: VramError) -> RunPlan:
     """Return the fastest plan within what the GPU has now that it refused what `plan` needs.
 
     VramError if the plan was given by the caller, and if nothing fits.

@@ -57,7 +57,7 @@ class _Ticket:
 
 @dataclass(frozen=True, slots=True)
 class _Lent:
-    """What a step uses on the device until its wait. Tickets, which may outlive the session, do not refer to it."""
+    """The memory of a step on the device until its wait. Tickets, which may outlive the session, do not refer to it."""
 
     raw: Any | None  # slot
     out: Any | None
@@ -77,7 +77,7 @@ class _Layer:
 
 
 class Checks(Protocol):
-    """What a backend needs of a thread pool."""
+    """The part of a thread pool that a backend needs."""
 
     def check(self) -> None: ...
 

@@ -40,7 +40,7 @@ REPORT_SECONDS = 0.2  # between progress events while only other threads are bus
 
 
 class Writes(Protocol):
-    """What the pipeline needs of an output."""
+    """The part of an output that the pipeline needs."""
 
     @property
     def dtype(self) -> np.dtype[Any]: ...
@@ -95,7 +95,7 @@ class Before:
 
 @dataclass(frozen=True, slots=True)
 class WorkerTimings:
-    """What one worker did."""
+    """The times of one worker."""
 
     name: str
     voxels: int  # of the output
@@ -106,7 +106,7 @@ class WorkerTimings:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """What a run did. Reading and writing overlap computing; waiting is the time the computation stood still."""
+    """The times of a run. Reading and writing overlap computing; waiting is the time in which nothing was computed."""
 
     voxels: int  # of the output, written by this run
     columns: int
@@ -127,8 +127,8 @@ def run_workers(
 
     progress  called in this thread before the first patch, after each that it computed, and after the last is written;
               while it has nothing left to do, a few times a second.
-    trace     is told when each worker read and waited, and when outputs were written.
-    before    what this run did before it computed; None: nothing.
+    trace     records when each worker read and waited, and when outputs were written.
+    before    the work of this run before it computed; None: there was none.
 
     The first exception of any thread stops the others and is raised here once they have ended; so are KeyboardInterrupt
     and whatever else interrupts the calling thread. Patches computed by then are still written, so every column

@@ -12,14 +12,13 @@ from znnpy.messages import excerpt, option
 from znnpy.network import Network
 from znnpy.option_values import DeviceKind
 from znnpy.options import RunOptions
-from znnpy.planner.memory import mebibytes
 from znnpy.planner.plan import Choice
 from znnpy.planner.run_plan import AGAIN, RunPlan
 from znnpy.planner.validate import check_runs
-from znnpy.run.choice import Work, given_plan, leaner_plan
+from znnpy.run.choice import Work, given_plan, smaller_plan
 from znnpy.run.target import DRIVER, OpenTarget
 from znnpy.shapes import Vec3, text
-from znnpy.units import human_bytes
+from znnpy.units import human_bytes, mebibytes
 from znnpy.volume.journal import JournalHeader, Settings
 
 
@@ -150,7 +149,7 @@ def check_options(asked: RunOptions, begun: JournalHeader, plan: RunPlan) -> Non
         raise ResumeError(f"the run began with another plan than {option('plan')} gives; leave it out, or {again}")
 
 
-def leaner_plan_begun(
+def smaller_plan_begun(
     begun: JournalHeader, asked: RunOptions, work: Work, target: OpenTarget, plan: RunPlan, refused: VramError
 ) -> RunPlan:
     """Return a plan within what the GPU has now by which a run goes on that began with `plan`.
@@ -169,7 +168,7 @@ def leaner_plan_begun(
         precision=main.precision,
         mode=main.mode,
     )
-    leaner = leaner_plan(alike, work, target, plan, refused)
+    leaner = smaller_plan(alike, work, target, plan, refused)
     for worker in others:
         limits = replace(leaner.limits, ram_bytes=leaner.limits.ram_bytes + taken)
         leaner = leaner.with_main(replace(leaner.main, limits=limits))

@@ -60,7 +60,7 @@ class OpenTarget:
     """The processors of a machine, or its GPUs, which are open if the machine is here.
 
     machine        its `gpu` is set where the layers run there
-    sentences      what is not as asked for, to be told once
+    sentences      they tell what is not as asked for
     others         GPUs of the same kind that compute too
     planned_gpus   devices that a plan is for on a machine that is not here
     free_bytes     the GPU's memory when it was opened, with what CUDA took then: the least of all GPUs
@@ -84,12 +84,12 @@ class OpenTarget:
 
     @property
     def gpus(self) -> tuple[Device, ...]:
-        """All that are open, but for those that failed."""
+        """The open GPUs, without those that failed."""
         return tuple(gpu for gpu in (self.gpu, *self.others) if gpu is not None and not gpu.abandoned)
 
     @property
     def devices(self) -> int:
-        """How many compute, the processors as one."""
+        """Number of devices that compute; a CPU counts as one."""
         return len(self.gpus) or self.planned_gpus
 
     def named_devices(self, kind: DeviceKind) -> dict[str, Device | None]:
@@ -100,17 +100,17 @@ class OpenTarget:
 
     @property
     def later_bytes(self) -> int:
-        """What the process will hold beside what it does now and what is counted for its plan."""
+        """Bytes that libraries will take in the process later, and that no plan counts."""
         return 0 if self.device == "cpu" else LATER_BYTES
 
     def limits(
         self, ram: int | str | None, threads: int | None, vram: int | str | None, *, beyond: bool = False
     ) -> Limits:
-        """What a run may use here; DeviceError where as much of the GPU's memory is not free, unless `beyond` it."""
+        """Return the limits of a run here; DeviceError if less of a GPU is free, unless `beyond` allows it."""
         return limits_of(self.machine, ram, threads, vram, free_bytes=self.free_bytes, beyond=beyond)
 
     def beyond(self, limits: Limits) -> list[str]:
-        """A sentence on limits that are more than what is free on the GPU."""
+        """Return a sentence on limits that are more than what is free on the GPU."""
         gpu, free, vram = self.machine.gpu, self.free_bytes, limits.vram_bytes
         if gpu is None or free is None or vram is None or vram <= free:
             return []
@@ -121,7 +121,7 @@ class OpenTarget:
         ]
 
     def above_memory(self, limits: Limits) -> tuple[str, ...]:
-        """A sentence on a limit that is more than the memory of the machine; none where it is not."""
+        """Return a sentence on a limit that is more than the memory of the machine; none if it is not."""
         ram = self.machine.ram_bytes
         if limits.ram_bytes <= ram:
             return ()
@@ -129,7 +129,7 @@ class OpenTarget:
         return (f"{allowed} is above the {human_bytes(ram)} of this machine, which ends a process that needs more",)
 
     def rates(self, network: Network, limits: Limits) -> Rates | None:
-        """As `znnpy measure` found them; of a GPU that is here, the network's layers too. None: assumed."""
+        """Return the measured rates; on a GPU that is here, the layers are measured too. None: rates are assumed."""
         if self.gpu is None or limits.vram_bytes is None:
             known = self.costs.of(self.machine, self.device, limits.threads)
             return None if known is None else known.rates(self.costs.primitives, limits.threads)
@@ -138,25 +138,25 @@ class OpenTarget:
             self.machine,
             network,
             self.precision,
-            vram_bytes=self.room(limits),
+            vram_bytes=self.free_bytes_within(limits),
             threads=limits.threads,
             store=self.costs,
             seconds=MOST_SECONDS if self.costs.calibrate else 0.0,
         )
 
-    def room(self, limits: Limits) -> int:
-        """Bytes of the device's memory that a layer which is timed may take: within the limits and what is there."""
+    def free_bytes_within(self, limits: Limits) -> int:
+        """Return the bytes of the device that a layer may use while it is timed: within the limits, and free."""
         if self.device == "cpu":
             return min(limits.ram_bytes, limits_of(self.machine).ram_bytes) - process_bytes()
         return min(limits.vram_bytes or 0, self.free_bytes or 0) - context_bytes(self.context_bytes)
 
-    def rooms(self, limits: Limits) -> dict[DeviceKind, int]:
+    def free_bytes_by_device(self, limits: Limits) -> dict[DeviceKind, int]:
         """Return the bytes that a layer which runs by itself may take of the process, and of a GPU."""
         host = replace(self, machine=replace(self.machine, gpu=None))
-        return {"cpu": host.room(limits), self.device: self.room(limits)}
+        return {"cpu": host.free_bytes_within(limits), self.device: self.free_bytes_within(limits)}
 
     def planned(self, mode: AskedMode) -> Target:
-        """Return what the planner is told of these devices."""
+        """Return these devices as the planner sees them."""
         if self.device == "cpu":
             return Target(self.machine, mode=mode)
         return Target(self.machine, "gpu", self.devices, self.precision, self.context_bytes, mode)
@@ -171,18 +171,18 @@ class OpenTarget:
         return known
 
     def taken_bytes(self) -> int | None:
-        """What this process takes of a GPU now, with what CUDA does, of several the most; None on the CPU."""
+        """Return the bytes that this process has of a GPU now, CUDA included; None on the CPU."""
         if self.free_bytes is None or not self.gpus:
             return None
         return self.free_bytes - min(gpu.free_bytes() for gpu in self.gpus)
 
     def less_than(self, plan: RunPlan) -> int:
-        """A limit for another plan where the GPU refused what `plan` needs, and all that it gave was given back."""
+        """Return a limit for another plan after the GPU refused what `plan` needs and got back what it gave."""
         free = self.context_bytes + min((gpu.free_bytes() for gpu in self.gpus), default=0)
         return int(LESS * min(free, plan.limits.vram_bytes or free))
 
     def check_free(self, plan: RunPlan) -> None:
-        """PlanFileError when other programs hold so much of the GPU's memory that a plan made earlier does not fit."""
+        """Raise PlanFileError if other programs hold so much of the GPU that a plan made earlier does not fit."""
         if self.machine.gpu is None or self.free_bytes is None or plan.memory.vram <= self.free_bytes:
             return
         raise PlanFileError(
@@ -321,7 +321,7 @@ def elsewhere(costs: CostStore, asked: AskedDevices) -> OpenTarget:
 
 
 def check_here(plan: RunPlan) -> None:
-    """PlanFileError when `plan` was made for another machine, by what was measured there, and this is not it."""
+    """Raise PlanFileError if `plan` was made for another machine, by what was measured there, and this is not it."""
     if plan.made_for is not None and not _is_here(plan.machine, plan.device):
         raise PlanFileError(
             f"the plan was made for another machine ({plan.made_for}) and runs only there; make one for this machine "
@@ -330,14 +330,14 @@ def check_here(plan: RunPlan) -> None:
 
 
 def for_elsewhere(plan: RunPlan, costs: CostStore) -> RunPlan:
-    """`plan`, marked as of the machine that a file of costs is of, unless that is this one."""
+    """Return `plan` marked with the name of the machine of a cost file, unless that is this machine."""
     named = costs.named
     assert named is not None, "a machine that is not here is known by its costs"
     return plan if _is_here(plan.machine, plan.device) else replace(plan, made_for=named.name)
 
 
 def _is_here(fingerprint: str, device: DeviceKind) -> bool:
-    """It is this machine's, with its GPU where that is the device."""
+    """Return whether a fingerprint is that of this machine, with its GPU if that is the device."""
     if device == "cpu":
         return fingerprint == this_machine().fingerprint
     try:
@@ -347,7 +347,7 @@ def _is_here(fingerprint: str, device: DeviceKind) -> bool:
 
 
 def machine_of(plan: RunPlan, file: Path | None = None) -> Machine:
-    """That of a file of costs; else this one, with its GPU where `plan` is for one. DeviceError where there is none."""
+    """Return the machine of a cost file, else this one: with its GPU if `plan` is for one, or DeviceError."""
     if file is not None:
         return Costs.load(file).machine
     return this_machine() if plan.device == "cpu" else replace(this_machine(), gpu=DRIVER.find())
@@ -355,7 +355,7 @@ def machine_of(plan: RunPlan, file: Path | None = None) -> Machine:
 
 @contextmanager
 def _opened(gpu: Gpu, precision: Precision, gpus: int | None) -> Iterator[OpenTarget]:
-    """CUDA does not say what it took itself: where others use the card too, it is counted with the most."""
+    """Open the GPUs. CUDA does not say what it took itself: if others use the card too, it counts with the most."""
     there = [0] if gpus == 1 else list(DRIVER.find_all())
     if gpus is not None and gpus > len(there):
         raise DeviceError(
@@ -379,7 +379,7 @@ def _opened(gpu: Gpu, precision: Precision, gpus: int | None) -> Iterator[OpenTa
 
 
 def _unused(vram: int | str | None, precision: Precision | None) -> list[str]:
-    """What was asked for and does not hold on a CPU."""
+    """Return sentences on options that mean nothing on a CPU."""
     sentences = []
     if vram is not None:
         sentences.append(f"{option('vram')} limits nothing on the CPU")

@@ -41,7 +41,7 @@ class Trace:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._draft: Path | None = None
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         self._file: FileIO | None = None
         self._size = 0  # bytes of the draft that hold whole events
         self._events: list[str] = []  # not yet in the draft
@@ -66,7 +66,7 @@ class Trace:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         try:
-            with self._turn:
+            with self._lock:
                 self._close(error)
         except OutputError as late:
             if error is None:
@@ -78,7 +78,7 @@ class Trace:
                 remove(self._draft)
 
     def record(self, track: str, name: str, begin: float, end: float, **facts: int | float | str) -> None:
-        """A span of a track; from any thread. Writes when a batch is full: OutputError if it cannot, and ever after.
+        """Record a span of a track, from any thread. OutputError if a full batch cannot be written, and ever after.
 
         begin, end  seconds of `time.perf_counter()`
         facts       shown beside the name
@@ -90,7 +90,7 @@ class Trace:
             "dur": round(1e6 * (end - begin), 3),
             "pid": PROCESS,
         }
-        with self._turn:
+        with self._lock:
             if self._failed is not None:
                 raise self._failed
             if self._file is None:
@@ -105,7 +105,7 @@ class Trace:
 
     @contextmanager
     def span(self, track: str, name: str, **facts: int | float | str) -> Iterator[None]:
-        """`record` what is done within, to its end or to where it fails."""
+        """Record what is done within as a span, to its end or to where it fails."""
         begin = time.perf_counter()
         try:
             yield
@@ -161,7 +161,7 @@ def _is_trace(path: Path) -> bool:
 
 
 def _named(kind: str, row: int, **facts: int | str) -> str:
-    """An event that names a process or a track, or says where a track is shown."""
+    """Return an event that names a process or a track, or says where a track is shown."""
     return ENCODE({"ph": "M", "name": kind, "pid": PROCESS, "tid": row, "args": facts})
 
 

@@ -23,7 +23,7 @@ LOOK_SECONDS = 0.5  # between looks at whether waiting still pays
 
 
 class QueueUser(Protocol):
-    """What a queue asks of a worker, which is hashable."""
+    """The part of a worker that a queue needs; it is hashable."""
 
     @property
     def name(self) -> str: ...
@@ -34,7 +34,7 @@ class QueueUser(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """What a worker has taken. It is void once the worker was lost, or gave up, before it had computed all of it."""
+    """The work that a worker has taken. It is void if the worker was lost or gave up before all was computed."""
 
     indices: tuple[int, ...]  # of columns or cells of the run
     columns: Sequence[Column]  # that the worker computes for it
@@ -57,7 +57,7 @@ class Lease:
 
 
 class WorkQueue(ABC):
-    """What `ColumnQueue` and `Cells` have in common: who has what, and who waits."""
+    """The common part of `ColumnQueue` and `BalancedQueue`: the leases of each worker, and waiting for work."""
 
     def __init__(self, columns: Sequence[Column], done: Set[int]) -> None:
         self.columns, self.done = columns, done  # all of the run, and the indices that earlier runs finished

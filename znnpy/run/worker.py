@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class Computes(Protocol):
-    """What a worker needs of a session."""
+    """The part of a session that a worker needs."""
 
     @property
     def plan(self) -> Plan: ...
@@ -65,7 +65,7 @@ class Computes(Protocol):
 
 
 class Stoppable(Protocol):
-    """What a worker needs of a thread pool."""
+    """The part of a thread pool that a worker needs."""
 
     def stop(self) -> None: ...
 
@@ -75,7 +75,7 @@ class Stoppable(Protocol):
 
 
 class StepSource(Protocol):
-    """What a worker needs of a source; several threads may read at a time."""
+    """The part of a source that a worker needs; several threads may read at a time."""
 
     @property
     def dtype(self) -> np.dtype[Any]: ...
@@ -84,7 +84,7 @@ class StepSource(Protocol):
 
 
 class Tracer(Protocol):
-    """What records when something was done."""
+    """A recorder of when something was done."""
 
     def record(self, track: str, name: str, begin: float, end: float, **facts: int | float | str) -> None:
         """begin, end  seconds of `time.perf_counter`."""
