@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 NO_CALIBRATION = "ZNNPY_NO_CALIBRATE"  # set to anything: runs measure nothing before they are planned
-COMPILED = "ZNNPY_EMULATOR_CACHE"  # names a folder, see tests/support/emulator/compiling.py
+COMPILED = "ZNNPY_COMPILED_KERNELS"  # names a folder; see tests/support: emulator/compiling.py and nvrtc.py
 KEPT_DAYS = 14
 DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the last: under Windows
 
@@ -108,18 +108,23 @@ def has_driver() -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep kernels that were compiled for the emulator in pytest's cache: the workers of a run share them, and later
-    runs find them. Those that no run used for KEPT_DAYS are removed.
+    """Keep what compilers made of kernels in build/: the workers of a run share it, and later runs find it.
+
+    What no run used for KEPT_DAYS is removed.
     """
-    cache = getattr(config, "cache", None)  # none with `-p no:cacheprovider`
-    if COMPILED in os.environ or cache is None:
+    if COMPILED in os.environ:
         return
-    folder = cache.mkdir("emulated-kernels")
+    folder = REPOSITORY / "build" / "compiled-kernels"
+    folder.mkdir(parents=True, exist_ok=True)
     for entry in folder.iterdir():
         if time.time() - entry.stat().st_mtime > KEPT_DAYS * 24 * 3600:
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
     os.environ[COMPILED] = str(folder)
-    config.add_cleanup(lambda: os.environ.pop(COMPILED, None))
+
+    def forget() -> None:
+        del os.environ[COMPILED]
+
+    config.add_cleanup(forget)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -237,7 +237,7 @@ def test_gpu_plan_promises_its_memory(place: Place, card: Callable[..., None]) -
     assert "GPU: all, of the limit of 3.60 GiB" in result.stdout
     assert "on the GPU in tf32" in result.stdout
     document = json.loads(place.run(*plan_words(place, "--json", "--vram", "1G")).stdout)
-    assert document["plan"]["limits"]["vram_bytes"] == 2**30
+    assert document["plan"]["workers"][0]["plan"]["limits"]["vram_bytes"] == 2**30
     assert 0 < document["vram_bytes"] <= 2**30
     assert document["notes"] == []
 
@@ -266,10 +266,12 @@ def test_vram_held_by_other_programs_is_not_planned_with(place: Place, card: Cal
     """The default is nine tenths of the free bytes; a larger limit is planned for, and refused at run time."""
     card(taken=3 * 2**30)
     place.write_small_volume()
-    limit = json.loads(place.run(*plan_words(place, "--json")).stdout)["plan"]["limits"]["vram_bytes"]
+    limit = json.loads(place.run(*plan_words(place, "--json")).stdout)["plan"]["workers"][0]["plan"]["limits"][
+        "vram_bytes"
+    ]
     assert limit == int(0.9 * (2**30 + target.MOST_CONTEXT_BYTES))
     planned = json.loads(place.run(*plan_words(place, "--json", "--vram", "3G")).stdout)
-    assert planned["plan"]["limits"]["vram_bytes"] == 3 * 2**30
+    assert planned["plan"]["workers"][0]["plan"]["limits"]["vram_bytes"] == 3 * 2**30
     (note,) = planned["notes"]
     assert_holds(note, "--vram allows 3.00 GiB", "4.00 GiB of the a card", "1.62 GiB are free")
     sentence = place.refusal("infer", place.volume, "--network", place.folder / "net.yaml", "--vram", "3G")

@@ -83,7 +83,7 @@ def planned(place: Place, *arguments: object) -> dict[str, Any]:
 
 def fitted(document: dict[str, Any]) -> list[bool]:
     """Return the fitted cost of every layer of a plan."""
-    return [choice["fitted"] for choice in document["plan"]["stages"][0]["choices"]]
+    return [choice["fitted"] for choice in document["plan"]["workers"][0]["plan"]["stages"][0]["choices"]]
 
 
 def test_measured_costs_are_stored_and_used_by_plans(here: Place) -> None:
@@ -101,8 +101,8 @@ def test_measured_costs_are_stored_and_used_by_plans(here: Place) -> None:
     assert all(fitted(after))
     assert "memory is first written to at 4 GiB/s (assumed: 1)" in result.stdout.replace("\n", " ")
     assert costs.first_touch == 2**32
-    assert [one["plan"]["preparing_measured"] for one in (before, after)] == [False, True]
-    one, other = (one["plan"]["preparing_seconds"] for one in (before, after))
+    assert [one["plan"]["workers"][0]["plan"]["preparing_measured"] for one in (before, after)] == [False, True]
+    one, other = (one["plan"]["workers"][0]["plan"]["preparing_seconds"] for one in (before, after))
     assert 0 < other < one
     made = RunPlan.from_json(json.dumps(after["plan"]))
     rates = here_truly(this_machine().cores)
@@ -120,7 +120,7 @@ def test_network_layers_are_measured_as_its_plans_run_them(here: Place, monkeypa
     document = json.loads(here.run("measure", here.folder / "net.yaml", "--device", "cpu", "--json").stdout)
     assert document["layers"] == len(Costs.load(stored()).layers) > 0
     assert document["path"] == str(stored())
-    assert any(choice["measured"] for choice in planned(here)["plan"]["stages"][0]["choices"])
+    assert any(choice["measured"] for choice in planned(here)["plan"]["workers"][0]["plan"]["stages"][0]["choices"])
     assert document["units"], "the machine was not measured before"
     deeper = json.loads(here.run("measure", here.folder / "net.yaml", "--device", "cpu", "--json").stdout)
     assert (deeper["units"], deeper["layers"]) == ({}, 0), "nothing is measured again"

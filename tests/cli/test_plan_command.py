@@ -23,7 +23,7 @@ def test_reasons_are_printed_and_in_json(place: Place) -> None:
     document = json.loads(place.run(*arguments, "--json").stdout)
     rows = document["why_not"]
     assert [row["primitive"] for row in rows if row["taken"]] == [
-        c["primitive"] for c in document["plan"]["stages"][0]["choices"]
+        c["primitive"] for c in document["plan"]["workers"][0]["plan"]["stages"][0]["choices"]
     ]
     told = place.run(*arguments, "--why").stdout
     for row in rows:
@@ -114,8 +114,8 @@ def test_output_below_the_pooling_period_is_planned(place: Place) -> None:
     fov = place.network.field_of_view
     shape = ",".join(map(str, fov))
     document = json.loads(place.run("plan", place.folder / "net.yaml", "--shape", shape, "--json").stdout)
-    assert document["plan"]["output"] == [1, 1, 1]
-    assert document["plan"]["patch_out"] == list(place.network.period) != [1, 1, 1]
+    assert document["plan"]["workers"][0]["plan"]["output"] == [1, 1, 1]
+    assert document["plan"]["workers"][0]["plan"]["patch_out"] == list(place.network.period) != [1, 1, 1]
 
 
 def test_limit_above_the_machine_is_planned_with_a_note(place: Place) -> None:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
+import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
 from znnpy.kernels.gpu.kernel_source import compiler_options, source_text
 
+WHEELS = ("nvidia-cuda-nvrtc", "nvidia-cuda-runtime", "nvidia-cuda-crt", "nvidia-cuda-cccl")
 _OPTIONS = ("--ptxas-options=-v", "-ftz=true")  # the second: CuPy passes it
 _USED = re.compile(
     r"Compiling entry function '(\w+)' for .*?"
@@ -40,13 +45,34 @@ def compile_for(
 
     Products of a warpgroup that wait one by one are an error: right, and at a half or a quarter of the speed.
     """
+    told, lowered = _compiled(architecture, source, names, defines)
+    slow = _SERIALIZED.findall(told)
+    assert not slow, f"{source} for sm_{architecture}:\n" + "\n".join(slow)
+    found = {
+        entry: Used(int(registers), int(stack), int(stores) + int(loads), int(shared or 0))
+        for entry, stack, stores, loads, registers, shared in _USED.findall(told)
+    }
+    return {name: found[entry] for name, entry in lowered.items()}
+
+
+def _compiled(
+    architecture: int, source: str, names: Sequence[str], defines: Mapping[str, int | str]
+) -> tuple[str, dict[str, str]]:
+    """Return what the compiler says, and its names of the kernels: kept between runs in ZNNPY_COMPILED_KERNELS."""
+    options = [f"--gpu-architecture=sm_{architecture}", *compiler_options(source, defines), *_OPTIONS]
+    text = source_text(source)
+    key = "\0".join((*map(version, WHEELS), text, *options, *names))
+    kept = Path(os.environ["ZNNPY_COMPILED_KERNELS"]) / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+    if kept.exists():
+        kept.touch()  # it is in use
+        told, lowered = json.loads(kept.read_text())
+        return told, lowered
     nvrtc = _library()
     program = ctypes.c_void_p()
-    text = source_text(source).encode()
-    assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, Path(source).name.encode(), 0, None, None) == 0
+    file = Path(source).name.encode()
+    assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), file, 0, None, None) == 0
     for name in names:
         assert nvrtc.nvrtcAddNameExpression(program, name.encode()) == 0
-    options = [f"--gpu-architecture=sm_{architecture}", *compiler_options(source, defines), *_OPTIONS]
     options += [f"-I{folder}" for folder in _headers()]
     encoded = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
     code = nvrtc.nvrtcCompileProgram(program, len(options), encoded)
@@ -56,15 +82,12 @@ def compile_for(
     nvrtc.nvrtcGetProgramLog(program, log)
     told = log.value.decode()
     assert code == 0, f"{source} for sm_{architecture}:\n{told[:4000]}"
-    slow = _SERIALIZED.findall(told)
-    assert not slow, f"{source} for sm_{architecture}:\n" + "\n".join(slow)
     lowered = {name: _lowered(nvrtc, program, name) for name in names}
     nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-    found = {
-        entry: Used(int(registers), int(stack), int(stores) + int(loads), int(shared or 0))
-        for entry, stack, stores, loads, registers, shared in _USED.findall(told)
-    }
-    return {name: found[entry] for name, entry in lowered.items()}
+    written = kept.with_suffix(f".{os.getpid()}")
+    written.write_text(json.dumps((told, lowered)))
+    written.replace(kept)
+    return told, lowered
 
 
 def _lowered(nvrtc: ctypes.CDLL, program: ctypes.c_void_p, name: str) -> str:

@@ -148,8 +148,8 @@ def _loaded(path: Path) -> ctypes.CDLL:
 
 @functools.cache
 def _folder() -> Path:
-    """Return the folder of compiled kernels: ZNNPY_EMULATOR_CACHE, which conftest.py sets, or one of this process."""
-    kept = os.environ.get("ZNNPY_EMULATOR_CACHE")
+    """Return the folder of compiled kernels: ZNNPY_COMPILED_KERNELS, which conftest.py sets, or one of this process."""
+    kept = os.environ.get("ZNNPY_COMPILED_KERNELS")
     if kept:
         Path(kept).mkdir(parents=True, exist_ok=True)
         return Path(kept)
