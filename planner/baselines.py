@@ -22,6 +22,8 @@ BATCHES = (2, 4)
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
+    """A number of patches at a time, and the poolings that give fragments."""
+
     images: int
     fragments: tuple[bool, ...]  # of each pooling
 

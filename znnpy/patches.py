@@ -173,6 +173,7 @@ class Cover(Sequence[Column]):
 
 
 def with_size(v: Vec3, axis: int, size: int) -> Vec3:
+    """Return `v` with another size along `axis`."""
     z, y, x = (size if i == axis else other for i, other in enumerate(v))
     return z, y, x
 

@@ -84,7 +84,7 @@ class Calibration:
     def _calibrated(self, target: OpenTarget, plan: RunPlan) -> Rates:
         """Measure the processor of a target for the layers of a plan; return its rates, which the store keeps."""
         limits, store, begun = plan.limits, target.costs, self.now()
-        room = target.room(limits) // 2  # the rest is for what timing a layer takes beside its buffers
+        room = target.free_bytes_within(limits) // 2  # the rest is for what timing a layer takes beside its buffers
         survey = Survey(target.machine, "cpu", limits, room, self.costs.table)
         timer = TimeBudget(SECONDS, lambda progress: None, self.now)
         rate = self.touch(limits.threads, min(TOUCHED_BYTES, room))
