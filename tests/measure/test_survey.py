@@ -144,6 +144,9 @@ def test_nothing_is_begun_that_does_not_fit_the_time() -> None:
     done = list(timer(clock, limit).times(found, clock))
     assert 0 < len(done) < len(found)
     assert clock.now - 100.0 <= limit
+    slow = Clock(factor=4.0)
+    assert list(timer(slow, limit).times(found, slow))
+    assert slow.now - 100.0 <= limit, "tasks that took longer than expected say how long the others will take"
     with pytest.raises(NoPlanError, match=r"no layer could be measured within .* of memory for it; raise `minutes`"):
         Survey(MACHINE, "cpu", LIMITS, 2**34, FAKES).survey(found, clock, timer(Clock(), 1e-12))
 
