@@ -23,6 +23,7 @@ from znnpy.formats.networks import read_network
 from znnpy.kernels.contract import Primitive, Variant
 from znnpy.machine import Limits, this_machine
 from znnpy.measure import calibrate
+from znnpy.measure.budget import bytes_of
 from znnpy.measure.calibrate import LAYER_SECONDS, Calibration, calibration_tasks
 from znnpy.measure.survey import Survey
 from znnpy.network import Conv, Network, Pool
@@ -216,8 +217,10 @@ def test_layers_that_need_too_much_memory_are_left_out() -> None:
     limits = Limits(2**31, 2)
     network = read_network("n337").network
     made = make_plan(request_of(network, (500, 500, 500), MACHINE, limits, baseline=0), CostModel())
-    roomy, tight = (calibration_tasks(made, Survey(MACHINE, "cpu", limits, room)) for room in (2**30, 2**23))
+    room = 2**23
+    roomy, tight = (calibration_tasks(made, Survey(MACHINE, "cpu", limits, some)) for some in (2**30, room))
     assert 0 < len(tight) < len(roomy)
+    assert all(bytes_of(*task.case, limits.threads) <= room for task in tight)
 
 
 def kind_of(shape: LayerShape) -> tuple[object, ...]:

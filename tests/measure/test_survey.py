@@ -148,6 +148,13 @@ def test_nothing_is_begun_that_does_not_fit_the_time() -> None:
         Survey(MACHINE, "cpu", LIMITS, 2**34, FAKES).survey(found, clock, timer(Clock(), 1e-12))
 
 
+def test_tasks_that_took_longer_than_expected_say_how_long_others_take() -> None:
+    found, clock = tasks(), Clock(factor=4.0)
+    limit = 2 * sum(task.expected for task in found)
+    assert len(list(timer(clock, limit).times(found, clock))) > 1
+    assert clock.now - 100.0 <= limit
+
+
 def test_what_a_device_refuses_is_left_out() -> None:
     clock = Clock(refuses=FAST.name)
     found = list(timer(clock).times(tasks(table=FAKES), clock))
