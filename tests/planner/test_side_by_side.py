@@ -190,7 +190,7 @@ def test_share_of_the_cpu_is_counted_in_voxels() -> None:
     for times in (0.05, 0.1, 0.2, 0.3, 0.4):
         both = plan_side_by_side(alone, request, costs(times, LITTLE))
         z, y, x = (side if i == both.main.axis else side + 2 for i, side in enumerate((8, 18, 18)))
-        both = both.shared_with(PlannedWorker(replace(both.workers[1].plan, patch_out=(z, y, x))), None)
+        both = both.shared_with(PlannedWorker(replace(both.workers[1].plan, patch_out=(z, y, x))), alone.seconds)
         long = sharing_of(both).cells.counts[both.main.axis]
         stacks: dict[Vec3, list[int]] = {}
         for cell in sharing_of(both).cells:
