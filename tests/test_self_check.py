@@ -128,10 +128,10 @@ def test_large_layers_are_checked_on_fewer_images_or_skipped_with_a_note(
     one = bytes_of(find(many.primitive), replace(many.shape, batch=1), many.variant, 1)
     stage = replace(plan.main.stages[0], choices=(many,))
     only = changed(plan, stages=(stage,), limits=replace(plan.limits, threads=1))
-    monkeypatch.setattr(OpenTarget, "room", lambda self, limits: one)
+    monkeypatch.setattr(OpenTarget, "free_bytes_within", lambda self, limits: one)
     check_plan(only, MIXED, site(), lambda progress: None)
     assert [shape.batch for shape in seen] == [1]
-    monkeypatch.setattr(OpenTarget, "room", lambda self, limits: one - 1)
+    monkeypatch.setattr(OpenTarget, "free_bytes_within", lambda self, limits: one - 1)
     with pytest.raises(VerifyError, match=r"to be checked, and .* are free: plan within less memory"):
         check_plan(only, MIXED, site(), lambda progress: None)
 

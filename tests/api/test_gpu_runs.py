@@ -100,7 +100,7 @@ def test_plans_use_measured_rates(place: Place, emulated_gpus: EmulatedGpus) -> 
     asked: list[Any] = []
 
     def measured(
-        device: Any, machine: Machine, network: Network, precision: str, *, vram_bytes: int, stored: Rates | None
+        device: Any, machine: Machine, network: Network, precision: str, *, vram_bytes: int, **others: object
     ) -> Rates:
         asked.append((type(device), network.name, precision, vram_bytes))
         rates = assumed_rates(machine, 1, "gpu")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any, ClassVar
 
 import h5py
@@ -237,5 +236,4 @@ def test_plan_states_the_gain_of_several_gpus(place: Place) -> None:
     place.run(
         "plan", place.folder / "net.yaml", "--volume", place.volume, "--device", "gpu", "--gpus", "2", "--out", out
     )
-    assert json.loads(out.read_text())["memory"]["devices"] == 2
     assert RunPlan.load(out).devices == 2

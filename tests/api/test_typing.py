@@ -28,7 +28,7 @@ def watch(event: znnpy.Event) -> None:
 
 def predict(volume: Path, array: npt.NDArray[np.uint8]) -> znnpy.Report:
     plan = znnpy.plan("fib25_boundary", shape=(256, 256, 256), ram="2G")
-    assert_type(plan, znnpy.Plan)
+    assert_type(plan, znnpy.RunPlan)
     network = znnpy.load_network("fib25_boundary")
     assert_type(network, znnpy.TrainedNetwork)
     assert_type(network(array), npt.NDArray[np.float32])

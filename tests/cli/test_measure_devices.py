@@ -84,7 +84,7 @@ def test_stale_cpu_costs_are_reported_beside_a_gpu_plan(place: Place) -> None:
     arguments = ("plan", place.folder / "net.yaml", "--volume", place.volume, "--json")
     fresh = json.loads(place.run(*arguments).stdout)
     assert fresh["notes"] == []
-    assert fresh["plan"]["stages"][-1]["device"] == "gpu"
+    assert fresh["plan"]["workers"][0]["plan"]["stages"][-1]["device"] == "gpu"
     assert "cpu" in {kind["device"] for kind in fresh["plan"]["alternatives"]}
     content = json.loads(costs_of_the_cpu().read_text())
     content["machine"]["blas"] = "mkl none"

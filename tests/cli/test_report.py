@@ -271,7 +271,7 @@ def test_wrong_prediction_is_explained(report: Report, stages: dict[str, float],
         ({"preparing_measured": True}, of_memory),
     ]
     for change, measured in changes:
-        (said,) = [line for line in replace(off, plan=replace(off.plan, **change)).lines() if "off by" in line]
+        (said,) = [line for line in replace(off, plan=changed(off.plan, **change)).lines() if "off by" in line]
         assert said.endswith("its rates are measured on this machine") == measured
     assert off.as_json()["off_by"].startswith(f"{10 / report.predicted_seconds:.1f} times from the plan: ")
     for seconds in (report.predicted_seconds, 0.5):  # what it begins with says nothing of the plan

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,9 +47,21 @@ def timed_by(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rigor, "timer_on", timer_on)
 
 
+@pytest.fixture(autouse=True)
+def _empty_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every test begin without measured costs."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
 def arguments(place: Place, *more: object) -> tuple[object, ...]:
     where = ("--volume", place.volume, "--device", "cpu", "--threads", 2, "--cover", "patches")
     return ("plan", place.folder / "net.yaml", *where, *more)
+
+
+def choices_of(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the choices of the first stage in the JSON of a plan."""
+    choices: list[dict[str, Any]] = document["plan"]["workers"][0]["plan"]["stages"][0]["choices"]
+    return choices
 
 
 @pytest.mark.parametrize("asked", ["measure", "exhaustive"])
@@ -75,10 +88,10 @@ def test_layers_are_timed_before_the_plan_is_printed(place: Place, monkeypatch: 
 
 
 def test_failing_primitive_is_named_with_its_reason(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = json.loads(place.run(*arguments(place, "--json")).stdout)["plan"]["stages"][0]["choices"][0]["primitive"]
+    first = choices_of(json.loads(place.run(*arguments(place, "--json")).stdout))[0]["primitive"]
     timed_by(Clock(refuses=first), monkeypatch)
     document = json.loads(place.run(*arguments(place, "--json", "--rigor", "measure")).stdout)
-    assert first not in {choice["primitive"] for choice in document["plan"]["stages"][0]["choices"]}
+    assert first not in {choice["primitive"] for choice in choices_of(document)}
     assert "not today" in {row["why"] for row in document["why_not"] if row["primitive"] == first}
 
 
@@ -90,7 +103,7 @@ def test_time_limit_is_noted_with_the_number_of_measured_layers(place: Place, mo
     (note,) = document["notes"]
     assert note.startswith("the time limit of 1e-06 s was up after 0 layers were measured")
     assert document["plan"]["rigor"] == "measure"
-    assert not any(choice["measured"] for choice in document["plan"]["stages"][0]["choices"])
+    assert not any(choice["measured"] for choice in choices_of(document))
 
 
 def test_contradicting_options_are_usage_errors(place: Place) -> None:

@@ -250,7 +250,7 @@ def test_long_and_large_layers_run_on_fewer_images() -> None:
 
 @pytest.mark.parametrize("rigor", ["measure", "exhaustive"])
 def test_layers_for_which_there_is_no_room_are_told(rigor: RigorLevel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OpenTarget, "room", lambda *_: 1000)
+    monkeypatch.setattr(OpenTarget, "free_bytes_within", lambda *_: 1000)
     found = Clock({}).study()
     rates = found.rates(SITE, asked(rigor), KNOWN)
     assert rates["cpu"].measured == {}

@@ -224,7 +224,7 @@ def test_all_devices_share_the_time(go: Callable[..., RunPlan], monkeypatch: pyt
 
 
 def test_layers_that_do_not_fit_a_memory_are_told(go: Callable[..., RunPlan], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OpenTarget, "room", lambda self, limits: 1000 if self.device == "cpu" else 2**30)
+    monkeypatch.setattr(OpenTarget, "free_bytes_within", lambda self, limits: 1000 if self.device == "cpu" else 2**30)
     clocks, told = Clocks({}), list[str]()
     made = go("gpu-host", clocks, only=HOST_RAM.name, tell=told.append)
     assert set(clocks.names) == {ON_GPU}

@@ -14,6 +14,7 @@ from tests.support.cli import Place
 from tests.support.fake_plans import changed
 from znnpy.errors import PlanFileError, ResumeError
 from znnpy.machine import process_bytes, this_machine
+from znnpy.measure import calibrate
 from znnpy.option_values import COVERS, Cover
 from znnpy.options import RunOptions
 from znnpy.planner.memory import MARGIN_BYTES, reading_bytes, writing_bytes
@@ -173,7 +174,7 @@ def test_called_network_accepts_the_same_arguments(place: Place, monkeypatch: py
         plans.append(make_plan(request, costs))
         return plans[-1]
 
-    monkeypatch.setattr(choice, "make_plan", note)
+    monkeypatch.setattr(calibrate, "make_plan", note)
     net = load_network(place.folder / "net.yaml")
     array = np.random.default_rng(2).integers(0, 256, (31, 23, 25), np.uint8)
     columns, patches = (net(array, cover=cover, depth_first=False, patch=(4, 4, 4)) for cover in COVERS)

@@ -114,7 +114,7 @@ def test_first_limit_needs_no_argument(place: Place) -> None:
 
 def change_output(header: dict[str, Any]) -> None:
     plan = json.loads(header["plan"])
-    plan["output"][0] += 4
+    plan["workers"][0]["plan"]["output"][0] += 4
     header["plan"] = json.dumps(plan)
 
 
@@ -190,7 +190,7 @@ def test_another_processor_is_refused(stopped: Place) -> None:
 def test_another_version_of_a_primitive_is_refused(stopped: Place) -> None:
     def older(header: dict[str, Any]) -> None:
         plan = json.loads(header["plan"])
-        plan["stages"][0]["choices"][0]["version"] += 1
+        plan["workers"][0]["plan"]["stages"][0]["choices"][0]["version"] += 1
         header["plan"] = json.dumps(plan)
 
     stopped.edit_journal(older)
