@@ -103,15 +103,14 @@ class Memory:
 
 def run_memory(first: Memory, devices: int, others: Sequence[Memory]) -> Memory:
     """Return the memory of all workers of a run, of which the first has so many devices; GPUs are counted as one."""
-    every = (*others, *[first] * devices)
     own = (replace(stage, pinned=devices * stage.pinned) for stage in first.stages)
     return replace(
         first,
         stages=(*(stage for memory in others for stage in memory.stages), *own),
         baseline=sum(memory.baseline for memory in (first, *others)),
-        reading=sum(memory.reading for memory in every),
-        writing=sum(memory.writing for memory in every),
-        handover=sum(memory.handover for memory in every),
+        reading=devices * first.reading + sum(memory.reading for memory in others),
+        writing=devices * first.writing + sum(memory.writing for memory in others),
+        handover=devices * first.handover + sum(memory.handover for memory in others),
     )
 
 

@@ -65,7 +65,7 @@ class PlannedWorker:
     """One or several equal devices that run one plan."""
 
     plan: Plan
-    devices: Positive = 1
+    devices: Annotated[int, Field(ge=1, le=1024)] = 1
 
     def __post_init__(self) -> None:
         if self.devices > 1 and (self.plan.device == "cpu" or self.plan.offloaded):

@@ -142,6 +142,8 @@ def _check_what_runs(asked: PlanOptions) -> bool:
     """Return whether layers run before there is a plan; UsageError for conflicting options."""
     if asked.costs is not None and asked.machine is not None:
         raise click.UsageError("--machine names a file that holds the costs of that machine: omit --costs")
+    if asked.machine is not None and asked.mode not in ("auto", "cpu", "gpu"):
+        raise click.UsageError(f"--machine names the costs of one device: omit --mode {asked.mode}")
     runs = asked.rigor != "estimate" or asked.paranoid
     if runs and asked.machine is not None:
         raise click.UsageError("--rigor and --paranoid run layers on this machine: omit them, or omit --machine")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import hashlib
 import importlib.metadata
 import json
@@ -9,6 +11,7 @@ import operator
 import os
 import platform
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -191,6 +194,13 @@ def process_bytes() -> int:
     import psutil
 
     return int(psutil.Process().memory_info().rss)
+
+
+def give_back_memory() -> None:
+    """Give memory that is not used any more back to the system, as far as the C library can."""
+    gc.collect()
+    if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "malloc_trim"):  # glibc
+        library.malloc_trim(0)
 
 
 def _cores() -> int:

@@ -123,7 +123,7 @@ def measure(asked: MeasureOptions) -> Measured:
         log_phase("running", f"measurements on {target.machine.processor}, {minutes:g} minutes at most")
         with _clock(target, limits, 60 * minutes, asked.clock) as timing:
             timer = TimeBudget(60 * minutes, asked.tell)
-            known = net is not None and old is not None and not old.calibrated and units_of(tasks) <= old.units.keys()
+            known = net is not None and old is not None and units_of(tasks) <= old.units.keys()
             first_touch = survey.touched(old, again=not known)
             if known and old is not None:
                 rates, runs = old.rates(TABLE), dict[Unit, int]()

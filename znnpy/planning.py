@@ -18,6 +18,7 @@ from znnpy.kernels.table import TABLE
 from znnpy.machine import Limits, this_machine
 from znnpy.measure.calibrate import Calibration
 from znnpy.measure.rigor import RigorMeasurement, rigor_of
+from znnpy.messages import option
 from znnpy.option_declarations import function_of
 from znnpy.option_values import COVERS
 from znnpy.options import PlanOptions
@@ -58,7 +59,7 @@ def plan_as_asked(asked: PlanOptions) -> RunPlan:
     """Return the plan that `plan` returns for these options."""
     devices = devices_asked(asked)
     if asked.machine is not None and asked.mode not in ("auto", "cpu", "gpu"):
-        raise ValueError("a file of a machine holds the costs of one device: leave out machine, or mode")
+        raise ValueError(f"{option('machine')} names the costs of one device: leave out {option('mode', asked.mode)}")
     rigor, store = rigor_of(asked.rigor, asked.time_limit), _cost_store(asked)
     asked = replace(asked, threads=store.threads(asked.threads))
     devices = replace(devices, device=store.meant(devices.device))

@@ -18,7 +18,7 @@ from znnpy import measurement
 from znnpy.costs import store
 from znnpy.costs.cost_file import Costs, versions
 from znnpy.costs.model import Rates, assumed_rates
-from znnpy.costs.store import stored_path
+from znnpy.costs.store import CostStore, stored_path
 from znnpy.errors import OutputError
 from znnpy.kernels.contract import Primitive, Variant
 from znnpy.kernels.table import TABLE, find
@@ -137,7 +137,9 @@ def test_costs_of_a_calibration_are_replaced(here: Place, monkeypatch: pytest.Mo
     here.run("measure", "--device", "cpu")
     full = Costs.load(stored())
     slower = {unit: replace(speed, flops=speed.flops / 2) for unit, speed in full.units.items()}
-    stored().write_text(replace(full, units=slower, calibrated=True).to_json())
+    stored().unlink()
+    CostStore().keep(replace(full, units=slower, calibrated=True))
+    assert not stored().exists()
     document = json.loads(here.run("measure", here.folder / "net.yaml", "--device", "cpu", "--json").stdout)
     assert set(document["units"]) == set(full.units), "the machine is measured as if it never was"
     costs = Costs.load(stored())
@@ -220,6 +222,10 @@ def test_named_cost_file_that_does_not_fit_is_refused(here: Place) -> None:
 
 def test_contradicting_options_are_usage_errors(here: Place) -> None:
     for arguments, said in (
+        (
+            ("plan", "--machine", "b", "--mode", "side-by-side"),
+            "--machine names the costs of one device: omit --mode side",
+        ),
         (("plan", "--costs", "a", "--machine", "b"), "--machine names a file that holds the costs of that machine"),
         (("infer", "v.h5", "--plan", "p.json", "--costs", "c"), "--costs is fixed by the plan"),
         (("measure", "--overwrite"), "--overwrite replaces the files given as --export and --out"),

@@ -54,7 +54,7 @@ def test_measurements_of_two_stores_are_merged() -> None:
     assert found.layers == (other, replace(LAYER, seconds=9.0))
     assert found.refusals == (refusal,)
     assert set(found.rates(TABLE).refused.values()) == {"no"}
-    two.keep(replace(empty, units={"copy": UnitSpeed(1e9, 1e9, 1)}, stage_seconds=1e-5, calibrated=True))
+    two.keep(replace(empty, units={"copy": UnitSpeed(1e9, 1e9, 1)}, stage_seconds=1e-5))
     assert set(kept().units) == {"product", "copy"}
     assert (kept().by_size, kept().stage_seconds) == ({}, 1e-5), "factors belong to the rates that they came with"
 

@@ -134,6 +134,7 @@ DAMAGED: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
         "stages.0.tensors.1.offset: .*greater than or equal to 0",
     ),
     "negative arena": (("memory", "stages", 0, "arena"), -1, "memory.stages.0.arena"),
+    "a billion devices": (("workers", 0, "devices"), 10**9, "workers.0.devices: .*less than or equal to 1024"),
     "empty patch": (("patch_out", 1), 0, "patch_out.1: .*greater than or equal to 1"),
     "2D patch": (("patch_out",), [4, 4], "patch_out.2"),
     "size in words": (("columns",), "three", "columns: .*valid integer"),

@@ -1,9 +1,10 @@
 """The one store of measured costs: files in the cache folder, or one file that the user names.
 
-There is one file for each device, and for a processor for each number of threads. Costs that do not fit this machine,
-its libraries and its primitives are not used at all, and a sentence says which field differs. A file is replaced in one
-step, after what it holds by then was merged with what was measured now: it is never damaged, and another process loses
-at most what both wrote at the same moment.
+There is one file for each device, and for a processor for each number of threads. What a calibration found has a file
+of its own and never replaces what `znnpy measure` found. Costs that do not fit this machine, its libraries and its
+primitives are not used at all, and a sentence says which field differs. A file is replaced in one step, after what it
+holds by then was merged with what was measured now: it is never damaged, and another process loses at most what both
+wrote at the same moment.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class CostStore:
         self.named = None if self.file is None else Costs.load(self.file)
         self.sentences: list[str] = []  # about costs that were not used or not kept, and about calibrations
         self._word = "costs" if machine is None else "machine"
+        self._found: dict[Path, Costs] = {}  # by file, whether or not it could be written
 
     @property
     def primitives(self) -> tuple[Primitive, ...]:
@@ -84,9 +86,21 @@ class CostStore:
     def stored(self, machine: Machine, device: DeviceKind, threads: int) -> Costs | None:
         """Return what the cache folder holds of a device; None if there is nothing that fits, and a sentence says so.
 
-        It does not look at the named file.
+        A calibration counts where no rates of units were measured. The named file is not read.
         """
-        path = stored_path(machine, device, threads)
+        measured = self._read(stored_path(machine, device, threads), machine, device, threads)
+        if device == "gpu" or (measured is not None and measured.units):
+            return measured
+        path = stored_path(machine, device, threads, calibrated=True)
+        calibrated = self._found.get(path) or read_stored(machine, device, threads, self.table, calibrated=True)
+        if calibrated is None or measured is None:
+            return calibrated or measured
+        return calibrated.with_newer(measured)
+
+    def _read(self, path: Path, machine: Machine, device: DeviceKind, threads: int) -> Costs | None:
+        """Return the costs in a file of the cache folder; None if they do not fit, and a sentence says why."""
+        if (found := self._found.get(path)) is not None:
+            return found
         if not os.path.exists(path):  # a Path's raises where the folder may not be entered
             return None
         try:
@@ -100,15 +114,21 @@ class CostStore:
         self._say(sentence)
         return None
 
-    def keep(self, found: Costs) -> Costs:
-        """Add what was measured to the file of its device, and return all of it; a sentence says if it is not kept."""
-        machine, device, threads = found.machine, found.device, found.threads
-        old = read_stored(machine, device, threads, self.table)
-        costs = found if old is None else old.with_newer(found)
+    def keep(self, found: Costs, *, in_a_file: bool = True) -> Costs:
+        """Add what was measured to what is known of its device, and return all of it; a sentence says if that fails.
+
+        in_a_file  whether later processes may know it, too
+        """
+        machine, device, threads, calibrated = found.machine, found.device, found.threads, found.calibrated
+        path = stored_path(machine, device, threads, calibrated=calibrated)
+        old = read_stored(machine, device, threads, self.table, calibrated=calibrated)
+        costs = self._found[path] = found if old is None else old.with_newer(found)
+        if not in_a_file:
+            return costs
         while len(text := costs.to_json().encode()) > MOST_BYTES and (costs.layers or costs.samples or costs.refusals):
             costs = costs.shortened()
         try:
-            replace_file(stored_path(machine, device, threads), text)
+            replace_file(path, text)
         except OSError as error:
             self._say(f"what was measured is not kept, and will be measured again: {error}")
         return costs
@@ -136,16 +156,23 @@ class CostStore:
         return "measure there with `znnpy measure --export FILE`, by a znnpy of the same version"
 
 
-def read_stored(machine: Machine, device: DeviceKind, threads: int, table: Sequence[Primitive] = TABLE) -> Costs | None:
+def read_stored(
+    machine: Machine,
+    device: DeviceKind,
+    threads: int,
+    table: Sequence[Primitive] = TABLE,
+    *,
+    calibrated: bool = False,
+) -> Costs | None:
     """Return the costs that are stored and fit; None, without a word, if there are none."""
     try:
-        costs = Costs.load(stored_path(machine, device, threads))
+        costs = Costs.load(stored_path(machine, device, threads, calibrated=calibrated))
     except PlanFileError:
         return None
     return costs if costs.device == device and costs.why_not(machine, threads, table) is None else None
 
 
-def stored_path(machine: Machine, device: DeviceKind, threads: int) -> Path:
+def stored_path(machine: Machine, device: DeviceKind, threads: int, *, calibrated: bool = False) -> Path:
     """Return the file of a device in the cache folder.
 
     Machines that share a home folder have different files if their processors or GPUs differ.
@@ -154,7 +181,8 @@ def stored_path(machine: Machine, device: DeviceKind, threads: int) -> Path:
     of = machine.processor if device == "cpu" or gpu is None else gpu.name
     digest = hashlib.sha256(of.encode()).hexdigest()[:12]
     by = f"-{threads}-threads" if device == "cpu" else ""
-    return cache_folder() / f"costs-{device}{by}-{digest}.json"
+    how = "-calibrated" if calibrated else ""
+    return cache_folder() / f"costs-{device}{by}-{digest}{how}.json"
 
 
 def write_costs(path: Path, costs: Costs, *, overwrite: bool) -> None:

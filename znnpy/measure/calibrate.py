@@ -10,6 +10,7 @@ fitted as well, and change little beyond the caches.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -18,11 +19,12 @@ from dataclasses import dataclass, field, replace
 from znnpy.costs.fit import fitted
 from znnpy.costs.model import LayerGroup, Rates, layer_key
 from znnpy.kernels.contract import Primitive, Variant
-from znnpy.machine import process_bytes
+from znnpy.machine import give_back_memory, process_bytes
 from znnpy.measure.budget import LayerTask, LayerTimer, Placement, TimeBudget, bytes_of, layers_of
 from znnpy.measure.layer_timer import timer_on, touching_rate
 from znnpy.measure.survey import Survey, counted_units, sample_tasks
 from znnpy.messages import option
+from znnpy.planner.memory import MARGIN_BYTES
 from znnpy.planner.modes import make_plan
 from znnpy.planner.request import CostModel, PlanRequest
 from znnpy.planner.run_plan import RunPlan
@@ -33,6 +35,8 @@ from znnpy.units import human_seconds
 LONG_RUN = 10.0  # predicted seconds; calibrating for a shorter run would take longer than it gains
 SECONDS = 3.5  # of timing
 TOUCHED_BYTES = 2**27  # of new memory that is written to
+LEAST_BYTES = 2**26  # free memory, below which nothing is measured
+MOST_WEIGHT_BYTES = 2**26  # of a layer that is timed: filling and transforming more would take seconds
 LAYER_SECONDS = (0.002, 0.01, 0.05)  # expected, of one run of a plan's layer at each of three sizes
 SHORT_SECONDS, SAMPLE_SECONDS = 5e-4, 0.01  # expected, of one run of a sample: least and most
 
@@ -49,31 +53,32 @@ class Calibration:
     clock  opens what times layers on a target's processor, with a number of threads
     touch  measures the bytes per second at which so many threads write to so many bytes of new memory
     now    tells the time in seconds
+    load   tells the number of threads that ran on average in the last minute
     costs  primitives, and no rates
     """
 
     clock: Callable[[OpenTarget, int], AbstractContextManager[LayerTimer]] = timer_for
     touch: Callable[[int, int], float] = touching_rate
     now: Callable[[], float] = time.monotonic
+    load: Callable[[], float] = lambda: os.getloadavg()[0]
     costs: CostModel = field(default_factory=CostModel)
 
     def best_plan(self, target: OpenTarget, request: PlanRequest) -> RunPlan:
-        """Return the fastest plan by what is known of a target; a processor of which nothing is is calibrated first.
+        """Return the fastest plan for a target, whose processor is calibrated first if it is unknown and the run long.
 
-        NoPlanError where there is no plan.
+        NoPlanError if there is no plan.
         """
         known = target.known_rates(request.network, request.limits, request.target.mode)
-        if not self._is_wanted(target, known.get("cpu")):
-            return make_plan(request, replace(self.costs, rates=known))
-        first = make_plan(request.without_alternatives(), replace(self.costs, rates=known))
-        if first.seconds >= LONG_RUN:
-            before = process_bytes()
-            known = {"cpu": self._calibrated(target, first)}
-            grown = max(0, process_bytes() - before)  # libraries that were loaded, and memory that is not given back
-            request = replace(request, baseline=request.baseline + grown)
-        elif request.without_alternatives() == request:
+        first = make_plan(request, replace(self.costs, rates=known))
+        if not self._is_wanted(target, known.get("cpu")) or first.seconds < LONG_RUN:
             return first
-        return make_plan(request, replace(self.costs, rates=known))
+        if target.free_bytes_within(request.limits) < LEAST_BYTES:
+            return first
+        before = process_bytes()
+        known = {"cpu": self._calibrated(target, first)}
+        give_back_memory()
+        grown = max(0, process_bytes() - before - MARGIN_BYTES)  # beyond what every plan allows for
+        return make_plan(replace(request, baseline=request.baseline + grown), replace(self.costs, rates=known))
 
     def _is_wanted(self, target: OpenTarget, rates: Rates | None) -> bool:
         """Return whether a processor computes alone, may be calibrated, and was not measured."""
@@ -83,7 +88,8 @@ class Calibration:
 
     def _calibrated(self, target: OpenTarget, plan: RunPlan) -> Rates:
         """Measure the processor of a target for the layers of a plan; return its rates, which the store keeps."""
-        limits, store, begun = plan.limits, target.costs, self.now()
+        limits, store, begun, load = plan.limits, target.costs, self.now(), self.load()
+        is_busy = load > 1 + target.machine.cores / 2
         room = target.free_bytes_within(limits) // 2  # the rest is for what timing a layer takes beside its buffers
         survey = Survey(target.machine, "cpu", limits, room, self.costs.table)
         timer = TimeBudget(SECONDS, lambda progress: None, self.now)
@@ -91,10 +97,12 @@ class Calibration:
         with self.clock(target, limits.threads) as clock:
             runs, _ = survey.timed(calibration_tasks(plan, survey), clock, timer)
         rates = replace(fitted(survey.assumed, runs), first_touch=rate, first_touch_measured=True)
-        kept = store.keep(replace(survey.costs(rates, counted_units(runs), []), calibrated=True))
+        found = replace(survey.costs(rates, counted_units(runs), []), calibrated=True)
+        kept = store.keep(found, in_a_file=not is_busy)
+        busy = f", while other programs ran (load {load:.1f}), so that it is not kept" if is_busy else ""
         store.sentences.append(
             f"calibrated {target.machine.processor} for {human_seconds(self.now() - begun)}, with {len(runs)} short "
-            f"runs of layers; {option('calibrate', False)} leaves this out, and `znnpy measure` measures more"
+            f"runs of layers{busy}; {option('calibrate', False)} leaves this out, and `znnpy measure` measures more"
         )
         return kept.rates(store.primitives)
 
@@ -104,7 +112,8 @@ def calibration_tasks(plan: RunPlan, survey: Survey) -> list[LayerTask]:
 
     The layers of the plan come first, at the smaller ones of LAYER_SECONDS. Then come the samples, each with what looks
     the fastest, and one sample of each other primitive, since the next plan may take what this one did not. The
-    largest size of the plan's layers comes last: a slow machine has no time left for it.
+    largest size of the plan's layers comes last: a slow machine has no time left for it. Layers of very many weights
+    are left out.
     """
     known = {primitive.name: primitive for primitive in survey.table}
     cases: dict[LayerGroup, tuple[Primitive, LayerShape, Variant]] = {}  # each layer once, whatever its size
@@ -115,7 +124,12 @@ def calibration_tasks(plan: RunPlan, survey: Survey) -> list[LayerTask]:
         )
     sizes = [[_smaller(case, survey, seconds) for case in cases.values()] for seconds in LAYER_SECONDS]
     tasks = [*sizes[0], *sizes[1], *_samples(survey), *sizes[2]]
-    fitting = [task for task in tasks if bytes_of(*task.case, survey.limits.threads) <= survey.room_bytes]
+    fitting = [
+        task
+        for task in tasks
+        if bytes_of(*task.case, survey.limits.threads) <= survey.room_bytes
+        and (task.shape.kind != "conv" or task.shape.weight_bytes <= MOST_WEIGHT_BYTES)
+    ]
     return list({task.case: task for task in fitting}.values())
 
 
