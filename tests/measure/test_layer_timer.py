@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,13 @@ import pytest
 from tests.support.closeness import MACHINE
 from tests.support.emulator import EMULATED_GPU, EmulatedDevice, needs_compiler
 from znnpy.errors import DeviceError, DeviceLostError
+from znnpy.files import cache_folder
 from znnpy.kernels.contract import Variant
 from znnpy.kernels.reference import convolve
 from znnpy.kernels.table import IN_HOST_RAM
 from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.measure.budget import ON_GPU, Placement
+from znnpy.measure.fftw_wisdom import _digest, _facts
 from znnpy.measure.layer_bench import HostRamLayer
 from znnpy.measure.layer_timer import CpuTimer, GpuTimer, HostRamTimer, timer_on
 from znnpy.shapes import ConvShape
@@ -85,3 +88,19 @@ def test_a_device_that_refuses_a_layer_goes_on_or_is_lost(of: Callable[[Any], An
     device.lost = True
     with pytest.raises(DeviceLostError, match="emulated runs nothing any more: not here"):
         of(device).seconds(HOST_RAM, SHAPE, DIRECT)
+
+
+def test_damaged_wisdom_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with timer_on(Placement("cpu", 1), None, MACHINE, 0.0):
+        pass
+    assert caplog.messages == []
+    cache_folder().mkdir(exist_ok=True)
+    name = f"fftw-{_digest(_facts(MACHINE))[:12]}.json"
+    (cache_folder() / name).write_text("{")
+    with timer_on(Placement("cpu", 1), None, MACHINE, 0.0):
+        pass
+    (message,) = caplog.messages
+    assert f"{name} is damaged" in message

@@ -7,6 +7,7 @@ a GPU alone, where little disturbs, the least counts.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,8 @@ from znnpy.shapes import LayerShape
 if TYPE_CHECKING:
     from znnpy.kernels.gpu.device import Device
     from znnpy.machine import Machine
+
+_log = logging.getLogger(__name__)
 
 REPEATS = 4
 LONG_SECONDS = 0.02  # on a GPU: a layer that is estimated to take longer is measured on a smaller volume
@@ -91,8 +94,10 @@ def timer_on(where: Placement, device: Device | None, machine: Machine, seconds:
         with ThreadPool(where.threads) as crew:
             yield HostRamTimer(device, crew)
         return
-    with ThreadPool(where.threads) as crew, wisdom_kept(machine, seconds):
+    with ThreadPool(where.threads) as crew, wisdom_kept(machine, seconds) as wisdom:
         yield CpuTimer(crew)
+    for sentence in wisdom.sentences:
+        _log.warning("%s", sentence)
 
 
 def touching_rate(threads: int, nbytes: int, now: Callable[[], float] = time.perf_counter) -> float:
