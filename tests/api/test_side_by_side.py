@@ -246,7 +246,7 @@ def test_plan_lists_every_mode(place: Place) -> None:
     assert any("without the processor" in kind.reason for kind in chosen.alternatives)
     quick = plan(place.folder / "net.yaml", mode="gpu", **arguments)
     assert quick.mode == "gpu"
-    assert not any(kind.scheme == "with the processor beside it" for kind in quick.alternatives)
+    assert not any(kind.scheme == "side by side with the CPU" for kind in quick.alternatives)
 
 
 def test_plan_runs_on_a_volume_of_another_type(place: Place) -> None:

@@ -25,7 +25,7 @@ TRUE = (
 
 
 def works() -> list[tuple[Work, ...]]:
-    """Of layers that mix three units, in sizes of which some are bound by arithmetic and some by memory."""
+    """Return the work of layers that mix three units: some are bound by arithmetic, others by memory."""
     rng = np.random.default_rng(20261121)
     return [
         (

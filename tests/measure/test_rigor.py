@@ -1,4 +1,4 @@
-"""What is timed before a plan is chosen, by clocks that go as they are told, and what is chosen then."""
+"""Plans are chosen after their layers were timed, here by clocks that show whatever a test sets."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_requests_are_learnt_in_turn() -> None:
 
 
 def test_one_device_is_measured_before_several() -> None:
-    """Where the plan of a mode takes many plans of one device."""
+    """Modes that need many plans of one device begin with the plain plan of that device."""
     request = asked("measure")
     assert _in_turn(request) == [request]
     gpu = replace(request, target=replace(request.target, device="gpu", mode="gpu"))
@@ -211,7 +211,7 @@ def test_one_device_is_measured_before_several() -> None:
 
 
 def test_a_layer_that_does_not_fit_the_time_leaves_it_undone() -> None:
-    """Whatever else was timed."""
+    """The measurement is not complete then, whatever else was timed."""
     expected = max(c.seconds for c in made(KNOWN).choices)
     clock = Clock({})
     study = clock.study()

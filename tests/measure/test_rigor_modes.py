@@ -46,7 +46,7 @@ CREWS = {"gpu": 3, "gpu-host": 3, "cpu-to-gpu": 2, "side-by-side": 2}
 
 
 def gpu_rates(*asked: object, **words: object) -> Rates:
-    """Of a GPU that is nearly as slow as the processor, and a link as fast as ever."""
+    """Return rates of a GPU that is nearly as slow as the CPU, behind a link as fast as ever."""
     rates = assumed_rates(replace(this_machine(), gpu=EMULATED_GPU), 1, "gpu")
     return rates.scaled(1e-4, 1e-4).replaced(gpu_upload=rates.of("gpu_upload"), gpu_link=rates.of("gpu_link"))
 
@@ -77,7 +77,7 @@ class Clocks:
 
     @contextmanager
     def at(self, where: Placement, device: Any, machine: Machine, seconds: float) -> Iterator[Any]:
-        """As `clock_of`."""
+        """Stand in for `clock_of`."""
         assert (device is None) == (machine.gpu is None)
         assert seconds > 0
         clocks = self

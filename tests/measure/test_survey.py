@@ -1,4 +1,4 @@
-"""What is measured of a machine and in which order, by clocks that go as they are told."""
+"""Measurements of a machine and their order, by clocks that show whatever a test sets."""
 
 from __future__ import annotations
 

@@ -418,7 +418,7 @@ def test_gpu_alone_is_an_alternative_with_a_reason() -> None:
     assert re.fullmatch(r"1\.\d+ times as long, without the processor", why)
     text = explain(both)
     assert f"{alone.seconds / both.seconds:.2f} times as fast as without the processor" in text
-    assert "all that the processor computes with beside it" in text
+    assert "everything for computing on the CPU at the same time" in text
 
 
 @pytest.mark.slow

@@ -171,7 +171,10 @@ def _memory(run: RunPlan) -> Table:
         (f"{what} on their way in", every * memory.reading),
         (f"{what} on their way out", every * memory.writing),
         *((("prepared weights that the GPU has no room for", every * memory.pinned),) if memory.pinned else ()),
-        *(("all that the processor computes with beside it", other.plan.memory.peak) for other in run.workers[1:]),
+        *(
+            ("everything for computing on the CPU at the same time", other.plan.memory.peak)
+            for other in run.workers[1:]
+        ),
         *(_offloaded_memory(plan) if plan.offloaded else ()),
     ]
     last = memory.last
@@ -324,7 +327,7 @@ def _elsewhere(run: RunPlan, machine: Machine) -> list[str]:
 
 
 def _gain(run: RunPlan) -> str:
-    """Work done over work needed, of columns and of patches, and what the better of them gains."""
+    """Say how much more work than needed columns and patches do, and how much faster the better of them is."""
     plan = run.main
     line = f"{_kind(plan)}: {run.voxels_per_second:,.0f} voxels/s, work {plan.waste:.2f} times what the output needs"
     other = run.other
@@ -353,7 +356,7 @@ def _kinds(run: RunPlan) -> list[str]:
 
 
 def _kind(what: Plan | RunnerUp) -> str:
-    """Patches or columns, in words."""
+    """Say in words whether the output is divided into patches or columns, and their size."""
     depth_first = " depth first" if max(what.sub_batches) > 1 else ""
     if what.column_planes:
         return f"columns along {AXES[what.axis]} in steps of {text(what.patch_out)}{depth_first}"
@@ -361,7 +364,7 @@ def _kind(what: Plan | RunnerUp) -> str:
 
 
 def _warning(run: RunPlan) -> list[str]:
-    """When nearly all the work is spent on borders, with what more memory would buy."""
+    """Warn if nearly all the work is spent on borders, and say what more memory would gain."""
     plan = run.main
     waste = plan.waste
     if waste < MUCH_WASTE:

@@ -1,4 +1,4 @@
-"""Which devices the options of a caller mean."""
+"""Find the devices that the options of a caller ask for."""
 
 from __future__ import annotations
 

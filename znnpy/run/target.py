@@ -30,8 +30,8 @@ from znnpy.units import human_bytes
 DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the last: under Windows
 LESS = 0.9  # of a limit that did not hold
 MOST_CONTEXT_BYTES = 640 * 2**20  # that CUDA takes of a GPU as it is opened: what is more is others'
-# Of the process, that CUDA's compiler and libraries take once they are used: 570 MiB where every kernel of a network is
-# compiled first, 200 where they are there already (H200, CUDA 13).
+# CUDA's compiler and libraries take so much memory of the process once they are used: 570 MiB if every kernel of a
+# network is compiled first, 200 MiB if all are there already (H200, CUDA 13).
 LATER_BYTES = 768 * 2**20
 IDLE_SHARE = 0.9  # of a card's memory that is free where nobody else uses it
 
