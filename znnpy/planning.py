@@ -125,7 +125,7 @@ def _work(asked: PlanOptions) -> Work:
 
 @dataclass(frozen=True, slots=True)
 class _Planning:
-    """What is asked for, and what is known and measured for it."""
+    """A request for plans with the costs that are known and the measurements made for it."""
 
     asked: PlanOptions
     work: Work
