@@ -148,7 +148,7 @@ def test_gpu_takes_over_late_items_of_the_cpu(place: Place) -> None:
         if self.plan.device == "cpu":
             begun.append("CPU")
             while True:
-                self.crew.check()
+                self.pool.check()
                 time.sleep(0.001)
         return found
 

@@ -42,7 +42,7 @@ pytestmark = pytest.mark.slow
 
 THREADS = 3  # of which one feeds a GPU where the processor computes beside it
 (HOST_RAM,) = IN_HOST_RAM
-CREWS = {"gpu": 3, "gpu-host": 3, "cpu-to-gpu": 2, "side-by-side": 2}
+THREADS_OF_MODE = {"gpu": 3, "gpu-host": 3, "cpu-to-gpu": 2, "side-by-side": 2}
 
 
 def gpu_rates(*asked: object, **words: object) -> Rates:
@@ -137,7 +137,7 @@ def test_layers_take_what_the_clock_of_their_device_says(go: Callable[..., RunPl
     made = go(mode, clocks, tell_progress=told.append)
     assert (made.mode, made.rigor) == (mode, "measure")
     check_as_told(made, clocks)
-    assert {where.threads for where, *_ in clocks.runs if where.device == "cpu"} <= {CREWS[mode]}
+    assert {where.threads for where, *_ in clocks.runs if where.device == "cpu"} <= {THREADS_OF_MODE[mode]}
     assert "cpu" in {where.device for where, *_ in clocks.runs} or mode == "gpu"
     assert len(clocks.runs) == len(set(clocks.runs)), "each is timed once"
     doing = " ".join(progress.doing for progress in told)
@@ -154,7 +154,7 @@ def test_the_processors_layers_make_way_where_they_are_slower_than_estimated(
     clocks = Clocks({slow: 40.0})
     made = go(mode, clocks)
     check_as_told(made, clocks)
-    assert slow in clocks.names[Placement("cpu", CREWS[mode])]
+    assert slow in clocks.names[Placement("cpu", THREADS_OF_MODE[mode])]
     assert slow not in {chosen.primitive for _, chosen in layers_of(made)}
 
 

@@ -312,6 +312,6 @@ def test_a_processor_is_timed_warm_long_enough_and_at_its_best(threads: int) -> 
 
     shape = ConvShape(2, 2, 3, (6, 7, 5), (2, 3, 1), "relu")
     primitive: Any = find("cpu.conv.direct")
-    with ThreadPool(threads) as crew:
-        spent = CpuTimer(crew, now).seconds(primitive, shape, primitive.variants(shape, MACHINE)[0])
+    with ThreadPool(threads) as pool:
+        spent = CpuTimer(pool, now).seconds(primitive, shape, primitive.variants(shape, MACHINE)[0])
     assert 0 < spent < CLOCK_SECONDS, "of one run of many"

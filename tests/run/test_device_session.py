@@ -390,7 +390,7 @@ def test_stopped_thread_pool_neither_submits_nor_waits(device: EmulatedDevice) -
     with poisoned_session(plan, net, STAND_INS, device) as session:
         raw, out, begins = next(steps_of(plan, volume, network))
         ticket = session.submit(raw, out, begins=begins)
-        session.crew.stop()
+        session.pool.stop()
         with pytest.raises(Stopped):
             session.submit(raw, out, begins=begins)
         with pytest.raises(Stopped):

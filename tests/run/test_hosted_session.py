@@ -59,7 +59,7 @@ def ran(plan: Plan, net: TrainedNetwork, volume: npt.NDArray[Any], device: Emula
     assert source.output == plan.output
     output = Poisoned.of((network.output_channels, *plan.output), np.float32)
     with session_for(plan, net, device) as session:
-        run_session(session, session.crew, source, output, plan.cover(network))
+        run_session(session, session.pool, source, output, plan.cover(network))
         steps = plan.cover(network).steps
         ahead = [network.margins[choice.layers[1] + 1][plan.axis] for choice in plan.choices]
         for choice, more, parts, values in zip(plan.choices, ahead, plan.sub_batches, session.written, strict=True):
@@ -165,9 +165,9 @@ def test_session_holds_the_planned_bytes(device: EmulatedDevice, monkeypatch: py
         plan = hosted_plan(network, output, (4, 6, 2), 2, column=column, overlaps=overlaps)
         blocks: list[int] = []
         taken.clear()
-        with pytest.MonkeyPatch.context() as patch, ThreadPool(plan.compute_threads) as crew:
+        with pytest.MonkeyPatch.context() as patch, ThreadPool(plan.compute_threads) as pool:
             patch.setattr(cpu_backend, "aligned_bytes", held)
-            with Session(plan, network, net.weights, crew, EVERY, device=device):  # type: ignore[arg-type]
+            with Session(plan, network, net.weights, pool, EVERY, device=device):  # type: ignore[arg-type]
                 memory = plan.memory
                 words = 4 * (2 + sum(choice.shape.kind == "conv" for choice in plan.choices[plan.offloaded :]))
                 staging = 2 * (plan.handover_bytes // plan.sub_batches[plan.offloaded])

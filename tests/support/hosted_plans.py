@@ -70,13 +70,13 @@ class _Step:
     device: Any
 
     def run(
-        self, x: npt.NDArray[Any], out: npt.NDArray[Any], scratch: Mapping[str, npt.NDArray[np.uint8]], crew: ThreadPool
+        self, x: npt.NDArray[Any], out: npt.NDArray[Any], scratch: Mapping[str, npt.NDArray[np.uint8]], pool: ThreadPool
     ) -> None:
         assert (x.shape, out.shape) == (self.shape.in_shape, self.shape.out_shape)
         assert {name: array.nbytes for name, array in scratch.items()} == dict.fromkeys(
             ("host_ram.x", "host_ram.out"), SCRATCH
         )
-        crew.check()
+        pool.check()
         shape = as_conv(self.shape)
 
         def work() -> None:
@@ -159,8 +159,8 @@ def hosted_plan(
                 chosen.append(((layer, layer), shape, *way))
     hosted = sum(last < theta for (_, last), _, _, _ in chosen)
     limits = Limits(2**32, threads, 2**32)
-    crew = (limits.without_feed_threads(1) if overlaps else limits).threads
-    footprints = [primitive.footprint(shape, of, crew) for _, shape, primitive, of in chosen]
+    pool = (limits.without_feed_threads(1) if overlaps else limits).threads
+    footprints = [primitive.footprint(shape, of, pool) for _, shape, primitive, of in chosen]
     step = patch_in(network, patch, axis, streams=column > 0)
     steps = [(way[1], footprint) for way, footprint in zip(chosen, footprints, strict=True)]
     placed = [(needs.memory, *place(needs.tensors)) for needs in stage_needs(steps, hosted, step[axis], "gpu")]
@@ -177,7 +177,7 @@ def hosted_plan(
     )
     plan = Plan(
         limits=limits,
-        feed_threads=threads - crew,
+        feed_threads=threads - pool,
         output=output,
         patch_out=patch,
         patch_in=step,

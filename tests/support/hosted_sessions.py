@@ -35,9 +35,9 @@ def emulated_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedDevice]
 @contextmanager
 def session_for(plan: Plan, net: TrainedNetwork, device: EmulatedDevice) -> Iterator[Session]:
     """Open a session whose arenas hold NaN."""
-    with pytest.MonkeyPatch.context() as patch, ThreadPool(plan.compute_threads) as crew:
+    with pytest.MonkeyPatch.context() as patch, ThreadPool(plan.compute_threads) as pool:
         patch.setattr(cpu_backend, "aligned_bytes", _nan_bytes)
-        with Session(plan, net.network, net.weights, crew, EVERY, device=device) as session:  # type: ignore[arg-type]
+        with Session(plan, net.network, net.weights, pool, EVERY, device=device) as session:  # type: ignore[arg-type]
             yield session
 
 

@@ -66,8 +66,8 @@ CPU_STAGE_SECONDS = 5e-5  # to hand one stage to the threads and to wait for the
 # Rate of kernels not yet proven on any card: too slow to be chosen or measured, unless `only` asks for them.
 UNPROVEN = Rate(flops=0.5e12, nbytes=0.5e12)
 # These are the rates of an H200 with 132 multiprocessors and 4.8 TB/s. Those of the fused tiled FFT are fitted to
-# layers of 80 to 80 maps: benchmarks/results/layers-nvidia-h200-2026-11-21.json keeps the runs with k = 2, 3, 5 and 7, and
-# layers_k9-.. those with k = 9. Those of gpu.conv.implicit_gemm, block and cuconv are fitted to layers_gemm-..,
+# layers of 80 to 80 maps: benchmarks/results/layers-nvidia-h200-2026-11-21.json keeps the runs with k = 2, 3, 5 and 7,
+# and layers_k9-.. those with k = 9. Those of gpu.conv.implicit_gemm, block and cuconv are fitted to layers_gemm-..,
 # layers_first-.., papers_pascal-.. and papers_cuconv-.. (the run that gave gpu_gemm_half and _split was not kept).
 # The others are assumed.
 GPU_RATES: Mapping[Unit, Rate] = {

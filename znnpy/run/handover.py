@@ -46,8 +46,8 @@ class StopFlag:
     failed  the second stage of a step failed: its pool runs no further first stage, but steps before are waited for
     """
 
-    def __init__(self, crew: ThreadPool) -> None:
-        self._crew = crew
+    def __init__(self, pool: ThreadPool) -> None:
+        self._pool = pool
         self._ending = threading.Event()
         self.failed = False
 
@@ -56,13 +56,13 @@ class StopFlag:
 
     def fail(self) -> None:
         self.failed = True
-        self._crew.stop()
+        self._pool.stop()
 
     def check(self) -> None:
         if self._ending.is_set():
             raise Stopped
         if not self.failed:
-            self._crew.check()
+            self._pool.check()
 
 
 @dataclass(slots=True, eq=False)

@@ -96,7 +96,7 @@ class Worker:
 
     name: str  # of the device, in traces and reports
     session: Computes
-    crew: Stoppable
+    pool: Stoppable
     queue: WorkQueue
 
 
@@ -204,7 +204,7 @@ class RunningWorker:
         trace: Tracer | None = None,
     ) -> None:
         session = worker.session
-        self.name, self.plan, self.queue, self.crew = worker.name, session.plan, worker.queue, worker.crew
+        self.name, self.plan, self.queue, self.pool = worker.name, session.plan, worker.queue, worker.pool
         self.seconds = dict.fromkeys(("reading", "computing", "waiting"), 0.0)
         self.out: list[Voxels] = []  # buffers for outputs
         self.voxels = 0  # written
@@ -247,7 +247,7 @@ class RunningWorker:
     def give_up(self, leases: Sequence[Lease]) -> None:
         """End this worker because others compute all its leases; its threads end when they look."""
         self.given_up = leases
-        self.crew.stop()
+        self.pool.stop()
         self.stop()
 
     def free(self, buffer: int) -> None:
