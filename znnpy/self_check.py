@@ -78,7 +78,7 @@ def _check_layer(
     layer: HostLayer | DeviceLayer | HostRamLayer
     if where.device == "cpu":
         layer = HostLayer(pool, primitive, shape, variant)
-    elif gpu is not None and where.hosted:
+    elif gpu is not None and where.in_host_ram:
         layer = HostRamLayer(gpu, pool, primitive, shape, variant)
     else:
         assert gpu is not None, "layers of a GPU are checked only if one is open"

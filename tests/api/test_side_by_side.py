@@ -314,8 +314,8 @@ def test_new_plan_along_another_axis_is_refused(
     with pytest.raises(VramError, match="out of memory"):
         go(place, patch=(2, 4, 4))
     assert len(chosen) == 2
-    first, leaner = chosen
-    assert leaner.limits.ram_bytes == first.limits.ram_bytes - first.workers[1].plan.memory.peak
+    first, smaller = chosen
+    assert smaller.limits.ram_bytes == first.limits.ram_bytes - first.workers[1].plan.memory.peak
 
 
 def test_memory_refused_during_a_run_causes_a_new_plan_with_the_cpu(place: Place, emulated_gpus: EmulatedGpus) -> None:

@@ -159,14 +159,14 @@ def test_the_processors_layers_make_way_where_they_are_slower_than_estimated(
 
 
 @pytest.mark.parametrize("factor", [0.6, 5.0])
-def test_hosted_layers_of_a_gpu_take_what_they_took_as_a_whole(go: Callable[..., RunPlan], factor: float) -> None:
+def test_offloaded_layers_of_a_gpu_take_what_they_took_as_a_whole(go: Callable[..., RunPlan], factor: float) -> None:
     """The largest of their sub-layers is timed first."""
     clocks = Clocks({HOST_RAM.name: factor})
     made = go("gpu-host", clocks, only=HOST_RAM.name)
     check_as_told(made, clocks)
-    hosted = [chosen for chosen in made.choices[: made.main.offloaded] if chosen.primitive == HOST_RAM.name]
-    assert hosted
-    for chosen in hosted:
+    offloaded = [chosen for chosen in made.choices[: made.main.offloaded] if chosen.primitive == HOST_RAM.name]
+    assert offloaded
+    for chosen in offloaded:
         inner, largest, own = HOST_RAM.largest(chosen.shape, chosen.variant)
         first = clocks.runs.index((ON_GPU, inner.name, largest, own))
         assert first < clocks.runs.index((Placement("gpu", 3), HOST_RAM.name, chosen.shape, chosen.variant))
@@ -178,16 +178,16 @@ def test_what_columns_carry_comes_on_top_of_what_was_measured(place: Place, go: 
     clocks = Clocks({HOST_RAM.name: 2.0})
     made = go("gpu-host", clocks, only=HOST_RAM.name, cover="columns")
     assert made.main.streams
-    hosted = [chosen for chosen in made.choices[: made.main.offloaded] if chosen.primitive == HOST_RAM.name]
-    assert hosted
-    for chosen in hosted:
+    offloaded = [chosen for chosen in made.choices[: made.main.offloaded] if chosen.primitive == HOST_RAM.name]
+    assert offloaded
+    for chosen in offloaded:
         told = clocks.rates(Placement("gpu", 3)).seconds(HOST_RAM, chosen.shape, chosen.variant)
         carried = (CARRY_TRAFFIC + JOIN_TRAFFIC) * carry_bytes(chosen.shape) / cpu_rates().copy_bandwidth
         assert chosen.seconds == pytest.approx(told + carried, rel=1e-9)
         assert chosen.seconds > 1.0001 * told
 
 
-def test_hosted_layers_that_a_gpu_refuses_are_the_processors(go: Callable[..., RunPlan]) -> None:
+def test_offloaded_layers_that_a_gpu_refuses_are_the_processors(go: Callable[..., RunPlan]) -> None:
     assert HOST_RAM.name in {c.primitive for c in go("gpu-host", None, only=HOST_RAM.name).choices}
     clocks = Clocks({}, refuses=HOST_RAM.name)
     made = go("gpu-host", clocks, only=HOST_RAM.name)

@@ -17,8 +17,8 @@ import pytest
 from tests.support.emulator import needs_compiler
 from tests.support.fake_pipeline import COLUMNS, Output, Session, no_thread_is_left, quiet, run_session, volume
 from tests.support.fake_pipeline import Source as Voxels
-from tests.support.hosted_sessions import a_plan, emulated_device, session_for
 from tests.support.odd_networks import Poisoned
+from tests.support.offloaded_sessions import a_plan, emulated_device, session_for
 from znnpy.errors import DeviceError, OutputError, Stopped
 from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.run import pipeline

@@ -104,7 +104,7 @@ def make_plan(
 ) -> RunPlan:
     """Return the best plan of one device, or of a mode.
 
-    than  with a mode of hosted layers: the plan of the GPU alone, and a faster one is asked for
+    than  with a mode of offloaded layers: the plan of the GPU alone, and a faster one is asked for
     """
     device = device if mode is None else "gpu"
     request = request_of(

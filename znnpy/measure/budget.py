@@ -33,8 +33,8 @@ class Placement:
     threads: int = 0
 
     @property
-    def hosted(self) -> bool:
-        """Whether a GPU computes while input and output are in the memory of the host."""
+    def in_host_ram(self) -> bool:
+        """Return whether a GPU computes while input and output are in the memory of the host."""
         return self.device == "gpu" and self.threads > 0
 
 
@@ -149,7 +149,7 @@ def lacking(
 ) -> tuple[DeviceKind, int] | None:
     """Return the memory of which a layer that runs by itself needs too much, and the bytes; None: it fits."""
     needed: dict[DeviceKind, int] = {where.device: bytes_of(primitive, shape, variant, max(1, where.threads))}
-    if where.hosted:
+    if where.in_host_ram:
         outside = shape.in_bytes + shape.out_bytes + primitive.footprint(shape, variant, where.threads).host
         needed = {"cpu": outside, "gpu": needed["gpu"] - outside}
     return next(((device, nbytes) for device, nbytes in needed.items() if nbytes > rooms[device]), None)

@@ -85,7 +85,7 @@ def timer_on(where: Placement, device: Device | None, machine: Machine, seconds:
     """
     if where.device == "gpu":
         assert device is not None, "layers of a GPU are timed where one is open"
-        if not where.hosted:
+        if not where.in_host_ram:
             yield GpuTimer(device)
             return
         with ThreadPool(where.threads) as pool:

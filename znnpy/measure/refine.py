@@ -119,7 +119,7 @@ class Refiner:
             stages = 0 if where == ON_GPU else len(primitive.work(task.shape, task.variant))  # its clock begins later
             seconds = max(spent - stages * rates.slowdown * rates.stage_seconds, LEAST_WORKING * spent)
             by_all = seconds / rates.slowdown  # seconds with all threads of the run
-            copying = where.threads if where.hosted else 0
+            copying = where.threads if where.in_host_ram else 0
             self.found.append(Measurement(primitive.name, primitive.version, task.variant, task.shape, by_all, copying))
             rates = rates.with_measurement(*task.case, seconds)
         self.rates[where.device] = replace(rates, slowdown=self.rates[where.device].slowdown)
@@ -131,7 +131,7 @@ class Refiner:
         found: dict[Placement, dict[Case, LayerTask]] = {}
         for where, choice in layers_of(plan):
             task = None
-            if where.hosted:
+            if where.in_host_ram:
                 of = divided[choice.primitive]
                 at, task = ON_GPU, self._task(ON_GPU, *of.largest(choice.shape, choice.variant))
                 if task is None:

@@ -14,9 +14,9 @@ import pytest
 
 from tests.support.emulator import EmulatedDevice, needs_compiler
 from tests.support.fake_pipeline import run_session
-from tests.support.hosted_plans import hosted_plan
-from tests.support.hosted_sessions import SMALL, a_plan, emulated_device, no_feeder_is_left, session_for
 from tests.support.odd_networks import Poisoned, assert_dense, definition, some_volume, trained
+from tests.support.offloaded_plans import offloaded_plan
+from tests.support.offloaded_sessions import SMALL, a_plan, emulated_device, no_feeder_is_left, session_for
 from znnpy.errors import DeviceError, Stopped
 from znnpy.network import Network
 from znnpy.planner.plan import Plan
@@ -123,7 +123,7 @@ def test_delays_change_no_voxel_and_failures_end_the_run(device: EmulatedDevice,
     net, volume = trained(SMALL), some_volume(SMALL, seed=77, more=(9, 7, 5))
     output = SMALL.dense_size(volume.shape[1:])
     overlaps = seed % 5 != 0
-    plan = hosted_plan(SMALL, output, (2, 4, 3), theta, column=4 if walks else 0, overlaps=overlaps)
+    plan = offloaded_plan(SMALL, output, (2, 4, 3), theta, column=4 if walks else 0, overlaps=overlaps)
     steps = sum(len(column.steps) for column in plan.cover(SMALL))
     slow = {stage: rng.choice([0.0, 0.0, 0.002, 0.005]) for stage in ("front", "back", "wait")}
     where, when = rng.choice(["front", "back", "wait", "nowhere"]), rng.randrange(steps)
