@@ -34,7 +34,7 @@ class Sublayers:
     """The offloaded layers that a GPU may compute.
 
     vram_bytes  bytes of the GPU that one such layer may take
-    host        rates of the processor, which copies
+    host        rates of the CPU, which copies
     gpu         rates of the sub-layers and of the link
     """
 

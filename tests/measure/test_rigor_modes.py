@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
-THREADS = 3  # of which one feeds a GPU where the processor computes beside it
+THREADS = 3  # of which one feeds a GPU where the CPU computes side by side with it
 (HOST_RAM,) = IN_HOST_RAM
 THREADS_OF_MODE = {"gpu": 3, "gpu-host": 3, "cpu-to-gpu": 2, "side-by-side": 2}
 
@@ -145,9 +145,7 @@ def test_layers_take_what_the_clock_of_their_device_says(go: Callable[..., RunPl
 
 
 @pytest.mark.parametrize("mode", ["gpu-host", "cpu-to-gpu", "side-by-side"])
-def test_the_processors_layers_make_way_where_they_are_slower_than_estimated(
-    go: Callable[..., RunPlan], mode: str
-) -> None:
+def test_cpu_layers_make_way_where_they_are_slower_than_estimated(go: Callable[..., RunPlan], mode: str) -> None:
     estimated = go(mode, None)
     of_cpu = [chosen for where, chosen in layers_of(estimated) if where.device == "cpu" and chosen.shape.kind == "conv"]
     slow = of_cpu[0].primitive
@@ -187,7 +185,7 @@ def test_what_columns_carry_comes_on_top_of_what_was_measured(place: Place, go: 
         assert chosen.seconds > 1.0001 * told
 
 
-def test_offloaded_layers_that_a_gpu_refuses_are_the_processors(go: Callable[..., RunPlan]) -> None:
+def test_offloaded_layers_that_a_gpu_refuses_go_to_the_cpu(go: Callable[..., RunPlan]) -> None:
     assert HOST_RAM.name in {c.primitive for c in go("gpu-host", None, only=HOST_RAM.name).choices}
     clocks = Clocks({}, refuses=HOST_RAM.name)
     made = go("gpu-host", clocks, only=HOST_RAM.name)
@@ -205,7 +203,7 @@ def test_auto_takes_a_mode_by_what_was_measured(
     slow = {p.name: 1000.0 for p in ALL if p.name.startswith("cpu.") or p is HOST_RAM}
     clocks = Clocks(slow)
     made = go("auto", clocks, **words)
-    assert made.mode == "gpu", "the processor was much slower than estimated"
+    assert made.mode == "gpu", "the CPU was much slower than estimated"
     assert any(where.device == "cpu" for where in clocks.names)
     assert all(chosen.measured for chosen in made.choices)
 

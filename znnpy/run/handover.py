@@ -1,6 +1,6 @@
 """Hands the results of a first stage, on the host, over to a second stage on a GPU.
 
-First stage   Its tensors lie in the host's arena. The thread that submits a step runs it, on the processor, or, for
+First stage   Its tensors lie in the host's arena. The thread that submits a step runs it, on the CPU, or, for
               layers that a GPU computes in sub-layers, there.
 Second stage  It runs on the GPU, on a part of what is handed over at a time.
 Overlap       Where the plan overlaps, a feeder thread queues the second stage of a step while the first stage of the

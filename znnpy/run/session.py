@@ -40,7 +40,7 @@ class Session:
 
     A `trace` is told of every layer of every step, for the images `first` to `last` of its input, and of what is moved;
     `lane` is the name of the device there, where there are several. `prepared` is called with bytes of memory that were
-    written to for the first time, while a session on the processor is entered.
+    written to for the first time, while a session on the CPU is entered.
     """
 
     def __init__(

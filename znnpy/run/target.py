@@ -230,7 +230,7 @@ class Targets:
     def __iter__(self) -> Iterator[OpenTarget]:
         asked = self._asked
         if asked.device == "cpu" and asked.gpus != 1:
-            raise DeviceError(f"GPUs were asked for, and the run is on the processor: leave {option('gpus')} out")
+            raise DeviceError(f"GPUs were asked for, and the run is on the CPU: leave {option('gpus')} out")
         self._gpu = None if asked.device == "cpu" else self._found()
         if self._gpu is not None:
             with self.attempt():
@@ -305,7 +305,7 @@ def elsewhere(costs: CostStore, asked: AskedDevices) -> OpenTarget:
         )
     gpu = named.machine.gpu
     if gpu is None and asked.gpus != 1:
-        raise PlanFileError(f"{costs.file} is of the processor of {named.name}: leave {option('gpus')} out")
+        raise PlanFileError(f"{costs.file} is of the CPU of {named.name}: leave {option('gpus')} out")
     if gpu is None:
         return OpenTarget(machine=named.machine, sentences=tuple(_unused(None, asked.precision)), costs=costs)
     if asked.gpus is None:

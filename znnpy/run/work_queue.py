@@ -1,7 +1,7 @@
 """Work of a run that no worker has begun, and the workers that take it.
 
 Workers with equal plans take columns one by one (`ColumnQueue`): a worker computes a whole column, because it carries
-planes from step to step. Workers with plans of their own, a GPU and the processor, take cells (`BalancedQueue`).
+planes from step to step. Workers with plans of their own, a GPU and the CPU, take cells (`BalancedQueue`).
 
 The work of a lost worker goes to the others. A worker that finds no work therefore waits while another may still be
 lost.
