@@ -256,16 +256,16 @@ def test_layers_of_a_plan_that_was_made_elsewhere(go: Callable[..., RunPlan], mo
     made, clocks = go(mode, None, **words), Clocks({"": 3.0})
     known: KnownRates = {"gpu": gpu_rates(), "cpu": cpu_rates()}
 
-    def study() -> RigorMeasurement:
+    def measurement() -> RigorMeasurement:
         return RigorMeasurement(
             clock=lambda target, where, seconds: clocks.at(where, target.gpu, target.machine, seconds)
         )
 
     with Targets(AskedDevices(made.device)) as targets:
         opened = targets.first()
-        learnt = study().layers_timed(made, opened, known)
+        learnt = measurement().layers_timed(made, opened, known)
         runs = len(clocks.runs)
-        again = study().layers_timed(made, opened, learnt)
+        again = measurement().layers_timed(made, opened, learnt)
     assert 0 < runs == len(clocks.runs)
     assert again == learnt
     for where, chosen in layers_of(made):
