@@ -19,7 +19,7 @@ from znnpy.planner.side_by_side import plan_side_by_side
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """When mode "auto" takes a plan of two devices, which nobody asked for.
+    """The gains for which mode "auto" takes a plan of two devices, which nobody asked for.
 
     long_seconds  predicted seconds of a run on the GPU alone from which on other modes are planned
     offloaded, offloaded_assumed, side_by_side

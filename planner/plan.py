@@ -155,7 +155,7 @@ class Plan:
 
     @property
     def streams(self) -> bool:
-        """Whether columns stream: every layer keeps the last planes of its input for the next step."""
+        """Return whether columns stream: every layer keeps the last planes of its input for the next step."""
         return self.column_planes > 0
 
     @property

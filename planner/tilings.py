@@ -56,7 +56,7 @@ class TilingSpace:
 
     @cached_property
     def isotropic(self) -> bool:
-        """Whether the network treats all axes in the same way."""
+        """Return whether the network treats all axes in the same way."""
         return all(len(set(extent(layer))) == 1 for layer in self.network.layers)
 
     @cached_property
@@ -173,7 +173,7 @@ class Tiling:
 
     @cached_property
     def input_stays(self) -> tuple[bool, ...]:
-        """Whether each group takes its input in parts, so that the input stays while all later layers run."""
+        """Return whether each group takes its input in parts, so that the input stays while all later layers run."""
         before = (self.sub_batches[0], *self.sub_batches)
         return tuple(self.sub_batches[first] > before[first] for first, _ in self.space.groups)
 

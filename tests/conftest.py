@@ -93,7 +93,7 @@ def shared_data() -> Path:
 
 
 def has_driver() -> bool:
-    """Whether this machine has an NVIDIA driver: then tests that need a device fail without one, and never skip."""
+    """Return whether this machine has an NVIDIA driver; with one, tests that need a device fail instead of skipping."""
     return any(path.exists() for path in DRIVERS)
 
 

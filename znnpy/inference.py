@@ -162,7 +162,7 @@ class _Done:
     timings: pipeline.Timings
     vram_bytes: int | None  # that the process took of the GPU
     sentences: tuple[str, ...]
-    idle_seconds: Mapping[str, float]  # of the processor and the GPU that a step goes through one after the other
+    idle_seconds: Mapping[str, float]  # of the CPU and the GPU that a step goes through one after the other
     values: Values | None  # that this run wrote
 
 

@@ -46,7 +46,7 @@ Real = npt.NDArray[np.float64]
 
 
 def check_plan(plan: RunPlan, network: Network, target: OpenTarget, tell: Callable[[Progress], None]) -> None:
-    """Run every layer of `plan`, and of its CPU plan beside GPUs, with its primitive on random values.
+    """Run every layer of all workers of `plan` with its primitive on random values.
 
     VerifyError names the first layer whose output differs from the definition by more than its precision allows, at
     VOXELS voxels including corners, or that does not fit this machine.

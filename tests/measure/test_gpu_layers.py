@@ -61,7 +61,7 @@ def test_what_looks_fastest_is_measured_until_it_is_the_fastest() -> None:
 
 
 def test_the_link_is_timed_by_itself_and_once_for_a_host(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever kernels that stream their weights make of it, and where all but that was kept already."""
+    """Kernels that stream their weights do not change it, and it is timed alone if everything else was kept."""
     rates = rates_of(Card())
     assert rates.of("gpu_link").nbytes == pytest.approx(LINK)
     assert "gpu_link" in rates.fitted

@@ -35,7 +35,7 @@ from znnpy.run.workers import queue_of
 from znnpy.shapes import Vec3
 
 TABLE = (*on_gpu(FAST, POOL, FILTER, MAXOUT), FAST, POOL, FILTER, MAXOUT)
-HEAVY = RATES.scaled(1e-5, 1e-5)  # so that the edges of a run are nothing beside it
+HEAVY = RATES.scaled(1e-5, 1e-5)  # so that the edges of a run are nothing compared to it
 PLENTY = Limits(2**40, 3, 2**40)  # a thread feeds each GPU
 LITTLE = Limits(2**40, 3, context_bytes(CONTEXT_BYTES) + MIB)
 OUTPUT: Vec3 = (40, 44, 48)

@@ -331,7 +331,7 @@ def test_session_holds_the_planned_bytes(device: EmulatedDevice) -> None:
 
 
 def test_second_session_in_the_same_process_works(device: EmulatedDevice) -> None:
-    """After one that ended with an error, and beside one that is still open."""
+    """One session ended with an error before, and another one is still open."""
     network = NETWORKS[0]
     net, volume = trained(network), some_volume(network, seed=54)
     plan = on_gpu(network, volume, (4, 6, 8), column=4)

@@ -37,7 +37,7 @@ class Ran:
 
     out: Array
     footprint: Footprint
-    peak_bytes: int  # what the run allocated beside its buffers
+    peak_bytes: int  # what the run allocated besides its buffers
     touched: dict[str, float]  # the part of every scratch buffer that was written, between 0 and 1
 
 

@@ -67,7 +67,7 @@ def costs_of(
     host_rates: Rates | None = None,
     in_host_ram: tuple[DividedPrimitive, ...] = IN_HOST_RAM,
 ) -> CostModel:
-    """Return costs with the rates of a device, and of the CPU beside it."""
+    """Return costs with the rates of a device, and of the CPU at its side."""
     known: dict[DeviceKind, Rates] = {}
     if host_rates is not None:
         known["cpu"] = host_rates

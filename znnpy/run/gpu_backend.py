@@ -1,4 +1,4 @@
-"""The backend of a GPU: one arena, and three streams, so that transfers go on beside the computation.
+"""The backend of a GPU: one arena, and three streams, so that transfers go on during the computation.
 
 A step is uploaded into a slot on the device, loaded from it, computed, stored into another slot, and downloaded. There
 are two slots of each kind: while one step is computed, the next patch is uploaded and the last one downloaded. Events

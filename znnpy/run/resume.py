@@ -1,4 +1,4 @@
-"""Whether a run that began earlier goes on here, and with what plan."""
+"""Decide whether a run that began earlier goes on here, and with what plan."""
 
 from __future__ import annotations
 

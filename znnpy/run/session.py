@@ -119,7 +119,7 @@ class Session:
 
         reads, writes  steps of the run, and those with output
 
-        Those that are copied to or from a GPU are pinned: only then do uploads and downloads go on beside the
+        Those that are copied to or from a GPU are pinned: only then do uploads and downloads go on during the
         computation. That takes seconds for gigabytes, so each is made when it is asked for, from any thread.
         """
         if self._handover is None:

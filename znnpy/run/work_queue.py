@@ -49,7 +49,7 @@ class Lease:
 
     @property
     def of_cells(self) -> bool:
-        """Whether it is of cells, which count in the run when all columns of the lease are done."""
+        """Return whether it is of cells, which count in the run when all columns of the lease are done."""
         return self.what == "cell"
 
     def __str__(self) -> str:

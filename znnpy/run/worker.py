@@ -116,17 +116,17 @@ class StepTask:
 
     @property
     def begins(self) -> bool:
-        """Whether it is the first step of a column that does not continue the one before."""
+        """Return whether it is the first step of a column that does not continue the one before."""
         return self.number == 0 and not self.lease.goes_on
 
     @property
     def writes(self) -> bool:
-        """Whether it writes output: the first steps of a column do not."""
+        """Return whether it writes output: the first steps of a column do not."""
         return self.patch.write.voxels > 0
 
     @property
     def ends(self) -> bool:
-        """Whether it is the last step of its lease."""
+        """Return whether it is the last step of its lease."""
         columns = self.lease.columns
         return self.column == len(columns) - 1 and self.number == len(columns[-1].steps) - 1
 
