@@ -238,7 +238,7 @@ class Primitive(Protocol):
 
     @property
     def summary(self) -> str:
-        """When to choose it, in one line for `znnpy primitives`."""
+        """Say in one line for `znnpy primitives` when to choose it."""
 
     @property
     def source(self) -> str:

@@ -51,7 +51,7 @@ def why_lost(network: Network, best: RunPlan, other: RunPlan) -> str:
     if best.main.offloaded and ratio >= ALIKE:
         return f"{_times(ratio)} times as long, with all layers on the {other.device.upper()}"
     if best.sharing is not None and other.device == "gpu":
-        return f"{_times(ratio)} times as long, without the processor"
+        return f"{_times(ratio)} times as long, without the CPU"
     more = other.memory.device_bytes - best.memory.device_bytes
     if ratio < ALIKE and other.device == best.device and more > 0:
         fast = "as fast" if ratio >= 1 / ALIKE else f"{_times(1 / ratio)} times as fast"
@@ -110,7 +110,7 @@ def idle(both: RunPlan) -> str:
     cpu = both.workers[1].plan
     first = cpu.seconds_to_begin + cpu.seconds_per_step
     return (
-        f"the GPU is done in {human_seconds(both.seconds)}, and of the parts that suit both the processor takes "
+        f"the GPU is done in {human_seconds(both.seconds)}, and of the parts that suit both the CPU takes "
         f"{human_seconds(first)} for one"
     )
 

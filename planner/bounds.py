@@ -12,7 +12,7 @@ from znnpy.planner.pareto import ParetoFront, knapsack_bound, least_cost
 from znnpy.planner.tilings import Tiling, TilingSpace
 
 FASTER = 0.98  # assumed: no layer takes less time per voxel than this share of the least seen so far
-LEANER = 0.9  # assumed: nor less of the arena or of prepared weights
+LEANER = 0.9  # assumed: no layer takes less of the arena or of prepared weights than this share
 
 # Seconds per voxel computed, bytes of weights, and bytes of the arena per byte of input and output: non-dominated,
 # fastest first.
@@ -105,7 +105,7 @@ class Bounds:
 def least_seconds(groups: Sequence[Needs], budget: int, enough: float = inf) -> float:
     """Return a lower bound on the seconds of one option per group within `budget` bytes; infinite if nothing fits.
 
-    Options whose arena and weights do not fit beside the least weights of the others are ignored.
+    Options whose arena and weights do not fit together with the least weights of the others are ignored.
 
     enough  stop at a bound that is no less
     """
@@ -153,7 +153,7 @@ def unit_costs(shape: Tiling, group: int, options: ParetoFront) -> UnitCosts:
 def _undominated(costs: UnitCosts) -> UnitCosts:
     """Return the non-dominated costs, fastest first."""
     kept: UnitCosts = []
-    steps: list[tuple[int, float]] = []  # the non-dominated ones in memory: more resident bytes, a leaner arena
+    steps: list[tuple[int, float]] = []  # the non-dominated ones in memory: more resident bytes, a smaller arena
     for seconds_per_voxel, resident, lean in sorted(costs):
         at = bisect_right(steps, (resident, inf))
         if not at or steps[at - 1][1] > lean:

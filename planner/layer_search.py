@@ -294,7 +294,7 @@ class LayerSearch:
     def least_memory(self, best: Solution, most: float) -> Solution:
         """Choose options for the shape of `best` that need less memory within `most` seconds; return `best` if none do.
 
-        A higher price of memory gives leaner and slower choices. The highest price within `most` is searched for.
+        A higher price of memory gives smaller and slower choices. The highest price within `most` is searched for.
         """
         shape, fronts = best.tiling, self.fronts(best.tiling)
         low, high = 0.0, MAX_LOG2_PRICE

@@ -19,7 +19,7 @@ from znnpy.planner.side_by_side import plan_side_by_side
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """When mode "auto" takes a plan of two devices, which nobody asked for.
+    """The gains for which mode "auto" takes a plan of two devices, which nobody asked for.
 
     long_seconds  predicted seconds of a run on the GPU alone from which on other modes are planned
     offloaded, offloaded_assumed, side_by_side
@@ -49,8 +49,7 @@ def make_plan(request: PlanRequest, costs: CostModel | None = None, thresholds: 
 
     costs  None: every device is assumed from its machine
 
-    With `request.kinds` the plan lists the modes that lost. NoPlanError says that nothing fits, or that the mode gains
-    nothing.
+    With `request.kinds` the plan lists the modes that lost. NoPlanError: nothing fits, or the mode gains nothing.
     """
     best, lost = _best(request, costs or CostModel(), thresholds or THRESHOLDS)
     kinds = (kind_of(request.network, best, other, _scheme_of(other)) for other in lost) if request.kinds else ()
@@ -123,7 +122,7 @@ def _offloaded_alternatives(alone: RunPlan, request: PlanRequest, costs: CostMod
 def _scheme_of(plan: RunPlan) -> str:
     """Describe a plan that is not of one device alone; empty where it is."""
     if plan.sharing is not None:
-        return "with the processor beside it"
+        return "side by side with the CPU"
     return f"{plan.mode} with {offloaded_layers(plan.main)}" if plan.main.offloaded else ""
 
 

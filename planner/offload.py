@@ -16,7 +16,7 @@ from znnpy.planner.run_plan import RunPlan
 from znnpy.planner.search import allowed_spaces, check_device, check_request, plan_on_device
 from znnpy.planner.sublayers import Sublayers
 
-SUBLAYER_SHARE = 0.75  # share of the GPU's memory beside CUDA's that an offloaded convolution may take
+SUBLAYER_SHARE = 0.75  # share of the GPU's memory besides CUDA's that an offloaded convolution may take
 
 
 def plan_offloaded(request: PlanRequest, costs: CostModel, *, than: RunPlan | None = None) -> RunPlan:

@@ -1,8 +1,8 @@
 """The search for plans of two stages: first layers with tensors in RAM, all others on the GPU (ZNNi VII-B and C).
 
-cpu-to-gpu  The processor computes the first stage of a step while the GPU computes the second stage of the step before.
+cpu-to-gpu  The CPU computes the first stage of a step while the GPU computes the second stage of the step before.
 gpu-host    One stage runs after the other. Convolutions of the first stage run on the GPU, in sub-layers, or on the
-            processor, whichever is faster; everything else of it runs on the processor.
+            CPU, whichever is faster; everything else of it runs on the CPU.
 
 Method  For every number of offloaded layers (`cut`) and every number of images that the GPU takes at a time of what is
         handed over, the fastest primitives of both stages are found separately, each exactly within its memory
@@ -323,7 +323,7 @@ class OffloadSearch:
             for layers in range(1, len(self.request.network.layers)):
                 for at_once in self._images(whole, layers):
                     cut = self._cut(whole, layers, at_once)
-                    front, back = cut.host.leanest(cut.front), cut.gpu.leanest(cut.back)
+                    front, back = cut.host.smallest(cut.front), cut.gpu.smallest(cut.back)
                     if front is not None and back is not None:
                         found = self._two_stages(cut, front, back)
                         least = found if least is None else min(least, found, key=self._lacks)

@@ -145,7 +145,7 @@ class Plan:
 
     @property
     def precision(self) -> Precision:
-        """The precision of all layers, except offloaded ones on the processor, which are in fp32."""
+        """The precision of all layers, except offloaded ones on the CPU, which are in fp32."""
         return self.choices[-1].shape.precision
 
     @property
@@ -155,7 +155,7 @@ class Plan:
 
     @property
     def streams(self) -> bool:
-        """Whether columns stream: every layer keeps the last planes of its input for the next step."""
+        """Return whether columns stream: every layer keeps the last planes of its input for the next step."""
         return self.column_planes > 0
 
     @property
@@ -165,7 +165,7 @@ class Plan:
 
     @property
     def compute_threads(self) -> int:
-        """Number of threads that compute on the processor."""
+        """Number of threads that compute on the CPU."""
         return self.limits.threads - self.feed_threads
 
     @property

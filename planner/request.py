@@ -127,7 +127,7 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Which primitives there are, and how fast each device runs them.
+    """The primitives to choose from, and how fast each device runs them.
 
     rates        by device; a device that is missing is assumed from its machine
     table        all primitives

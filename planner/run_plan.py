@@ -137,7 +137,7 @@ class RunPlan:
 
     @property
     def fitted(self) -> bool:
-        """Whether no layer's seconds come from assumed rates."""
+        """Return whether no layer's seconds come from assumed rates."""
         return all(choice.measured or choice.fitted for choice in self.choices)
 
     @property

@@ -22,7 +22,7 @@ from znnpy.planner.tiling_search import RUNNERS_UP, TilingSearch, smallest_need
 from znnpy.planner.tilings import TilingSpace, all_spaces, splits
 from znnpy.shapes import text, turned
 
-ALIKE = 1.03  # times the seconds of the fastest plan: of those that take no longer, the leanest is taken
+ALIKE = 1.03  # times the seconds of the fastest plan: of those that take no longer, the smallest is taken
 
 
 def plan_on_device(
@@ -96,7 +96,7 @@ def _smallest_first(ranked: Ranked) -> Ranked:
     if not search.price:
         return ranked
     most = ALIKE * fastest.seconds
-    near = [(search, search.leaner(found, most)) for search, found in ranked if found.seconds <= most]
+    near = [(search, search.smaller(found, most)) for search, found in ranked if found.seconds <= most]
     best = min(near, key=lambda pair: (pair[1].memory.device_bytes, pair[1].seconds))
     return [best, *(pair for pair in ranked if pair[0] is not best[0])]
 

@@ -46,7 +46,7 @@ PARTS = (4, 16)  # numbers of such parts in the CPU's share
 
 
 @dataclass(frozen=True, slots=True)
-class Processor:
+class CpuPlanner:
     """The CPU while GPUs run, with the memory that they leave to it.
 
     request  is for the CPU alone, with a baseline of 0: the GPUs' plan counts the process itself
@@ -57,7 +57,7 @@ class Processor:
     costs: CostModel
 
     @classmethod
-    def of(cls, request: PlanRequest, costs: CostModel, ram_bytes: int) -> Processor:
+    def of(cls, request: PlanRequest, costs: CostModel, ram_bytes: int) -> CpuPlanner:
         """Return the CPU of the machine of a request for GPUs."""
         target, limits = request.target, request.limits
         there = Limits(ram_bytes, limits.threads).without_feed_threads(target.devices)
@@ -84,19 +84,19 @@ def plan_side_by_side(alone: RunPlan, request: PlanRequest, costs: CostModel) ->
     """
     network, masks = request.network, request.masks
     whole = alone.with_plans(lambda plan: plan.with_transfers(network, masks=masks))
-    processor = Processor.of(request, costs, max(1, alone.limits.ram_bytes - whole.memory.peak))
+    cpu_planner = CpuPlanner.of(request, costs, max(1, alone.limits.ram_bytes - whole.memory.peak))
     try:
-        speed = processor.plan(alone.output).voxels_per_second
+        speed = cpu_planner.plan(alone.output).voxels_per_second
     except NoPlanError as error:
         if error.needed_bytes is None:
             raise
         raise _does_not_fit(whole, error.needed_bytes) from None
-    trials = [_Trials(whole, alone.seconds, speed, processor)]
+    trials = [_Trials(whole, alone.seconds, speed, cpu_planner)]
     trials[0].run()
     if alone.main.cover(network).steps(0) < FEW:
         share = speed / (speed + alone.voxels_per_second)
         for part in _plans_of_parts(alone, request, costs, share):
-            trials.append(_Trials(part, alone.seconds, speed, processor))
+            trials.append(_Trials(part, alone.seconds, speed, cpu_planner))
             trials[-1].run()
     found = {seconds: trial.found[cell] for trial in trials for cell, seconds in trial.likely.items()}
     if not found:
@@ -115,7 +115,7 @@ class _Trials:
     gpus: RunPlan
     alone: float
     speed: float
-    processor: Processor
+    cpu_planner: CpuPlanner
     found: dict[Vec3, RunPlan] = field(default_factory=dict)  # by sizes of cells
     likely: dict[Vec3, float] = field(default_factory=dict)  # seconds of each
     too_large: list[Vec3] = field(default_factory=list)
@@ -127,7 +127,7 @@ class _Trials:
         voxels = prod(gpu.output) * self.speed / (self.speed + self.gpus.voxels_per_second)  # for the CPU
         for finer in FINER:
             some = voxels / finer
-            for width, steps in product(_widths(gpu, self.processor.request.network.period, some), FIRST):
+            for width, steps in product(_widths(gpu, self.cpu_planner.request.network.period, some), FIRST):
                 self._try(_cell(gpu, width, some / steps))
             for width, steps in product(self.best(BEST), STEPS):
                 self._try(_cell(gpu, width, some / steps))
@@ -153,12 +153,12 @@ class _Trials:
             return
         gpu = self.gpus.main
         try:
-            other = self.processor.plan(with_size(cell, gpu.axis, gpu.output[gpu.axis]), cell)
+            other = self.cpu_planner.plan(with_size(cell, gpu.axis, gpu.output[gpu.axis]), cell)
         except NoPlanError as error:
             self.too_large.append(cell)
             self.least = min(self.least, error.needed_bytes or inf)
             return
-        request = self.processor.request
+        request = self.cpu_planner.request
         other = _in_one_column(other, other.output, request.network)
         other = other.with_transfers(request.network, masks=request.masks)
         plan = self.gpus.shared_with(PlannedWorker(other), self.alone)
@@ -175,10 +175,10 @@ def _does_not_fit(gpus: RunPlan, needed: float) -> NoPlanError:
     part, limit = gpus.memory.peak, gpus.limits.ram_bytes
     if needed == inf:
         return NoPlanError(
-            f"the processor runs no steps of {text(gpus.patch_out)} output voxels: choose {option('mode', 'gpu')}"
+            f"the CPU runs no steps of {text(gpus.patch_out)} output voxels: choose {option('mode', 'gpu')}"
         )
     return NoPlanError(
-        f"the GPU's part takes {mebibytes(part)} of {mebibytes(limit)} of RAM, and the processor needs at least "
+        f"the GPU's part takes {mebibytes(part)} of {mebibytes(limit)} of RAM, and the CPU needs at least "
         f"{mebibytes(needed)}; allow at least {option('ram', f'{-(-(part + needed) // MIB):.0f}M')}, or choose "
         f"{option('mode', 'gpu')}"
     )

@@ -89,7 +89,7 @@ class StageSearch(LayerSearch):
         return sum(options[0].seconds if options else inf for options in self.fronts(shape))
 
     def over_link(self, shape: Tiling) -> float:
-        """Return a lower bound on those seconds: what the processor takes, or the link to the GPU."""
+        """Return a lower bound on those seconds: what the CPU takes, or the link to the GPU."""
         least, lent = 0.0, self.sublayers
         for index, (first, _) in enumerate(self.space.groups):
             options = super().front(shape, index)
@@ -97,7 +97,7 @@ class StageSearch(LayerSearch):
             least += min(options[0].seconds if options else inf, link)
         return least
 
-    def leanest(self, shape: Tiling) -> Solution | None:
+    def smallest(self, shape: Tiling) -> Solution | None:
         """Return the primitives that need the least memory; None where some layer runs nowhere."""
         fronts = self.fronts(shape)
         return self.laid_out(shape, smallest(fronts)) if all(fronts) else None

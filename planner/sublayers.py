@@ -23,8 +23,8 @@ from znnpy.planner.tilings import carry_bytes
 from znnpy.shapes import ConvShape, LayerShape, Precision
 
 TOLERANCE = 0.05  # of the time, by which a division may be slower than the best
-# What the host needs for a sub-layer beside copies: to launch it (0.2 to 0.7 ms on an H200's host,
-# `host_ram_runs-nvidia-h200-2026-11-22.json`), to look whether it is done, and to hand out copies.
+# Seconds of the host for one sub-layer: to launch it (0.2 to 0.7 ms, `host_ram_runs-nvidia-h200-2026-11-22.json`), to
+# look whether it is done, and to hand out copies.
 SUBLAYER_SECONDS = 1e-3
 HOST_TRAFFIC = 2.0  # bytes that the host moves for each that goes over the link: to page-locked memory or from it
 
@@ -34,7 +34,7 @@ class Sublayers:
     """The offloaded layers that a GPU may compute.
 
     vram_bytes  bytes of the GPU that one such layer may take
-    host        rates of the processor, which copies
+    host        rates of the CPU, which copies
     gpu         rates of the sub-layers and of the link
     """
 

@@ -90,8 +90,8 @@ class TilingSearch(LayerSearch):
         while best is not None:
             patch = best.tiling.patch
             seen = _merged(seen, ([patch[0]], [patch[1]], [patch[2]]))
-            if (beside := self._beside(sizes, seen, best)) is not None:
-                around, seen = beside
+            if (found := self._next_sizes(sizes, seen, best)) is not None:
+                around, seen = found
                 best = self._through(self._new(self._shapes(around)), best)
             elif lines := self._new(self._lines(sizes, patch)):
                 best = self._through(lines, best)
@@ -104,7 +104,7 @@ class TilingSearch(LayerSearch):
         for axis, along in enumerate(sizes):
             yield from (self.tiling(with_size(patch, axis, size)) for size in along)
 
-    def _beside(self, sizes: Sizes, seen: Sizes, best: Solution) -> tuple[Sizes, Sizes] | None:
+    def _next_sizes(self, sizes: Sizes, seen: Sizes, best: Solution) -> tuple[Sizes, Sizes] | None:
         """Return a few more sizes around the best tiling, and all sizes tried after them; None: there are no more."""
         near = [sizes_between(*axis) for axis in zip(sizes, seen, best.tiling.patch, strict=True)]
         more = _few((near[0][1], near[1][1], near[2][1]))
@@ -217,7 +217,7 @@ class TilingSearch(LayerSearch):
                 least = found
         return least
 
-    def leaner(self, best: Solution, most: float) -> Solution:
+    def smaller(self, best: Solution, most: float) -> Solution:
         """Find a tiling that takes at most `most` seconds and needs less memory, among those that were tried."""
         shapes = {shape.patch: shape for shape in self.rejected}
         shapes[best.tiling.patch] = self.tiling(best.tiling.patch)
@@ -225,8 +225,8 @@ class TilingSearch(LayerSearch):
         while found is not None:
             best = self.least_memory(found, most)
             limits = replace(self.limits, ram_bytes=int(SMALLER_SHARE * best.memory.device_bytes))
-            smaller = self._again(replace(self.request, limits=limits), self.splits)
-            found = next(smaller.solutions(shapes.values(), most, SMALLER_TRIES), None)
+            within = self._again(replace(self.request, limits=limits), self.splits)
+            found = next(within.solutions(shapes.values(), most, SMALLER_TRIES), None)
         return best
 
     def solutions(self, shapes: Iterable[Tiling], below: float, tries: int) -> Iterator[Solution]:

@@ -56,7 +56,7 @@ class TilingSpace:
 
     @cached_property
     def isotropic(self) -> bool:
-        """Whether the network treats all axes in the same way."""
+        """Return whether the network treats all axes in the same way."""
         return all(len(set(extent(layer))) == 1 for layer in self.network.layers)
 
     @cached_property
@@ -77,8 +77,8 @@ def all_spaces(
     seen = set()
     for axis in range(3):
         space = TilingSpace(network.turned(axis), turned(output, axis), axis, streams=True, precision=precision)
-        along, *beside = zip(space.output, turned(patch or output, axis), strict=True)
-        key = (space.network.layers, along, tuple(sorted(beside) if space.isotropic else beside))
+        along, *others = zip(space.output, turned(patch or output, axis), strict=True)
+        key = (space.network.layers, along, tuple(sorted(others) if space.isotropic else others))
         if key not in seen and network.field_of_view[axis] > 1:
             seen.add(key)
             spaces.append(space)
@@ -173,7 +173,7 @@ class Tiling:
 
     @cached_property
     def input_stays(self) -> tuple[bool, ...]:
-        """Whether each group takes its input in parts, so that the input stays while all later layers run."""
+        """Return whether each group takes its input in parts, so that the input stays while all later layers run."""
         before = (self.sub_batches[0], *self.sub_batches)
         return tuple(self.sub_batches[first] > before[first] for first, _ in self.space.groups)
 
@@ -346,7 +346,7 @@ def tiling_of(space: TilingSpace, patch: Vec3) -> Tiling:
 def sizes_between(sizes: Sequence[int], seen: Sequence[int], size: int) -> tuple[Sequence[int], Sequence[int]]:
     """Return `size` with its neighbours in `seen`, which contains it, and those of `sizes` between them."""
     at = seen.index(size)
-    beside = seen[max(0, at - 1) : at + 2]
-    above = beside[0] if at else sizes[0] + 1
-    below = beside[-1] if at + 1 < len(seen) else 0
-    return beside, [other for other in sizes if below < other < above and other != size]
+    near = seen[max(0, at - 1) : at + 2]
+    above = near[0] if at else sizes[0] + 1
+    below = near[-1] if at + 1 < len(seen) else 0
+    return near, [other for other in sizes if below < other < above and other != size]

@@ -1,4 +1,4 @@
-"""Tests may ask for shared volumes, a pool of threads, a GPU, and small networks with weights."""
+"""Tests may ask for shared volumes, a GPU, and small networks with weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from tests.support.cli import Place
     from tests.support.emulated_gpus import EmulatedGpus
     from znnpy.kernels.gpu.device import Device
-    from znnpy.kernels.thread_pool import ThreadPool
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 NO_CALIBRATION = "ZNNPY_NO_CALIBRATE"  # set to anything: runs measure nothing before they are planned
@@ -93,17 +92,8 @@ def shared_data() -> Path:
     return folder
 
 
-@pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
-def crew(request: pytest.FixtureRequest) -> Iterator[ThreadPool]:
-    """Open a pool of threads; each test that asks for it runs with one thread and with two."""
-    from znnpy.kernels.thread_pool import ThreadPool
-
-    with ThreadPool(request.param) as crew:
-        yield crew
-
-
 def has_driver() -> bool:
-    """Whether this machine has an NVIDIA driver: then tests that need a device fail without one, and never skip."""
+    """Return whether this machine has an NVIDIA driver; with one, tests that need a device fail instead of skipping."""
     return any(path.exists() for path in DRIVERS)
 
 

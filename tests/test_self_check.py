@@ -119,9 +119,9 @@ def test_large_layers_are_checked_on_fewer_images_or_skipped_with_a_note(
     seen: list[LayerShape] = []
     right = HostLayer.__init__
 
-    def init(self: HostLayer, crew: Any, primitive: Any, shape: LayerShape, variant: Any) -> None:
+    def init(self: HostLayer, pool: Any, primitive: Any, shape: LayerShape, variant: Any) -> None:
         seen.append(shape)
-        right(self, crew, primitive, shape, variant)
+        right(self, pool, primitive, shape, variant)
 
     monkeypatch.setattr(HostLayer, "__init__", init)
     many = next(c for c in plan.choices if c.shape.batch > 1)

@@ -192,7 +192,7 @@ class ArraySession:
         """Run the plan on one array; an error ends the session if the plan is for a GPU."""
         _, plan = self._running()
         for session in self._sessions.values():
-            session.crew.resume()
+            session.pool.resume()
         self._ended = plan.device == "gpu"  # stays so until the run has ended well
         timings = pipeline.run_workers(workers_of(plan, self._sessions, self._network), source, result, progress)
         self._ended = any(worker.lost for worker in timings.workers)

@@ -156,19 +156,19 @@ def infer_as_asked(asked: InferOptions) -> Report:
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """What a run did."""
+    """The results of a run."""
 
     plan: RunPlan
     timings: pipeline.Timings
     vram_bytes: int | None  # that the process took of the GPU
     sentences: tuple[str, ...]
-    idle_seconds: Mapping[str, float]  # of the processor and the GPU that a step goes through one after the other
+    idle_seconds: Mapping[str, float]  # of the CPU and the GPU that a step goes through one after the other
     values: Values | None  # that this run wrote
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One job, its files open."""
+    """One job with its files open."""
 
     trained: TrainedNetwork
     source: Source
@@ -183,12 +183,12 @@ class _Run:
 
     @property
     def masks(self) -> bool:
-        """Voxels that are not finite are allowed, and there may be some."""
+        """Return whether voxels that are not finite are allowed and can occur."""
         return bool(self.job["allow_nan"]) and self.source.dtype.kind == "f"
 
     @property
     def work(self) -> Work:
-        """What is to be computed."""
+        """Return the work of the job: a network, the size of its output, and what values take."""
         source = self.source
         return Work(
             network=self.trained.network,
@@ -221,7 +221,7 @@ class _Run:
         return made
 
     def compute(self, target: OpenTarget, plan: RunPlan) -> _Done:
-        """Run the plan, or a leaner one where the GPU refuses what the first was promised, now or later on."""
+        """Run the plan; if the GPU refuses memory that it was promised, plan anew within less and run that plan."""
         sentences, before = list(target.costs.sentences), self.output.done
         if before:
             sentences += limits_taken(self.asked, plan)
@@ -248,7 +248,7 @@ class _Run:
         return replace(done, sentences=(*sentences, *done.sentences))
 
     def _run(self, target: OpenTarget, plan: RunPlan) -> _Done:
-        """Whatever of the plan's columns the output does not hold."""
+        """Run those work items of the plan that the output does not hold yet."""
         network = self.trained.network
         log_phase("preparing", f"{human_bytes(plan.main.memory.last.prepared)}")
         preparing = Preparing(plan, network, self.started, self.output.done, self.progress)
@@ -291,7 +291,7 @@ class _Run:
 
 
 def _trace(path: str | Path | None, overwrite: bool, output: Path) -> AbstractContextManager[Trace | None]:
-    """Where to tell what was done when, if anywhere; OutputError for a path that may not be written."""
+    """Open the trace of the run, or no trace without a path; raise OutputError if the path may not be written."""
     if path is None:
         return nullcontext()
     target = regular_file(Path(path), overwrite, "trace")

@@ -115,9 +115,9 @@ def measure(asked: MeasureOptions) -> Measured:
     with Targets(AskedDevices(asked.device, precision=precision)) as targets:
         target = targets.first()
         limits = target.limits(asked.ram, threads, None)
-        room = target.free_bytes_within(limits)
-        survey = Survey(target.machine, target.device, limits, room)
-        tasks = sample_tasks(target.machine, target.device, _precisions(target, precision), limits, room)
+        free = target.free_bytes_within(limits)
+        survey = Survey(target.machine, target.device, limits, free)
+        tasks = sample_tasks(target.machine, target.device, _precisions(target, precision), limits, free)
         old = read_stored(target.machine, target.device, limits.threads) if out is None else None
         path = out or stored_path(target.machine, target.device, limits.threads)
         log_phase("running", f"measurements on {target.machine.processor}, {minutes:g} minutes at most")

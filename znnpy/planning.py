@@ -126,13 +126,13 @@ def _work(asked: PlanOptions) -> Work:
 
 @dataclass(frozen=True, slots=True)
 class _Planning:
-    """What is asked for, and what is known and measured for it."""
+    """A request for plans with the costs that are known and the measurements made for it."""
 
     asked: PlanOptions
     work: Work
     rigor: Rigor
     store: CostStore
-    study: RigorMeasurement
+    measurement: RigorMeasurement
 
     def request(self, target: OpenTarget) -> PlanRequest:
         """Return the request for a target, whose limits may be beyond what is free."""
@@ -145,8 +145,8 @@ class _Planning:
         if self.rigor.level == "estimate":
             return Calibration().best_plan(target, request)
         known = target.known_rates(self.work.network, request.limits, self.asked.mode)
-        known = self.study.rates(target, request, known)
-        return replace(make_plan(request, CostModel(known)), rigor=self.study.done)
+        known = self.measurement.rates(target, request, known)
+        return replace(make_plan(request, CostModel(known)), rigor=self.measurement.done)
 
     def estimated(self, target: OpenTarget) -> RunPlan:
         """Return the fastest plan on another target, for which nothing is measured."""
@@ -155,7 +155,7 @@ class _Planning:
 
     def rates(self, target: OpenTarget, limits: Limits) -> Rates:
         """Return the rates that a plan was made with; of another target the rates that are stored or assumed."""
-        if (found := self.study.found.get(target.device)) is not None:
+        if (found := self.measurement.found.get(target.device)) is not None:
             return found
         known = target.rates(self.work.network, limits)
         return known or assumed_rates(target.machine, limits.threads, target.device)
@@ -166,7 +166,7 @@ class _Planning:
         targets  where the layers run, and where else they might have run
         """
         asked, target, network = self.asked, targets[0], self.work.network
-        sentences = (*target.sentences, *target.beyond(made.limits), *self.store.sentences, *self.study.sentences)
+        sentences = (*target.sentences, *target.beyond(made.limits), *self.store.sentences, *self.measurement.sentences)
         for sentence in sentences:
             asked.tell(sentence)
         if asked.tell_why is not None and made.main.offloaded:

@@ -46,7 +46,7 @@ Real = npt.NDArray[np.float64]
 
 
 def check_plan(plan: RunPlan, network: Network, target: OpenTarget, tell: Callable[[Progress], None]) -> None:
-    """Run every layer of `plan`, and of its CPU plan beside GPUs, with its primitive on random values.
+    """Run every layer of all workers of `plan` with its primitive on random values.
 
     VerifyError names the first layer whose output differs from the definition by more than its precision allows, at
     VOXELS voxels including corners, or that does not fit this machine.
@@ -78,7 +78,7 @@ def _check_layer(
     layer: HostLayer | DeviceLayer | HostRamLayer
     if where.device == "cpu":
         layer = HostLayer(pool, primitive, shape, variant)
-    elif gpu is not None and where.hosted:
+    elif gpu is not None and where.in_host_ram:
         layer = HostRamLayer(gpu, pool, primitive, shape, variant)
     else:
         assert gpu is not None, "layers of a GPU are checked only if one is open"

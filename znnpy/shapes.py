@@ -205,7 +205,7 @@ class ConvShape(_Sized):
 
     @property
     def pools(self) -> bool:
-        """Whether the result is max-pooled into fragments."""
+        """Return whether the result is max-pooled into fragments."""
         return self.pool != (1, 1, 1)
 
     @property

@@ -31,7 +31,7 @@ class Row:
 
     @property
     def waits(self) -> bool:
-        """Whether the spans of this track are times of waiting."""
+        """Return whether the spans of this track are times of waiting."""
         return self.name.endswith("waiting")
 
     @property

@@ -148,7 +148,7 @@ class _Problem:
 
     @property
     def has_choices(self) -> bool:
-        """Whether some line is longer than FFTW's straight-line code."""
+        """Return whether some line is longer than FFTW's straight-line code."""
         lengths = (max(self._source.shape[axis], self._target.shape[axis]) for axis in self._axes)
         return any(length not in CODELETS for length in lengths)
 

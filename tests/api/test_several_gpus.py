@@ -139,7 +139,7 @@ class Full(EmulatedDevice):
 def test_memory_refused_within_a_run_is_planned_anew_and_keeps_what_was_finished(
     place: Place, monkeypatch: pytest.MonkeyPatch, emulated_gpus: EmulatedGpus
 ) -> None:
-    """Finished patches are kept; the rest follows with a leaner plan, once."""
+    """Finished patches are kept; the rest follows with a smaller plan, once."""
     emulated_gpus.open_as(Full)
     monkeypatch.setattr(Full, "copies", 0)
     monkeypatch.setattr(Full, "held", [])

@@ -1,4 +1,4 @@
-"""A GPU, here an emulator, and the processor side by side: cells from one queue, each computed by its own plan."""
+"""A GPU, here an emulator, and the CPU side by side: cells from one queue, each computed by its own plan."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from znnpy.machine import Limits, Machine, this_machine
 from znnpy.planner import modes
 from znnpy.planner.request import CostModel, PlanRequest, Target
 from znnpy.planner.run_plan import RunPlan
-from znnpy.planner.side_by_side import Processor
+from znnpy.planner.side_by_side import CpuPlanner
 from znnpy.planning import plan
 from znnpy.report.plan_text import explain
 from znnpy.report.run_report import Report
@@ -35,14 +35,14 @@ from znnpy.verify import TOLERANCES
 pytestmark = [pytest.mark.slow, needs_compiler]
 
 
-def nearly_as_slow_as_the_processor(device: Any, machine: Machine, *asked: object, **arguments: object) -> Rates:
+def nearly_as_slow_as_the_cpu(device: Any, machine: Machine, *asked: object, **arguments: object) -> Rates:
     """Return rates with which both have cells to compute."""
     return assumed_rates(machine, 1, "gpu").scaled(1e-4, 1e-4)
 
 
 @pytest.fixture(autouse=True)
 def _emulated(emulated_gpus: EmulatedGpus) -> None:
-    emulated_gpus.use(count=2, rates=nearly_as_slow_as_the_processor)
+    emulated_gpus.use(count=2, rates=nearly_as_slow_as_the_cpu)
 
 
 def go(place: Place, **arguments: Any) -> Report:
@@ -92,8 +92,8 @@ def test_plan_names_the_part_of_each_device(place: Place) -> None:
     assert made.workers[1].plan.limits.threads == made.workers[1].plan.compute_threads == 2  # one feeds the GPU
     text = " ".join(explain(made).split())
     assert f"take cells of {'x'.join(map(str, sharing_of(made).cells.patch))} output voxels, " in text
-    assert f"{len(sharing_of(made).cells)} in all, of which the processor is to compute {made.cpu_items}, " in text
-    assert "without the processor, which computes" in text
+    assert f"{len(sharing_of(made).cells)} in all, of which the CPU is to compute {made.cpu_items}, " in text
+    assert "without the CPU, which computes" in text
     assert RunPlan.from_json(made.to_json()) == made
 
 
@@ -148,7 +148,7 @@ def test_gpu_takes_over_late_items_of_the_cpu(place: Place) -> None:
         if self.plan.device == "cpu":
             begun.append("CPU")
             while True:
-                self.crew.check()
+                self.pool.check()
                 time.sleep(0.001)
         return found
 
@@ -192,9 +192,7 @@ def _stop_at_two(event: pipeline.Event) -> None:
 
 def test_side_by_side_is_refused_if_the_cpu_would_only_wait(place: Place, emulated_gpus: EmulatedGpus) -> None:
     emulated_gpus.measure_as(assumed_gpu_rates)
-    with pytest.raises(
-        NoPlanError, match=r"the GPU is done in .*, and of the parts that suit both the processor takes"
-    ):
+    with pytest.raises(NoPlanError, match=r"the GPU is done in .*, and of the parts that suit both the CPU takes"):
         go(place)
     assert go(place, mode="auto").plan.mode == "gpu"
 
@@ -212,7 +210,7 @@ def test_auto_chooses_side_by_side_only_for_enough_gain(place: Place, monkeypatc
 def test_ram_limit_covers_gpu_and_cpu_plan_together(place: Place) -> None:
     whole = go(place).plan
     least = go(place, mode="gpu").plan.memory.peak
-    with pytest.raises(NoPlanError, match=r"the GPU's part takes .* MiB of RAM, and the processor needs"):
+    with pytest.raises(NoPlanError, match=r"the GPU's part takes .* MiB of RAM, and the CPU needs"):
         go(place, ram=least + 2**24)
     within = go(place, ram=whole.memory.peak + 2**26).plan
     assert within.mode == "side-by-side"
@@ -243,14 +241,14 @@ def test_plan_lists_every_mode(place: Place) -> None:
     arguments: dict[str, Any] = {"volume": place.volume, "precision": "fp32", "threads": 2}
     chosen = plan(place.folder / "net.yaml", mode="side-by-side", **arguments)
     assert chosen.mode == "side-by-side"
-    assert any("without the processor" in kind.reason for kind in chosen.alternatives)
+    assert any("without the CPU" in kind.reason for kind in chosen.alternatives)
     quick = plan(place.folder / "net.yaml", mode="gpu", **arguments)
     assert quick.mode == "gpu"
-    assert not any(kind.scheme == "with the processor beside it" for kind in quick.alternatives)
+    assert not any(kind.scheme == "side by side with the CPU" for kind in quick.alternatives)
 
 
 def test_plan_runs_on_a_volume_of_another_type(place: Place) -> None:
-    """Patches of the processor are larger there, and so are masks of what is not finite."""
+    """Patches of the CPU are larger there, and so are masks of what is not finite."""
     made = go(place).plan
     file = place.folder / "plan.json"
     file.write_text(made.to_json())
@@ -265,7 +263,7 @@ def test_plan_runs_on_a_volume_of_another_type(place: Place) -> None:
 
 @pytest.mark.parametrize("done", [0, 3])
 def test_memory_refused_midway_causes_a_new_plan(place: Place, emulated_gpus: EmulatedGpus, done: int) -> None:
-    """The processor does not compute the rest alone: the GPU is planned anew."""
+    """The CPU does not compute the rest alone: the GPU is planned anew."""
 
     class Refusing(EmulatedDevice):
         copies = 0
@@ -288,7 +286,7 @@ def test_memory_refused_midway_causes_a_new_plan(place: Place, emulated_gpus: Em
 def test_new_plan_along_another_axis_is_refused(
     place: Place, monkeypatch: pytest.MonkeyPatch, emulated_gpus: EmulatedGpus
 ) -> None:
-    """The processor's columns go on along the axis that they began along, over cells that would be the same."""
+    """The CPU's columns go on along the axis that they began along, over cells that would be the same."""
 
     class Refusing(EmulatedDevice):
         copies = 0
@@ -314,12 +312,12 @@ def test_new_plan_along_another_axis_is_refused(
     with pytest.raises(VramError, match="out of memory"):
         go(place, patch=(2, 4, 4))
     assert len(chosen) == 2
-    first, leaner = chosen
-    assert leaner.limits.ram_bytes == first.limits.ram_bytes - first.workers[1].plan.memory.peak
+    first, smaller = chosen
+    assert smaller.limits.ram_bytes == first.limits.ram_bytes - first.workers[1].plan.memory.peak
 
 
 def test_memory_refused_during_a_run_causes_a_new_plan_with_the_cpu(place: Place, emulated_gpus: EmulatedGpus) -> None:
-    """It is planned anew, the processor beside it again."""
+    """It is planned anew, side by side with the CPU again."""
 
     class Full(EmulatedDevice):
         refusals = 0
@@ -342,6 +340,6 @@ def test_cpu_rates_are_for_the_threads_left_by_the_gpu(place: Place) -> None:
     rates = assumed_rates(machine, 3)
     gpu = Target(replace(machine, gpu=EMULATED_GPU), "gpu", mode="side-by-side")
     request = PlanRequest(network, output, Limits(2**40, 3, 2**40), gpu)
-    made = Processor.of(request, CostModel({"cpu": rates}), 2**33).plan(output)
+    made = CpuPlanner.of(request, CostModel({"cpu": rates}), 2**33).plan(output)
     alone = PlanRequest(network, output, Limits(2**33, 2), Target(machine), baseline=0)
     assert made == modes.make_plan(alone, CostModel({"cpu": rates.slowed(1.5)})).main

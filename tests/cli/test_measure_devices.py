@@ -78,7 +78,7 @@ def test_threads_option_is_refused_for_a_gpu(place: Place) -> None:
 
 @needs_compiler
 def test_stale_cpu_costs_are_reported_beside_a_gpu_plan(place: Place) -> None:
-    """The CPU's plan beside the GPU's is estimated without them."""
+    """The CPU's plan, which is listed with the GPU's, is estimated without them."""
     place.write_small_volume()
     assert place.run("measure", "--device", "cpu").exit_code == 0
     arguments = ("plan", place.folder / "net.yaml", "--volume", place.volume, "--json")

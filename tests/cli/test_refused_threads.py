@@ -84,7 +84,7 @@ def test_refused_thread_ends_a_command_with_one_sentence(
             assert "the system refuses to start another thread" in line
             assert "--threads" in line
     assert start.asked < first, f"a small run starts {MOST} threads"
-    assert refusals >= 5  # the crew's three, a reader, a writer
+    assert refusals >= 5  # the pool's three, a reader, a writer
     assert result.exit_code == 0
     assert sorted(path.name for path in place.folder.iterdir()) == [
         *("net.npz", "net.yaml", out.name, "volume.h5", "volume.zarr")
@@ -94,7 +94,7 @@ def test_refused_thread_ends_a_command_with_one_sentence(
 def test_refused_thread_raises_a_znnpy_error_in_the_library(refusing: Callable[[int], Refusing]) -> None:
     refusing(2)
     with pytest.raises(ThreadError, match="give a smaller `threads`"), ThreadPool(3):
-        raise AssertionError("a crew of three began with one thread")
+        raise AssertionError("a pool of three began with one thread")
     assert own_threads() == []
 
 

@@ -24,7 +24,7 @@ LAYER = Measurement(SLOW.name, SLOW.version, Variant.of(scale=1), SHAPE, 0.25)
 
 
 def costs(**changes: Any) -> Costs:
-    """Of MACHINE with two threads: one unit, one layer."""
+    """Return the costs of MACHINE with two threads: one unit and one layer."""
     words: dict[str, Any] = {
         "format": FORMAT,
         "znnpy_version": "1",

@@ -25,7 +25,7 @@ TRUE = (
 
 
 def works() -> list[tuple[Work, ...]]:
-    """Of layers that mix three units, in sizes of which some are bound by arithmetic and some by memory."""
+    """Return the work of layers that mix three units: some are bound by arithmetic, others by memory."""
     rng = np.random.default_rng(20261121)
     return [
         (
@@ -94,7 +94,7 @@ def test_a_size_that_nothing_was_measured_at_is_as_the_next() -> None:
 
 
 def test_larger_layers_never_take_less_time() -> None:
-    """Whatever runs said: sizes grow by 5, factors fall by less."""
+    """Sizes grow by 5 and factors fall by less, whatever the runs said."""
     found = fitted(Rates(stage_seconds=0.0), [*sized(60.0, 1 / 60, "one"), *sized(1.0, 1.0, "other")]).by_size["one"]
     assert found[0] > 3 * found[-1]
     for (small, below), (large, above) in pairwise(zip(SIZES, found, strict=True)):

@@ -85,7 +85,7 @@ def test_the_edges_of_a_gpu_run_count() -> None:
 
 
 def test_a_measurement_corrects_every_size_of_a_layer() -> None:
-    """Stages cost what they cost to start, beside what was measured."""
+    """Stages cost what they cost to start, on top of what was measured."""
     rates = Rates(ROUND.units, stage_seconds=0.5)
     shape, variant = ConvShape(1, 2, 3, (9, 9, 9), (2, 2, 2)), Variant.of(scale=1)
     plain = rates.seconds(SLOW, shape, variant)

@@ -124,8 +124,8 @@ def test_a_named_file_is_used_in_place_of_the_store(tmp_path: Path) -> None:
 
 
 def test_layers_that_other_threads_copied_for_are_left_out() -> None:
-    hosted = replace(LAYER, threads=4)
-    found = costs(layers=(hosted,))
+    in_host_ram = replace(LAYER, threads=4)
+    found = costs(layers=(in_host_ram,))
     assert found.rates(TABLE, 4).measured
     assert not found.rates(TABLE, 2).measured
 

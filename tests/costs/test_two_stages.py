@@ -10,7 +10,7 @@ from znnpy.costs.two_stages import two_stage_seconds
 
 
 def taken(front: list[float], back: list[float]) -> float:
-    """Simulate the GPU stage of each step beside the host stage of the next; each waits for the other."""
+    """Simulate the GPU stage of each step during the host stage of the next; each waits for the other."""
     beside = sum(max(one, other) for one, other in zip(front[1:], back, strict=False))
     return front[0] + beside + back[-1]
 

@@ -64,13 +64,13 @@ def test_touching_memory_answers_an_interrupt_between_parts(monkeypatch: pytest.
             if self.stops:
                 raise KeyboardInterrupt
 
-    with Counting(2) as crew:
-        touch(block, crew)
+    with Counting(2) as pool:
+        touch(block, pool)
         assert pages == [4, 4, 4]
         assert (block == 7).all()
-        crew.stops = True
+        pool.stops = True
         with pytest.raises(KeyboardInterrupt):
-            touch(block, crew)
+            touch(block, pool)
     assert pages == [4, 4, 4, 4]
 
 
@@ -111,8 +111,8 @@ def test_planes_kept_elsewhere_change_no_byte(primitive: Primitive, shape: Layer
         before[...], x[...] = given[:, :carried], given[:, carried:]
         scratch = {s.name: aligned(s.nbytes) for s in primitive.footprint(shape, variant, 2).scratch}
         out = np.full(shape.out_shape, np.nan, np.float32)
-        with ThreadPool(2) as crew:
-            step: Any = primitive.bind(primitive.prepare(weights, variant, crew), shape, variant, crew)
+        with ThreadPool(2) as pool:
+            step: Any = primitive.bind(primitive.prepare(weights, variant, pool), shape, variant, pool)
             step.run(x, out, scratch, before)
         np.testing.assert_array_equal(out, joined)
         np.testing.assert_array_equal(before, given[:, :carried], err_msg="the kept planes were modified")

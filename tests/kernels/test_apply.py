@@ -122,9 +122,9 @@ def test_variant_with_the_least_work_is_chosen(monkeypatch: pytest.MonkeyPatch) 
     taken: list[Variant] = []
     bind = ConvFftTiled.bind
 
-    def spy(self: ConvFftTiled, resident: object, shape: LayerShape, variant: Variant, crew: ThreadPool) -> object:
+    def spy(self: ConvFftTiled, resident: object, shape: LayerShape, variant: Variant, pool: ThreadPool) -> object:
         taken.append(variant)
-        return bind(self, resident, shape, variant, crew)
+        return bind(self, resident, shape, variant, pool)
 
     monkeypatch.setattr(ConvFftTiled, "bind", spy)
     znnpy.apply("cpu.conv.fft_tiled", shape, x, weights, threads=1)

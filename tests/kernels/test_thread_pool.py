@@ -24,8 +24,8 @@ def test_shares_cover_the_range_once(threads: int) -> None:
         time.sleep(0.001)
         busy[worker].release()
 
-    with ThreadPool(threads) as crew:
-        crew.each(piece, 103)
+    with ThreadPool(threads) as pool:
+        pool.each(piece, 103)
     assert (seen == 1).all()
 
 
@@ -39,9 +39,9 @@ def test_first_error_is_raised_after_every_worker_has_ended() -> None:
         time.sleep(0.05)
         ended.append(lo)
 
-    with ThreadPool(2) as crew:
+    with ThreadPool(2) as pool:
         with pytest.raises(ValuesOverflowError, match="too large"):
-            crew.each(piece, 2)
+            pool.each(piece, 2)
         assert ended == [1]
 
 
@@ -51,32 +51,32 @@ def test_stopped_thread_pool_takes_no_more_work() -> None:
     def piece(lo: int, hi: int, worker: int) -> None:
         del hi, worker
         calls.append(lo)
-        crew.stop()
-        crew.stop()
+        pool.stop()
+        pool.stop()
 
-    with ThreadPool(2) as crew:
+    with ThreadPool(2) as pool:
         with pytest.raises(Stopped):
-            crew.each(piece, 100)
+            pool.each(piece, 100)
         assert 1 <= len(calls) <= 2
         with pytest.raises(Stopped):
-            crew.each(piece, 1)
+            pool.each(piece, 1)
 
 
 def test_interrupt_of_the_caller_stops_the_workers() -> None:
     def piece(lo: int, hi: int, worker: int) -> None:
         del lo, hi, worker
         for _ in range(1000):
-            crew.check()
+            pool.check()
             time.sleep(0.01)
 
-    with ThreadPool(2) as crew:
+    with ThreadPool(2) as pool:
         main = threading.main_thread().ident
         assert main is not None
         timer = threading.Timer(0.1, signal.pthread_kill, [main, signal.SIGINT])
         timer.start()
         start = time.perf_counter()
         with pytest.raises(KeyboardInterrupt):
-            crew.each(piece, 2)
+            pool.each(piece, 2)
         timer.join()
     assert time.perf_counter() - start < 2
 
@@ -99,8 +99,8 @@ def test_few_bytes_are_not_shared_among_threads(nbytes: int, calls: int) -> None
         found.append(hi - lo)
         seen[lo:hi] += 1
 
-    with ThreadPool(2) as crew:
-        crew.each(piece, 1000, least=min_chunk(nbytes, 1000))
+    with ThreadPool(2) as pool:
+        pool.each(piece, 1000, least=min_chunk(nbytes, 1000))
     assert (seen == 1).all()
     assert len(found) == calls
 

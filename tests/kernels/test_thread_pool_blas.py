@@ -1,4 +1,4 @@
-"""BLAS threads are a setting of the process: crews that overlap agree on it, and the last one out restores it."""
+"""BLAS threads are a setting of the process: pools that overlap agree on it, and the last one out restores it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def blas_threads() -> set[int]:
 @pytest.mark.parametrize("first_out", [0, 1], ids=["first in, first out", "last in, first out"])
 def test_overlapping_thread_pools_restore_the_former_blas_threads(first_out: int) -> None:
     with threadpool_limits(limits=2):
-        crews = [ThreadPool(1), ThreadPool(1)]
-        for crew in crews:
-            crew.__enter__()
+        pools = [ThreadPool(1), ThreadPool(1)]
+        for pool in pools:
+            pool.__enter__()
         assert blas_threads() == {1}
-        crews.pop(first_out).__exit__(None, None, None)
-        assert blas_threads() == {1}, "a crew that is still open lost its single BLAS threads"
-        crews.pop().__exit__(None, None, None)
+        pools.pop(first_out).__exit__(None, None, None)
+        assert blas_threads() == {1}, "a pool that is still open lost its single BLAS threads"
+        pools.pop().__exit__(None, None, None)
         assert blas_threads() == {2}

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 TICK = 0.01  # seconds: the system counts a thread's time in these
 
 
-def crew_threads() -> list[threading.Thread]:
+def pool_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("znnpy-pool")]
 
 
@@ -87,7 +87,7 @@ def test_concurrent_runs_share_one_pool(place: Place) -> None:
 
     def look(event: Event) -> None:
         del event
-        most.append(len(crew_threads()))
+        most.append(len(pool_threads()))
 
     def go(number: int) -> bytes:
         out = place.folder / f"{number}.h5"
@@ -99,7 +99,7 @@ def test_concurrent_runs_share_one_pool(place: Place) -> None:
         results = list(users.map(go, range(3)))
     assert results == [results[0]] * 3
     assert max(most) == 2
-    assert not crew_threads()
+    assert not pool_threads()
 
 
 @pytest.mark.slow
@@ -114,7 +114,7 @@ def test_network_called_from_many_threads_gives_equal_results(tiny_network: Call
         together = list(users.map(lambda array: trained(array, threads=2), arrays))
     for one, other in zip(alone, together, strict=True):
         np.testing.assert_array_equal(one, other)
-    assert not crew_threads()
+    assert not pool_threads()
 
 
 def test_overlapping_pools_keep_no_more_threads_busy_than_the_largest() -> None:
@@ -128,9 +128,9 @@ def test_overlapping_pools_keep_no_more_threads_busy_than_the_largest() -> None:
                 time.sleep(0.002)
 
         threads = 2 + number % 2
-        with ThreadPool(threads) as crew:
-            crew.each(piece, 40)
-            crew.each(piece, 40)
+        with ThreadPool(threads) as pool:
+            pool.each(piece, 40)
+            pool.each(piece, 40)
 
     with ThreadPoolExecutor(6) as users:
         list(users.map(work, range(6)))
@@ -147,7 +147,7 @@ def test_small_pool_beside_a_large_one_keeps_to_its_number() -> None:
             time.sleep(0.01)
 
     with ThreadPool(5), ThreadPool(2) as small:
-        assert len(crew_threads()) == 5
+        assert len(pool_threads()) == 5
         small.each(piece, 30)
     assert busy.most == 2
 
@@ -164,8 +164,8 @@ def test_overlapping_pools_take_turns() -> None:
             begun.set()
             time.sleep(0.02)
 
-        with ThreadPool(2) as crew:
-            crew.each(piece, 8)
+        with ThreadPool(2) as pool:
+            pool.each(piece, 8)
 
     first = threading.Thread(target=work, args=["early"])
     first.start()
@@ -204,11 +204,11 @@ def test_error_of_the_first_share_is_raised() -> None:
         time.sleep(0.03 if lo == 0 else 0)
         raise ValueError(f"share from {lo}")
 
-    with ThreadPool(2) as crew:
+    with ThreadPool(2) as pool:
         for _ in range(3):
             with pytest.raises(ValueError, match="share from 0"):
-                crew.each(piece, 20)
-        crew.each(lambda lo, hi, worker: None, 20)
+                pool.each(piece, 20)
+        pool.each(lambda lo, hi, worker: None, 20)
 
 
 @pytest.mark.usefixtures("collects_nothing")
@@ -217,25 +217,25 @@ def test_failed_work_releases_its_arrays_at_once(fails: str) -> None:
     """They are most of a machine's memory and must not wait for the garbage collector."""
     arrays: list[weakref.ref[Any]] = []
 
-    def call(crew: ThreadPool) -> None:
+    def call(pool: ThreadPool) -> None:
         array = np.zeros(1000)
         arrays.append(weakref.ref(array))
 
         def piece(lo: int, hi: int, worker: int) -> None:
             del hi, worker
             if fails == "stopped":
-                crew.stop()
+                pool.stop()
                 time.sleep(0.01 if lo == 0 else 0.0)
-                crew.check()
+                pool.check()
             raise ValueError(f"share from {lo} of {len(array)}")
 
-        crew.each(piece, 20)
+        pool.each(piece, 20)
 
-    with ThreadPool(2) as crew:
+    with ThreadPool(2) as pool:
         for _ in range(3):
             with pytest.raises(ValueError if fails == "a share" else Stopped):
-                call(crew)
-            crew.resume()
+                call(pool)
+            pool.resume()
         assert [array() for array in arrays] == [None] * 3
 
 
@@ -243,19 +243,19 @@ def test_threads_end_with_the_pools_that_requested_them() -> None:
     before = threading.active_count()
     with ThreadPool(2):
         with ThreadPool(4):
-            assert len(crew_threads()) == 4
+            assert len(pool_threads()) == 4
         deadline = time.perf_counter() + 2
-        while len(crew_threads()) > 2 and time.perf_counter() < deadline:
+        while len(pool_threads()) > 2 and time.perf_counter() < deadline:
             time.sleep(0.001)
-        assert len(crew_threads()) == 2
+        assert len(pool_threads()) == 2
     assert threading.active_count() == before
     with ThreadPool(1):
-        assert not crew_threads(), "one thread is the caller's"
+        assert not pool_threads(), "one thread is the caller's"
 
 
 @pytest.mark.torch
 def test_openmp_setting_of_the_callers_threads_is_left_alone() -> None:
-    """A crew that opens first in one thread and closes last in another would restore it in the wrong one."""
+    """A pool that opens first in one thread and closes last in another would restore it in the wrong one."""
     import torch
 
     before = torch.get_num_threads()
@@ -279,8 +279,8 @@ def child(pipe: Connection) -> None:
         del worker
         seen[lo:hi] += 1
 
-    with ThreadPool(2) as crew:
-        crew.each(piece, 20)
+    with ThreadPool(2) as pool:
+        pool.each(piece, 20)
     pipe.send(seen.tolist())
 
 

@@ -166,7 +166,7 @@ def other(name: str) -> Any:
 
 
 def nonsense(text: str) -> str:
-    """As it would be if somebody wrote it on purpose: the checksum is right."""
+    """Return wisdom that FFTW cannot read, under a checksum that is right, as if somebody wrote it on purpose."""
     content = json.loads(text)
     transforms = dict.fromkeys(content["transforms"], "(fftw-9 what)")
     return json.dumps({**content, "transforms": transforms, "sha256": kept._digest(transforms)})
@@ -244,7 +244,7 @@ def test_the_file_appears_whole_or_not_at_all(cache: Path, monkeypatch: pytest.M
     assert only_file(cache).read_bytes() == before
 
 
-# The same bytes
+# Results are equal to the last byte
 
 
 def results() -> list[bytes]:

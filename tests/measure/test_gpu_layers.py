@@ -61,7 +61,7 @@ def test_what_looks_fastest_is_measured_until_it_is_the_fastest() -> None:
 
 
 def test_the_link_is_timed_by_itself_and_once_for_a_host(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever kernels that stream their weights make of it, and where all but that was kept already."""
+    """Kernels that stream their weights do not change it, and it is timed alone if everything else was kept."""
     rates = rates_of(Card())
     assert rates.of("gpu_link").nbytes == pytest.approx(LINK)
     assert "gpu_link" in rates.fitted
@@ -81,7 +81,7 @@ def test_the_link_is_timed_by_itself_and_once_for_a_host(folder: Path, monkeypat
 
 
 def test_a_file_that_grows_too_large_leaves_out_what_is_oldest(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And then no network is settled; the link is kept."""
+    """No network is settled after that; the link is kept."""
     monkeypatch.setattr(store, "MOST_BYTES", 4000)
     rates_of(Card())
     (path,) = folder.glob("costs-gpu-*.json")
@@ -102,7 +102,7 @@ def test_a_link_that_was_timed_in_little_memory_is_not_kept(monkeypatch: pytest.
 
 
 def test_rates_of_units_are_fitted_to_the_layers() -> None:
-    """What carries planes, and a layer of another network, is told by them."""
+    """The fitted rates also predict layers that carry planes, and a layer of another network."""
     rates = rates_of(Card(), (PLAIN, *REST))
     assumed = assumed_rates(WITH_GPU, 1, "gpu")
     other = ConvShape(1, 7, 9, (30, 30, 30), (5, 5, 5), "none", precision="tf32")
@@ -228,7 +228,7 @@ def test_large_volumes_and_small_ones_are_measured(monkeypatch: pytest.MonkeyPat
 
 
 def test_likeness_of_what_was_not_measured() -> None:
-    """The same layer counts before others, equal parameters before unequal ones."""
+    """A measurement of the layer itself counts before others, equal parameters before unequal ones."""
     shape = ConvShape(1, 4, 4, (20, 20, 20), (3, 3, 3), precision="tf32")
     many = Timed("gpu.conv.many", "conv", flops=1e6, tiles=((1, 1, 1), (2, 2, 2)), groups=(1, 8))
     rates = Rates({"gpu_gemm_float": Rate(1e12, 1e12)}, stage_seconds=0.0)

@@ -1,4 +1,4 @@
-"""What was measured of layers is kept between runs, as long as it holds; so is what a GPU refused."""
+"""Measurements of layers are kept between runs as long as they hold; so are refusals of a GPU."""
 
 from __future__ import annotations
 

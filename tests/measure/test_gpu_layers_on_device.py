@@ -23,7 +23,7 @@ from znnpy.shapes import PRECISIONS, Precision
 def test_layers_on_a_real_device(
     cuda_device: Any, precision: Precision, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What is measured is plausible, the same the second time, and nothing of it stays on the device."""
+    """Measured rates are plausible and the same the second time, and nothing of them stays on the device."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(gpu_layers, "VOLUMES", ((1, (48, 32), LONG_SECONDS),))
     machine = replace(WITH_GPU, gpu=cuda_device.gpu)

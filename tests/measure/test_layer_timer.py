@@ -33,8 +33,8 @@ DIRECT = Variant.of(
 
 
 def test_it_computes_the_layer_between_arrays_of_the_host(device: Any) -> None:
-    with ThreadPool(2) as crew:
-        layer = HostRamLayer(device, crew, HOST_RAM, SHAPE, DIRECT)
+    with ThreadPool(2) as pool:
+        layer = HostRamLayer(device, pool, HOST_RAM, SHAPE, DIRECT)
         layer.run()
     values = layer.values
     assert values.weights is not None
@@ -53,8 +53,8 @@ def test_all_of_a_run_counts(device: Any, monkeypatch: pytest.MonkeyPatch) -> No
         seen.append("look")
         return float(seen.count("run") ** 2)  # each run takes longer than those before
 
-    with ThreadPool(1) as crew:
-        spent = HostRamTimer(device, crew, now).seconds(HOST_RAM, SHAPE, DIRECT)
+    with ThreadPool(1) as pool:
+        spent = HostRamTimer(device, pool, now).seconds(HOST_RAM, SHAPE, DIRECT)
     assert seen == ["look", "run", "look"] * 3, "one is long, and repeated once"
     assert spent == (3.0 + 5.0) / 2
 
@@ -66,7 +66,7 @@ def test_where_layers_run_says_who_times_them() -> None:
         with timer_on(where, device, MACHINE, 1.0) as clock:
             assert isinstance(clock, kind)
             if not isinstance(clock, GpuTimer):
-                assert clock.crew.threads == 2
+                assert clock.pool.threads == 2
 
 
 @pytest.mark.parametrize("of", [GpuTimer, lambda device: HostRamTimer(device, ThreadPool(1))], ids=["gpu", "host_ram"])

@@ -1,4 +1,4 @@
-"""What is timed before a plan is chosen, by clocks that go as they are told, and what is chosen then."""
+"""Plans are chosen after their layers were timed, here by clocks that show whatever a test sets."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Clock:
         assert seconds > 0
         yield self
 
-    def study(self, told: list[Progress] | None = None) -> RigorMeasurement:
+    def measurement(self, told: list[Progress] | None = None) -> RigorMeasurement:
         tell = (lambda progress: None) if told is None else told.append
         return RigorMeasurement(tell, clock=self.on, now=lambda: self.now, costs=CostModel(table=TABLE))
 
@@ -92,26 +92,26 @@ def test_what_is_slower_than_its_estimate_makes_way_for_the_next_best() -> None:
     told: list[Progress] = []
     clock = Clock({FAST.name: 5.0, THIRD.name: 1.2})
     assert primitives(made(KNOWN)) == {FAST.name, POOL.name}
-    study = clock.study(told=told)
-    rates = study.rates(SITE, asked("measure"), KNOWN)
+    measurement = clock.measurement(told=told)
+    rates = measurement.rates(SITE, asked("measure"), KNOWN)
     assert primitives(made(rates)) == primitives(made({"cpu": clock.truth})) == {THIRD.name, POOL.name}
     assert made(rates).seconds == pytest.approx(made({"cpu": clock.truth}).seconds, rel=0.02)
     assert all(choice.measured for choice in made(rates).choices)
     assert len(clock.runs) == len(set(clock.runs)), "each shape is timed once"
     assert {name for name, _, _ in clock.runs} == {FAST.name, THIRD.name, POOL.name}, "SLOW cannot be the best"
-    assert (study.done, study.sentences) == ("measure", [])
-    assert study.found == rates
+    assert (measurement.done, measurement.sentences) == ("measure", [])
+    assert measurement.found == rates
     assert told[0].total > 0
     assert told[0].doing.startswith("cpu.")
 
 
 def test_exhaustive_finds_what_is_faster_than_its_estimate() -> None:
     clock = Clock({THIRD.name: 0.51})
-    rates = clock.study().rates(SITE, asked("measure"), KNOWN)
+    rates = clock.measurement().rates(SITE, asked("measure"), KNOWN)
     assert primitives(made(rates)) == {FAST.name, POOL.name}
-    study = clock.study()
-    rates = study.rates(SITE, asked("exhaustive"), KNOWN)
-    assert study.done == "exhaustive"
+    measurement = clock.measurement()
+    rates = measurement.rates(SITE, asked("exhaustive"), KNOWN)
+    assert measurement.done == "exhaustive"
     assert rates["cpu"].optimism == 1
     assert primitives(made(rates)) == primitives(made({"cpu": clock.truth})) == {THIRD.name, POOL.name}
     assert SLOW.name not in {name for name, _, _ in clock.runs}, f"it takes more than {1 / HOPE} times the best"
@@ -124,11 +124,11 @@ def test_layers_that_were_timed_are_kept_and_not_timed_again(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first, second = Clock({FAST.name: 5.0, THIRD.name: 0.8}), Clock({FAST.name: 5.0, THIRD.name: 0.8})
-    learnt = first.study().rates(SITE, asked(rigor), {})
+    learnt = first.measurement().rates(SITE, asked(rigor), {})
     assert first.runs
     costs = CostStore(table=TABLE).of(MACHINE, "cpu", LIMITS.threads)
     assert costs is not None
-    again = second.study().rates(SITE, asked(rigor), {"cpu": costs.rates(TABLE)})
+    again = second.measurement().rates(SITE, asked(rigor), {"cpu": costs.rates(TABLE)})
     assert second.runs == []
     assert made(again) == made(learnt)
 
@@ -136,32 +136,34 @@ def test_layers_that_were_timed_are_kept_and_not_timed_again(
 @pytest.mark.slow
 def test_refusals_are_kept_and_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    Clock({}, refuses=FAST.name).study().rates(SITE, asked("measure"), {})
+    Clock({}, refuses=FAST.name).measurement().rates(SITE, asked("measure"), {})
     costs = CostStore(table=TABLE).of(MACHINE, "cpu", LIMITS.threads)
     assert costs is not None
     second = Clock({}, refuses=FAST.name)
-    assert FAST.name not in primitives(made(second.study().rates(SITE, asked("measure"), {"cpu": costs.rates(TABLE)})))
+    assert FAST.name not in primitives(
+        made(second.measurement().rates(SITE, asked("measure"), {"cpu": costs.rates(TABLE)}))
+    )
     assert second.runs == []
 
 
 def test_nothing_is_timed_for_an_estimate() -> None:
     clock = Clock({})
-    study = clock.study()
-    assert study.rates(SITE, asked("estimate"), KNOWN) is KNOWN
-    assert (study.done, clock.runs, study.found) == ("estimate", [], {})
+    measurement = clock.measurement()
+    assert measurement.rates(SITE, asked("estimate"), KNOWN) is KNOWN
+    assert (measurement.done, clock.runs, measurement.found) == ("estimate", [], {})
 
 
 @pytest.mark.parametrize("rigor", ["measure", "exhaustive"])
 def test_when_the_time_is_up_the_best_so_far_is_kept_and_that_is_said(rigor: RigorLevel) -> None:
     whole = Clock({FAST.name: 5.0})
-    whole.study().rates(SITE, asked(rigor), KNOWN)
+    whole.measurement().rates(SITE, asked(rigor), KNOWN)
     clock = Clock({FAST.name: 5.0})
     limit = 0.3 * (whole.now - 100.0)
-    study = clock.study()
-    rates = study.rates(SITE, asked(rigor, limit), KNOWN)
+    measurement = clock.measurement()
+    rates = measurement.rates(SITE, asked(rigor, limit), KNOWN)
     assert 0 < len(clock.runs) < len(whole.runs)
-    assert study.done == "measure"
-    (sentence,) = study.sentences
+    assert measurement.done == "measure"
+    (sentence,) = measurement.sentences
     assert sentence.startswith(f"the time limit of {limit:,.3g} s was up after {len(clock.runs)} layers were measured")
     assert sentence.endswith("give more `time_limit`")
     assert made(rates).seconds > 0
@@ -186,18 +188,18 @@ def test_requests_are_learnt_in_turn() -> None:
     Noted.asked.clear()
     costs = CostModel(table=TABLE)
     timer = TimeBudget(999.0, lambda progress: None, lambda: clock.now + 1000.0 * len(Noted.asked) * (not clock.runs))
-    learner = Noted({"cpu": RATES}, timer, partial(clock.on, SITE), LIMITS.threads, {"cpu": 2**34}, costs)
+    refiner = Noted({"cpu": RATES}, timer, partial(clock.on, SITE), LIMITS.threads, {"cpu": 2**34}, costs)
     none, sooner, whole = (replace(asked("measure"), itemsize_in=count) for count in (1, 2, 4))
-    assert _learnt(learner, [none, sooner, whole])
+    assert _learnt(refiner, [none, sooner, whole])
     assert Noted.asked.count("whole") == Noted.asked.count("none") == 1
     assert Noted.asked.index("none") < Noted.asked.index("sooner") < Noted.asked.index("whole")
-    assert primitives(made(learner.rates)) == {THIRD.name, POOL.name}
+    assert primitives(made(refiner.rates)) == {THIRD.name, POOL.name}
     with pytest.raises(NoPlanError, match="not so"):
-        _learnt(learner, [whole, none])
+        _learnt(refiner, [whole, none])
 
 
 def test_one_device_is_measured_before_several() -> None:
-    """Where the plan of a mode takes many plans of one device."""
+    """Modes that need many plans of one device begin with the plain plan of that device."""
     request = asked("measure")
     assert _in_turn(request) == [request]
     gpu = replace(request, target=replace(request.target, device="gpu", mode="gpu"))
@@ -211,18 +213,18 @@ def test_one_device_is_measured_before_several() -> None:
 
 
 def test_a_layer_that_does_not_fit_the_time_leaves_it_undone() -> None:
-    """Whatever else was timed."""
+    """The measurement is not complete then, whatever else was timed."""
     expected = max(c.seconds for c in made(KNOWN).choices)
     clock = Clock({})
-    study = clock.study()
-    study.rates(SITE, asked("measure", 4 * expected), KNOWN)
+    measurement = clock.measurement()
+    measurement.rates(SITE, asked("measure", 4 * expected), KNOWN)
     assert len(clock.runs) > 0
-    assert len(study.sentences) == 1
+    assert len(measurement.sentences) == 1
 
 
 def test_what_is_refused_is_remembered_with_its_words_and_not_chosen() -> None:
     clock = Clock({}, refuses=FAST.name)
-    rates = clock.study().rates(SITE, asked("measure"), KNOWN)
+    rates = clock.measurement().rates(SITE, asked("measure"), KNOWN)
     assert set(rates["cpu"].refused.values()) == {"cuDNN has no plan"}
     assert primitives(made(rates)) == {THIRD.name, POOL.name}
     assert len(clock.runs) == len(set(clock.runs))
@@ -239,19 +241,19 @@ def test_long_and_large_layers_run_on_fewer_images() -> None:
         clock = Clock({})
         slow = RATES.scaled(1 / factor, 1 / factor)
         timer = TimeBudget(inf, lambda progress: None, lambda: 0.0)
-        learner = Refiner(
+        refiner = Refiner(
             {"cpu": slow}, timer, partial(clock.on, SITE), LIMITS.threads, {"cpu": room}, CostModel(table=TABLE)
         )
-        learner.learn_layers(plan)
+        refiner.learn_layers(plan)
         batches = [shape.batch for name, shape, _ in clock.runs if name == last.primitive and shape.in_shape[4] == 3]
         assert batches == [most] * (most > 0)
-        assert ((primitive, last.shape, last.variant) in learner.too_large.get("cpu", ())) == (most == 0)
+        assert ((primitive, last.shape, last.variant) in refiner.too_large.get("cpu", ())) == (most == 0)
 
 
 @pytest.mark.parametrize("rigor", ["measure", "exhaustive"])
 def test_layers_for_which_there_is_no_room_are_told(rigor: RigorLevel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OpenTarget, "free_bytes_within", lambda *_: 1000)
-    found = Clock({}).study()
+    found = Clock({}).measurement()
     rates = found.rates(SITE, asked(rigor), KNOWN)
     assert rates["cpu"].measured == {}
     assert found.done == "measure"

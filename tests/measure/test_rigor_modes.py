@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
-THREADS = 3  # of which one feeds a GPU where the processor computes beside it
+THREADS = 3  # of which one feeds a GPU where the CPU computes side by side with it
 (HOST_RAM,) = IN_HOST_RAM
-CREWS = {"gpu": 3, "gpu-host": 3, "cpu-to-gpu": 2, "side-by-side": 2}
+THREADS_OF_MODE = {"gpu": 3, "gpu-host": 3, "cpu-to-gpu": 2, "side-by-side": 2}
 
 
 def gpu_rates(*asked: object, **words: object) -> Rates:
-    """Of a GPU that is nearly as slow as the processor, and a link as fast as ever."""
+    """Return rates of a GPU that is nearly as slow as the CPU, behind a link as fast as ever."""
     rates = assumed_rates(replace(this_machine(), gpu=EMULATED_GPU), 1, "gpu")
     return rates.scaled(1e-4, 1e-4).replaced(gpu_upload=rates.of("gpu_upload"), gpu_link=rates.of("gpu_link"))
 
@@ -77,7 +77,7 @@ class Clocks:
 
     @contextmanager
     def at(self, where: Placement, device: Any, machine: Machine, seconds: float) -> Iterator[Any]:
-        """As `clock_of`."""
+        """Stand in for `clock_of`."""
         assert (device is None) == (machine.gpu is None)
         assert seconds > 0
         clocks = self
@@ -137,7 +137,7 @@ def test_layers_take_what_the_clock_of_their_device_says(go: Callable[..., RunPl
     made = go(mode, clocks, tell_progress=told.append)
     assert (made.mode, made.rigor) == (mode, "measure")
     check_as_told(made, clocks)
-    assert {where.threads for where, *_ in clocks.runs if where.device == "cpu"} <= {CREWS[mode]}
+    assert {where.threads for where, *_ in clocks.runs if where.device == "cpu"} <= {THREADS_OF_MODE[mode]}
     assert "cpu" in {where.device for where, *_ in clocks.runs} or mode == "gpu"
     assert len(clocks.runs) == len(set(clocks.runs)), "each is timed once"
     doing = " ".join(progress.doing for progress in told)
@@ -145,28 +145,26 @@ def test_layers_take_what_the_clock_of_their_device_says(go: Callable[..., RunPl
 
 
 @pytest.mark.parametrize("mode", ["gpu-host", "cpu-to-gpu", "side-by-side"])
-def test_the_processors_layers_make_way_where_they_are_slower_than_estimated(
-    go: Callable[..., RunPlan], mode: str
-) -> None:
+def test_cpu_layers_make_way_where_they_are_slower_than_estimated(go: Callable[..., RunPlan], mode: str) -> None:
     estimated = go(mode, None)
     of_cpu = [chosen for where, chosen in layers_of(estimated) if where.device == "cpu" and chosen.shape.kind == "conv"]
     slow = of_cpu[0].primitive
     clocks = Clocks({slow: 40.0})
     made = go(mode, clocks)
     check_as_told(made, clocks)
-    assert slow in clocks.names[Placement("cpu", CREWS[mode])]
+    assert slow in clocks.names[Placement("cpu", THREADS_OF_MODE[mode])]
     assert slow not in {chosen.primitive for _, chosen in layers_of(made)}
 
 
 @pytest.mark.parametrize("factor", [0.6, 5.0])
-def test_hosted_layers_of_a_gpu_take_what_they_took_as_a_whole(go: Callable[..., RunPlan], factor: float) -> None:
+def test_offloaded_layers_of_a_gpu_take_what_they_took_as_a_whole(go: Callable[..., RunPlan], factor: float) -> None:
     """The largest of their sub-layers is timed first."""
     clocks = Clocks({HOST_RAM.name: factor})
     made = go("gpu-host", clocks, only=HOST_RAM.name)
     check_as_told(made, clocks)
-    hosted = [chosen for chosen in made.choices[: made.main.offloaded] if chosen.primitive == HOST_RAM.name]
-    assert hosted
-    for chosen in hosted:
+    offloaded = [chosen for chosen in made.choices[: made.main.offloaded] if chosen.primitive == HOST_RAM.name]
+    assert offloaded
+    for chosen in offloaded:
         inner, largest, own = HOST_RAM.largest(chosen.shape, chosen.variant)
         first = clocks.runs.index((ON_GPU, inner.name, largest, own))
         assert first < clocks.runs.index((Placement("gpu", 3), HOST_RAM.name, chosen.shape, chosen.variant))
@@ -178,16 +176,16 @@ def test_what_columns_carry_comes_on_top_of_what_was_measured(place: Place, go: 
     clocks = Clocks({HOST_RAM.name: 2.0})
     made = go("gpu-host", clocks, only=HOST_RAM.name, cover="columns")
     assert made.main.streams
-    hosted = [chosen for chosen in made.choices[: made.main.offloaded] if chosen.primitive == HOST_RAM.name]
-    assert hosted
-    for chosen in hosted:
+    offloaded = [chosen for chosen in made.choices[: made.main.offloaded] if chosen.primitive == HOST_RAM.name]
+    assert offloaded
+    for chosen in offloaded:
         told = clocks.rates(Placement("gpu", 3)).seconds(HOST_RAM, chosen.shape, chosen.variant)
         carried = (CARRY_TRAFFIC + JOIN_TRAFFIC) * carry_bytes(chosen.shape) / cpu_rates().copy_bandwidth
         assert chosen.seconds == pytest.approx(told + carried, rel=1e-9)
         assert chosen.seconds > 1.0001 * told
 
 
-def test_hosted_layers_that_a_gpu_refuses_are_the_processors(go: Callable[..., RunPlan]) -> None:
+def test_offloaded_layers_that_a_gpu_refuses_go_to_the_cpu(go: Callable[..., RunPlan]) -> None:
     assert HOST_RAM.name in {c.primitive for c in go("gpu-host", None, only=HOST_RAM.name).choices}
     clocks = Clocks({}, refuses=HOST_RAM.name)
     made = go("gpu-host", clocks, only=HOST_RAM.name)
@@ -205,7 +203,7 @@ def test_auto_takes_a_mode_by_what_was_measured(
     slow = {p.name: 1000.0 for p in ALL if p.name.startswith("cpu.") or p is HOST_RAM}
     clocks = Clocks(slow)
     made = go("auto", clocks, **words)
-    assert made.mode == "gpu", "the processor was much slower than estimated"
+    assert made.mode == "gpu", "the CPU was much slower than estimated"
     assert any(where.device == "cpu" for where in clocks.names)
     assert all(chosen.measured for chosen in made.choices)
 
@@ -258,16 +256,16 @@ def test_layers_of_a_plan_that_was_made_elsewhere(go: Callable[..., RunPlan], mo
     made, clocks = go(mode, None, **words), Clocks({"": 3.0})
     known: KnownRates = {"gpu": gpu_rates(), "cpu": cpu_rates()}
 
-    def study() -> RigorMeasurement:
+    def measurement() -> RigorMeasurement:
         return RigorMeasurement(
             clock=lambda target, where, seconds: clocks.at(where, target.gpu, target.machine, seconds)
         )
 
     with Targets(AskedDevices(made.device)) as targets:
         opened = targets.first()
-        learnt = study().layers_timed(made, opened, known)
+        learnt = measurement().layers_timed(made, opened, known)
         runs = len(clocks.runs)
-        again = study().layers_timed(made, opened, learnt)
+        again = measurement().layers_timed(made, opened, learnt)
     assert 0 < runs == len(clocks.runs)
     assert again == learnt
     for where, chosen in layers_of(made):

@@ -1,4 +1,4 @@
-"""What is measured of a machine and in which order, by clocks that go as they are told."""
+"""Measurements of a machine and their order, by clocks that show whatever a test sets."""
 
 from __future__ import annotations
 
@@ -167,12 +167,12 @@ def test_a_layer_that_has_no_room_says_nothing_of_smaller_ones(error: type[Excep
     clock = Clock(refuses=FAST.name, error=error)
     found = list(timer(clock).times(tasks(table=FAKES), clock))
     assert {task.primitive.name for task, spent in found if spent is None} == {FAST.name}
-    rooms: FreeBytes = {"cpu": 2**34}
-    learner = Refiner(
-        {"cpu": Rates()}, timer(clock), lambda *_: nullcontext(clock), LIMITS.threads, rooms, CostModel(table=FAKES)
+    free: FreeBytes = {"cpu": 2**34}
+    refiner = Refiner(
+        {"cpu": Rates()}, timer(clock), lambda *_: nullcontext(clock), LIMITS.threads, free, CostModel(table=FAKES)
     )
-    assert learner.learn_layers(made(Rates()))
-    assert learner.rates["cpu"].refused == {}
+    assert refiner.learn_layers(made(Rates()))
+    assert refiner.rates["cpu"].refused == {}
 
 
 def test_why_nothing_could_be_measured() -> None:
@@ -294,10 +294,10 @@ def test_new_memory_is_measured_within_what_is_free_and_kept(monkeypatch: pytest
     assert old.first_touch == 4e9
     assert bench.touched(old, again=False) == 4e9
     assert bench.touched(old, again=True) == 5e9
-    assert replace(bench, room_bytes=2**27).touched(plain, again=False) == 5e9
+    assert replace(bench, free_bytes=2**27).touched(plain, again=False) == 5e9
     assert asked == [(2, 2**29), (2, 2**29), (2, 2**26)]
-    assert replace(bench, room_bytes=2**20).touched(old, again=True) == 4e9
-    assert replace(bench, room_bytes=2**20).touched(None, again=True) is None
+    assert replace(bench, free_bytes=2**20).touched(old, again=True) == 4e9
+    assert replace(bench, free_bytes=2**20).touched(None, again=True) is None
     assert Survey(WITH_GPU, "gpu", LIMITS, 2**34, FAKES).touched(None, again=True) is None
     assert len(asked) == 3
 
@@ -312,6 +312,6 @@ def test_a_processor_is_timed_warm_long_enough_and_at_its_best(threads: int) -> 
 
     shape = ConvShape(2, 2, 3, (6, 7, 5), (2, 3, 1), "relu")
     primitive: Any = find("cpu.conv.direct")
-    with ThreadPool(threads) as crew:
-        spent = CpuTimer(crew, now).seconds(primitive, shape, primitive.variants(shape, MACHINE)[0])
+    with ThreadPool(threads) as pool:
+        spent = CpuTimer(pool, now).seconds(primitive, shape, primitive.variants(shape, MACHINE)[0])
     assert 0 < spent < CLOCK_SECONDS, "of one run of many"

@@ -1,4 +1,4 @@
-"""Plans for a GPU: its memory is what limits them, the process's memory beside it, and everything runs there."""
+"""Plans for a GPU: its memory is what limits them, besides the process's memory, and everything runs there."""
 
 from __future__ import annotations
 

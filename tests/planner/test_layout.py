@@ -243,7 +243,7 @@ def chains(draw: st.DrawFn) -> tuple[list[tuple[LayerShape, Footprint]], int]:
 
 
 class Arena:
-    """Who wrote each 64 bytes last."""
+    """A record of the tensor that was written last to each block of 64 bytes."""
 
     def __init__(self, tensors: tuple[Tensor, ...]) -> None:
         self._tensors = {t.name: t for t in tensors}

@@ -23,7 +23,7 @@ from znnpy.report.plan_text import explain
 from znnpy.shapes import Vec3
 
 TABLE = on_gpu(FAST, POOL, FILTER, MAXOUT)
-HEAVY = RATES.scaled(1e-5, 1e-5)  # so that the edges of a run are nothing beside it
+HEAVY = RATES.scaled(1e-5, 1e-5)  # so that the edges of a run are nothing compared to it
 PLENTY = Limits(2**40, 2, 2**40)
 OUTPUT: Vec3 = (40, 22, 26)
 DEEP = Network("deep", 1, (Conv((5, 1, 1), 2), Conv((5, 1, 1), 2)))  # borders along z only

@@ -157,7 +157,7 @@ def test_early_stopped_bound_is_below_the_full_bound(layers: list[list[LayerOpti
 
 
 def test_relaxation_is_close_to_the_optimum() -> None:
-    """Of many small choices, 3 of 10 layers get their weights."""
+    """Ten equal layers stand for many small choices: the bound keeps the weights of 3.5 of them, the optimum of 3."""
     pairs = [(10.0, 0), (2.0, 100)]
     assert knapsack_bound([pairs] * 10, budget=10_000) == 20.0
     assert knapsack_bound([pairs] * 10, budget=350) == pytest.approx(100 - 8 * 3.5, rel=0.02)

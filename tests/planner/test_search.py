@@ -78,7 +78,7 @@ def test_figures_of_the_plan_add_up(
     columns = plan.main.cover(network)
     assert plan.main.columns == len(columns)
     assert plan.main.streams == walks
-    # what is new in a step along the axis, of every choice; the rest of its input is carried
+    # Each choice computes what is new in a step along the axis; the rest of its input is carried.
     periods = [1]
     for layer in network.turned(plan.main.axis).layers:
         periods.append(periods[-1] * (layer.window[0] if isinstance(layer, Pool) else 1))

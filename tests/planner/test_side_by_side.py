@@ -1,4 +1,4 @@
-"""Plans with the processor beside GPUs: cells of the GPU's grid, memory for both, and as fast as both are together."""
+"""Plans with the CPU and GPUs side by side: cells of the GPU's grid, memory for both, as fast as both are together."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from znnpy.planner.multi_gpu import plan_on_devices
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import CostModel, PlanRequest
 from znnpy.planner.run_plan import PlannedWorker, RunPlan
-from znnpy.planner.side_by_side import Processor, _leaving, _next_to, _Trials, _widths, plan_side_by_side
+from znnpy.planner.side_by_side import CpuPlanner, _leaving, _next_to, _Trials, _widths, plan_side_by_side
 from znnpy.planner.validate import _check_sharing, check_runs
 from znnpy.report.plan_text import explain
 from znnpy.run.balanced_queue import BalancedQueue
@@ -35,7 +35,7 @@ from znnpy.run.workers import queue_of
 from znnpy.shapes import Vec3
 
 TABLE = (*on_gpu(FAST, POOL, FILTER, MAXOUT), FAST, POOL, FILTER, MAXOUT)
-HEAVY = RATES.scaled(1e-5, 1e-5)  # so that the edges of a run are nothing beside it
+HEAVY = RATES.scaled(1e-5, 1e-5)  # so that the edges of a run are nothing compared to it
 PLENTY = Limits(2**40, 3, 2**40)  # a thread feeds each GPU
 LITTLE = Limits(2**40, 3, context_bytes(CONTEXT_BYTES) + MIB)
 OUTPUT: Vec3 = (40, 44, 48)
@@ -55,21 +55,21 @@ def asked(network: Network, output: Vec3, limits: Limits, gpus: int = 1, **words
     return request_of(network, output, WITH_GPU, limits, baseline=BASELINE, device="gpu", devices=gpus, **words)
 
 
-def costs(processor: float, limits: Limits, gpus: int = 1) -> CostModel:
+def costs(cpu_speed: float, limits: Limits, gpus: int = 1) -> CostModel:
     """Return rates of a GPU like the fakes, and of a CPU that is so many times as fast."""
-    times = processor * limits.threads / limits.without_feed_threads(gpus).threads
+    times = cpu_speed * limits.threads / limits.without_feed_threads(gpus).threads
     return costs_of("gpu", table=TABLE, rates=HEAVY, host_rates=HEAVY.scaled(times, times))
 
 
-def processor_of(times: float, network: Network, limits: Limits, **words: Any) -> Processor:
+def cpu_planner(times: float, network: Network, limits: Limits, **words: Any) -> CpuPlanner:
     """Return the plan of a CPU by itself that is so many times as fast as the fakes are."""
     request = asked(network, OUTPUT, limits, **words)
-    return Processor.of(request, costs(times, limits), limits.ram_bytes)
+    return CpuPlanner.of(request, costs(times, limits), limits.ram_bytes)
 
 
 @cache
-def beside(
-    processor: float,
+def side_by_side(
+    cpu_speed: float,
     network: Network = MIXED,
     output: Vec3 = OUTPUT,
     limits: Limits = PLENTY,
@@ -77,18 +77,18 @@ def beside(
     **words: Any,
 ) -> tuple[RunPlan, RunPlan]:
     """Return the plan of GPUs alone, and the one with a CPU that is so many times as fast as one of them."""
-    request, model = asked(network, output, limits, gpus, **words), costs(processor, limits, gpus)
+    request, model = asked(network, output, limits, gpus, **words), costs(cpu_speed, limits, gpus)
     alone = plan_on_devices(request, model)
     return alone, plan_side_by_side(alone, request, model)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", [True, False])
-@pytest.mark.parametrize("processor", [0.3, 0.7])
+@pytest.mark.parametrize("cpu_speed", [0.3, 0.7])
 @pytest.mark.parametrize("gpus", [1, 2])
-def test_both_devices_end_together(columns: bool, processor: float, gpus: int) -> None:
+def test_both_devices_end_together(columns: bool, cpu_speed: float, gpus: int) -> None:
     """The GPU has many steps to take."""
-    alone, both = beside(processor, columns=columns, gpus=gpus, limits=LITTLE)
+    alone, both = side_by_side(cpu_speed, columns=columns, gpus=gpus, limits=LITTLE)
     assert both.mode == "side-by-side"
     assert both.single_device_seconds == alone.seconds
     assert both.devices == gpus
@@ -98,7 +98,7 @@ def test_both_devices_end_together(columns: bool, processor: float, gpus: int) -
         "another would end it no sooner"
     )
     gain = alone.seconds / both.seconds - 1
-    assert (0.4 * processor / gpus if columns else 0) <= gain <= 1.3 * processor / gpus
+    assert (0.4 * cpu_speed / gpus if columns else 0) <= gain <= 1.3 * cpu_speed / gpus
     check_runs(both, MIXED, WITH_GPU, table=TABLE)
     assert RunPlan.from_json(both.to_json()) == both
 
@@ -107,7 +107,7 @@ def test_both_devices_end_together(columns: bool, processor: float, gpus: int) -
 def test_cpu_seconds_sum_the_steps_of_its_items() -> None:
     """Its items lie behind each other and are counted step by step."""
     for columns in (True, False):
-        _, both = beside(0.5, columns=columns, limits=LITTLE)
+        _, both = side_by_side(0.5, columns=columns, limits=LITTLE)
         own = both.workers[1].plan
         assert own is not None
         ahead = own.warmup_work(MIXED) if columns else ()
@@ -147,7 +147,7 @@ def test_gpu_seconds_count_only_its_columns(wider: int) -> None:
 @pytest.mark.slow
 def test_items_hold_whole_steps_of_the_gpu() -> None:
     """No item is for a part of a step, along the axis or across it, except the first across."""
-    _, both = beside(0.3)
+    _, both = side_by_side(0.3)
     assert sharing_of(both).cells.patch[both.main.axis] % both.patch_out[both.main.axis] == 0
     later = sharing_of(both).cells.later
     assert later is not None
@@ -163,9 +163,9 @@ def test_items_hold_whole_steps_of_the_gpu() -> None:
 
 
 def test_cpu_takes_the_planes_that_fill_no_column_of_the_gpu() -> None:
-    """19 columns of 10 cover 188; with the processor's cells of 38 or 48 in front of them no more do."""
+    """19 columns of 10 cover 188; with the CPU's cells of 38 or 48 in front of them no more do."""
     gpu = on(1.0, MIXED, (188, 188, 188), LITTLE, patch=(10, 10, 10), columns=True)
-    its = processor_of(1.0, MIXED, LITTLE).plan(SMALL)
+    its = cpu_planner(1.0, MIXED, LITTLE).plan(SMALL)
     rests = set()
     for width in _widths(gpu.main, (2, 2, 2), 0.05 * prod(gpu.output)):
         both = gpu.shared_with(PlannedWorker(replace(its, patch_out=width)), None)
@@ -240,7 +240,7 @@ def test_neighbouring_sizes_equal_those_by_hand() -> None:
 
 @pytest.mark.slow
 def test_queue_gets_the_seconds_of_each_device() -> None:
-    _, both = beside(0.3, columns=True, limits=LITTLE)
+    _, both = side_by_side(0.3, columns=True, limits=LITTLE)
     queue = queue_of(both, {"GPU": both.main, "CPU": both.workers[1].plan}, MIXED)
     assert isinstance(queue, BalancedQueue)
     gpu, cpu = queue._profiles["GPU"], queue._profiles["CPU"]
@@ -254,7 +254,7 @@ def test_queue_gets_the_seconds_of_each_device() -> None:
 @pytest.mark.slow
 def test_output_narrower_than_an_item_counts_its_own_size() -> None:
     """The plan is run on a smaller volume than it was made for."""
-    _, both = beside(0.5, columns=True, limits=LITTLE)
+    _, both = side_by_side(0.5, columns=True, limits=LITTLE)
     z, y, x = (whole if i == both.main.axis else both.patch_out[i] for i, whole in enumerate(both.output))
     there = both.with_main(both.main.for_output((z, y, x), MIXED))
     assert sharing_of(there).cells.patch != there.patch_out
@@ -267,40 +267,40 @@ def test_output_narrower_than_an_item_counts_its_own_size() -> None:
 
 @pytest.mark.slow
 def test_slow_cpu_computes_nothing() -> None:
-    alone, both = beside(1e-6)
+    alone, both = side_by_side(1e-6)
     assert both.cpu_items == 0
     assert both.seconds == pytest.approx(alone.seconds, rel=1e-6)
     assert idle(both).startswith("the GPU is done in ")
-    kind = kind_of(MIXED, alone, both, "beside")
+    kind = kind_of(MIXED, alone, both, "side by side")
     assert kind.reason == idle(both)
     assert kind.ram_bytes == both.memory.peak
 
 
 @pytest.mark.slow
 def test_memory_covers_both_devices() -> None:
-    alone, both = beside(0.5, output=SMALL, masks=True)
+    alone, both = side_by_side(0.5, output=SMALL, masks=True)
     gpu, cpu = (worker.plan.memory for worker in both.workers)
     assert (gpu.baseline, cpu.baseline) == (BASELINE, 0)
     assert both.memory.peak == gpu.peak + cpu.peak
     assert both.memory.vram == gpu.vram
     most = alone.memory.peak + 100
-    with pytest.raises(NoPlanError, match=r"and the processor needs at least [\d.]+ MiB; allow at least ram="):
-        beside(0.5, output=SMALL, limits=replace(PLENTY, ram_bytes=most), masks=True)
+    with pytest.raises(NoPlanError, match=r"and the CPU needs at least [\d.]+ MiB; allow at least ram="):
+        side_by_side(0.5, output=SMALL, limits=replace(PLENTY, ram_bytes=most), masks=True)
 
 
 @pytest.mark.slow
 def test_columns_are_narrower_if_wide_ones_do_not_fit() -> None:
     """Wide ones hold more than a quarter of the CPU's part."""
 
-    class Narrow(Processor):
+    class Narrow(CpuPlanner):
         def plan(self, output: Vec3, patch: Vec3 | None = None) -> Plan:
             if patch is not None and max(patch[1:]) > 4:
                 error = NoPlanError("too wide")
                 error.needed_bytes = 2**40
                 raise error
-            return Processor.plan(self, output, patch)
+            return CpuPlanner.plan(self, output, patch)
 
-    of = processor_of(0.5, MIXED, LITTLE, columns=True)
+    of = cpu_planner(0.5, MIXED, LITTLE, columns=True)
     alone = on(1.0, MIXED, OUTPUT, LITTLE, patch=(4, 4, 4), columns=True)
     speed = of.plan(OUTPUT).voxels_per_second
     trials = _Trials(alone, alone.seconds, speed, Narrow(of.request, of.costs))
@@ -310,21 +310,21 @@ def test_columns_are_narrower_if_wide_ones_do_not_fit() -> None:
     assert trials.found[best].cpu_items > 0
 
 
-def trials_beside(processor: float) -> _Trials:
+def trials_of(cpu_speed: float) -> _Trials:
     """Return trials on a volume hardly larger than the field of view, with a CPU of this relative speed."""
     deep = Network("deep", 1, (Conv((17, 3, 3), 2, "relu"), Conv((17, 3, 3), 1, "none")))
     output: Vec3 = (48, 16, 16)
     alone = on(1.0, deep, output, PLENTY, patch=(1, 4, 4), columns=True)
-    speed = processor * alone.voxels_per_second
-    whole = processor_of(1.0, deep, PLENTY, columns=True).plan(output)
+    speed = cpu_speed * alone.voxels_per_second
+    whole = cpu_planner(1.0, deep, PLENTY, columns=True).plan(output)
     times = speed / whole.voxels_per_second
-    return _Trials(alone, alone.seconds, speed, processor_of(times, deep, PLENTY, columns=True))
+    return _Trials(alone, alone.seconds, speed, cpu_planner(times, deep, PLENTY, columns=True))
 
 
 @pytest.mark.slow
 def test_cpu_may_compute_a_single_item() -> None:
     """Four items would take a third longer."""
-    trials = trials_beside(1.0)
+    trials = trials_of(1.0)
     trials.run()
     best = min(trials.found.values(), key=lambda plan: sharing_of(plan).expected_seconds())
     assert best.cpu_items == 1
@@ -334,7 +334,7 @@ def test_cpu_may_compute_a_single_item() -> None:
 @pytest.mark.slow
 def test_item_size_suits_a_slower_cpu_than_predicted() -> None:
     """Thicker items would end first, but lose to the GPU alone if the CPU is slow."""
-    trials = trials_beside(0.4)
+    trials = trials_of(0.4)
     trials.run()
     best = trials.found[trials.best(1)[0]]
     hoped = min(trials.found.values(), key=lambda plan: plan.seconds)
@@ -345,10 +345,10 @@ def test_item_size_suits_a_slower_cpu_than_predicted() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", [(40, 11, 12), (40, 22, 12), (40, 22, 24)])
-@pytest.mark.parametrize("processor", [0.2, 0.5, 0.9])
-def test_predicted_end_equals_that_of_the_queue(processor: float, cell: Vec3) -> None:
+@pytest.mark.parametrize("cpu_speed", [0.2, 0.5, 0.9])
+def test_predicted_end_equals_that_of_the_queue(cpu_speed: float, cell: Vec3) -> None:
     """The queue is simulated with a CPU that is faster or slower than predicted."""
-    _, both = beside(processor, columns=True, limits=LITTLE)
+    _, both = side_by_side(cpu_speed, columns=True, limits=LITTLE)
     own = both.workers[1].plan
     assert own is not None
     times = prod(cell) / prod(own.patch_out)
@@ -379,7 +379,7 @@ def test_best_of_all_gpu_plans_is_chosen(times: float, monkeypatch: pytest.Monke
 @pytest.mark.slow
 def test_gpu_gets_the_last_item_from_the_start() -> None:
     """The speed of the CPU makes no difference."""
-    _, both = beside(50.0, columns=True, limits=LITTLE)
+    _, both = side_by_side(50.0, columns=True, limits=LITTLE)
     assert both.cpu_items == len(sharing_of(both).cells) - 1 > 0
 
 
@@ -397,11 +397,11 @@ def test_gpu_waits_as_long_as_its_own_item_takes(pace: float, ends: float, monke
 @pytest.mark.slow
 def test_best_size_beats_its_neighbours() -> None:
     """The search looked at all of them, and one beat those before."""
-    processor = processor_of(0.9, MIXED, PLENTY, columns=True)
+    planner = cpu_planner(0.9, MIXED, PLENTY, columns=True)
     alone = on(1.0, MIXED, OUTPUT, LITTLE, patch=(4, 6, 6), columns=True)
     found = []
     for around in (False, True):
-        trials = _Trials(alone, alone.seconds, 0.9 * alone.voxels_per_second, processor)
+        trials = _Trials(alone, alone.seconds, 0.9 * alone.voxels_per_second, planner)
         with pytest.MonkeyPatch.context() as patched:
             if not around:
                 patched.setattr(_Trials, "_look_around", lambda _: None)
@@ -413,18 +413,18 @@ def test_best_size_beats_its_neighbours() -> None:
 
 @pytest.mark.slow
 def test_gpu_alone_is_an_alternative_with_a_reason() -> None:
-    alone, both = beside(0.5)
+    alone, both = side_by_side(0.5)
     why = kind_of(MIXED, both, alone).reason
-    assert re.fullmatch(r"1\.\d+ times as long, without the processor", why)
+    assert re.fullmatch(r"1\.\d+ times as long, without the CPU", why)
     text = explain(both)
-    assert f"{alone.seconds / both.seconds:.2f} times as fast as without the processor" in text
-    assert "all that the processor computes with beside it" in text
+    assert f"{alone.seconds / both.seconds:.2f} times as fast as without the CPU" in text
+    assert "everything for computing on the CPU at the same time" in text
 
 
 @pytest.mark.slow
 def test_plan_extends_to_a_larger_volume() -> None:
     """The plan is run on another volume than it was made for."""
-    _, both = beside(0.3)
+    _, both = side_by_side(0.3)
     larger: Vec3 = (80, 44, 48)
     there = both.with_main(both.main.for_output(larger, MIXED))
     cells = sharing_of(there).cells
@@ -434,12 +434,12 @@ def test_plan_extends_to_a_larger_volume() -> None:
 
 @pytest.mark.slow
 def test_items_off_the_gpus_grid_are_refused() -> None:
-    _, both = beside(0.3)
+    _, both = side_by_side(0.3)
     z, y, x = both.workers[1].plan.patch_out
     for patch in ((z + 1, y, x), (z, both.workers[1].plan.patch_out[1] + 1, x)):
         with pytest.raises(PlanFileError, match=r"hold no whole number of its steps of .*, or are narrower"):
             _check_sharing(sharing_of(changed(both, patch_out=patch)))
-    _, both = beside(0.3, columns=True)
+    _, both = side_by_side(0.3, columns=True)
     other = both.with_main(replace(both.main, axis=(both.main.axis + 1) % 3))
     with pytest.raises(PlanFileError, match="the CPU's columns are along axis"):
         _check_sharing(sharing_of(other))

@@ -256,7 +256,7 @@ def test_border_waste_of_one_column_equals_that_by_hand() -> None:
     network = Network("two", 1, (Conv((3, 3, 3), 1), Conv((5, 5, 5), 1)))
     table = tuple(
         replace(p, flops=1e9) for p in FAKES if p.name == "cpu.conv.slow"
-    )  # beside it moving planes is nothing
+    )  # compared to it moving planes is nothing
     plan = planned((10, 10, 10), limits(2**30), network, table=table, columns=True, patch=(5, 10, 10))
     assert (plan.main.columns, [choice.executions for choice in plan.choices]) == (1, [3, 2])
     assert plan.main.waste == pytest.approx((15 * 14**2 + 10**3) / (2 * 10**3), rel=1e-6)
@@ -294,7 +294,7 @@ def test_patches_of_mostly_border_give_a_warning(plan: RunPlan) -> None:
     network = Network("wide", 1, (Conv((9, 9, 9), 1), Conv((9, 9, 9), 1)))
     table = tuple(
         replace(p, flops=1e9) for p in FAKES if p.name == "cpu.conv.slow"
-    )  # beside it moving planes is nothing
+    )  # compared to it moving planes is nothing
 
     def said(patch: int, *others: RunnerUp, columns: bool = False) -> str:
         forced = planned((40, 40, 40), limits(2**30), network, patch=(patch,) * 3, table=table, columns=columns)

@@ -123,7 +123,7 @@ def test_items_reserved_for_a_late_cpu_go_to_the_gpu() -> None:
 
 
 def test_items_of_a_lost_gpu_do_not_make_the_cpu_late() -> None:
-    """The processor takes it, and is not late."""
+    """The CPU takes it, and is not late."""
     now = [0.0]
     hands = {name: WorkerProfile(lambda box: (), 1.0, runs=True, begins=10.0) for name in ("GPU 0", "GPU 1")}
     hands["CPU"] = WorkerProfile(lambda box: (), 4.0, runs=False)
@@ -150,13 +150,13 @@ def test_gpu_leaves_items_the_cpu_ends_sooner() -> None:
     gpu, cpu = joined(cells, "GPU", "CPU")
     first = take_now(cells, gpu)
     assert first is not None
-    assert (first.indices, first.seconds) == ((3,), 11.0), "until another were done the processor is with three"
+    assert (first.indices, first.seconds) == ((3,), 11.0), "until another were done the CPU is with three"
     at_work = take_now(cells, cpu)
     assert at_work is not None
-    assert take_now(cells, gpu) is None, "the processor is done with the other two in 15 seconds, a GPU with one in 22"
+    assert take_now(cells, gpu) is None, "the CPU is done with the other two in 15 seconds, a GPU with one in 22"
     cells.finish(at_work)
     lease = take_now(cells, gpu)
-    assert lease is not None, "the processor may take no other"
+    assert lease is not None, "the CPU may take no other"
     assert lease.indices == (2,)
 
 
@@ -213,7 +213,7 @@ def test_time_to_begin_counts() -> None:
     gpu, cpu = joined(cells, "GPU", "CPU")
     lease = take_now(cells, gpu)
     assert lease is not None
-    assert len(lease.indices) == 28 // 2, "28 cells in 38 seconds, in which the processor is done with 12"
+    assert len(lease.indices) == 28 // 2, "28 cells in 38 seconds, in which the CPU is done with 12"
 
     hands = {
         "GPU": WorkerProfile(lambda box: (), 1.0, runs=True, begins=4.0),
@@ -237,7 +237,7 @@ def test_time_to_begin_counts() -> None:
     cells.finish(first)
     lease = take_now(cells, gpu)
     assert lease is not None
-    assert len(lease.indices) == 20 // 2, "of 39: the processor needs not begin again"
+    assert len(lease.indices) == 20 // 2, "of 39: the CPU needs not begin again"
 
 
 @pytest.mark.usefixtures("no_doubt")
@@ -277,7 +277,7 @@ def test_cpu_continues_its_column_from_item_to_item() -> None:
 
 @pytest.mark.usefixtures("no_doubt")
 def test_cpu_begins_a_column_only_if_it_pays() -> None:
-    """The GPU is done with all 64 sooner than the processor with a first one, or a second."""
+    """The GPU is done with all 64 sooner than the CPU with a first one, or a second."""
     for begins, most in ((100.0, 0), (40.0, 1), (0.0, 3)):
         hands = {
             "GPU": WorkerProfile(lambda box: (), 1.0, runs=True),

@@ -331,7 +331,7 @@ def test_session_holds_the_planned_bytes(device: EmulatedDevice) -> None:
 
 
 def test_second_session_in_the_same_process_works(device: EmulatedDevice) -> None:
-    """After one that ended with an error, and beside one that is still open."""
+    """One session ended with an error before, and another one is still open."""
     network = NETWORKS[0]
     net, volume = trained(network), some_volume(network, seed=54)
     plan = on_gpu(network, volume, (4, 6, 8), column=4)
@@ -390,7 +390,7 @@ def test_stopped_thread_pool_neither_submits_nor_waits(device: EmulatedDevice) -
     with poisoned_session(plan, net, STAND_INS, device) as session:
         raw, out, begins = next(steps_of(plan, volume, network))
         ticket = session.submit(raw, out, begins=begins)
-        session.crew.stop()
+        session.pool.stop()
         with pytest.raises(Stopped):
             session.submit(raw, out, begins=begins)
         with pytest.raises(Stopped):

@@ -26,7 +26,7 @@ def test_last_item_is_not_taken_before_the_previous_one_ends() -> None:
 
 @pytest.mark.parametrize(("seconds", "asks"), [(4.9, True), (5.0, True), (4.9, False)])
 def test_gpu_leaves_an_item_the_cpu_is_about_to_take(seconds: float, asks: bool) -> None:
-    """Which has ended its cell, and has not asked again yet. If it takes it: in 5 seconds a GPU ends it, too."""
+    """The CPU has ended its cell and has not asked for the last one yet, which the GPU would end no sooner, in 5 s."""
     now = [0.0]
     hands = {
         "GPU": WorkerProfile(lambda box: (), 1.0, runs=True, begins=4.0),

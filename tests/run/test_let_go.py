@@ -17,8 +17,8 @@ import pytest
 from tests.support.emulator import needs_compiler
 from tests.support.fake_pipeline import COLUMNS, Output, Session, no_thread_is_left, quiet, run_session, volume
 from tests.support.fake_pipeline import Source as Voxels
-from tests.support.hosted_sessions import a_plan, emulated_device, session_for
 from tests.support.odd_networks import Poisoned
+from tests.support.offloaded_sessions import a_plan, emulated_device, session_for
 from znnpy.errors import DeviceError, OutputError, Stopped
 from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.run import pipeline
@@ -40,12 +40,12 @@ def failing(at: str, stage: str, patch: int) -> None:
 def test_sessions_sources_and_outputs_are_freed(at: str, lanes: int) -> None:
     def go() -> list[weakref.ref[Any]]:
         hook = partial(failing, at)
-        with ThreadPool(1) as crew:
+        with ThreadPool(1) as pool:
             output, source = Output(hook), Voxels(volume(), hook)
-            sessions = [Session(hook, crew) for _ in range(lanes)]
+            sessions = [Session(hook, pool) for _ in range(lanes)]
             shares = ColumnQueue(COLUMNS)
             with suppress(OutputError):
-                pipeline.run_workers([Worker("CPU", session, crew, shares) for session in sessions], source, output)
+                pipeline.run_workers([Worker("CPU", session, pool, shares) for session in sessions], source, output)
                 assert at == "nowhere"
         return refs(output, source, *sessions)
 
@@ -65,10 +65,10 @@ def test_failed_writer_frees_everything() -> None:
             raise OutputError("a")
 
     def go() -> list[weakref.ref[Any]]:
-        with ThreadPool(1) as crew:
-            output, source, session = Output(hook), Voxels(volume(), hook), Session(hook, crew)
+        with ThreadPool(1) as pool:
+            output, source, session = Output(hook), Voxels(volume(), hook), Session(hook, pool)
             with pytest.raises(OutputError):
-                run_session(session, crew, source, output, COLUMNS)
+                run_session(session, pool, source, output, COLUMNS)
             return refs(output, source, session)
 
     assert [there() for there in go()] == [None] * 3
@@ -97,12 +97,12 @@ def test_refused_buffers_of_a_device_free_everything(late: bool, lanes: int) -> 
     """The last of the workers is refused its buffers."""
 
     def go() -> list[weakref.ref[Any]]:
-        with ThreadPool(1) as crew:
+        with ThreadPool(1) as pool:
             output, source, shares = Output(quiet), Voxels(volume(), quiet), ColumnQueue(COLUMNS)
-            sessions = [Session(quiet, crew) for _ in range(lanes - 1)]
-            sessions.append(Refuses(late, quiet, crew))
+            sessions = [Session(quiet, pool) for _ in range(lanes - 1)]
+            sessions.append(Refuses(late, quiet, pool))
             with suppress(DeviceError):
-                pipeline.run_workers([Worker("CPU", session, crew, shares) for session in sessions], source, output)
+                pipeline.run_workers([Worker("CPU", session, pool, shares) for session in sessions], source, output)
                 assert late
                 assert lanes == 2
             return refs(output, source, *sessions)
@@ -124,7 +124,7 @@ def test_sessions_of_two_stages_are_freed(monkeypatch: pytest.MonkeyPatch, fails
             source = Source(ArrayVolume(voxels), roi=None, border="valid", network=net.network, allow_nan=False)
             output = Poisoned.of((net.network.output_channels, *plan.output), np.float32)
             with suppress(OutputError):
-                run_session(session, session.crew, source, output, plan.cover(net.network), progress)
+                run_session(session, session.pool, source, output, plan.cover(net.network), progress)
                 assert not fails
         return weakref.ref(session)
 
@@ -159,13 +159,13 @@ def test_ctrl_c_while_a_thread_hangs_frees_everything_later(presses: int, patch:
         assert caller is not None
         signal.pthread_kill(caller, signal.SIGINT)
 
-    def press(crew: ThreadPool) -> None:
+    def press(pool: ThreadPool) -> None:
         assert inside.wait(20)
         time.sleep(0.1)
         ctrl_c()
         with suppress(Stopped):
             while not over.wait(0.01):
-                crew.check()
+                pool.check()
         if over.wait(0.1):
             return
         if presses == 2:
@@ -174,12 +174,12 @@ def test_ctrl_c_while_a_thread_hangs_frees_everything_later(presses: int, patch:
             goes_on.set()
 
     def go() -> list[weakref.ref[Any]]:
-        with ThreadPool(1) as crew:
-            thread = threading.Thread(target=press, args=(crew,))
-            output, source, session = Output(hook), Voxels(volume(), hook), Session(hook, crew)
+        with ThreadPool(1) as pool:
+            thread = threading.Thread(target=press, args=(pool,))
+            output, source, session = Output(hook), Voxels(volume(), hook), Session(hook, pool)
             thread.start()
             with pytest.raises(KeyboardInterrupt):
-                run_session(session, crew, source, output, COLUMNS)
+                run_session(session, pool, source, output, COLUMNS)
             over.set()
             thread.join()
             assert goes_on.is_set() == no_thread_is_left() == (presses == 1)
@@ -204,8 +204,8 @@ def test_ctrl_c_while_threads_start_frees_everything(monkeypatch: pytest.MonkeyP
         begin(thread)
 
     shares = ColumnQueue(COLUMNS)
-    with ThreadPool(1) as crew:
-        lanes = [Worker("CPU", Session(quiet, crew), crew, shares) for _ in range(2)]
+    with ThreadPool(1) as pool:
+        lanes = [Worker("CPU", Session(quiet, pool), pool, shares) for _ in range(2)]
         monkeypatch.setattr(threading.Thread, "start", third_is_interrupted)
         with pytest.raises(KeyboardInterrupt):
             pipeline.run_workers(lanes, Voxels(volume(), quiet), Output(quiet))

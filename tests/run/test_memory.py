@@ -183,9 +183,9 @@ def test_session_has_its_memory_before_it_runs(tmp_path: Path) -> None:
         "from znnpy.run.session import Session\n"
         "from znnpy.trained import load_network\n"
         "trained, plan = load_network('fib25_boundary'), RunPlan.load(Path(sys.argv[1]))\n"
-        "with ThreadPool(2) as crew:\n"
+        "with ThreadPool(2) as pool:\n"
         "    before = process_bytes()\n"
-        "    with Session(plan.main, trained.network, trained.weights, crew):\n"
+        "    with Session(plan.main, trained.network, trained.weights, pool):\n"
         "        print(process_bytes() - before)\n"
     )
     taken = int(subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, check=True).stdout)
@@ -205,7 +205,7 @@ def test_bound_session_allocates_at_most_its_allowance(primitive: str, dtype: st
     raw = np.random.default_rng(8).integers(0, 256, (1, *chosen.main.patch_in)).astype(np.float64)
     out = np.full((network.output_channels, *chosen.patch_out), 77, dtype)
     assert raw.nbytes > chosen.main.memory.last.allowance
-    with ThreadPool(2) as crew, Session(chosen.main, network, trained.weights, crew) as session:
+    with ThreadPool(2) as pool, Session(chosen.main, network, trained.weights, pool) as session:
         session.run(raw, out)
         tracemalloc.start()
         try:

@@ -58,10 +58,10 @@ def test_columns_of_several_steps_finish_with_the_last() -> None:
         if stage == "write":
             events.append((patch, len(finished)))
 
-    with ThreadPool(1) as crew:
+    with ThreadPool(1) as pool:
         output = Output(hook)
         finished = output.finished
-        run_session(Session(hook, crew), crew, Source(volume(), quiet), output, columns)
+        run_session(Session(hook, pool), pool, Source(volume(), quiet), output, columns)
     assert output.finished == [0, 1, 2]
     assert [done for _, done in events] == [0] * 5 + [1] + [2] * (len(steps) - 6)
     np.testing.assert_array_equal(output.written, dense(volume()))
@@ -147,11 +147,11 @@ def test_failure_of_any_stage_is_raised_and_nothing_hangs(seed: int) -> None:
         seen["progress"] += 1
         hook("progress", seen["progress"] - 1)
 
-    with ThreadPool(1) as crew:
+    with ThreadPool(1) as pool:
         output = Output(hook)
         began = time.perf_counter()
         with pytest.raises(type(fault)) as caught:
-            run_session(Session(hook, crew), crew, Source(volume(), hook), output, COLUMNS, progress)
+            run_session(Session(hook, pool), pool, Source(volume(), hook), output, COLUMNS, progress)
         assert time.perf_counter() - began < 2
     assert is_fault(caught.value, fault, named=where != "progress")
     assert no_thread_is_left()
@@ -201,10 +201,10 @@ def test_ctrl_c_while_any_stage_is_busy_ends_the_run(stage: str) -> None:
         assert ident is not None
         signal.pthread_kill(ident, signal.SIGINT)
 
-    with ThreadPool(1) as crew:
+    with ThreadPool(1) as pool:
         output = Output(hook)
         with pytest.raises(KeyboardInterrupt):
-            run_session(Session(hook, crew), crew, Source(volume(), hook), output, COLUMNS)
+            run_session(Session(hook, pool), pool, Source(volume(), hook), output, COLUMNS)
     assert no_thread_is_left()
     for index in output.finished:
         kept = (slice(None), *COLUMNS[index].steps[0].write.slices)
@@ -212,21 +212,21 @@ def test_ctrl_c_while_any_stage_is_busy_ends_the_run(stage: str) -> None:
 
 
 def test_stopped_thread_pool_stops_the_run() -> None:
-    with ThreadPool(1) as crew:
+    with ThreadPool(1) as pool:
 
         def hook(stage: str, patch: int) -> None:
             if (stage, patch) == ("read", 3):
-                crew.stop()
+                pool.stop()
 
         with pytest.raises(Stopped):
-            run_session(Session(hook, crew), crew, Source(volume(), hook), Output(hook), COLUMNS)
+            run_session(Session(hook, pool), pool, Source(volume(), hook), Output(hook), COLUMNS)
     assert no_thread_is_left()
 
 
 @pytest.mark.parametrize("where", ["read", "write"])
 def test_failure_elsewhere_stops_the_computation_inside_a_patch(where: str) -> None:
     busy = threading.Event()
-    with ThreadPool(1) as crew:
+    with ThreadPool(1) as pool:
 
         def hook(stage: str, patch: int) -> None:
             if (stage, patch) == (where, 1):
@@ -235,11 +235,11 @@ def test_failure_elsewhere_stops_the_computation_inside_a_patch(where: str) -> N
             until = time.perf_counter() + 5
             while stage == "compute" and patch == (0 if where == "read" else 2) and time.perf_counter() < until:
                 busy.set()
-                crew.check()
+                pool.check()
 
         began = time.perf_counter()
         with pytest.raises(VolumeError, match=r"^gone \(output voxels .*, step 0 of column 1\)$"):
-            run_session(Session(hook, crew), crew, Source(volume(), hook), Output(hook), COLUMNS)
+            run_session(Session(hook, pool), pool, Source(volume(), hook), Output(hook), COLUMNS)
         assert time.perf_counter() - began < 2
 
 
@@ -251,14 +251,14 @@ def test_columns_are_not_kept_in_a_list() -> None:
         if (stage, patch) == ("compute", 3):
             raise KeyboardInterrupt
 
-    with ThreadPool(1) as crew:
+    with ThreadPool(1) as pool:
         many = cover((3, 2, 4 * 20_000), PATCH)
         source = Source(np.zeros((2, *NETWORK.patch_in((3, 2, 40))), np.float32), quiet)
         output = Output(quiet, ColumnSet(len(many), range(100, 10_000)))
         tracemalloc.start()
         try:
             with pytest.raises(KeyboardInterrupt):
-                run_session(Session(hook, crew), crew, source, output, many)
+                run_session(Session(hook, pool), pool, source, output, many)
             assert tracemalloc.get_traced_memory()[1] < 2**18
         finally:
             tracemalloc.stop()
@@ -274,6 +274,6 @@ def test_buffers_are_few_and_reused() -> None:
             addresses["out"].add(out.ctypes.data)
             super().run(raw, out, begins=begins)
 
-    with ThreadPool(1) as crew:
-        run_session(Watching(quiet, crew), crew, Source(volume(), quiet), Output(quiet), COLUMNS)
+    with ThreadPool(1) as pool:
+        run_session(Watching(quiet, pool), pool, Source(volume(), quiet), Output(quiet), COLUMNS)
     assert {name: len(used) for name, used in addresses.items()} == {"raw": 2, "out": 2}

@@ -103,14 +103,14 @@ def went(
         hands, sessions = {}, {}
         for name in hooks:
             gpu = name.startswith("GPU")
-            crew, other = (gpus, hooks[name]) if gpu else (cpu, until_stopped(hooks[name], cpu, hangs, late, deaf))
+            pool, other = (gpus, hooks[name]) if gpu else (cpu, until_stopped(hooks[name], cpu, hangs, late, deaf))
             patch, along = patches[name[:3]], axis if gpu or walks else (axis + 1) % 3
             columns, seconds = partial(columns_within, patch=patch, axis=along), 0.01 if gpu else 0.03
             hands[name] = WorkerProfile(
                 columns, seconds, runs=gpu, walks=walks and not gpu, begins=0.0 if gpu else 0.02
             )
             whole = Cover(SIZE, patch, along, 3 * patch[along], MARGINS[along])
-            sessions[name] = (Late if gpu else Session)(other, crew, WALKER, whole)
+            sessions[name] = (Late if gpu else Session)(other, pool, WALKER, whole)
         shares = BalancedQueue(cells, axis, hands, done)
         lanes = [Worker(name, sessions[name], gpus if name.startswith("GPU") else cpu, shares) for name in hooks]
         timings = pipeline.run_workers(lanes, Source(volume(WALKER), hook), output, progress)
@@ -118,13 +118,13 @@ def went(
     return output, timings
 
 
-def until_stopped(hook: Hook, crew: ThreadPool, hangs: int, late: float, deaf: bool) -> Hook:
+def until_stopped(hook: Hook, pool: ThreadPool, hangs: int, late: float, deaf: bool) -> Hook:
     def stalled(stage: str, patch: int) -> None:
         hook(stage, patch)
         began = time.perf_counter()
         while patch == hangs and time.perf_counter() < began + late:
             if not deaf:
-                crew.check()
+                pool.check()
             time.sleep(0.001)
 
     return stalled
@@ -339,8 +339,8 @@ def test_item_is_taken_only_when_it_can_be_read() -> None:
     cells = whole = Cover(SIZE, (1, 5, 9))
     hands = {"CPU": WorkerProfile(patches, 1.0, runs=False)}
     shares, output = BalancedQueue(cells, 0, hands), Lenient(quiet)
-    with ThreadPool(1) as crew:
-        lane = Worker("CPU", Session(hook, crew, WALKER, whole), crew, shares)
+    with ThreadPool(1) as pool:
+        lane = Worker("CPU", Session(hook, pool, WALKER, whole), pool, shares)
         words = ((lane,), Source(volume(WALKER), quiet), output)
         thread = threading.Thread(target=pipeline.run_workers, args=words)
         thread.start()
@@ -354,8 +354,8 @@ def test_item_is_taken_only_when_it_can_be_read() -> None:
 
 def test_worker_without_reads_ends() -> None:
     """A session that is told of no reads makes no buffers; the run ends all the same."""
-    with ThreadPool(1) as crew:
-        session = Session(quiet, crew)
+    with ThreadPool(1) as pool:
+        session = Session(quiet, pool)
         output = Output(quiet, frozenset(range(len(COLUMNS))))
-        timings = run_session(session, crew, Source(volume(), quiet), output, COLUMNS)
+        timings = run_session(session, pool, Source(volume(), quiet), output, COLUMNS)
     assert timings.voxels == 0

@@ -50,15 +50,15 @@ def test_every_voxel_arrives_in_columns(axis: int, steps: int) -> None:
 def test_column_is_recorded_after_its_last_step(axis: int) -> None:
     columns = walking(axis, 2, (3, 2, 2))
     seen: list[int] = []
-    with ThreadPool(1) as crew:
+    with ThreadPool(1) as pool:
 
         def hook(stage: str, patch: int) -> None:
             if stage == "write":
                 seen.append(len(output.finished))
 
         output = Output(hook)
-        session = Session(hook, crew, WALKER, columns)
-        run_session(session, crew, Source(volume(WALKER), quiet), output, columns)
+        session = Session(hook, pool, WALKER, columns)
+        run_session(session, pool, Source(volume(WALKER), quiet), output, columns)
     writes = [sum(step.write.voxels > 0 for step in column.steps) for column in columns]
     assert set(writes) == {1, 2}
     assert seen == [index for index, count in enumerate(writes) for _ in range(count)]
@@ -84,9 +84,9 @@ def test_first_steps_write_nothing_and_take_no_buffer(axis: int) -> None:
         if stage == "write":
             assert begun.wait(5), "the computation waits for a buffer that it does not need"
 
-    with ThreadPool(1) as crew:
+    with ThreadPool(1) as pool:
         output = Output(hook)
-        run_session(Watching(quiet, crew, WALKER, columns), crew, Source(volume(WALKER), quiet), output, columns)
+        run_session(Watching(quiet, pool, WALKER, columns), pool, Source(volume(WALKER), quiet), output, columns)
     assert outs == [step.write.voxels > 0 for column in columns for step in column.steps]
     np.testing.assert_array_equal(output.written, dense(volume(WALKER), WALKER))
 
@@ -138,11 +138,11 @@ def test_failure_within_a_column_leaves_whole_columns(seed: int) -> None:
         if (stage, patch) == (where, when):
             raise fault
 
-    with ThreadPool(1) as crew:
+    with ThreadPool(1) as pool:
         output = Output(hook)
-        session, source = Session(hook, crew, WALKER, columns), Source(volume(WALKER), hook)
+        session, source = Session(hook, pool, WALKER, columns), Source(volume(WALKER), hook)
         with pytest.raises(type(fault)) as caught:
-            run_session(session, crew, source, output, columns)
+            run_session(session, pool, source, output, columns)
     assert is_fault(caught.value, fault)
     assert no_thread_is_left()
     assert output.finished == list(range(len(output.finished))) != list(range(len(columns)))

@@ -67,9 +67,9 @@ class UnderWay(Session):
 
 def went(hook: Hook = quiet, columns: Any = COLUMNS, voxels: Any = None) -> tuple[Output, UnderWay]:
     network = NETWORK if columns is COLUMNS else WALKER
-    with ThreadPool(1) as crew:
-        output, session = Output(hook), UnderWay(hook, crew, network, columns)
-        run_session(session, crew, Source(volume(network) if voxels is None else voxels, hook), output, columns)
+    with ThreadPool(1) as pool:
+        output, session = Output(hook), UnderWay(hook, pool, network, columns)
+        run_session(session, pool, Source(volume(network) if voxels is None else voxels, hook), output, columns)
     return output, session
 
 
@@ -152,12 +152,12 @@ def test_failure_is_raised_and_leaves_whole_columns(seed: int) -> None:
             raise fault
 
     network = WALKER if seed % 2 else NETWORK
-    with ThreadPool(1) as crew:
+    with ThreadPool(1) as pool:
         output = Output(hook)
-        session, source = UnderWay(hook, crew, network, columns), Source(volume(network), hook)
+        session, source = UnderWay(hook, pool, network, columns), Source(volume(network), hook)
         began = time.perf_counter()
         with pytest.raises(type(fault)) as caught:
-            run_session(session, crew, source, output, columns)
+            run_session(session, pool, source, output, columns)
         assert time.perf_counter() - began < 2
     assert is_fault(caught.value, fault)
     assert no_thread_is_left()
@@ -194,8 +194,8 @@ def test_three_buffers_of_each_kind_exist() -> None:
             used["out"].add(out.ctypes.data)
             return super().submit(raw, out, begins=begins)
 
-    with ThreadPool(1) as crew:
-        run_session(Watching(quiet, crew), crew, Source(volume(), quiet), Output(quiet), COLUMNS)
+    with ThreadPool(1) as pool:
+        run_session(Watching(quiet, pool), pool, Source(volume(), quiet), Output(quiet), COLUMNS)
     assert {name: len(buffers) for name, buffers in used.items()} == {"raw": 3, "out": 3}
 
 
@@ -218,7 +218,7 @@ def test_buffers_are_made_while_others_are_in_use() -> None:
             return super().submit(raw, out, begins=begins)
 
     columns = walking(0, 2)
-    with ThreadPool(1) as crew:
+    with ThreadPool(1) as pool:
         output = Output(quiet)
-        run_session(Slow(quiet, crew, WALKER, columns), crew, Source(volume(WALKER), quiet), output, columns)
+        run_session(Slow(quiet, pool, WALKER, columns), pool, Source(volume(WALKER), quiet), output, columns)
     np.testing.assert_array_equal(output.written, dense(volume(WALKER), WALKER))

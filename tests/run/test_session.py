@@ -61,7 +61,7 @@ def run_one_patch(trained: TrainedNetwork, table: tuple[Primitive, ...], raw: np
     alone = any(primitive.kind == "pool" for primitive in table)
     assert len(plan.choices) == len(network.layers) - (0 if alone else pooled)
     out = np.full((network.output_channels, *size), np.nan, np.float32)
-    with ThreadPool(threads) as crew, Session(plan.main, network, trained.weights, crew) as session:
+    with ThreadPool(threads) as pool, Session(plan.main, network, trained.weights, pool) as session:
         session.run(raw, out)
     return out
 

@@ -82,11 +82,11 @@ class Case:
             names[f"{choice.shape.kind} {layers} {choice.primitive}"] = index
         return names
 
-    def session(self, crew: ThreadPool, trace: Trace | None, lane: str | None = None) -> Session:
+    def session(self, pool: ThreadPool, trace: Trace | None, lane: str | None = None) -> Session:
         device: Any = self.device
         table = TABLE if device is None else STAND_INS
         words: dict[str, Any] = {"device": device, "trace": trace, "lane": lane}
-        return Session(self.plan, self.net.network, self.net.weights, crew, table, **words)
+        return Session(self.plan, self.net.network, self.net.weights, pool, table, **words)
 
     def steps(self) -> Iterator[tuple[Any, Any, bool, Any]]:
         """Raw patch, room for what comes out, `begins`, and where of the output that belongs, of every step."""
@@ -102,7 +102,7 @@ class Case:
     def run(self, path: Path) -> tuple[list[Span], Session, float, float]:
         """Spans, the closed session, and when the first step was submitted and the last was there."""
         dense = np.full((self.net.network.output_channels, *self.plan.output), np.nan, np.float32)
-        with Trace(path) as trace, ThreadPool(2) as crew, self.session(crew, trace) as session:
+        with Trace(path) as trace, ThreadPool(2) as pool, self.session(pool, trace) as session:
             begun = time.perf_counter() - trace._zero
             tickets: list[Any] = []
 
@@ -212,9 +212,9 @@ def test_each_device_has_its_own_tracks(tmp_path: Path, device: EmulatedDevice) 
     for on in (None, device):
         case = Case.of(NETWORKS[0], on, walks=False)
         raw, out, begins, _ = next(case.steps())
-        with Trace(path) as trace, ThreadPool(1) as crew, ExitStack() as stack:
+        with Trace(path) as trace, ThreadPool(1) as pool, ExitStack() as stack:
             for lane in ("one", "two"):
-                stack.enter_context(case.session(crew, trace, lane)).run(raw, out, begins=begins)
+                stack.enter_context(case.session(pool, trace, lane)).run(raw, out, begins=begins)
         tracks = [("upload", "compute", "download"), ("",)][on is None]
         assert {span.track for span in spans_of(path)} == {
             f"{lane} {track}".rstrip() for lane in ("one", "two") for track in tracks
@@ -233,7 +233,7 @@ def test_span_is_as_long_as_its_work(tmp_path: Path, device: EmulatedDevice, mon
 
     case = Case.of(NETWORKS[0], device, walks=False)
     raw, out, begins, _ = next(case.steps())
-    with Trace(path) as trace, ThreadPool(1) as crew, case.session(crew, trace) as session:
+    with Trace(path) as trace, ThreadPool(1) as pool, case.session(pool, trace) as session:
         session.run(raw, out, begins=begins)
         monkeypatch.setattr(EmulatedDevice, "copy_async", slow)
         session.run(raw, out, begins=begins)
@@ -251,7 +251,7 @@ def test_step_is_recorded_when_it_is_waited_for(tmp_path: Path, device: Emulated
             told.append(facts["step"])
 
     case = Case.of(NETWORKS[0], device, walks=False)
-    with Noted(tmp_path / "trace.json") as trace, ThreadPool(1) as crew, case.session(crew, trace) as session:
+    with Noted(tmp_path / "trace.json") as trace, ThreadPool(1) as pool, case.session(pool, trace) as session:
         tickets = [session.submit(raw, out, begins=begins) for raw, out, begins, _ in list(case.steps())[:2]]
         assert not told
         for number, ticket in enumerate(tickets):
@@ -273,7 +273,7 @@ def test_device_clock_is_kept_aligned_with_the_host(
     case = Case.of(NETWORKS[0], device, walks=False)
     raw, out, begins, _ = next(case.steps())
     path = tmp_path / "trace.json"
-    with Trace(path) as trace, ThreadPool(1) as crew, case.session(crew, trace) as session:
+    with Trace(path) as trace, ThreadPool(1) as pool, case.session(pool, trace) as session:
         session.run(raw, out, begins=begins)  # kernels are compiled
         time.sleep(0.6)
         begun = time.perf_counter() - trace._zero
@@ -335,7 +335,7 @@ def test_error_of_a_run_wins_over_that_of_its_trace(tmp_path: Path, device: Emul
     raw, out, begins, _ = next(case.steps())
 
     def run(error: BaseException | None) -> None:
-        with Full(tmp_path / "trace.json") as trace, ThreadPool(1) as crew, case.session(crew, trace) as session:
+        with Full(tmp_path / "trace.json") as trace, ThreadPool(1) as pool, case.session(pool, trace) as session:
             session.submit(raw, out, begins=begins)
             if error is not None:
                 raise error
@@ -354,7 +354,7 @@ def test_gpu_work_before_an_early_end_is_traced(tmp_path: Path, device: Emulated
     path = tmp_path / "trace.json"
 
     def ends_early() -> None:
-        with Trace(path) as trace, ThreadPool(1) as crew, case.session(crew, trace) as session:
+        with Trace(path) as trace, ThreadPool(1) as pool, case.session(pool, trace) as session:
             session.submit(raw, out, begins=begins)
             raise ZnnpyError("the volume ends here; give a longer one")
 
@@ -373,8 +373,8 @@ def test_gpu_work_before_an_early_end_is_traced(tmp_path: Path, device: Emulated
     with (
         pytest.raises(ValuesOverflowError),
         Trace(path) as trace,
-        ThreadPool(1) as crew,
-        case.session(crew, trace) as session,
+        ThreadPool(1) as pool,
+        case.session(pool, trace) as session,
     ):
         session.run(raw, out, begins=begins)
     *spans, why = read_spans(path)
@@ -395,7 +395,7 @@ def test_nothing_is_timed_without_a_trace(device: EmulatedDevice, monkeypatch: p
     monkeypatch.setattr(EmulatedDevice, "event", noted)
     case = Case.of(NETWORKS[0], device, walks=False)
     raw, out, begins, _ = next(case.steps())
-    with ThreadPool(1) as crew, case.session(crew, None) as session:
+    with ThreadPool(1) as pool, case.session(pool, None) as session:
         session.run(raw, out, begins=begins)
     assert made
     assert not any(made)

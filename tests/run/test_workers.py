@@ -79,7 +79,7 @@ def any_columns(seed: int, rng: random.Random) -> tuple[Cover, Network]:
 
 def workers_of(
     hooks: Sequence[Hook],
-    crew: ThreadPool,
+    pool: ThreadPool,
     network: Network,
     columns: Sequence[Column],
     done: frozenset[int] = frozenset(),
@@ -87,7 +87,7 @@ def workers_of(
     """One a hook, of the same shares; every other one with a step under way."""
     shares = ColumnQueue(columns, done=done)
     return [
-        Worker(f"device {number}", (Under if number % 2 else Session)(hook, crew, network, columns), crew, shares)
+        Worker(f"device {number}", (Under if number % 2 else Session)(hook, pool, network, columns), pool, shares)
         for number, hook in enumerate(hooks)
     ]
 
@@ -101,9 +101,9 @@ def went(
     progress: Callable[[pipeline.Event], None] | None = None,
     output: Output | None = None,
 ) -> tuple[Output, pipeline.Timings]:
-    with ThreadPool(1) as crew:
+    with ThreadPool(1) as pool:
         output = output or Lenient(hook, done)
-        lanes = workers_of(hooks, crew, network, columns, done)
+        lanes = workers_of(hooks, pool, network, columns, done)
         timings = pipeline.run_workers(lanes, Source(volume(network), hook), output, progress)
     for lane, timed in zip(lanes, timings.workers, strict=True):
         assert isinstance(lane.session, Session)

@@ -37,7 +37,7 @@ class Ran:
 
     out: Array
     footprint: Footprint
-    peak_bytes: int  # what the run allocated beside its buffers
+    peak_bytes: int  # what the run allocated besides its buffers
     touched: dict[str, float]  # the part of every scratch buffer that was written, between 0 and 1
 
 
@@ -59,8 +59,8 @@ def run(
     stores = {s.name: aligned(s.nbytes + 2 * GUARD) for s in footprint.scratch}
     scratch = {name: store[GUARD : len(store) - GUARD] for name, store in stores.items()}
     out = np.full(shape.out_shape, np.nan, np.float32) if out is None else out
-    with ThreadPool(threads) as crew:
-        step = primitive.bind(primitive.prepare(weights, variant, crew), shape, variant, crew)
+    with ThreadPool(threads) as pool:
+        step = primitive.bind(primitive.prepare(weights, variant, pool), shape, variant, pool)
         tracemalloc.start()
         try:
             step.run(x, out, scratch)

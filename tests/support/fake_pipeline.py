@@ -47,7 +47,7 @@ class Session:
     abandoned = False
 
     def __init__(
-        self, hook: Hook, crew: ThreadPool, network: Network = NETWORK, columns: Sequence[Column] = COLUMNS
+        self, hook: Hook, pool: ThreadPool, network: Network = NETWORK, columns: Sequence[Column] = COLUMNS
     ) -> None:
         self.network = network
         self._axis = columns.axis if isinstance(columns, Cover) else 0
@@ -63,7 +63,7 @@ class Session:
             warmup_work=lambda network: (0.0, 0.5),
         )
         self._read = np.full((2, *network.patch_in(patch)), np.nan)
-        self._hook, self._crew, self._count = hook, crew, 0
+        self._hook, self._pool, self._count = hook, pool, 0
 
     def buffers(
         self, raw: np.dtype[Any], out: np.dtype[Any], *, reads: int, writes: int
@@ -88,7 +88,7 @@ class Session:
         self.abandoned = True
 
     def run(self, raw: npt.NDArray[Any], out: npt.NDArray[Any] | None, *, begins: bool = True) -> None:
-        self._crew.check()
+        self._pool.check()
         self._hook("compute", self._count)
         self._count += 1
         planes, new = np.moveaxis(self._read, 1 + self._axis, 0), np.moveaxis(raw, 1 + self._axis, 0)
@@ -155,24 +155,24 @@ def run(
     progress: Callable[[pipeline.Event], None] | None = None,
     network: Network = NETWORK,
 ) -> tuple[Output, pipeline.Timings]:
-    with ThreadPool(1) as crew:
+    with ThreadPool(1) as pool:
         output = Output(hook, done)
         source = Source(volume(network) if voxels is None else voxels, hook)
-        session = Session(hook, crew, network, columns)
-        timings = run_session(session, crew, source, output, columns, progress)
+        session = Session(hook, pool, network, columns)
+        timings = run_session(session, pool, source, output, columns, progress)
     return output, timings
 
 
 def run_session(
     session: Computes,
-    crew: Stoppable,
+    pool: Stoppable,
     source: StepSource,
     output: pipeline.Writes,
     columns: Sequence[Column],
     progress: Callable[[pipeline.Event], None] | None = None,
 ) -> pipeline.Timings:
     """Read, compute and write every column that `output.done` does not hold, with one worker."""
-    worker = Worker(session.plan.device.upper(), session, crew, ColumnQueue(columns, done=output.done))
+    worker = Worker(session.plan.device.upper(), session, pool, ColumnQueue(columns, done=output.done))
     return pipeline.run_workers((worker,), source, output, progress)
 
 

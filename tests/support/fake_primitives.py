@@ -71,10 +71,10 @@ class Fake:
         values = prod(shape.out_shape)
         return (Work(self.unit, self.flops * values / variant.count("scale"), 0.0),)
 
-    def prepare(self, weights: ConvWeights | None, variant: Variant, crew: ThreadPool) -> Any:
+    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> Any:
         raise NotImplementedError("a fake does not run")
 
-    def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: ThreadPool) -> Step:
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, pool: ThreadPool) -> Step:
         raise NotImplementedError("a fake does not run")
 
 

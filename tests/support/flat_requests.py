@@ -67,7 +67,7 @@ def costs_of(
     host_rates: Rates | None = None,
     in_host_ram: tuple[DividedPrimitive, ...] = IN_HOST_RAM,
 ) -> CostModel:
-    """Return costs with the rates of a device, and of the CPU beside it."""
+    """Return costs with the rates of a device, and of the CPU at its side."""
     known: dict[DeviceKind, Rates] = {}
     if host_rates is not None:
         known["cpu"] = host_rates
@@ -104,7 +104,7 @@ def make_plan(
 ) -> RunPlan:
     """Return the best plan of one device, or of a mode.
 
-    than  with a mode of hosted layers: the plan of the GPU alone, and a faster one is asked for
+    than  with a mode of offloaded layers: the plan of the GPU alone, and a faster one is asked for
     """
     device = device if mode is None else "gpu"
     request = request_of(

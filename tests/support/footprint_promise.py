@@ -59,10 +59,10 @@ MOST_SECONDS = 0.4  # predicted, of one run
 MOST_TRIES = 20_000
 
 
-class EvenCrew(ThreadPool):
+class EvenPool(ThreadPool):
     """Every worker has its part of every stage, all of them at once, as on a machine with as many idle cores.
 
-    A crew leaves to chance who takes which share: with more threads than cores some may never get one, and what they
+    A pool leaves to chance who takes which share: with more threads than cores some may never get one, and what they
     would have touched would not be counted.
     """
 
@@ -175,9 +175,9 @@ def run(case: Case, weights: ConvWeights | None) -> None:
     """Run as a session does: prepare weights, bind the step, then allocate the arena."""
     footprint = case.primitive.footprint(case.shape, case.variant, case.threads)
     tensors, nbytes = place(chain([(case.shape, footprint)]))
-    with EvenCrew(case.threads) as crew:
-        resident = case.primitive.prepare(weights, case.variant, crew)
-        step = case.primitive.bind(resident, case.shape, case.variant, crew)
+    with EvenPool(case.threads) as pool:
+        resident = case.primitive.prepare(weights, case.variant, pool)
+        step = case.primitive.bind(resident, case.shape, case.variant, pool)
         arena = host_arena(aligned_bytes(nbytes), tensors)
         x = arena.tensor("x0", case.shape.in_shape, np.float32)
         out = arena.tensor("x1", case.shape.out_shape, np.float32)

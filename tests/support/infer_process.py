@@ -1,4 +1,4 @@
-"""One process of `znnpy infer`, with a network that costs nothing beside reading and writing."""
+"""One process of `znnpy infer`, with a network that costs nothing compared to reading and writing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def infer(volume: Path, *arguments: str) -> tuple[int, int]:
 
 
 def thin(folder: Path) -> Path:
-    """Write a network that costs nothing beside reading and writing, with its weights."""
+    """Write a network that costs nothing compared to reading and writing, with its weights."""
     weight, bias = np.ones((1, 1, 2, 2, 2), np.float32), np.zeros(1, np.float32)
     np.savez(folder / "thin.npz", conv0_weight=weight, conv0_bias=bias)
     path = folder / "thin.yaml"

@@ -240,9 +240,9 @@ def poisoned_session(
     plan: Plan, trained: TrainedNetwork, table: tuple[Primitive, ...] = TABLE, device: Any = None
 ) -> Iterator[Session]:
     """Open a session whose arena holds NaN; on a GPU, poisoning is up to `device`."""
-    with pytest.MonkeyPatch.context() as patch, ThreadPool(plan.compute_threads) as crew:
+    with pytest.MonkeyPatch.context() as patch, ThreadPool(plan.compute_threads) as pool:
         patch.setattr(cpu_backend, "aligned_bytes", _nan_bytes)
-        with Session(plan, trained.network, trained.weights, crew, table, device=device) as session:
+        with Session(plan, trained.network, trained.weights, pool, table, device=device) as session:
             yield session
 
 
@@ -263,7 +263,7 @@ def ran(
     assert source.output == plan.output
     output = Poisoned.of((network.output_channels, *plan.output), dtype)
     with poisoned_session(plan, trained, table, device) as session:
-        run_session(session, session.crew, source, output, plan.cover(network), progress)
+        run_session(session, session.pool, source, output, plan.cover(network), progress)
     assert (output.times == 1).all()
     assert output.finished == list(range(plan.columns))
     return output.array

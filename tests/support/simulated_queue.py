@@ -79,7 +79,7 @@ class Played:
         self.runs: list[tuple[int, ...]] = []
 
     def ends(self) -> dict[str, float]:
-        """When each lane ended its last lease."""
+        """Return the times at which the lanes ended their last leases."""
         lanes = dict(zip(self.true, joined(self.cells, *self.true), strict=True))
         max_in_flight: list[tuple[float, int, str, Lease]] = []
         ended, order = dict.fromkeys(self.true, 0.0), count()

@@ -100,12 +100,12 @@ class Timed(Fake):
         slower = prod(variant.size("tile")) * (1 if self.same else 1 + 0.01 * variant.count("group"))
         return (Work("gpu_gemm_float", self.flops * slower * prod(shape.out_shape), 0.0),)
 
-    def prepare(self, weights: Any, variant: Variant, crew: Any) -> Any:
+    def prepare(self, weights: Any, variant: Variant, pool: Any) -> Any:
         assert (weights is None) == (self.kind != "conv")
         return weights
 
-    def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: Any) -> Any:
-        return _Step(self, resident, shape, variant, crew)
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, pool: Any) -> Any:
+        return _Step(self, resident, shape, variant, pool)
 
 
 @dataclass(frozen=True, slots=True)

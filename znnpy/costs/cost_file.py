@@ -1,4 +1,4 @@
-"""What was measured of one device of one machine, as data that saves itself and checks where it applies."""
+"""Costs measured on one device of one machine, as data that saves itself and checks where it applies."""
 
 from __future__ import annotations
 

@@ -1,14 +1,15 @@
 """Fit the rates of units, and factors of primitives by size, to runs of whole layers.
 
-Method  Every unit has a factor on its arithmetic and one on its traffic, and what a stage takes to begin has one. Those
-        that predict the runs best are searched for along one direction after the other, with steps that halve where
-        none is an improvement. What is left is fitted by the own runs of each method: a factor at every one of SIZES,
-        in between interpolated, by least squares, and beyond the shortest and the longest run as there. Errors are
-        relative; large ones count by their size, not by its square (Huber, 1964): a run that was disturbed shall not
-        move what the others agree on. Rates are of runs that are long enough for a device to be busy: short ones, which
-        mostly start, count less, and tell what a method's factors at small sizes are.
-Prior   What no run depends on keeps its assumed rate: a factor costs a little more the further it is from 1. So does
-        a method's at one size the further it is from those at the next.
+Method  Every unit has two factors, on its arithmetic and on its traffic, and one more factor scales the time that a
+        stage takes to begin. The fit searches for the factors that predict the runs best, along one direction after the
+        other; the step halves when no direction improves the fit. The errors that remain are fitted method by method,
+        to the runs of that method alone: least squares give a factor at each of SIZES, sizes in between are
+        interpolated, and beyond the shortest and the longest run the factor stays constant. Errors are relative, and
+        large ones count by their size, not by its square (Huber, 1964), because a disturbed run shall not move a rate
+        on which the others agree. Short runs, in which a device mostly starts, count less for the rates; they decide
+        the factors of their method at small sizes.
+Prior   Each factor costs a little more the further it is from 1, so that a rate on which no run depends stays as it
+        was assumed. In the same way, each factor of a method costs more the further it is from that at the next size.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from znnpy.costs.model import Rates
 from znnpy.costs.size_trend import SIZES, interpolation_weights
 from znnpy.kernels.contract import Unit, Work
 
-PRIOR = 1e-2  # of a squared logarithm of a factor, against those of the errors
-SMOOTH, TO_ONE = 2e-2, 1e-3  # the same, of a method's factors: of the difference between two sizes, and of each
-LARGE_ERROR = 0.2  # a logarithm, from which on errors count by their size
-SHORT_SECONDS = 3e-4  # a run that takes so long counts half for rates
+PRIOR = 1e-2  # weight of the squared logarithm of a unit's factor in the loss
+SMOOTH, TO_ONE = 2e-2, 1e-3  # weights for a method's factors: differences between neighbouring sizes, distance from 1
+LARGE_ERROR = 0.2  # larger errors (logarithms of ratios) count by their size instead of its square
+SHORT_SECONDS = 3e-4  # a run of this length counts half for the rates
 MOST_FACTOR = log(1000.0)
-MOST_OF_A_SIZE = log(4.0)  # a factor, or one over that at the next size: a larger layer never takes less time
-FIRST_STEP, LAST_STEP = 0.5, 0.004  # of a logarithm
+MOST_OF_A_SIZE = log(4.0)  # limit of a method's factors, and of their fall to the next size: larger layers take longer
+FIRST_STEP, LAST_STEP = 0.5, 0.004  # steps of the search, in logarithms of factors
 MOST_SWEEPS = 200
-ROUNDS = 8  # of least squares, each with weights by the errors of the one before
+ROUNDS = 8  # rounds of least squares; the errors of each give the weights of the next
 
 Floats = npt.NDArray[np.float64]
 
@@ -43,13 +44,13 @@ class Run:
 
     work: tuple[Work, ...]
     seconds: float
-    method: str = ""  # of `cost_model.method`: what ran it
+    method: str = ""  # name of the primitive that ran, and its precision
 
 
 def fitted(rates: Rates, runs: Sequence[Run], *, begins: bool = True) -> Rates:
     """Return the rates that predict the runs best; units that no run uses keep theirs.
 
-    begins  the runs count what stages take to begin; else that is left out of them, and stays as it was
+    begins  the seconds of the runs include the time that stages take to begin; without it, that time is not fitted
     """
     units = units_of(runs)
     if not units:
@@ -77,7 +78,10 @@ def units_of(runs: Sequence[Run]) -> tuple[Unit, ...]:
 
 
 class _Problem:
-    """Runs as arrays: one entry per stage. Logarithms of factors: arithmetic of all units, traffic, a stage's begin."""
+    """Runs as arrays with one entry per stage.
+
+    The logarithms of factors stand in this order: arithmetic of all units, their traffic, the beginning of a stage.
+    """
 
     def __init__(self, rates: Rates, runs: Sequence[Run], units: Sequence[Unit], *, begins: bool) -> None:
         stages = [(number, work) for number, run in enumerate(runs) for work in run.work]
@@ -92,7 +96,7 @@ class _Problem:
         self._begins = begins
 
     def working(self, logs: Floats) -> Floats:
-        """Return the seconds of every run, without what its stages take to begin."""
+        """Return the seconds of every run without the beginnings of its stages."""
         flops, nbytes = np.exp(-logs[: self._units]), np.exp(-logs[self._units : -1])
         spent = np.maximum(self._flops * flops[self._unit], self._nbytes * nbytes[self._unit])
         return np.bincount(self._run, spent, len(self._begin)).astype(np.float64)
@@ -128,7 +132,7 @@ class _Problem:
     def _directions(self) -> Iterator[Floats]:
         """Yield the directions: all units together, each unit's arithmetic and traffic together, each logarithm alone.
 
-        A stage takes as long as the longer of the two: where they are equal neither helps alone.
+        A stage takes as long as the longer of its arithmetic and its traffic; if they are equal, neither helps alone.
         """
         each = np.eye(2 * self._units + 1)
         yield each[:-1].sum(axis=0)
@@ -160,13 +164,15 @@ def _factors(working: Floats, beginning: Floats, measured: Floats) -> tuple[floa
     for _ in range(ROUNDS):
         worked = working * np.exp(hats @ logs)
         errors = np.log(measured / (worked + beginning))
-        moving = hats * (worked / (worked + beginning))[:, None]  # the logarithm of what is predicted
+        moving = hats * (worked / (worked + beginning))[:, None]  # derivative of the logarithm of the predicted seconds
         weighted = moving.T * np.minimum(1.0, LARGE_ERROR / np.maximum(np.abs(errors), 1e-9))
         logs = logs + np.linalg.solve(prior + weighted @ moving, weighted @ errors - prior @ logs)
         logs = np.clip(logs, -MOST_OF_A_SIZE, MOST_OF_A_SIZE)
     shortest, longest = (hats[index] @ logs for index in (working.argmin(), working.argmax()))
     logs = np.where(np.array(SIZES) < working.min(), shortest, logs)
-    logs = np.where(np.array(SIZES) > working.max(), longest, logs)  # a slope between two runs says nothing of others
+    logs = np.where(
+        np.array(SIZES) > working.max(), longest, logs
+    )  # a slope between two runs does not extend beyond them
     for index in range(len(SIZES) - 1, 0, -1):
         logs[index - 1] = min(logs[index - 1], logs[index] + MOST_OF_A_SIZE)
     return tuple(float(factor) for factor in np.exp(logs))

@@ -43,7 +43,7 @@ OPTIMISM_AT_OTHER_SIZES = 0.25  # exponent of the optimism for layers measured a
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """What one kind of unit reaches when nothing else limits it."""
+    """The speed that one kind of unit reaches when nothing else limits it."""
 
     flops: float  # per second
     nbytes: float  # per second, read and written together
@@ -65,11 +65,11 @@ CPU_FIRST_TOUCH = 2.0**30  # assumed bytes per second of first writes: a virtual
 CPU_STAGE_SECONDS = 5e-5  # to hand one stage to the threads and to wait for the last of them
 # Rate of kernels not yet proven on any card: too slow to be chosen or measured, unless `only` asks for them.
 UNPROVEN = Rate(flops=0.5e12, nbytes=0.5e12)
-# Of an H200: 132 multiprocessors, 4.8 TB/s. The fused tiled FFT's were fitted to runs of 80 to 80 maps, of which
-# benchmarks/results/layers-nvidia-h200-2026-11-21.json keeps k = 2, 3, 5 and 7, and layers_k9-.. 9; those of
-# gpu.conv.implicit_gemm, block and cuconv to layers_gemm-.., layers_first-.., papers_pascal-.. and papers_cuconv-..
-# (gpu_gemm_half and _split were seen in a run that was not kept);
-# the others are assumed.
+# These are the rates of an H200 with 132 multiprocessors and 4.8 TB/s. Those of the fused tiled FFT are fitted to
+# layers of 80 to 80 maps: benchmarks/results/layers-nvidia-h200-2026-11-21.json keeps the runs with k = 2, 3, 5 and 7,
+# and layers_k9-.. those with k = 9. Those of gpu.conv.implicit_gemm, block and cuconv are fitted to layers_gemm-..,
+# layers_first-.., papers_pascal-.. and papers_cuconv-.. (the run that gave gpu_gemm_half and _split was not kept).
+# The others are assumed.
 GPU_RATES: Mapping[Unit, Rate] = {
     "gpu_fft16": Rate(flops=18e12, nbytes=3.4e12),
     "gpu_fft24": Rate(flops=19e12, nbytes=3.0e12),
@@ -98,7 +98,7 @@ UNPROVEN_UNITS = frozenset(unit for unit, rate in GPU_RATES.items() if rate == U
 GPU_STAGE_SECONDS = 3e-5  # to queue a kernel from Python, which short kernels wait for (2026-11-21: 35 to 50 µs)
 _EDGE_BYTES = 5e9  # assumed, per second: one thread's copies to and from page-locked buffers
 _H200_MULTIPROCESSORS, _H200_BANDWIDTH = 132, 4.8e12
-# Of one multiprocessor against one of an H200, by capability: arithmetic in float32, and on tensor cores.
+# Speed of one multiprocessor relative to one of an H200, by capability: arithmetic in float32, and on tensor cores.
 _FLOPS_OF_H200: Mapping[tuple[int, int], tuple[float, float]] = {
     (8, 0): (0.40, 0.38),
     (8, 6): (0.75, 0.11),
@@ -139,7 +139,7 @@ class LayerKey:
 
     @property
     def method(self) -> LayerKey:
-        """The same key without the counts in its variant, such as how much is done at a time."""
+        """The key without the counts in its variant, such as how much is done at a time."""
         kept = tuple((name, value) for name, value in self.variant.parameters if not isinstance(value, int))
         return replace(self, variant=Variant(kept))
 

@@ -33,7 +33,7 @@ class NpyHeader:
 
     @property
     def is_real(self) -> bool:
-        """Whether the values are float16, float32 or float64, in any byte order."""
+        """Return whether the values are float16, float32 or float64, in any byte order."""
         return self.dtype.kind == "f" and self.dtype.itemsize in (2, 4, 8)
 
 

@@ -33,8 +33,8 @@ class Placement:
     threads: int = 0
 
     @property
-    def hosted(self) -> bool:
-        """Whether a GPU computes while input and output are in the memory of the host."""
+    def in_host_ram(self) -> bool:
+        """Return whether a GPU computes while input and output are in the memory of the host."""
         return self.device == "gpu" and self.threads > 0
 
 
@@ -123,7 +123,7 @@ class TimeBudget:
             try:
                 spent = clock.seconds(*task.case)
             except (VramError, MemoryError) as error:
-                _log.info("%s has no room here: %s", task.name, error)
+                _log.info("%s does not fit the memory here: %s", task.name, error)
                 yield task, None
             except DeviceError as error:
                 _log.info("%s is not run here: %s", task.name, error)
@@ -145,11 +145,11 @@ FreeBytes = Mapping[DeviceKind, int]  # free bytes of the process's memory, and 
 
 
 def lacking(
-    where: Placement, primitive: Primitive, shape: LayerShape, variant: Variant, rooms: FreeBytes
+    where: Placement, primitive: Primitive, shape: LayerShape, variant: Variant, free_bytes: FreeBytes
 ) -> tuple[DeviceKind, int] | None:
     """Return the memory of which a layer that runs by itself needs too much, and the bytes; None: it fits."""
     needed: dict[DeviceKind, int] = {where.device: bytes_of(primitive, shape, variant, max(1, where.threads))}
-    if where.hosted:
+    if where.in_host_ram:
         outside = shape.in_bytes + shape.out_bytes + primitive.footprint(shape, variant, where.threads).host
         needed = {"cpu": outside, "gpu": needed["gpu"] - outside}
-    return next(((device, nbytes) for device, nbytes in needed.items() if nbytes > rooms[device]), None)
+    return next(((device, nbytes) for device, nbytes in needed.items() if nbytes > free_bytes[device]), None)

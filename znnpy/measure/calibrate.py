@@ -32,7 +32,7 @@ from znnpy.run.target import OpenTarget
 from znnpy.shapes import LayerShape, Vec3
 from znnpy.units import human_seconds
 
-LONG_RUN = 10.0  # predicted seconds; calibrating for a shorter run would take longer than it gains
+LONG_RUN = 2.0  # predicted seconds by assumed rates; for a shorter run, calibrating would cost more than it saves
 SECONDS = 3.5  # of timing
 TOUCHED_BYTES = 2**27  # of new memory that is written to
 LEAST_BYTES = 2**26  # free memory, below which nothing is measured
@@ -41,7 +41,7 @@ LAYER_SECONDS = (0.002, 0.01, 0.05)  # expected, of one run of a plan's layer at
 SHORT_SECONDS, SAMPLE_SECONDS = 5e-4, 0.01  # expected, of one run of a sample: least and most
 
 
-def timer_for(target: OpenTarget, threads: int) -> AbstractContextManager[LayerTimer]:
+def cpu_timer(target: OpenTarget, threads: int) -> AbstractContextManager[LayerTimer]:
     """Return what times layers on the processor of a target; no transforms are measured for it."""
     return timer_on(Placement("cpu", threads), None, target.machine, 0.0)
 
@@ -57,7 +57,7 @@ class Calibration:
     costs  primitives, and no rates
     """
 
-    clock: Callable[[OpenTarget, int], AbstractContextManager[LayerTimer]] = timer_for
+    clock: Callable[[OpenTarget, int], AbstractContextManager[LayerTimer]] = cpu_timer
     touch: Callable[[int, int], float] = touching_rate
     now: Callable[[], float] = time.monotonic
     load: Callable[[], float] = lambda: os.getloadavg()[0]
@@ -90,10 +90,10 @@ class Calibration:
         """Measure the processor of a target for the layers of a plan; return its rates, which the store keeps."""
         limits, store, begun, load = plan.limits, target.costs, self.now(), self.load()
         is_busy = load > 1 + target.machine.cores / 2
-        room = target.free_bytes_within(limits) // 2  # the rest is for what timing a layer takes beside its buffers
-        survey = Survey(target.machine, "cpu", limits, room, self.costs.table)
+        free = target.free_bytes_within(limits) // 2  # the rest is for what timing a layer takes beside its buffers
+        survey = Survey(target.machine, "cpu", limits, free, self.costs.table)
         timer = TimeBudget(SECONDS, lambda progress: None, self.now)
-        rate = self.touch(limits.threads, min(TOUCHED_BYTES, room))
+        rate = self.touch(limits.threads, min(TOUCHED_BYTES, free))
         with self.clock(target, limits.threads) as clock:
             runs, _ = survey.timed(calibration_tasks(plan, survey), clock, timer)
         rates = replace(fitted(survey.assumed, runs), first_touch=rate, first_touch_measured=True)
@@ -127,7 +127,7 @@ def calibration_tasks(plan: RunPlan, survey: Survey) -> list[LayerTask]:
     fitting = [
         task
         for task in tasks
-        if bytes_of(*task.case, survey.limits.threads) <= survey.room_bytes
+        if bytes_of(*task.case, survey.limits.threads) <= survey.free_bytes
         and (task.shape.kind != "conv" or task.shape.weight_bytes <= MOST_WEIGHT_BYTES)
     ]
     return list({task.case: task for task in fitting}.values())
@@ -137,7 +137,7 @@ def _samples(survey: Survey) -> list[LayerTask]:
     """Return the short ones of the samples with what looks the fastest, then one of each primitive that is left."""
     best: dict[LayerShape, LayerTask] = {}
     others: dict[str, LayerTask] = {}
-    for task in sample_tasks(survey.machine, "cpu", ("fp32",), survey.limits, survey.room_bytes, survey.table):
+    for task in sample_tasks(survey.machine, "cpu", ("fp32",), survey.limits, survey.free_bytes, survey.table):
         if SHORT_SECONDS <= task.expected <= SAMPLE_SECONDS:
             others.setdefault(task.primitive.name, task)
             if task.expected < best.setdefault(task.shape, task).expected:

@@ -46,12 +46,12 @@ class Values:
 class HostLayer:
     """A layer on a processor; it holds as many bytes as the footprint of the primitive says, and the plain weights."""
 
-    def __init__(self, crew: ThreadPool, primitive: Primitive, shape: LayerShape, variant: Variant) -> None:
+    def __init__(self, pool: ThreadPool, primitive: Primitive, shape: LayerShape, variant: Variant) -> None:
         self.values = Values(shape)
-        resident = primitive.prepare(self.values.weights, variant, crew)
-        self._step = primitive.bind(resident, shape, variant, crew)
+        resident = primitive.prepare(self.values.weights, variant, pool)
+        self._step = primitive.bind(resident, shape, variant, pool)
         self._x, self._out = _tensors(self.values)
-        footprint = primitive.footprint(shape, variant, crew.threads)
+        footprint = primitive.footprint(shape, variant, pool.threads)
         self._scratch = {s.name: aligned_bytes(s.nbytes) for s in footprint.scratch}
 
     def run(self) -> None:
@@ -101,22 +101,22 @@ class DeviceLayer:
 class HostRamLayer:
     """A layer on a GPU with its tensors in the memory of the host. DeviceError if the device refuses the layer.
 
-    crew  threads that copy
+    pool  threads that copy
     """
 
     def __init__(
-        self, device: Device, crew: ThreadPool, primitive: Primitive, shape: LayerShape, variant: Variant
+        self, device: Device, pool: ThreadPool, primitive: Primitive, shape: LayerShape, variant: Variant
     ) -> None:
-        self.values, self._crew = Values(shape), crew
+        self.values, self._pool = Values(shape), pool
         resident = primitive.prepare(self.values.weights, variant, device)
         self._step = primitive.bind(resident, shape, variant, device)
         self._x, self._out = _tensors(self.values)
-        footprint = primitive.footprint(shape, variant, crew.threads)
+        footprint = primitive.footprint(shape, variant, pool.threads)
         self._scratch: Mapping[str, Any] = {s.name: device.allocate(s.nbytes, s.name) for s in footprint.scratch}
 
     def run(self) -> None:
         """Run the layer to its end."""
-        self._step.run(self._x, self._out, self._scratch, self._crew)
+        self._step.run(self._x, self._out, self._scratch, self._pool)
 
     def at(self, position: Position) -> npt.NDArray[np.float64]:
         """Return all maps of one output voxel."""

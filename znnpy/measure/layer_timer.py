@@ -40,9 +40,9 @@ MOST_TOUCHING = 2.0  # seconds, after which no further part is touched
 
 @dataclass(frozen=True, slots=True)
 class CpuTimer:
-    """Times layers on the threads of `crew`."""
+    """Times layers on the threads of `pool`."""
 
-    crew: ThreadPool
+    pool: ThreadPool
     now: Callable[[], float] = time.perf_counter
 
     def seconds(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> float:
@@ -51,7 +51,7 @@ class CpuTimer:
         Weights are prepared and transforms are planned before. As many bytes are held as the footprint of the primitive
         says, and the plain weights.
         """
-        return _median_seconds(HostLayer(self.crew, primitive, shape, variant).run, self.now)
+        return _median_seconds(HostLayer(self.pool, primitive, shape, variant).run, self.now)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +68,16 @@ class GpuTimer:
 
 @dataclass(frozen=True, slots=True)
 class HostRamTimer:
-    """Times layers that `device` and `crew` run together: copies, uploads, all sub-layers and downloads."""
+    """Times layers that `device` and `pool` run together: copies, uploads, all sub-layers and downloads."""
 
     device: Device
-    crew: ThreadPool
+    pool: ThreadPool
     now: Callable[[], float] = time.perf_counter
 
     def seconds(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> float:
         """Return the median of a few runs after one that does not count; errors are those of GpuTimer."""
         with _refusing(self.device):
-            return _median_seconds(HostRamLayer(self.device, self.crew, primitive, shape, variant).run, self.now)
+            return _median_seconds(HostRamLayer(self.device, self.pool, primitive, shape, variant).run, self.now)
 
 
 @contextmanager
@@ -88,14 +88,14 @@ def timer_on(where: Placement, device: Device | None, machine: Machine, seconds:
     """
     if where.device == "gpu":
         assert device is not None, "layers of a GPU are timed where one is open"
-        if not where.hosted:
+        if not where.in_host_ram:
             yield GpuTimer(device)
             return
-        with ThreadPool(where.threads) as crew:
-            yield HostRamTimer(device, crew)
+        with ThreadPool(where.threads) as pool:
+            yield HostRamTimer(device, pool)
         return
-    with ThreadPool(where.threads) as crew, wisdom_kept(machine, seconds) as wisdom:
-        yield CpuTimer(crew)
+    with ThreadPool(where.threads) as pool, wisdom_kept(machine, seconds) as wisdom:
+        yield CpuTimer(pool)
     for sentence in wisdom.sentences:
         _log.warning("%s", sentence)
 
@@ -106,11 +106,11 @@ def touching_rate(threads: int, nbytes: int, now: Callable[[], float] = time.per
     It takes `nbytes` of memory meanwhile. It stops after MOST_TOUCHING seconds, and what was written by then counts.
     """
     block, done = aligned_bytes(nbytes), 0
-    with ThreadPool(threads) as crew:
+    with ThreadPool(threads) as pool:
         begin = now()
         while done < nbytes and now() - begin < MOST_TOUCHING:
             part = block[done : done + TOUCHED_PART]
-            touch(part, crew)
+            touch(part, pool)
             done += part.size
         return done / (now() - begin)
 

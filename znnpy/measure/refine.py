@@ -37,15 +37,15 @@ Case = tuple[Primitive, LayerShape, Variant]
 class Refiner:
     """The rates of the devices of a plan, and the means to learn more.
 
-    threads  threads that a run may have; the processor's rates are for these, and fewer are proportionally slower
-    rooms    free bytes of each memory; a layer that takes more is not timed
+    threads     threads that a run may have; the CPU's rates are for these, and fewer are proportionally slower
+    free_bytes  bytes that are free in each memory; a layer that takes more is not timed
     """
 
     rates: dict[DeviceKind, Rates]
     timer: TimeBudget
     clocks: TimersOn
     threads: int
-    rooms: FreeBytes
+    free_bytes: FreeBytes
     costs: CostModel = field(default_factory=CostModel)  # primitives; its rates are not used
     found: list[Measurement] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
@@ -119,7 +119,7 @@ class Refiner:
             stages = 0 if where == ON_GPU else len(primitive.work(task.shape, task.variant))  # its clock begins later
             seconds = max(spent - stages * rates.slowdown * rates.stage_seconds, LEAST_WORKING * spent)
             by_all = seconds / rates.slowdown  # seconds with all threads of the run
-            copying = where.threads if where.hosted else 0
+            copying = where.threads if where.in_host_ram else 0
             self.found.append(Measurement(primitive.name, primitive.version, task.variant, task.shape, by_all, copying))
             rates = rates.with_measurement(*task.case, seconds)
         self.rates[where.device] = replace(rates, slowdown=self.rates[where.device].slowdown)
@@ -131,7 +131,7 @@ class Refiner:
         found: dict[Placement, dict[Case, LayerTask]] = {}
         for where, choice in layers_of(plan):
             task = None
-            if where.hosted:
+            if where.in_host_ram:
                 of = divided[choice.primitive]
                 at, task = ON_GPU, self._task(ON_GPU, *of.largest(choice.shape, choice.variant))
                 if task is None:
@@ -150,7 +150,7 @@ class Refiner:
         spent = rates.seconds(primitive, shape, variant)
         images = max(1, min(shape.batch, int(shape.batch * MOST_LAYER_SECONDS / spent)))
         fewer = replace(shape, batch=images)
-        while (lacks := lacking(where, primitive, fewer, variant, self.rooms)) and images > 1:
+        while (lacks := lacking(where, primitive, fewer, variant, self.free_bytes)) and images > 1:
             images //= 2
             fewer = replace(shape, batch=images)
         if lacks is not None:

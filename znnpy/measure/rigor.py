@@ -157,8 +157,9 @@ def _learnt(refiner: Refiner, requests: list[PlanRequest]) -> bool:
 def _left_out(refiner: Refiner) -> list[str]:
     """Return a sentence on the layers that did not fit, for each memory."""
     names: dict[DeviceKind, str] = {"cpu": "RAM", "gpu": "VRAM"}
+    free = {device: human_bytes(max(0, nbytes)) for device, nbytes in refiner.free_bytes.items()}
     return [
-        f"layers that one image of needs more than the {human_bytes(max(0, refiner.rooms[device]))} of {names[device]} "
-        f"that are free for them, {len(cases)} in all, were not measured and count as estimated"
+        f"layers that one image of needs more than the {free[device]} of {names[device]} that are free for them, "
+        f"{len(cases)} in all, were not measured and count as estimated"
         for device, cases in refiner.too_large.items()
     ]

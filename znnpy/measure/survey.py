@@ -46,10 +46,10 @@ def sample_tasks(
     device: DeviceKind,
     precisions: Sequence[Precision],
     limits: Limits,
-    room_bytes: int,
+    free_bytes: int,
     table: Sequence[Primitive] = TABLE,
 ) -> list[LayerTask]:
-    """Return what is timed to know the speed of a device, within `room_bytes` of its memory.
+    """Return what is timed to know the speed of a device, within `free_bytes` of its memory.
 
     One sample of every primitive comes first. Then comes what looks the fastest for every sample, then what looks
     second, and so on: plans take the first of these the most, and the last is left out if there is no time.
@@ -65,7 +65,7 @@ def sample_tasks(
                 if device_of(primitive.name) == device
                 and primitive.kind == shape.kind
                 and primitive.why_not(shape, machine) is None
-                for task in _variants(primitive, shape, machine, rates, limits.threads, room_bytes)
+                for task in _variants(primitive, shape, machine, rates, limits.threads, free_bytes)
             ]
             of_shape.sort(key=lambda task: task.expected)
             for rank, task in enumerate(of_shape, start=1):
@@ -86,7 +86,7 @@ def counted_units(runs: Sequence[Run]) -> dict[Unit, int]:
 
 
 def _variants(
-    primitive: Primitive, shape: LayerShape, machine: Machine, rates: Rates, threads: int, room_bytes: int
+    primitive: Primitive, shape: LayerShape, machine: Machine, rates: Rates, threads: int, free_bytes: int
 ) -> Iterator[LayerTask]:
     """Yield, for each set of units that variants use, the one that looks the fastest and the slowest one near it."""
     found: dict[frozenset[Unit], list[LayerTask]] = {}
@@ -96,7 +96,7 @@ def _variants(
         spent = rates.seconds(primitive, shape, variant)
         if units & UNPROVEN_UNITS or spent > most:
             continue
-        if bytes_of(primitive, shape, variant, threads) > room_bytes:
+        if bytes_of(primitive, shape, variant, threads) > free_bytes:
             continue
         found.setdefault(units, []).append(LayerTask(primitive, shape, variant, spent))
     for alike in found.values():
@@ -114,7 +114,7 @@ class Survey:
     machine: Machine
     device: DeviceKind
     limits: Limits
-    room_bytes: int
+    free_bytes: int
     table: tuple[Primitive, ...] = TABLE
 
     @property
@@ -132,7 +132,7 @@ class Survey:
         if not counted:
             raise NoPlanError(
                 f"no layer could be measured within {human_seconds(share * timer.seconds)} and "
-                f"{human_bytes(max(0, self.room_bytes))} of memory for it; raise {option('minutes')} or {option('ram')}"
+                f"{human_bytes(max(0, self.free_bytes))} of memory for it; raise {option('minutes')} or {option('ram')}"
             )
         return fitted(self.assumed, runs, begins=self.device == "cpu"), counted
 
@@ -154,17 +154,17 @@ class Survey:
 
         It ends when the time is up or all layers are known. NoPlanError if nothing fits within all the memory.
         """
-        device, rooms = self.device, {self.device: self.room_bytes}
+        device, free = self.device, {self.device: self.free_bytes}
         costs = CostModel(table=self.table)
-        learner = Refiner({device: rates}, timer, lambda *_: nullcontext(clock), self.limits.threads, rooms, costs)
+        refiner = Refiner({device: rates}, timer, lambda *_: nullcontext(clock), self.limits.threads, free, costs)
         begun = 1 - timer.left() / timer.seconds
         for number, (cover, part) in enumerate(PLANS):
             until = begun + (1 - begun) * (number + 1) / len(PLANS)
             wanted = replace(request.constraints, cover=cover)
             within = replace(request, constraints=wanted, limits=request.limits.part(part))
             with suppress(NoPlanError) if number else nullcontext():
-                learner.learn(within, until)
-        return learner.found
+                refiner.learn(within, until)
+        return refiner.found
 
     def touched(self, old: Costs | None, *, again: bool) -> float | None:
         """Return the bytes per second of first writes to memory; None on a GPU, and if too little memory is free.
@@ -173,7 +173,7 @@ class Survey:
         """
         if self.device == "gpu":
             return None
-        known, nbytes = None if old is None else old.first_touch, min(MOST_TOUCHED, self.room_bytes // 2)
+        known, nbytes = None if old is None else old.first_touch, min(MOST_TOUCHED, self.free_bytes // 2)
         if nbytes < LEAST_TOUCHED or (known is not None and not again):
             return known
         return touching_rate(self.limits.threads, nbytes)

@@ -1,1 +1,1 @@
-"""What runs and plans tell in words and tables: reports of runs, plans in plain text, primitives that were rejected."""
+"""Words and tables about runs and plans: reports of runs, plans in plain text, primitives that were rejected."""

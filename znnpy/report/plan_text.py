@@ -32,7 +32,7 @@ def plan_renderable(run: RunPlan, network: Network, machine: Machine | None) -> 
     return Group(
         Text(_cover(run.main, network)),
         Padding(_layers(run.main, network), (1, 0)),
-        *_beside(run, network),
+        *_side_by_side(run, network),
         _memory(run),
         *(Text(line) for line in told),
     )
@@ -99,7 +99,7 @@ def reaches_beyond(plan: Plan) -> bool:
     return any(patch > output for axis, (patch, output) in enumerate(sizes) if axis not in along)
 
 
-def _beside(run: RunPlan, network: Network) -> list[RenderableType]:
+def _side_by_side(run: RunPlan, network: Network) -> list[RenderableType]:
     """Describe what the CPU computes side by side with GPUs."""
     if (sharing := run.sharing) is None:
         return []
@@ -108,8 +108,8 @@ def _beside(run: RunPlan, network: Network) -> list[RenderableType]:
     later = cells.later
     narrower = f"behind the first ones of {text(later)}, " if later and later != cells.patch else ""
     words = (
-        f"side by side: the GPU and the processor take cells of {text(cells.patch)} output voxels, {narrower}"
-        f"{len(cells):,} in all, of which the processor is to compute {sharing.cpu_items():,}, "
+        f"side by side: the GPU and the CPU take cells of {text(cells.patch)} output voxels, {narrower}"
+        f"{len(cells):,} in all, of which the CPU is to compute {sharing.cpu_items():,}, "
         f"{human_seconds(its.seconds_per_step)} each, in {_kind(its)} with {threads}"
     )
     return [Text(words), Padding(_layers(its, network), (1, 0))]
@@ -171,7 +171,10 @@ def _memory(run: RunPlan) -> Table:
         (f"{what} on their way in", every * memory.reading),
         (f"{what} on their way out", every * memory.writing),
         *((("prepared weights that the GPU has no room for", every * memory.pinned),) if memory.pinned else ()),
-        *(("all that the processor computes with beside it", other.plan.memory.peak) for other in run.workers[1:]),
+        *(
+            ("everything for computing on the CPU at the same time", other.plan.memory.peak)
+            for other in run.workers[1:]
+        ),
         *(_offloaded_memory(plan) if plan.offloaded else ()),
     ]
     last = memory.last
@@ -259,14 +262,14 @@ def _prediction(run: RunPlan, machine: Machine | None) -> list[str]:
         f"predicted: {run.voxels_per_second:,.0f} output voxels/s, {each}, {human_seconds(run.seconds)} in all, "
         + (
             f"on {'the GPU' if run.devices == 1 else f'{run.devices} GPUs'} in {plan.precision}"
-            f"{' and on the processor' if run.sharing else ''}"
+            f"{' and on the CPU' if run.sharing else ''}"
             if plan.device == "gpu"
             else f"with {plan.limits.threads} thread{'s' if plan.limits.threads != 1 else ''}"
         )
     ]
     if run.single_device_seconds is not None and run.sharing is not None:
         lines.append(
-            f"{run.single_device_seconds / run.seconds:.2f} times as fast as without the processor, "
+            f"{run.single_device_seconds / run.seconds:.2f} times as fast as without the CPU, "
             f"which computes {run.sharing.cpu_share():.1%}"
         )
     elif run.single_device_seconds is not None:
@@ -324,7 +327,7 @@ def _elsewhere(run: RunPlan, machine: Machine) -> list[str]:
 
 
 def _gain(run: RunPlan) -> str:
-    """Work done over work needed, of columns and of patches, and what the better of them gains."""
+    """Say how much more work than needed columns and patches do, and how much faster the better of them is."""
     plan = run.main
     line = f"{_kind(plan)}: {run.voxels_per_second:,.0f} voxels/s, work {plan.waste:.2f} times what the output needs"
     other = run.other
@@ -353,7 +356,7 @@ def _kinds(run: RunPlan) -> list[str]:
 
 
 def _kind(what: Plan | RunnerUp) -> str:
-    """Patches or columns, in words."""
+    """Say in words whether the output is divided into patches or columns, and their size."""
     depth_first = " depth first" if max(what.sub_batches) > 1 else ""
     if what.column_planes:
         return f"columns along {AXES[what.axis]} in steps of {text(what.patch_out)}{depth_first}"
@@ -361,7 +364,7 @@ def _kind(what: Plan | RunnerUp) -> str:
 
 
 def _warning(run: RunPlan) -> list[str]:
-    """When nearly all the work is spent on borders, with what more memory would buy."""
+    """Warn if nearly all the work is spent on borders, and say what more memory would gain."""
     plan = run.main
     waste = plan.waste
     if waste < MUCH_WASTE:

@@ -201,7 +201,7 @@ class Report:
         return [f"VRAM       {human_bytes(self.vram_bytes)} (plan: {promised}, limit: {human_bytes(limit)})"]
 
     def _methods(self) -> str:
-        """List primitives with their number of layers, in order of first use; those of a CPU beside GPUs come last."""
+        """List primitives with their number of layers, in order of first use; those of a second worker come last."""
         layers = Counter[str]()
         for choice in self.plan.choices:
             layers[choice.primitive] += 1 + choice.layers[1] - choice.layers[0]

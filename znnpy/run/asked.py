@@ -1,4 +1,4 @@
-"""Which devices the options of a caller mean."""
+"""Find the devices that the options of a caller ask for."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class AskedDevices:
 
     @property
     def needs_gpu(self) -> bool:
-        """Whether there has to be a plan for a GPU: who says how many, or how much of its memory, wants one."""
+        """Return whether there has to be a plan for a GPU: who says how many, or how much of its memory, wants one."""
         return self.device == "gpu" or self.vram is not None or self.gpus != 1
 
 

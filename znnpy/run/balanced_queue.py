@@ -1,16 +1,16 @@
-"""A queue from which GPUs and the processor, each with a plan of its own, take cells so that all finish together.
+"""A queue from which GPUs and the CPU, each with a plan of its own, take cells so that all finish together.
 
 Stacks   Cells that lie behind each other along the axis are a stack. A worker covers what it takes with columns or
          patches of its own plan.
-Taking   A GPU takes runs of cells from the end of the last stack. The processor takes one cell at a time from the
+Taking   A GPU takes runs of cells from the end of the last stack. The CPU takes one cell at a time from the
          beginning of the first stack; where it has just computed the cell before, it continues the same column.
-Balance  A GPU leaves as many cells as the others are likely to compute meanwhile. The processor takes a cell only if it
-         would finish it before the GPUs could finish everything left; a GPU leaves the last cells to the processor if
-         the processor would be done first.
+Balance  A GPU leaves as many cells as the others are likely to compute meanwhile. The CPU takes a cell only if it
+         would finish it before the GPUs could finish everything left; a GPU leaves the last cells to the CPU if
+         the CPU would be done first.
 Speeds   The time of a cell is as predicted until a worker has computed one, and as measured from then on. The
          processor therefore reads a cell ahead only where that cell is not likely to be one of the last.
-Rescue   A GPU that has waited for the processor's last cells for as long as it would take for them itself, and does not
-         see them end sooner, computes them, and the processor gives up. The processor delays a run by no more than
+Rescue   A GPU that has waited for the CPU's last cells for as long as it would take for them itself, and does not
+         see them end sooner, computes them, and the CPU gives up. The CPU delays a run by no more than
          about three times that.
 """
 

@@ -35,7 +35,7 @@ class Work:
     itemsize_in      bytes per voxel of the volume as stored; itemsize_out: bytes per value of the output
     masks            voxels that are not finite are allowed, so each patch comes with a mask of them
     unpacking_bytes  what the process takes to unpack the volume's chunks
-    held_bytes       what else it will hold beside the plan, such as weights to be read or an output in memory
+    held_bytes       what else it will hold besides the plan, such as weights to be read or an output in memory
     """
 
     network: Network

@@ -36,13 +36,13 @@ class CpuBackend:
         self,
         plan: Plan,
         network: Network,
-        crew: ThreadPool,
+        pool: ThreadPool,
         trace: Trace | None = None,
         lane: str = "CPU",
         prepared: Callable[[int], None] | None = None,
         lent: GpuBackend | None = None,
     ) -> None:
-        self.executor = crew
+        self.executor = pool
         self._lent = lent  # computes layers of a host stage that run on the GPU, and holds their scratch
         self._prepared = prepared  # called with bytes that were written to for the first time
         self._trace, self._lane = trace, lane

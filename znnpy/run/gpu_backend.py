@@ -1,4 +1,4 @@
-"""The backend of a GPU: one arena, and three streams, so that transfers go on beside the computation.
+"""The backend of a GPU: one arena, and three streams, so that transfers go on during the computation.
 
 A step is uploaded into a slot on the device, loaded from it, computed, stored into another slot, and downloaded. There
 are two slots of each kind: while one step is computed, the next patch is uploaded and the last one downloaded. Events
@@ -96,12 +96,12 @@ class GpuBackend:
         self,
         plan: Plan,
         network: Network,
-        crew: Checks,
+        pool: Checks,
         device: Device | None = None,
         trace: Trace | None = None,
         lane: str = "GPU",
     ) -> None:
-        self._plan, self._network, self._crew, self._device = plan, network, crew, device
+        self._plan, self._network, self._pool, self._device = plan, network, pool, device
         self._trace, self._lane = trace, lane
         self._lock = threading.Lock()  # protects what steps use of the device
         self._windows = [layer.window for layer in network.turned(plan.axis).layers if isinstance(layer, Pool)]
@@ -214,7 +214,7 @@ class GpuBackend:
 
     def begin_step(self, raw: Voxels | None, out: Voxels | None, *, begins: bool) -> tuple[Any, Any | None]:
         """Begin a step; `raw` None: its input is handed over part by part (`fetch`)."""
-        self._crew.check()
+        self._pool.check()
         device = self.executor
         if raw is not None:
             raw = np.ascontiguousarray(raw, raw.dtype.newbyteorder("="))
@@ -288,7 +288,7 @@ class GpuBackend:
             return bool(ticket.done.done)
 
     def wait(self, ticket: _Ticket) -> None:
-        self._await(ticket.done, self._crew)
+        self._await(ticket.done, self._pool)
         if self._traced is not None:
             self._traced.end()
         with self._lock:
@@ -327,7 +327,7 @@ class GpuBackend:
     def run(self, index: int, step: Any, x: Any, out: Any, scratch: Mapping[str, Any], before: Any | None) -> None:
         while self._queued_seconds > QUEUED_SECONDS:
             event, seconds = self._queued.popleft()
-            self._await(event, self._crew)
+            self._await(event, self._pool)
             self._queued_seconds -= seconds
         layer, words = self._layers[index - self._plan.offloaded], self._lent[-1].address
         x_peak, out_peak = (0 if at is None else words + at for at in (layer.x_peak, layer.out_peak))
@@ -371,12 +371,12 @@ class GpuBackend:
             stream.record(event)
         return event
 
-    def _await(self, event: Any, crew: Checks | None = None) -> None:
+    def _await(self, event: Any, pool: Checks | None = None) -> None:
         """Wait until an event has happened, or the thread pool is stopped."""
         with self.executor.calling("a step of the run"):
             while not event.done:
-                if crew is not None:
-                    crew.check()
+                if pool is not None:
+                    pool.check()
                 time.sleep(LOOK_SECONDS)
 
     def _check(self, ticket: _Ticket, entering: float, *peaks: float) -> None:

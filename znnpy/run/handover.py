@@ -1,6 +1,6 @@
 """Hands the results of a first stage, on the host, over to a second stage on a GPU.
 
-First stage   Its tensors lie in the host's arena. The thread that submits a step runs it, on the processor, or, for
+First stage   Its tensors lie in the host's arena. The thread that submits a step runs it, on the CPU, or, for
               layers that a GPU computes in sub-layers, there.
 Second stage  It runs on the GPU, on a part of what is handed over at a time.
 Overlap       Where the plan overlaps, a feeder thread queues the second stage of a step while the first stage of the
@@ -46,8 +46,8 @@ class StopFlag:
     failed  the second stage of a step failed: its pool runs no further first stage, but steps before are waited for
     """
 
-    def __init__(self, crew: ThreadPool) -> None:
-        self._crew = crew
+    def __init__(self, pool: ThreadPool) -> None:
+        self._pool = pool
         self._ending = threading.Event()
         self.failed = False
 
@@ -56,13 +56,13 @@ class StopFlag:
 
     def fail(self) -> None:
         self.failed = True
-        self._crew.stop()
+        self._pool.stop()
 
     def check(self) -> None:
         if self._ending.is_set():
             raise Stopped
         if not self.failed:
-            self._crew.check()
+            self._pool.check()
 
 
 @dataclass(slots=True, eq=False)

@@ -243,7 +243,7 @@ class _Run:
         except Stopped:
             if not worker.given_up or self._stopping.is_set():
                 raise
-            worker.crew.resume()  # for the next run
+            worker.pool.resume()  # for the next run
             with self._lock:
                 self._forget(worker, worker.given_up)
         except (DeviceError, DeviceLostError) as error:
@@ -339,7 +339,7 @@ class _Run:
         """Stop all threads. May be called from any thread, more than once."""
         self._stopping.set()
         for worker in self._workers:
-            worker.crew.stop()
+            worker.pool.stop()
             worker.queue.stop()
             worker.stop()
         self._completed.put(None)

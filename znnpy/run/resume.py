@@ -1,4 +1,4 @@
-"""Whether a run that began earlier goes on here, and with what plan."""
+"""Decide whether a run that began earlier goes on here, and with what plan."""
 
 from __future__ import annotations
 
@@ -168,14 +168,14 @@ def smaller_plan_begun(
         precision=main.precision,
         mode=main.mode,
     )
-    leaner = smaller_plan(alike, work, target, plan, refused)
+    smaller = smaller_plan(alike, work, target, plan, refused)
     for worker in others:
-        limits = replace(leaner.limits, ram_bytes=leaner.limits.ram_bytes + taken)
-        leaner = leaner.with_main(replace(leaner.main, limits=limits))
-        leaner = leaner.shared_with(worker, leaner.seconds)
-    if leaner.work_items(work.network) != plan.work_items(work.network) or leaner.main.axis != main.axis:
+        limits = replace(smaller.limits, ram_bytes=smaller.limits.ram_bytes + taken)
+        smaller = smaller.with_main(replace(smaller.main, limits=limits))
+        smaller = smaller.shared_with(worker, smaller.seconds)
+    if smaller.work_items(work.network) != plan.work_items(work.network) or smaller.main.axis != main.axis:
         raise refused
-    return leaner
+    return smaller
 
 
 def limits_taken(asked: RunOptions, plan: RunPlan) -> list[str]:

@@ -40,7 +40,7 @@ class Session:
 
     A `trace` is told of every layer of every step, for the images `first` to `last` of its input, and of what is moved;
     `lane` is the name of the device there, where there are several. `prepared` is called with bytes of memory that were
-    written to for the first time, while a session on the processor is entered.
+    written to for the first time, while a session on the CPU is entered.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Session:
         plan: Plan,
         network: Network,
         weights: Sequence[ConvWeights],
-        crew: ThreadPool,
+        pool: ThreadPool,
         table: tuple[Primitive, ...] = ALL,
         *,
         device: Device | None = None,
@@ -56,18 +56,18 @@ class Session:
         lane: str | None = None,
         prepared: Callable[[int], None] | None = None,
     ) -> None:
-        self.plan, self.network, self.crew = plan, network, crew
+        self.plan, self.network, self.pool = plan, network, pool
         self._open = ExitStack()
         self._handover: Handover | None = None
         lane = lane or plan.device.upper()
         if plan.device == "cpu":
-            backends: list[Backend] = [CpuBackend(plan, network, crew, trace, lane, prepared)]
+            backends: list[Backend] = [CpuBackend(plan, network, pool, trace, lane, prepared)]
         else:
             from znnpy.run.gpu_backend import GpuBackend  # here, since runs on the CPU need none of it
 
-            stops = StopFlag(crew)
-            gpu = GpuBackend(plan, network, stops if plan.offloaded else crew, device, trace, lane)
-            host = CpuBackend(plan, network, crew, trace, lent=gpu)
+            stops = StopFlag(pool)
+            gpu = GpuBackend(plan, network, stops if plan.offloaded else pool, device, trace, lane)
+            host = CpuBackend(plan, network, pool, trace, lent=gpu)
             backends = [host, gpu] if plan.offloaded else [gpu]
         self._backends = backends
         self._runners = tuple(
@@ -119,7 +119,7 @@ class Session:
 
         reads, writes  steps of the run, and those with output
 
-        Those that are copied to or from a GPU are pinned: only then do uploads and downloads go on beside the
+        Those that are copied to or from a GPU are pinned: only then do uploads and downloads go on during the
         computation. That takes seconds for gigabytes, so each is made when it is asked for, from any thread.
         """
         if self._handover is None:

@@ -30,8 +30,8 @@ from znnpy.units import human_bytes
 DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the last: under Windows
 LESS = 0.9  # of a limit that did not hold
 MOST_CONTEXT_BYTES = 640 * 2**20  # that CUDA takes of a GPU as it is opened: what is more is others'
-# Of the process, that CUDA's compiler and libraries take once they are used: 570 MiB where every kernel of a network is
-# compiled first, 200 where they are there already (H200, CUDA 13).
+# CUDA's compiler and libraries take so much memory of the process once they are used: 570 MiB if every kernel of a
+# network is compiled first, 200 MiB if all are there already (H200, CUDA 13).
 LATER_BYTES = 768 * 2**20
 IDLE_SHARE = 0.9  # of a card's memory that is free where nobody else uses it
 
@@ -230,7 +230,7 @@ class Targets:
     def __iter__(self) -> Iterator[OpenTarget]:
         asked = self._asked
         if asked.device == "cpu" and asked.gpus != 1:
-            raise DeviceError(f"GPUs were asked for, and the run is on the processor: leave {option('gpus')} out")
+            raise DeviceError(f"GPUs were asked for, and the run is on the CPU: leave {option('gpus')} out")
         self._gpu = None if asked.device == "cpu" else self._found()
         if self._gpu is not None:
             with self.attempt():
@@ -305,7 +305,7 @@ def elsewhere(costs: CostStore, asked: AskedDevices) -> OpenTarget:
         )
     gpu = named.machine.gpu
     if gpu is None and asked.gpus != 1:
-        raise PlanFileError(f"{costs.file} is of the processor of {named.name}: leave {option('gpus')} out")
+        raise PlanFileError(f"{costs.file} is of the CPU of {named.name}: leave {option('gpus')} out")
     if gpu is None:
         return OpenTarget(machine=named.machine, sentences=tuple(_unused(None, asked.precision)), costs=costs)
     if asked.gpus is None:

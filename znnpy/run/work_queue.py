@@ -1,7 +1,7 @@
 """Work of a run that no worker has begun, and the workers that take it.
 
 Workers with equal plans take columns one by one (`ColumnQueue`): a worker computes a whole column, because it carries
-planes from step to step. Workers with plans of their own, a GPU and the processor, take cells (`BalancedQueue`).
+planes from step to step. Workers with plans of their own, a GPU and the CPU, take cells (`BalancedQueue`).
 
 The work of a lost worker goes to the others. A worker that finds no work therefore waits while another may still be
 lost.
@@ -49,7 +49,7 @@ class Lease:
 
     @property
     def of_cells(self) -> bool:
-        """Whether it is of cells, which count in the run when all columns of the lease are done."""
+        """Return whether it is of cells, which count in the run when all columns of the lease are done."""
         return self.what == "cell"
 
     def __str__(self) -> str:

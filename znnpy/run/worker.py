@@ -96,7 +96,7 @@ class Worker:
 
     name: str  # of the device, in traces and reports
     session: Computes
-    crew: Stoppable
+    pool: Stoppable
     queue: WorkQueue
 
 
@@ -116,17 +116,17 @@ class StepTask:
 
     @property
     def begins(self) -> bool:
-        """Whether it is the first step of a column that does not continue the one before."""
+        """Return whether it is the first step of a column that does not continue the one before."""
         return self.number == 0 and not self.lease.goes_on
 
     @property
     def writes(self) -> bool:
-        """Whether it writes output: the first steps of a column do not."""
+        """Return whether it writes output: the first steps of a column do not."""
         return self.patch.write.voxels > 0
 
     @property
     def ends(self) -> bool:
-        """Whether it is the last step of its lease."""
+        """Return whether it is the last step of its lease."""
         columns = self.lease.columns
         return self.column == len(columns) - 1 and self.number == len(columns[-1].steps) - 1
 
@@ -204,7 +204,7 @@ class RunningWorker:
         trace: Tracer | None = None,
     ) -> None:
         session = worker.session
-        self.name, self.plan, self.queue, self.crew = worker.name, session.plan, worker.queue, worker.crew
+        self.name, self.plan, self.queue, self.pool = worker.name, session.plan, worker.queue, worker.pool
         self.seconds = dict.fromkeys(("reading", "computing", "waiting"), 0.0)
         self.out: list[Voxels] = []  # buffers for outputs
         self.voxels = 0  # written
@@ -247,7 +247,7 @@ class RunningWorker:
     def give_up(self, leases: Sequence[Lease]) -> None:
         """End this worker because others compute all its leases; its threads end when they look."""
         self.given_up = leases
-        self.crew.stop()
+        self.pool.stop()
         self.stop()
 
     def free(self, buffer: int) -> None:

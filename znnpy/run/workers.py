@@ -56,7 +56,7 @@ def sessions_of(
 def workers_of(run: RunPlan, sessions: Sessions, network: Network, done: Set[int] = frozenset()) -> list[Worker]:
     """Return everything that computes, with one queue of the work items that are not done."""
     queue = queue_of(run, {name: session.plan for name, session in sessions.items()}, network, done)
-    return [Worker(name, session, session.crew, queue) for name, session in sessions.items()]
+    return [Worker(name, session, session.pool, queue) for name, session in sessions.items()]
 
 
 def queue_of(run: RunPlan, plans: Mapping[str, Plan], network: Network, done: Set[int] = frozenset()) -> WorkQueue:

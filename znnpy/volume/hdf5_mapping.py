@@ -70,7 +70,7 @@ class Mapping:
 
     @property
     def is_series(self) -> bool:
-        """Whether the names contain %b, which stands for the number of a block: one source for each, counted from 0."""
+        """Return whether the names contain %b, the number of a block: there is one source for each, counted from 0."""
         return self.place.axis is not None and "%b" in (self.file + self.dataset).replace("%%", "")
 
     def names(self, block: int) -> tuple[str, str]:

@@ -156,7 +156,7 @@ class Divided:
 
     @property
     def sums(self) -> bool:
-        """Whether outputs are sums over groups of input maps."""
+        """Return whether outputs are sums over groups of input maps."""
         return self.maps_in.count > 1
 
     @property

@@ -135,7 +135,7 @@ class Plan(NamedTuple):
 
     @property
     def remembers(self) -> bool:
-        """Whether origins of a tile's rows are stored, because stages have the same voxels."""
+        """Return whether origins of a tile's rows are stored, because stages have the same voxels."""
         return not self.matrix.folded and self.matrix.stages > 1 and self.depth == self.matrix.k[0]
 
     def shared_bytes(self, precision: Precision) -> int:

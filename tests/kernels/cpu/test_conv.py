@@ -179,10 +179,10 @@ def test_resident_bytes_equal_the_footprint(primitive: Primitive) -> None:
     weights = random_weights(shape)
     for variant in some_variants(primitive, shape)[-2:]:
         footprint = primitive.footprint(shape, variant, 2)
-        with ThreadPool(2) as crew:
+        with ThreadPool(2) as pool:
             tracemalloc.start()
             try:
-                resident = primitive.prepare(weights, variant, crew)
+                resident = primitive.prepare(weights, variant, pool)
                 held, peak = tracemalloc.get_traced_memory()
             finally:
                 tracemalloc.stop()
@@ -197,11 +197,11 @@ def test_bound_step_keeps_only_the_promised_bytes(primitive: Primitive, activati
     """Rows of biases are small, but megabytes for wide images with many maps."""
     shape = ConvShape(1, 2, 64, (4, 5, 900), (2, 2, 3), activation)  # type: ignore[arg-type]
     variant = primitive.variants(shape, MACHINE)[-1]
-    with ThreadPool(2) as crew:
-        resident = primitive.prepare(random_weights(shape), variant, crew)
+    with ThreadPool(2) as pool:
+        resident = primitive.prepare(random_weights(shape), variant, pool)
         tracemalloc.start()
         try:
-            step = primitive.bind(resident, shape, variant, crew)
+            step = primitive.bind(resident, shape, variant, pool)
             held = tracemalloc.get_traced_memory()[0]
         finally:
             tracemalloc.stop()
@@ -249,8 +249,8 @@ def test_output_may_overwrite_the_input_after_its_last_stage() -> None:
     for s in late.values():
         scratch[s.name] = common[start : start + s.nbytes]
         start += s.nbytes
-    with ThreadPool(2) as crew:
-        step = primitive.bind(primitive.prepare(weights, variant, crew), shape, variant, crew)
+    with ThreadPool(2) as pool:
+        step = primitive.bind(primitive.prepare(weights, variant, pool), shape, variant, pool)
         step.run(shared_x, out, scratch)
     assert_close(out, x, weights, shape)
 
@@ -277,9 +277,9 @@ def test_large_finite_values_do_not_count_as_overflow() -> None:
 def test_stopped_thread_pool_stops_a_step(primitive: Primitive) -> None:
     shape = ConvShape(1, 4, 4, (16, 16, 16), (3, 3, 3))
     variant = primitive.variants(shape, MACHINE)[0]
-    with ThreadPool(2) as crew:
-        step = primitive.bind(primitive.prepare(random_weights(shape), variant, crew), shape, variant, crew)
-        crew.stop()
+    with ThreadPool(2) as pool:
+        step = primitive.bind(primitive.prepare(random_weights(shape), variant, pool), shape, variant, pool)
+        pool.stop()
         scratch = {s.name: aligned(s.nbytes) for s in primitive.footprint(shape, variant, 2).scratch}
         with pytest.raises(Stopped):
             step.run(random_input(shape), np.empty(shape.out_shape, np.float32), scratch)

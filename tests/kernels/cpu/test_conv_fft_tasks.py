@@ -76,8 +76,8 @@ def run(
         ]
         monkeypatch.setattr(conv_fft_tasks, "place_workers", lambda *counts: Placements(tuple(unpinned)))
     out = np.full(shape.out_shape, np.nan, np.float32)
-    with ThreadPool(threads) as crew:
-        step: Any = TASKS.bind(TASKS.prepare(random_weights(shape), variant, crew), shape, variant, crew)
+    with ThreadPool(threads) as pool:
+        step: Any = TASKS.bind(TASKS.prepare(random_weights(shape), variant, pool), shape, variant, pool)
         step.observe = observe
         scratch = {s.name: aligned(s.nbytes) for s in TASKS.footprint(shape, variant, threads).scratch}
         step.run(random_input(shape), out, scratch)
@@ -134,13 +134,13 @@ def test_workers_are_pinned_to_one_core_each_and_released() -> None:
         time.sleep(1e-3)
 
     seen: list[set[int]] = []
-    with ThreadPool(2) as crew:
+    with ThreadPool(2) as pool:
         shape = ConvShape(2, 16, 16, (9, 9, 9), (3, 3, 3))
-        step: Any = TASKS.bind(TASKS.prepare(random_weights(shape), NARROW, crew), shape, NARROW, crew)
+        step: Any = TASKS.bind(TASKS.prepare(random_weights(shape), NARROW, pool), shape, NARROW, pool)
         step.observe = observe
         scratch = {s.name: aligned(s.nbytes) for s in TASKS.footprint(shape, NARROW, 2).scratch}
         step.run(random_input(shape), np.empty(shape.out_shape, np.float32), scratch)
-        crew.each(lambda lo, hi, worker: seen.append(os.sched_getaffinity(0)), 2)
+        pool.each(lambda lo, hi, worker: seen.append(os.sched_getaffinity(0)), 2)
     assert all(len(where) == 1 for where in cores.values())
     assert len(set.union(*cores.values())) == len(cores)
     assert seen == [before, before]
@@ -148,14 +148,14 @@ def test_workers_are_pinned_to_one_core_each_and_released() -> None:
 
 def test_thread_pool_stopped_in_the_middle_stops_promptly() -> None:
     shape = ConvShape(2, 32, 32, (24, 24, 24), (3, 3, 3))
-    with ThreadPool(2) as crew:
-        step: Any = TASKS.bind(TASKS.prepare(random_weights(shape), NARROW, crew), shape, NARROW, crew)
+    with ThreadPool(2) as pool:
+        step: Any = TASKS.bind(TASKS.prepare(random_weights(shape), NARROW, pool), shape, NARROW, pool)
         trace: list[Event] = []
 
         def observe(event: Event) -> None:
             trace.append(event)
             if event.task.kind == "multiply":
-                crew.stop()
+                pool.stop()
 
         step.observe = observe
         scratch = {s.name: aligned(s.nbytes) for s in TASKS.footprint(shape, NARROW, 2).scratch}

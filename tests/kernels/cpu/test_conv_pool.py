@@ -215,9 +215,9 @@ def test_direct_sums_that_overflow_are_counted_before_they_are_pooled(fin: int) 
 def test_stopped_thread_pool_stops_a_step() -> None:
     shape = SHAPES[0]
     variant = LANES.variants(shape, MACHINE)[0]
-    with ThreadPool(2) as crew:
-        step = LANES.bind(LANES.prepare(random_weights(shape), variant, crew), shape, variant, crew)
-        crew.stop()
+    with ThreadPool(2) as pool:
+        step = LANES.bind(LANES.prepare(random_weights(shape), variant, pool), shape, variant, pool)
+        pool.stop()
         scratch = {s.name: aligned(s.nbytes) for s in LANES.footprint(shape, variant, 2).scratch}
         with pytest.raises(Stopped):
             step.run(random_input(shape), np.empty(shape.out_shape, np.float32), scratch)

@@ -202,9 +202,9 @@ def test_threads_and_repetition_change_no_byte(shape: LayerShape) -> None:
 def test_stopped_thread_pool_stops_a_step(shape: LayerShape) -> None:
     for primitive in primitives_for(shape):
         (variant,) = primitive.variants(shape, MACHINE)
-        with ThreadPool(2) as crew:
-            step = primitive.bind(primitive.prepare(None, variant, crew), shape, variant, crew)
-            crew.stop()
+        with ThreadPool(2) as pool:
+            step = primitive.bind(primitive.prepare(None, variant, pool), shape, variant, pool)
+            pool.stop()
             scratch = {s.name: aligned(s.nbytes) for s in primitive.footprint(shape, variant, 2).scratch}
             with pytest.raises(Stopped):
                 step.run(random_input(shape), np.empty(shape.out_shape, np.float32), scratch)

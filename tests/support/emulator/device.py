@@ -76,7 +76,7 @@ class EmulatedEvent:
 
     @property
     def done(self) -> bool:
-        """Whether it was reached; each question lets the stream do one thing more, as time would."""
+        """Return whether it was reached; each question lets the stream do one thing more, as time would."""
         if self.mark is None:
             return True
         stream, number = self.mark

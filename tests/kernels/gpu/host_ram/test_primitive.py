@@ -99,10 +99,10 @@ def run(
     scratch = {s.name: device.put(np.full(s.nbytes, 0xFF, np.uint8), s.name) for s in promised.scratch}
     step = HOST_RAM.bind(resident, shape, chosen, device)
     outs = []
-    with ThreadPool(threads) as crew:
+    with ThreadPool(threads) as pool:
         for _ in range(times):
             out = of_host(np.full(shape.out_shape, np.nan, kind), strided=strided)
-            step.run(given, out, scratch, crew)
+            step.run(given, out, scratch, pool)
             outs.append(out.copy())
     assert all(np.array_equal(out, outs[0]) for out in outs)
     assert np.array_equal(given, of_host(x.astype(kind), strided=strided)), "the input was modified"
@@ -280,21 +280,21 @@ def test_stopped_layer_ends_between_sublayers_with_nothing_pending(device: Any) 
     class Watched(np.ndarray[Any, Any]):
         """An output that stops its run when it is first written to."""
 
-        crew: ThreadPool
+        pool: ThreadPool
 
         def __setitem__(self, at: Any, value: Any) -> None:
             super().__setitem__(at, value)
             if isinstance(self.base, Watched):
-                self.base.crew.stop()
+                self.base.pool.stop()
 
     out = np.full(SHAPE.out_shape, np.nan, np.float32).view(Watched)
-    with ThreadPool(1) as out.crew, pytest.raises(Stopped):
-        step.run(x, out, scratch, out.crew)
+    with ThreadPool(1) as out.pool, pytest.raises(Stopped):
+        step.run(x, out, scratch, out.pool)
     assert all(stream.done for stream in (device.uploads, device.stream, device.downloads))
     assert np.isnan(np.asarray(out)).any()
     again = np.full(SHAPE.out_shape, np.nan, np.float32)
-    with ThreadPool(1) as crew:
-        step.run(x, again, scratch, crew)
+    with ThreadPool(1) as pool:
+        step.run(x, again, scratch, pool)
     assert_close(again, x, random_weights(SHAPE), SHAPE)
 
 
@@ -311,10 +311,10 @@ def test_stopped_run_ends_the_wait_for_the_device(device: Any) -> None:
             assert self.looks < 100, "it waits for ever"
             return False
 
-    with ThreadPool(1) as crew:
-        crew.stop()
+    with ThreadPool(1) as pool:
+        pool.stop()
         with pytest.raises(Stopped):
-            step._await(Never(), crew)
+            step._await(Never(), pool)
 
 
 @pytest.mark.parametrize("order", get_args(Order))

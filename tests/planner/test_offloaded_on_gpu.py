@@ -1,4 +1,4 @@
-"""Hosted layers that a GPU computes: where that is faster, what it takes of both memories, and by name."""
+"""Offloaded layers that a GPU computes: where that is faster, what it takes of both memories, and by name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.brute_force import BASELINE
-from tests.support.fake_hosted_plans import IN_HOST, ON_CPU, ON_GPU, PLENTY, hosted
+from tests.support.fake_offloaded_plans import IN_HOST, ON_CPU, ON_GPU, PLENTY, best_offloaded
 from tests.support.fake_plans import WIDE
 from tests.support.fake_primitives import WITH_GPU
 from tests.support.flat_requests import make_plan
@@ -27,8 +27,8 @@ pytestmark = pytest.mark.usefixtures("sublayers_take_no_longer")
 def test_layers_of_host_memory_run_on_the_gpu_if_faster() -> None:
     """The plan promises their memory on both sides, and they share the arena of the GPU."""
     limits = PLENTY, PLENTY
-    alone = hosted(WIDE, (20, 12, 9), *limits, mode="gpu-host", in_host_ram=())
-    plan = hosted(WIDE, (20, 12, 9), *limits, mode="gpu-host", in_host_ram=(IN_HOST,))
+    alone = best_offloaded(WIDE, (20, 12, 9), *limits, mode="gpu-host", in_host_ram=())
+    plan = best_offloaded(WIDE, (20, 12, 9), *limits, mode="gpu-host", in_host_ram=(IN_HOST,))
     assert plan.seconds < alone.seconds
     lent = [choice for choice in plan.choices[: plan.main.offloaded] if choice.device == "gpu"]
     assert {choice.primitive for choice in lent} == {IN_HOST.name}
@@ -47,10 +47,10 @@ def test_layers_of_host_memory_run_on_the_gpu_if_faster() -> None:
 def test_host_time_of_every_sublayer_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """It counts if nothing overlaps with it."""
     monkeypatch.setattr(sublayers, "SUBLAYER_SECONDS", 1e-3)
-    plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, mode="gpu-host", in_host_ram=(IN_HOST,))
+    plan = best_offloaded(WIDE, (20, 12, 9), PLENTY, PLENTY, mode="gpu-host", in_host_ram=(IN_HOST,))
     assert {choice.device for choice in plan.choices[: plan.main.offloaded]} == {"cpu"}
     named = {"only": (IN_HOST.name,), "mode": "gpu-host", "in_host_ram": (IN_HOST,)}
-    plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, **named)
+    plan = best_offloaded(WIDE, (20, 12, 9), PLENTY, PLENTY, **named)
     lent = [choice for choice in plan.choices[: plan.main.offloaded] if choice.primitive == IN_HOST.name]
     assert lent
     assert all(choice.seconds > 1e-3 for choice in lent)
@@ -59,7 +59,7 @@ def test_host_time_of_every_sublayer_counts(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.slow
 def test_layers_of_host_memory_without_enough_memory_are_refused() -> None:
     greedy = replace(IN_HOST, least_bytes=PLENTY)
-    plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, mode="gpu-host", in_host_ram=(greedy,))
+    plan = best_offloaded(WIDE, (20, 12, 9), PLENTY, PLENTY, mode="gpu-host", in_host_ram=(greedy,))
     assert {choice.device for choice in plan.choices[: plan.main.offloaded]} == {"cpu"}
 
 
@@ -68,13 +68,13 @@ def test_layers_of_host_memory_may_be_forced_by_name() -> None:
     """They are slower than layers on the CPU here, and are refused if both devices work at a time."""
     slow = replace(IN_HOST, flops=1e4)
     words: dict[str, Any] = {"in_host_ram": (slow,), "mode": "gpu-host"}
-    free = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, **words)
+    free = best_offloaded(WIDE, (20, 12, 9), PLENTY, PLENTY, **words)
     assert slow.name not in {choice.primitive for choice in free.choices}
-    asked = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, only=slow.name, **words)
+    asked = best_offloaded(WIDE, (20, 12, 9), PLENTY, PLENTY, only=slow.name, **words)
     front = [choice for choice in asked.choices[: asked.main.offloaded] if choice.shape.kind == "conv"]
     assert {choice.primitive for choice in front} == {slow.name}
     with pytest.raises(NoPlanError, match=r"gpu.conv.in_host runs in mode gpu-host alone; drop `only` or choose"):
-        hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, only=slow.name, **(words | {"mode": "cpu-to-gpu"}))
+        best_offloaded(WIDE, (20, 12, 9), PLENTY, PLENTY, only=slow.name, **(words | {"mode": "cpu-to-gpu"}))
 
 
 def test_host_ram_primitive_is_planned_below_the_bytes_of_its_tensors() -> None:

@@ -1,4 +1,4 @@
-"""Sessions of hosted plans on an emulated GPU, and a small plan to run in them."""
+"""Sessions of offloaded plans on an emulated GPU, and a small plan to run in them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.support.emulator import EmulatedDevice
-from tests.support.hosted_plans import EVERY, hosted_plan
 from tests.support.odd_networks import _nan_bytes, small, some_volume, trained
+from tests.support.offloaded_plans import EVERY, offloaded_plan
 from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.network import Conv, Pool
 from znnpy.planner.plan import Plan
@@ -35,16 +35,16 @@ def emulated_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedDevice]
 @contextmanager
 def session_for(plan: Plan, net: TrainedNetwork, device: EmulatedDevice) -> Iterator[Session]:
     """Open a session whose arenas hold NaN."""
-    with pytest.MonkeyPatch.context() as patch, ThreadPool(plan.compute_threads) as crew:
+    with pytest.MonkeyPatch.context() as patch, ThreadPool(plan.compute_threads) as pool:
         patch.setattr(cpu_backend, "aligned_bytes", _nan_bytes)
-        with Session(plan, net.network, net.weights, crew, EVERY, device=device) as session:  # type: ignore[arg-type]
+        with Session(plan, net.network, net.weights, pool, EVERY, device=device) as session:  # type: ignore[arg-type]
             yield session
 
 
 def a_plan(**arguments: Any) -> tuple[Plan, TrainedNetwork, Any]:
     """One of SMALL, with the weights and the volume that it is for."""
     net, volume = trained(SMALL), some_volume(SMALL, seed=78, more=(9, 7, 5))
-    return hosted_plan(SMALL, SMALL.dense_size(volume.shape[1:]), (2, 4, 3), 2, **arguments), net, volume
+    return offloaded_plan(SMALL, SMALL.dense_size(volume.shape[1:]), (2, 4, 3), 2, **arguments), net, volume
 
 
 def no_feeder_is_left() -> bool:

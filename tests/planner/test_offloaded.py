@@ -1,4 +1,4 @@
-"""Plans whose first layers are hosted: within both memories, read as they were written, told layer by layer."""
+"""Plans whose first layers are offloaded: within both memories, read as they were written, told layer by layer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.brute_force import BASELINE, CONTEXT, THREADS
-from tests.support.fake_hosted_plans import GPU_RATES, HOST_RATES, ON_CPU, ON_GPU, PLENTY, UPLOAD, hosted
+from tests.support.fake_offloaded_plans import GPU_RATES, HOST_RATES, ON_CPU, ON_GPU, PLENTY, UPLOAD, best_offloaded
 from tests.support.fake_plans import MIXED, TENSORS_AT, WIDE, changed, edited
 from tests.support.fake_primitives import POOL, SLOW, WITH_GPU, on_gpu
 from tests.support.flat_requests import make_plan
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("sublayers_take_no_longer")
 
 @pytest.fixture(scope="module")
 def plan() -> RunPlan:
-    return hosted(MIXED, (20, 11, 8), PLENTY, PLENTY)
+    return best_offloaded(MIXED, (20, 11, 8), PLENTY, PLENTY)
 
 
 def test_memory_of_process_and_gpu_is_promised_separately(plan: RunPlan) -> None:
@@ -43,8 +43,8 @@ def test_memory_of_process_and_gpu_is_promised_separately(plan: RunPlan) -> None
         tensor.offset + -(-tensor.nbytes // 256) * 256 for tensor in plan.main.stages[0].tensors
     )
     around = memory.baseline + memory.reading + memory.writing + memory.pinned
-    hosted_bytes = memory.stages[0].total
-    assert memory.peak == around + hosted_bytes + memory.handover
+    offloaded_bytes = memory.stages[0].total
+    assert memory.peak == around + offloaded_bytes + memory.handover
     assert memory.vram == CONTEXT + memory.staging + memory.last.total
     assert memory.excess(Limits(memory.peak - 3, 1, memory.vram - 7)) == (3, 7)
 
@@ -84,13 +84,13 @@ def test_written_plan_is_read_back(plan: RunPlan) -> None:
 @pytest.mark.slow
 def test_constraints_of_the_request_are_kept() -> None:
     some_patch: Vec3 = (2, 2, 4)
-    plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, patch=some_patch, columns=True, depth_first=False)
+    plan = best_offloaded(WIDE, (20, 12, 9), PLENTY, PLENTY, patch=some_patch, columns=True, depth_first=False)
     assert (plan.patch_out, plan.main.streams, max(plan.main.sub_batches)) == (some_patch, True, 1)
     only = ("cpu.conv.slow", "gpu.conv.over")
-    plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, only=only)
+    plan = best_offloaded(WIDE, (20, 12, 9), PLENTY, PLENTY, only=only)
     names = {choice.primitive for choice in plan.choices if choice.shape.kind == "conv"}
     assert names <= set(only)
-    plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, kinds=True, precision="tf32")
+    plan = best_offloaded(WIDE, (20, 12, 9), PLENTY, PLENTY, kinds=True, precision="tf32")
     assert {kind.device for kind in plan.alternatives} == {"cpu", "gpu"}
     assert plan.precision == "tf32"
     assert {choice.shape.precision for choice in plan.choices[: plan.main.offloaded]} == {"fp32"}
@@ -101,11 +101,11 @@ def test_impossible_requests_are_refused() -> None:
     with pytest.raises(
         NoPlanError, match=r"hands float32 from the host to the GPU: choose precision='tf32' or precision='fp32'"
     ):
-        hosted(MIXED, (20, 11, 8), PLENTY, PLENTY, precision="fp16")
+        best_offloaded(MIXED, (20, 11, 8), PLENTY, PLENTY, precision="fp16")
     with pytest.raises(NoPlanError, match="has one layer, and mode cpu-to-gpu needs one for each device"):
-        hosted(Network("one", 1, (Conv((2, 2, 2), 1),)), (20, 11, 8), PLENTY, PLENTY)
+        best_offloaded(Network("one", 1, (Conv((2, 2, 2), 1),)), (20, 11, 8), PLENTY, PLENTY)
     with pytest.raises(NoPlanError, match="run the first layers of mixed with the host"):
-        hosted(MIXED, (20, 11, 8), PLENTY, PLENTY, table=ON_GPU)
+        best_offloaded(MIXED, (20, 11, 8), PLENTY, PLENTY, table=ON_GPU)
     with pytest.raises(NoPlanError, match="are to run on a GPU, and there is none"):
         make_plan(MIXED, (20, 11, 8), replace(WITH_GPU, gpu=None), Limits(PLENTY, 2, PLENTY), mode="cpu-to-gpu")
 
@@ -114,14 +114,15 @@ def test_impossible_requests_are_refused() -> None:
 def test_nearest_miss_names_the_sufficient_limits(plan: RunPlan) -> None:
     """The limits that the message asks for are enough."""
     with pytest.raises(NoPlanError) as caught:
-        hosted(MIXED, (20, 11, 8), BASELINE, CONTEXT)
+        best_offloaded(MIXED, (20, 11, 8), BASELINE, CONTEXT)
     assert caught.value.needs is not None
     ram_bytes, vram_bytes = caught.value.needs
     need = re.escape(f"the smallest need is {mebibytes(ram_bytes)} and {mebibytes(vram_bytes)}, with ")
     assert re.search(rf"{need}.* allow at least ram='\d+M' and vram='\d+M'$", str(caught.value))
-    assert hosted(MIXED, (20, 11, 8), ram_bytes, vram_bytes).memory.excess(Limits(ram_bytes, 2, vram_bytes)) == (0, 0)
+    found = best_offloaded(MIXED, (20, 11, 8), ram_bytes, vram_bytes)
+    assert found.memory.excess(Limits(ram_bytes, 2, vram_bytes)) == (0, 0)
     with pytest.raises(NoPlanError):
-        hosted(MIXED, (20, 11, 8), ram_bytes - 1, vram_bytes - 1)
+        best_offloaded(MIXED, (20, 11, 8), ram_bytes - 1, vram_bytes - 1)
 
 
 @pytest.mark.slow
@@ -156,7 +157,7 @@ def test_feeder_thread_reserves_a_core(mode: str) -> None:
 @pytest.mark.parametrize("mode", ["cpu-to-gpu", "gpu-host"])
 def test_printed_plan_names_the_device_of_each_layer(mode: str) -> None:
     """It also names the memory of each layer, and the stage that waits for the other."""
-    plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, mode=mode)
+    plan = best_offloaded(WIDE, (20, 12, 9), PLENTY, PLENTY, mode=mode)
     told = explain(plan)
     assert max(map(len, told.splitlines())) <= 120
     for choice in plan.choices[: plan.main.offloaded]:
@@ -178,7 +179,7 @@ def test_printed_plan_names_the_device_of_each_layer(mode: str) -> None:
 
 @pytest.mark.slow
 def test_printed_plan_names_the_waiting_stage() -> None:
-    plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY)
+    plan = best_offloaded(WIDE, (20, 12, 9), PLENTY, PLENTY)
     assert "the CPU waits 100% of the time" in " ".join(
         explain(changed(plan, stages=(plan.main.stages[0], replace(plan.main.stages[1], wait_seconds=9.0)))).split()
     )
@@ -187,7 +188,7 @@ def test_printed_plan_names_the_waiting_stage() -> None:
 def test_uploads_overlap_with_computing() -> None:
     """One image at a time is faster than all at once if that costs nothing else."""
     words: dict[str, Any] = {"patch": (20, 12, 10), "columns": False, "table": (*ON_CPU, *on_gpu(SLOW, POOL))}
-    plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, **words)
+    plan = best_offloaded(WIDE, (20, 12, 9), PLENTY, PLENTY, **words)
     assert plan.choices[plan.main.offloaded].shape.batch == 1
     assert plan.main.sub_batches[plan.main.offloaded] == 4
     assert plan.main.stages[1].wait_seconds == pytest.approx(plan.main.handover_bytes / 4 / UPLOAD)
@@ -197,12 +198,12 @@ def test_less_vram_gives_fewer_images_at_a_time() -> None:
     """The number goes down to one; the link is fast enough that nobody waits for it."""
     words: dict[str, Any] = {"patch": (20, 12, 10), "columns": False, "table": (*ON_CPU, *on_gpu(SLOW, POOL))}
     words["rates"] = GPU_RATES.replaced(gpu_link=Rate(flops=1e12, nbytes=1e300))
-    most = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, **words)
+    most = best_offloaded(WIDE, (20, 12, 9), PLENTY, PLENTY, **words)
     parts = {1}
     for share in (0.9, 0.6, 0.4, 0.3):
         room = CONTEXT + int(share * (most.memory.vram - CONTEXT))
         try:
-            plan = hosted(WIDE, (20, 12, 9), PLENTY, room, **words)
+            plan = best_offloaded(WIDE, (20, 12, 9), PLENTY, room, **words)
         except NoPlanError:
             break
         assert plan.memory.vram <= room

@@ -1,4 +1,4 @@
-"""Plans of fakes whose first layers are hosted, and a fake that computes such layers on the GPU."""
+"""Plans of fakes whose first layers are offloaded, and a fake that computes such layers on the GPU."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def link(shape: LayerShape) -> float:
 IN_HOST = InHostRam("gpu.conv.in_host", "conv", flops=0.5)
 
 
-def hosted(network: Network, output: Vec3, ram_bytes: int, vram_bytes: int, **arguments: Any) -> RunPlan:
+def best_offloaded(network: Network, output: Vec3, ram_bytes: int, vram_bytes: int, **arguments: Any) -> RunPlan:
     """Return what `make_plan` gives for the fakes of both devices, with some arguments replaced."""
     settings: dict[str, Any] = {
         "table": (*ON_CPU, *ON_GPU),

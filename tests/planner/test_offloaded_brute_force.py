@@ -1,4 +1,4 @@
-"""The best of all plans whose first layers are hosted: equal to those found by trying every way to run both sides."""
+"""The best plans whose first layers are offloaded are equal to those found by trying all ways to run both stages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,17 @@ import pytest
 
 from tests.planner.test_brute_force import some
 from tests.support.brute_force import AROUND, BASELINE, CONTEXT, EDGE_BYTES, SMALL, THREADS, Run, steps_of, ways
-from tests.support.fake_hosted_plans import GPU_RATES, HOST_RATES, IN_HOST, ON_CPU, ON_GPU, PLENTY, UPLOAD, hosted, link
+from tests.support.fake_offloaded_plans import (
+    GPU_RATES,
+    HOST_RATES,
+    IN_HOST,
+    ON_CPU,
+    ON_GPU,
+    PLENTY,
+    UPLOAD,
+    best_offloaded,
+    link,
+)
 from tests.support.fake_primitives import WITH_GPU, Fake
 from znnpy.costs.model import Rates
 from znnpy.costs.two_stages import two_stage_seconds
@@ -163,7 +173,7 @@ def test_equals_brute_force_at_every_limit(network: Network, mode: str) -> None:
     for ram_bytes, vram_bytes in product((rams[0] - 1, *rams, PLENTY), (vrams[0] - 1, *vrams, PLENTY)):
         best = least(known, ram_bytes, vram_bytes, overlaps=overlaps)
         try:
-            plan = hosted(network, SMALL, ram_bytes, vram_bytes, mode=mode)
+            plan = best_offloaded(network, SMALL, ram_bytes, vram_bytes, mode=mode)
         except NoPlanError:
             assert best == inf, f"nothing at {ram_bytes} and {vram_bytes}"
             continue
@@ -180,13 +190,13 @@ def test_equals_brute_force_at_every_limit(network: Network, mode: str) -> None:
 @pytest.mark.parametrize("mode", ["cpu-to-gpu", "gpu-host"])
 @pytest.mark.parametrize("network", NETWORKS, ids=lambda network: network.name)
 def test_known_faster_plan_is_found_if_it_exists(network: Network, mode: str) -> None:
-    best = hosted(network, SMALL, PLENTY, PLENTY, mode=mode)
+    best = best_offloaded(network, SMALL, PLENTY, PLENTY, mode=mode)
     slower = best.with_main(best.main.with_choices(lambda choice: replace(choice, seconds=1.001 * choice.seconds)))
     assert slower.seconds > best.seconds
-    found = hosted(network, SMALL, PLENTY, PLENTY, mode=mode, than=slower)
+    found = best_offloaded(network, SMALL, PLENTY, PLENTY, mode=mode, than=slower)
     assert found.seconds == pytest.approx(best.seconds, rel=1e-9)
     with pytest.raises(NoPlanError, match=f"mode {mode}: no plan was found that takes less than"):
-        hosted(network, SMALL, PLENTY, PLENTY, mode=mode, than=best)
+        best_offloaded(network, SMALL, PLENTY, PLENTY, mode=mode, than=best)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +235,7 @@ class Larger:
 
     def best(self, **words: Any) -> RunPlan:
         memory = self.ram_bytes + AROUND, self.vram_bytes + CONTEXT
-        return hosted(self.network, (48, 48, 48), *memory, table=self.table, **words)
+        return best_offloaded(self.network, (48, 48, 48), *memory, table=self.table, **words)
 
 
 LARGER = {

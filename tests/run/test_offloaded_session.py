@@ -14,9 +14,9 @@ import pytest
 from tests.support.emulator import EmulatedDevice, needs_compiler
 from tests.support.fake_pipeline import run_session
 from tests.support.flat_requests import make_plan
-from tests.support.hosted_plans import EVERY, WITH_GPU, WITH_HOST, backs, fronts, hosted_plan
-from tests.support.hosted_sessions import SMALL, a_plan, emulated_device, no_feeder_is_left, session_for
 from tests.support.odd_networks import NETWORKS, ODDER, Poisoned, assert_dense, definition, small, some_volume, trained
+from tests.support.offloaded_plans import EVERY, WITH_GPU, WITH_HOST, backs, fronts, offloaded_plan
+from tests.support.offloaded_sessions import SMALL, a_plan, emulated_device, no_feeder_is_left, session_for
 from tests.support.reference_primitives import STAND_INS
 from znnpy.errors import PlanFileError, ValuesOverflowError
 from znnpy.kernels.aligned import aligned_bytes
@@ -59,7 +59,7 @@ def ran(plan: Plan, net: TrainedNetwork, volume: npt.NDArray[Any], device: Emula
     assert source.output == plan.output
     output = Poisoned.of((network.output_channels, *plan.output), np.float32)
     with session_for(plan, net, device) as session:
-        run_session(session, session.crew, source, output, plan.cover(network))
+        run_session(session, session.pool, source, output, plan.cover(network))
         steps = plan.cover(network).steps
         ahead = [network.margins[choice.layers[1] + 1][plan.axis] for choice in plan.choices]
         for choice, more, parts, values in zip(plan.choices, ahead, plan.sub_batches, session.written, strict=True):
@@ -90,7 +90,7 @@ def test_patches_equal_the_definition(device: EmulatedDevice, network: Network, 
     period, output = network.period, network.dense_size(volume.shape[1:])
     patch = (period[0], 2 * period[1], network.round_up(output)[2])
     words: dict[str, Any] = {"with_host": None if overlaps else WITH_HOST, "front": fronts(theta), "back": backs(theta)}
-    plan = hosted_plan(
+    plan = offloaded_plan(
         network, output, patch, theta, overlaps=overlaps, **words, **parts_of(network, theta, seed=theta)
     )
     assert plan.columns > 1
@@ -108,7 +108,7 @@ def test_columns_equal_the_definition(device: EmulatedDevice, network: Network, 
     output = network.dense_size(volume.shape[1:])
     patch = turned_back((thick, 2 * across[0], 3 * across[1]), axis)
     words: dict[str, Any] = {"with_host": None if overlaps else WITH_HOST, "back": backs(theta)}
-    plan = hosted_plan(
+    plan = offloaded_plan(
         network, output, patch, theta, axis=axis, column=2 * thick, overlaps=overlaps,
         **words, **parts_of(network, theta, seed=theta),
     )  # fmt: skip
@@ -125,7 +125,7 @@ def test_layers_of_host_memory_on_the_gpu_equal_the_definition(device: EmulatedD
     variant = Variant.of(
         images=1, planes=2, maps_in=2, maps_out=3, order="outputs", inner="gpu.conv.direct", inner_kernel="shared"
     )
-    plan = hosted_plan(
+    plan = offloaded_plan(
         network, network.dense_size(volume.shape[1:]), (4, 2, 4), 3, column=column, overlaps=False, images=2,
         with_host=IN_HOST_RAM[0], variant=variant,
     )  # fmt: skip
@@ -138,7 +138,7 @@ def test_single_voxel_of_output_equals_the_definition(device: EmulatedDevice) ->
     network = small("one", 1, Conv((3, 2, 1), 4, "relu"), Conv((2, 1, 3), 3, "tanh"), Conv((1, 1, 1), 1))
     net, volume = trained(network), some_volume(network, seed=74, more=(0, 0, 0))
     for theta in (1, 2):
-        plan = hosted_plan(network, (1, 1, 1), (1, 1, 1), theta)
+        plan = offloaded_plan(network, (1, 1, 1), (1, 1, 1), theta)
         assert_dense(ran(plan, net, volume, device), definition(net, volume))
 
 
@@ -162,12 +162,12 @@ def test_session_holds_the_planned_bytes(device: EmulatedDevice, monkeypatch: py
     monkeypatch.setattr(device, "pinned", noted)
     for column, overlaps in ((0, True), (4, True), (4, False)):
         output = network.dense_size(volume.shape[1:])
-        plan = hosted_plan(network, output, (4, 6, 2), 2, column=column, overlaps=overlaps)
+        plan = offloaded_plan(network, output, (4, 6, 2), 2, column=column, overlaps=overlaps)
         blocks: list[int] = []
         taken.clear()
-        with pytest.MonkeyPatch.context() as patch, ThreadPool(plan.compute_threads) as crew:
+        with pytest.MonkeyPatch.context() as patch, ThreadPool(plan.compute_threads) as pool:
             patch.setattr(cpu_backend, "aligned_bytes", held)
-            with Session(plan, network, net.weights, crew, EVERY, device=device):  # type: ignore[arg-type]
+            with Session(plan, network, net.weights, pool, EVERY, device=device):  # type: ignore[arg-type]
                 memory = plan.memory
                 words = 4 * (2 + sum(choice.shape.kind == "conv" for choice in plan.choices[plan.offloaded :]))
                 staging = 2 * (plan.handover_bytes // plan.sub_batches[plan.offloaded])
@@ -197,7 +197,7 @@ def test_overflow_names_its_layer_and_step(device: EmulatedDevice, theta: int, l
     volume = some_volume(network, seed=76, more=(15, 8, 8))
     output = network.dense_size(volume.shape[1:])
     with_host = None if overlaps else WITH_HOST
-    plan = hosted_plan(network, output, (2, 8, 8), theta, column=4, overlaps=overlaps, with_host=with_host)
+    plan = offloaded_plan(network, output, (2, 8, 8), theta, column=4, overlaps=overlaps, with_host=with_host)
     step = r"^output voxels \(z, y, x\) = \(\d+, 0, 0\) to \(\d+, 8, 8\), step \d of column 0: "
     with pytest.raises(ValuesOverflowError, match=step + rf"layer {layer} \(conv"):
         ran(plan, net, volume, device)

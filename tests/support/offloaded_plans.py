@@ -70,13 +70,13 @@ class _Step:
     device: Any
 
     def run(
-        self, x: npt.NDArray[Any], out: npt.NDArray[Any], scratch: Mapping[str, npt.NDArray[np.uint8]], crew: ThreadPool
+        self, x: npt.NDArray[Any], out: npt.NDArray[Any], scratch: Mapping[str, npt.NDArray[np.uint8]], pool: ThreadPool
     ) -> None:
         assert (x.shape, out.shape) == (self.shape.in_shape, self.shape.out_shape)
         assert {name: array.nbytes for name, array in scratch.items()} == dict.fromkeys(
             ("host_ram.x", "host_ram.out"), SCRATCH
         )
-        crew.check()
+        pool.check()
         shape = as_conv(self.shape)
 
         def work() -> None:
@@ -104,7 +104,7 @@ def backs(seed: int = 0, *, in_one: bool = True) -> Ways:
     return Ways(seed, (), in_one, WITH_GPU, STAND_INS)
 
 
-def hosted_plan(
+def offloaded_plan(
     network: Network,
     output: Vec3,
     patch: Vec3,
@@ -122,11 +122,11 @@ def hosted_plan(
     precision: Precision = "fp32",
     threads: int = 2,
 ) -> Plan:
-    """Return the plan of just this patch or column, of which the first `theta` layers are hosted.
+    """Return the plan of just this patch or column, of which the first `theta` layers are offloaded.
 
     images     of what is handed over that the GPU takes at a time
     later      the same behind each of its poolings; 0: all there are
-    with_host  computes the hosted convolutions, its cheapest variant or `variant`; None: the processor does
+    with_host  computes the offloaded convolutions, its cheapest variant or `variant`; None: the processor does
     """
     space = TilingSpace(network.turned(axis), turned(output, axis), axis, streams=column > 0, precision=precision)
     shapes = list(tiling_of(space, turned(patch, axis)).shapes)
@@ -157,16 +157,16 @@ def hosted_plan(
                     way = with_host, variant or with_host.variants(shape, WITH_GPU)[0]
                 assert way is not None
                 chosen.append(((layer, layer), shape, *way))
-    hosted = sum(last < theta for (_, last), _, _, _ in chosen)
+    offloaded = sum(last < theta for (_, last), _, _, _ in chosen)
     limits = Limits(2**32, threads, 2**32)
-    crew = (limits.without_feed_threads(1) if overlaps else limits).threads
-    footprints = [primitive.footprint(shape, of, crew) for _, shape, primitive, of in chosen]
+    pool = (limits.without_feed_threads(1) if overlaps else limits).threads
+    footprints = [primitive.footprint(shape, of, pool) for _, shape, primitive, of in chosen]
     step = patch_in(network, patch, axis, streams=column > 0)
     steps = [(way[1], footprint) for way, footprint in zip(chosen, footprints, strict=True)]
-    placed = [(needs.memory, *place(needs.tensors)) for needs in stage_needs(steps, hosted, step[axis], "gpu")]
+    placed = [(needs.memory, *place(needs.tensors)) for needs in stage_needs(steps, offloaded, step[axis], "gpu")]
     choices = tuple(choice_of(*way, footprint) for way, footprint in zip(chosen, footprints, strict=True))
-    handed = chosen[hosted - 1][1].out_bytes
-    parts = chosen[hosted - 1][1].out_shape[0] // chosen[hosted][1].batch
+    handed = chosen[offloaded - 1][1].out_bytes
+    parts = chosen[offloaded - 1][1].out_shape[0] // chosen[offloaded][1].batch
     memory = Memory(
         stages=tuple(replace(own, arena=arena) for own, _, arena in placed),
         baseline=0,
@@ -177,7 +177,7 @@ def hosted_plan(
     )
     plan = Plan(
         limits=limits,
-        feed_threads=threads - crew,
+        feed_threads=threads - pool,
         output=output,
         patch_out=patch,
         patch_in=step,
@@ -185,7 +185,7 @@ def hosted_plan(
         column_planes=column,
         stages=tuple(
             Stage(own.device, some, tensors)
-            for (own, tensors, _), some in zip(placed, (choices[:hosted], choices[hosted:]), strict=True)
+            for (own, tensors, _), some in zip(placed, (choices[:offloaded], choices[offloaded:]), strict=True)
         ),
         memory=memory,
         itemsize_in=1,

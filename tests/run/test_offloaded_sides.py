@@ -14,9 +14,9 @@ import pytest
 
 from tests.support.emulator import EmulatedDevice, needs_compiler
 from tests.support.fake_pipeline import run_session
-from tests.support.hosted_plans import hosted_plan
-from tests.support.hosted_sessions import SMALL, a_plan, emulated_device, no_feeder_is_left, session_for
 from tests.support.odd_networks import Poisoned, assert_dense, definition, some_volume, trained
+from tests.support.offloaded_plans import offloaded_plan
+from tests.support.offloaded_sessions import SMALL, a_plan, emulated_device, no_feeder_is_left, session_for
 from znnpy.errors import DeviceError, Stopped
 from znnpy.network import Network
 from znnpy.planner.plan import Plan
@@ -123,7 +123,7 @@ def test_delays_change_no_voxel_and_failures_end_the_run(device: EmulatedDevice,
     net, volume = trained(SMALL), some_volume(SMALL, seed=77, more=(9, 7, 5))
     output = SMALL.dense_size(volume.shape[1:])
     overlaps = seed % 5 != 0
-    plan = hosted_plan(SMALL, output, (2, 4, 3), theta, column=4 if walks else 0, overlaps=overlaps)
+    plan = offloaded_plan(SMALL, output, (2, 4, 3), theta, column=4 if walks else 0, overlaps=overlaps)
     steps = sum(len(column.steps) for column in plan.cover(SMALL))
     slow = {stage: rng.choice([0.0, 0.0, 0.002, 0.005]) for stage in ("front", "back", "wait")}
     where, when = rng.choice(["front", "back", "wait", "nowhere"]), rng.randrange(steps)
@@ -140,13 +140,13 @@ def test_delays_change_no_voxel_and_failures_end_the_run(device: EmulatedDevice,
     with session_for(plan, net, device) as session:
         stages(session, hook)
         if where == "nowhere":
-            run_session(session, session.crew, source, written, plan.cover(SMALL))
+            run_session(session, session.pool, source, written, plan.cover(SMALL))
             idle = session.idle_seconds
             assert set(idle) == ({"CPU", "GPU"} if overlaps else set())
             assert all(0 <= spent < time.perf_counter() - began for spent in idle.values())
         else:
             with pytest.raises(type(fault)) as caught:
-                run_session(session, session.crew, source, written, plan.cover(SMALL))
+                run_session(session, session.pool, source, written, plan.cover(SMALL))
             if not isinstance(fault, KeyboardInterrupt):
                 places = [(c, n) for c, column in enumerate(plan.cover(SMALL)) for n in range(len(column.steps))]
                 column, number = places[when]
@@ -170,7 +170,7 @@ def test_failure_in_the_gpu_stage_stops_the_host_stage(device: EmulatedDevice) -
         if (stage, number) == ("back", 0):
             raise Fault
         for _ in range(1000 if (stage, number) == ("front", 1) else 0):
-            session.crew.check()
+            session.pool.check()
             time.sleep(0.01)
 
     source = Source(ArrayVolume(volume), roi=None, border="valid", network=SMALL, allow_nan=False)
@@ -178,7 +178,7 @@ def test_failure_in_the_gpu_stage_stops_the_host_stage(device: EmulatedDevice) -
     with session_for(plan, net, device) as session:
         stages(session, hook)
         with pytest.raises(Fault) as caught:
-            run_session(session, session.crew, source, Poisoned.of((1, *plan.output), np.float32), plan.cover(SMALL))
+            run_session(session, session.pool, source, Poisoned.of((1, *plan.output), np.float32), plan.cover(SMALL))
     assert time.perf_counter() - began < 5
     assert "step 0 of column 0" in "; ".join(caught.value.__notes__)
     assert no_feeder_is_left()
@@ -197,7 +197,7 @@ def test_stop_is_noticed_while_the_feeder_hangs(device: EmulatedDevice) -> None:
     with session_for(plan, net, device) as session:
         stages(session, hook)
         ticket = session.submit(raw, out, begins=begins)
-        session.crew.stop()
+        session.pool.stop()
         began = time.perf_counter()
         with pytest.raises(Stopped):
             session.wait(ticket)
@@ -215,11 +215,11 @@ def test_stop_is_noticed_while_the_device_hangs(
     hangs.set()
     awaits = gpu_backend.GpuBackend._await
 
-    def never(shop: Any, event: Any, crew: Any = None) -> None:
-        while crew is not None and hangs.is_set():
-            crew.check()
+    def never(shop: Any, event: Any, pool: Any = None) -> None:
+        while pool is not None and hangs.is_set():
+            pool.check()
             time.sleep(0.001)
-        awaits(shop, event, crew)
+        awaits(shop, event, pool)
 
     monkeypatch.setattr(gpu_backend.GpuBackend, "_await", never)
     monkeypatch.setattr(gpu_backend, "QUEUED_SECONDS", 0.0)  # every layer is waited for before the next is queued
@@ -227,7 +227,7 @@ def test_stop_is_noticed_while_the_device_hangs(
     main = threading.main_thread().ident
     assert main is not None
     with session_for(plan, net, device) as session:
-        press = session.crew.stop if how == "stop" else lambda: signal.pthread_kill(main, signal.SIGINT)
+        press = session.pool.stop if how == "stop" else lambda: signal.pthread_kill(main, signal.SIGINT)
         timer = threading.Timer(0.2, press)
         timer.start()
         began = time.perf_counter()
@@ -236,7 +236,7 @@ def test_stop_is_noticed_while_the_device_hangs(
         assert time.perf_counter() - began < 1.0
         left = time.perf_counter()
         if how == "Ctrl-C":
-            session.crew.stop()  # as the pipeline does
+            session.pool.stop()  # as the pipeline does
     assert time.perf_counter() - left < 1.0
     hangs.clear()
     timer.join()
