@@ -8,11 +8,16 @@ from pathlib import Path
 from benchmarks.harness import markdown, plots
 from benchmarks.harness.results import Result, Results, Row, device_of
 
-# Voxels/s of ZNNi: on the CPU its code of 2016 on 2 Zen 5 cores; on a GPU its Table V, for a Titan X and 72 cores.
+# Voxels/s of ZNNi on `ORIGINAL_MACHINE`; on a GPU those of the paper's Table V.
 ORIGINAL: dict[str, dict[str, float]] = {
     "cpu": {"n337": 30_804, "n537": 7_908, "n726": 23_883, "n926": 12_497},
     "gpu": {"n337": 1.06e6, "n537": 0.33e6, "n726": 0.47e6, "n926": 0.375e6},
 }
+ORIGINAL_MACHINE = {"cpu": "its code of 2016 on 2 Zen 5 cores", "gpu": "its paper of 2016, a Titan X and 72 CPU cores"}
+LEGEND = (
+    "*times the plan: measured over predicted speed; peer: PyTorch on the same machine, in the way that is fastest "
+    "there; ZNNi: {}*"
+)
 
 
 def fastest_of(rows: Sequence[Row], start: str) -> Row | None:
@@ -43,8 +48,8 @@ def networks_table(device: str, results: Results) -> str:
                 times = [markdown.times(speed / other) if other else "-" for other in (peer and peer.median, original)]
                 volume = f"{row.facts['side']}^3"
                 rows.append((case, row.subject, markdown.speed(speed), volume, of_plan, best_peer, *times))
-        head = ("network", "", "voxels/s", "volume", "of the plan", "fastest peer", "times", "times ZNNi (2016)")
-        parts.append(markdown.table(head, rows, left=2))
+        head = ("network", "", "voxels/s", "volume", "times the plan", "fastest peer", "times the peer", "times ZNNi")
+        parts.append(f"{markdown.table(head, rows, left=2)}\n\n{LEGEND.format(ORIGINAL_MACHINE[device])}")
     return markdown.sections(found, parts, f"networks --device {device}")
 
 

@@ -18,7 +18,16 @@ import click
 
 import znnpy
 from znnpy.command_options import command_of, json_option
-from znnpy.command_runtime import Command, CommandGroup, ResumableCommand, print_json, print_lines, print_table, quiet
+from znnpy.command_runtime import (
+    Command,
+    CommandGroup,
+    ResumableCommand,
+    SectionedCommand,
+    print_json,
+    print_lines,
+    print_table,
+    quiet,
+)
 from znnpy.errors import OutputError, ResumeError, ZnnpyError
 from znnpy.files import Inputs, regular_file, write_asked
 from znnpy.formats.networks import read_network
@@ -58,18 +67,18 @@ class PlanCommand(PlanOptions):
     """The options of the command `plan`."""
 
     out: Path | None = option(None, "write the plan here, for `znnpy infer --plan`", "new path")
-    plot: Path | None = option(None, "draw throughput against memory here, NAME.png", "new path")
+    plot: Path | None = option(None, "draw the predicted speed against the memory limit here, NAME.png", "new path")
     overwrite: bool = option(False, "replace the files given as --out and --plot", "flag")
     why: bool = option(False, "list every primitive for every layer, with its time and why it was not chosen", "flag")
     as_json: bool = option(False, "print one JSON document")
 
 
-@command_of(main, PlanCommand, Command)
+@command_of(main, PlanCommand, SectionedCommand)
 def plan(asked: PlanCommand) -> None:
-    """Choose columns or patches, their size and primitives for NETWORK, and say why.
+    """Make a plan for NETWORK and explain it.
 
-    NETWORK is a file, or the name of a network that ships with znnpy. Without --volume or --shape, a volume of 1024^3
-    is assumed.
+    A plan says how the volume is cut, and which method computes each layer. NETWORK is a file, or the name of a network
+    that ships with znnpy. Without --volume or --shape, a volume of 1024^3 is assumed.
     """
     out, plot = asked.out, asked.plot
     if asked.volume is not None and asked.shape is not None:
@@ -182,7 +191,7 @@ class InferCommand(InferOptions):
 
 @command_of(main, InferCommand, ResumableCommand)
 def infer(asked: InferCommand) -> None:
-    """Predict every position of VOLUME."""
+    """Run a network at every voxel of VOLUME."""
     volume, out = asked.volume, asked.out
     assert isinstance(volume, Path)
     assert out is None or isinstance(out, Path)
@@ -213,7 +222,11 @@ def infer(asked: InferCommand) -> None:
 class MeasureCommand(MeasureOptions):
     """The options of the command `measure`."""
 
-    export: Path | None = option(None, "write the costs here too, for `znnpy plan --machine` elsewhere", "new path")
+    export: Path | None = option(
+        None,
+        "write a description of this machine with its speeds here, for `znnpy plan --machine` elsewhere",
+        "new path",
+    )
     as_json: bool = option(False, "print one JSON document")
 
 
@@ -259,9 +272,9 @@ class VerifyCommand(VerifyOptions):
 
 @command_of(main, VerifyCommand, Command)
 def verify(asked: VerifyCommand) -> None:
-    """Check OUTPUT, predicted from VOLUME, against the definition.
+    """Check OUTPUT against a slow, exact computation.
 
-    Recomputes sampled voxels in float64 by sliding the window over the volume, and prints the worst error.
+    Recomputes sampled voxels from VOLUME in float64, each from its field of view alone, and prints the largest error.
     """
     if asked.precision is not None and asked.tolerance is not None:
         raise click.UsageError("--precision implies a tolerance: give one of --precision and --tolerance")

@@ -31,6 +31,17 @@ from znnpy.stopping import INTERRUPTED, SENTENCES, TERMINATED, Terminated
 PIPED_WIDTH = 120  # columns of a table that goes to a file
 QUIET = "znnpy.quiet"  # key in the context of a command: whether it prints errors only
 PLAIN = "znnpy.plain"  # how standard streams treat a character that their encoding lacks
+SECTIONS = {  # of a long help page: the parameters in each; all others come last
+    "Input": (
+        *("network", "weights", "volume", "shape", "dataset", "roi", "border"),
+        *("missing_chunks", "fill_missing", "allow_nan"),
+    ),
+    "Output": ("out", "output_dtype", "overwrite", "resume", "plot"),
+    "Limits": ("ram", "vram", "threads"),
+    "Devices": ("device", "gpus", "precision", "mode"),
+    "Plan": ("plan", "cover", "patch", "depth_first", "only", "why"),
+    "Measured speeds": ("calibrate", "costs", "machine", "rigor", "time_limit"),
+}
 SIMILAR = {"µ": "u", "×": "x", "…": "...", "–": "-", "·": ".", "²": "2", "³": "3", "θ": "theta"}
 
 
@@ -159,7 +170,21 @@ def _refused(error: RuntimeError | ImportError) -> ThreadError | MemoryError | N
     return None
 
 
-class ResumableCommand(Command):
+class SectionedCommand(Command):
+    """A command with so many options that its help page shows them in sections."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write each option once, in its section."""
+        options = (of for of in self.get_params(ctx) if isinstance(of, click.Option))
+        records = {of.name: record for of in options if (record := of.get_help_record(ctx))}
+        for title, names in SECTIONS.items():
+            with formatter.section(title):
+                formatter.write_dl([records.pop(name) for name in names if name in records])
+        with formatter.section("Other"):
+            formatter.write_dl(list(records.values()))
+
+
+class ResumableCommand(SectionedCommand):
     """A command that can continue where an earlier run stopped."""
 
     resumes = True

@@ -62,7 +62,7 @@ _log = logging.getLogger(__name__)
 
 @function_of(InferOptions)
 def infer(asked: InferOptions) -> Report:
-    """Predict every position of a volume within limits of memory; the output is complete, or it is not there.
+    """Run a network at every voxel of a volume, within limits of memory; the output is complete, or it is not there.
 
     OPTIONS
 

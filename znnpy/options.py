@@ -68,12 +68,12 @@ class MachineOptions(Checked):
         most=MOST_THREADS,
     )
     device: Device = option(
-        "auto", "where layers run; auto: on the GPU if one works, otherwise on the CPU", "text", values=DEVICES
+        "auto", "device to use; auto: the GPU if one works, otherwise the CPU", "text", values=DEVICES
     )
     precision: Precision | None = option(
         None,
-        "precision on a GPU: fp32; tf32, exact to a thousandth; fp16, half the memory and less exact. The CPU always "
-        "computes in fp32",
+        "precision on a GPU, with the relative error of one layer: fp32, 1e-6; tf32, 1e-3; fp16, 5e-3 and half the "
+        "memory. The CPU always computes in fp32",
         "text",
         unset="fp32",
         values=PRECISIONS,
@@ -86,7 +86,7 @@ class ComputeOptions(MachineOptions):
 
     cover: Cover | None = option(
         None,
-        "columns: each step keeps what the next one needs; patches: each is computed by itself",
+        "how the output is cut; columns: each step keeps what the next one needs; patches: each is computed by itself",
         "text",
         unset="whichever is faster",
         values=COVERS,
@@ -102,11 +102,12 @@ class ComputeOptions(MachineOptions):
         True,
         "let layers behind a pooling take its fragments in parts, which needs less memory",
         "flag",
-        off="Run each layer on all fragments before the next layer runs on any, which needs more memory",
+        off="After a pooling, run each layer on all of its results (fragments) before the next layer begins, which "
+        "needs more memory",
     )
     only: str | Sequence[str] = option(
         (),
-        "compute the layers that it fits with this primitive; repeatable",
+        "use this primitive for every layer that it can compute; repeatable; `znnpy primitives` lists them",
         "names",
         metavar="PRIMITIVE",
         in_python="a name or several; empty: any primitive",
@@ -131,8 +132,10 @@ class DeviceOptions(Checked):
 
     mode: AskedMode = option(
         "auto",
-        "gpu: GPUs alone; gpu-host, cpu-to-gpu: the tensors of the first layers are in host memory; side-by-side: the "
-        "CPU and the GPUs share the volume; auto: cpu, gpu, or both if that is faster in a long run",
+        "how devices share the work; cpu, gpu: one kind computes everything; gpu-host: the first layers run one at a "
+        "time with tensors in main memory, then the rest on the GPU; cpu-to-gpu: the CPU computes the first layers of "
+        "each step, the GPU the others; side-by-side: CPU and GPUs compute different parts of the volume; auto: gpu or "
+        "cpu, and another mode if a long run gains much. A mode other than auto decides the device too",
         "text",
         values=MODES,
     )
@@ -149,7 +152,7 @@ class DeviceOptions(Checked):
         "measure a device of which no speeds are stored for at most 5 seconds; a processor only for a run of 10 "
         "seconds or more",
         "flag",
-        off="Measure nothing before the plan is made",
+        off="Do not time this machine before the plan is made",
     )
 
 
@@ -244,7 +247,7 @@ class PlanOptions(RegionOptions, PlanningOptions):
     )
     paranoid: bool = option(
         False,
-        "run each chosen layer and compare it with the definition",
+        "run each primitive of the plan on its layer, and compare the result with a slow, exact computation",
         "flag",
         in_python="VerifyError if they differ",
     )
@@ -297,18 +300,20 @@ class InferOptions(RegionOptions, RunOptions):
     overwrite: bool = option(False, "replace the output, and the files of an unfinished run", "flag")
     resume: bool = option(
         False,
-        "continue where a run of the same job stopped, with its plan",
+        "continue the interrupted run of this output, with its plan; begin if there is none",
         "flag",
         in_python="the bytes are those of an uninterrupted run",
     )
     paranoid: bool = option(
         False,
-        "compare voxels of each patch with the definition before it is written: slow, with memory beyond the limit",
+        "before a patch is written, compare some of its voxels with a slow, exact computation, which takes memory "
+        "beyond the limit",
         "flag",
     )
     trace: str | Path | None = option(
         None,
-        "write a trace of the run to this file, for `znnpy timeline` and chrome://tracing",
+        "record in this file what each device and thread does when, for `znnpy timeline`, or for the page "
+        "chrome://tracing of the browser Chrome",
         "new path",
         in_python="it is also written if the run fails",
     )
@@ -357,7 +362,7 @@ class MeasureOptions(MachineOptions):
     )
     _: KW_ONLY
     minutes: float = option(MEASURE_MINUTES, "minutes after which no further layer is measured", "positive")
-    out: Path | None = option(None, "keep the costs in this file, and not in the cache folder", "new path")
+    out: Path | None = option(None, "keep the measured speeds in this file, and not in the cache folder", "new path")
     overwrite: bool = option(False, "replace the files that are written", "flag")
     clock: LayerTimer | None = option(None, "clock that times layers instead of the device's own")
     tell: Callable[[Progress], None] = option(ignore, "called before each layer that is timed")

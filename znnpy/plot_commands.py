@@ -33,9 +33,9 @@ from znnpy.stopping import working
 )
 @click.option("--overwrite", is_flag=True, help="Replace the file given as --out.")
 def graph(maps: tuple[int, int], batch: int, out: Path, overwrite: bool) -> None:
-    """Draw the tasks of a task-parallel convolution.
+    """Draw how one CPU method divides a layer (for developers).
 
-    The graph shows the tasks of cpu.conv.fft_tasks, one for each map and image, and their dependencies.
+    The graph shows the tasks of the primitive cpu.conv.fft_tasks and their dependencies.
     """
     from znnpy.plots.task_graph import FORMATS, task_graph
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -87,6 +88,19 @@ def test_every_command_prints_its_help(place: Place, command: str) -> None:
     result = place.run(command, "--help")
     assert result.exit_code == 0
     assert f"{command} [OPTIONS]" in result.stdout
+
+
+@pytest.mark.parametrize("command", ["infer", "plan"])
+def test_long_help_pages_show_every_option_once_in_a_section(place: Place, command: str) -> None:
+    page = place.run(command, "--help").stdout.partition("\nInput:\n")[2]
+    shown = re.findall(r"^  (?:-h, )?(--[\w-]+)", page, re.MULTILINE)
+    options = [of for of in cli.main.commands[command].params if isinstance(of, click.Option)]
+    assert sorted(shown) == sorted([*(of.opts[0] for of in options), "--help"])
+
+
+def test_sections_of_help_pages_name_options_that_exist() -> None:
+    known = {of.name for command in ("infer", "plan") for of in cli.main.commands[command].params}
+    assert {name for names in command_runtime.SECTIONS.values() for name in names} <= known
 
 
 def test_infer_writes_beside_the_volume_by_default(place: Place) -> None:
