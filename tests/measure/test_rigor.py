@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.fake_primitives import FAST, MACHINE, POOL, SLOW, Fake
 from tests.support.flat_requests import request_of
+from tests.support.simulated_timing import time_all
 from znnpy.costs.model import Rates
 from znnpy.costs.size_trend import SIZES
 from znnpy.costs.store import CostStore
@@ -244,7 +245,7 @@ def test_long_and_large_layers_run_on_fewer_images() -> None:
         refiner = Refiner(
             {"cpu": slow}, timer, partial(clock.on, SITE), LIMITS.threads, {"cpu": room}, CostModel(table=TABLE)
         )
-        refiner.learn_layers(plan)
+        time_all(refiner, plan)
         batches = [shape.batch for name, shape, _ in clock.runs if name == last.primitive and shape.in_shape[4] == 3]
         assert batches == [most] * (most > 0)
         assert ((primitive, last.shape, last.variant) in refiner.too_large.get("cpu", ())) == (most == 0)

@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.support.emulated_gpus import EmulatedGpus
 from tests.support.emulator import EMULATED_GPU
+from tests.support.simulated_timing import time_all
 from znnpy import planning
 from znnpy.costs.model import Rates, assumed_rates
 from znnpy.costs.size_trend import SIZES
@@ -102,7 +104,7 @@ class Clocks:
 @pytest.fixture(autouse=True)
 def _emulated(emulated_gpus: EmulatedGpus, monkeypatch: pytest.MonkeyPatch) -> None:
     emulated_gpus.use(rates=gpu_rates)
-    monkeypatch.setattr(target, "processor_rates", cpu_rates)
+    monkeypatch.setattr(target, "stored_cpu_rates", cpu_rates)
 
 
 @pytest.fixture
@@ -256,16 +258,14 @@ def test_layers_of_a_plan_that_was_made_elsewhere(go: Callable[..., RunPlan], mo
     made, clocks = go(mode, None, **words), Clocks({"": 3.0})
     known: KnownRates = {"gpu": gpu_rates(), "cpu": cpu_rates()}
 
-    def measurement() -> RigorMeasurement:
-        return RigorMeasurement(
-            clock=lambda target, where, seconds: clocks.at(where, target.gpu, target.machine, seconds)
-        )
-
+    measurement = RigorMeasurement(
+        clock=lambda target, where, seconds: clocks.at(where, target.gpu, target.machine, seconds)
+    )
     with Targets(AskedDevices(made.device)) as targets:
         opened = targets.first()
-        learnt = measurement().layers_timed(made, opened, known)
+        learnt = time_all(measurement._refiner(opened, made.limits, inf, known), made)
         runs = len(clocks.runs)
-        again = measurement().layers_timed(made, opened, learnt)
+        again = time_all(measurement._refiner(opened, made.limits, inf, learnt), made)
     assert 0 < runs == len(clocks.runs)
     assert again == learnt
     for where, chosen in layers_of(made):

@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.fake_primitives import FAST, GPU, MACHINE, POOL, SLOW, WITH_GPU
 from tests.support.flat_requests import request_of
+from tests.support.simulated_timing import time_all
 from znnpy.costs.model import UNPROVEN_UNITS, Rates
 from znnpy.costs.samples import samples
 from znnpy.costs.size_trend import SIZES
@@ -171,7 +172,7 @@ def test_a_layer_that_has_no_room_says_nothing_of_smaller_ones(error: type[Excep
     refiner = Refiner(
         {"cpu": Rates()}, timer(clock), lambda *_: nullcontext(clock), LIMITS.threads, free, CostModel(table=FAKES)
     )
-    assert refiner.learn_layers(made(Rates()))
+    time_all(refiner, made(Rates()))
     assert refiner.rates["cpu"].refused == {}
 
 

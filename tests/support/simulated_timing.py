@@ -22,6 +22,9 @@ from znnpy.machine import Limits
 from znnpy.measure import gpu_layers
 from znnpy.measure.gpu_layers import measured_rates
 from znnpy.measure.layer_timer import LONG_SECONDS
+from znnpy.measure.refine import Refiner
+from znnpy.option_values import DeviceKind
+from znnpy.planner.run_plan import RunPlan
 from znnpy.shapes import ConvShape, LayerShape
 
 REFUSES = "gpu.conv.stubborn"
@@ -177,3 +180,11 @@ def planned(rates: Rates, table: Sequence[Primitive]) -> set[str]:
         precision="tf32",
     )  # fmt: skip
     return {choice.primitive for choice in plan.choices if isinstance(choice.shape, ConvShape)}
+
+
+def time_all(refiner: Refiner, plan: RunPlan) -> dict[DeviceKind, Rates]:
+    """Time every layer of one plan that is not known, and return the rates of the devices then."""
+    while (done := refiner.time_layers(plan)) is None:
+        pass
+    assert done, "there was time for all"
+    return refiner.rates

@@ -73,14 +73,6 @@ class Refiner:
             plan = None
         return False
 
-    def learn_layers(self, plan: RunPlan) -> bool:
-        """Time the layers of one plan, whatever the best plan is then; return False where the time was up."""
-        while self.timer.left() > 0:
-            done = self.time_layers(plan)
-            if done is not None:
-                return done
-        return False
-
     def time_layers(self, plan: RunPlan, share: float = 1.0) -> bool | None:
         """Time those layers of a plan that are not known; return True if all are, False if there was no time for one.
 

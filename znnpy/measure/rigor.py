@@ -20,7 +20,6 @@ from znnpy.measure.refine import Refiner
 from znnpy.messages import option
 from znnpy.option_values import OFFLOAD_MODES, DeviceKind, RigorLevel
 from znnpy.planner.request import CostModel, KnownRates, PlanRequest, Rigor
-from znnpy.planner.run_plan import RunPlan
 from znnpy.run.target import OpenTarget
 from znnpy.units import human_bytes
 
@@ -85,20 +84,6 @@ class RigorMeasurement:
             refiner.hope(1.0)
             self.done = "exhaustive" if whole and not refiner.too_large else "measure"
         self._report(refiner, target, begun, whole=whole, seconds=rigor.seconds)
-        return refiner.rates
-
-    def layers_timed(self, plan: RunPlan, target: OpenTarget, known: KnownRates, seconds: float = inf) -> KnownRates:
-        """Return the rates of the devices, with what was measured of the layers of one plan.
-
-        target   its GPU is open if layers run on one
-        known    earlier rates; those of the processor are for `plan.limits.threads`
-
-        Layers that are known at about their size are not timed. The caller makes the plans, in turn with this.
-        """
-        refiner = self._refiner(target, plan.limits, seconds, known)
-        begun = dict(refiner.rates)
-        self.done = "measure"
-        self._report(refiner, target, begun, whole=refiner.learn_layers(plan), seconds=seconds)
         return refiner.rates
 
     def _refiner(self, target: OpenTarget, limits: Limits, seconds: float, known: KnownRates) -> Refiner:

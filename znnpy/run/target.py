@@ -166,8 +166,10 @@ class OpenTarget:
         known: dict[DeviceKind, Rates] = {}
         if (rates := self.rates(network, limits)) is not None:
             known[self.device] = rates
-        if self.device == "gpu" and mode != "gpu" and (rates := processor_rates(self.machine, limits)) is not None:
-            known["cpu"] = rates
+        if self.device == "gpu" and mode != "gpu":
+            rates = stored_cpu_rates(self.costs, self.machine, limits)
+            if rates is not None:
+                known["cpu"] = rates
         return known
 
     def taken_bytes(self) -> int | None:
@@ -192,10 +194,9 @@ class OpenTarget:
         )
 
 
-def processor_rates(machine: Machine, limits: Limits) -> Rates | None:
-    """Return what `znnpy measure` stored of the CPU of a machine with a GPU; None: nothing, so it is assumed."""
-    store = CostStore()
-    costs = store.of(replace(machine, gpu=None), "cpu", limits.threads)
+def stored_cpu_rates(store: CostStore, machine: Machine, limits: Limits) -> Rates | None:
+    """Return the stored rates of the CPU of a machine with a GPU; None: nothing is stored, so they are assumed."""
+    costs = store.stored(replace(machine, gpu=None), "cpu", limits.threads)
     return None if costs is None else costs.rates(store.primitives)
 
 

@@ -237,7 +237,7 @@ def test_auto_chooses_the_fastest_mode(
     assert go(place, "auto").plan.mode == "gpu", "it gains too little, by rates of the processor that are assumed"
     units = frozenset(assumed_rates(this_machine(), 2).units)
     measured = replace(assumed_rates(this_machine(), 2), fitted=units)
-    monkeypatch.setattr(target, "processor_rates", lambda *_: measured)
+    monkeypatch.setattr(target, "stored_cpu_rates", lambda *_: measured)
     assert go(place, "auto").plan.mode in MODES, "and enough by measured ones"
     monkeypatch.setattr(modes, "THRESHOLDS", replace(tight, offloaded=tight.offloaded_assumed))
     assert go(place, "auto").plan.mode == "gpu"
