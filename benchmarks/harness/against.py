@@ -93,8 +93,9 @@ def compare(
             failure = None
             children = _alone(trees, caches) if alone else _together(trees, caches)
             with children as ask:
-                for number in range(rounds):
-                    if number and not budget.left:
+                unprepared = request["do"] == "plan"  # its first round, which may time the processor, does not count
+                for number in range(-1 if unprepared else 0, rounds):
+                    if number > 0 and not budget.left:
                         break
                     order = range(4) if number % 2 == 0 else range(3, -1, -1)
                     for place in order:
@@ -102,7 +103,8 @@ def compare(
                         failure = failure or (f"{NAMES[place]}: {outcome.failure}" if outcome.failure else None)
                         if failure:
                             break
-                        values[place].append(outcome.answer["seconds"])
+                        if number >= 0:
+                            values[place].append(outcome.answer["seconds"])
                     if failure:
                         break
         yield _rows(case, values, failure)

@@ -17,7 +17,8 @@ import numpy.typing as npt
 Vec3 = tuple[int, int, int]
 
 SEED = 20261121
-BYTES = 2**24 - 3  # number of random bytes; a prime, so that their repetition coincides with no axis
+BYTES = 2**24 - 3  # number of random values; a prime, so that their repetition coincides with no axis
+NOISE_SIDE = 251  # side of the cube of random bytes that a volume of noise repeats along every axis
 GREY = 127.5, 73.9  # mean and standard deviation of uniform bytes
 # Layers of the networks in ZNNi (SC16), Table III, and of the one that ships: kernel or window, then output maps.
 LAYERS = {
@@ -100,9 +101,15 @@ def network_file(folder: Path, name: str) -> Path:
 
 
 def noise(size: Vec3, channels: int = 1) -> npt.NDArray[np.uint8]:
-    """Return random grey values, the same in every process: (z, y, x), or (c, z, y, x) of several channels."""
-    some = np.random.default_rng(SEED).integers(0, 256, BYTES, np.uint8)
-    return np.resize(some, channels * prod(size)).reshape(size if channels == 1 else (channels, *size))
+    """Return random grey values, (z, y, x), or (c, z, y, x) of several channels.
+
+    They are the same in every process, and depend on the position only: a small volume is the corner of a large one.
+    """
+    some = np.random.default_rng(SEED).integers(0, 256, (NOISE_SIDE,) * 3, np.uint8)
+    nz, ny, nx = (np.arange(n) % NOISE_SIDE for n in size)
+    if channels == 1:
+        return some[np.ix_(nz, ny, nx)]
+    return np.stack([some[np.ix_((nz + 83 * c) % NOISE_SIDE, ny, nx)] for c in range(channels)])
 
 
 def volume_file(folder: Path, size: Vec3) -> Path:

@@ -182,6 +182,14 @@ def test_networks_are_those_that_ship(name: str, tmp_path: Path) -> None:
     assert {inputs.period(name)} == set(shipped.period)
 
 
+@pytest.mark.parametrize("channels", [1, 2])
+def test_a_small_volume_of_noise_is_the_corner_of_a_large_one(channels: int) -> None:
+    small, large = inputs.noise((3, 4, 5), channels), inputs.noise((260, 6, 255), channels)
+    assert small.dtype == np.uint8
+    np.testing.assert_array_equal(small, large[..., :3, :4, :5])
+    assert len(np.unique(small.reshape(-1, 5), axis=0)) == small.size // 5, "rows repeat"
+
+
 def test_the_definition_is_what_znnpy_computes(tmp_path: Path) -> None:
     import znnpy
 
