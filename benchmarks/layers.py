@@ -248,12 +248,15 @@ def fastest_of(rows: Sequence[Row], *, peer: bool) -> Row | None:
     return min(found, key=lambda row: row.median, default=None)
 
 
+SHOWN = ("layers", "first", "few-maps", "pools", "pooled")  # groups in the tables
+
+
 def layers_table(device: str, results: Results) -> str:
     """Return a table for each machine: the fastest method of each layer, and PyTorch's."""
     found, parts = [result for result in results.get("layers", ()) if device_of(result) == device], []
     for result in found:
         rows = []
-        for group in ("layers", "first", "few-maps", "pools", "pooled"):
+        for group in SHOWN:
             for case, of_case in result.cases(group):
                 ours, peer = fastest_of(of_case, peer=False), fastest_of(of_case, peer=True)
                 if ours is None:
@@ -265,7 +268,7 @@ def layers_table(device: str, results: Results) -> str:
                 rows.append((case, f"`{ours.subject}`", markdown.number(ours.median), best_peer, times))
         head = ("layer", "fastest method", "ns/voxel", "fastest peer", "times as fast")
         parts.append(markdown.table(head, rows, left=2))
-    return markdown.sections(found, parts, f"layers --device {device}")
+    return markdown.sections(found, parts, f"layers --device {device}", SHOWN)
 
 
 def headline(result: Result) -> str:

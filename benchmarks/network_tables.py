@@ -50,7 +50,7 @@ def networks_table(device: str, results: Results) -> str:
                 rows.append((case, row.subject, markdown.speed(speed), volume, of_plan, best_peer, *times))
         head = ("network", "", "voxels/s", "volume", "times the plan", "fastest peer", "times the peer", "times ZNNi")
         parts.append(f"{markdown.table(head, rows, left=2)}\n\n{LEGEND.format(ORIGINAL_MACHINE[device])}")
-    return markdown.sections(found, parts, f"networks --device {device}")
+    return markdown.sections(found, parts, f"networks --device {device}", ("networks",))
 
 
 def pairs_table(group: str, device: str, results: Results) -> str:
@@ -64,7 +64,7 @@ def pairs_table(group: str, device: str, results: Results) -> str:
             cells = [markdown.speed(by[s].median) if s in by and by[s].values else "-" for s in subjects]
             rows.append((case, *cells))
         parts.append(markdown.table(("voxels/s", *subjects), rows))
-    return markdown.sections(found, parts, f"networks --device {device} -g {group}")
+    return markdown.sections(found, parts, f"networks --device {device} -g {group}", (group,))
 
 
 def exactness_table(results: Results) -> str:
@@ -75,7 +75,7 @@ def exactness_table(results: Results) -> str:
         rows = [(row.case, row.subject, f"{row.median:.1e}", f"{row.facts['rms']:.1e}")
                 for row in result.of_group("exactness") if row.values]  # fmt: skip
         parts.append(markdown.table(("network", "", "largest error", "rms error"), rows, left=2))
-    return markdown.sections(found, parts, "networks -g exactness")
+    return markdown.sections(found, parts, "networks -g exactness", ("exactness",))
 
 
 def headline(result: Result) -> str:

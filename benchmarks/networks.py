@@ -25,7 +25,7 @@ import numpy as np
 from benchmarks.harness import against, options
 from benchmarks.harness.inputs import LAYERS, NETWORKS, field_of_view, network_file, period
 from benchmarks.harness.isolate import Answer, Outcome, run_child
-from benchmarks.harness.machine import find_gpu, header, machine_name, torch_sees_a_gpu
+from benchmarks.harness.machine import find_gpu, header, machine_name, multiplies_bf16, torch_sees_a_gpu
 from benchmarks.harness.merging import merge
 from benchmarks.harness.peers import difference, sides
 from benchmarks.harness.results import Program, Result, Row
@@ -181,15 +181,16 @@ class Bench:
         on_gpu = self._asked.device == "gpu"
         if on_gpu and not torch_sees_a_gpu():
             return
+        fast = "bf16" if on_gpu or multiplies_bf16() else "fp32"  # other processors are far slower in bf16
         ways = [
-            ("fragments", "bf16"),
+            ("fragments", fast),
             ("fragments", "tf32" if on_gpu else "fp32"),
-            ("dilated", "bf16"),
-            ("plain", "bf16"),
+            ("dilated", fast),
+            ("plain", fast),
         ]
         if on_gpu:
             ways.append(("fragments", "fp32"))
-        for method, precision in ways:
+        for method, precision in dict.fromkeys(ways):
             yield self._way(name, method, precision, "cuda" if on_gpu else "cpu")
 
     def _way(self, name: str, method: str, precision: str, device: str) -> Row:

@@ -106,20 +106,20 @@ def time_table(result: Result) -> str:
     return markdown.table(head, lines) if lines else ""
 
 
-def _of_all(table: Callable[[Result], str]) -> Callable[[Results], str]:
+def _of_all(table: Callable[[Result], str], group: str) -> Callable[[Results], str]:
     def made(results: Results) -> str:
         some = results.get("planner", ())
-        return markdown.sections(some, map(table, some), COMMAND)
+        return markdown.sections(some, map(table, some), COMMAND, (group,))
 
     return made
 
 
 TABLES: Mapping[str, Callable[[Results], str]] = {
-    "planner-first": _of_all(first_table),
-    "planner-speed": _of_all(speed_table),
-    "planner-regret": _of_all(regret_table),
-    "planner-memory": _of_all(memory_table),
-    "planner-time": _of_all(time_table),
+    "planner-first": _of_all(first_table, "first"),
+    "planner-speed": _of_all(speed_table, "predict"),
+    "planner-regret": _of_all(regret_table, "regret"),
+    "planner-memory": _of_all(memory_table, "memory"),
+    "planner-time": _of_all(time_table, "time"),
 }
 
 

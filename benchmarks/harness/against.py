@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,6 +28,7 @@ from benchmarks.harness.timing import Budget
 ALLOWED = 0.03  # our median may be slower by this share, or by the spread of theirs against theirs if that is larger
 CASE_SECONDS = 600.0  # limit of one request
 FUNCTION = "benchmarks.harness.against:work"
+Environment = Callable[[], AbstractContextManager[None]]  # in which a child starts
 NAMES = ("theirs", "ours", "theirs again", "ours again")
 
 _open = ExitStack()
@@ -91,11 +93,11 @@ def compare(
         with tempfile.TemporaryDirectory() as caches:
             values: list[list[float]] = [[], [], [], []]
             failure = None
-            children = _alone(trees, caches) if alone else _together(trees, caches)
+            environment = partial(_environment, caches, request["options"])
+            children = _alone(trees, environment) if alone else _together(trees, environment)
             with children as ask:
-                unprepared = request["do"] == "plan"  # its first round, which may time the processor, does not count
-                for number in range(-1 if unprepared else 0, rounds):
-                    if number > 0 and not budget.left:
+                for number in range(rounds):
+                    if number and not budget.left:
                         break
                     order = range(4) if number % 2 == 0 else range(3, -1, -1)
                     for place in order:
@@ -103,18 +105,17 @@ def compare(
                         failure = failure or (f"{NAMES[place]}: {outcome.failure}" if outcome.failure else None)
                         if failure:
                             break
-                        if number >= 0:
-                            values[place].append(outcome.answer["seconds"])
+                        values[place].append(outcome.answer["seconds"])
                     if failure:
                         break
         yield _rows(case, values, failure)
 
 
 @contextmanager
-def _together(trees: Sequence[Path], caches: str) -> Iterator[Any]:
+def _together(trees: Sequence[Path], environment: Environment) -> Iterator[Any]:
     """Open four children that live as long as the case; each prepares at its first request."""
     with ExitStack() as stack:
-        with _cache_in(caches):
+        with environment():
             children = [stack.enter_context(Child(FUNCTION, source=tree)) for tree in trees]
         prepared: set[int] = set()
 
@@ -130,11 +131,11 @@ def _together(trees: Sequence[Path], caches: str) -> Iterator[Any]:
 
 
 @contextmanager
-def _alone(trees: Sequence[Path], caches: str) -> Iterator[Any]:
+def _alone(trees: Sequence[Path], environment: Environment) -> Iterator[Any]:
     """Open a new child for each request."""
 
     def ask(place: int, request: Request, budget: Budget) -> Outcome:
-        with _cache_in(caches), Child(FUNCTION, source=trees[place]) as child:
+        with environment(), Child(FUNCTION, source=trees[place]) as child:
             if request["do"] == "prepare" and (outcome := child.ask(request, CASE_SECONDS)).failure:
                 return outcome
             return child.ask(_timed(request), CASE_SECONDS)
@@ -147,17 +148,24 @@ def _timed(request: Request) -> Request:
 
 
 @contextmanager
-def _cache_in(folder: str) -> Iterator[None]:
-    """Put caches into `folder` in this block: costs and wisdom of earlier runs would favour one of the trees."""
-    before = os.environ.get("XDG_CACHE_HOME")
-    os.environ["XDG_CACHE_HOME"] = folder
+def _environment(caches: str, options: Mapping[str, Any]) -> Iterator[None]:
+    """Put caches into a folder in this block, and calibrate no processor: both trees plan with assumed costs.
+
+    Costs and wisdom of earlier runs would favour one of the trees. A GPU is measured by both.
+    """
+    set_here = {"XDG_CACHE_HOME": caches}
+    if options.get("device") != "gpu":
+        set_here["ZNNPY_NO_CALIBRATE"] = "1"
+    before = {name: os.environ.get(name) for name in set_here}
+    os.environ.update(set_here)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["XDG_CACHE_HOME"]
-        else:
-            os.environ["XDG_CACHE_HOME"] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _rows(case: str, values: Sequence[Sequence[float]], failure: str | None) -> list[Row]:

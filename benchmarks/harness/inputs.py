@@ -17,7 +17,7 @@ import numpy.typing as npt
 Vec3 = tuple[int, int, int]
 
 SEED = 20261121
-BYTES = 2**24 - 3  # number of random values; a prime, so that their repetition coincides with no axis
+VALUES = 2**24 - 3  # number of random values of a layer; a prime, so that their repetition coincides with no axis
 NOISE_SIDE = 251  # side of the cube of random bytes that a volume of noise repeats along every axis
 GREY = 127.5, 73.9  # mean and standard deviation of uniform bytes
 # Layers of the networks in ZNNi (SC16), Table III, and of the one that ships: kernel or window, then output maps.
@@ -125,7 +125,7 @@ def volume_file(folder: Path, size: Vec3) -> Path:
 
 def relu_of_noise(shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
     """Return ReLUs of normal numbers, as after a layer, of any shape; long arrays repeat them."""
-    some = np.maximum(np.random.default_rng(SEED).standard_normal(min(BYTES, prod(shape)), np.float32), 0)
+    some = np.maximum(np.random.default_rng(SEED).standard_normal(min(VALUES, prod(shape)), np.float32), 0)
     return np.resize(some, shape)
 
 

@@ -42,6 +42,12 @@ def machine_name(gpu: Any = None, gpus: int = 1) -> str:
     return f"{_slug(' '.join(machine.processor.split()[:3]))}-{machine.cores}cores"
 
 
+def multiplies_bf16() -> bool:
+    """Return whether this processor has instructions for bfloat16; unknown outside Linux, and then False."""
+    info = Path("/proc/cpuinfo")
+    return info.exists() and not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(info.read_text().split())
+
+
 def header(gpu: Any = None) -> dict[str, Any]:
     """Return processor, memory, BLAS kernels, versions, commit, command and time, and the description of the GPU.
 
@@ -58,6 +64,7 @@ def header(gpu: Any = None) -> dict[str, Any]:
         "python": sys.version.split()[0],
         "libraries": {name: version for name in LIBRARIES if (version := _version(name))},
         "commit": _commit(),
+        "settings": {name: value for name, value in sorted(os.environ.items()) if name.startswith("ZNNPY_")},
         "command": " ".join(["python -m benchmarks", *(Path(a).name if "/" in a else a for a in sys.argv[1:])]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }

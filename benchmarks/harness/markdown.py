@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from benchmarks.harness.results import Result
 
@@ -43,18 +44,27 @@ def times(ratio: float) -> str:
     return f"{ratio:.2g}x" if ratio < 9.95 else f"{ratio:.0f}x"
 
 
-def source_of(result: Result) -> str:
-    """Return a line that says where and when a table was measured."""
+def source_of(result: Result, groups: Collection[str] = ()) -> str:
+    """Return a line that says where and when the groups of a table were measured; without groups, all of them."""
     header = result.header
     where = header["gpu"]["name"] if header.get("gpu") else f"{header['processor']}, {header['cores']} cores"
+    measured = {row.group: None for row in result.rows if not groups or row.group in groups}
+    settings = [f"{name}={value}" for name, value in header.get("settings", {}).items()]
+    runs = dict.fromkeys(_run_of({**header, **header.get("earlier", {}).get(group, {})}) for group in measured)
+    file = f"`results/current/{result.benchmark}-{result.machine}.json`"
+    return f"*{'; '.join((where, *(runs or [_run_of(header)]), *settings, file))}*"
+
+
+def _run_of(header: Mapping[str, Any]) -> str:
+    """Return date and commit of a run, and the load of the machine before it if other programs ran."""
     busy = f", while other programs ran (load {header['load']})" if header.get("load", 0) > header["cores"] / 2 else ""
-    return (
-        f"*{where}{busy}; {str(header['date'])[:10]}, commit {header['commit']}; "
-        f"`results/current/{result.benchmark}-{result.machine}.json`*"
-    )
+    return f"{str(header['date'])[:10]}, commit {header['commit']}{busy}"
 
 
-def sections(results: Sequence[Result], parts: Iterable[str], command: str) -> str:
-    """Join the tables of all results, each with its source; if there is no result, name the command to run."""
-    made = [f"{part}\n\n{source_of(result)}" for result, part in zip(results, parts, strict=True) if part]
+def sections(results: Sequence[Result], parts: Iterable[str], command: str, groups: Collection[str] = ()) -> str:
+    """Join the tables of all results, each with its source; if there is no result, name the command to run.
+
+    groups  the groups of rows that the tables show; none: all.
+    """
+    made = [f"{part}\n\n{source_of(result, groups)}" for result, part in zip(results, parts, strict=True) if part]
     return "\n\n".join(made) or NOTHING.format(command=command)

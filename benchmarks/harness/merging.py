@@ -7,11 +7,13 @@ from pathlib import Path
 
 from benchmarks.harness.results import CURRENT, Result, read
 
+OF_RUN = ("date", "commit", "load")  # of the header: what differs between runs on one machine
+
 
 def merge(result: Result, path: Path | None, measured: Collection[str]) -> None:
     """Add the rows of an earlier file, if it exists, except those of the groups in `measured`.
 
-    The header then names date and commit of every run whose rows the file holds.
+    "earlier" in the header then has date, commit and load of the run that measured each of the groups kept.
 
     path  the file; None: the current result of that benchmark on that machine.
     """
@@ -21,5 +23,7 @@ def merge(result: Result, path: Path | None, measured: Collection[str]) -> None:
     old = read(path)
     result.rows += [row for row in old.rows if row.group not in measured]
     result.left_out += [line for line in old.left_out if not line.startswith(tuple(measured))]
-    earlier = [*old.header.get("joined", ()), {key: old.header[key] for key in ("date", "commit")}]
-    result.header = {**result.header, "joined": earlier}
+    then = {key: old.header[key] for key in OF_RUN if key in old.header}
+    before = old.header.get("earlier", {})
+    earlier = {row.group: before.get(row.group, then) for row in old.rows if row.group not in measured}
+    result.header = {**result.header, "earlier": earlier}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from benchmarks.harness.markdown import source_of
 from benchmarks.harness.merging import merge
 from benchmarks.harness.results import Result, Row
 
 
 def result_of(date: str, *rows: Row) -> Result:
-    return Result("io", "m", {"date": date, "commit": "c"}, list(rows))
+    header = {"processor": "p", "cores": 2, "date": date, "commit": "c", "load": 3.0 if date == "second" else 0.0}
+    return Result("io", "m", header, list(rows))
 
 
 def test_groups_that_are_not_measured_again_stay(tmp_path: Path) -> None:
@@ -25,11 +27,19 @@ def test_groups_that_are_not_measured_again_stay(tmp_path: Path) -> None:
     assert now.rows == [write]
     assert now.left_out == ["write: no time"]
     assert now.header["date"] == "third"
-    assert [one["date"] for one in now.header["joined"]] == ["first", "second"]
+    assert now.header["earlier"] == {"write": {"date": "second", "commit": "c", "load": 3.0}}
+    now.add([read])
+    assert source_of(now, ["read"]).startswith("*p, 2 cores; third, commit c; ")
+    assert source_of(now, ["write"]).startswith("*p, 2 cores; second, commit c, while other programs ran (load 3.0); ")
+    assert {"third", "second"} <= set(source_of(now).replace(",", "").split())
+    now.write(path)
+    last = result_of("last")
+    merge(last, path, ["read"])
+    assert last.header["earlier"]["write"]["date"] == "second", "not that of the file"
 
 
-def test_without_a_file_nothing_is_joined(tmp_path: Path) -> None:
+def test_without_a_file_nothing_is_kept(tmp_path: Path) -> None:
     now = result_of("now")
     merge(now, tmp_path / "io-m.json", ["read"])
     assert now.rows == []
-    assert "joined" not in now.header
+    assert "earlier" not in now.header
