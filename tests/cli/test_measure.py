@@ -192,9 +192,9 @@ def test_stale_or_damaged_costs_are_ignored_with_a_warning(
     change(stored(), *keys, to=to)
     document = planned(here)
     (note,) = document["notes"]
-    assert note.startswith("stored costs are not used: ")
+    assert note.startswith("stored costs of the CPU are not used: ")
     assert said in note
-    assert note.endswith("measure again with `znnpy measure`")
+    assert "measure again with `znnpy measure" in note
     assert not any(fitted(document))
     result = here.infer("--device", "cpu", "--json")
     assert result.exit_code == 0

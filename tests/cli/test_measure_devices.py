@@ -90,7 +90,8 @@ def test_stale_cpu_costs_are_reported_beside_a_gpu_plan(place: Place) -> None:
     content["machine"]["blas"] = "mkl none"
     costs_of_the_cpu().write_text(json.dumps(content))
     (note,) = json.loads(place.run(*arguments).stdout)["notes"]
-    assert note.startswith("stored costs are not used: BLAS was mkl none and is ")
+    assert note.startswith("stored costs of the CPU are not used: BLAS was mkl none and is ")
+    assert note.endswith("; measure again with `znnpy measure --device cpu`"), "the GPU is measured otherwise"
 
 
 @needs_compiler

@@ -218,7 +218,7 @@ def test_calibration_never_replaces_measured_costs_of_other_libraries() -> None:
     before = stored_path(MACHINE, "cpu", LIMITS.threads).read_text()
     clock, store = Clock(3.0), store_of()
     assert clock.plan(store).fitted
-    assert "stored costs are not used" in store.sentences[0]
+    assert "stored costs of the CPU are not used" in store.sentences[0]
     assert stored_path(MACHINE, "cpu", LIMITS.threads).read_text() == before
 
 

@@ -14,7 +14,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from znnpy.costs.cost_file import AGAIN, Costs
+from znnpy.costs.cost_file import Costs
 from znnpy.errors import PlanFileError
 from znnpy.files import cache_folder, replace_file, write_asked
 from znnpy.kernels.contract import Primitive
@@ -106,12 +106,12 @@ class CostStore:
         try:
             costs = Costs.load(path)
             reason = self._why_not(costs, machine, device, threads)
-            sentence = f"stored costs are not used: {reason}; {AGAIN}"
+            if reason is None:
+                return costs
+            reason = f"{reason}; measure again with `znnpy measure --device {device}`"
         except PlanFileError as error:
-            costs, reason, sentence = None, str(error), f"stored costs are not used: {error}"
-        if costs is not None and reason is None:
-            return costs
-        self._say(sentence)
+            reason = str(error)
+        self._say(f"stored costs of the {device.upper()} are not used: {reason}")
         return None
 
     def keep(self, found: Costs, *, in_a_file: bool = True) -> Costs:

@@ -32,7 +32,7 @@ from znnpy.run.target import OpenTarget
 from znnpy.shapes import LayerShape, Vec3
 from znnpy.units import human_seconds
 
-LONG_RUN = 2.0  # predicted seconds by assumed rates; for a shorter run, calibrating would cost more than it saves
+LONG_RUN = 2.0  # predicted seconds by assumed rates; what is predicted of a shorter run matters little
 SECONDS = 3.5  # of timing
 TOUCHED_BYTES = 2**27  # of new memory that is written to
 LEAST_BYTES = 2**26  # free memory, below which nothing is measured
