@@ -24,6 +24,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 NO_CALIBRATION = "ZNNPY_NO_CALIBRATE"  # set to anything: runs measure nothing before they are planned
 COMPILED = "ZNNPY_COMPILED_KERNELS"  # names a folder; see tests/support: emulator/compiling.py and nvrtc.py
 KEPT_DAYS = 14
+ON_REQUEST = frozenset({"long", "torch", "gpu"})  # markers of tests that run only if `-m` names them
 DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the last: under Windows
 
 
@@ -120,16 +121,24 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests marked `long` or `torch`, and `gpu` if there is no driver, unless `-m` names the marker.
 
-    Tests of the benchmarks are marked `slow`.
+    A case for a real GPU that is marked `long` too runs whenever cases marked `gpu` do, since it is short there. Tests
+    of the benchmarks are marked `slow`.
     """
     for item in items:
         if item.path.is_relative_to(REPOSITORY / "tests" / "benchmarks"):  # they run whole benchmarks
             item.add_marker(pytest.mark.slow)
-    on_request = {"long", "torch"} if has_driver() else {"long", "torch", "gpu"}
-    unnamed = {marker for marker in on_request if marker not in config.option.markexpr}
-    left_out = {item for item in items if any(item.get_closest_marker(marker) for marker in unnamed)}
+    unnamed = {marker for marker in ON_REQUEST if marker not in config.option.markexpr}
+    left_out = {item for item in items if unnamed & _asked_for(item)}
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
+
+
+def _asked_for(item: pytest.Item) -> set[str]:
+    """Return the markers of a test that `-m` has to name."""
+    markers = {mark.name for mark in item.iter_markers()} & ON_REQUEST
+    if "gpu" in markers:
+        markers -= {"long", "gpu"} if has_driver() else {"long"}
+    return markers
 
 
 @pytest.fixture

@@ -45,6 +45,7 @@ pytestmark = pytest.mark.slow
 THREADS = 3  # of which one feeds a GPU where the CPU computes side by side with it
 (HOST_RAM,) = IN_HOST_RAM
 THREADS_OF_MODE = {"gpu": 3, "gpu-host": 3, "cpu-to-gpu": 2, "side-by-side": 2}
+TWO_DEVICES = ["gpu-host", *(pytest.param(mode, marks=pytest.mark.long) for mode in ("cpu-to-gpu", "side-by-side"))]
 
 
 def gpu_rates(*asked: object, **words: object) -> Rates:
@@ -146,7 +147,7 @@ def test_layers_take_what_the_clock_of_their_device_says(go: Callable[..., RunPl
     assert all(f"{name} on conv" in doing for _, name, shape, _ in clocks.runs if shape.kind == "conv")
 
 
-@pytest.mark.parametrize("mode", ["gpu-host", "cpu-to-gpu", "side-by-side"])
+@pytest.mark.parametrize("mode", TWO_DEVICES)
 def test_cpu_layers_make_way_where_they_are_slower_than_estimated(go: Callable[..., RunPlan], mode: str) -> None:
     estimated = go(mode, None)
     of_cpu = [chosen for where, chosen in layers_of(estimated) if where.device == "cpu" and chosen.shape.kind == "conv"]
@@ -195,6 +196,7 @@ def test_offloaded_layers_that_a_gpu_refuses_go_to_the_cpu(go: Callable[..., Run
     check_as_told(made, clocks)
 
 
+@pytest.mark.long
 def test_auto_takes_a_mode_by_what_was_measured(
     place: Place, go: Callable[..., RunPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,7 +212,7 @@ def test_auto_takes_a_mode_by_what_was_measured(
     assert all(chosen.measured for chosen in made.choices)
 
 
-@pytest.mark.parametrize("mode", ["gpu-host", "cpu-to-gpu", "side-by-side"])
+@pytest.mark.parametrize("mode", TWO_DEVICES)
 def test_all_devices_share_the_time(go: Callable[..., RunPlan], monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     whole, clocks, told = Clocks({}), Clocks({}), list[str]()
     going = [whole]

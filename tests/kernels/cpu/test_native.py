@@ -51,7 +51,7 @@ def test_every_library_has_the_tile_sizes_that_python_offers(simd: str) -> None:
 @pytest.mark.parametrize(
     "tile",
     [
-        pytest.param(tile, marks=[pytest.mark.slow] * (min(tile) > 16))
+        pytest.param(tile, marks=[pytest.mark.long] * (min(tile) > 20))
         for tile in [*((n, n, n) for n in conv_fft_lanes.SIDES), (1, 8, 12), (20, 1, 1), (32, 16, 18)]
     ],
 )
