@@ -67,6 +67,7 @@ def test_gpu_output_equals_that_of_the_cpu(place: Place, precision: Precision, a
 
 
 def test_auto_device_chooses_the_gpu(place: Place) -> None:
+    place.write_small_volume()
     assert go(place, device="auto").gpu == "emulated"
     assert plan(place.folder / "net.yaml", shape=(20, 23, 25)).device == "gpu"
     assert go(place, device="auto", only="cpu.conv.direct", overwrite=True).gpu is None
@@ -90,6 +91,7 @@ def test_arrays_are_predicted_on_the_gpu(place: Place, emulated_gpus: EmulatedGp
 
 
 def test_memory_of_cudas_libraries_is_promised(place: Place) -> None:
+    place.write_small_volume()
     # the CPU's first: what this process holds is measured for each plan, and grows with the first
     on_cpu, on_gpu = (plan(place.folder / "net.yaml", volume=place.volume, device=device) for device in ("cpu", "gpu"))
     assert on_gpu.memory.baseline >= on_cpu.memory.baseline + target.LATER_BYTES
@@ -97,6 +99,7 @@ def test_memory_of_cudas_libraries_is_promised(place: Place) -> None:
 
 def test_plans_use_measured_rates(place: Place, emulated_gpus: EmulatedGpus) -> None:
     """Layers are measured unless a plan is given, within what CUDA and its libraries leave of the limit."""
+    place.write_small_volume()
     asked: list[Any] = []
 
     def measured(
@@ -138,6 +141,7 @@ def test_report_names_device_and_primitives(place: Place) -> None:
 
 
 def test_gpu_plan_runs_on_another_volume(place: Place) -> None:
+    place.write_small_volume()
     made = plan(place.folder / "net.yaml", shape=(20, 23, 25), precision="tf32", threads=2)
     place.write_volume(np.random.default_rng(5).standard_normal((17, 31, 22)).astype(np.float32))
     report = go(place, device="auto", threads=None, plan=made)
@@ -156,6 +160,7 @@ def test_gpu_plan_runs_on_another_volume(place: Place) -> None:
     ],
 )
 def test_given_plan_refuses_another_device(place: Place, arguments: dict[str, Any], said: str) -> None:
+    place.write_small_volume()
     made = plan(place.folder / "net.yaml", volume=place.volume, precision="tf32")
     with pytest.raises(PlanFileError, match=said):
         go(place, **{"plan": made, "threads": None, "device": "auto", **arguments})
@@ -164,6 +169,7 @@ def test_given_plan_refuses_another_device(place: Place, arguments: dict[str, An
 def test_plan_beyond_free_vram_is_refused(
     place: Place, monkeypatch: pytest.MonkeyPatch, emulated_gpus: EmulatedGpus
 ) -> None:
+    place.write_small_volume()
     made = plan(place.folder / "net.yaml", volume=place.volume)
 
     class Full(EmulatedDevice):
@@ -339,6 +345,7 @@ def test_refused_memory_keeps_finished_patches(
 
 
 def test_given_plan_is_not_replaced_if_memory_is_refused(place: Place, emulated_gpus: EmulatedGpus) -> None:
+    place.write_small_volume()
     made = plan(place.folder / "net.yaml", volume=place.volume)
     emulated_gpus.open_as(refusing(1))
     with pytest.raises(VramError, match="cudaMalloc for the arena"):

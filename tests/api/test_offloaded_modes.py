@@ -140,6 +140,7 @@ def test_plan_runs_on_a_volume_of_another_type(place: Place, mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_primitives_of_either_device_may_be_forced(place: Place, mode: str) -> None:
     """The command line accepts them too, and `gpu.conv.host_ram` is one like others."""
+    place.write_small_volume()
     made = go(place, mode, only=("cpu.conv.direct",)).plan
     of_host = [choice for choice in made.choices[: made.main.offloaded] if choice.shape.kind == "conv"]
     assert {choice.primitive for choice in of_host} == {"cpu.conv.direct"}
@@ -221,6 +222,7 @@ def slow(device: Any, machine: Machine, *asked: object, **arguments: object) -> 
 def test_auto_chooses_the_fastest_mode(
     place: Place, monkeypatch: pytest.MonkeyPatch, emulated_gpus: EmulatedGpus
 ) -> None:
+    place.write_small_volume()
     emulated_gpus.measure_as(slow)
     monkeypatch.setattr(modes, "plan_side_by_side", _none_fits)
     assert go(place, "auto").plan.mode == "gpu", "so short a run is not looked at"
@@ -250,6 +252,8 @@ def _none_fits(*asked: object, **arguments: object) -> RunPlan:
 def test_auto_chooses_another_mode_if_the_gpu_has_too_little_memory(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    place.write_small_volume()
+
     def refused(*asked: Any) -> RunPlan:
         raise NoPlanError("not so little")
 
@@ -264,6 +268,7 @@ def test_auto_chooses_another_mode_if_the_gpu_has_too_little_memory(
 
 
 def test_plan_lists_both_modes(place: Place) -> None:
+    place.write_small_volume()
     made = plan(place.folder / "net.yaml", volume=place.volume, device="gpu")
     assert made.mode == "gpu"
     told = {kind.scheme: kind for kind in made.alternatives}

@@ -226,6 +226,7 @@ def test_invalid_gpus_options_are_usage_errors(place: Place, arguments: tuple[st
         assert said in result.output
 
 
+@pytest.mark.long
 def test_plan_states_the_gain_of_several_gpus(place: Place) -> None:
     made = plan(place.folder / "net.yaml", shape=(40, 41, 42), device="gpu", gpus=2)
     assert (made.devices, made.single_device_seconds is not None) == (2, True)

@@ -91,7 +91,10 @@ def bits(place: Place) -> Bits:
 
 @pytest.mark.parametrize(
     ("number", "code", "said"),
-    [(signal.SIGTERM, 143, "stopped by SIGTERM; "), (signal.SIGINT, 130, "interrupted; ")],
+    [
+        pytest.param(signal.SIGTERM, 143, "stopped by SIGTERM; ", marks=pytest.mark.long),
+        (signal.SIGINT, 130, "interrupted; "),
+    ],
     ids=["SIGTERM", "SIGINT"],
 )
 def test_stopped_run_keeps_finished_columns(slow: Place, expected: Bits, number: int, code: int, said: str) -> None:

@@ -173,6 +173,7 @@ def test_offloaded_layers_of_a_gpu_take_what_they_took_as_a_whole(go: Callable[.
         assert first < clocks.runs.index((Placement("gpu", 3), HOST_RAM.name, chosen.shape, chosen.variant))
 
 
+@pytest.mark.long
 def test_what_columns_carry_comes_on_top_of_what_was_measured(place: Place, go: Callable[..., RunPlan]) -> None:
     thick = Conv((3, 3, 3), 4, "relu")
     place.write_network(layers=[asdict(layer) for layer in (thick, thick, thick)])

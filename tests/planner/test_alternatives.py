@@ -30,7 +30,11 @@ def times_longer(plan: RunPlan, index: int, factor: float, **changes: Any) -> Ru
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("network", "output", "room"),
-    [(MIXED, (20, 31, 8), 100_000), (WIDE, (31, 20, 9), 600_000), (WIDE, (60, 60, 60), 300_000)],
+    [
+        (MIXED, (20, 31, 8), 100_000),
+        (WIDE, (31, 20, 9), 600_000),
+        pytest.param(WIDE, (60, 60, 60), 300_000, marks=pytest.mark.long),
+    ],
 )
 def test_each_alternative_is_the_best_of_its_kind(network: Network, output: Vec3, room: int) -> None:
     """Every kind occurs once, except that of the plan, and equals the search restricted to it."""

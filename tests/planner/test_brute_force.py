@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.brute_force import SMALL, Known, everything, planned
 from tests.support.fake_primitives import BOTH, FAST, FILTER, OVER, POOL, SLOW, WITH_GPU, Fake
+from tests.support.tiers import one_in
 from znnpy.errors import NoPlanError
 from znnpy.network import Conv, Layer, MaxFilter, Network, Pool
 from znnpy.planner.layout import Tensor, place
@@ -42,7 +43,7 @@ def wanted(space: Iterable[Known], columns: bool | None, depth_first: bool) -> l
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SPACES)
+@pytest.mark.parametrize("name", one_in(3, SPACES))
 def test_equals_brute_force_at_every_limit(tiny_network: MakeNetwork, name: str) -> None:
     """Patches, columns along every axis and every split.
 

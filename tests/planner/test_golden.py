@@ -77,7 +77,10 @@ def test_cpu_plans_equal_the_golden_file(name: str, side: int, ram: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "side", "vram", "precision"), GPU_CASES)
+@pytest.mark.parametrize(
+    ("name", "side", "vram", "precision"),
+    [pytest.param(*case, marks=[pytest.mark.long] if case[2] == "10G" else []) for case in GPU_CASES],
+)
 def test_gpu_plans_equal_the_golden_file(name: str, side: int, vram: str, precision: Precision) -> None:
     plan = planned_on_gpu(name, side, vram, precision)
     label = f"{vram} {precision} on a GPU"

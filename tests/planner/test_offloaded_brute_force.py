@@ -26,6 +26,7 @@ from tests.support.fake_offloaded_plans import (
     link,
 )
 from tests.support.fake_primitives import WITH_GPU, Fake
+from tests.support.tiers import one_in
 from znnpy.costs.model import Rates
 from znnpy.costs.two_stages import two_stage_seconds
 from znnpy.errors import NoPlanError
@@ -160,8 +161,9 @@ NETWORKS = (
 )
 
 
-@pytest.mark.parametrize("mode", ["cpu-to-gpu", "gpu-host"])
-@pytest.mark.parametrize("network", NETWORKS, ids=lambda network: network.name)
+@pytest.mark.parametrize(
+    ("network", "mode"), one_in(3, product(NETWORKS, ["cpu-to-gpu", "gpu-host"])), ids=lambda v: getattr(v, "name", v)
+)
 def test_equals_brute_force_at_every_limit(network: Network, mode: str) -> None:
     """Tensors smaller than their alignment are estimated, and so are left out."""
     overlaps = mode == "cpu-to-gpu"

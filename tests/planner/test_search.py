@@ -11,6 +11,7 @@ import pytest
 from tests.support.brute_force import AROUND, BASELINE, SMALL, planned, steps_of
 from tests.support.fake_primitives import BOTH, CARRYING, FAKES, FAST, FILTER, MACHINE, OVER, POOL, SLOW, Fake, limits
 from tests.support.flat_requests import make_plan
+from tests.support.tiers import one_in
 from znnpy.costs.model import seconds
 from znnpy.errors import NoPlanError, ShapeError
 from znnpy.kernels.contract import Footprint, Variant
@@ -300,6 +301,7 @@ def test_alternatives_carry_the_reason_why_they_lost(tiny_network: MakeNetwork, 
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_best_plan_of_the_other_cover_is_an_alternative(tiny_network: MakeNetwork) -> None:
     """Patches that lose to columns, or columns that lose to patches, are listed with their waste."""
     tiny, wide = tiny_network(), tiny_network(*WIDE_BEHIND)
@@ -360,7 +362,7 @@ SLOWER = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("output", "slow"), SLOWER, ids=str)
+@pytest.mark.parametrize(("output", "slow"), one_in(3, SLOWER), ids=str)
 def test_column_takes_at_most_the_seconds_that_may_be_lost(
     tiny_network: MakeNetwork, output: Vec3, slow: float
 ) -> None:

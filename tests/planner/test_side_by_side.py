@@ -17,6 +17,7 @@ from tests.support.fake_plans import MIXED, changed, sharing_of
 from tests.support.fake_primitives import FAST, FILTER, MAXOUT, POOL, RATES, WITH_GPU, on_gpu
 from tests.support.flat_requests import costs_of, request_of
 from tests.support.simulated_queue import Played
+from tests.support.tiers import one_in
 from znnpy.errors import NoPlanError, PlanFileError
 from znnpy.machine import Limits
 from znnpy.network import Conv, Network
@@ -83,9 +84,7 @@ def side_by_side(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("columns", [True, False])
-@pytest.mark.parametrize("cpu_speed", [0.3, 0.7])
-@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize(("columns", "cpu_speed", "gpus"), one_in(3, product([True, False], [0.3, 0.7], [1, 2])))
 def test_both_devices_end_together(columns: bool, cpu_speed: float, gpus: int) -> None:
     """The GPU has many steps to take."""
     alone, both = side_by_side(cpu_speed, columns=columns, gpus=gpus, limits=LITTLE)

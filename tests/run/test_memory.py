@@ -77,9 +77,9 @@ def as_zarr(folder: Path) -> Path:
     ("store", "out", "ram", "words"),
     [
         (as_wide_hdf5, "out.h5", 200, []),
-        (as_npy, "out.h5", 400, ["--roi", "0:1000,0:800,0:80"]),
+        pytest.param(as_npy, "out.h5", 400, ["--roi", "0:1000,0:800,0:80"], marks=pytest.mark.long),
         (as_nan, "out.h5", 240, ["--allow-nan"]),
-        (as_gzip, "out.h5", 200, []),
+        pytest.param(as_gzip, "out.h5", 200, [], marks=pytest.mark.long),
         (as_zarr, "out.zarr", 240, []),
     ],
     ids=["HDF5", "npy", "NaN", "gzip", "Zarr"],

@@ -33,9 +33,14 @@ def some() -> Iterator[tuple[int, KernelInstance]]:
 
 
 def everything() -> Iterator[tuple[int, KernelInstance]]:
-    """Each instance for each architecture."""
+    """Each instance for one architecture in turn, so that every architecture sees every source."""
+    found: dict[str, list[KernelInstance]] = {}
     for instance in instances():
-        yield from ((architecture, instance) for architecture in architectures_of(instance.source))
+        found.setdefault(instance.source, []).append(instance)
+    for source, kernels in found.items():
+        cards = architectures_of(source)
+        for turn in range(max(len(kernels), len(cards))):  # a few kernels have several turns
+            yield cards[turn % len(cards)], kernels[turn % len(kernels)]
 
 
 def architectures_of(source: str) -> tuple[int, ...]:
