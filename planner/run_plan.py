@@ -41,7 +41,7 @@ class RunnerUp:
     patch_out: Size
     axis: Axis
     column_planes: Count
-    sub_batches: tuple[Positive, ...]  # as `Plan.sub_batches`
+    sub_batches: Annotated[tuple[Positive, ...], Field(min_length=1)]  # as `Plan.sub_batches`
     voxels_per_second: Seconds
     waste: Annotated[float, Field(gt=0, allow_inf_nan=False)]  # work done, relative to the work without borders
     over_bytes: Count  # of the process above its limit; if both are 0, it fits and is slower

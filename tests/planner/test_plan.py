@@ -67,7 +67,7 @@ CHOICES = st.builds(
 )
 AXES = st.integers(0, 2)
 COLUMNS = st.integers(0, 9999)
-PARTS = st.lists(COUNT, max_size=4).map(tuple)
+PARTS = st.lists(COUNT, min_size=1, max_size=4).map(tuple)
 RUNNERS_UP = st.builds(RunnerUp, SIZE, AXES, COLUMNS, PARTS, SECONDS, SECONDS, BYTES, BYTES)
 KINDS = st.builds(Alternative, st.sampled_from(["cpu", "gpu"]), RUNNERS_UP, BYTES, BYTES, TEXT)
 WORKER_PLANS = st.builds(
@@ -154,6 +154,7 @@ DAMAGED: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
     ),
     "no waste": (("runners_up", 0, "waste"), 0.0, "runners_up.0.waste: .*greater than 0"),
     "empty part": (("runners_up", 0, "sub_batches", 0), 0, "runners_up.0.sub_batches.0: .*greater than or equal to 1"),
+    "no parts": (("runners_up", 0, "sub_batches"), [], "runners_up.0.sub_batches: .*at least 1 item"),
     "something else than columns": (("other",), "columns", "other: "),
     "no seconds": ((*CHOICES_AT, 0, "seconds"), None, "stages.0.choices.0.seconds"),
     "zero seconds": ((*CHOICES_AT, 0, "seconds"), 0.0, "stages.0.choices.0.seconds"),
