@@ -12,6 +12,7 @@ import pytest
 import znnpy
 from tests.support.odd_networks import NETWORKS, ODDER, assert_dense, definition, some_volume, trained
 from znnpy.errors import PlanFileError, ShapeError, VolumeError
+from znnpy.machine import process_bytes
 from znnpy.network import Network
 from znnpy.option_values import Border
 from znnpy.planner.modes import make_plan
@@ -162,8 +163,8 @@ def test_given_plan_is_used() -> None:
 
 
 def test_prediction_counts_toward_the_limit_of_a_plan(tmp_path: Path) -> None:
-    net = trained(NETWORKS[0])
-    with net.session((40, 40, 40), dtype=np.uint8, threads=1, device="cpu", ram="1G") as run:
+    net, ram = trained(NETWORKS[0]), process_bytes() + 2**28
+    with net.session((40, 40, 40), dtype=np.uint8, threads=1, device="cpu", ram=ram) as run:
         (tmp_path / "plan.json").write_text(run.plan.to_json())
     with (
         pytest.raises(PlanFileError, match="bytes"),

@@ -304,7 +304,7 @@ def test_new_plan_along_another_axis_is_refused(
 
     def choose(*asked: Any, **arguments: Any) -> RunPlan:
         chosen.append(right(*asked, **arguments))
-        return chosen[-1] if len(chosen) == 1 else changed(chosen[-1], axis=(chosen[-1].main.axis + 1) % 3)
+        return chosen[-1] if len(chosen) == 1 else changed(chosen[-1], axis=(chosen[0].main.axis + 1) % 3)
 
     emulated_gpus.open_as(Refusing)
     for module in (inference, choice):
