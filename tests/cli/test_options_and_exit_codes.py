@@ -145,6 +145,7 @@ def test_every_option_of_infer_reaches_the_output(place: Place) -> None:
     np.testing.assert_allclose(part, whole[:, 2:13, 1:16, :18], atol=5e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_columns_and_patches_give_equal_predictions(place: Place, axis: int) -> None:
     """Along the longest axis, whichever it is."""
@@ -185,6 +186,7 @@ def test_no_depth_first_computes_all_fragments_together(place: Place) -> None:
     assert sentence.endswith(", or drop --patch, or drop --cover, or drop --no-depth-first")
 
 
+@pytest.mark.slow
 def test_reflected_output_is_as_large_as_the_volume(place: Place) -> None:
     assert place.infer().exit_code == 0
     valid = place.prediction()
@@ -224,6 +226,7 @@ def test_plan_of_columns_runs_on_another_volume(place: Place, size: tuple[int, i
     np.testing.assert_allclose(found, place.prediction(), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_plan_prints_one_json_document(place: Place) -> None:
     result = place.run("plan", "n337", "--shape", "150,160,170", "--ram", "8G", "--threads", "2", "--json")
     assert result.exit_code == 0

@@ -16,6 +16,8 @@ from tests.support.messages import assert_holds
 from znnpy.network import Conv, Network
 from znnpy.verify import TOLERANCES, _positions, verify
 
+pytestmark = pytest.mark.slow
+
 
 def arguments(place: Place, *more: object) -> list[object]:
     return ["verify", place.out, place.volume, "--network", place.folder / "net.yaml", "--samples", 60, *more]

@@ -34,6 +34,8 @@ from znnpy.planner.run_plan import RunPlan
 from znnpy.run.target import OpenTarget
 from znnpy.shapes import LayerShape, Vec3
 
+pytestmark = pytest.mark.slow
+
 NETWORK = Network("three", 1, (Conv((2, 2, 2), 3), Pool((2, 2, 2)), Conv((2, 2, 2), 2)))
 LIMITS = Limits(2**34, 2)
 FAKES = (SLOW, FAST, POOL)

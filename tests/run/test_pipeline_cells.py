@@ -159,6 +159,7 @@ def test_cpu_that_gave_up_keeps_no_item(monkeypatch: pytest.MonkeyPatch) -> None
     assert go()() is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(60))
 def test_gpus_take_over_from_a_hanging_cpu(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Work of the CPU that the GPUs compute again is not counted twice."""
@@ -185,6 +186,7 @@ def test_gpus_take_over_from_a_hanging_cpu(monkeypatch: pytest.MonkeyPatch, seed
     assert no_thread_is_left()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100))
 def test_late_cpu_and_lost_gpus_leave_correct_columns(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """A GPU that fails when the processor has given up ends the run; what is finished is right in any case."""
@@ -218,6 +220,7 @@ def test_late_cpu_and_lost_gpus_leave_correct_columns(monkeypatch: pytest.Monkey
     assert no_thread_is_left()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_revoked_items_count_once(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """The sum never exceeds the whole, even while the CPU is in a step that it cannot leave."""

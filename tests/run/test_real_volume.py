@@ -13,6 +13,8 @@ from znnpy.kernels.table import TABLE
 from znnpy.shapes import Vec3, text
 from znnpy.trained import TrainedNetwork, load_network
 
+pytestmark = pytest.mark.slow
+
 SIZE = (46, 58, 70)  # input voxels: 20 x 32 x 44 come out
 PATCHES = ((20, 32, 44), (4, 4, 4), (8, 16, 12), (12, 32, 4), (20, 4, 24), (4, 20, 44))
 

@@ -160,6 +160,7 @@ def test_threads_and_repetition_change_no_byte(primitive: Primitive) -> None:
 LARGE = ConvShape(1, 24, 24, (50, 52, 54), (3, 3, 3), "relu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("primitive", CONVS, ids=ids)
 def test_footprint_equals_the_bytes_used(primitive: Primitive, threads: int) -> None:

@@ -116,6 +116,7 @@ def test_fragments_equal_the_definition_on_random_shapes(p: Vec3, m: Vec3, batch
         np.testing.assert_array_equal(run(primitive, shape, x, threads=threads).out, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", LARGE, ids=str)
 def test_large_images_equal_the_definition(shape: LayerShape) -> None:
     x = random_input(shape)

@@ -80,6 +80,7 @@ def limits(shape: ConvShape) -> Iterator[int]:
         yield int(part * vram(shape, whole.footprint))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("speeds", SPEEDS.values(), ids=SPEEDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_search_equals_exhaustive_search(shape: ConvShape, speeds: Speeds) -> None:
