@@ -10,6 +10,12 @@ import pytest
 from znnpy.planner.memory import MARGIN_BYTES, MIB, reading_bytes, writing_bytes
 
 
+def printed(code: str) -> list[int]:
+    """Return the numbers that a fresh process prints."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return list(map(int, done.stdout.split()))
+
+
 def test_reading_and_writing_bytes_equal_those_by_hand() -> None:
     assert reading_bytes(channels=2, patch_in=(3, 4, 5), itemsize=2) == 2 * 2 * 60 * 2 + 16 * MIB
     assert reading_bytes(2, (3, 4, 5), 2, seen=(3, 4, 5)) == 2 * 2 * 60 * 2 + 4 * 60 + 16 * MIB
@@ -34,8 +40,7 @@ def test_baseline_covers_the_memory_of_the_process() -> None:
         "ballast = bytearray(b'x') * (100 * MIB)\n"
         "print(held, baseline_bytes())\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    held, baseline = map(int, done.stdout.split())
+    held, baseline = printed(code)
     assert baseline >= held + MARGIN_BYTES + 90 * MIB
     assert baseline % (4 * MIB) == 0
 
@@ -51,6 +56,5 @@ def test_baseline_covers_the_libraries_of_a_run() -> None:
         "from znnpy.machine import process_bytes\n"
         "print(baseline, process_bytes())\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    baseline, held = map(int, done.stdout.split())
+    baseline, held = printed(code)
     assert held <= baseline <= held + 40 * MIB
