@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     Array = npt.NDArray[np.float32]
     Bytes = npt.NDArray[np.uint8]
 
-Kind = Literal["conv", "pool", "maxfilter", "maxout"]
+Kind = Literal[
+    "conv", "pool", "maxfilter", "maxout",
+    "graph_conv", "conv_transpose", "window_pool", "upsample", "point", "pad",  # of graphs, as in graph_shapes.py
+]  # fmt: skip
 # The resources that rates are measured for.
 Unit = Literal[
     "product",
@@ -178,6 +181,23 @@ class CarryingStep(Protocol):
 
         before  (S, carried, y, x, f) float32; not modified; strides as for `x`. None: all planes are in `x`.
         x       (S, n_z - carried, y, x, f).
+        """
+
+
+class GraphStep(Protocol):
+    """A primitive bound to one shape of `znnpy/graph_shapes.py`: ready to run on one image."""
+
+    def run(self, inputs: Sequence[Array], out: Array, scratch: Mapping[str, Bytes]) -> None:
+        """Compute the layer.
+
+        inputs   one array (z, y, x, f) float32 per input of the layer, of the shape's size `n`; not modified. The maps
+                 of a voxel are contiguous; other strides are multiples of a float, and arrays are aligned to a float.
+                 An input never shares memory with `out`.
+        out      (z, y, x, f') float32 in C order, the shape's `out_shape` without the batch; overwritten. Its previous
+                 contents are undefined.
+        scratch  one array of bytes per Scratch of the footprint, aligned to ALIGNMENT; contents undefined.
+
+        Raises ValuesOverflowError if a result of arithmetic is infinite or not a number.
         """
 
 

@@ -161,7 +161,7 @@ def dense_by_sliding(
 
 
 def _run(network: Network, weights: Sequence[ConvWeights], x: AnyReal, *, dense: bool) -> Real:
-    of_layer = dict(zip(network.convolutions, weights, strict=True))
+    of_layer = dict(zip(network.weighted, weights, strict=True))
     y = x.astype(np.float64)
     for index, layer in enumerate(network.layers):
         match layer:

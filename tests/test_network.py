@@ -294,7 +294,7 @@ def test_maps_convolutions_and_parameters_are_counted() -> None:
         "a", 3, (Pool((1, 2, 2)), Conv((2, 3, 4), 6), Maxout(3), MaxFilter((2, 2, 2)), Conv((1, 1, 2), 5))
     )
     assert network.maps == (3, 3, 6, 2, 2, 5)
-    assert network.convolutions == (1, 4)
+    assert network.weighted == (1, 4)
     assert network.parameters == (6 * 3 * 24 + 6) + (5 * 2 * 2 + 5)
     assert network.output_channels == 5
 

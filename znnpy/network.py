@@ -1,18 +1,28 @@
-"""Describe a network as a chain of layers, with its field of view, fragment period, and layer shapes for a patch."""
+"""Describe a network as a graph of layers, most often a chain.
+
+What a chain that slides over a volume needs follows here: its field of view, its fragment period, and the shapes of its
+layers for a patch. What other graphs need is in `znnpy/geometry.py`.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cached_property
-from math import prod
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from znnpy.errors import ShapeError
+from znnpy.layers import Conv as Conv
+from znnpy.layers import Layer as Layer
+from znnpy.layers import MaxFilter as MaxFilter
+from znnpy.layers import Maxout as Maxout
+from znnpy.layers import Pool as Pool
+from znnpy.layers import has_weights, maps_after, parameter_count
 from znnpy.messages import excerpt, option
 from znnpy.shapes import (
+    ACTIVATIONS,
     Activation,
     ConvShape,
     FilterShape,
@@ -39,59 +49,14 @@ MOST_LAYERS = 500  # layers of one network, since planning takes longer with mor
 
 
 @dataclass(frozen=True, slots=True)
-class Conv:
-    """A valid convolution with bias and activation."""
-
-    kernel: Vec3
-    out: int  # maps
-    activation: Activation = "none"
-    type: Literal["conv"] = "conv"
-
-    def __str__(self) -> str:
-        return f"conv {text(self.kernel)} -> {self.out} {self.activation}"
-
-
-@dataclass(frozen=True, slots=True)
-class Pool:
-    """A max-pooling, which dense inference runs as fragments (MPF)."""
-
-    window: Vec3
-    type: Literal["pool"] = "pool"
-
-    def __str__(self) -> str:
-        return f"pool {text(self.window)}"
-
-
-@dataclass(frozen=True, slots=True)
-class MaxFilter:
-    """The maximum over a window at every position (stride 1)."""
-
-    window: Vec3
-    type: Literal["maxfilter"] = "maxfilter"
-
-    def __str__(self) -> str:
-        return f"maxfilter {text(self.window)}"
-
-
-@dataclass(frozen=True, slots=True)
-class Maxout:
-    """The maximum over groups of `of` neighbouring maps."""
-
-    of: int
-    type: Literal["maxout"] = "maxout"
-
-    def __str__(self) -> str:
-        return f"maxout of {self.of}"
-
-
-Layer = Conv | Pool | MaxFilter | Maxout
-
-
-@dataclass(frozen=True, slots=True)
 class ConvWeights:
-    """The weights of one convolution for cross-correlation, in C order and read only."""
+    """The weights of one layer, in C order and read only; convolutions are cross-correlations.
 
-    weight: npt.NDArray[np.float32]  # (f', f, kz, ky, kx)
+    A transposed convolution has its kernels as PyTorch has them, a scale has a factor per map and a prelu one slope, or
+    one per map, and no bias.
+    """
+
+    weight: npt.NDArray[np.float32]  # (f', f / groups, kz, ky, kx); transposed (f, f' / groups, kz, ky, kx); (f,)
     bias: npt.NDArray[np.float32]  # (f',)
 
     def __repr__(self) -> str:
@@ -106,14 +71,45 @@ class Normalise:
     std: tuple[float, ...]
 
 
+PadToPeriod = Literal["reflect", "replicate", "zeros", "refuse"]
+PAD_TO_PERIOD: tuple[PadToPeriod, ...] = ("reflect", "replicate", "zeros", "refuse")
+Meaning = Literal["sliding", "whole"]
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A layer with its name and the names of the nodes that it reads; "input" is the network's input."""
+
+    name: str
+    layer: Layer
+    inputs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    """The wiring of a network's layers. Tensor 0 is the network's input, and tensor i + 1 the output of layer i."""
+
+    names: tuple[str, ...]  # of the layers
+    sources: tuple[tuple[int, ...], ...]  # tensors that each layer reads; every layer reads earlier ones
+    outputs: tuple[int, ...]  # tensors that are the network's output
+    pad_to_period: PadToPeriod = "reflect"  # beyond the far faces of a volume whose size does not divide
+
+
+INPUT = "input"  # name of the network's input in `Node.inputs`
+
+
 @dataclass(frozen=True)
 class Network:
-    """A chain of layers, and what follows from it without weights. Sizes are (z, y, x)."""
+    """A graph of layers in an order in which each comes after those it reads; without wiring, a chain.
+
+    Sizes are (z, y, x).
+    """
 
     name: str
     input_channels: int
     layers: tuple[Layer, ...]
     normalise: Normalise | None = None
+    wiring: Wiring | None = None
 
     def __post_init__(self) -> None:
         if self.input_channels < 1:
@@ -124,34 +120,86 @@ class Network:
             raise ShapeError(
                 f"a network has at most {MOST_LAYERS:,} layers, and this one has {len(self.layers):,}; split it"
             )
-        maps = self.input_channels
-        for index, layer in enumerate(self.layers):
-            if isinstance(layer, Maxout) and maps % layer.of:
+        maps = [self.input_channels]
+        for index, (layer, sources) in enumerate(zip(self.layers, self.sources, strict=True)):
+            if isinstance(layer, Maxout) and maps[sources[0]] % layer.of:
                 raise ShapeError(
-                    f"layer {index} ({layer}) does not divide the {maps} maps it gets; "
+                    f"layer {index} ({layer}) does not divide the {maps[sources[0]]} maps it gets; "
                     "change the group, or the maps that come before it"
                 )
-            maps = _maps_after(layer, maps)
+            maps.append(maps_after(layer, tuple(maps[source] for source in sources)))
 
     def __repr__(self) -> str:
         """Return one line; `layers` lists the layers."""
         maps = f"{self.input_channels} -> {self.output_channels} maps"
+        seen = f", field of view {text(self.field_of_view)}" if self.meaning == "sliding" else ", computed whole"
         return (
-            f"<Network {excerpt(self.name, 60)}: {len(self.layers)} layers, {maps}, {self.parameters:,} parameters, "
-            f"field of view {text(self.field_of_view)}>"
+            f"<Network {excerpt(self.name, 60)}: {len(self.layers)} layers, {maps}, {self.parameters:,} parameters"
+            f"{seen}>"
+        )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the layers."""
+        if self.wiring is not None:
+            return self.wiring.names
+        return tuple(f"{layer.type}{index}" for index, layer in enumerate(self.layers))
+
+    @property
+    def sources(self) -> tuple[tuple[int, ...], ...]:
+        """Tensors that each layer reads: 0 is the input, i + 1 the output of layer i."""
+        return tuple((i,) for i in range(len(self.layers))) if self.wiring is None else self.wiring.sources
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """Tensors that are the network's output."""
+        return (len(self.layers),) if self.wiring is None else self.wiring.outputs
+
+    @property
+    def pad_to_period(self) -> PadToPeriod:
+        """What is beyond the far faces of a volume whose size does not divide."""
+        return "reflect" if self.wiring is None else self.wiring.pad_to_period
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """The layers with their names and the names of what they read."""
+        names = (INPUT, *self.names)
+        return tuple(
+            Node(name, layer, tuple(names[source] for source in sources))
+            for name, layer, sources in zip(self.names, self.layers, self.sources, strict=True)
         )
 
     @cached_property
+    def readers(self) -> tuple[tuple[int, ...], ...]:
+        """Layers that read each tensor, in order."""
+        found: list[list[int]] = [[] for _ in range(len(self.layers) + 1)]
+        for layer, sources in enumerate(self.sources):
+            for source in dict.fromkeys(sources):
+                found[source].append(layer)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def meaning(self) -> Meaning:
+        """What an output voxel is: `sliding`, the plain network on its field of view; `whole`, that on the volume."""
+        chain = self.sources == tuple((i,) for i in range(len(self.layers))) and self.outputs == (len(self.layers),)
+        slides = all(
+            layer.slides if isinstance(layer, Conv | Pool) else isinstance(layer, MaxFilter | Maxout)
+            for layer in self.layers
+        )
+        return "sliding" if chain and slides else "whole"
+
+    @cached_property
     def maps(self) -> tuple[int, ...]:
-        """Feature maps before the first layer and after each: one more entry than there are layers."""
+        """Feature maps of every tensor: of the input, and after each layer."""
         maps = [self.input_channels]
-        for layer in self.layers:
-            maps.append(_maps_after(layer, maps[-1]))
+        for layer, sources in zip(self.layers, self.sources, strict=True):
+            maps.append(maps_after(layer, tuple(maps[source] for source in sources)))
         return tuple(maps)
 
     @property
     def output_channels(self) -> int:
-        return self.maps[-1]
+        """Maps of all outputs together."""
+        return sum(self.maps[tensor] for tensor in self.outputs)
 
     @cached_property
     def field_of_view(self) -> Vec3:
@@ -194,24 +242,28 @@ class Network:
         return replace(self, layers=tuple(_turned(layer, axis) for layer in self.layers))
 
     @property
-    def convolutions(self) -> tuple[int, ...]:
-        """Indices of the convolutional layers, in the order of their weights."""
-        return tuple(i for i, layer in enumerate(self.layers) if isinstance(layer, Conv))
+    def weighted(self) -> tuple[int, ...]:
+        """Indices of the layers with weights, in the order of their weights; in a chain, the convolutions."""
+        return tuple(i for i, layer in enumerate(self.layers) if has_weights(layer))
 
     @property
     def parameters(self) -> int:
         """Number of trainable values: kernels and biases."""
-        pairs = ((self.maps[i], self.layers[i]) for i in self.convolutions)
-        return sum(f * c.out * prod(c.kernel) + c.out for f, c in pairs if isinstance(c, Conv))
+        return sum(
+            parameter_count(layer, self.maps[sources[0]])
+            for layer, sources in zip(self.layers, self.sources, strict=True)
+        )
 
     @cached_property
     def sha256(self) -> str:
         """Digest of layers, maps and normalisation. Networks with equal digests and weights compute the same."""
-        what = {
+        what: dict[str, Any] = {
             "input_channels": self.input_channels,
-            "layers": [asdict(layer) for layer in self.layers],
-            "normalise": asdict(self.normalise) if self.normalise else None,
+            "layers": [_described(layer) for layer in self.layers],
+            "normalise": {"mean": self.normalise.mean, "std": self.normalise.std} if self.normalise else None,
         }
+        if self.meaning == "whole":
+            what |= {"sources": self.sources, "outputs": self.outputs, "pad_to_period": self.pad_to_period}
         return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
     def patch_in(self, out: Vec3) -> Vec3:
@@ -265,13 +317,33 @@ class Network:
         return tuple(shapes)
 
 
+_ALWAYS = ("kernel", "out", "activation", "window", "of", "type")  # fields that the digest of a chain always had
+
+
+def _described(layer: Layer) -> dict[str, Any]:
+    """Return the fields of a layer, except those of graphs alone that have their usual values."""
+    return {
+        field.name: value
+        for field in fields(layer)
+        if (value := getattr(layer, field.name)) != field.default or field.default is MISSING or field.name in _ALWAYS
+    }
+
+
 def extent(layer: Layer) -> Vec3:
     """Return how many inputs one output of a layer depends on along each axis; for a pooling, its window."""
     match layer:
         case Conv(kernel=size) | Pool(window=size) | MaxFilter(window=size):
             return size
-        case Maxout():
+        case _:
             return 1, 1, 1
+
+
+def sliding_activation(layer: Conv) -> Activation:
+    """Return the activation of a convolution that slides over a volume."""
+    for known in ACTIVATIONS:
+        if layer.activation == known:
+            return known
+    raise TypeError(f"a network that slides over a volume has no {layer.activation}")
 
 
 def _turned(layer: Layer, axis: int) -> Layer:
@@ -280,7 +352,7 @@ def _turned(layer: Layer, axis: int) -> Layer:
             return replace(layer, kernel=turned(layer.kernel, axis))
         case Pool() | MaxFilter():
             return replace(layer, window=turned(layer.window, axis))
-        case Maxout():
+        case _:
             return layer
 
 
@@ -288,20 +360,12 @@ def layer_shape(layer: Layer, batch: int, maps: int, n: Vec3, precision: Precisi
     """Return the shape of one layer for `batch` images of `maps` maps and size `n`."""
     match layer:
         case Conv():
-            return ConvShape(batch, maps, layer.out, n, layer.kernel, layer.activation, precision=precision)
+            return ConvShape(batch, maps, layer.out, n, layer.kernel, sliding_activation(layer), precision=precision)
         case Pool():
             return PoolShape(batch, maps, n, layer.window, precision=precision)
         case MaxFilter():
             return FilterShape(batch, maps, n, layer.window, precision)
         case Maxout():
             return MaxoutShape(batch, maps, n, layer.of, precision)
-
-
-def _maps_after(layer: Layer, maps: int) -> int:
-    match layer:
-        case Conv():
-            return layer.out
-        case Maxout():
-            return maps // layer.of
         case _:
-            return maps
+            raise TypeError(f"a network that slides over a volume has no {layer.type}")

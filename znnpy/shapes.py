@@ -140,7 +140,7 @@ def _check_positive(shape: object, **counts: int) -> None:
             raise ShapeError(f"{name} must be at least 1, not {count} ({shape})")
 
 
-class _Sized(ABC):
+class Sized(ABC):
     """Properties that follow from `in_shape`, `out_shape` and `precision`."""
 
     __slots__ = ()
@@ -180,7 +180,7 @@ class _Sized(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class ConvShape(_Sized):
+class ConvShape(Sized):
     """One valid (unpadded) 3D convolution with bias and activation: all that determines its cost and memory.
 
     With a `pool` other than 1x1x1 its result is max-pooled into fragments before it is written: two layers in one.
@@ -239,7 +239,7 @@ class ConvShape(_Sized):
 
 
 @dataclass(frozen=True, slots=True)
-class PoolShape(_Sized):
+class PoolShape(Sized):
     """One max-pooling, plain (one image per input image) or into fragments (P images, one per offset)."""
 
     batch: int
@@ -269,7 +269,7 @@ class PoolShape(_Sized):
 
 
 @dataclass(frozen=True, slots=True)
-class FilterShape(_Sized):
+class FilterShape(Sized):
     """One max-filter: the maximum over a window at every position (stride 1, valid), without fragments."""
 
     batch: int
@@ -296,7 +296,7 @@ class FilterShape(_Sized):
 
 
 @dataclass(frozen=True, slots=True)
-class MaxoutShape(_Sized):
+class MaxoutShape(Sized):
     """One maxout: the maximum over groups of `of` neighbouring maps, which gives f / of maps."""
 
     batch: int

@@ -97,7 +97,7 @@ def load_trained(file: NetworkFile, weights: str | Path | None = None, ram: int 
             error.needed_bytes = needed
             raise error
         return TrainedNetwork(file.network, read_weights(path, file.network))
-    if not file.network.convolutions:
+    if not file.network.weighted:
         return TrainedNetwork(file.network, ())
     if file.path.parent == SHIPPED:
         raise NetworkFileError(

@@ -111,7 +111,7 @@ def test_two_ways_to_the_dense_result_agree(layers: tuple[Layer, ...]) -> None:
     network = Network("odd", 2, layers)
     weights = [
         random_weights(ConvShape(1, network.maps[i], conv.out, conv.kernel, conv.kernel), seed=i)
-        for i in network.convolutions
+        for i in network.weighted
         if isinstance(conv := layers[i], Conv)
     ]
     out: Vec3 = network.period[0] * 2, network.period[1], network.period[2] * 2

@@ -210,7 +210,7 @@ def hot(layer: int, *layers: Any) -> TrainedNetwork:
     """Return a network of which layer `layer` makes large numbers."""
     network = small("hot", 1, *layers)
     net = trained(network)
-    where = network.convolutions.index(layer)
+    where = network.weighted.index(layer)
     net.weights[where].weight[:] = 1e38
     net.weights[where].bias[:] = 0
     return net

@@ -182,7 +182,7 @@ def hot(theta: int, layer: int) -> TrainedNetwork:
     """Return a network of which layer `layer` makes large numbers."""
     network = small("hot", 1, Conv((2, 2, 2), 3, "relu"), Pool((2, 2, 2)), Conv((2, 2, 2), 2), Conv((1, 1, 1), 2))
     net = trained(network)
-    where = network.convolutions.index(layer)
+    where = network.weighted.index(layer)
     net.weights[where].weight[:] = 3e38
     net.weights[where].bias[:] = 0
     return net

@@ -60,7 +60,7 @@ class StageRunner:
         self._part = range(first, first + len(self._stage.choices))
         self._backend = backend
         self._table = tuple(table)
-        self._weights = dict(zip(network.convolutions, weights, strict=True))
+        self._weights = dict(zip(network.weighted, weights, strict=True))
         self._along = network.turned(plan.axis)  # the axis of columns comes first within a session
         self._bound: tuple[Bound, ...] = ()
         self._input: Any  # new planes of the first layer's input

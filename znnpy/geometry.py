@@ -1,0 +1,479 @@
+"""Work out where the voxels of a graph's tensors lie in a volume, and which of them an output needs.
+
+Everything follows from one function per layer: for an interval of a layer's output along an axis, `needed` gives the
+interval of its input. Regions of patches, planes that a column computes in a step, and planes that it keeps are found
+by taking intervals from the outputs back to the input, as Halide's bounds inference does (Ragan-Kelley et al. 2013).
+
+A tensor's voxels are counted from the volume's first voxel. Regions never exceed the volume: what a layer needs beyond
+a face is its padding, which no tensor holds. Tensor 0 is the input, tensor i + 1 the output of layer i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+from math import lcm
+from typing import NamedTuple
+
+from znnpy.errors import ShapeError
+from znnpy.layers import (
+    JOINS,
+    AveragePool,
+    Conv,
+    ConvTranspose,
+    Crop,
+    Layer,
+    MaxFilter,
+    NonLocal,
+    Pad,
+    Pool,
+    Upsample,
+)
+from znnpy.network import Network
+from znnpy.patches import Box
+from znnpy.shapes import Vec3, text
+
+AXES = "zyx"
+
+
+class Interval(NamedTuple):
+    """The voxels lo <= i < hi along an axis."""
+
+    lo: int
+    hi: int
+
+    @property
+    def size(self) -> int:
+        return self.hi - self.lo
+
+    def within(self, lo: int, hi: int) -> Interval:
+        """Return the part within lo .. hi, which may be empty but never has a negative size."""
+        begin = min(max(self.lo, lo), hi)
+        return Interval(begin, max(begin, min(self.hi, hi)))
+
+    def joined(self, other: Interval) -> Interval:
+        """Return the smallest interval with both; an empty one counts for nothing."""
+        if self.size <= 0 or other.size <= 0:
+            return other if self.size <= 0 else self
+        return Interval(min(self.lo, other.lo), max(self.hi, other.hi))
+
+
+NOTHING = Interval(0, 0)
+
+
+def _windows(n: int, reach: int, stride: int, padding: int, *, ceil: bool = False, before: int = 0) -> int:
+    """Return the number of windows in n voxels with so much padding in all; `before` of it lies before the first.
+
+    A window that `ceil` adds begins within the image or its padding before, as PyTorch requires.
+    """
+    free = n + padding - reach
+    if free < 0:
+        return 0
+    if not ceil:
+        return free // stride + 1
+    count = -(-free // stride) + 1
+    return count - 1 if (count - 1) * stride >= n + before else count
+
+
+class AxisLayer(NamedTuple):
+    """One layer along one axis."""
+
+    layer: Layer
+    axis: int
+
+    @property
+    def step(self) -> Fraction:
+        """Return the size of an output voxel, in voxels of the input."""
+        layer, axis = self.layer, self.axis
+        match layer:
+            case Conv():
+                return Fraction(layer.stride[axis])
+            case Pool() | AveragePool():
+                return Fraction(layer.step[axis])
+            case ConvTranspose():
+                return Fraction(1, layer.stride[axis])
+            case Upsample(factor=factor) if factor is not None:
+                return Fraction(1, factor[axis])
+            case _:
+                return Fraction(1)
+
+    def size(self, n: int) -> int:
+        """Return the size of the output for an input of n voxels; 0 or less: there is none."""
+        layer, axis = self.layer, self.axis
+        match layer:
+            case Conv():
+                padding = layer.padding[0][axis] + layer.padding[1][axis]
+                return _windows(n, layer.reach[axis], layer.stride[axis], padding)
+            case Pool() | AveragePool():
+                before, behind = layer.padding[0][axis], layer.padding[1][axis]
+                padding = before + behind
+                return _windows(n, layer.window[axis], layer.step[axis], padding, ceil=layer.ceil, before=before)
+            case MaxFilter():
+                return n - layer.window[axis] + 1
+            case ConvTranspose():
+                padding = layer.padding[0][axis] + layer.padding[1][axis] - layer.output_padding[axis]
+                return (n - 1) * layer.stride[axis] - padding + layer.reach[axis]
+            case Upsample(factor=factor):
+                assert factor is not None, "resolved before"
+                return n * factor[axis]
+            case Crop():
+                return n - layer.before[axis] - layer.behind[axis]
+            case Pad():
+                return n + layer.before[axis] + layer.behind[axis]
+            case _:
+                return n
+
+    def needed(self, lo: int, hi: int, n: int) -> Interval:
+        """Return the input voxels that the output voxels lo .. hi - 1 need, of an input of n voxels.
+
+        What lies outside 0 .. n is padding. Values that padding repeats are included.
+        """
+        layer, axis = self.layer, self.axis
+        match layer:
+            case Conv():
+                begin = lo * layer.stride[axis] - layer.padding[0][axis]
+                return Interval(begin, begin + (hi - 1 - lo) * layer.stride[axis] + layer.reach[axis])
+            case Pool() | AveragePool():
+                begin = lo * layer.step[axis] - layer.padding[0][axis]
+                return Interval(begin, begin + (hi - 1 - lo) * layer.step[axis] + layer.window[axis])
+            case MaxFilter():
+                return Interval(lo, hi + layer.window[axis] - 1)
+            case ConvTranspose():
+                stride, padding = layer.stride[axis], layer.padding[0][axis]
+                return Interval(-((layer.reach[axis] - 1 - lo - padding) // stride), (hi - 1 + padding) // stride + 1)
+            case Upsample(factor=factor, how=how):
+                assert factor is not None, "resolved before"
+                f = factor[axis]
+                if how == "nearest" or f == 1:
+                    return Interval(lo // f, (hi - 1) // f + 1)
+                # between the voxels at floor((i + 0.5) / f - 0.5) and the next one
+                return Interval((2 * lo + 1 - f) // (2 * f), (2 * hi - 1 - f) // (2 * f) + 2)
+            case Crop():
+                return Interval(lo + layer.before[axis], hi + layer.before[axis])
+            case Pad():
+                return self._unpadded(layer, lo - layer.before[axis], hi - layer.before[axis], n)
+            case _:
+                return Interval(lo, hi)
+
+    @staticmethod
+    def _unpadded(layer: Pad, lo: int, hi: int, n: int) -> Interval:
+        """Return what the voxels lo .. hi - 1 need, counted from the first one that is no padding."""
+        found = Interval(lo, hi)
+        if layer.how == "zeros" or hi <= lo:
+            return found
+        mirrored = layer.how == "reflect"
+        if lo < 0:
+            last = -lo if mirrored else 0  # the farthest that is repeated
+            first = max(0, 1 - hi) if mirrored else 0
+            found = found.joined(Interval(first, last + 1))
+        if hi > n:
+            first = 2 * (n - 1) - (hi - 1) if mirrored else n - 1
+            found = found.joined(Interval(first, n))
+        return found
+
+
+@dataclass(frozen=True)
+class AxisGeometry:
+    """The tensors of a network along one axis, for a volume of `n` voxels there."""
+
+    layers: tuple[AxisLayer, ...]
+    sources: tuple[tuple[int, ...], ...]
+    outputs: tuple[int, ...]
+    sizes: tuple[int, ...]  # of each tensor
+    steps: tuple[Fraction, ...]  # size of a voxel of each tensor, in voxels of the input
+
+    @cached_property
+    def period(self) -> int:
+        """Voxels of the input after which the network does the same again: every tensor has whole voxels in it."""
+        return lcm(*(step.numerator for step in self.steps))
+
+    def voxels(self, tensor: int) -> int:
+        """Return the voxels of a tensor in a period."""
+        return int(self.period / self.steps[tensor])
+
+    def regions(self, wanted: Sequence[Interval]) -> tuple[Interval, ...]:
+        """Return the voxels of every tensor that those wanted of the outputs need, within the volume.
+
+        wanted  of each output, in the order of `outputs`
+        """
+        found = [NOTHING] * len(self.sizes)
+        for tensor, interval in zip(self.outputs, wanted, strict=True):
+            found[tensor] = found[tensor].joined(interval.within(0, self.sizes[tensor]))
+        for index in reversed(range(len(self.layers))):
+            mine = found[index + 1]
+            if mine.size > 0:
+                for source in self.sources[index]:
+                    found[source] = found[source].joined(self.read(index, mine, source))
+        return tuple(found)
+
+    def needed(self, index: int, region: Interval, source: int) -> Interval:
+        """Return what layer `index` needs of tensor `source` for a region of its output, padding included."""
+        return self.layers[index].needed(region.lo, region.hi, self.sizes[source])
+
+    def read(self, index: int, region: Interval, source: int) -> Interval:
+        """Return what layer `index` reads of tensor `source` for a region of its output, which may be empty."""
+        if region.size <= 0:
+            return NOTHING
+        return self.needed(index, region, source).within(0, self.sizes[source])
+
+    def frontiers(self, known: Sequence[int], regions: Sequence[Interval]) -> tuple[int, ...]:
+        """Return up to which voxel every tensor must be known for its outputs to be known up to `known`.
+
+        known    of each output, in the order of `outputs`; may lie before its region
+        regions  of the tensors in the whole column; a frontier never leaves its region
+
+        Frontiers grow with `known`, so that a column computes each voxel once.
+        """
+        none = -(2**62)
+        found = [none] * len(self.sizes)
+        for tensor, end in zip(self.outputs, known, strict=True):
+            found[tensor] = max(found[tensor], end)
+        for index in reversed(range(len(self.layers))):
+            end = found[index + 1]
+            if end == none:
+                continue
+            begin = min(regions[index + 1].lo, end - 1)
+            for source in self.sources[index]:
+                found[source] = max(found[source], self.needed(index, Interval(begin, end), source).hi)
+        return tuple(min(max(end, region.lo), region.hi) for end, region in zip(found, regions, strict=True))
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The tensors of a network over a volume of a size that the network admits."""
+
+    network: Network  # with all sizes resolved: no layer refers to the size of another
+    volume: Vec3
+    axes: tuple[AxisGeometry, AxisGeometry, AxisGeometry]
+
+    @cached_property
+    def period(self) -> Vec3:
+        """Voxels of the input after which the network does the same again."""
+        return _vector(axis.period for axis in self.axes)
+
+    def size(self, tensor: int) -> Vec3:
+        """Return the size of a tensor."""
+        return _vector(axis.sizes[tensor] for axis in self.axes)
+
+    def step(self, tensor: int) -> tuple[Fraction, Fraction, Fraction]:
+        """Return the size of a tensor's voxel, in voxels of the input."""
+        z, y, x = (axis.steps[tensor] for axis in self.axes)
+        return z, y, x
+
+    def voxels(self, tensor: int) -> Vec3:
+        """Return the voxels of a tensor in a period."""
+        return _vector(axis.voxels(tensor) for axis in self.axes)
+
+
+def _vector(values: object) -> Vec3:
+    z, y, x = values  # type: ignore[misc]
+    return z, y, x
+
+
+def refuse_non_local(network: Network) -> None:
+    """Raise ShapeError that names a node of which a voxel depends on the whole volume, and says what to do."""
+    for node in network.nodes:
+        if isinstance(node.layer, NonLocal):
+            raise ShapeError(
+                f"node {node.name} is a {node.layer.kind}, whose every voxel depends on the whole image, so that the "
+                "network over a volume has no result that patches can give; use a network with batch norm or none"
+            )
+        if isinstance(node.layer, Upsample) and node.layer.how == "linear" and node.layer.align_corners:
+            raise ShapeError(
+                f"node {node.name} upsamples with align_corners, so that its result depends on the size of the whole "
+                "volume; use align_corners: false, with which the network was trained or can be trained again"
+            )
+
+
+def _resolved(layer: Layer, n: Vec3, like: Vec3, name: str) -> Layer:
+    """Return a layer that refers to the size `like` of another node as one that does not; ShapeError: there is none."""
+    if isinstance(layer, Crop):
+        spare = _vector(a - b for a, b in zip(n, like, strict=True))
+        if min(spare) < 0:
+            raise ShapeError(f"node {name} crops {text(n)} voxels to {text(like)}, which is more")
+        before = _vector(more // 2 for more in spare)
+        return Crop(before, _vector(a - b for a, b in zip(spare, before, strict=True)))
+    assert isinstance(layer, Upsample)
+    if all(b == a + 1 or b == a for a, b in zip(n, like, strict=True)) and layer.how == "nearest" and n != like:
+        return Pad(_vector(b - a for a, b in zip(n, like, strict=True)), (0, 0, 0), "replicate")
+    if any(b % a for a, b in zip(n, like, strict=True)):
+        raise ShapeError(f"node {name} upsamples {text(n)} voxels to {text(like)}, which is no whole multiple")
+    return replace(layer, factor=_vector(b // a for a, b in zip(n, like, strict=True)), like=None)
+
+
+def geometry_of(network: Network, volume: Vec3) -> Geometry:
+    """Return the geometry over a volume; ShapeError if a node gets no voxel, or sizes or lattices do not meet."""
+    refuse_non_local(network)
+    sizes: list[Vec3] = [volume]
+    steps: list[tuple[Fraction, ...]] = [(Fraction(1),) * 3]
+    layers: list[Layer] = []
+    tensors = {"input": 0, **{name: index + 1 for index, name in enumerate(network.names)}}
+    for name, layer, sources in zip(network.names, network.layers, network.sources, strict=True):
+        n = sizes[sources[0]]
+        if isinstance(layer, Crop | Upsample) and layer.like is not None:
+            layer = _resolved(layer, n, sizes[tensors[layer.like]], name)
+        if isinstance(layer, JOINS):
+            _check_meets(network, name, layer, sources, sizes, steps)
+        along = [AxisLayer(layer, axis) for axis in range(3)]
+        size = _vector(one.size(n[one.axis]) for one in along)
+        if min(size) < 1:
+            raise ShapeError(
+                f"node {name} ({layer}) gets {text(n)} voxels of a volume of {text(volume)}, which is too few for one "
+                "output; give a larger volume"
+            )
+        layers.append(layer)
+        sizes.append(size)
+        steps.append(tuple(step * one.step for step, one in zip(steps[sources[0]], along, strict=True)))
+    # The lattices of nodes that were resolved follow from the nodes that they got their size from.
+    resolved = replace(network, layers=tuple(layers))
+    axes = [
+        AxisGeometry(
+            layers=tuple(AxisLayer(layer, axis) for layer in layers),
+            sources=network.sources,
+            outputs=network.outputs,
+            sizes=tuple(size[axis] for size in sizes),
+            steps=tuple(step[axis] for step in steps),
+        )
+        for axis in range(3)
+    ]
+    return Geometry(resolved, volume, (axes[0], axes[1], axes[2]))
+
+
+def _check_meets(
+    network: Network,
+    name: str,
+    layer: Layer,
+    sources: Sequence[int],
+    sizes: Sequence[Vec3],
+    steps: Sequence[tuple[Fraction, ...]],
+) -> None:
+    """Raise ShapeError if what a node joins differs in lattice or size."""
+    names = ("input", *network.names)
+    first, *others = sources
+    for other in others:
+        for axis in range(3):
+            if steps[first][axis] != steps[other][axis]:
+                raise LatticeError(
+                    f"node {name} ({layer}) joins {names[first]}, one voxel for {steps[first][axis]} of the input "
+                    f"along {AXES[axis]}, with {names[other]}, one for {steps[other][axis]}; bring both to one lattice "
+                    "by pooling or upsampling"
+                )
+        if sizes[first] != sizes[other]:
+            raise ShapeError(
+                f"node {name} ({layer}) joins {names[first]} of {text(sizes[first])} voxels with {names[other]} of "
+                f"{text(sizes[other])}, for a volume of {text(sizes[0])}; crop or pad one of them"
+            )
+
+
+class LatticeError(ShapeError):
+    """Nodes with voxels of different sizes are joined: no size of a volume makes them meet."""
+
+
+def admissible(network: Network, volume: Vec3) -> Geometry:
+    """Return the geometry over the smallest volume that holds `volume` and that the network admits.
+
+    Each axis grows at its far face by less than a period. ShapeError if no size within a period will do, if the
+    network refuses to be padded, or if the volume is smaller than a period.
+    """
+    period = period_of(network)
+    size, error = list(volume), None
+    for axis in range(3):
+        for more in range(period[axis]):
+            try:
+                _along(network, axis, volume[axis] + more)
+            except LatticeError:
+                raise
+            except ShapeError as found:
+                error = error or found
+                continue
+            size[axis] = volume[axis] + more
+            break
+        else:
+            assert error is not None
+            raise error
+    grown: Vec3 = (size[0], size[1], size[2])
+    if grown != volume:
+        if network.pad_to_period == "refuse":
+            raise ShapeError(
+                f"{network.name} takes no volume of {text(volume)} voxels, and refuses to pad it to {text(grown)}; "
+                "crop or pad the volume, or change pad_to_period in the network file"
+            )
+        short = [AXES[a] for a in range(3) if grown[a] != volume[a] and volume[a] < period[a]]
+        if short:
+            raise ShapeError(
+                f"the volume of {text(volume)} voxels is smaller than one period of {network.name}, "
+                f"{text(period)} voxels, along {short[0]}; give a larger volume"
+            )
+    return geometry_of(network, grown)
+
+
+def _along(network: Network, axis: int, n: int) -> None:
+    """Raise ShapeError unless the network admits n voxels along an axis; the others are left out of account."""
+    sizes, tensors = [n], {"input": 0, **{name: index + 1 for index, name in enumerate(network.names)}}
+    steps = [Fraction(1)]
+    names = ("input", *network.names)
+    for name, layer, sources in zip(network.names, network.layers, network.sources, strict=True):
+        here = sizes[sources[0]]
+        step = steps[sources[0]] * AxisLayer(layer, axis).step
+        if isinstance(layer, Crop | Upsample) and layer.like is not None:
+            like = sizes[tensors[layer.like]]
+            fits = (
+                here >= like
+                if isinstance(layer, Crop)
+                else like % here == 0 or (layer.how == "nearest" and like == here + 1)
+            )
+            if not fits:
+                raise ShapeError(
+                    f"node {name} ({layer}) gets {here} voxels along {AXES[axis]} and cannot give {like}, for a volume "
+                    f"of {n} there"
+                )
+            if isinstance(layer, Upsample) and like % here == 0:
+                step /= like // here
+            size = like
+        else:
+            size = AxisLayer(layer, axis).size(here)
+        for other in sources[1:] if isinstance(layer, JOINS) else ():
+            if steps[other] != step:
+                raise LatticeError(
+                    f"node {name} ({layer}) joins {names[sources[0]]}, one voxel for {step} of the input along "
+                    f"{AXES[axis]}, with {names[other]}, one for {steps[other]}; bring both to one lattice by pooling "
+                    "or upsampling"
+                )
+            if sizes[other] != here:
+                raise ShapeError(
+                    f"node {name} ({layer}) joins {names[sources[0]]} of {here} voxels along {AXES[axis]} with "
+                    f"{names[other]} of {sizes[other]}, for a volume of {n} there; crop or pad one of them"
+                )
+        if size < 1:
+            raise ShapeError(
+                f"node {name} ({layer}) gets {here} voxels along {AXES[axis]}, which is too few for one output; give a "
+                "larger volume"
+            )
+        sizes.append(size)
+        steps.append(step)
+
+
+def period_of(network: Network) -> Vec3:
+    """Return voxels of the input after which the network does the same again, whatever the volume.
+
+    A layer that goes to the size of another node is taken to reach that node's lattice, except that `nearest` from
+    2n - 1 to 2n voxels changes none.
+    """
+    refuse_non_local(network)
+    tensors = {"input": 0, **{name: index + 1 for index, name in enumerate(network.names)}}
+    steps: list[tuple[Fraction, ...]] = [(Fraction(1),) * 3]
+    for layer, sources in zip(network.layers, network.sources, strict=True):
+        if isinstance(layer, Upsample) and layer.like is not None:
+            steps.append(steps[tensors[layer.like]])
+        else:
+            along = zip(steps[sources[0]], range(3), strict=True)
+            steps.append(tuple(step * AxisLayer(layer, axis).step for step, axis in along))
+    return _vector(lcm(*(step[axis].numerator for step in steps)) for axis in range(3))
+
+
+def boxes(geometry: Geometry, regions: Sequence[Sequence[Interval]], tensor: int) -> Box:
+    """Return a tensor's region along all three axes as a box."""
+    z, y, x = (along[tensor] for along in regions)
+    return Box((z.lo, y.lo, x.lo), (z.hi, y.hi, x.hi))

@@ -1,0 +1,246 @@
+"""The shapes of layers of a graph over a part of a volume: all that determines their cost, memory and result.
+
+An image is one part of a volume, (z, y, x, f) float32. What a layer needs beyond a face of the volume is not in its
+input: `before` and `behind` say how many voxels of padding there are on each side, 0 away from the faces.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from znnpy.layers import ONE, ZERO, Function, PadMode
+from znnpy.shapes import FLOAT32, Precision, Sized, Vec3, text
+
+
+class _OneImage(Sized):
+    """Shapes of one image in float32."""
+
+    __slots__ = ()
+
+    @property
+    def batch(self) -> int:
+        """Images at a time: one part of a volume."""
+        return 1
+
+
+@dataclass(frozen=True, slots=True)
+class GraphConvShape(_OneImage):
+    """One convolution of a graph, of the maps of all its inputs one after the other, with zeros as padding."""
+
+    fins: tuple[int, ...]  # maps of each input; together f
+    fout: int
+    n: Vec3  # voxels of each input that there are
+    k: Vec3
+    before: Vec3 = ZERO  # voxels of padding before the first
+    behind: Vec3 = ZERO
+    stride: Vec3 = ONE
+    dilation: Vec3 = ONE
+    groups: int = 1
+    activation: Function = "none"
+    parameters: tuple[float, ...] = ()  # of the activation
+    precision: Precision = "fp32"
+    kind: Literal["graph_conv"] = "graph_conv"
+
+    @property
+    def fin(self) -> int:
+        """Maps of all inputs."""
+        return sum(self.fins)
+
+    @property
+    def padded(self) -> Vec3:
+        """Size of an input with its padding."""
+        z, y, x = (n + a + b for n, a, b in zip(self.n, self.before, self.behind, strict=True))
+        return z, y, x
+
+    @property
+    def in_shape(self) -> tuple[int, int, int, int, int]:
+        return 1, *self.n, self.fin
+
+    @property
+    def out_shape(self) -> tuple[int, int, int, int, int]:
+        axes = zip(self.padded, self.k, self.dilation, self.stride, strict=True)
+        z, y, x = ((n - d * (k - 1) - 1) // s + 1 for n, k, d, s in axes)
+        return 1, z, y, x, self.fout
+
+    @property
+    def plain(self) -> bool:
+        """Return whether stride, dilation and groups are 1."""
+        return self.stride == ONE and self.dilation == ONE and self.groups == 1
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of kernels and biases in float32, before any preparation."""
+        return FLOAT32 * (self.fout * (self.fin // self.groups) * prod(self.k) + self.fout)
+
+    def __str__(self) -> str:
+        maps = "+".join(map(str, self.fins))
+        words = [f"conv {maps}->{self.fout} @{text(self.n)} k{text(self.k)}"]
+        words += [f"pad {text(self.before)} {text(self.behind)}"] if self.padded != self.n else []
+        words += [f"stride {text(self.stride)}"] if self.stride != ONE else []
+        words += [f"dilation {text(self.dilation)}"] if self.dilation != ONE else []
+        words += [f"groups {self.groups}"] if self.groups > 1 else []
+        return " ".join((*words, self.activation))
+
+
+@dataclass(frozen=True, slots=True)
+class TransposeShape(_OneImage):
+    """One transposed convolution: out[j] sums in[i] * w[d] over all i, d with i * stride + d * dilation = j + first."""
+
+    fin: int
+    fout: int
+    n: Vec3
+    m: Vec3  # output size
+    k: Vec3
+    first: Vec3  # where the output begins; may be negative
+    stride: Vec3 = ONE
+    dilation: Vec3 = ONE
+    groups: int = 1
+    activation: Function = "none"
+    parameters: tuple[float, ...] = ()
+    precision: Precision = "fp32"
+    kind: Literal["conv_transpose"] = "conv_transpose"
+
+    @property
+    def in_shape(self) -> tuple[int, int, int, int, int]:
+        return 1, *self.n, self.fin
+
+    @property
+    def out_shape(self) -> tuple[int, int, int, int, int]:
+        return 1, *self.m, self.fout
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of kernels and biases in float32, before any preparation."""
+        return FLOAT32 * (self.fin * (self.fout // self.groups) * prod(self.k) + self.fout)
+
+    def __str__(self) -> str:
+        size = f"@{text(self.n)}->{text(self.m)} k{text(self.k)} stride {text(self.stride)}"
+        return f"conv_transpose {self.fin}->{self.fout} {size} {self.activation}"
+
+
+@dataclass(frozen=True, slots=True)
+class WindowPoolShape(_OneImage):
+    """One max- or average pooling with any stride.
+
+    A maximum ignores padding. A mean divides by the window's voxels in the image, or with `count_padding` also by those
+    in the padding, but never by those of `overhang`, where windows reach beyond the padding (ceil mode).
+    """
+
+    f: int
+    n: Vec3
+    window: Vec3
+    stride: Vec3
+    how: Literal["max", "average"] = "max"
+    before: Vec3 = ZERO
+    behind: Vec3 = ZERO
+    overhang: Vec3 = ZERO  # the last of the voxels behind that are no padding
+    count_padding: bool = True
+    precision: Precision = "fp32"
+    kind: Literal["window_pool"] = "window_pool"
+
+    @property
+    def in_shape(self) -> tuple[int, int, int, int, int]:
+        return 1, *self.n, self.f
+
+    @property
+    def out_shape(self) -> tuple[int, int, int, int, int]:
+        axes = zip(self.n, self.before, self.behind, self.window, self.stride, strict=True)
+        z, y, x = ((n + a + b - w) // s + 1 for n, a, b, w, s in axes)
+        return 1, z, y, x, self.f
+
+    def __str__(self) -> str:
+        size = f"@{text(self.n)} window {text(self.window)} stride {text(self.stride)}"
+        return f"pool {self.how} {self.f} {size}"
+
+
+@dataclass(frozen=True, slots=True)
+class UpsampleShape(_OneImage):
+    """One upsampling: output voxel j lies at voxel j + `first` of the input magnified by `factor`.
+
+    nearest  out[j] = in[(j + first) // factor]
+    linear   out[j] is in at (j + first + 0.5) / factor - 0.5, between its voxels, clamped at its ends
+    """
+
+    f: int
+    n: Vec3
+    m: Vec3  # output size
+    factor: Vec3
+    first: Vec3
+    how: Literal["nearest", "linear"] = "nearest"
+    precision: Precision = "fp32"
+    kind: Literal["upsample"] = "upsample"
+
+    @property
+    def in_shape(self) -> tuple[int, int, int, int, int]:
+        return 1, *self.n, self.f
+
+    @property
+    def out_shape(self) -> tuple[int, int, int, int, int]:
+        return 1, *self.m, self.f
+
+    def __str__(self) -> str:
+        return f"upsample {self.how} {self.f} @{text(self.n)}->{text(self.m)} by {text(self.factor)}"
+
+
+@dataclass(frozen=True, slots=True)
+class PointShape(_OneImage):
+    """One layer that takes its inputs voxel by voxel: sum, product, concatenation, scale, or a function alone."""
+
+    how: Literal["add", "multiply", "concat", "scale", "function"]
+    fins: tuple[int, ...]  # maps of each input
+    n: Vec3
+    activation: Function = "none"
+    parameters: tuple[float, ...] = ()
+    precision: Precision = "fp32"
+    kind: Literal["point"] = "point"
+
+    @property
+    def f(self) -> int:
+        """Maps of the output."""
+        return sum(self.fins) if self.how == "concat" else max(self.fins)
+
+    @property
+    def in_shape(self) -> tuple[int, int, int, int, int]:
+        return 1, *self.n, sum(self.fins)
+
+    @property
+    def out_shape(self) -> tuple[int, int, int, int, int]:
+        return 1, *self.n, self.f
+
+    def __str__(self) -> str:
+        return f"{self.how} {'+'.join(map(str, self.fins))} @{text(self.n)} {self.activation}"
+
+
+@dataclass(frozen=True, slots=True)
+class PadShape(_OneImage):
+    """One padding: out[j] = in[j + first], with what lies outside `low` .. `high` as `how` says.
+
+    The volume's voxels along an axis are `low` .. `high` - 1, counted from the first voxel of the input.
+    """
+
+    f: int
+    n: Vec3
+    m: Vec3
+    first: Vec3
+    low: Vec3
+    high: Vec3
+    how: PadMode
+    precision: Precision = "fp32"
+    kind: Literal["pad"] = "pad"
+
+    @property
+    def in_shape(self) -> tuple[int, int, int, int, int]:
+        return 1, *self.n, self.f
+
+    @property
+    def out_shape(self) -> tuple[int, int, int, int, int]:
+        return 1, *self.m, self.f
+
+    def __str__(self) -> str:
+        return f"pad {self.how} {self.f} @{text(self.n)}->{text(self.m)}"
+
+
+GraphShape = GraphConvShape | TransposeShape | WindowPoolShape | UpsampleShape | PointShape | PadShape
+GRAPH_KINDS = ("graph_conv", "conv_transpose", "window_pool", "upsample", "point", "pad")
