@@ -142,7 +142,8 @@ class AxisLayer(NamedTuple):
                 return Interval(lo, hi + layer.window[axis] - 1)
             case ConvTranspose():
                 stride, padding = layer.stride[axis], layer.padding[0][axis]
-                return Interval(-((layer.reach[axis] - 1 - lo - padding) // stride), (hi - 1 + padding) // stride + 1)
+                end = (hi - 1 + padding) // stride + 1  # at least one voxel, even if it contributes nothing
+                return Interval(min(-((layer.reach[axis] - 1 - lo - padding) // stride), end - 1), end)
             case Upsample(factor=factor, how=how):
                 assert factor is not None, "resolved before"
                 f = factor[axis]
@@ -161,8 +162,10 @@ class AxisLayer(NamedTuple):
     def _unpadded(layer: Pad, lo: int, hi: int, n: int) -> Interval:
         """Return what the voxels lo .. hi - 1 need, counted from the first one that is no padding."""
         found = Interval(lo, hi)
-        if layer.how == "zeros" or hi <= lo:
+        if hi <= lo:
             return found
+        if layer.how == "zeros":  # at least one voxel, even if it contributes nothing
+            return Interval(min(lo, n - 1), max(hi, 1))
         mirrored = layer.how == "reflect"
         if lo < 0:
             last = -lo if mirrored else 0  # the farthest that is repeated
@@ -477,3 +480,71 @@ def boxes(geometry: Geometry, regions: Sequence[Sequence[Interval]], tensor: int
     """Return a tensor's region along all three axes as a box."""
     z, y, x = (along[tensor] for along in regions)
     return Box((z.lo, y.lo, x.lo), (z.hi, y.hi, x.hi))
+
+
+def origins(geometry: Geometry) -> tuple[tuple[Fraction, Fraction, Fraction], ...]:
+    """Return where the centre of each tensor's first voxel lies, in voxels of the input from its first centre."""
+    found: list[tuple[Fraction, ...]] = [(Fraction(0),) * 3]
+    for index, (layer, sources) in enumerate(zip(geometry.network.layers, geometry.network.sources, strict=True)):
+        before = found[sources[0]]
+        steps, mine = geometry.step(sources[0]), geometry.step(index + 1)
+        found.append(tuple(before[a] + _moved(layer, a, steps[a], mine[a]) for a in range(3)))
+    return tuple((z, y, x) for z, y, x in found)
+
+
+def _moved(layer: Layer, axis: int, step: Fraction, out_step: Fraction) -> Fraction:
+    """Return how far the centre of a layer's first output lies behind that of its first input."""
+    half = Fraction(1, 2)
+    match layer:
+        case Conv():
+            return step * (half * (layer.reach[axis] - 1) - layer.padding[0][axis])
+        case Pool() | AveragePool():
+            return step * (half * (layer.window[axis] - 1) - layer.padding[0][axis])
+        case MaxFilter():
+            return step * half * (layer.window[axis] - 1)
+        case ConvTranspose():
+            return -out_step * (half * (layer.reach[axis] - 1) - layer.padding[0][axis])
+        case Upsample(factor=factor):
+            assert factor is not None, "resolved before"
+            return -out_step * half * (factor[axis] - 1)
+        case Crop():
+            return step * layer.before[axis]
+        case Pad():
+            return -step * layer.before[axis]
+        case _:
+            return Fraction(0)
+
+
+def seen_by_one(network: Network) -> Vec3:
+    """Return the most input voxels that one output voxel depends on, along each axis, far from the faces."""
+    period = period_of(network)
+    reach = _vector(sum(_extent(layer, axis) for layer in network.layers) for axis in range(3))
+    far = _vector(p * (2 + 2 * r) for p, r in zip(period, reach, strict=True))
+    geometry = admissible(network, far)
+    found = []
+    for axis in geometry.axes:
+        middle = axis.sizes[axis.outputs[0]] // 2
+        voxels = range(middle, middle + axis.voxels(axis.outputs[0]))
+        places = [int(axis.steps[axis.outputs[0]] * voxel) for voxel in voxels]
+        widest = 0
+        for place in places:
+            wanted = [
+                Interval(int(place / axis.steps[tensor]), int(place / axis.steps[tensor]) + 1)
+                for tensor in axis.outputs
+            ]
+            widest = max(widest, axis.regions(wanted)[0].size)
+        found.append(widest)
+    return _vector(found)
+
+
+def _extent(layer: Layer, axis: int) -> int:
+    """Return the most voxels of its input or output that a layer reaches over along an axis."""
+    match layer:
+        case Conv() | ConvTranspose():
+            return layer.reach[axis]
+        case Pool() | AveragePool() | MaxFilter():
+            return layer.window[axis]
+        case Pad() | Crop():
+            return layer.before[axis] + layer.behind[axis] + 1
+        case _:
+            return 2

@@ -20,6 +20,7 @@ from znnpy.costs.size_trend import SIZES
 from znnpy.errors import DeviceError
 from znnpy.kernels.contract import Primitive, Variant
 from znnpy.kernels.table import IN_HOST_RAM, find
+from znnpy.layer_shapes import LayerShape
 from znnpy.machine import Machine, this_machine
 from znnpy.measure import rigor
 from znnpy.measure.budget import ON_GPU, Placement, Progress, bytes_of, lacking, layers_of
@@ -35,7 +36,7 @@ from znnpy.run import target
 from znnpy.run.asked import AskedDevices
 from znnpy.run.session import ALL
 from znnpy.run.target import OpenTarget, Targets
-from znnpy.shapes import ConvShape, LayerShape
+from znnpy.shapes import ConvShape
 
 if TYPE_CHECKING:
     from tests.support.cli import Place
