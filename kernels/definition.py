@@ -183,9 +183,9 @@ def activate(function: Function, parameters: Sequence[float], x: Real) -> Real:
         case "selu":
             return SELU_SCALE * np.where(x > 0, x, SELU_ALPHA * np.expm1(np.minimum(x, 0)))
         case "gelu":
-            return x * 0.5 * np.vectorize(erfc, otypes=[np.float64])(-x / np.sqrt(2.0))
+            return np.asarray(x * 0.5 * np.vectorize(erfc, otypes=[np.float64])(-x / np.sqrt(2.0)))
         case "gelu_tanh":
-            return x * 0.5 * (1.0 + np.tanh(np.sqrt(2.0 / np.pi) * (x + 0.044715 * x**3)))
+            return np.asarray(x * 0.5 * (1.0 + np.tanh(np.sqrt(2.0 / np.pi) * (x + 0.044715 * x**3))))
         case "silu":
             return x * _sigmoid(x)
         case "softplus":
@@ -206,4 +206,4 @@ def activate(function: Function, parameters: Sequence[float], x: Real) -> Real:
 
 
 def _sigmoid(x: Real) -> Real:
-    return 0.5 * (1.0 + np.tanh(0.5 * x))
+    return np.asarray(np.exp(-np.logaddexp(0.0, -x)))
