@@ -171,8 +171,8 @@ REFUSED = [
     (POOL + "discription: x", "unknown key 'discription'; did you mean description?"),
     (
         POOL + "1: 2",
-        "unknown key 1; use one of name, description, input_channels, normalise, weights, layers, field_of_view, output, "
-        "pad_to_period",
+        "unknown key 1; use one of name, description, input_channels, normalise, weights, layers, field_of_view, "
+        "output, pad_to_period",
     ),
     (POOL + "name: 337", f"name is 337, but must be {ONE_LINE}; write for example name: my_network"),
     (POOL + r'name: "a\0b"', rf"name is 'a\x00b', but must be {ONE_LINE}; write for example name: my_network"),
@@ -189,8 +189,8 @@ REFUSED = [
     (layer("{kernel: 3}"), f"layer 0: type is missing; add one of {', '.join(ENTRIES)}"),
     (
         POOL + "- {type: dropout}",
-        "layer 1: type is 'dropout', which is not a layer type; use one of conv, pool, maxfilter, maxout, conv_transpose, "
-        "average_pool, upsample, crop, pad, concat, add, multiply ...",
+        "layer 1: type is 'dropout', which is not a layer type; use one of conv, pool, maxfilter, maxout, "
+        "conv_transpose, average_pool, upsample, crop, pad, concat, add, multiply ...",
     ),
     (layer("{type: Convv}"), "layer 0: type is 'Convv', which is not a layer type; did you mean conv?"),
     (layer("{type: [conv]}"), "layer 0: type is ['conv'], which is not a layer type; did you mean conv?"),

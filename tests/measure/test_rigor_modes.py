@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support.emulated_gpus import EmulatedGpus
 from tests.support.cli import entry_of
+from tests.support.emulated_gpus import EmulatedGpus
 from tests.support.emulator import EMULATED_GPU
 from tests.support.simulated_timing import time_all
 from znnpy import planning
