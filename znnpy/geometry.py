@@ -10,12 +10,12 @@ a face is its padding, which no tensor holds. Tensor 0 is the input, tensor i + 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from math import lcm
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from znnpy.errors import ShapeError
 from znnpy.layers import (
@@ -270,8 +270,8 @@ class Geometry:
         return _vector(axis.voxels(tensor) for axis in self.axes)
 
 
-def _vector(values: object) -> Vec3:
-    z, y, x = values  # type: ignore[misc]
+def _vector(values: Iterable[int]) -> Vec3:
+    z, y, x = values
     return z, y, x
 
 
@@ -358,10 +358,8 @@ def _check_meets(
     for other in others:
         for axis in range(3):
             if steps[first][axis] != steps[other][axis]:
-                raise LatticeError(
-                    f"node {name} ({layer}) joins {names[first]}, one voxel for {steps[first][axis]} of the input "
-                    f"along {AXES[axis]}, with {names[other]}, one for {steps[other][axis]}; bring both to one lattice "
-                    "by pooling or upsampling"
+                raise LatticeError.of(
+                    name, layer, axis, (names[first], names[other]), (steps[first][axis], steps[other][axis])
                 )
         if sizes[first] != sizes[other]:
             raise ShapeError(
@@ -372,6 +370,14 @@ def _check_meets(
 
 class LatticeError(ShapeError):
     """Nodes with voxels of different sizes are joined: no size of a volume makes them meet."""
+
+    @classmethod
+    def of(cls, name: str, layer: Layer, axis: int, names: tuple[str, str], steps: tuple[Fraction, Fraction]) -> Self:
+        """Make the error for a layer that joins two nodes, whose voxels have these sizes along an axis."""
+        return cls(
+            f"node {name} ({layer}) joins {names[0]}, one voxel for {steps[0]} of the input along {AXES[axis]}, with "
+            f"{names[1]}, one for {steps[1]}; bring both to one lattice by pooling or upsampling"
+        )
 
 
 def admissible(network: Network, volume: Vec3) -> Geometry:
@@ -385,7 +391,7 @@ def admissible(network: Network, volume: Vec3) -> Geometry:
     for axis in range(3):
         for more in range(period[axis]):
             try:
-                _along(network, axis, volume[axis] + more)
+                check_axis(network, axis, volume[axis] + more)
             except LatticeError:
                 raise
             except ShapeError as found:
@@ -412,7 +418,7 @@ def admissible(network: Network, volume: Vec3) -> Geometry:
     return geometry_of(network, grown)
 
 
-def _along(network: Network, axis: int, n: int) -> None:
+def check_axis(network: Network, axis: int, n: int) -> None:
     """Raise ShapeError unless the network admits n voxels along an axis; the others are left out of account."""
     sizes, tensors = [n], {"input": 0, **{name: index + 1 for index, name in enumerate(network.names)}}
     steps = [Fraction(1)]
@@ -439,11 +445,7 @@ def _along(network: Network, axis: int, n: int) -> None:
             size = AxisLayer(layer, axis).size(here)
         for other in sources[1:] if isinstance(layer, JOINS) else ():
             if steps[other] != step:
-                raise LatticeError(
-                    f"node {name} ({layer}) joins {names[sources[0]]}, one voxel for {step} of the input along "
-                    f"{AXES[axis]}, with {names[other]}, one for {steps[other]}; bring both to one lattice by pooling "
-                    "or upsampling"
-                )
+                raise LatticeError.of(name, layer, axis, (names[sources[0]], names[other]), (step, steps[other]))
             if sizes[other] != here:
                 raise ShapeError(
                     f"node {name} ({layer}) joins {names[sources[0]]} of {here} voxels along {AXES[axis]} with "
@@ -458,22 +460,27 @@ def _along(network: Network, axis: int, n: int) -> None:
         steps.append(step)
 
 
-def period_of(network: Network) -> Vec3:
-    """Return voxels of the input after which the network does the same again, whatever the volume.
+def lattices_of(network: Network) -> tuple[tuple[Fraction, Fraction, Fraction], ...]:
+    """Return the size of a voxel of every tensor, in voxels of the input, whatever the volume.
 
     A layer that goes to the size of another node is taken to reach that node's lattice, except that `nearest` from
     2n - 1 to 2n voxels changes none.
     """
-    refuse_non_local(network)
     tensors = {"input": 0, **{name: index + 1 for index, name in enumerate(network.names)}}
-    steps: list[tuple[Fraction, ...]] = [(Fraction(1),) * 3]
+    steps = [(Fraction(1), Fraction(1), Fraction(1))]
     for layer, sources in zip(network.layers, network.sources, strict=True):
         if isinstance(layer, Upsample) and layer.like is not None:
             steps.append(steps[tensors[layer.like]])
         else:
-            along = zip(steps[sources[0]], range(3), strict=True)
-            steps.append(tuple(step * AxisLayer(layer, axis).step for step, axis in along))
-    return _vector(lcm(*(step[axis].numerator for step in steps)) for axis in range(3))
+            z, y, x = (step * AxisLayer(layer, axis).step for axis, step in enumerate(steps[sources[0]]))
+            steps.append((z, y, x))
+    return tuple(steps)
+
+
+def period_of(network: Network) -> Vec3:
+    """Return voxels of the input after which the network does the same again, whatever the volume."""
+    refuse_non_local(network)
+    return _vector(lcm(*(step[axis].numerator for step in lattices_of(network))) for axis in range(3))
 
 
 def boxes(geometry: Geometry, regions: Sequence[Sequence[Interval]], tensor: int) -> Box:

@@ -182,11 +182,7 @@ class Network:
     def meaning(self) -> Meaning:
         """What an output voxel is: `sliding`, the plain network on its field of view; `whole`, that on the volume."""
         chain = self.sources == tuple((i,) for i in range(len(self.layers))) and self.outputs == (len(self.layers),)
-        slides = all(
-            layer.slides if isinstance(layer, Conv | Pool) else isinstance(layer, MaxFilter | Maxout)
-            for layer in self.layers
-        )
-        return "sliding" if chain and slides else "whole"
+        return "sliding" if chain and all(map(slides, self.layers)) else "whole"
 
     @cached_property
     def maps(self) -> tuple[int, ...]:
@@ -328,6 +324,11 @@ def _described(layer: Layer) -> dict[str, Any]:
         for field in fields(layer)
         if (value := getattr(layer, field.name)) != field.default or field.default is MISSING or field.name in _ALWAYS
     }
+
+
+def slides(layer: Layer) -> bool:
+    """Return whether a layer is one of those that slide over a volume in a chain."""
+    return layer.slides if isinstance(layer, Conv | Pool) else isinstance(layer, MaxFilter | Maxout)
 
 
 def extent(layer: Layer) -> Vec3:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.support.cli import entry_of
 from tests.support.emulated_gpus import EmulatedGpus
 from tests.support.emulator import EMULATED_GPU
 from tests.support.simulated_timing import time_all
@@ -177,7 +178,7 @@ def test_offloaded_layers_of_a_gpu_take_what_they_took_as_a_whole(go: Callable[.
 @pytest.mark.long
 def test_what_columns_carry_comes_on_top_of_what_was_measured(place: Place, go: Callable[..., RunPlan]) -> None:
     thick = Conv((3, 3, 3), 4, "relu")
-    place.write_network(layers=[asdict(layer) for layer in (thick, thick, thick)])
+    place.write_network(layers=[entry_of(layer) for layer in (thick, thick, thick)])
     clocks = Clocks({HOST_RAM.name: 2.0})
     made = go("gpu-host", clocks, only=HOST_RAM.name, cover="columns")
     assert made.main.streams
