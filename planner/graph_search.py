@@ -174,7 +174,11 @@ class GraphSearch:
 
     def _laid_out(self, tiling: GraphTiling, chosen: Sequence[LayerOption], around: Memory) -> GraphSolution:
         """Place the tensors of a size with these primitives, and count memory and seconds."""
-        footprints = [option.layer_runs[0].footprint for option in chosen]
+        runs = [option.layer_runs[0] for option in chosen]
+        footprints = [
+            tiling.footprint(operation, run.primitive, run.variant, self.request.limits.threads)
+            for operation, run in zip(tiling.graph.operations, runs, strict=True)
+        ]
         tensors, arena = place(tiling.tensors(footprints))
         stage = StageMemory(
             "cpu",

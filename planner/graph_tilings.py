@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from math import prod
 from typing import Literal
 
 from znnpy.geometry import Interval
 from znnpy.graph_columns import GraphCover, StepPlanes, TurnedGraph
 from znnpy.graph_operations import Operation, Region, shape_of
-from znnpy.kernels.contract import Footprint
+from znnpy.kernels.contract import Footprint, Primitive, Variant
+from znnpy.layers import Pad
 from znnpy.layer_shapes import LayerShape
 from znnpy.patches import Box
 from znnpy.planner.layout import Tensor, aligned
@@ -51,10 +53,11 @@ class GraphTiling:
 
     @cached_property
     def steps(self) -> tuple[StepPlanes, ...]:
-        """The steps of the first two columns along the axis and of the last: the others are like the second."""
-        ranges, thick = self.cover.ranges(0), self.cover.patch[0] if self.streams else 0
-        some = dict.fromkeys((*ranges[:2], ranges[-1]))
-        return tuple(step for begin, end in some for step in self.graph.planes(begin, end, thick).steps)
+        """The steps of all columns along the axis."""
+        thick = self.cover.patch[0] if self.streams else 0
+        return tuple(
+            step for begin, end in self.cover.ranges(0) for step in self.graph.planes(begin, end, thick).steps
+        )
 
     @cached_property
     def new(self) -> tuple[Interval, ...]:
@@ -106,6 +109,41 @@ class GraphTiling:
     def shape(self, operation: Operation) -> LayerShape:
         """Return the shape of an operation in a step in which it computes the most."""
         return shape_of(self.graph.geometry, operation, self.region(operation.tensor))
+
+    def shapes(self, operation: Operation) -> tuple[LayerShape, ...]:
+        """Return all shapes of an operation: those at faces of the volume differ in padding and size."""
+        tensor, found = operation.tensor, []
+        regions = (
+            [step.new[tensor] for step in self.steps],
+            *([self.graph.regions(along, *one)[tensor] for one in self.cover.ranges(along)] for along in (1, 2)),
+        )
+        for along, intervals in enumerate(regions):
+            kinds = {self._kind(operation, along, one): one for one in intervals if one.size > 0}
+            found.append(list(kinds.values()))
+        geometry = self.graph.geometry
+        return tuple(dict.fromkeys(shape_of(geometry, operation, (z, y, x)) for z, y, x in product(*found)))
+
+    def _kind(self, operation: Operation, along: int, region: Interval) -> tuple[int, ...]:
+        """Return what distinguishes regions of an operation along an axis: regions of one kind have equal shapes."""
+        axis, network = self.graph.geometry.axes[along], self.graph.network
+        source, size = network.sources[operation.layer][0], axis.sizes[operation.tensor]
+        need = axis.needed(operation.layer, region, source)
+        read = need.within(0, axis.sizes[source])
+        faces = (region.lo, size - region.hi) if isinstance(network.layers[operation.layer], Pad) else ()
+        place = region.lo % axis.voxels(operation.tensor)
+        return region.size, read.size, read.lo - need.lo, need.hi - read.hi, place, *faces
+
+    def footprint(self, operation: Operation, primitive: Primitive, variant: Variant, threads: int) -> Footprint:
+        """Return the bytes that a primitive needs at most, over all shapes of an operation."""
+        whole = primitive.footprint(self.shape(operation), variant, threads)
+        most, allowance = {one.name: one.nbytes for one in whole.scratch}, whole.allowance
+        for shape in self.shapes(operation):
+            one = primitive.footprint(shape, variant, threads)
+            allowance = max(allowance, one.allowance)
+            for scratch in one.scratch:
+                most[scratch.name] = max(most[scratch.name], scratch.nbytes)
+        scratch = tuple(one._replace(nbytes=most[one.name]) for one in whole.scratch)
+        return replace(whole, scratch=scratch, allowance=allowance)
 
     def executions(self, operation: Operation) -> int:
         """Return how often that shape is computed for the whole output, rounded up."""

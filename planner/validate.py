@@ -9,7 +9,7 @@ from operator import lt
 from znnpy.errors import PlanFileError, ShapeError
 from znnpy.graph_columns import TurnedGraph
 from znnpy.kernels.contract import Footprint, Primitive, device_of
-from znnpy.kernels.table import IN_HOST_RAM, TABLE
+from znnpy.kernels.table import IN_HOST_RAM, TABLE, find
 from znnpy.layer_shapes import LayerShape
 from znnpy.machine import Machine
 from znnpy.messages import excerpt
@@ -102,7 +102,12 @@ def _check_graph(plan: Plan, network: Network, machine: Machine, table: Sequence
             f"the plan reads patches of {text(plan.patch_in)}, and {text(plan.patch_out)} voxels out need "
             f"{text(tiling.patch_in)}; {AGAIN}"
         )
-    footprints = [_footprint_of(index, plan, machine, table) for index in range(len(plan.choices))]
+    for index in range(len(plan.choices)):
+        _footprint_of(index, plan, machine, table)
+    footprints = [
+        tiling.footprint(operation, find(choice.primitive, table), choice.variant, plan.compute_threads)
+        for choice, operation in zip(plan.choices, graph.operations, strict=True)
+    ]
     memory = plan.memory.stages[0]
     _check_tensors(plan.stages[0].tensors, tiling.tensors(footprints), memory.arena, "arena")
     for what, promised, needed in (

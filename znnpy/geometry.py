@@ -63,6 +63,10 @@ class Interval(NamedTuple):
 NOTHING = Interval(0, 0)
 
 
+def _minus(size: Vec3) -> Vec3:
+    return -size[0], -size[1], -size[2]
+
+
 def _windows(n: int, reach: int, stride: int, padding: int, *, ceil: bool = False, before: int = 0) -> int:
     """Return the number of windows in n voxels with so much padding in all; `before` of it lies before the first.
 
@@ -82,6 +86,12 @@ class AxisLayer(NamedTuple):
 
     layer: Layer
     axis: int
+
+    @property
+    def unrepeated(self) -> AxisLayer:
+        """Return the layer without padding that repeats voxels."""
+        layer = self.layer
+        return self._replace(layer=Crop(_minus(layer.before), _minus(layer.behind))) if isinstance(layer, Pad) else self
 
     @property
     def step(self) -> Fraction:
@@ -120,6 +130,8 @@ class AxisLayer(NamedTuple):
                 return n * factor[axis]
             case Crop():
                 return n - layer.before[axis] - layer.behind[axis]
+            case Pad(how="reflect") if max(layer.before[axis], layer.behind[axis]) >= n:
+                return 0  # there is nothing to mirror so far away
             case Pad():
                 return n + layer.before[axis] + layer.behind[axis]
             case _:
@@ -237,9 +249,13 @@ class AxisGeometry:
             end = found[index + 1]
             if end == none:
                 continue
-            begin = min(regions[index + 1].lo, end - 1)
+            begin = regions[index + 1].lo
             for source in self.sources[index]:
-                found[source] = max(found[source], self.needed(index, Interval(begin, end), source).hi)
+                if end > begin:
+                    needed = self.needed(index, Interval(begin, end), source)
+                else:  # nothing is computed yet, so that no padding repeats voxels
+                    needed = self.layers[index].unrepeated.needed(end - 1, end, self.sizes[source])
+                found[source] = max(found[source], needed.hi)
         return tuple(min(max(end, region.lo), region.hi) for end, region in zip(found, regions, strict=True))
 
 
@@ -290,7 +306,7 @@ def refuse_non_local(network: Network) -> None:
             )
 
 
-def _resolved(layer: Layer, n: Vec3, like: Vec3, name: str) -> Layer:
+def _resolved(layer: Layer, n: Vec3, like: Vec3, name: str, ratio: Sequence[Fraction]) -> Layer:
     """Return a layer that refers to the size `like` of another node as one that does not; ShapeError: there is none."""
     if isinstance(layer, Crop):
         spare = _vector(a - b for a, b in zip(n, like, strict=True))
@@ -299,11 +315,31 @@ def _resolved(layer: Layer, n: Vec3, like: Vec3, name: str) -> Layer:
         before = _vector(more // 2 for more in spare)
         return Crop(before, _vector(a - b for a, b in zip(spare, before, strict=True)))
     assert isinstance(layer, Upsample)
-    if all(b == a + 1 or b == a for a, b in zip(n, like, strict=True)) and layer.how == "nearest" and n != like:
-        return Pad(_vector(b - a for a, b in zip(n, like, strict=True)), (0, 0, 0), "replicate")
-    if any(b % a for a, b in zip(n, like, strict=True)):
-        raise ShapeError(f"node {name} upsamples {text(n)} voxels to {text(like)}, which is no whole multiple")
-    return replace(layer, factor=_vector(b // a for a, b in zip(n, like, strict=True)), like=None)
+    factors, shifts = [], []
+    for axis in range(3):
+        factor, shift = _reached(layer, name, axis, n[axis], like[axis], ratio[axis])
+        factors.append(factor)
+        shifts.append(shift)
+    if any(shifts):
+        return Pad(_vector(shifts), (0, 0, 0), "replicate")
+    return replace(layer, factor=_vector(factors), like=None)
+
+
+def _reached(layer: Upsample, name: str, axis: int, n: int, like: int, ratio: Fraction) -> tuple[int, int]:
+    """Return the factor by which a layer goes from n voxels to `like` along an axis, and by how many it shifts.
+
+    ratio  voxels of the other node's lattice in a voxel of this one's
+
+    ShapeError unless the sizes are those of the lattices.
+    """
+    if ratio == 1 and like == n + 1 and layer.how == "nearest":
+        return 1, 1
+    if ratio < 1 or ratio.denominator != 1 or like != n * ratio:
+        raise ShapeError(
+            f"node {name} ({layer}) gets {n} voxels along {AXES[axis]}, and {layer.like} has {like}, which is not "
+            f"{ratio} times as many"
+        )
+    return int(ratio), 0
 
 
 def geometry_of(network: Network, volume: Vec3) -> Geometry:
@@ -316,7 +352,9 @@ def geometry_of(network: Network, volume: Vec3) -> Geometry:
     for name, layer, sources in zip(network.names, network.layers, network.sources, strict=True):
         n = sizes[sources[0]]
         if isinstance(layer, Crop | Upsample) and layer.like is not None:
-            layer = _resolved(layer, n, sizes[tensors[layer.like]], name)
+            other = tensors[layer.like]
+            ratio = [mine / its for mine, its in zip(steps[sources[0]], steps[other], strict=True)]
+            layer = _resolved(layer, n, sizes[other], name, ratio)
         if isinstance(layer, JOINS):
             _check_meets(network, name, layer, sources, sizes, steps)
         along = [AxisLayer(layer, axis) for axis in range(3)]
@@ -428,18 +466,14 @@ def check_axis(network: Network, axis: int, n: int) -> None:
         step = steps[sources[0]] * AxisLayer(layer, axis).step
         if isinstance(layer, Crop | Upsample) and layer.like is not None:
             like = sizes[tensors[layer.like]]
-            fits = (
-                here >= like
-                if isinstance(layer, Crop)
-                else like % here == 0 or (layer.how == "nearest" and like == here + 1)
-            )
-            if not fits:
+            if isinstance(layer, Upsample):
+                other = steps[tensors[layer.like]]
+                step /= _reached(layer, name, axis, here, like, step / other)[0]
+            elif here < like:
                 raise ShapeError(
                     f"node {name} ({layer}) gets {here} voxels along {AXES[axis]} and cannot give {like}, for a volume "
                     f"of {n} there"
                 )
-            if isinstance(layer, Upsample) and like % here == 0:
-                step /= like // here
             size = like
         else:
             size = AxisLayer(layer, axis).size(here)

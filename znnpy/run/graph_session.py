@@ -115,7 +115,7 @@ class _Bound:
     primitive: Primitive
     resident: Any
     scratch: Mapping[str, Any]
-    steps: dict[LayerShape, Any]  # steps of its primitive by shape: few shapes occur in a run
+    steps: dict[LayerShape, tuple[Any, Mapping[str, Any]]]  # and their scratch, by shape: few occur in a run
     name: str  # in traces
 
 
@@ -263,20 +263,30 @@ class GraphSession:
         shape = shape_of(self._graph.geometry, operation, region)
         bind = bound.steps.get(shape)
         if bind is None:
-            bind = bound.primitive.bind(bound.resident, shape, bound.choice.variant, self.pool)
-            bound.steps[shape] = bind
+            bind = bound.steps[shape] = self._step(bound, shape)
         there = input_region(self._graph.geometry, operation, region)
         inputs = [self._view(read.tensor, there, read.shift) for read in operation.reads]
         out = self._tensors[tensor].planes[planes.new[tensor].lo - planes.held[tensor].lo :]
         with self._span(bound.name, layer=operation.layer):
             try:
+                primitive_step, scratch = bind
                 if shape.kind == "maxout":
-                    bind.run(np.ascontiguousarray(inputs[0])[None], out[None], bound.scratch)
+                    primitive_step.run(np.ascontiguousarray(inputs[0])[None], out[None], scratch)
                 else:
-                    bind.run(inputs, out, bound.scratch)
+                    primitive_step.run(inputs, out, scratch)
             except ValuesOverflowError as error:
                 raise error.with_context(f"node {self._graph.network.names[operation.layer]}") from None
         self.written[index] += prod(out.shape[:3])
+
+    def _step(self, bound: _Bound, shape: LayerShape) -> tuple[Any, Mapping[str, Any]]:
+        """Return a step of an operation for one shape, with as much of its scratch as this shape needs."""
+        variant = bound.choice.variant
+        step = bound.primitive.bind(bound.resident, shape, variant, self.pool)
+        footprint = bound.primitive.footprint(shape, variant, self.plan.compute_threads)
+        needs = {one.name: one.nbytes for one in footprint.scratch}
+        for name, nbytes in needs.items():
+            assert nbytes <= len(bound.scratch[name]), f"{bound.name} needs more for {shape} than for a full step"
+        return step, {name: bound.scratch[name][:nbytes] for name, nbytes in needs.items()}
 
     def _view(self, tensor: int, there: Region, shift: Vec3) -> Array:
         """Return the voxels of a tensor that an operation reads."""
