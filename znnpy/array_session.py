@@ -216,7 +216,10 @@ class ArraySession:
     def _work(self) -> Work:
         """Description of the work to plan for, including the memory of a prediction."""
         held = FLOAT32 * prod(self.output_shape)
-        return Work(self._network, self._source.output, self._like.dtype.itemsize, FLOAT32, held_bytes=held)
+        source = self._source
+        return Work(
+            self._network, source.output, self._like.dtype.itemsize, FLOAT32, area=source.area, held_bytes=held
+        )
 
     def _look_once(self, volume: ArrayVolume) -> None:
         if not self._looked:
