@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from znnpy.kernels.contract import Array, Primitive, Unit, Work
-    from znnpy.shapes import LayerShape
+    from znnpy.layer_shapes import LayerShape
 
 # Rough time of a floating-point operation and of a byte, relative to a flop of a matrix product, on any CPU or GPU.
 # This is precise enough to choose a tile; the planner knows more.

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
+from znnpy.layer_shapes import LayerShape
 from znnpy.network import ConvWeights as ConvWeights
-from znnpy.shapes import ConvShape, FilterShape, LayerShape, MaxoutShape, PoolShape
+from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape
 
 if TYPE_CHECKING:
     import numpy as np

@@ -30,8 +30,9 @@ from znnpy.kernels.gpu.pool import MaxFilter as GpuMaxFilter
 from znnpy.kernels.gpu.pool import MaxoutDirect as GpuMaxoutDirect
 from znnpy.kernels.gpu.pool import PoolFragments as GpuPoolFragments
 from znnpy.kernels.gpu.pool import PoolMax as GpuPoolMax
+from znnpy.layer_shapes import LayerShape
 from znnpy.machine import Machine
-from znnpy.shapes import ConvShape, LayerShape
+from znnpy.shapes import ConvShape
 
 Seconds = Callable[[Primitive, ConvShape, Variant], float]
 

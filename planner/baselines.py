@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
+from znnpy.layer_shapes import LayerShape
 from znnpy.network import Network, Pool, extent, layer_shape
 from znnpy.planner.tiling_search import TilingSearch
 from znnpy.planner.tilings import Sizes, Tiling
-from znnpy.shapes import LayerShape, PoolShape, Precision, Vec3, add, multiply, subtract
+from znnpy.shapes import PoolShape, Precision, Vec3, add, multiply, subtract
 
 BATCHES = (2, 4)
 

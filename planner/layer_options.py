@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 from znnpy.costs.model import Rates
 from znnpy.kernels.contract import Footprint, Primitive, Variant
+from znnpy.layer_shapes import LayerShape
 from znnpy.machine import Machine
 from znnpy.planner.layout import ScratchPeaks, aligned, scratch_peaks
 from znnpy.planner.pareto import LayerOption, LayerRun, ParetoFront, in_sequence, pareto_front, undominated
 from znnpy.planner.tilings import carry_bytes
-from znnpy.shapes import LayerShape, fused
+from znnpy.shapes import fused
 
 CACHED_FRONTS = 1024  # fronts kept: splits of a tiling have most layers in common
 CARRY_TRAFFIC = 2.0  # bytes moved per byte carried: read and written to be kept for the next step

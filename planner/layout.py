@@ -13,7 +13,7 @@ from typing import Annotated, NamedTuple
 from pydantic import Field
 
 from znnpy.kernels.contract import Footprint
-from znnpy.shapes import LayerShape
+from znnpy.layer_shapes import LayerShape
 
 Count = Annotated[int, Field(ge=0)]  # checked where a plan is read from a file
 Positive = Annotated[int, Field(ge=1)]

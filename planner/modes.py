@@ -10,6 +10,7 @@ from znnpy.errors import NoPlanError
 from znnpy.messages import option
 from znnpy.option_values import OFFLOAD_MODES, Cover
 from znnpy.planner.alternatives import idle, kind_of, offloaded_layers
+from znnpy.planner.graph_search import plan_graph
 from znnpy.planner.multi_gpu import plan_on_devices
 from znnpy.planner.offload import plan_offloaded
 from znnpy.planner.request import CostModel, PlanRequest
@@ -59,6 +60,8 @@ def make_plan(request: PlanRequest, costs: CostModel | None = None, thresholds: 
 def _best(request: PlanRequest, costs: CostModel, thresholds: Thresholds) -> tuple[RunPlan, list[RunPlan]]:
     """Return the best plan, and those of other modes that lost."""
     mode = request.target.mode
+    if request.network.meaning == "whole":
+        return plan_graph(request, costs), []
     if mode in OFFLOAD_MODES:
         return plan_offloaded(request, costs), []
     try:

@@ -13,7 +13,7 @@ from math import inf
 from operator import attrgetter
 
 from znnpy.kernels.contract import Footprint, Primitive, Variant
-from znnpy.shapes import LayerShape
+from znnpy.layer_shapes import LayerShape
 
 EXACT_GROUPS = 48  # most groups for an exact choice: the work of the knapsack grows faster than their number
 MAX_LOG2_PRICE = 32.0  # log2 of the highest price of weights that is tried, relative to the average seconds per byte

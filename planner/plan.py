@@ -14,7 +14,9 @@ from pydantic import AfterValidator, Field
 
 from znnpy.costs.model import unhidden_io_seconds
 from znnpy.costs.two_stages import two_stage_seconds
+from znnpy.graph_columns import Area, GraphCover, TurnedGraph
 from znnpy.kernels.contract import Variant
+from znnpy.layer_shapes import LayerShape
 from znnpy.machine import Limits
 from znnpy.option_values import DeviceKind, Mode
 from znnpy.patches import Box, Column, Cover, with_size
@@ -22,7 +24,7 @@ from znnpy.planner.layout import Count, Positive, sub_batch_counts
 from znnpy.planner.layout import Tensor as Tensor
 from znnpy.planner.memory import PINNED, StepSizes
 from znnpy.planner.memory import Memory as Memory
-from znnpy.shapes import LayerShape, Precision, Vec3, turned
+from znnpy.shapes import Precision, Vec3, turned
 
 if TYPE_CHECKING:
     from znnpy.network import Network
@@ -100,6 +102,8 @@ class Plan:
     feed_threads: Annotated[int, Field(ge=0)] = 0  # threads within the limit that feed the GPU and compute nothing
     preparing_seconds: Annotated[float, Field(ge=0, lt=1e12)] = 0.0  # before the first step, to touch memory
     preparing_measured: bool = False  # from a rate measured on the machine; else assumed
+    area: Area | None = None  # what a graph that is computed whole was planned for
+    work_ratio: Annotated[float, Field(gt=0, lt=1e12)] | None = None  # of such a graph: `waste`
 
     def __post_init__(self) -> None:
         if self.device == "gpu" and self.limits.vram_bytes is None:
@@ -252,6 +256,8 @@ class Plan:
     @property
     def waste(self) -> float:
         """Work done over the work that no border would need."""
+        if self.work_ratio is not None:
+            return self.work_ratio
         return waste(self.output, [(choice.shape, choice.seconds, choice.executions) for choice in self.choices])
 
     def for_output(self, output: Vec3, network: Network) -> Plan:
@@ -276,6 +282,8 @@ class Plan:
 
     def covering(self, output: Vec3, network: Network, *, masks: bool) -> Plan:
         """Return this plan for an output of another size, with the memory that its patches in transfer take."""
+        if self.area is not None:
+            return self
         here = self.for_output(output, network)
         cover = here.cover(network)
         return here.with_transfers(network, masks=masks, reads=cover.steps(cover.margin), writes=cover.steps(0))
@@ -298,10 +306,21 @@ class Plan:
         stages = (replace(stage, choices=tuple(map(change, stage.choices))) for stage in self.stages)
         return replace(self, stages=tuple(stages))
 
-    def cover(self, network: Network) -> Cover:
+    def cover(self, network: Network) -> Cover | GraphCover:
         """Return the columns that cover the output."""
+        if self.area is not None:
+            return self.graph_cover(network)
         margin = network.field_of_view[self.axis] - 1
         return Cover(self.output, self.patch_out, self.axis, self.column_planes, margin)
+
+    def graph_cover(self, network: Network) -> GraphCover:
+        """Return the columns that cover the output of a graph that is computed whole."""
+        assert self.area is not None, "plans of such graphs have it"
+        graph = TurnedGraph.of(network, self.area.volume, self.axis)
+        voxels = turned(self.patch_out, self.axis)
+        patch = tuple(size // each for size, each in zip(voxels, graph.voxels, strict=True))
+        column = self.column_planes // graph.voxels[0]
+        return GraphCover(graph, (patch[0], patch[1], patch[2]), column, self.area.region)
 
     def columns_in(self, box: Box, network: Network) -> tuple[Column, ...]:
         """Return the columns that cover a part of the output."""

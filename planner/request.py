@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from znnpy.costs.model import Rates, assumed_rates
+from znnpy.graph_columns import Area
 from znnpy.kernels.contract import Primitive, device_of
 from znnpy.kernels.table import IN_HOST_RAM, TABLE, DividedPrimitive
 from znnpy.machine import Limits, Machine
@@ -81,6 +82,7 @@ class PlanRequest:
     output        voxels (z, y, x) of the dense output
     itemsize_in   bytes per voxel of the volume as stored; itemsize_out: bytes per value of the output
     baseline      bytes of the process without the run
+    area          part of a volume, for a graph that is computed whole
     masks         count masks of the input voxels that are not finite; needed to run with NaN allowed
     kinds         find the best plan of every other kind too, and why it is not taken; this needs up to twice the time
     baselines     find the best patches by schemes that no session runs too (`schemes`)
@@ -95,6 +97,7 @@ class PlanRequest:
     constraints: Constraints = field(default_factory=Constraints)
     baseline: int = field(default_factory=baseline_bytes)
     masks: bool = False
+    area: Area | None = None
     rigor: Rigor = field(default_factory=Rigor)
     kinds: bool = False
     baselines: bool = False

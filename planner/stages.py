@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from znnpy.kernels.contract import Footprint
+from znnpy.layer_shapes import LayerShape
 from znnpy.option_values import DeviceKind
 from znnpy.planner.layout import Tensor, carried_bytes, chain, sub_batch_counts
 from znnpy.planner.memory import StageMemory
-from znnpy.shapes import LayerShape
 
 Steps = Sequence[tuple[LayerShape, Footprint]]
 

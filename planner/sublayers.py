@@ -15,12 +15,13 @@ from math import inf
 from znnpy.costs.model import Rates
 from znnpy.kernels.contract import Primitive, Variant
 from znnpy.kernels.table import DividedPrimitive, Speeds
+from znnpy.layer_shapes import LayerShape
 from znnpy.machine import Machine
 from znnpy.planner.layer_options import CARRY_TRAFFIC, JOIN_TRAFFIC, LayerContext
 from znnpy.planner.layout import aligned
 from znnpy.planner.pareto import LayerOption, LayerRun
 from znnpy.planner.tilings import carry_bytes
-from znnpy.shapes import ConvShape, LayerShape, Precision
+from znnpy.shapes import ConvShape, Precision
 
 TOLERANCE = 0.05  # of the time, by which a division may be slower than the best
 # Seconds of the host for one sub-layer: to launch it (0.2 to 0.7 ms, `host_ram_runs-nvidia-h200-2026-11-22.json`), to

@@ -8,11 +8,12 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, product
 from math import prod
 
+from znnpy.layer_shapes import LayerShape
 from znnpy.network import Conv, Network, Pool, extent
 from znnpy.patches import Cover, with_size
 from znnpy.planner.layout import aligned
 from znnpy.planner.plan import patch_in
-from znnpy.shapes import LayerShape, Precision, Vec3, fused, turned, turned_back
+from znnpy.shapes import Precision, Vec3, fused, turned, turned_back
 
 FusionGroup = tuple[int, int]  # first and last of the layers that one primitive may run together
 Sizes = tuple[Sequence[int], Sequence[int], Sequence[int]]  # along z, y, x, largest first

@@ -7,17 +7,20 @@ from dataclasses import replace
 from operator import lt
 
 from znnpy.errors import PlanFileError, ShapeError
+from znnpy.graph_columns import TurnedGraph
 from znnpy.kernels.contract import Footprint, Primitive, device_of
 from znnpy.kernels.table import IN_HOST_RAM, TABLE
+from znnpy.layer_shapes import LayerShape
 from znnpy.machine import Machine
 from znnpy.messages import excerpt
 from znnpy.network import Network
 from znnpy.planner.co_execution import CoExecution
+from znnpy.planner.graph_tilings import GraphTiling
 from znnpy.planner.layout import ALIGNMENT, Tensor, aligned
 from znnpy.planner.plan import Plan, patch_in
 from znnpy.planner.run_plan import AGAIN, RunPlan
 from znnpy.planner.stages import handover_buffers, in_host_ram, stage_needs
-from znnpy.shapes import LayerShape, fused, text
+from znnpy.shapes import fused, text, turned, turned_back
 
 
 def check_runs(
@@ -57,8 +60,57 @@ def check_plan(
     plan: Plan, network: Network, machine: Machine, table: Sequence[Primitive] = (*TABLE, *IN_HOST_RAM)
 ) -> None:
     """Raise PlanFileError unless the plan of one worker runs this network here, whatever its limits are."""
+    if (network.meaning == "whole") != (plan.area is not None):
+        raise PlanFileError(f"the plan is of another kind of network than {excerpt(network.name, 60)}; {AGAIN}")
+    if plan.area is not None:
+        _check_graph(plan, network, machine, table)
+        return
     _check_shapes(plan, network)
     _check_memory(plan, [_footprint_of(index, plan, machine, table) for index in range(len(plan.choices))])
+
+
+def _check_graph(plan: Plan, network: Network, machine: Machine, table: Sequence[Primitive]) -> None:
+    """Raise PlanFileError unless the plan of a graph runs here as it stands."""
+    assert plan.area is not None, "plans of graphs have it"
+    try:
+        graph = TurnedGraph.of(network, plan.area.volume, plan.axis)
+    except ShapeError as error:
+        raise PlanFileError(f"the plan does not fit its network: {error}") from None
+    size, voxels = turned_back(graph.geometry.size(graph.output), plan.axis), graph.voxels
+    region, step = plan.area.region, turned(plan.patch_out, plan.axis)
+    inside = all(0 <= lo < hi <= n for lo, hi, n in zip(region.lo, region.hi, size, strict=True))
+    whole = all(a % b == 0 for a, b in zip((*step, plan.column_planes), (*voxels, voxels[0]), strict=True))
+    if not inside or not whole or plan.column_planes % step[0] or region.size != plan.output or len(plan.stages) != 1:
+        raise PlanFileError(
+            f"the plan's steps of {text(plan.patch_out)} voxels, or its output of {text(plan.output)}, are none of "
+            f"{excerpt(network.name, 60)} over a volume of {text(plan.area.volume)}; {AGAIN}"
+        )
+    tiling = GraphTiling(plan.graph_cover(network))
+    if len(plan.choices) != len(graph.operations):
+        raise PlanFileError(
+            f"the plan has choices for {len(plan.choices)} layers, and the network has {len(graph.operations)}; {AGAIN}"
+        )
+    for index, (choice, operation) in enumerate(zip(plan.choices, graph.operations, strict=True)):
+        shape = tiling.shape(operation)
+        if choice.layers != (operation.layer, operation.layer) or choice.shape != shape:
+            raise PlanFileError(
+                f"entry {index} of the plan is {excerpt(choice.shape)}, and the network has "
+                f"{graph.network.names[operation.layer]} ({shape}) there; {AGAIN}"
+            )
+    if plan.patch_in != tiling.patch_in:
+        raise PlanFileError(
+            f"the plan reads patches of {text(plan.patch_in)}, and {text(plan.patch_out)} voxels out need "
+            f"{text(tiling.patch_in)}; {AGAIN}"
+        )
+    footprints = [_footprint_of(index, plan, machine, table) for index in range(len(plan.choices))]
+    memory = plan.memory.stages[0]
+    _check_tensors(plan.stages[0].tensors, tiling.tensors(footprints), memory.arena, "arena")
+    for what, promised, needed in (
+        ("of weights", memory.weights, sum(footprint.resident for footprint in footprints)),
+        ("for the libraries", memory.allowance, max(footprint.allowance for footprint in footprints)),
+        ("for planes that stay", memory.carries, tiling.carries),
+    ):
+        _check_promise(promised, needed, what)
 
 
 def _check_sharing(sharing: CoExecution) -> None:

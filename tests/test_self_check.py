@@ -15,6 +15,7 @@ from tests.support.flat_requests import make_plan
 from znnpy.errors import VerifyError
 from znnpy.kernels.reference import convolve, fragments, max_filter, max_pool, maxout
 from znnpy.kernels.table import find
+from znnpy.layer_shapes import LayerShape
 from znnpy.machine import Limits, this_machine
 from znnpy.measure.budget import Progress, bytes_of
 from znnpy.measure.layer_bench import HostLayer, Position, Values
@@ -22,7 +23,7 @@ from znnpy.network import Conv, MaxFilter, Maxout, Network, Pool
 from znnpy.planner.run_plan import RunPlan
 from znnpy.run.target import OpenTarget
 from znnpy.self_check import check_plan, positions, voxel
-from znnpy.shapes import ConvShape, FilterShape, LayerShape, MaxoutShape, PoolShape
+from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape
 from znnpy.verify import Judged
 
 SHAPES: tuple[LayerShape, ...] = (

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from znnpy.errors import ShapeError
+from znnpy.layer_shapes import LayerShape
 from znnpy.shapes import (
     ConvShape,
     FilterShape,
-    LayerShape,
     MaxoutShape,
     PoolShape,
     Sliding,

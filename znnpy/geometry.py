@@ -10,12 +10,12 @@ a face is its padding, which no tensor holds. Tensor 0 is the input, tensor i + 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from math import lcm
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from znnpy.errors import ShapeError
 from znnpy.layers import (
@@ -142,7 +142,8 @@ class AxisLayer(NamedTuple):
                 return Interval(lo, hi + layer.window[axis] - 1)
             case ConvTranspose():
                 stride, padding = layer.stride[axis], layer.padding[0][axis]
-                return Interval(-((layer.reach[axis] - 1 - lo - padding) // stride), (hi - 1 + padding) // stride + 1)
+                end = (hi - 1 + padding) // stride + 1  # at least one voxel, even if it contributes nothing
+                return Interval(min(-((layer.reach[axis] - 1 - lo - padding) // stride), end - 1), end)
             case Upsample(factor=factor, how=how):
                 assert factor is not None, "resolved before"
                 f = factor[axis]
@@ -161,8 +162,10 @@ class AxisLayer(NamedTuple):
     def _unpadded(layer: Pad, lo: int, hi: int, n: int) -> Interval:
         """Return what the voxels lo .. hi - 1 need, counted from the first one that is no padding."""
         found = Interval(lo, hi)
-        if layer.how == "zeros" or hi <= lo:
+        if hi <= lo:
             return found
+        if layer.how == "zeros":  # at least one voxel, even if it contributes nothing
+            return Interval(min(lo, n - 1), max(hi, 1))
         mirrored = layer.how == "reflect"
         if lo < 0:
             last = -lo if mirrored else 0  # the farthest that is repeated
@@ -267,8 +270,8 @@ class Geometry:
         return _vector(axis.voxels(tensor) for axis in self.axes)
 
 
-def _vector(values: object) -> Vec3:
-    z, y, x = values  # type: ignore[misc]
+def _vector(values: Iterable[int]) -> Vec3:
+    z, y, x = values
     return z, y, x
 
 
@@ -355,10 +358,8 @@ def _check_meets(
     for other in others:
         for axis in range(3):
             if steps[first][axis] != steps[other][axis]:
-                raise LatticeError(
-                    f"node {name} ({layer}) joins {names[first]}, one voxel for {steps[first][axis]} of the input "
-                    f"along {AXES[axis]}, with {names[other]}, one for {steps[other][axis]}; bring both to one lattice "
-                    "by pooling or upsampling"
+                raise LatticeError.of(
+                    name, layer, axis, (names[first], names[other]), (steps[first][axis], steps[other][axis])
                 )
         if sizes[first] != sizes[other]:
             raise ShapeError(
@@ -369,6 +370,14 @@ def _check_meets(
 
 class LatticeError(ShapeError):
     """Nodes with voxels of different sizes are joined: no size of a volume makes them meet."""
+
+    @classmethod
+    def of(cls, name: str, layer: Layer, axis: int, names: tuple[str, str], steps: tuple[Fraction, Fraction]) -> Self:
+        """Make the error for a layer that joins two nodes, whose voxels have these sizes along an axis."""
+        return cls(
+            f"node {name} ({layer}) joins {names[0]}, one voxel for {steps[0]} of the input along {AXES[axis]}, with "
+            f"{names[1]}, one for {steps[1]}; bring both to one lattice by pooling or upsampling"
+        )
 
 
 def admissible(network: Network, volume: Vec3) -> Geometry:
@@ -382,7 +391,7 @@ def admissible(network: Network, volume: Vec3) -> Geometry:
     for axis in range(3):
         for more in range(period[axis]):
             try:
-                _along(network, axis, volume[axis] + more)
+                check_axis(network, axis, volume[axis] + more)
             except LatticeError:
                 raise
             except ShapeError as found:
@@ -409,7 +418,7 @@ def admissible(network: Network, volume: Vec3) -> Geometry:
     return geometry_of(network, grown)
 
 
-def _along(network: Network, axis: int, n: int) -> None:
+def check_axis(network: Network, axis: int, n: int) -> None:
     """Raise ShapeError unless the network admits n voxels along an axis; the others are left out of account."""
     sizes, tensors = [n], {"input": 0, **{name: index + 1 for index, name in enumerate(network.names)}}
     steps = [Fraction(1)]
@@ -436,11 +445,7 @@ def _along(network: Network, axis: int, n: int) -> None:
             size = AxisLayer(layer, axis).size(here)
         for other in sources[1:] if isinstance(layer, JOINS) else ():
             if steps[other] != step:
-                raise LatticeError(
-                    f"node {name} ({layer}) joins {names[sources[0]]}, one voxel for {step} of the input along "
-                    f"{AXES[axis]}, with {names[other]}, one for {steps[other]}; bring both to one lattice by pooling "
-                    "or upsampling"
-                )
+                raise LatticeError.of(name, layer, axis, (names[sources[0]], names[other]), (step, steps[other]))
             if sizes[other] != here:
                 raise ShapeError(
                     f"node {name} ({layer}) joins {names[sources[0]]} of {here} voxels along {AXES[axis]} with "
@@ -455,25 +460,98 @@ def _along(network: Network, axis: int, n: int) -> None:
         steps.append(step)
 
 
-def period_of(network: Network) -> Vec3:
-    """Return voxels of the input after which the network does the same again, whatever the volume.
+def lattices_of(network: Network) -> tuple[tuple[Fraction, Fraction, Fraction], ...]:
+    """Return the size of a voxel of every tensor, in voxels of the input, whatever the volume.
 
     A layer that goes to the size of another node is taken to reach that node's lattice, except that `nearest` from
     2n - 1 to 2n voxels changes none.
     """
-    refuse_non_local(network)
     tensors = {"input": 0, **{name: index + 1 for index, name in enumerate(network.names)}}
-    steps: list[tuple[Fraction, ...]] = [(Fraction(1),) * 3]
+    steps = [(Fraction(1), Fraction(1), Fraction(1))]
     for layer, sources in zip(network.layers, network.sources, strict=True):
         if isinstance(layer, Upsample) and layer.like is not None:
             steps.append(steps[tensors[layer.like]])
         else:
-            along = zip(steps[sources[0]], range(3), strict=True)
-            steps.append(tuple(step * AxisLayer(layer, axis).step for step, axis in along))
-    return _vector(lcm(*(step[axis].numerator for step in steps)) for axis in range(3))
+            z, y, x = (step * AxisLayer(layer, axis).step for axis, step in enumerate(steps[sources[0]]))
+            steps.append((z, y, x))
+    return tuple(steps)
+
+
+def period_of(network: Network) -> Vec3:
+    """Return voxels of the input after which the network does the same again, whatever the volume."""
+    refuse_non_local(network)
+    return _vector(lcm(*(step[axis].numerator for step in lattices_of(network))) for axis in range(3))
 
 
 def boxes(geometry: Geometry, regions: Sequence[Sequence[Interval]], tensor: int) -> Box:
     """Return a tensor's region along all three axes as a box."""
     z, y, x = (along[tensor] for along in regions)
     return Box((z.lo, y.lo, x.lo), (z.hi, y.hi, x.hi))
+
+
+def origins(geometry: Geometry) -> tuple[tuple[Fraction, Fraction, Fraction], ...]:
+    """Return where the centre of each tensor's first voxel lies, in voxels of the input from its first centre."""
+    found: list[tuple[Fraction, ...]] = [(Fraction(0),) * 3]
+    for index, (layer, sources) in enumerate(zip(geometry.network.layers, geometry.network.sources, strict=True)):
+        before = found[sources[0]]
+        steps, mine = geometry.step(sources[0]), geometry.step(index + 1)
+        found.append(tuple(before[a] + _moved(layer, a, steps[a], mine[a]) for a in range(3)))
+    return tuple((z, y, x) for z, y, x in found)
+
+
+def _moved(layer: Layer, axis: int, step: Fraction, out_step: Fraction) -> Fraction:
+    """Return how far the centre of a layer's first output lies behind that of its first input."""
+    half = Fraction(1, 2)
+    match layer:
+        case Conv():
+            return step * (half * (layer.reach[axis] - 1) - layer.padding[0][axis])
+        case Pool() | AveragePool():
+            return step * (half * (layer.window[axis] - 1) - layer.padding[0][axis])
+        case MaxFilter():
+            return step * half * (layer.window[axis] - 1)
+        case ConvTranspose():
+            return -out_step * (half * (layer.reach[axis] - 1) - layer.padding[0][axis])
+        case Upsample(factor=factor):
+            assert factor is not None, "resolved before"
+            return -out_step * half * (factor[axis] - 1)
+        case Crop():
+            return step * layer.before[axis]
+        case Pad():
+            return -step * layer.before[axis]
+        case _:
+            return Fraction(0)
+
+
+def seen_by_one(network: Network) -> Vec3:
+    """Return the most input voxels that one output voxel depends on, along each axis, far from the faces."""
+    period = period_of(network)
+    reach = _vector(sum(_extent(layer, axis) for layer in network.layers) for axis in range(3))
+    far = _vector(p * (2 + 2 * r) for p, r in zip(period, reach, strict=True))
+    geometry = admissible(network, far)
+    found = []
+    for axis in geometry.axes:
+        middle = axis.sizes[axis.outputs[0]] // 2
+        voxels = range(middle, middle + axis.voxels(axis.outputs[0]))
+        places = [int(axis.steps[axis.outputs[0]] * voxel) for voxel in voxels]
+        widest = 0
+        for place in places:
+            wanted = [
+                Interval(int(place / axis.steps[tensor]), int(place / axis.steps[tensor]) + 1)
+                for tensor in axis.outputs
+            ]
+            widest = max(widest, axis.regions(wanted)[0].size)
+        found.append(widest)
+    return _vector(found)
+
+
+def _extent(layer: Layer, axis: int) -> int:
+    """Return the most voxels of its input or output that a layer reaches over along an axis."""
+    match layer:
+        case Conv() | ConvTranspose():
+            return layer.reach[axis]
+        case Pool() | AveragePool() | MaxFilter():
+            return layer.window[axis]
+        case Pad() | Crop():
+            return layer.before[axis] + layer.behind[axis] + 1
+        case _:
+            return 2

@@ -195,6 +195,7 @@ class _Run:
             output=source.output,
             itemsize_in=source.dtype.itemsize,
             itemsize_out=self.output.dtype.itemsize,
+            area=source.area,
             masks=self.masks,
             unpacking_bytes=source.volume.extra_bytes,
             held_bytes=self.output.held_bytes if isinstance(self.output, BlockOutput) else 0,

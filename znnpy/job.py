@@ -62,9 +62,10 @@ def attributes_of(network: Network, source: Source, job: dict[str, Any], plan: R
     """Return the attributes of an output: its position in the volume and in the specimen, and how it was made."""
     space = source.volume.space
     return {
-        **(space.behind(source.offset).attributes() if space is not None else {}),
+        **(space.behind(source.position, source.step).attributes() if space is not None else {}),
         "offset": np.array(source.offset, np.int64),
-        "field_of_view": np.array(network.field_of_view, np.int64),
+        "field_of_view": np.array(source.field_of_view, np.int64),
+        **_of_graph(network, source),
         "network": network.name,
         "network_sha256": network.sha256,
         "weights_sha256": job["weights"],
@@ -74,6 +75,18 @@ def attributes_of(network: Network, source: Source, job: dict[str, Any], plan: R
         "plan": plan.to_json(),
         "precision": plan.precision,
         "znnpy_version": znnpy.__version__,
+    }
+
+
+def _of_graph(network: Network, source: Source) -> dict[str, Any]:
+    """Return the attributes that outputs of graphs have besides."""
+    if source.area is None:
+        return {}
+    return {
+        "meaning": network.meaning,
+        "pad_to_period": network.pad_to_period,
+        "voxel_position": np.array(source.position, np.float64),  # of the first output voxel's centre, in the volume
+        "voxel_step": np.array(source.step, np.float64),  # size of an output voxel, in voxels of the volume
     }
 
 

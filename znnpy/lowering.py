@@ -20,10 +20,12 @@ from znnpy.layers import (
     Add,
     Conv,
     ConvTranspose,
+    Crop,
     Layer,
     Multiply,
     Pad,
     Scale,
+    Upsample,
     has_weights,
 )
 from znnpy.network import ConvWeights, Network, Wiring
@@ -100,8 +102,9 @@ def _merged(before: Layer, layer: Layer) -> Layer | None:
 
 def _refers(layer: Layer, renamed: dict[str, str]) -> Layer:
     """Return a layer that refers to another by its new name."""
-    like = getattr(layer, "like", None)
-    return layer if like is None or like == "input" else replace(layer, like=renamed[like])  # type: ignore[call-arg]
+    if isinstance(layer, Upsample | Crop) and layer.like in renamed:
+        return replace(layer, like=renamed[layer.like])
+    return layer
 
 
 def _scaled(layer: Layer, weights: ConvWeights, scales: Sequence[ConvWeights]) -> ConvWeights:

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from znnpy.errors import ShapeError
+from znnpy.layer_shapes import LayerShape
 from znnpy.layers import Conv as Conv
 from znnpy.layers import Layer as Layer
 from znnpy.layers import MaxFilter as MaxFilter
@@ -26,7 +27,6 @@ from znnpy.shapes import (
     Activation,
     ConvShape,
     FilterShape,
-    LayerShape,
     MaxoutShape,
     PoolShape,
     Precision,
@@ -182,11 +182,7 @@ class Network:
     def meaning(self) -> Meaning:
         """What an output voxel is: `sliding`, the plain network on its field of view; `whole`, that on the volume."""
         chain = self.sources == tuple((i,) for i in range(len(self.layers))) and self.outputs == (len(self.layers),)
-        slides = all(
-            layer.slides if isinstance(layer, Conv | Pool) else isinstance(layer, MaxFilter | Maxout)
-            for layer in self.layers
-        )
-        return "sliding" if chain and slides else "whole"
+        return "sliding" if chain and all(map(slides, self.layers)) else "whole"
 
     @cached_property
     def maps(self) -> tuple[int, ...]:
@@ -317,6 +313,7 @@ class Network:
         return tuple(shapes)
 
 
+SIZES = ("kernel", "window", "stride", "dilation", "output_padding", "factor", "before", "behind")  # fields of layers
 _ALWAYS = ("kernel", "out", "activation", "window", "of", "type")  # fields that the digest of a chain always had
 
 
@@ -327,6 +324,11 @@ def _described(layer: Layer) -> dict[str, Any]:
         for field in fields(layer)
         if (value := getattr(layer, field.name)) != field.default or field.default is MISSING or field.name in _ALWAYS
     }
+
+
+def slides(layer: Layer) -> bool:
+    """Return whether a layer is one of those that slide over a volume in a chain."""
+    return layer.slides if isinstance(layer, Conv | Pool) else isinstance(layer, MaxFilter | Maxout)
 
 
 def extent(layer: Layer) -> Vec3:
@@ -347,13 +349,17 @@ def sliding_activation(layer: Conv) -> Activation:
 
 
 def _turned(layer: Layer, axis: int) -> Layer:
-    match layer:
-        case Conv():
-            return replace(layer, kernel=turned(layer.kernel, axis))
-        case Pool() | MaxFilter():
-            return replace(layer, window=turned(layer.window, axis))
-        case _:
-            return layer
+    """Return a layer with every size turned."""
+    if isinstance(layer, Maxout) or axis == 0:
+        return layer
+    changed: dict[str, Any] = {}
+    for one in fields(layer):
+        value = getattr(layer, one.name)
+        if one.name == "padding":
+            changed[one.name] = tuple(turned(side, axis) for side in value)
+        elif one.name in SIZES and value is not None:
+            changed[one.name] = turned(value, axis)
+    return replace(layer, **changed)
 
 
 def layer_shape(layer: Layer, batch: int, maps: int, n: Vec3, precision: Precision = "fp32") -> LayerShape:

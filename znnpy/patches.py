@@ -7,7 +7,7 @@ view. If the output ends within the last step, the rest of that step is computed
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 from typing import overload
@@ -56,14 +56,18 @@ class Patch:
     `out` is the full output of a step, always of the planned size; in the first steps of a column that streams it lies
     before the column. `write` is the part that no other patch writes; it is empty in those first steps. `read` is where
     the input begins. All are in voxels of the dense output; an output voxel at p depends on input from p on.
+
+    Steps of a graph differ in size (`graph_columns`): `size` is that of the input, and `step` says what is computed.
     """
 
     read: Vec3
     out: Box
     write: Box
+    size: Vec3 | None = None  # None: as large as the plan says
+    step: object | None = None
 
     def shifted(self, by: Vec3) -> Patch:
-        return Patch(add(self.read, by), self.out.shifted(by), self.write.shifted(by))
+        return replace(self, read=add(self.read, by), out=self.out.shifted(by), write=self.write.shifted(by))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,14 +14,18 @@ from znnpy.costs.model import Rates, assumed_rates
 from znnpy.costs.store import CostStore
 from znnpy.errors import NoPlanError, ShapeError
 from znnpy.formats.networks import read_network
+from znnpy.geometry import admissible
+from znnpy.graph_columns import Area
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Limits, this_machine
 from znnpy.measure.calibrate import Calibration
 from znnpy.measure.rigor import RigorMeasurement, rigor_of
 from znnpy.messages import option
+from znnpy.network import Network
 from znnpy.option_declarations import function_of
 from znnpy.option_values import COVERS
 from znnpy.options import PlanOptions
+from znnpy.patches import Box
 from znnpy.planner.alternatives import kind_of
 from znnpy.planner.modes import make_plan
 from znnpy.planner.request import CostModel, PlanRequest, Rigor
@@ -38,6 +42,7 @@ from znnpy.shapes import FLOAT32, Vec3
 from znnpy.volume.base import MissingVoxels
 from znnpy.volume.registry import open_volume
 from znnpy.volume.source import Source, parse_roi
+from znnpy.volume.source import predicted as predicted_of
 
 CURVES_SECONDS = 12.0  # for all curves together: more points would take longer than one waits for a picture
 DEFAULT_SHAPE: Vec3 = (1024, 1024, 1024)  # what `plan` assumes when it is told no volume
@@ -116,12 +121,29 @@ def _work(asked: PlanOptions) -> Work:
     if asked.volume is not None:
         with open_volume(Path(asked.volume), asked.dataset, MissingVoxels(asked.fill_missing)) as opened:
             region = parse_roi(roi, opened.size) if roi else None
-            output = Source(opened, roi=region, border=border, network=network, allow_nan=False).output
+            source = Source(opened, roi=region, border=border, network=network, allow_nan=False)
             itemsize_in, unpacking = opened.dtype.itemsize, opened.extra_bytes
-            return Work(network, output, itemsize_in, itemsize_out, unpacking_bytes=unpacking, held_bytes=weights)
+            return Work(
+                network,
+                source.output,
+                itemsize_in,
+                itemsize_out,
+                area=source.area,
+                unpacking_bytes=unpacking,
+                held_bytes=weights,
+            )
+    if network.meaning == "whole":
+        area = _area(network, shape or DEFAULT_SHAPE, roi)
+        return Work(network, area.region.size, 1, itemsize_out, area=area, held_bytes=weights)
     size = parse_roi(roi, shape or DEFAULT_SHAPE).size if roi else shape or DEFAULT_SHAPE
     output = size if border == "reflect" else network.dense_size(size)
     return Work(network, output, 1, itemsize_out, held_bytes=weights)
+
+
+def _area(network: Network, volume: Vec3, roi: str | None) -> Area:
+    """Return what is predicted of a volume by a graph that is computed whole."""
+    region = parse_roi(roi, volume) if roi else Box((0, 0, 0), volume)
+    return Area(volume, predicted_of(admissible(network, volume), volume, region)[0])
 
 
 @dataclass(frozen=True, slots=True)

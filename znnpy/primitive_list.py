@@ -13,10 +13,11 @@ from znnpy.errors import DeviceError
 from znnpy.kernels.contract import Kind, Primitive
 from znnpy.kernels.cpu.native.library import why_not
 from znnpy.kernels.table import TABLE
+from znnpy.layer_shapes import LayerShape
 from znnpy.machine import this_machine
 from znnpy.report.wide_table import WideOrNarrow, columns_for, indented
 from znnpy.run.target import DRIVER
-from znnpy.shapes import ConvShape, FilterShape, LayerShape, MaxoutShape, PoolShape, Vec3
+from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape, Vec3
 
 CUBE: Vec3 = (15, 15, 15)  # a size that windows of 2 pool into fragments
 SAMPLES: dict[Kind, tuple[LayerShape, ...]] = {

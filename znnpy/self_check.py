@@ -18,6 +18,7 @@ from znnpy.kernels.contract import ConvWeights
 from znnpy.kernels.reference import convolve, max_filter, maxout
 from znnpy.kernels.table import find
 from znnpy.kernels.thread_pool import ThreadPool
+from znnpy.layer_shapes import LayerShape
 from znnpy.measure.budget import FreeBytes, Placement, Progress, lacking, layers_of
 from znnpy.measure.fftw_wisdom import wisdom_kept
 from znnpy.measure.layer_bench import DeviceLayer, HostLayer, HostRamLayer, Position, Values
@@ -29,7 +30,7 @@ from znnpy.planner.run_plan import RunPlan
 from znnpy.run.pipeline import Writes
 from znnpy.run.session import ALL
 from znnpy.run.target import OpenTarget
-from znnpy.shapes import ConvShape, FilterShape, LayerShape, MaxoutShape, PoolShape, Vec3
+from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape, Vec3
 from znnpy.trained import TrainedNetwork
 from znnpy.units import human_bytes
 from znnpy.verify import TOLERANCES, Judged, by_definition, magnitude_of

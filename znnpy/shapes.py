@@ -323,10 +323,10 @@ class MaxoutShape(Sized):
         return f"maxout {self.batch}x{self.f} @{text(self.n)} of {self.of}{self._in_precision}"
 
 
-LayerShape = ConvShape | PoolShape | FilterShape | MaxoutShape
+ChainShape = ConvShape | PoolShape | FilterShape | MaxoutShape
 
 
-def fused(conv: LayerShape, pool: LayerShape) -> ConvShape | None:
+def fused(conv: object, pool: object) -> ConvShape | None:
     """Return one convolution that pools its result into fragments for the two layers; None if they are not that.
 
     If the pooling takes planes from the previous step of a column (`Network.layer_shapes`), the convolution computes

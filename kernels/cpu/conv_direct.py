@@ -22,7 +22,8 @@ import numpy as np
 from znnpy.kernels.contract import Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_fp32, why_not_plain
 from znnpy.kernels.cpu.blas import product_bytes
 from znnpy.kernels.cpu.epilogue import Epilogue, quiet
-from znnpy.shapes import FLOAT32, ConvShape, LayerShape, Vec3
+from znnpy.layer_shapes import LayerShape
+from znnpy.shapes import FLOAT32, ConvShape, Vec3
 
 if TYPE_CHECKING:
     from znnpy.kernels.contract import Array, Bytes, ConvWeights

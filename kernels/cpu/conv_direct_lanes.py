@@ -30,8 +30,9 @@ from znnpy.kernels.aligned import aligned_bytes
 from znnpy.kernels.contract import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_fp32
 from znnpy.kernels.cpu.epilogue import activate_output, overflow
 from znnpy.kernels.cpu.native.library import LANES, STREAM_BYTES, blocks, library, streams, why_not
+from znnpy.layer_shapes import LayerShape
 from znnpy.machine import this_machine
-from znnpy.shapes import FLOAT32, ConvShape, LayerShape
+from znnpy.shapes import FLOAT32, ConvShape
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -30,7 +30,8 @@ from znnpy.kernels.cpu.blas import product_bytes
 from znnpy.kernels.cpu.epilogue import Epilogue, apply_epilogue, quiet
 from znnpy.kernels.cpu.fft import Transform, good_size, like, planning
 from znnpy.kernels.cpu.pruned import twiddles
-from znnpy.shapes import COMPLEX64, FLOAT32, ConvShape, LayerShape, Vec3
+from znnpy.layer_shapes import LayerShape
+from znnpy.shapes import COMPLEX64, FLOAT32, ConvShape, Vec3
 
 if TYPE_CHECKING:
     import numpy.typing as npt

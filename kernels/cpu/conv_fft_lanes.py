@@ -37,8 +37,9 @@ from znnpy.kernels.contract import ALIGNMENT, Footprint, Kind, Scratch, Variant,
 from znnpy.kernels.cpu.epilogue import activate_output, overflow
 from znnpy.kernels.cpu.native.library import LANES, blocks, library, why_not
 from znnpy.kernels.cpu.tiles import tiles_worth
+from znnpy.layer_shapes import LayerShape
 from znnpy.machine import this_machine
-from znnpy.shapes import FLOAT32, ConvShape, LayerShape, Vec3, add, ceil_divide, subtract, valid
+from znnpy.shapes import FLOAT32, ConvShape, Vec3, add, ceil_divide, subtract, valid
 
 if TYPE_CHECKING:
     from znnpy.kernels.contract import Array, Bytes, ConvWeights

@@ -38,7 +38,8 @@ from znnpy.kernels.cpu.pruned import twiddles
 from znnpy.kernels.cpu.scheduler import Event, Observer, Scheduler
 from znnpy.kernels.cpu.task_graph import Task
 from znnpy.kernels.cpu.task_sizes import WIDTHS, Block, Sizes, bounds, sizes
-from znnpy.shapes import COMPLEX64, FLOAT32, ConvShape, LayerShape
+from znnpy.layer_shapes import LayerShape
+from znnpy.shapes import COMPLEX64, FLOAT32, ConvShape
 
 if TYPE_CHECKING:
     from znnpy.kernels.contract import Array, Bytes, ConvWeights

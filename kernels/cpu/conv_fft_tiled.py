@@ -43,7 +43,8 @@ from znnpy.kernels.cpu.epilogue import Epilogue, quiet
 from znnpy.kernels.cpu.fft import Transform, like, planning
 from znnpy.kernels.cpu.pruned import twiddles
 from znnpy.kernels.cpu.tiles import tiles_worth
-from znnpy.shapes import COMPLEX64, FLOAT32, ConvShape, LayerShape, Vec3
+from znnpy.layer_shapes import LayerShape
+from znnpy.shapes import COMPLEX64, FLOAT32, ConvShape, Vec3
 
 if TYPE_CHECKING:
     from znnpy.kernels.contract import Array, Bytes, ConvWeights

@@ -32,7 +32,8 @@ from znnpy.kernels.contract import (
     why_not_maxout,
     why_not_pooling,
 )
-from znnpy.shapes import FLOAT32, LayerShape, MaxoutShape, PoolShape, Vec3
+from znnpy.layer_shapes import LayerShape
+from znnpy.shapes import FLOAT32, MaxoutShape, PoolShape, Vec3
 
 if TYPE_CHECKING:
     from znnpy.kernels.contract import Array, Bytes, ConvWeights

@@ -33,8 +33,9 @@ from znnpy.kernels.contract import (
     why_not_pooling,
 )
 from znnpy.kernels.cpu.native.library import LANES, STREAM_BYTES, blocks, library, why_not
+from znnpy.layer_shapes import LayerShape
 from znnpy.machine import this_machine
-from znnpy.shapes import FLOAT32, LayerShape, PoolShape, Vec3
+from znnpy.shapes import FLOAT32, PoolShape, Vec3
 
 if TYPE_CHECKING:
     from znnpy.kernels.contract import Array, Bytes, ConvWeights

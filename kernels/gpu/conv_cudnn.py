@@ -35,7 +35,8 @@ from znnpy.kernels.gpu.cudnn_plans import (
 )
 from znnpy.kernels.gpu.kernel_source import KernelInstance
 from znnpy.kernels.gpu.libraries import Convolution, RefusedError
-from znnpy.shapes import ACTIVATIONS, FLOAT32, ConvShape, LayerShape, valid
+from znnpy.layer_shapes import LayerShape
+from znnpy.shapes import ACTIVATIONS, FLOAT32, ConvShape, valid
 
 if TYPE_CHECKING:
     from znnpy.kernels.contract import ConvWeights

@@ -24,7 +24,8 @@ import numpy as np
 from znnpy.kernels.contract import Footprint, Kind, Variant, Work, as_conv, why_not_on_gpu
 from znnpy.kernels.gpu.implicit_gemm.lowering import Lowering, image_step
 from znnpy.kernels.gpu.kernel_source import KernelInstance
-from znnpy.shapes import ACTIVATIONS, FLOAT32, LayerShape, Vec3
+from znnpy.layer_shapes import LayerShape
+from znnpy.shapes import ACTIVATIONS, FLOAT32, Vec3
 
 if TYPE_CHECKING:
     from znnpy.kernels.contract import ConvWeights

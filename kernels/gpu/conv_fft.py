@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from znnpy.kernels.contract import Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_on_gpu
-from znnpy.shapes import ACTIVATIONS, COMPLEX64, ConvShape, LayerShape, Vec3
+from znnpy.layer_shapes import LayerShape
+from znnpy.shapes import ACTIVATIONS, COMPLEX64, ConvShape, Vec3
 
 if TYPE_CHECKING:
     from znnpy.kernels.contract import ConvWeights

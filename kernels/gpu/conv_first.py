@@ -25,7 +25,8 @@ import numpy.typing as npt
 from znnpy.kernels.contract import Footprint, Kind, Variant, Work, as_conv, why_not_on_gpu
 from znnpy.kernels.gpu.block.division import Image, card_of, divide_single
 from znnpy.kernels.gpu.kernel_source import KernelInstance
-from znnpy.shapes import ACTIVATIONS, FLOAT32, Activation, ConvShape, LayerShape, Vec3
+from znnpy.layer_shapes import LayerShape
+from znnpy.shapes import ACTIVATIONS, FLOAT32, Activation, ConvShape, Vec3
 
 if TYPE_CHECKING:
     from znnpy.kernels.contract import ConvWeights

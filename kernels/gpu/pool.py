@@ -27,7 +27,8 @@ from znnpy.kernels.contract import (
     why_not_pooling,
 )
 from znnpy.kernels.gpu.kernel_source import KernelInstance
-from znnpy.shapes import LayerShape, MaxoutShape, PoolShape, Vec3, valid
+from znnpy.layer_shapes import LayerShape
+from znnpy.shapes import MaxoutShape, PoolShape, Vec3, valid
 
 if TYPE_CHECKING:
     from znnpy.kernels.contract import ConvWeights

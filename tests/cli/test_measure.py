@@ -22,10 +22,10 @@ from znnpy.costs.store import CostStore, stored_path
 from znnpy.errors import OutputError
 from znnpy.kernels.contract import Primitive, Variant
 from znnpy.kernels.table import TABLE, find
+from znnpy.layer_shapes import LayerShape
 from znnpy.machine import Gpu, this_machine
 from znnpy.planner.memory import baseline_bytes
 from znnpy.planner.run_plan import RunPlan
-from znnpy.shapes import LayerShape
 
 pytestmark = pytest.mark.slow
 

@@ -17,10 +17,10 @@ from znnpy.costs.cost_file import Costs
 from znnpy.costs.store import stored_path
 from znnpy.errors import DeviceError
 from znnpy.kernels.contract import Primitive, Variant
+from znnpy.layer_shapes import LayerShape
 from znnpy.machine import Gpu, this_machine
 from znnpy.measure.layer_bench import DeviceLayer, Position
 from znnpy.options import MeasureOptions
-from znnpy.shapes import LayerShape
 
 pytestmark = pytest.mark.slow
 

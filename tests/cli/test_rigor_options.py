@@ -18,11 +18,11 @@ from znnpy.costs.model import assumed_rates
 from znnpy.errors import DeviceError
 from znnpy.kernels.contract import Primitive, Variant
 from znnpy.kernels.table import find
+from znnpy.layer_shapes import LayerShape
 from znnpy.machine import this_machine
 from znnpy.measure import rigor
 from znnpy.measure.layer_bench import HostLayer, Position
 from znnpy.planner.run_plan import RunPlan
-from znnpy.shapes import LayerShape
 
 pytestmark = pytest.mark.slow
 

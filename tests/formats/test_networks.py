@@ -15,6 +15,7 @@ from ruamel.yaml import YAML
 from tests.support.messages import assert_holds
 from znnpy.errors import NetworkFileError
 from znnpy.formats import network_yaml
+from znnpy.formats.layer_entries import ENTRIES
 from znnpy.formats.networks import DEFAULT, LARGEST_FILE, read_network, shipped
 from znnpy.network import Conv, MaxFilter, Maxout, Network, Normalise, Pool
 from znnpy.shapes import ACTIVATIONS
@@ -170,7 +171,8 @@ REFUSED = [
     (POOL + "discription: x", "unknown key 'discription'; did you mean description?"),
     (
         POOL + "1: 2",
-        "unknown key 1; use one of name, description, input_channels, normalise, weights, layers, field_of_view",
+        "unknown key 1; use one of name, description, input_channels, normalise, weights, layers, field_of_view, "
+        "output, pad_to_period",
     ),
     (POOL + "name: 337", f"name is 337, but must be {ONE_LINE}; write for example name: my_network"),
     (POOL + r'name: "a\0b"', rf"name is 'a\x00b', but must be {ONE_LINE}; write for example name: my_network"),
@@ -184,17 +186,18 @@ REFUSED = [
     ),
     # layers
     (layer("conv"), "layer 0 is 'conv', but must be a mapping such as {type: pool, window: [2, 2, 2]}"),
-    (layer("{kernel: 3}"), "layer 0: type is missing; add one of conv, pool, maxfilter, maxout"),
+    (layer("{kernel: 3}"), f"layer 0: type is missing; add one of {', '.join(ENTRIES)}"),
     (
         POOL + "- {type: dropout}",
-        "layer 1: type is 'dropout', which is not a layer type; use one of conv, pool, maxfilter, maxout",
+        "layer 1: type is 'dropout', which is not a layer type; use one of conv, pool, maxfilter, maxout, "
+        "conv_transpose, average_pool, upsample, crop, pad, concat, add, multiply ...",
     ),
     (layer("{type: Convv}"), "layer 0: type is 'Convv', which is not a layer type; did you mean conv?"),
     (layer("{type: [conv]}"), "layer 0: type is ['conv'], which is not a layer type; did you mean conv?"),
     (layer("{type: conv, kernal: 3, out: 1}"), "layer 0 (conv): unknown key 'kernal'; did you mean kernel?"),
     (
-        layer("{type: conv, kernel: 3, out: 1, padding: 1}"),
-        "layer 0 (conv): unknown key 'padding'; use one of type, kernel, out, activation",
+        layer("{type: conv, kernel: 3, out: 1, output_padding: 1}"),
+        "layer 0 (conv): unknown key 'output_padding'; did you mean padding?",
     ),
     (layer("{type: conv, out: 1}"), "layer 0 (conv): kernel is missing; add for example kernel: [3, 3, 3]"),
     (layer("{type: maxout}"), "layer 0 (maxout): of is missing; add for example of: 2"),
@@ -223,9 +226,10 @@ REFUSED = [
         "layer 0 (conv): out is 1.5, but must be a whole number from 1 to 1000000 (maps); write for example out: 16",
     ),
     (
-        layer("{type: conv, kernel: 3, out: 4, activation: gelu}"),
-        "layer 0 (conv): activation is 'gelu', but must be one of none, relu, tanh, sigmoid, softmax; "
-        "write for example activation: relu",
+        layer("{type: conv, kernel: 3, out: 4, activation: mish}"),
+        "layer 0 (conv): activation is 'mish', but must be one of none, relu, leaky_relu, elu, selu, gelu, gelu_tanh, "
+        "silu, softplus, sigmoid, tanh, hardswish, clip, softmax, or a mapping such as {function: leaky_relu, "
+        "slope: 0.1}; write for example activation: relu",
     ),
     (
         POOL + "- {type: maxfilter, window: [2, 0, 2]}",

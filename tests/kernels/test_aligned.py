@@ -18,7 +18,7 @@ from znnpy.shapes import FLOAT32, ConvShape, FilterShape, MaxoutShape, PoolShape
 
 if TYPE_CHECKING:
     from znnpy.kernels.contract import Array, Primitive
-    from znnpy.shapes import LayerShape
+    from znnpy.layer_shapes import LayerShape
 
 SHAPES: list[LayerShape] = [
     ConvShape(2, 1, 3, (9, 10, 11), (2, 3, 2), "relu"),

@@ -16,9 +16,10 @@ from znnpy.kernels.contract import Variant
 from znnpy.kernels.cpu.conv_fft_tiled import ConvFftTiled
 from znnpy.kernels.table import find, of_kind
 from znnpy.kernels.thread_pool import ThreadPool
+from znnpy.layer_shapes import LayerShape
 from znnpy.machine import this_machine
 from znnpy.network import ConvWeights
-from znnpy.shapes import ConvShape, LayerShape, PoolShape, Precision
+from znnpy.shapes import ConvShape, PoolShape, Precision
 
 SHAPE = ConvShape(batch=2, fin=3, fout=4, n=(9, 11, 10), k=(2, 3, 4), activation="relu")
 

@@ -21,6 +21,7 @@ from znnpy.costs.model import Rates, assumed_rates
 from znnpy.costs.store import NO_CALIBRATION, CostStore, read_stored, stored_path
 from znnpy.formats.networks import read_network
 from znnpy.kernels.contract import Primitive, Variant
+from znnpy.layer_shapes import LayerShape
 from znnpy.machine import Limits, this_machine
 from znnpy.measure import calibrate
 from znnpy.measure.budget import bytes_of
@@ -32,7 +33,7 @@ from znnpy.planner.modes import make_plan
 from znnpy.planner.request import CostModel, PlanRequest
 from znnpy.planner.run_plan import RunPlan
 from znnpy.run.target import OpenTarget
-from znnpy.shapes import LayerShape, Vec3
+from znnpy.shapes import Vec3
 
 pytestmark = pytest.mark.slow
 

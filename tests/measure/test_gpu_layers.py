@@ -30,9 +30,10 @@ from tests.support.simulated_timing import (
 from znnpy.costs import store
 from znnpy.costs.model import GPU_STAGE_SECONDS, Rate, Rates, assumed_rates
 from znnpy.kernels.contract import Unit, Variant, Work
+from znnpy.layer_shapes import LayerShape
 from znnpy.measure import gpu_layers
 from znnpy.measure.layer_timer import LONG_SECONDS
-from znnpy.shapes import ConvShape, LayerShape
+from znnpy.shapes import ConvShape
 
 
 @pytest.fixture(autouse=True)

@@ -20,6 +20,7 @@ from znnpy.costs.size_trend import SIZES
 from znnpy.costs.store import CostStore
 from znnpy.errors import DeviceError, NoPlanError
 from znnpy.kernels.contract import Primitive, Variant
+from znnpy.layer_shapes import LayerShape
 from znnpy.machine import Limits
 from znnpy.measure.budget import Placement, Progress, TimeBudget, bytes_of
 from znnpy.measure.refine import Refiner
@@ -31,7 +32,6 @@ from znnpy.planner.modes import make_plan
 from znnpy.planner.request import Constraints, CostModel, KnownRates, PlanRequest, Rigor
 from znnpy.planner.run_plan import RunPlan
 from znnpy.run.target import OpenTarget
-from znnpy.shapes import LayerShape
 
 NETWORK = Network("three", 1, (Conv((2, 2, 2), 3), Pool((2, 2, 2)), Conv((2, 2, 2), 2)))
 LIMITS = Limits(2**34, 2)

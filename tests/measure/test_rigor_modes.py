@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.support.cli import entry_of
 from tests.support.emulated_gpus import EmulatedGpus
 from tests.support.emulator import EMULATED_GPU
 from tests.support.simulated_timing import time_all
@@ -20,6 +21,7 @@ from znnpy.costs.size_trend import SIZES
 from znnpy.errors import DeviceError
 from znnpy.kernels.contract import Primitive, Variant
 from znnpy.kernels.table import IN_HOST_RAM, find
+from znnpy.layer_shapes import LayerShape
 from znnpy.machine import Machine, this_machine
 from znnpy.measure import rigor
 from znnpy.measure.budget import ON_GPU, Placement, Progress, bytes_of, lacking, layers_of
@@ -35,7 +37,7 @@ from znnpy.run import target
 from znnpy.run.asked import AskedDevices
 from znnpy.run.session import ALL
 from znnpy.run.target import OpenTarget, Targets
-from znnpy.shapes import ConvShape, LayerShape
+from znnpy.shapes import ConvShape
 
 if TYPE_CHECKING:
     from tests.support.cli import Place
@@ -176,7 +178,7 @@ def test_offloaded_layers_of_a_gpu_take_what_they_took_as_a_whole(go: Callable[.
 @pytest.mark.long
 def test_what_columns_carry_comes_on_top_of_what_was_measured(place: Place, go: Callable[..., RunPlan]) -> None:
     thick = Conv((3, 3, 3), 4, "relu")
-    place.write_network(layers=[asdict(layer) for layer in (thick, thick, thick)])
+    place.write_network(layers=[entry_of(layer) for layer in (thick, thick, thick)])
     clocks = Clocks({HOST_RAM.name: 2.0})
     made = go("gpu-host", clocks, only=HOST_RAM.name, cover="columns")
     assert made.main.streams

@@ -19,6 +19,7 @@ from znnpy.errors import DeviceError, DeviceLostError, NoPlanError, VramError
 from znnpy.kernels.contract import Primitive, Variant, device_of
 from znnpy.kernels.table import TABLE, find
 from znnpy.kernels.thread_pool import ThreadPool
+from znnpy.layer_shapes import LayerShape
 from znnpy.machine import Limits, Machine
 from znnpy.measure import layer_timer
 from znnpy.measure.budget import FreeBytes, LayerTask, Progress, TimeBudget
@@ -30,7 +31,7 @@ from znnpy.option_values import COVERS, Cover, DeviceKind
 from znnpy.planner.modes import make_plan
 from znnpy.planner.request import Constraints, CostModel
 from znnpy.planner.run_plan import RunPlan
-from znnpy.shapes import PRECISIONS, ConvShape, LayerShape
+from znnpy.shapes import PRECISIONS, ConvShape
 
 LIMITS = Limits(2**34, 2, 2**34)
 FAKES = (SLOW, FAST, POOL)

@@ -8,10 +8,11 @@ import pytest
 
 from tests.support.fake_primitives import MACHINE, POOL, SLOW, Fake
 from znnpy.costs.model import Rate, Rates
+from znnpy.layer_shapes import LayerShape
 from znnpy.planner import layer_options
 from znnpy.planner.layer_options import CARRY_TRAFFIC, JOIN_TRAFFIC, LayerContext, OptionTable
 from znnpy.planner.pareto import LayerOption
-from znnpy.shapes import ConvShape, LayerShape, PoolShape
+from znnpy.shapes import ConvShape, PoolShape
 
 READS = replace(SLOW, name="cpu.conv.reads", reads_carried=True)
 RATES = Rates(stage_seconds=0.0).replaced(copy=Rate(flops=1.0, nbytes=1e6))

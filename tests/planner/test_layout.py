@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.support.fake_primitives import FAST, MACHINE, OVER, POOL, SLOW
 from znnpy.kernels.contract import Footprint, Scratch, Variant
+from znnpy.layer_shapes import LayerShape
 from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Pool
 from znnpy.planner.layout import (
     ALIGNMENT,
@@ -23,7 +24,7 @@ from znnpy.planner.layout import (
     scratch_peaks,
     sub_batch_counts,
 )
-from znnpy.shapes import ConvShape, FilterShape, LayerShape, PoolShape, Vec3
+from znnpy.shapes import ConvShape, FilterShape, PoolShape, Vec3
 
 
 def tensors_of(spans: list[tuple[int, int, int]]) -> list[Tensor]:

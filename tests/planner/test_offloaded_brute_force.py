@@ -31,6 +31,7 @@ from znnpy.costs.model import Rates
 from znnpy.costs.two_stages import two_stage_seconds
 from znnpy.errors import NoPlanError
 from znnpy.kernels.contract import Variant, Work
+from znnpy.layer_shapes import LayerShape
 from znnpy.network import Conv, Layer, Network, Pool
 from znnpy.planner.layout import ALIGNMENT, carried_planes, place, sub_batch_counts
 from znnpy.planner.memory import reading_bytes, staging_bytes, writing_bytes
@@ -38,7 +39,7 @@ from znnpy.planner.run_plan import RunPlan
 from znnpy.planner.stages import host_stage, last_stage
 from znnpy.planner.tilings import Tiling, all_sizes, all_spaces, tiling_of
 from znnpy.planner.validate import check_runs
-from znnpy.shapes import LayerShape, Vec3
+from znnpy.shapes import Vec3
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sublayers_take_no_longer")]
 

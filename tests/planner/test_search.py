@@ -15,6 +15,7 @@ from tests.support.tiers import one_in
 from znnpy.costs.model import seconds
 from znnpy.errors import NoPlanError, ShapeError
 from znnpy.kernels.contract import Footprint, Variant
+from znnpy.layer_shapes import LayerShape
 from znnpy.machine import Limits
 from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Pool
 from znnpy.planner.layer_search import MAX_COLUMN_SECONDS
@@ -24,7 +25,7 @@ from znnpy.planner.run_plan import RunnerUp, RunPlan
 from znnpy.planner.tiling_search import SIZES_AT_ONCE
 from znnpy.planner.tilings import axis_sizes, log_spaced, sizes_between
 from znnpy.planner.validate import check_runs
-from znnpy.shapes import LayerShape, Vec3, turned, turned_back
+from znnpy.shapes import Vec3, turned, turned_back
 from znnpy.units import mebibytes
 
 MakeNetwork = Callable[..., Network]

@@ -47,7 +47,7 @@ class UnderWay(Session):
         self.events: list[str] = []
         self._given: list[tuple[Voxels, Voxels]] = []  # raw patches under way, and what they held
 
-    def submit(self, raw: Voxels, out: Voxels | None, *, begins: bool = True) -> Any:
+    def submit(self, raw: Voxels, out: Voxels | None, *, begins: bool = True, step: object | None = None) -> Any:
         self._hook("submit", self.events.count("submit"))
         self.events.append("submit")
         self._given.append((raw, raw.copy()))
@@ -188,7 +188,7 @@ def test_three_buffers_of_each_kind_exist() -> None:
     used: dict[str, set[int]] = {"raw": set(), "out": set()}
 
     class Watching(UnderWay):
-        def submit(self, raw: Voxels, out: Voxels | None, *, begins: bool = True) -> Any:
+        def submit(self, raw: Voxels, out: Voxels | None, *, begins: bool = True, step: object | None = None) -> Any:
             assert out is not None
             used["raw"].add(raw.ctypes.data)
             used["out"].add(out.ctypes.data)
@@ -213,7 +213,7 @@ def test_buffers_are_made_while_others_are_in_use() -> None:
             raws, outs = super().buffers(raw, out, reads=reads, writes=writes)
             return late(raws, 1), late(outs, 0)
 
-        def submit(self, raw: Voxels, out: Voxels | None, *, begins: bool = True) -> Any:
+        def submit(self, raw: Voxels, out: Voxels | None, *, begins: bool = True, step: object | None = None) -> Any:
             submitted.set()
             return super().submit(raw, out, begins=begins)
 

@@ -13,6 +13,7 @@ from tests.support.fake_primitives import CARRYING, FAKES, WITH_GPU, Fake
 from tests.support.flat_requests import make_plan
 from znnpy.costs.model import seconds
 from znnpy.kernels.contract import Footprint, Variant
+from znnpy.layer_shapes import LayerShape
 from znnpy.machine import Limits
 from znnpy.network import Network
 from znnpy.option_values import DeviceKind
@@ -29,7 +30,7 @@ from znnpy.planner.memory import (
 from znnpy.planner.plan import patch_in
 from znnpy.planner.run_plan import RunPlan
 from znnpy.planner.tilings import Sizes, Tiling, TilingSpace, all_sizes, all_spaces, splits, tiling_of
-from znnpy.shapes import LayerShape, Vec3, fused
+from znnpy.shapes import Vec3, fused
 
 SMALL: Vec3 = (4, 4, 3)  # an output
 BASELINE = 1000

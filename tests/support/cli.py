@@ -14,9 +14,17 @@ import numpy as np
 from click.testing import CliRunner, Result
 
 from znnpy.cli import main
-from znnpy.network import Network
+from znnpy.network import Layer, Network
 from znnpy.volume.journal import header_digest, read_header
 from znnpy.volume.store import JOURNAL_ATTRIBUTE
+
+
+def entry_of(layer: Layer) -> dict[str, Any]:
+    """Return a layer of a chain as network.yaml has it."""
+    keys = ("type", "kernel", "out", "activation", "window", "of")
+    return {
+        key: list(value) if isinstance(value, tuple) else value for key, value in asdict(layer).items() if key in keys
+    }
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,7 @@ class Place:
             "input_channels": self.network.input_channels,
             "normalise": {"mean": 120.0, "std": 40.0},
             "weights": "net.npz",
-            "layers": [json.loads(json.dumps(asdict(layer))) for layer in self.network.layers],
+            "layers": [entry_of(layer) for layer in self.network.layers],
         }
         path = self.folder / name
         path.write_text(json.dumps({**entries, **changes}))  # YAML 1.2 holds JSON

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from znnpy.kernels.contract import Array, Bytes, Footprint, Primitive, Variant
-    from znnpy.shapes import Activation, ConvShape, LayerShape, Vec3
+    from znnpy.layer_shapes import LayerShape
+    from znnpy.shapes import Activation, ConvShape, Vec3
 
 MACHINE = this_machine()
 GUARD = 4096  # bytes on either side of a scratch buffer that nobody may write

@@ -11,11 +11,12 @@ from tests.support.fake_primitives import BOTH, CARRYING, FAST, FILTER, MAXOUT, 
 from tests.support.flat_requests import make_plan
 from znnpy.costs.model import Rate, Rates
 from znnpy.kernels.contract import Footprint, Scratch, Variant
+from znnpy.layer_shapes import LayerShape
 from znnpy.machine import Limits, Machine
 from znnpy.network import Network
 from znnpy.planner.run_plan import RunPlan
 from znnpy.planner.sublayers import HOST_TRAFFIC, TOLERANCE
-from znnpy.shapes import ConvShape, LayerShape, Vec3
+from znnpy.shapes import ConvShape, Vec3
 
 PLENTY = 2**40
 UPLOAD = 5e12  # bytes per second

@@ -60,6 +60,7 @@ class Session:
             patch_out=patch,
             axis=self._axis,
             streams=walks,
+            area=None,
             warmup_work=lambda network: (0.0, 0.5),
         )
         self._read = np.full((2, *network.patch_in(patch)), np.nan)
@@ -72,7 +73,9 @@ class Session:
         raws = [np.empty((2, *self.plan.patch_in), raw) for _ in range(min(reads, count))]
         return raws, [np.empty((3, *self.plan.patch_out), out) for _ in range(min(writes, count))]
 
-    def submit(self, raw: npt.NDArray[Any], out: npt.NDArray[Any] | None, *, begins: bool = True) -> Any:
+    def submit(
+        self, raw: npt.NDArray[Any], out: npt.NDArray[Any] | None, *, begins: bool = True, step: object | None = None
+    ) -> Any:
         """Compute at once, or, if steps may be under way, when the step is waited for."""
         work = partial(self.run, raw, out, begins=begins)
         return work if self.max_in_flight else work()

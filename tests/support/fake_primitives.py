@@ -10,9 +10,10 @@ from typing import Any
 from znnpy.costs.model import Rate, Rates
 from znnpy.kernels.contract import Footprint, Kind, Scratch, Step, Unit, Variant, Work, why_not_plain
 from znnpy.kernels.thread_pool import ThreadPool
+from znnpy.layer_shapes import LayerShape
 from znnpy.machine import Gpu, Limits, Machine
 from znnpy.network import ConvWeights
-from znnpy.shapes import ConvShape, LayerShape
+from znnpy.shapes import ConvShape
 
 MACHINE = Machine("fake", "avx512", 2, 2**40, "openblas SkylakeX", (("numpy", "2"),))
 GPU = Gpu("made up", (9, 0), 100, 2**40, 2**25, 2**17, 2**18, 4e12, 13000, (("cupy", "14"),))

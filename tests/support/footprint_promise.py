@@ -41,10 +41,11 @@ from znnpy.kernels.aligned import aligned_bytes
 from znnpy.kernels.contract import ConvWeights, device_of
 from znnpy.kernels.table import TABLE
 from znnpy.kernels.thread_pool import CHUNKS_PER_THREAD, ThreadPool, chunks
+from znnpy.layer_shapes import LayerShape
 from znnpy.machine import this_machine
 from znnpy.planner.layout import chain, place
 from znnpy.run.arena import host_arena
-from znnpy.shapes import ACTIVATIONS, ConvShape, FilterShape, LayerShape, MaxoutShape, PoolShape
+from znnpy.shapes import ACTIVATIONS, ConvShape, FilterShape, MaxoutShape, PoolShape
 
 if TYPE_CHECKING:
     from znnpy.kernels.contract import Primitive, Variant

@@ -19,6 +19,7 @@ from znnpy.kernels.contract import Footprint, Primitive, Variant
 from znnpy.kernels.reference import dense_by_sliding
 from znnpy.kernels.table import TABLE
 from znnpy.kernels.thread_pool import ThreadPool
+from znnpy.layer_shapes import LayerShape
 from znnpy.machine import Limits, Machine, this_machine
 from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Normalise, Pool
 from znnpy.option_values import DeviceKind
@@ -30,7 +31,7 @@ from znnpy.planner.tilings import TilingSpace, fusion_groups, tiling_of
 from znnpy.planner.validate import check_plan
 from znnpy.run import cpu_backend, pipeline
 from znnpy.run.session import Session
-from znnpy.shapes import LayerShape, Precision, Vec3, fused, turned
+from znnpy.shapes import Precision, Vec3, fused, turned
 from znnpy.trained import TrainedNetwork
 from znnpy.volume.array import ArrayVolume
 from znnpy.volume.source import Source

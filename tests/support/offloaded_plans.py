@@ -18,6 +18,7 @@ from znnpy.kernels import reference
 from znnpy.kernels.contract import ConvWeights, Footprint, Kind, Primitive, Scratch, Variant, Work, as_conv
 from znnpy.kernels.table import IN_HOST_RAM, TABLE
 from znnpy.kernels.thread_pool import ThreadPool
+from znnpy.layer_shapes import LayerShape
 from znnpy.machine import Limits, Machine
 from znnpy.network import Network, Pool
 from znnpy.planner.layout import place
@@ -26,7 +27,7 @@ from znnpy.planner.plan import Plan, Stage, patch_in
 from znnpy.planner.stages import handover_buffers, stage_needs
 from znnpy.planner.tilings import TilingSpace, fusion_groups, tiling_of
 from znnpy.planner.validate import check_plan
-from znnpy.shapes import LayerShape, Precision, Vec3, fused, turned
+from znnpy.shapes import Precision, Vec3, fused, turned
 
 WITH_GPU = replace(MACHINE, gpu=EMULATED_GPU)
 SCRATCH = 200  # bytes

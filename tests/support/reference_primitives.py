@@ -12,9 +12,10 @@ import numpy.typing as npt
 
 from znnpy.kernels import reference
 from znnpy.kernels.contract import ConvWeights, Footprint, Kind, Primitive, Scratch, Variant, Work
+from znnpy.layer_shapes import LayerShape
 from znnpy.machine import Machine
 from znnpy.run.backend import dtype_of
-from znnpy.shapes import ConvShape, FilterShape, LayerShape, MaxoutShape, PoolShape
+from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape
 
 SCRATCH = 100  # bytes
 

@@ -18,6 +18,7 @@ from znnpy.costs.model import GPU_STAGE_SECONDS, Rates, assumed_rates
 from znnpy.costs.store import CostStore
 from znnpy.errors import DeviceError
 from znnpy.kernels.contract import Footprint, Primitive, Scratch, Variant, Work
+from znnpy.layer_shapes import LayerShape
 from znnpy.machine import Limits
 from znnpy.measure import gpu_layers
 from znnpy.measure.gpu_layers import measured_rates
@@ -25,7 +26,7 @@ from znnpy.measure.layer_timer import LONG_SECONDS
 from znnpy.measure.refine import Refiner
 from znnpy.option_values import DeviceKind
 from znnpy.planner.run_plan import RunPlan
-from znnpy.shapes import ConvShape, LayerShape
+from znnpy.shapes import ConvShape
 
 REFUSES = "gpu.conv.stubborn"
 LINK = 7e9  # bytes per second

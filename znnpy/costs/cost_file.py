@@ -20,10 +20,11 @@ from znnpy.costs.samples import samples
 from znnpy.costs.size_trend import SIZES
 from znnpy.json_file import SHOWN, JsonFile
 from znnpy.kernels.contract import Primitive, Unit, Variant, device_of
+from znnpy.layer_shapes import LayerShape
 from znnpy.machine import Machine
 from znnpy.messages import excerpt
 from znnpy.option_values import DeviceKind
-from znnpy.shapes import PRECISIONS, LayerShape
+from znnpy.shapes import PRECISIONS
 
 FORMAT = 4  # version of the file
 AGAIN = "measure again with `znnpy measure`"

@@ -26,9 +26,9 @@ from znnpy.kernels.contract import Unit, Variant, Work
 
 if TYPE_CHECKING:
     from znnpy.kernels.contract import Primitive
+    from znnpy.layer_shapes import LayerShape
     from znnpy.machine import Gpu, Machine
     from znnpy.option_values import DeviceKind
-    from znnpy.shapes import LayerShape
 
 _THREADS = 2  # threads of the runs that the CPU rates come from
 _SHARED = 0.8  # traffic grows with threads to this power: 14 GB/s of copies with 1 thread, 25 with 2
@@ -183,6 +183,17 @@ def layer_key(primitive: Primitive, shape: LayerShape, variant: Variant) -> Laye
             window = shape.p
         case "maxout":
             window = (shape.of,)
+        case "graph_conv" | "conv_transpose":
+            window, pool = shape.k, (*shape.stride, *shape.dilation, shape.groups)
+            activation = f"{shape.activation} {len(shape.fins) if shape.kind == 'graph_conv' else ''}"
+        case "window_pool":
+            window, pool, activation = shape.window, shape.stride, shape.how
+        case "upsample":
+            window, activation = shape.factor, shape.how
+        case "point":
+            window, activation = (len(shape.fins),), f"{shape.how} {shape.activation}"
+        case "pad":
+            window, activation = (), shape.how
     maps = shape.in_shape[4], shape.out_shape[4]
     return LayerKey(
         primitive.name,

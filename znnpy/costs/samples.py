@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from znnpy.layer_shapes import LayerShape
 from znnpy.option_values import DeviceKind
-from znnpy.shapes import ConvShape, FilterShape, LayerShape, MaxoutShape, PoolShape, Precision, Vec3
+from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape, Precision, Vec3
 
 SIDES: dict[DeviceKind, tuple[int, ...]] = {"cpu": (48, 24, 12, 6), "gpu": (144, 64, 24, 8)}  # side of one output image
 CONVS: tuple[tuple[int, int, int, int], ...] = (  # maps in and out, kernel, window of a pooling in one with it

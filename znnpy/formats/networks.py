@@ -14,7 +14,7 @@ from znnpy.formats import network_yaml, network_znni
 from znnpy.formats.files import LARGEST, cannot_read, require_file
 from znnpy.messages import excerpt
 from znnpy.network import Network
-from znnpy.shapes import text
+from znnpy.shapes import Vec3, text
 
 DEFAULT = "fib25_boundary"
 SHIPPED = (
@@ -58,11 +58,7 @@ def read_network(where: str | Path) -> NetworkFile:
             return NetworkFile(_within_limits(network_znni.parse(content, name)), None, path)
         parsed = network_yaml.parse(content, name)
         network = _within_limits(parsed.network)
-        if parsed.field_of_view not in (None, network.field_of_view):
-            raise NetworkFileError(
-                f"field_of_view is {text(parsed.field_of_view)}, but the layers give {text(network.field_of_view)}; "
-                "correct the layers, or delete the line"
-            )
+        _check_field_of_view(network, parsed.field_of_view)
         return NetworkFile(network, path.parent / parsed.weights if parsed.weights else None, path)
     except NetworkFileError as error:
         raise error.with_context(str(path)) from None
@@ -70,8 +66,24 @@ def read_network(where: str | Path) -> NetworkFile:
         raise NetworkFileError(f"{path}: {error}") from None
 
 
+def _check_field_of_view(network: Network, said: Vec3 | None) -> None:
+    """Raise NetworkFileError unless the file says nothing of the field of view, or what the layers give."""
+    if said is None:
+        return
+    if network.meaning == "whole":
+        raise NetworkFileError(
+            f"field_of_view is {text(said)}, but it is checked only for chains without padding, strides and skips; "
+            "delete the line"
+        )
+    if said != network.field_of_view:
+        raise NetworkFileError(
+            f"field_of_view is {text(said)}, but the layers give {text(network.field_of_view)}; "
+            "correct the layers, or delete the line"
+        )
+
+
 def _within_limits(network: Network) -> Network:
-    if max(network.field_of_view) > LARGEST:
+    if network.meaning == "sliding" and max(network.field_of_view) > LARGEST:
         raise NetworkFileError(
             f"the layers give a field of view of more than {LARGEST} voxels along an axis; correct kernels and windows"
         )

@@ -12,10 +12,10 @@ from typing import Protocol
 
 from znnpy.errors import DeviceError, VramError
 from znnpy.kernels.contract import Primitive, Variant
+from znnpy.layer_shapes import LayerShape
 from znnpy.option_values import DeviceKind
 from znnpy.planner.plan import Choice
 from znnpy.planner.run_plan import RunPlan
-from znnpy.shapes import LayerShape
 
 _log = logging.getLogger(__name__)
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from znnpy.costs.fit import fitted
 from znnpy.costs.model import LayerGroup, Rates, layer_key
 from znnpy.kernels.contract import Primitive, Variant
+from znnpy.layer_shapes import LayerShape
 from znnpy.machine import give_back_memory, process_bytes
 from znnpy.measure.budget import LayerTask, LayerTimer, Placement, TimeBudget, bytes_of, layers_of
 from znnpy.measure.layer_timer import timer_on, touching_rate
@@ -29,7 +30,7 @@ from znnpy.planner.modes import make_plan
 from znnpy.planner.request import CostModel, PlanRequest
 from znnpy.planner.run_plan import RunPlan
 from znnpy.run.target import OpenTarget
-from znnpy.shapes import LayerShape, Vec3
+from znnpy.shapes import Vec3
 from znnpy.units import human_seconds
 
 LONG_RUN = 2.0  # predicted seconds by assumed rates; what is predicted of a shorter run matters little

@@ -30,11 +30,12 @@ from znnpy.costs.model import Rate, Rates, layer_key
 from znnpy.costs.store import CostStore
 from znnpy.errors import DeviceError, VramError
 from znnpy.kernels.contract import Primitive, Unit, Variant, device_of
+from znnpy.layer_shapes import LayerShape
 from znnpy.machine import Machine
 from znnpy.measure.layer_timer import LONG_SECONDS, REPEATS, measure
 from znnpy.messages import one_line, option
 from znnpy.network import Conv, Layer, Network, Pool, extent, layer_shape
-from znnpy.shapes import ConvShape, LayerShape, Precision, Vec3, fused
+from znnpy.shapes import ConvShape, Precision, Vec3, fused
 from znnpy.units import human_seconds
 
 if TYPE_CHECKING:

@@ -11,8 +11,9 @@ import numpy.typing as npt
 from znnpy.kernels.aligned import aligned_bytes
 from znnpy.kernels.contract import ConvWeights, Primitive, Variant
 from znnpy.kernels.thread_pool import ThreadPool
+from znnpy.layer_shapes import LayerShape
 from znnpy.run.backend import dtype_of
-from znnpy.shapes import ConvShape, LayerShape
+from znnpy.shapes import ConvShape
 
 if TYPE_CHECKING:
     from znnpy.kernels.gpu.device import Device

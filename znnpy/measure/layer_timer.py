@@ -19,10 +19,10 @@ from znnpy.errors import DeviceError, DeviceLostError, VramError
 from znnpy.kernels.aligned import aligned_bytes, touch
 from znnpy.kernels.contract import Primitive, Variant
 from znnpy.kernels.thread_pool import ThreadPool
+from znnpy.layer_shapes import LayerShape
 from znnpy.measure.budget import LayerTimer, Placement
 from znnpy.measure.fftw_wisdom import wisdom_kept
 from znnpy.measure.layer_bench import DeviceLayer, HostLayer, HostRamLayer
-from znnpy.shapes import LayerShape
 
 if TYPE_CHECKING:
     from znnpy.kernels.gpu.device import Device

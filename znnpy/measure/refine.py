@@ -17,13 +17,13 @@ from dataclasses import dataclass, field, replace
 from znnpy.costs.cost_file import MOST_REASON, Measurement, Refusal
 from znnpy.costs.model import Rates
 from znnpy.kernels.contract import Primitive, Variant
+from znnpy.layer_shapes import LayerShape
 from znnpy.measure.budget import ON_GPU, FreeBytes, LayerTask, LayerTimer, Placement, TimeBudget, lacking, layers_of
 from znnpy.messages import one_line
 from znnpy.option_values import DeviceKind
 from znnpy.planner.modes import make_plan
 from znnpy.planner.request import CostModel, PlanRequest
 from znnpy.planner.run_plan import RunPlan
-from znnpy.shapes import LayerShape
 
 MOST_LAYER_SECONDS = 2.0  # estimated, of one run; a longer layer runs on fewer images
 

@@ -21,6 +21,7 @@ from znnpy.costs.samples import samples
 from znnpy.errors import DeviceError, NoPlanError
 from znnpy.kernels.contract import Primitive, Unit, device_of
 from znnpy.kernels.table import TABLE
+from znnpy.layer_shapes import LayerShape
 from znnpy.machine import Limits, Machine
 from znnpy.measure.budget import LayerTask, LayerTimer, TimeBudget, bytes_of
 from znnpy.measure.layer_timer import touching_rate
@@ -28,7 +29,7 @@ from znnpy.measure.refine import Refiner
 from znnpy.messages import option
 from znnpy.option_values import Cover, DeviceKind
 from znnpy.planner.request import CostModel, PlanRequest
-from znnpy.shapes import LayerShape, Precision
+from znnpy.shapes import Precision
 from znnpy.units import human_bytes, human_seconds
 
 SURVEY_SHARE = 0.5  # of the time, if a network is given and the machine was not measured before

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from znnpy.costs.model import Rates
 from znnpy.kernels.contract import Footprint, Primitive, Variant, device_of
+from znnpy.layer_shapes import LayerShape
 from znnpy.machine import Machine
 from znnpy.network import Network
 from znnpy.planner.layer_options import CARRY_TRAFFIC, JOIN_TRAFFIC
@@ -23,7 +24,7 @@ from znnpy.planner.plan import Choice, Memory, Plan
 from znnpy.planner.stages import last_stage
 from znnpy.planner.tilings import carry_bytes
 from znnpy.report.wide_table import WideOrNarrow, columns_for, indented
-from znnpy.shapes import LayerShape, fused
+from znnpy.shapes import fused
 from znnpy.units import human_bytes, human_seconds
 
 

@@ -10,10 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from znnpy.errors import ValuesOverflowError
+from znnpy.layer_shapes import LayerShape
 from znnpy.messages import option
 from znnpy.network import Network
 from znnpy.planner.plan import Choice, Plan, Tensor
-from znnpy.shapes import LayerShape, Vec3
+from znnpy.shapes import Vec3
 
 if TYPE_CHECKING:
     from znnpy.kernels.contract import Footprint

@@ -7,6 +7,7 @@ from pathlib import Path
 from traceback import clear_frames
 
 from znnpy.errors import NoPlanError, PlanFileError, VramError
+from znnpy.graph_columns import Area
 from znnpy.machine import Limits, parse_bytes
 from znnpy.measure.calibrate import Calibration
 from znnpy.messages import option
@@ -18,7 +19,7 @@ from znnpy.planner.request import Constraints, PlanRequest
 from znnpy.planner.run_plan import RunPlan
 from znnpy.planner.validate import check_runs
 from znnpy.run.target import OpenTarget
-from znnpy.shapes import Vec3
+from znnpy.shapes import Vec3, text
 from znnpy.units import human_bytes
 
 
@@ -33,6 +34,7 @@ class Work:
 
     output           voxels (z, y, x) that are predicted
     itemsize_in      bytes per voxel of the volume as stored; itemsize_out: bytes per value of the output
+    area             part of a volume, for a graph that is computed whole
     masks            voxels that are not finite are allowed, so each patch comes with a mask of them
     unpacking_bytes  what the process takes to unpack the volume's chunks
     held_bytes       what else it will hold besides the plan, such as weights to be read or an output in memory
@@ -42,6 +44,7 @@ class Work:
     output: Vec3
     itemsize_in: int
     itemsize_out: int
+    area: Area | None = None
     masks: bool = False
     unpacking_bytes: int = 0
     held_bytes: int = 0
@@ -63,6 +66,7 @@ def request_for(asked: PlanningOptions, work: Work, target: OpenTarget, limits: 
         constraints=Constraints(asked.patch, asked.names, asked.cover, asked.depth_first),
         baseline=work.baseline(target),
         masks=work.masks,
+        area=work.area,
     )
 
 
@@ -130,6 +134,11 @@ def _known_to_run(given: RunPlan, asked: RunOptions, work: Work, target: OpenTar
             f"the plan is of {option('mode', given.mode)}, which runs on one GPU: leave out {option('gpus')}"
         )
     network = work.network
+    if given.main.area != work.area:
+        raise PlanFileError(
+            f"the plan is of {_described(given.main.area)}, and this run of {_described(work.area)}; plans of graphs "
+            "are for one volume and region: make one for these with `znnpy plan NETWORK --volume VOLUME`"
+        )
     check_runs(given, network, target.machine)  # before its layers and columns are counted for this output
     here = given.with_main(_charged(given.main, work, target)).on_devices(target.devices)
     if here.sharing is not None:
@@ -139,6 +148,13 @@ def _known_to_run(given: RunPlan, asked: RunOptions, work: Work, target: OpenTar
     check_runs(here, network, target.machine, ram_bytes=ram_bytes, vram_bytes=vram_bytes)
     target.check_free(here)
     return here
+
+
+def _described(area: Area | None) -> str:
+    """Describe what a plan is of."""
+    if area is None:
+        return "a network that slides over any volume"
+    return f"{text(area.region.size)} voxels from {area.region.lo} on in a volume of {text(area.volume)}"
 
 
 def _charged(plan: Plan, work: Work, target: OpenTarget) -> Plan:

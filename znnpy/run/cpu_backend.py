@@ -17,7 +17,8 @@ from znnpy.network import Network, Pool
 from znnpy.planner.memory import BUFFERS
 from znnpy.planner.plan import Choice, Plan, Tensor
 from znnpy.run.arena import host_arena
-from znnpy.run.backend import UNTRACED, Voxels, corners, input_overflow, layer_of, output_overflow
+from znnpy.run.backend import UNTRACED, Voxels, corners, layer_of, output_overflow
+from znnpy.run.voxels import load_voxels
 
 if TYPE_CHECKING:
     from znnpy.kernels.contract import Bytes, Footprint
@@ -153,25 +154,7 @@ class CpuBackend:
         self.executor.each(piece, x.shape[2], least=min_chunk(kept.nbytes, x.shape[2]))
 
     def load(self, raw: Voxels, x: Any) -> None:
-        normalise = self._network.normalise
-        wide = raw.dtype.itemsize > 2 and raw.dtype != np.float32  # float32 would round before the mean is subtracted
-        dtype = np.float64 if wide else np.float32
-
-        @np.errstate(over="raise")
-        def piece(lo: int, hi: int, worker: int) -> None:
-            for channel in range(raw.shape[0]):
-                target = x[lo:hi, ..., channel]
-                if normalise is None:
-                    np.copyto(target, raw[channel, lo:hi], casting="unsafe")
-                    continue
-                mean, std = dtype(normalise.mean[channel]), dtype(normalise.std[channel])
-                np.subtract(raw[channel, lo:hi], mean, out=target, dtype=dtype, casting="unsafe")
-                np.divide(target, np.float32(std), out=target)
-
-        try:
-            self.executor.each(piece, x.shape[0], least=min_chunk(x.nbytes, x.shape[0]))
-        except FloatingPointError:
-            raise input_overflow(raw) from None
+        load_voxels(raw, x, self._network.normalise, self.executor)
 
     def store(self, fragments: Any, first: int, out: Voxels) -> None:
         period = self._period

@@ -33,6 +33,8 @@ from znnpy.run.worker import (
     Worker,
     drain,
     error_context,
+    front,
+    output_size,
 )
 from znnpy.shapes import subtract
 
@@ -306,7 +308,7 @@ class _Run:
         worker, task, patch = completed.worker, completed.task, completed.task.patch
         if not task.lease.void:
             began = time.perf_counter()
-            voxels = worker.out[completed.buffer]
+            voxels = front(worker.out[completed.buffer], output_size(patch))
             if completed.hidden is not None:
                 np.copyto(voxels, np.nan, where=completed.hidden)
             kept = patch.write.shifted(subtract((0, 0, 0), patch.out.lo))

@@ -132,7 +132,9 @@ class Session:
         """Compute one step of a column, or one patch: `submit` it and `wait`."""
         self.wait(self.submit(raw, out, begins=begins))
 
-    def submit(self, raw: npt.NDArray[Any], out: npt.NDArray[Any] | None, *, begins: bool = True) -> Any:
+    def submit(
+        self, raw: npt.NDArray[Any], out: npt.NDArray[Any] | None, *, begins: bool = True, step: object | None = None
+    ) -> Any:
         """Begin to compute one step of a column, or one patch; return a ticket for `wait`, in the order of submission.
 
         raw     (c, *patch_in), any real dtype, as the volume stores it; read only.
@@ -143,6 +145,7 @@ class Session:
         No more than `max_in_flight` steps may be without their wait. Until it, `raw` and `out` belong to the session.
         ValuesOverflowError, here or in `wait`, names the layer whose result is not finite.
         """
+        assert step is None, "all steps of a chain are alike"
         if self._handover is not None:
             return self._handover.submit(raw, out, begins=begins)
         backend, runner = self._backends[0], self._runners[0]

@@ -53,8 +53,11 @@ class Computes(Protocol):
     ) -> tuple[Iterable[Voxels], Iterable[Voxels]]:
         """Return buffers for input and for output patches; each may be made when it is asked for."""
 
-    def submit(self, raw: Voxels, out: Voxels | None, *, begins: bool = True) -> Any:
-        """Return a ticket for `wait`, in the order of submission; until then the arrays belong to the session."""
+    def submit(self, raw: Voxels, out: Voxels | None, *, begins: bool = True, step: object | None = None) -> Any:
+        """Return a ticket for `wait`, in the order of submission; until then the arrays belong to the session.
+
+        step  `Patch.step`, where the steps of a plan differ
+        """
 
     def done(self, ticket: Any) -> bool: ...
 
@@ -175,7 +178,8 @@ class StepWork:
     """The work of each step of a column by the plan: its output voxels, or fewer where few layers run."""
 
     def __init__(self, plan: Plan, network: Network) -> None:
-        self._ahead = plan.warmup_work(network) if plan.streams else ()
+        self._graph = plan.area is not None
+        self._ahead = plan.warmup_work(network) if plan.streams and not self._graph else ()
         self._whole = float(prod(plan.patch_out))
 
     def of(self, number: int) -> float:
@@ -184,6 +188,8 @@ class StepWork:
 
     def of_steps(self, lease: Lease, column: Column) -> list[float]:
         """Return the work of each step of a column of a lease; one that continues another begins with output."""
+        if self._graph:
+            return [1.0] * len(column.steps)
         first = len(self._ahead) if lease.goes_on else 0
         return [self.of(first + number) for number in range(len(column.steps))]
 
@@ -218,7 +224,7 @@ class RunningWorker:
         self._out_free: SimpleQueue[int | None] = SimpleQueue()
         self._stopping = threading.Event()
         self._in_flight: deque[_InFlight] = deque()
-        self._unseen = NanMask(session.plan, session.network.field_of_view)
+        self._unseen = None if session.plan.area else NanMask(session.plan, session.network.field_of_view)
         reads, writes = self.queue.moves()
         self._raws, outs = session.buffers(source.dtype, dtype, reads=reads, writes=writes)
         self._outs = iter(outs)
@@ -280,7 +286,7 @@ class RunningWorker:
             for task in self._tasks(lease):
                 buffer = self._raw_buffer(unmade) if buffer is None else buffer
                 with self._timed("reading", task), error_context(task, after=True):
-                    bad = self._source.read(task.patch.read, self._raw[buffer])
+                    bad = self._source.read(task.patch.read, front(self._raw[buffer], task.patch.size))
                 self._raw_full.put(_ReadStep(task, buffer, bad))
                 del bad  # a mask lives as long as its buffer is in use
                 buffer = None
@@ -307,9 +313,11 @@ class RunningWorker:
                 out = self._next(self._out_free, task)
             with self._timed("computing", task):
                 with error_context(task):
-                    voxels = None if out is None else self.out[out]
-                    ticket = self._session.submit(self._raw[read.buffer], voxels, begins=task.begins)
-                hidden = self._unseen.after(read.bad, writes=task.writes)
+                    patch = task.patch
+                    voxels = None if out is None else front(self.out[out], output_size(patch))
+                    raw = front(self._raw[read.buffer], patch.size)
+                    ticket = self._session.submit(raw, voxels, begins=task.begins, step=patch.step)
+                hidden = None if self._unseen is None else self._unseen.after(read.bad, writes=task.writes)
             self._in_flight.append(_InFlight(task, ticket, read.buffer, out, hidden))
             del read, hidden
             while len(self._in_flight) > self._session.max_in_flight:
@@ -365,6 +373,19 @@ class RunningWorker:
             self.seconds[stage] += ended - began
             if self._trace is not None and stage != "computing":  # the session traces that in detail
                 self._trace.record(f"{self.name} {stage}", "nothing to do" if task is None else str(task), began, ended)
+
+
+def output_size(patch: Patch) -> Vec3 | None:
+    """Return the size of a step's output; None: as large as the plan says."""
+    return None if patch.size is None else patch.out.size
+
+
+def front(buffer: Voxels, size: Vec3 | None) -> Voxels:
+    """Return the first voxels of a buffer (maps, z, y, x) as an array of `size`; None: all of it."""
+    if size is None or size == buffer.shape[1:]:
+        return buffer
+    maps = buffer.shape[0]
+    return buffer.reshape(-1)[: maps * prod(size)].reshape(maps, *size)
 
 
 def drain(queue: SimpleQueue[Any]) -> None:

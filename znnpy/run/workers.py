@@ -13,6 +13,7 @@ from znnpy.planner.co_execution import CoExecution
 from znnpy.planner.plan import Plan
 from znnpy.planner.run_plan import RunPlan
 from znnpy.run.balanced_queue import BalancedQueue, WorkerProfile
+from znnpy.run.graph_session import GraphSession
 from znnpy.run.session import Session
 from znnpy.run.target import OpenTarget
 from znnpy.run.work_queue import ColumnQueue, WorkQueue
@@ -21,7 +22,7 @@ from znnpy.run.worker import Worker
 if TYPE_CHECKING:
     from znnpy.run.trace import Trace
 
-Sessions = Mapping[str, Session]  # by names of devices
+Sessions = Mapping[str, Session | GraphSession]  # by names of devices
 
 
 @contextmanager
@@ -39,13 +40,17 @@ def sessions_of(
     prepared  as for `Session`
     """
     with ExitStack() as stack:
-        sessions: dict[str, Session] = {}
+        sessions: dict[str, Session | GraphSession] = {}
         for plan in (worker.plan for worker in run.workers):
             pool = stack.enter_context(ThreadPool(plan.compute_threads))
             for name, device in target.named_devices(plan.device).items():
-                session = Session(
-                    plan, network, weights, pool, device=device, trace=trace, lane=name, prepared=prepared
-                )
+                session: Session | GraphSession
+                if plan.area is not None:
+                    session = GraphSession(plan, network, weights, pool, trace=trace, lane=name, prepared=prepared)
+                else:
+                    session = Session(
+                        plan, network, weights, pool, device=device, trace=trace, lane=name, prepared=prepared
+                    )
                 traced = trace if plan.device == "cpu" else None
                 with nullcontext() if traced is None else traced.span(name, "prepare", bytes=plan.memory.last.prepared):
                     stack.enter_context(session)

@@ -4,20 +4,27 @@ Dense output voxel p depends on the input voxels p .. p + field of view - 1, cou
 border `valid` that is the first voxel of the region. With border `reflect` the output is as large as the region, and
 the first input voxel lies (field of view - 1) // 2 before it. The voxels around the region are those of the volume, and
 beyond its faces mirrored ones (numpy's "reflect", repeated if the volume is smaller than the padding).
+
+A graph that is computed whole reads the volume itself, padded behind its far faces to a size that the network admits.
+A region names the output voxels whose centres lie in it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from fractions import Fraction
+from math import ceil, floor
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from znnpy.errors import ShapeError, VolumeError
+from znnpy.geometry import Geometry, admissible, origins, seen_by_one
+from znnpy.graph_columns import Area
 from znnpy.messages import excerpt, option
-from znnpy.network import Network
+from znnpy.network import Network, PadToPeriod
 from znnpy.option_values import BORDERS, Border
 from znnpy.patches import Box
 from znnpy.shapes import Vec3, add, subtract, text
@@ -50,12 +57,19 @@ class Source:
             )
         region = Box((0, 0, 0), volume.size) if roi is None else roi
         _check_inside(region, volume.size)
-        fov = network.field_of_view
-        before = ((fov[0] - 1) // 2, (fov[1] - 1) // 2, (fov[2] - 1) // 2)
+        self.area: Area | None = None  # of a graph that is computed whole
+        self._how: PadToPeriod = "reflect"  # what lies beyond the faces
         self.volume = volume
         self.allow_nan = allow_nan
         self.dtype = volume.dtype
         self.channels = volume.channels
+        self.step = (1.0, 1.0, 1.0)  # size of an output voxel, in voxels of the volume
+        if network.meaning == "whole":
+            self._whole(network, region, border)
+            self._mean = _representable(network, volume)
+            return
+        fov = network.field_of_view
+        before = ((fov[0] - 1) // 2, (fov[1] - 1) // 2, (fov[2] - 1) // 2)
         if border == "valid":
             self.output: Vec3 = _dense_size(network, region.size, is_roi=roi is not None)
             self.offset: Vec3 = add(region.lo, before)  # volume coordinates of the first output voxel
@@ -65,11 +79,36 @@ class Source:
             self.offset = region.lo
             lo = subtract(region.lo, before)
             self.domain = Box(lo, subtract(add(add(lo, region.size), fov), (1, 1, 1)))
+        self.position = _floats(self.offset)  # volume coordinates of the first output voxel's centre
+        self.field_of_view = fov
         self._mean = _representable(network, volume)
+
+    def _whole(self, network: Network, region: Box, border: Border) -> None:
+        """Find what is predicted of a graph that is computed whole."""
+        if border != "valid":
+            raise ShapeError(
+                f"{option('border', border)} is for networks that slide over a volume, and {network.name} pads by "
+                f"itself; leave out {option('border')}"
+            )
+        if self.allow_nan:
+            raise VolumeError(
+                f"{network.name} is computed whole, where every voxel that is not finite reaches far; leave out "
+                f"{option('allow_nan', True)}, and repair the volume"
+            )
+        geometry = admissible(network, self.volume.size)
+        wanted, self.position = predicted(geometry, self.volume.size, region)
+        z, y, x = self.position
+        self.offset = (floor(z), floor(y), floor(x))
+        self.step = _floats(geometry.step(network.outputs[0]))
+        self.field_of_view = seen_by_one(network)
+        self.area, self.output = Area(self.volume.size, wanted), wanted.size
+        self.domain, self._how = Box((0, 0, 0), geometry.volume), network.pad_to_period
 
     @property
     def needed(self) -> Box:
         """Smallest box of the volume with every voxel that patches read, mirrored ones included."""
+        if self.area is not None:
+            return Box((0, 0, 0), self.volume.size)
         z, y, x = _mirrored(self.domain, self.volume.size)
         lo, hi = zip(*((int(along.min()), int(along.max()) + 1) for along in (z, y, x)), strict=True)
         return Box((lo[0], lo[1], lo[2]), (hi[0], hi[1], hi[2]))
@@ -97,15 +136,30 @@ class Source:
             part = out[(slice(None), *inside.shifted(subtract((0, 0, 0), box.lo)).slices)]
             if inside.clipped(Box((0, 0, 0), self.volume.size)) == inside:
                 self.volume.read(inside, part)
+            elif self._how == "zeros":
+                part[...] = 0
+                there = inside.clipped(Box((0, 0, 0), self.volume.size))
+                if there.voxels:
+                    self.volume.read(there, part[(slice(None), *there.shifted(subtract((0, 0, 0), inside.lo)).slices)])
             else:
-                self._gather(_mirrored(inside, self.volume.size), part)
+                self._gather(self._indices(inside), part)
         if self.dtype.kind != "f" or all(np.isfinite(part[:, z, y]).all() for z, y in _slabs(part)):
             return None
         if not self.allow_nan:
-            raise self._refusal(part, _mirrored(inside, self.volume.size))
+            raise self._refusal(part, self._indices(inside))
         mask = np.zeros(out.shape[1:], np.bool_)
         self._replace(part, mask[inside.shifted(subtract((0, 0, 0), box.lo)).slices])
         return mask
+
+    def _indices(self, box: Box) -> tuple[Index, Index, Index]:
+        """Return volume coordinates per axis of a box that may exceed the volume."""
+        if self._how != "replicate":
+            return _mirrored(box, self.volume.size)
+        z, y, x = (
+            np.clip(np.arange(lo, hi, dtype=np.intp), 0, n - 1)
+            for lo, hi, n in zip(box.lo, box.hi, self.volume.size, strict=True)
+        )
+        return z, y, x
 
     def _gather(self, indices: tuple[Index, Index, Index], out: npt.NDArray[Any]) -> None:
         """Copy the voxels at these volume coordinates into `out`, slab by slab to save memory."""
@@ -146,6 +200,36 @@ class Source:
             f"{(int(iz[0]), int(iy[0]), int(ix[0]))} and {(int(iz[-1]), int(iy[-1]), int(ix[-1]))}, the first at {at}; "
             f"repair the volume, or give {option('allow_nan', True)} to write NaN wherever the field of view holds one"
         )
+
+
+def predicted(geometry: Geometry, volume: Vec3, region: Box) -> tuple[Box, tuple[float, float, float]]:
+    """Return the output voxels of a graph that are predicted, and where the first lies in the volume.
+
+    They are those whose centres lie in the region, without as many as the volume was padded by behind its far faces.
+    ShapeError if there are none.
+    """
+    tensor = geometry.network.outputs[0]
+    origin, step, size = origins(geometry)[tensor], geometry.step(tensor), geometry.size(tensor)
+    lo, hi = [], []
+    for axis in range(3):
+        most = size[axis] - int((geometry.volume[axis] - volume[axis]) / step[axis])
+        first = ceil((region.lo[axis] - Fraction(1, 2) - origin[axis]) / step[axis])
+        end = ceil((region.hi[axis] - Fraction(1, 2) - origin[axis]) / step[axis])
+        lo.append(min(max(0, first), most))
+        hi.append(min(max(lo[-1], end), most))
+        if hi[-1] <= lo[-1]:
+            raise ShapeError(
+                f"{geometry.network.name} has no output between {region.lo[axis]} and {region.hi[axis]} along "
+                f"{'zyx'[axis]}, in a volume of {text(volume)}; give a larger region or volume"
+            )
+    wanted = Box((lo[0], lo[1], lo[2]), (hi[0], hi[1], hi[2]))
+    z, y, x = (origin[axis] + lo[axis] * step[axis] for axis in range(3))
+    return wanted, (float(z), float(y), float(x))
+
+
+def _floats(values: Iterable[int | Fraction]) -> tuple[float, float, float]:
+    z, y, x = map(float, values)
+    return z, y, x
 
 
 def parse_roi(roi: str, size: Vec3) -> Box:

@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from znnpy.shapes import Vec3
-
 AXES = ("z", "y", "x")
 MOST_SCALES = 100  # datasets of a multiscale group, and transformations of one
 LONGEST_NAME = 64  # characters of the name of an axis or a unit
@@ -25,10 +23,11 @@ class Space:
     units: tuple[str | None, str | None, str | None] = (None, None, None)  # "nanometer", for example
     axes: tuple[str, ...] = AXES  # names of the axes of the stored array
 
-    def behind(self, offset: Vec3) -> Space:
-        """Return the space of an array that begins at voxel `offset` (z, y, x) of this one."""
+    def behind(self, offset: tuple[float, float, float], step: tuple[float, float, float] = (1.0, 1.0, 1.0)) -> Space:
+        """Return the space of an array that begins at `offset` (z, y, x) of this one; `step`: how much larger voxels are."""
         z, y, x = (t + s * o for t, s, o in zip(self.translation, self.scale, offset, strict=True))
-        return Space(self.scale, (z, y, x), self.units)
+        scale = (self.scale[0] * step[0], self.scale[1] * step[1], self.scale[2] * step[2])
+        return Space(scale, (z, y, x), self.units)
 
     def attributes(self) -> dict[str, Any]:
         """Return the attributes of an array: resolution and translation, (z, y, x) float64, names of axes and units."""

@@ -27,7 +27,8 @@ import numpy as np
 from znnpy.kernels.contract import Footprint, Kind, Variant, Work, as_conv, why_not_on_gpu
 from znnpy.kernels.gpu.block.division import card_of, divide_multiple
 from znnpy.kernels.gpu.kernel_source import KernelInstance
-from znnpy.shapes import ACTIVATIONS, FLOAT32, Activation, ConvShape, LayerShape, Precision, Vec3
+from znnpy.layer_shapes import LayerShape
+from znnpy.shapes import ACTIVATIONS, FLOAT32, Activation, ConvShape, Precision, Vec3
 
 if TYPE_CHECKING:
     from znnpy.kernels.contract import ConvWeights

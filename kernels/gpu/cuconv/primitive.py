@@ -25,7 +25,8 @@ import numpy.typing as npt
 from znnpy.kernels.contract import Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_on_gpu
 from znnpy.kernels.gpu.cuconv.partition import MOST_TERMS, SIDES, TENSOR_SPEED, THREADS, Partition, choices, partition
 from znnpy.kernels.gpu.kernel_source import KernelInstance
-from znnpy.shapes import ACTIVATIONS, FLOAT32, ConvShape, LayerShape
+from znnpy.layer_shapes import LayerShape
+from znnpy.shapes import ACTIVATIONS, FLOAT32, ConvShape
 
 if TYPE_CHECKING:
     from znnpy.kernels.contract import ConvWeights

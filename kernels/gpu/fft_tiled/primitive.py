@@ -49,9 +49,10 @@ from znnpy.kernels.gpu.fft_tiled.tiles import (
 from znnpy.shapes import ACTIVATIONS, ConvShape, text
 
 if TYPE_CHECKING:
+    from znnpy.layer_shapes import LayerShape
     from znnpy.machine import Machine
     from znnpy.network import ConvWeights
-    from znnpy.shapes import LayerShape, Precision, Vec3
+    from znnpy.shapes import Precision, Vec3
 
 GROUPS = (64, 256, 1024, 4096)  # tiles whose spectra are in memory at the same time
 STREAMED_FROM = 2**26  # bytes of kernel spectra: smaller ones are always kept on the device

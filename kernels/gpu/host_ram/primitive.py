@@ -38,8 +38,8 @@ from znnpy.shapes import ConvShape
 
 if TYPE_CHECKING:
     from znnpy.kernels.gpu.device import Device
+    from znnpy.layer_shapes import LayerShape
     from znnpy.machine import Machine
-    from znnpy.shapes import LayerShape
 
 Seconds = Callable[[Primitive, ConvShape, Variant], float]  # the planner's estimate
 

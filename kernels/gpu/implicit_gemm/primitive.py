@@ -29,8 +29,9 @@ from znnpy.kernels.gpu.implicit_gemm.lowering import Lowering
 if TYPE_CHECKING:
     from znnpy.kernels.contract import ConvWeights
     from znnpy.kernels.gpu.device import Device
+    from znnpy.layer_shapes import LayerShape
     from znnpy.machine import Gpu, Machine
-    from znnpy.shapes import ConvShape, LayerShape
+    from znnpy.shapes import ConvShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,8 @@ from znnpy.shapes import ACTIVATIONS, ConvShape, FilterShape, MaxoutShape, PoolS
 
 if TYPE_CHECKING:
     from znnpy.kernels.contract import Array, Primitive
-    from znnpy.shapes import LayerShape, Vec3
+    from znnpy.layer_shapes import LayerShape
+    from znnpy.shapes import Vec3
 
 CONVS = [p for p in of_kind("conv") if p.name.startswith("cpu.")]
 

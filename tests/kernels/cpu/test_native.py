@@ -19,7 +19,8 @@ from znnpy.kernels.contract import Variant
 from znnpy.kernels.cpu import conv_direct_lanes, conv_fft_lanes, pool_lanes
 from znnpy.kernels.cpu.native import library
 from znnpy.kernels.table import find
-from znnpy.shapes import ConvShape, FilterShape, LayerShape, PoolShape
+from znnpy.layer_shapes import LayerShape
+from znnpy.shapes import ConvShape, FilterShape, PoolShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -18,7 +18,8 @@ from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape
 
 if TYPE_CHECKING:
     from znnpy.kernels.contract import Array, Primitive
-    from znnpy.shapes import LayerShape, Vec3
+    from znnpy.layer_shapes import LayerShape
+    from znnpy.shapes import Vec3
 
 SHAPES: list[LayerShape] = [
     PoolShape(1, 1, (1, 1, 1), (1, 1, 1)),

@@ -9,8 +9,9 @@ import pytest
 from znnpy.kernels.contract import Primitive
 from znnpy.kernels.cpu.native.library import why_not as not_compiled
 from znnpy.kernels.table import TABLE
+from znnpy.layer_shapes import LayerShape
 from znnpy.machine import this_machine
-from znnpy.shapes import ConvShape, FilterShape, LayerShape, MaxoutShape, PoolShape
+from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape
 
 SHAPES: tuple[LayerShape, ...] = (
     ConvShape(1, 1, 8, (12, 13, 14), (3, 2, 3), "relu"),

@@ -17,7 +17,7 @@ from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape
 
 if TYPE_CHECKING:
     from znnpy.kernels.contract import Primitive
-    from znnpy.shapes import LayerShape
+    from znnpy.layer_shapes import LayerShape
 
 GPU = Gpu("some card", (9, 0), 132, 2**36, 2**25, 2**17, 2**17, 4e12, 13000, ())
 WITH_GPU = replace(MACHINE, gpu=GPU)

@@ -1,0 +1,24 @@
+"""List the primitives of graphs' layers on the CPU. To add one: write it, test it, add a row."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from znnpy.kernels.cpu.graph_conv_taps import GraphConvTaps
+from znnpy.kernels.cpu.graph_pad import PadCopy
+from znnpy.kernels.cpu.graph_point import PointLines
+from znnpy.kernels.cpu.graph_pool import PoolWindows
+from znnpy.kernels.cpu.graph_transpose import TransposePhases
+from znnpy.kernels.cpu.graph_upsample import UpsampleRepeat
+
+if TYPE_CHECKING:
+    from znnpy.kernels.contract import Primitive
+
+GRAPH_OPERATORS: tuple[Primitive, ...] = (
+    GraphConvTaps(),
+    TransposePhases(),
+    PoolWindows(),
+    UpsampleRepeat(),
+    PointLines(),
+    PadCopy(),
+)

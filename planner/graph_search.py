@@ -1,0 +1,295 @@
+"""The search for the fastest plan of a graph on a CPU: sizes of patches and columns, and a primitive per operation.
+
+Operations run in the order of the network's layers. For one size the choice of primitives is that of `pareto`; sizes
+whose bound is above the best plan found, or whose tensors alone do not fit, are not worked out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import ceil, inf, prod
+
+from znnpy.errors import NoPlanError
+from znnpy.graph_columns import Area, GraphCover, TurnedGraph
+from znnpy.graph_operations import Operation
+from znnpy.messages import option
+from znnpy.planner.found_plan import choice_of
+from znnpy.planner.graph_tilings import GraphTiling, tilings
+from znnpy.planner.layer_options import LayerContext, OptionTable
+from znnpy.planner.layer_search import MAX_COLUMN_SECONDS
+from znnpy.planner.layout import Tensor, place
+from znnpy.planner.memory import Memory, StageMemory, reading_bytes, writing_bytes
+from znnpy.planner.pareto import LayerOption, ParetoFront, fastest_within, smallest, total_seconds
+from znnpy.planner.plan import Plan, Stage
+from znnpy.planner.request import CostModel, PlanRequest
+from znnpy.planner.run_plan import RunnerUp, RunPlan
+from znnpy.shapes import Vec3, text, turned
+from znnpy.units import human_bytes
+
+FASTER = 0.9  # assumed: no operation takes less time per voxel than this share of the least seen so far
+ATTEMPTS = 4  # layouts of one size: each allows for what the one before lost between tensors
+RUNNERS_UP = 3
+
+
+@dataclass(frozen=True)
+class GraphSolution:
+    """The best primitives for one size."""
+
+    tiling: GraphTiling
+    options: tuple[LayerOption, ...]
+    tensors: tuple[Tensor, ...]
+    memory: Memory
+    preparing: float  # seconds before the first step, to write to memory for the first time
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds for the whole output."""
+        return total_seconds(self.options) + self.preparing
+
+
+@dataclass
+class GraphSearch:
+    """The search for one request."""
+
+    request: PlanRequest
+    options: OptionTable
+    area: Area
+    graphs: dict[int, TurnedGraph] = field(default_factory=dict)
+    least: dict[int, float] = field(default_factory=dict)  # seconds per voxel of each layer, over all sizes seen
+    nearest: Memory | None = None  # that of the size that came nearest to the limit
+
+    def run(self) -> list[GraphSolution]:
+        """Return what was found, the fastest first; empty if nothing fits."""
+        found: list[GraphSolution] = []
+        best = inf
+        for tiling in sorted(self._tilings(), key=self._effort):
+            if self._bound(tiling) > best:
+                continue
+            solution = self.solve(tiling)
+            if solution is None:
+                continue
+            found.append(solution)
+            best = min(best, solution.seconds)
+        return sorted(found, key=lambda one: one.seconds)
+
+    def _tilings(self) -> Iterator[GraphTiling]:
+        wanted = self.request.constraints
+        for axis in range(3):
+            graph = self.graph(axis)
+            patch = None if wanted.patch is None else self._periods(graph, wanted.patch)
+            for streams in (True, False):
+                if (axis and not streams) or wanted.cover not in (None, "columns" if streams else "patches"):
+                    continue
+                yield from tilings(graph, self.area.region, streams=streams, patch=patch)
+
+    def graph(self, axis: int) -> TurnedGraph:
+        """Return the graph with an axis first."""
+        if axis not in self.graphs:
+            self.graphs[axis] = TurnedGraph.of(self.request.network, self.area.volume, axis)
+        return self.graphs[axis]
+
+    @staticmethod
+    def _periods(graph: TurnedGraph, patch: Vec3) -> Vec3:
+        """Return a patch in periods; NoPlanError unless it holds whole ones."""
+        mine, voxels = turned(patch, graph.axis), graph.voxels
+        if any(size < 1 or size % each for size, each in zip(mine, voxels, strict=True)):
+            raise NoPlanError(
+                f"an output patch must be a multiple of the network's period, {text(turned(voxels, 0))} voxels of the "
+                f"output, and {text(patch)} is not; change {option('patch')}"
+            )
+        z, y, x = (size // each for size, each in zip(mine, voxels, strict=True))
+        return z, y, x
+
+    def _effort(self, tiling: GraphTiling) -> tuple[float, int]:
+        """Return how much a size computes in all, in values, and how small its steps are."""
+        maps = tiling.graph.network.maps
+        totals = tiling.totals
+        work = sum(
+            totals[operation.tensor] * maps[operation.tensor] * sum(read.maps for read in operation.reads)
+            for operation in tiling.graph.operations
+        )
+        return work, -prod(tiling.cover.patch)
+
+    def _bound(self, tiling: GraphTiling) -> float:
+        """Return a lower bound on the seconds, if FASTER holds; infinite if the tensors alone do not fit."""
+        least_bytes = max(tiling.live) + tiling.carries + self._around(tiling).peak
+        if least_bytes > self.request.limits.ram_bytes:
+            if self.nearest is None or least_bytes < self.nearest.peak:
+                self.nearest = replace(
+                    self._around(tiling), stages=(StageMemory("cpu", max(tiling.live), tiling.carries),)
+                )
+            return inf
+        return FASTER * sum(
+            tiling.totals[operation.tensor] * self.least.get(operation.layer, 0.0)
+            for operation in tiling.graph.operations
+        )
+
+    def _around(self, tiling: GraphTiling) -> Memory:
+        """Return the memory of the process without that of the layers."""
+        request, network = self.request, self.request.network
+        steps = sum(len(column) for column in [tiling.steps])
+        reading = reading_bytes(network.input_channels, tiling.patch_in, request.itemsize_in, steps=steps)
+        writing = writing_bytes(network.output_channels, tiling.patch_out, request.itemsize_out, steps=steps)
+        return Memory((StageMemory("cpu"),), request.baseline, reading, writing)
+
+    def solve(self, tiling: GraphTiling) -> GraphSolution | None:
+        """Return the fastest primitives of one size within the memory; None if none fit."""
+        fronts = self._fronts(tiling)
+        around, limit = self._around(tiling), self.request.limits.ram_bytes
+        budget = limit - around.peak - tiling.carries
+        for _ in range(ATTEMPTS):
+            chosen = fastest_within(fronts, budget) if budget > 0 else None
+            fits = chosen is not None
+            chosen = chosen or smallest(fronts)
+            solution = self._laid_out(tiling, chosen, around)
+            excess = solution.memory.peak - limit
+            if excess <= 0:
+                return self._in_shorter_columns(solution)
+            if self.nearest is None or solution.memory.peak < self.nearest.peak:
+                self.nearest = solution.memory
+            if not fits:
+                return None
+            budget -= excess
+        return None
+
+    def _fronts(self, tiling: GraphTiling) -> list[ParetoFront]:
+        fronts = []
+        for operation, live in zip(tiling.graph.operations, tiling.live, strict=True):
+            context = LayerContext(live_elsewhere=live, steps=(tiling.executions(operation),))
+            front = self.options.front((tiling.shape(operation),), context)
+            if not front:
+                raise NoPlanError(self._why_none(tiling, operation))
+            moving = tiling.carry_traffic(operation.tensor) / self.options.rates.copy_bandwidth
+            if moving:
+                front = tuple(_slower(one, moving) for one in front)
+            fronts.append(front)
+            spent = front[0].seconds / max(1, tiling.totals[operation.tensor])
+            self.least[operation.layer] = min(self.least.get(operation.layer, inf), spent)
+        return fronts
+
+    def _why_none(self, tiling: GraphTiling, operation: Operation) -> str:
+        name, layer = tiling.graph.network.names[operation.layer], tiling.graph.network.layers[operation.layer]
+        return f"no primitive runs node {name} ({layer}) here: {self.options.why_none(tiling.shape(operation))}"
+
+    def _laid_out(self, tiling: GraphTiling, chosen: Sequence[LayerOption], around: Memory) -> GraphSolution:
+        """Place the tensors of a size with these primitives, and count memory and seconds."""
+        footprints = [option.layer_runs[0].footprint for option in chosen]
+        tensors, arena = place(tiling.tensors(footprints))
+        stage = StageMemory(
+            "cpu",
+            arena=arena,
+            carries=tiling.carries,
+            weights=sum(footprint.resident for footprint in footprints),
+            allowance=max(footprint.allowance for footprint in footprints),
+        )
+        rates = self.options.rates
+        memory = replace(around, stages=(stage,))
+        return GraphSolution(tiling, tuple(chosen), tensors, memory, stage.prepared / rates.first_touch)
+
+    def _in_shorter_columns(self, solution: GraphSolution) -> GraphSolution | None:
+        """Return a plan whose columns take no longer than a killed run may lose."""
+        cover, tiling = solution.tiling.cover, solution.tiling
+        if not tiling.streams or solution.seconds <= MAX_COLUMN_SECONDS * len(cover):
+            return solution
+        pieces = -(-int(solution.seconds) // int(MAX_COLUMN_SECONDS * cover.counts[1] * cover.counts[2])) + 1
+        thick, (begin, end) = cover.patch[0], (cover.periods[0][0], cover.periods[1][0])
+        column = ceil((end - begin) / pieces / thick) * thick
+        if column >= cover.column:
+            return solution
+        return self.solve(GraphTiling(GraphCover(cover.graph, cover.patch, column, cover.region)))
+
+
+def _slower(option: LayerOption, seconds: float) -> LayerOption:
+    """Return an option that takes so much longer each time it runs: its output is kept from step to step."""
+    (run,) = option.layer_runs
+    slower = replace(run, seconds=run.seconds + seconds)
+    return replace(option, layer_runs=(slower,), seconds=option.seconds + run.executions * seconds)
+
+
+def plan_graph(request: PlanRequest, costs: CostModel, options: OptionTable | None = None) -> RunPlan:
+    """Return the fastest plan of a graph on the CPU; NoPlanError names the nearest miss in bytes if nothing fits."""
+    if request.target.device != "cpu":
+        raise NoPlanError(
+            f"{request.network.name} is a graph, and graphs run on the CPU: choose {option('device', 'cpu')}"
+        )
+    if request.area is None:
+        raise NoPlanError(f"{request.network.name} is computed whole, and the size of the volume is not known")
+    search = GraphSearch(request, options or costs.options(request), request.area)
+    found = search.run()
+    if not found:
+        raise NoPlanError(_nearest(search))
+    best, *others = found
+    runners_up = tuple(_runner_up(other) for other in others[:RUNNERS_UP])
+    other = next((_runner_up(one) for one in others if one.tiling.streams != best.tiling.streams), None)
+    run = RunPlan.of(request.network, request.target.machine, plan_of(search, best))
+    return replace(run, runners_up=runners_up, other=other)
+
+
+def _nearest(search: GraphSearch) -> str:
+    memory, limit = search.nearest, search.request.limits.ram_bytes
+    name = search.request.network.name
+    if memory is None:
+        return f"{name}: no patch and no column is allowed; drop {option('cover')} or {option('patch')}"
+    return (
+        f"{name} does not fit: its smallest plan needs {human_bytes(memory.peak)}, {memory.peak - limit:,} bytes more "
+        f"than the limit of {human_bytes(limit)}; raise {option('ram')} to at least {-(-memory.peak // 2**20)}M"
+    )
+
+
+def plan_of(search: GraphSearch, found: GraphSolution) -> Plan:
+    """Return what was found as a plan."""
+    request, tiling, rates = search.request, found.tiling, search.options.rates
+    cover, axis = tiling.cover, tiling.graph.axis
+    choices = tuple(
+        choice_of((operation.layer, operation.layer), option.layer_runs[0], rates)
+        for operation, option in zip(tiling.graph.operations, found.options, strict=True)
+    )
+    return Plan(
+        limits=request.limits,
+        output=search.area.region.size,
+        patch_out=tiling.patch_out,
+        patch_in=tiling.patch_in,
+        axis=axis,
+        column_planes=cover.column * tiling.graph.voxels[0],
+        stages=(Stage("cpu", choices, found.tensors),),
+        memory=found.memory,
+        itemsize_in=request.itemsize_in,
+        itemsize_out=request.itemsize_out,
+        columns=len(cover),
+        preparing_seconds=found.preparing,
+        preparing_measured=found.preparing > 0 and rates.first_touch_measured,
+        area=search.area,
+        work_ratio=waste(tiling),
+    )
+
+
+def _runner_up(found: GraphSolution) -> RunnerUp:
+    tiling = found.tiling
+    return RunnerUp(
+        patch_out=tiling.patch_out,
+        axis=tiling.graph.axis,
+        column_planes=tiling.cover.column * tiling.graph.voxels[0],
+        sub_batches=(1,) * len(found.options),
+        voxels_per_second=prod(tiling.cover.region.size) / found.seconds,
+        waste=waste(tiling),
+        over_bytes=0,
+        over_vram_bytes=0,
+    )
+
+
+def waste(tiling: GraphTiling) -> float:
+    """Return the values computed over those that the predicted region needs if it is computed at once."""
+    cover, graph = tiling.cover, tiling.graph
+    begin, end = cover.periods
+    needed = [1] * len(graph.network.maps)
+    for along in range(3):
+        regions = graph.regions(along, begin[along], end[along])
+        needed = [many * region.size for many, region in zip(needed, regions, strict=True)]
+    maps = graph.network.maps
+
+    def weight(operation: Operation) -> int:
+        return maps[operation.tensor] * sum(read.maps for read in operation.reads)
+
+    done = sum(tiling.totals[operation.tensor] * weight(operation) for operation in graph.operations)
+    return done / sum(needed[operation.tensor] * weight(operation) for operation in graph.operations)

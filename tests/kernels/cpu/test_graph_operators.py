@@ -1,0 +1,300 @@
+"""Primitives of graphs' layers equal their definitions in float64, on odd sizes and strided inputs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from tests.support.closeness import GUARD, MACHINE, aligned
+from znnpy.errors import Stopped, ValuesOverflowError
+from znnpy.graph_shapes import (
+    GraphConvShape,
+    GraphShape,
+    PadShape,
+    PointShape,
+    TransposeShape,
+    UpsampleShape,
+    WindowPoolShape,
+)
+from znnpy.kernels import definition
+from znnpy.kernels.cpu.graph_table import GRAPH_OPERATORS
+from znnpy.kernels.thread_pool import ThreadPool
+from znnpy.layers import FUNCTIONS
+from znnpy.network import ConvWeights
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
+    from znnpy.kernels.contract import Array, Primitive
+
+PARAMETERS: dict[str, tuple[float, ...]] = {"leaky_relu": (0.2,), "elu": (1.3,), "clip": (-0.5, 0.7)}
+CONVS = [
+    GraphConvShape((3,), 4, (5, 7, 6), (3, 3, 3)),
+    GraphConvShape((3, 2), 4, (5, 7, 6), (3, 2, 1), (1, 0, 0), (1, 1, 0), activation="relu"),
+    GraphConvShape((1,), 1, (3, 3, 3), (3, 3, 3)),  # one voxel
+    GraphConvShape((1,), 5, (9, 8, 7), (3, 5, 2), (1, 2, 0), (1, 2, 1), stride=(2, 1, 3)),
+    GraphConvShape((17, 3), 33, (6, 5, 9), (1, 3, 3), (0, 1, 1), (0, 1, 1), stride=(1, 2, 2), activation="elu"),
+    GraphConvShape((16,), 8, (11, 10, 9), (3, 3, 3), (2, 0, 4), (2, 4, 0), dilation=(2, 2, 2)),
+    GraphConvShape((4,), 6, (11, 7, 9), (2, 3, 2), (0, 3, 1), (0, 3, 1), stride=(3, 1, 2), dilation=(4, 3, 1)),
+    GraphConvShape((6, 2), 12, (5, 6, 7), (3, 3, 3), (1, 1, 1), (1, 1, 1), groups=4, stride=(1, 2, 1)),
+    GraphConvShape((7,), 7, (5, 6, 7), (3, 3, 3), (1, 1, 1), (1, 1, 1), groups=7, activation="silu"),
+    GraphConvShape((20,), 40, (4, 6, 7), (1, 3, 2), (0, 1, 0), (0, 0, 1), groups=20, stride=(1, 2, 2)),
+    GraphConvShape((35,), 35, (6, 9, 21), (3, 5, 3), (1, 2, 1), (1, 2, 1), groups=35, activation="relu"),
+    GraphConvShape((3,), 4, (5, 7, 6), (1, 1, 1), activation="softmax"),
+    GraphConvShape((3, 4), 4, (5, 7, 6), (1, 1, 1), stride=(2, 2, 2)),
+    GraphConvShape((200,), 6, (4, 5, 6), (3, 3, 3), (1, 1, 1), (1, 1, 1)),  # deep: several products
+    GraphConvShape((2100,), 3, (3, 3, 4), (2, 3, 2)),  # deeper than a product may be
+    GraphConvShape((2,), 16, (40, 41, 39), (2, 2, 2), stride=(2, 2, 2), activation="relu"),  # several blocks
+    GraphConvShape((8,), 16, (20, 31, 39), (3, 3, 3), (1, 1, 1), (1, 1, 1), stride=(2, 2, 2), activation="leaky_relu"),
+    GraphConvShape((3,), 2, (2, 3, 2), (3, 3, 3), (3, 2, 4), (3, 1, 3)),  # more padding than voxels
+]
+TRANSPOSES = [
+    TransposeShape(3, 4, (3, 4, 5), (6, 8, 10), (2, 2, 2), (0, 0, 0), (2, 2, 2)),
+    TransposeShape(3, 4, (3, 4, 5), (5, 7, 3), (2, 2, 2), (1, 1, 3), (2, 2, 2), activation="relu"),  # a part of it
+    TransposeShape(5, 2, (3, 4, 2), (7, 9, 4), (3, 3, 3), (-1, 0, 1), (2, 2, 2)),
+    TransposeShape(17, 19, (3, 4, 2), (8, 9, 6), (4, 3, 2), (1, 1, -2), (2, 2, 3), activation="elu"),
+    TransposeShape(4, 6, (4, 3, 5), (8, 5, 7), (3, 2, 4), (0, 1, 2), (2, 3, 1), (1, 2, 3), groups=2),
+    TransposeShape(6, 6, (3, 3, 3), (7, 7, 7), (3, 3, 3), (0, 0, 0), (2, 2, 2), groups=6, activation="softmax"),
+    TransposeShape(2, 3, (2, 3, 2), (4, 6, 7), (1, 2, 1), (0, 0, 0), (3, 3, 4), activation="sigmoid"),  # gaps
+    TransposeShape(1, 1, (1, 1, 1), (1, 1, 1), (1, 1, 1), (0, 0, 0)),
+    TransposeShape(2, 3, (4, 4, 4), (4, 4, 4), (3, 3, 3), (1, 1, 1)),
+    TransposeShape(2, 2, (2, 2, 2), (9, 3, 4), (2, 2, 2), (-3, 3, -1), (2, 2, 2)),  # beyond all inputs
+    TransposeShape(16, 8, (12, 15, 21), (24, 30, 42), (2, 2, 2), (0, 0, 0), (2, 2, 2), activation="softmax"),
+    TransposeShape(16, 24, (13, 9, 31), (25, 18, 61), (4, 4, 4), (1, 1, 1), (2, 2, 2), activation="leaky_relu"),
+]
+POOLS = [
+    WindowPoolShape(3, (6, 8, 10), (2, 2, 2), (2, 2, 2)),
+    WindowPoolShape(5, (7, 9, 11), (2, 2, 2), (2, 2, 2), "average"),
+    WindowPoolShape(1, (5, 5, 5), (3, 2, 1), (1, 2, 3)),
+    WindowPoolShape(33, (5, 6, 7), (3, 3, 3), (2, 1, 2), "max", (1, 1, 1), (1, 1, 1)),
+    WindowPoolShape(2, (5, 6, 7), (3, 3, 3), (2, 2, 2), "average", (1, 1, 1), (1, 1, 1)),
+    WindowPoolShape(17, (5, 6, 7), (3, 3, 3), (2, 2, 2), "average", (1, 1, 0), (1, 1, 1), count_padding=False),
+    WindowPoolShape(4, (6, 6, 8), (3, 2, 3), (2, 2, 2), "average", (0, 0, 1), (1, 1, 2), (1, 1, 1)),
+    WindowPoolShape(4, (6, 6, 8), (3, 2, 3), (2, 2, 2), "average", (0, 0, 1), (1, 1, 2), (1, 1, 1), False),
+    WindowPoolShape(4, (6, 6, 8), (3, 3, 3), (2, 2, 2), "max", (0, 0, 1), (1, 1, 2), (1, 1, 1)),
+    WindowPoolShape(3, (4, 5, 6), (4, 5, 6), (4, 5, 6)),  # one voxel
+    WindowPoolShape(3, (4, 5, 6), (4, 5, 6), (1, 1, 1), "average"),
+    WindowPoolShape(3, (4, 5, 6), (1, 1, 1), (1, 2, 3)),
+    WindowPoolShape(16, (20, 70, 66), (2, 2, 2), (2, 2, 2)),  # several blocks
+    WindowPoolShape(40, (4, 50, 60), (3, 3, 3), (1, 1, 1), "average", (1, 1, 1), (1, 1, 1)),
+    WindowPoolShape(700, (3, 5, 40), (2, 2, 3), (1, 2, 2), "max", (1, 0, 1), (0, 1, 1)),
+]
+UPSAMPLES = [
+    UpsampleShape(f, n, m, factor, first, how)
+    for how in ("nearest", "linear")
+    for f, n, m, factor, first in (
+        (3, (3, 4, 5), (6, 8, 10), (2, 2, 2), (0, 0, 0)),
+        (17, (3, 4, 5), (6, 5, 7), (2, 3, 2), (0, 1, 3)),
+        (1, (3, 4, 1), (3, 4, 4), (1, 1, 4), (0, 0, 0)),
+        (2, (1, 1, 1), (3, 2, 1), (3, 3, 3), (0, 1, 2)),
+        (4, (3, 4, 5), (3, 1, 2), (2, 3, 5), (3, 4, 11)),
+        (16, (5, 21, 33), (10, 42, 66), (2, 2, 2), (0, 0, 0)),  # several blocks
+        (20, (3, 30, 40), (6, 61, 117), (2, 3, 3), (0, 2, 1)),
+    )
+]
+POINTS: list[GraphShape] = [
+    PointShape("add", (3, 3), (3, 4, 5), "relu"),
+    PointShape("add", (3, 1, 3), (3, 4, 5), "leaky_relu"),
+    PointShape("add", (1, 20), (3, 4, 5)),
+    PointShape("add", (33, 33), (3, 40, 45), "elu"),  # several blocks
+    PointShape("multiply", (1, 17), (3, 4, 5), "sigmoid"),
+    PointShape("multiply", (4, 4, 1), (3, 4, 5)),
+    PointShape("multiply", (1, 1), (1, 1, 1), "gelu"),
+    PointShape("concat", (3, 1, 17), (3, 4, 5)),
+    PointShape("concat", (16, 16), (3, 40, 45), "relu"),
+    PointShape("scale", (5,), (3, 4, 5), "relu"),
+    PointShape("scale", (32,), (3, 40, 45), "silu"),
+    PointShape("scale", (1,), (3, 4, 5), "leaky_relu"),
+    PointShape("function", (6,), (3, 4, 5), "prelu"),
+    PointShape("function", (1,), (3, 4, 5), "prelu"),
+    *(PointShape("function", (5,), (3, 4, 5), function) for function in FUNCTIONS if function != "prelu"),
+]
+PADS = [
+    PadShape(f, n, m, first, low, high, how)
+    for how in ("zeros", "reflect", "replicate")
+    for f, n, m, first, low, high in (
+        (3, (4, 5, 6), (6, 8, 9), (-1, -2, -3), (0, 0, 0), (4, 5, 6)),  # a whole volume
+        (16, (4, 5, 6), (4, 5, 6), (0, 0, 0), (-9, -9, -9), (99, 99, 99)),  # nothing of its rim
+        (2, (4, 5, 6), (5, 3, 6), (-2, 1, 3), (0, -9, 1), (9, 5, 6)),
+        (1, (4, 5, 6), (1, 2, 1), (-1, -3, 7), (0, 0, 0), (4, 5, 6)),  # its rim alone
+        (1, (1, 4, 4), (3, 4, 6), (-1, 0, -1), (0, 0, 0), (1, 4, 4)) if how != "reflect" else
+        (1, (2, 4, 4), (4, 4, 6), (-1, 0, -1), (0, 0, 0), (2, 4, 4)),
+    )
+]  # fmt: skip
+SHAPES: list[GraphShape] = [*CONVS, *TRANSPOSES, *POOLS, *UPSAMPLES, *POINTS, *PADS]
+
+
+def with_parameters(shape: Any) -> Any:
+    """Return the same shape with parameters of its activation that are not the usual ones."""
+    parameters = PARAMETERS.get(getattr(shape, "activation", "none"))
+    return replace(shape, parameters=parameters) if parameters else shape
+
+
+def primitives_for(shape: GraphShape) -> list[Primitive]:
+    return [p for p in GRAPH_OPERATORS if p.kind == shape.kind and p.why_not(shape, MACHINE) is None]  # type: ignore[arg-type]
+
+
+EACH = [(p, with_parameters(s)) for s in SHAPES for p in primitives_for(s)]
+
+
+def ids(value: object) -> str:
+    return value.name if hasattr(value, "name") else str(value)
+
+
+def weights_for(shape: GraphShape) -> ConvWeights | None:
+    rng = np.random.default_rng(5)
+    match shape:
+        case GraphConvShape():
+            size: tuple[int, ...] = (shape.fout, shape.fin // shape.groups, *shape.k)
+            fan, maps = shape.fin // shape.groups * math.prod(shape.k), shape.fout
+        case TransposeShape():
+            size = (shape.fin, shape.fout // shape.groups, *shape.k)
+            fan, maps = shape.fin // shape.groups, shape.fout
+        case PointShape(how="scale") | PointShape(activation="prelu"):
+            size, fan, maps = (shape.f,), 2, shape.f
+        case _:
+            return None
+    weight = rng.standard_normal(size, np.float32) * np.float32(math.sqrt(2 / fan))
+    return ConvWeights(weight, rng.standard_normal(maps, np.float32))
+
+
+def inputs_for(shape: GraphShape, *, strided: bool = False) -> list[Array]:
+    """Random inputs; `strided`: views of larger arrays with NaN around them."""
+    rng = np.random.default_rng(3)
+    fins = getattr(shape, "fins", None) or (shape.in_shape[4],)
+    arrays = [rng.standard_normal((*shape.in_shape[1:4], f), np.float32) for f in fins]
+    if not strided:
+        return arrays
+    views = []
+    for array in arrays:
+        z, y, x, f = array.shape
+        larger = np.full((z + 1, y + 2, 2 * x + 3, f + 1), np.nan, np.float32)
+        views.append(larger[1:, 1 : 1 + y, 1 : 1 + 2 * x : 2, 1:])
+        views[-1][...] = array
+    return views
+
+
+def exact(shape: GraphShape, weights: ConvWeights | None, inputs: Sequence[Array]) -> np.ndarray:
+    match shape:
+        case GraphConvShape():
+            assert weights is not None
+            return definition.convolve(shape, weights, inputs)
+        case TransposeShape():
+            assert weights is not None
+            return definition.transpose(shape, weights, inputs[0])
+        case WindowPoolShape():
+            return definition.pool(shape, inputs[0])
+        case UpsampleShape():
+            return definition.upsample(shape, inputs[0])
+        case PointShape():
+            return definition.point(shape, weights, inputs)
+        case PadShape():
+            return definition.pad(shape, inputs[0])
+
+
+def run(
+    primitive: Primitive, shape: Any, weights: ConvWeights | None, inputs: Sequence[Array], threads: int = 1
+) -> Array:
+    """Run with NaN in output and scratch beforehand; fail when a byte around a scratch buffer changes."""
+    variant = primitive.variants(shape, MACHINE)[0]
+    footprint = primitive.footprint(shape, variant, threads)
+    stores = {s.name: aligned(s.nbytes + 2 * GUARD) for s in footprint.scratch}
+    scratch = {name: store[GUARD : len(store) - GUARD] for name, store in stores.items()}
+    out = np.full(shape.out_shape[1:], np.nan, np.float32)
+    with ThreadPool(threads) as pool:
+        step = primitive.bind(primitive.prepare(weights, variant, pool), shape, variant, pool)
+        step.run(inputs, out, scratch)
+    for name, store in stores.items():
+        assert (store[:GUARD] == 0xFF).all(), f"wrote before {name}"
+        assert (store[len(store) - GUARD :] == 0xFF).all(), f"wrote beyond {name}"
+    return out
+
+
+def assert_near(out: Array, expected: np.ndarray, shape: GraphShape) -> None:
+    if isinstance(shape, PadShape) or getattr(shape, "how", "") in ("max", "nearest", "concat"):
+        wanted = expected.astype(np.float32)
+        if getattr(shape, "activation", "none") in ("none", "relu"):
+            np.testing.assert_array_equal(out, wanted)
+            return
+    scale = max(1.0, float(np.abs(expected).max()))
+    np.testing.assert_allclose(out, expected, rtol=2e-6, atol=2e-6 * scale)
+
+
+@pytest.mark.parametrize(("threads", "strided"), [(1, False), (2, True)])
+@pytest.mark.parametrize(("primitive", "shape"), EACH, ids=ids)
+def test_output_equals_the_definition(primitive: Primitive, shape: GraphShape, threads: int, strided: bool) -> None:
+    weights, inputs = weights_for(shape), inputs_for(shape, strided=strided)
+    before = [part.copy() for part in inputs]
+    out = run(primitive, shape, weights, inputs, threads)
+    assert_near(out, exact(shape, weights, inputs), shape)
+    for part, copy in zip(inputs, before, strict=True):
+        np.testing.assert_array_equal(part, copy, err_msg="an input was modified")
+
+
+@pytest.mark.parametrize("how", ["max", "average"])
+def test_pooling_passes_on_what_is_not_a_number(how: str) -> None:
+    shape = WindowPoolShape(3, (4, 6, 8), (2, 2, 2), (2, 2, 2), how)  # type: ignore[arg-type]
+    for primitive in primitives_for(shape):
+        for at in ((0, 0, 0, 0), (1, 3, 5, 2)):
+            (x,) = inputs_for(shape)
+            x[at] = np.nan
+            out = run(primitive, shape, None, [x])
+            expected = np.zeros(out.shape, bool)
+            expected[at[0] // 2, at[1] // 2, at[2] // 2, at[3]] = True
+            np.testing.assert_array_equal(np.isnan(out), expected)
+
+
+OVERFLOWS: list[Any] = [
+    GraphConvShape((2,), 3, (4, 5, 6), (3, 3, 3), (1, 1, 1), (1, 1, 1), activation="sigmoid", stride=(1, 2, 1)),
+    GraphConvShape((16,), 16, (4, 5, 6), (3, 3, 3), (1, 1, 1), (1, 1, 1), activation="clip", groups=16),
+    TransposeShape(2, 3, (4, 5, 6), (8, 10, 12), (2, 2, 2), (0, 0, 0), (2, 2, 2), activation="relu"),
+    PointShape("scale", (3,), (4, 5, 6), "tanh"),
+    PointShape("multiply", (3, 3), (4, 5, 6), "clip"),
+    PointShape("add", (20, 20), (4, 5, 6), "relu"),
+]
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("shape", OVERFLOWS, ids=str)
+def test_result_that_is_not_finite_is_an_error(shape: Any, bad: float) -> None:
+    """The activation would hide it."""
+    for primitive in primitives_for(shape):
+        inputs = inputs_for(shape)
+        inputs[0][-1, -1, -1, -1] = bad
+        with pytest.raises(ValuesOverflowError, match="values of a block became infinite or not a number"):
+            run(primitive, shape, weights_for(shape), inputs)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [CONVS[3], CONVS[10], TRANSPOSES[0], POOLS[0], UPSAMPLES[0], UPSAMPLES[7], POINTS[0], PADS[0]],
+    ids=str,
+)
+def test_stop_is_noticed(shape: Any) -> None:
+    for primitive in primitives_for(shape):
+        weights, variant = weights_for(shape), primitive.variants(shape, MACHINE)[0]
+        scratch = {s.name: aligned(s.nbytes) for s in primitive.footprint(shape, variant, 1).scratch}
+        with ThreadPool(1) as pool:
+            step = primitive.bind(primitive.prepare(weights, variant, pool), shape, variant, pool)
+            pool.stop()
+            with pytest.raises(Stopped):
+                step.run(inputs_for(shape), np.empty(shape.out_shape[1:], np.float32), scratch)
+
+
+@pytest.mark.parametrize(("primitive", "shape"), EACH, ids=ids)
+def test_costs_and_memory_are_positive_and_other_kinds_are_refused(primitive: Primitive, shape: Any) -> None:
+    variant = primitive.variants(shape, MACHINE)[0]
+    for work in primitive.work(shape, variant):
+        assert work.flops >= 0
+        assert work.nbytes >= 0
+    assert sum(work.flops + work.nbytes for work in primitive.work(shape, variant)) > 0
+    one, two = (primitive.footprint(shape, variant, threads) for threads in (1, 2))
+    assert [s.name for s in one.scratch] == [s.name for s in two.scratch]
+    assert all(0 < a.nbytes <= b.nbytes for a, b in zip(one.scratch, two.scratch, strict=True))
+    other: Any = PADS[0] if shape.kind != "pad" else POOLS[0]
+    assert "computes" in str(primitive.why_not(other, MACHINE))

@@ -1,0 +1,267 @@
+"""Cover the output of a graph with columns, and say which planes of each tensor a step computes and which it holds.
+
+A column walks along the first axis of a turned network. For "the output is known up to plane T" every tensor has a
+frontier, and a step computes the planes between its frontiers before and after. A tensor keeps the planes that a later
+step of any of its readers needs; a skip connection is a tensor that keeps many. A patch is a column of one step.
+
+Patches begin on whole periods, counted from the volume's first voxel, and their regions end at the volume's faces, so
+that nothing is computed outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from math import prod
+from typing import overload
+
+from znnpy.geometry import AxisGeometry, Geometry, Interval, admissible
+from znnpy.graph_operations import Operation, Region, operations
+from znnpy.lowering import Lowered, lowered
+from znnpy.network import Network
+from znnpy.patches import Box, Column, Patch
+from znnpy.shapes import Vec3, turned, turned_back
+
+
+@dataclass(frozen=True, slots=True)
+class Area:
+    """The part of a volume that is predicted.
+
+    volume  voxels of the volume as it is, before it is padded to what the network admits
+    region  voxels of the output, counted from the output's first voxel
+    """
+
+    volume: Vec3
+    region: Box
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlanes:
+    """The planes of every tensor in one step of a column.
+
+    new   planes that the step computes; of the input, those that it reads
+    held  planes that it needs in memory: kept ones and the new ones
+    """
+
+    new: tuple[Interval, ...]
+    held: tuple[Interval, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnPlanes:
+    """The planes of every tensor in a column, along the axis that it walks."""
+
+    region: tuple[Interval, ...]  # of the whole column
+    steps: tuple[StepPlanes, ...]
+    outputs: tuple[tuple[Interval, ...], ...]  # per step, the planes of each output that it gives
+
+
+@dataclass(frozen=True)
+class TurnedGraph:
+    """A lowered network over a volume, with the axis of columns first."""
+
+    lowered: Lowered
+    geometry: Geometry
+    axis: int
+    operations: tuple[Operation, ...]
+    _columns: dict[tuple[int, int, int], ColumnPlanes] = field(default_factory=dict, repr=False, compare=False)
+    _regions: dict[tuple[int, int, int], tuple[Interval, ...]] = field(default_factory=dict, repr=False, compare=False)
+
+    @staticmethod
+    @lru_cache(maxsize=16)
+    def of(network: Network, volume: Vec3, axis: int) -> TurnedGraph:
+        """Return the graph of a network over a volume, padded to what the network admits."""
+        made = lowered(network.turned(axis))
+        geometry = admissible(made.network, turned(volume, axis))
+        return TurnedGraph(made, geometry, axis, operations(geometry.network))
+
+    @property
+    def network(self) -> Network:
+        """The lowered network with all sizes resolved."""
+        return self.geometry.network
+
+    @property
+    def output(self) -> int:
+        """The tensor of the first output, which periods and patches are counted in."""
+        return self.network.outputs[0]
+
+    @property
+    def voxels(self) -> Vec3:
+        """Voxels of the first output in a period."""
+        return self.geometry.voxels(self.output)
+
+    @cached_property
+    def periods(self) -> Vec3:
+        """Periods that the first output has, the last ones partly."""
+        sizes = zip(self.geometry.size(self.output), self.voxels, strict=True)
+        z, y, x = (-(-size // voxels) for size, voxels in sizes)
+        return z, y, x
+
+    def wanted(self, along: int, begin: int, end: int) -> list[Interval]:
+        """Return the voxels of each output in some periods along an axis."""
+        axis, known = self.geometry.axes[along], self._known(along, end)
+        return [
+            Interval(min(begin * axis.voxels(tensor), to), to)
+            for tensor, to in zip(self.network.outputs, known, strict=True)
+        ]
+
+    def _known(self, along: int, periods: int) -> list[int]:
+        """Return up to which voxel each output goes with so many periods; the last holds all that is left."""
+        axis = self.geometry.axes[along]
+        if periods >= self.periods[along]:
+            return [axis.sizes[tensor] for tensor in self.network.outputs]
+        return [min(periods * axis.voxels(tensor), axis.sizes[tensor]) for tensor in self.network.outputs]
+
+    def regions(self, along: int, begin: int, end: int) -> tuple[Interval, ...]:
+        """Return the voxels of every tensor that the outputs of some periods along an axis need."""
+        key = along, begin, end
+        found = self._regions.get(key)
+        if found is None:
+            found = self._regions[key] = self.geometry.axes[along].regions(self.wanted(along, begin, end))
+        return found
+
+    def planes(self, begin: int, end: int, thick: int) -> ColumnPlanes:
+        """Return the planes of a column from period `begin` to `end` in steps of `thick` periods; 0: one step."""
+        key = begin, end, thick
+        found = self._columns.get(key)
+        if found is None:
+            found = self._columns[key] = self._planes(begin, end, thick)
+        return found
+
+    def _planes(self, begin: int, end: int, thick: int) -> ColumnPlanes:
+        axis, region = self.geometry.axes[0], self.regions(0, begin, end)
+        if thick == 0:
+            step = StepPlanes(region, region)
+            return ColumnPlanes(region, (step,), (tuple(self.wanted(0, begin, end)),))
+        nothing = tuple(interval.lo for interval in region)
+        ends = [*range(begin + thick, end, thick), end]
+        known = [axis.frontiers(self._known(0, to), region) for to in ends]
+        before, ahead = begin, []
+        while (frontier := axis.frontiers(self._unclipped(before), region)) != nothing:
+            ahead.append(frontier)
+            before -= thick
+        frontiers = [nothing, *reversed(ahead), *known]
+        news = [
+            tuple(Interval(lo, hi) for lo, hi in zip(first, second, strict=True))
+            for first, second in pairwise(frontiers)
+        ]
+        held = self._held(axis, news)
+        wanted = self.wanted(0, begin, end)
+        given = [tuple(one.new[tensor] for tensor in self.network.outputs) for one in held]
+        given = [
+            tuple(piece.within(want.lo, want.hi) for piece, want in zip(pieces, wanted, strict=True))
+            for pieces in given
+        ]
+        return ColumnPlanes(region, tuple(held), tuple(given))
+
+    def _unclipped(self, periods: int) -> list[int]:
+        """Return the voxel of each output at which a period begins, which may be before the first."""
+        return [periods * self.geometry.axes[0].voxels(tensor) for tensor in self.network.outputs]
+
+    def _held(self, axis: AxisGeometry, news: Sequence[tuple[Interval, ...]]) -> list[StepPlanes]:
+        """Return new and held planes of each step: from the first that it or a later step reads."""
+        found: list[StepPlanes] = []
+        least = [new.hi for new in news[-1]]  # first plane of each tensor that is read from here on
+        for new in reversed(news):
+            least = [min(first, mine.lo) if mine.size else first for first, mine in zip(least, new, strict=True)]
+            for operation in self.operations:
+                mine = new[operation.tensor]
+                if mine.size > 0:
+                    source = self.network.sources[operation.layer][0]
+                    read = axis.read(operation.layer, mine, source)
+                    for one in operation.reads:
+                        least[one.tensor] = min(least[one.tensor], read.lo + one.shift[0])
+            held = tuple(Interval(min(first, mine.hi), mine.hi) for first, mine in zip(least, new, strict=True))
+            found.append(StepPlanes(new, held))
+        return found[::-1]
+
+
+@dataclass(frozen=True, slots=True)
+class GraphStep:
+    """One step of a column as a session computes it: periods of the column with its axis first, and its number."""
+
+    begin: Vec3
+    end: Vec3
+    thick: int  # periods of a step; 0: the column is a patch
+    number: int
+
+
+@dataclass(frozen=True)
+class GraphCover(Sequence[Column]):
+    """Columns whose `write` boxes partition the predicted region. Each is made when it is requested.
+
+    patch   periods of a step, with the axis of columns first
+    column  periods of a column along its axis; 0: separate patches
+    region  voxels of the first output that are predicted, axes (z, y, x)
+
+    In patches `read` counts from the volume's first voxel, `out` and `write` from the region's.
+    """
+
+    graph: TurnedGraph
+    patch: Vec3
+    column: int
+    region: Box
+
+    @property
+    def grid(self) -> Vec3:
+        """Periods of a column along each axis, its own first."""
+        return (self.column or self.patch[0], *self.patch[1:])
+
+    @cached_property
+    def periods(self) -> tuple[Vec3, Vec3]:
+        """The first period of the region, and that behind the last, with the axis of columns first."""
+        lo, hi = turned(self.region.lo, self.graph.axis), turned(self.region.hi, self.graph.axis)
+        voxels = self.graph.voxels
+        begin = (lo[0] // voxels[0], lo[1] // voxels[1], lo[2] // voxels[2])
+        end = (-(-hi[0] // voxels[0]), -(-hi[1] // voxels[1]), -(-hi[2] // voxels[2]))
+        return begin, end
+
+    @cached_property
+    def counts(self) -> Vec3:
+        """Number of columns along each axis, their own first."""
+        begin, end = self.periods
+        z, y, x = (-(-(hi - lo) // size) for lo, hi, size in zip(begin, end, self.grid, strict=True))
+        return z, y, x
+
+    def ranges(self, along: int) -> list[tuple[int, int]]:
+        """Return the first period of each column along an axis, and that behind its last."""
+        (begin, end), size = (self.periods[0][along], self.periods[1][along]), self.grid[along]
+        return [(first, min(first + size, end)) for first in range(begin, end, size)]
+
+    def __len__(self) -> int:
+        return prod(self.counts)
+
+    @overload
+    def __getitem__(self, index: int) -> Column: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Column, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Column | tuple[Column, ...]:
+        if isinstance(index, slice):
+            return tuple(self[i] for i in range(*index.indices(len(self))))
+        rest, x = divmod(range(len(self))[index], self.counts[2])  # IndexError beyond the end
+        z, y = divmod(rest, self.counts[1])
+        ranges = [self.ranges(along)[place] for along, place in enumerate((z, y, x))]
+        begin, end = (ranges[0][0], ranges[1][0], ranges[2][0]), (ranges[0][1], ranges[1][1], ranges[2][1])
+        return Column(tuple(self._steps(begin, end)))
+
+    def _steps(self, begin: Vec3, end: Vec3) -> Iterator[Patch]:
+        """Yield the steps of the column of these periods."""
+        graph, thick = self.graph, self.patch[0] if self.column else 0
+        planes = graph.planes(begin[0], end[0], thick)
+        read = [graph.regions(along, begin[along], end[along])[0] for along in (1, 2)]
+        out = [graph.wanted(along, begin[along], end[along])[0] for along in (1, 2)]
+        zero = (-self.region.lo[0], -self.region.lo[1], -self.region.lo[2])
+        region = self.region.shifted(zero)
+        for number, (step, given) in enumerate(zip(planes.steps, planes.outputs, strict=True)):
+            source = self._box((step.new[0], read[0], read[1]))
+            gives = self._box((given[0], out[0], out[1])).shifted(zero)
+            here = GraphStep(begin, end, thick, number)
+            yield Patch(source.lo, gives, gives.clipped(region), source.size, here)
+
+    def _box(self, along: Region) -> Box:
+        lo, hi = (along[0].lo, along[1].lo, along[2].lo), (along[0].hi, along[1].hi, along[2].hi)
+        return Box(turned_back(lo, self.graph.axis), turned_back(hi, self.graph.axis))

@@ -1,0 +1,199 @@
+"""The operations that compute a graph's layers, what each reads, and its shape for a region of its output.
+
+A crop is a view of what it crops, and a concatenation that only convolutions read is no operation: these read all its
+inputs. Every other layer is an operation, and its output a tensor in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from znnpy.geometry import Geometry, Interval
+from znnpy.graph_shapes import (
+    GraphConvShape,
+    GraphShape,
+    PadShape,
+    PointShape,
+    TransposeShape,
+    UpsampleShape,
+    WindowPoolShape,
+)
+from znnpy.layers import (
+    ONE,
+    Activate,
+    Add,
+    AveragePool,
+    Concat,
+    Conv,
+    ConvTranspose,
+    Crop,
+    Layer,
+    MaxFilter,
+    Multiply,
+    Pad,
+    Pool,
+    Scale,
+    Upsample,
+)
+from znnpy.network import Network
+from znnpy.patches import Box
+from znnpy.shapes import MaxoutShape, Vec3, add
+
+Region = tuple[Interval, Interval, Interval]
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What an operation reads: voxel i of its input is voxel i + `shift` of the tensor."""
+
+    tensor: int
+    shift: Vec3
+    maps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A layer that is computed, and the tensors that it reads."""
+
+    layer: int
+    reads: tuple[Read, ...]
+
+    @property
+    def tensor(self) -> int:
+        """The tensor that it gives."""
+        return self.layer + 1
+
+
+def operations(network: Network) -> tuple[Operation, ...]:
+    """Return the operations of a network whose sizes are resolved, in the order of its layers."""
+    views = {index + 1 for index in range(len(network.layers)) if _is_view(network, index)}
+    return tuple(
+        Operation(index, tuple(read for source in sources for read in _reads(network, views, source, (0, 0, 0))))
+        for index, sources in enumerate(network.sources)
+        if index + 1 not in views
+    )
+
+
+def _is_view(network: Network, index: int) -> bool:
+    """Return whether a layer is computed by those that read it."""
+    layer, tensor = network.layers[index], index + 1
+    if tensor in network.outputs:
+        return False
+    readers = [network.layers[reader] for reader in network.readers[tensor]]
+    if isinstance(layer, Concat):
+        return all(isinstance(reader, Conv) and reader.groups == 1 for reader in readers)
+    return isinstance(layer, Crop) and not any(isinstance(reader, Crop) for reader in readers)
+
+
+def _reads(network: Network, views: set[int], tensor: int, shift: Vec3) -> list[Read]:
+    """Return the tensors in memory that a tensor consists of, in the order of its maps."""
+    if tensor not in views:
+        return [Read(tensor, shift, network.maps[tensor])]
+    layer = network.layers[tensor - 1]
+    shift = add(shift, layer.before) if isinstance(layer, Crop) else shift
+    return [read for source in network.sources[tensor - 1] for read in _reads(network, views, source, shift)]
+
+
+def input_region(geometry: Geometry, operation: Operation, region: Region) -> Region:
+    """Return what an operation reads of its input for a region of its output, before any shift."""
+    source = geometry.network.sources[operation.layer][0]
+    z, y, x = (axis.read(operation.layer, along, source) for axis, along in zip(geometry.axes, region, strict=True))
+    return z, y, x
+
+
+def shifted(region: Region, by: Vec3) -> Box:
+    """Return a region as a box, moved."""
+    z, y, x = region
+    return Box((z.lo + by[0], y.lo + by[1], x.lo + by[2]), (z.hi + by[0], y.hi + by[1], x.hi + by[2]))
+
+
+def shape_of(geometry: Geometry, operation: Operation, region: Region) -> GraphShape | MaxoutShape:
+    """Return the shape of an operation for a region of its output."""
+    network, index = geometry.network, operation.layer
+    layer, source = network.layers[index], network.sources[index][0]
+    read = input_region(geometry, operation, region)
+    needs = [axis.needed(index, along, source) for axis, along in zip(geometry.axes, region, strict=True)]
+    n, m = _vector(one.size for one in read), _vector(one.size for one in region)
+    before = _vector(there.lo - need.lo for need, there in zip(needs, read, strict=True))
+    behind = _vector(need.hi - there.hi for need, there in zip(needs, read, strict=True))
+    fins = tuple(one.maps for one in operation.reads)
+    sizes = geometry.size(source)
+    match layer:
+        case Conv():
+            return GraphConvShape(
+                fins, layer.out, n, layer.kernel, before, behind, layer.stride, layer.dilation, layer.groups,
+                layer.activation, layer.parameters,
+            )  # fmt: skip
+        case ConvTranspose():
+            first = _first(region, read, layer.stride, layer.padding[0])
+            return TransposeShape(
+                sum(fins), layer.out, n, m, layer.kernel, first, layer.stride, layer.dilation, layer.groups,
+                layer.activation, layer.parameters,
+            )  # fmt: skip
+        case Pool() | AveragePool():
+            overhang = _vector(
+                max(0, need.hi - size - padding)
+                for need, size, padding in zip(needs, sizes, layer.padding[1], strict=True)
+            )
+            how, counts = ("max", True) if isinstance(layer, Pool) else ("average", layer.count_padding)
+            return WindowPoolShape(
+                sum(fins),
+                n,
+                layer.window,
+                layer.step,
+                how,
+                before,
+                behind,
+                overhang,
+                counts,  # type: ignore[arg-type]
+            )
+        case MaxFilter():
+            return WindowPoolShape(sum(fins), n, layer.window, ONE)
+        case Upsample(factor=factor):
+            assert factor is not None, "resolved before"
+            return UpsampleShape(sum(fins), n, m, factor, _first(region, read, factor, (0, 0, 0)), layer.how)
+        case Pad():
+            return _pad_shape(layer, sum(fins), region, read, sizes)
+        case _:
+            return _point_shape(layer, fins, n)
+
+
+def _point_shape(layer: Layer, fins: tuple[int, ...], n: Vec3) -> GraphShape | MaxoutShape:
+    match layer:
+        case Add():
+            return PointShape("add", fins, n, layer.activation, layer.parameters)
+        case Multiply():
+            return PointShape("multiply", fins, n, layer.activation, layer.parameters)
+        case Scale():
+            return PointShape("scale", fins, n, layer.activation, layer.parameters)
+        case Activate():
+            return PointShape("function", fins, n, layer.function, layer.parameters)
+        case Concat() | Crop():
+            return PointShape("concat", fins, n)
+        case _:
+            raise TypeError(f"no operation computes a {layer.type}")
+
+
+def _pad_shape(layer: Pad, maps: int, region: Region, read: Region, sizes: Vec3) -> PadShape:
+    """Return the shape of a padding; far from the faces of the volume it does not say where they are."""
+    first, low, high = [], [], []
+    for along, there, size, before in zip(region, read, sizes, layer.before, strict=True):
+        begin = along.lo - before - there.lo
+        end = begin + along.size
+        first.append(begin)
+        low.append(-there.lo if begin < -there.lo else min(0, begin))
+        high.append(size - there.lo if end > size - there.lo else max(end, there.size))
+    n, m = _vector(one.size for one in read), _vector(one.size for one in region)
+    return PadShape(maps, n, m, _vector(first), _vector(low), _vector(high), layer.how)
+
+
+def _first(region: Region, read: Region, factor: Vec3, padding: Vec3) -> Vec3:
+    """Return where the output begins, counted from the first voxel of the input on the output's lattice."""
+    axes = zip(region, read, factor, padding, strict=True)
+    return _vector(along.lo + before - there.lo * times for along, there, times, before in axes)
+
+
+def _vector(values: Sequence[int] | object) -> Vec3:
+    z, y, x = values  # type: ignore[misc]
+    return z, y, x

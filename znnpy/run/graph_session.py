@@ -1,0 +1,331 @@
+"""A session of a graph: a plan with its arena, prepared weights and kept planes, which turns input into output.
+
+A step runs the operations in the order of the network's layers, each for the planes between the frontiers before and
+after it. A tensor that keeps planes lies in the arena with a copy of these planes beside it, or wholly beside the
+arena, where its planes are moved to the front when there is no room behind them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from znnpy.errors import ValuesOverflowError
+from znnpy.geometry import Interval
+from znnpy.graph_columns import GraphStep, StepPlanes
+from znnpy.graph_operations import Operation, Region, input_region, shape_of, shifted
+from znnpy.kernels.aligned import aligned_bytes, touch
+from znnpy.kernels.contract import ConvWeights, Primitive
+from znnpy.kernels.table import TABLE, find
+from znnpy.kernels.thread_pool import ThreadPool, min_chunk
+from znnpy.layer_shapes import LayerShape
+from znnpy.layers import Conv, ConvTranspose
+from znnpy.network import Network
+from znnpy.planner.graph_tilings import GraphTiling
+from znnpy.planner.memory import BUFFERS
+from znnpy.planner.plan import Choice, Plan
+from znnpy.run.arena import Arena, host_arena
+from znnpy.run.backend import UNTRACED, Voxels
+from znnpy.run.voxels import load_voxels, store_voxels
+from znnpy.shapes import FLOAT32, Vec3, turn
+
+if TYPE_CHECKING:
+    from znnpy.run.trace import Trace
+
+Array = npt.NDArray[np.float32]
+
+
+class _Tensor:
+    """The planes of one tensor that are in memory, (planes, y, x, maps)."""
+
+    def __init__(self, tiling: GraphTiling, tensor: int, maps: int) -> None:
+        self.storage = tiling.storage(tensor)
+        self.maps = maps
+        self.kept = tiling.kept[tensor]
+        self.nbytes = {"arena": 0, "carried": self.kept, "resident": tiling.capacity(tensor)}[
+            self.storage
+        ] * tiling.plane_bytes(tensor)
+        self.beside: Array = np.empty(0, np.float32)  # what stays from step to step
+        self.block: Array = np.empty(0, np.float32)  # where the planes of a step lie
+        self.held = Interval(0, 0)
+        self.planes: Array = np.empty((0, 0, 0, maps), np.float32)  # those of `held`
+        self._size = (0, 0)  # y, x
+        self._first = 0  # plane at the front of a resident block
+
+    def begin(self, size: tuple[int, int], first: int) -> None:
+        """Prepare for a column in which the tensor has `size` voxels across, and begins with plane `first`."""
+        self._size, self._first = size, first
+        self.held = Interval(first, first)
+
+    def advance(self, held: Interval, new: Interval, pool: ThreadPool) -> None:
+        """Make room for the planes of a step; those that were kept are in front of the new ones."""
+        plane = self._size[0] * self._size[1] * self.maps
+        kept = max(0, new.lo - held.lo)
+        if self.storage == "resident":
+            if (held.hi - self._first) * plane > self.block.size:
+                start = held.lo - self._first
+                _move(self.block[: kept * plane], self.block[start * plane : (start + kept) * plane], pool)
+                self._first = held.lo
+            offset = held.lo - self._first
+        else:
+            offset = 0
+            if kept:
+                _move(self.block[: kept * plane], self.beside[: kept * plane], pool)
+        self.held = held
+        part = self.block[offset * plane : (offset + held.size) * plane]
+        self.planes = part.reshape(held.size, *self._size, self.maps)
+
+    def keep(self, first: int, pool: ThreadPool) -> None:
+        """Save the planes from `first` on for the next step, if they would be lost."""
+        if self.storage == "carried" and first < self.held.hi:
+            kept = self.planes[max(0, first - self.held.lo) :]
+            _move(self.beside[: kept.size], kept.reshape(-1), pool)
+
+
+def _move(target: Array, source: Array, pool: ThreadPool) -> None:
+    """Copy with all threads; where the two overlap, `target` begins before `source`."""
+    overlap = np.may_share_memory(target, source)
+    if overlap:
+        distance = (source.ctypes.data - target.ctypes.data) // FLOAT32
+        for first in range(0, target.size, max(1, distance)):  # parts that do not overlap their sources
+            end = min(first + max(1, distance), target.size)
+            if distance:
+                _move(target[first:end], source[first:end], pool)
+        return
+
+    def piece(lo: int, hi: int, worker: int) -> None:
+        del worker
+        target[lo:hi] = source[lo:hi]
+
+    pool.each(piece, target.size, least=min_chunk(target.nbytes, max(1, target.size)))
+
+
+@dataclass(slots=True)
+class _Bound:
+    """One operation with its prepared weights."""
+
+    operation: Operation
+    choice: Choice
+    primitive: Primitive
+    resident: Any
+    scratch: Mapping[str, Any]
+    steps: dict[LayerShape, Any]  # steps of its primitive by shape: few shapes occur in a run
+    name: str  # in traces
+
+
+class GraphSession:
+    """Runs the steps of one plan of a graph on a processor; see `Session`."""
+
+    max_in_flight = 0
+
+    def __init__(
+        self,
+        plan: Plan,
+        network: Network,
+        weights: Sequence[ConvWeights],
+        pool: ThreadPool,
+        table: tuple[Primitive, ...] = TABLE,
+        *,
+        trace: Trace | None = None,
+        lane: str | None = None,
+        prepared: Callable[[int], None] | None = None,
+    ) -> None:
+        self.plan, self.network, self.pool = plan, network, pool
+        self.written = [0] * len(plan.choices)
+        self.idle_seconds: dict[str, float] = {}
+        self._weights, self._table, self._trace, self._lane, self._prepared = weights, table, trace, lane, prepared
+        self._tiling = GraphTiling(plan.graph_cover(network))
+        self._graph = self._tiling.graph
+        self._bound: tuple[_Bound, ...] = ()
+        self._tensors: dict[int, _Tensor] = {}
+        self._across: tuple[tuple[Interval, ...], tuple[Interval, ...]] = ((), ())
+        self._steps = 0
+
+    def __enter__(self) -> Self:
+        graph, plan = self._graph, self.plan
+        weights = graph.lowered.weights(self._weights)
+        prepared = []
+        for operation, choice in zip(graph.operations, plan.choices, strict=True):
+            primitive = find(choice.primitive, self._table)
+            mine = _turned(weights.get(operation.layer), graph.axis, graph.network.layers[operation.layer])
+            prepared.append((operation, choice, primitive, primitive.prepare(mine, choice.variant, self.pool)))
+        arena = host_arena(self._block(plan.memory.last.arena), plan.stages[0].tensors)
+        self._bound = tuple(
+            _Bound(operation, choice, primitive, resident, arena.scratch(index), {}, _name(choice, graph.network))
+            for index, (operation, choice, primitive, resident) in enumerate(prepared)
+        )
+        for tensor in self._tiling.stored:
+            self._tensors[tensor] = self._allocated(tensor, arena)
+        return self
+
+    def _allocated(self, tensor: int, arena: Arena) -> _Tensor:
+        found = _Tensor(self._tiling, tensor, self._graph.network.maps[tensor])
+        beside = self._block(found.nbytes).view(np.float32)
+        if found.storage == "resident":
+            found.block = beside
+        else:
+            nbytes = self._tiling.held[tensor] * self._tiling.plane_bytes(tensor)
+            found.block, found.beside = arena.tensor(f"x{tensor}", (nbytes // FLOAT32,), np.float32), beside
+        return found
+
+    def _block(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Allocate memory and touch it, so that a run neither waits for memory nor fails for lack of it later."""
+        block = aligned_bytes(nbytes)
+        touch(block, self.pool, self._prepared)
+        return block
+
+    def __exit__(self, *cause: Any) -> None:
+        self._bound, self._tensors = (), {}
+
+    def buffers(
+        self, raw: np.dtype[Any], out: np.dtype[Any], *, reads: int, writes: int
+    ) -> tuple[Iterable[Voxels], Iterable[Voxels]]:
+        """Return arrays for `submit` of these dtypes; steps use their first voxels."""
+        del reads, writes  # pages that are never written to cost nothing
+        network, plan = self.network, self.plan
+        raws = [np.empty((network.input_channels, *plan.patch_in), raw) for _ in range(BUFFERS)]
+        return raws, [np.empty((network.output_channels, *plan.patch_out), out) for _ in range(BUFFERS)]
+
+    def submit(self, raw: Voxels, out: Voxels | None, *, begins: bool = True, step: object | None = None) -> None:
+        """Compute one step of a column, or one patch.
+
+        raw     (c, z, y, x) of any real dtype, what the step reads; read only.
+        out     (maps, z, y, x) float32, float16 or uint8 (`round(255 * clip(x, 0, 1))`), what it gives; overwritten.
+                None in the first steps of a column, which give no output.
+        begins  the first step of a column; every patch is one.
+        step    `Patch.step` of the plan's cover, a GraphStep.
+
+        ValuesOverflowError names the node whose result is not finite.
+        """
+        assert isinstance(step, GraphStep), "patches of a graph say what is computed"
+        column = self._graph.planes(step.begin[0], step.end[0], step.thick)
+        if begins:
+            self._begin(step, column.region)
+        planes = column.steps[step.number]
+        later = column.steps[step.number + 1].held if step.number + 1 < len(column.steps) else None
+        self._advance(0, planes)
+        if planes.new[0].size:
+            with self._span("load"):
+                source, network = self._tensors[0], self.network
+                new = source.planes[planes.new[0].lo - planes.held[0].lo :]
+                load_voxels(raw.transpose(self._axes), new, network.normalise, self.pool)
+        last_reads = self._last_reads
+        for index, bound in enumerate(self._bound):
+            self._advance(bound.operation.tensor, planes)
+            if planes.new[bound.operation.tensor].size:
+                self._run(index, bound, planes)
+            if later is not None:
+                for tensor in last_reads[index]:
+                    self._tensors[tensor].keep(later[tensor].lo, self.pool)
+        if out is not None:
+            with self._span("store"):
+                self._store(planes, column.outputs[step.number], step, out.transpose(self._axes))
+        self._steps += 1
+
+    @cached_property
+    def _last_reads(self) -> list[list[int]]:
+        """The tensors that are not read any more after each operation of a step."""
+        last = dict.fromkeys(self._tensors, 0)
+        for index, operation in enumerate(self._graph.operations):
+            last[operation.tensor] = index
+            for read in operation.reads:
+                last[read.tensor] = index
+        found: list[list[int]] = [[] for _ in self._graph.operations]
+        for tensor, index in last.items():
+            found[index].append(tensor)
+        return found
+
+    @property
+    def _axes(self) -> tuple[int, ...]:
+        """The order of the axes of an array (maps, z, y, x) that puts the axis of columns first."""
+        return (0, *(1 + axis for axis in turn(self._graph.axis)))
+
+    def _begin(self, step: GraphStep, region: Sequence[Interval]) -> None:
+        """Prepare for the first step of a column."""
+        y, x = (self._graph.regions(along, step.begin[along], step.end[along]) for along in (1, 2))
+        self._across = y, x
+        for tensor, held in self._tensors.items():
+            held.begin((y[tensor].size, x[tensor].size), region[tensor].lo)
+
+    def _advance(self, tensor: int, planes: StepPlanes) -> None:
+        self._tensors[tensor].advance(planes.held[tensor], planes.new[tensor], self.pool)
+
+    def _run(self, index: int, bound: _Bound, planes: StepPlanes) -> None:
+        """Compute the new planes of one operation."""
+        operation, tensor = bound.operation, bound.operation.tensor
+        region: Region = (planes.new[tensor], self._across[0][tensor], self._across[1][tensor])
+        shape = shape_of(self._graph.geometry, operation, region)
+        bind = bound.steps.get(shape)
+        if bind is None:
+            bind = bound.primitive.bind(bound.resident, shape, bound.choice.variant, self.pool)
+            bound.steps[shape] = bind
+        there = input_region(self._graph.geometry, operation, region)
+        inputs = [self._view(read.tensor, there, read.shift) for read in operation.reads]
+        out = self._tensors[tensor].planes[planes.new[tensor].lo - planes.held[tensor].lo :]
+        with self._span(bound.name, layer=operation.layer):
+            try:
+                if shape.kind == "maxout":
+                    bind.run(np.ascontiguousarray(inputs[0])[None], out[None], bound.scratch)
+                else:
+                    bind.run(inputs, out, bound.scratch)
+            except ValuesOverflowError as error:
+                raise error.with_context(f"node {self._graph.network.names[operation.layer]}") from None
+        self.written[index] += prod(out.shape[:3])
+
+    def _view(self, tensor: int, there: Region, shift: Vec3) -> Array:
+        """Return the voxels of a tensor that an operation reads."""
+        box = shifted(there, shift)
+        held = self._tensors[tensor]
+        begin = (held.held.lo, self._across[0][tensor].lo, self._across[1][tensor].lo)
+        z, y, x = (slice(lo - at, hi - at) for lo, hi, at in zip(box.lo, box.hi, begin, strict=True))
+        return held.planes[z, y, x]
+
+    def _store(self, planes: StepPlanes, given: Sequence[Interval], step: GraphStep, out: Voxels) -> None:
+        """Write the outputs of a step, one after the other along the maps."""
+        first = 0
+        wanted = [self._graph.wanted(along, step.begin[along], step.end[along]) for along in (1, 2)]
+        for number, tensor in enumerate(self._graph.network.outputs):
+            region: Region = (given[number], wanted[0][number], wanted[1][number])
+            image = self._view(tensor, region, (0, 0, 0))
+            maps = image.shape[3]
+            store_voxels(image, out[first : first + maps], self.pool)
+            first += maps
+
+    def _span(self, name: str, **facts: int) -> Any:
+        if self._trace is None:
+            return UNTRACED
+        return self._trace.span(self._lane or "CPU", name, step=self._steps, **facts)
+
+    def run(self, raw: Voxels, out: Voxels | None, *, begins: bool = True, step: object | None = None) -> None:
+        """Compute one step: `submit` it and `wait`."""
+        self.submit(raw, out, begins=begins, step=step)
+
+    def abandon(self) -> None:
+        """Do nothing: a processor does not fail alone."""
+
+    def done(self, ticket: Any) -> bool:
+        """Return True: a step is done when it was submitted."""
+        del ticket
+        return True
+
+    def wait(self, ticket: Any) -> None:
+        """Do nothing: a step is done when it was submitted."""
+        del ticket
+
+
+def _name(choice: Choice, network: Network) -> str:
+    return f"{network.names[choice.layers[0]]} {choice.primitive}"
+
+
+def _turned(weights: ConvWeights | None, axis: int, layer: object) -> ConvWeights | None:
+    """Return weights with `axis` as the first axis of the kernels."""
+    if weights is None or axis == 0 or not isinstance(layer, Conv | ConvTranspose):
+        return weights
+    order = (0, 1, *(2 + along for along in turn(axis)))
+    return ConvWeights(np.ascontiguousarray(weights.weight.transpose(order)), weights.bias)

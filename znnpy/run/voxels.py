@@ -1,0 +1,59 @@
+"""Convert raw voxels to the input of a network, and its output to the dtype that is written, on a processor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from znnpy.kernels.thread_pool import ThreadPool, min_chunk
+from znnpy.network import Normalise
+from znnpy.run.backend import Voxels, input_overflow, output_overflow
+
+Array = npt.NDArray[np.float32]
+
+
+def load_voxels(raw: Voxels, x: Any, normalise: Normalise | None, pool: ThreadPool) -> None:
+    """Normalise raw voxels (c, z, y, x) of any real dtype and strides into `x` (z, y, x, c) float32."""
+    wide = raw.dtype.itemsize > 2 and raw.dtype != np.float32  # float32 would round before the mean is subtracted
+    dtype = np.float64 if wide else np.float32
+
+    @np.errstate(over="raise")
+    def piece(lo: int, hi: int, worker: int) -> None:
+        for channel in range(raw.shape[0]):
+            target = x[lo:hi, ..., channel]
+            if normalise is None:
+                np.copyto(target, raw[channel, lo:hi], casting="unsafe")
+                continue
+            mean, std = dtype(normalise.mean[channel]), dtype(normalise.std[channel])
+            np.subtract(raw[channel, lo:hi], mean, out=target, dtype=dtype, casting="unsafe")
+            np.divide(target, np.float32(std), out=target)
+
+    try:
+        pool.each(piece, x.shape[0], least=min_chunk(x.nbytes, x.shape[0]))
+    except FloatingPointError:
+        raise input_overflow(raw) from None
+
+
+def store_voxels(image: Array, out: Voxels, pool: ThreadPool) -> None:
+    """Convert an image (z, y, x, maps) to the dtype of `out` (maps, z, y, x), whose strides may be any.
+
+    float32 and float16 are rounded; uint8 is `round(255 * clip(x, 0, 1))`.
+    """
+
+    def piece(lo: int, hi: int, worker: int) -> None:
+        del worker
+        try:
+            with np.errstate(over="raise"):
+                for plane in range(lo, hi):
+                    values = np.moveaxis(image[plane], 2, 0)
+                    if out.dtype == np.uint8:
+                        values = np.clip(values, 0, 1)
+                        np.multiply(values, np.float32(255), out=values)
+                        np.rint(values, out=values)
+                    np.copyto(out[:, plane], values, casting="unsafe")
+        except FloatingPointError:
+            raise output_overflow(float(np.abs(image[lo:hi]).max()), out.dtype) from None
+
+    pool.each(piece, image.shape[0], least=min_chunk(image.nbytes, image.shape[0]))
