@@ -64,6 +64,7 @@ class _Direct(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("rows", "run")),
         *((name, ctypes.c_int64) for name in ("fin", "fout", "x_image", "out_image", "relu", "stream")),
         *((name, ctypes.c_void_p) for name in ("x", "out", "kernels", "bias", "offsets")),
+        ("slope", ctypes.c_double),
     )
 
 

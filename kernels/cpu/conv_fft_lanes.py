@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import pairwise
 from math import log2, prod
@@ -60,19 +60,29 @@ MAXIMA_FLOPS = 16.0  # cost of pooling per result besides moving it, in flops of
 CALL_FLOPS = 10e9  # per call into the library; the stop flag is checked between calls
 
 
-class _Tiling(ctypes.Structure):
-    """The arguments of a call: struct Tiling in tiled.hpp."""
+class Channels(ctypes.Structure):
+    """One block of channels of the input: struct Channels in tiled.hpp."""
 
     _fields_ = (
-        *((name, ctypes.c_int64 * 3) for name in ("n", "k", "p", "tile", "step", "counts")),
-        *((name, ctypes.c_int64) for name in ("fin", "fout", "first", "tiles", "chunk", "column_pitch", "tile_pitch")),
-        *((name, ctypes.c_int64) for name in ("x_image", "out_image", "relu", "kept", "stream")),
-        *((name, ctypes.c_int64) for name in ("carried", "before_image")),
-        *((name, ctypes.c_void_p) for name in ("x", "before", "out", "spectra", "kernels", "bias")),
+        ("x", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("plane", "row", "voxel", "lanes", "part", "parts", "maps")),
     )
 
 
-GROUP_BYTES = ctypes.sizeof(_Tiling) + 3 * STAGE_BYTES  # arguments and counters of one group in a run
+class Tiling(ctypes.Structure):
+    """The arguments of a call: struct Tiling in tiled.hpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64 * 3) for name in ("n", "k", "p", "tile", "lead", "held", "step", "counts")),
+        *((name, ctypes.c_int64) for name in ("fin", "fout", "in_", "first", "tiles", "chunk")),
+        *((name, ctypes.c_int64) for name in ("column_pitch", "tile_pitch", "x_image", "out_image")),
+        *((name, ctypes.c_int64) for name in ("relu", "kept", "stream", "carried", "before_image")),
+        ("slope", ctypes.c_double),
+        *((name, ctypes.c_void_p) for name in ("channels", "before", "out", "spectra", "kernels", "bias")),
+    )
+
+
+GROUP_BYTES = ctypes.sizeof(Tiling) + 3 * STAGE_BYTES  # arguments and counters of one group in a run
 
 
 def _panels(count: int) -> int:
@@ -105,14 +115,15 @@ class _Sizes(NamedTuple):
 
 
 @lru_cache(maxsize=1)  # groups of several sizes are requested one after the other
-def _sizes(shape: ConvShape, tile: Vec3) -> _Sizes:
+def _sizes(shape: ConvShape, tile: Vec3, fin: int) -> _Sizes:
+    """Return the sizes of an input of `fin` blocks of channels."""
     tz, ty, tx = tile
     span = valid(tile, shape.k)
     mz, my, mx = span
     step = valid(span, shape.pool)
     counts = ceil_divide(valid(shape.unpooled, shape.pool), step)
     tiles = shape.batch * prod(counts)
-    fin, fout = blocks(shape.fin), blocks(shape.fout)
+    fout = blocks(shape.fout)
     half, lanes_in, lanes_out = tx // 2 + 1, LANES * fin, LANES * fout
     columns = ty * half
     spectra = 2.0 * FLOAT32 * columns * tiles  # bytes of one plane of one channel
@@ -158,8 +169,8 @@ class _Groups(NamedTuple):
 
 
 @lru_cache(maxsize=1)  # footprint and work of a variant are requested one after the other
-def _grouped(shape: ConvShape, variant: Variant) -> _Groups:
-    s = _sizes(shape, variant.size("tile"))
+def _grouped(shape: ConvShape, variant: Variant, fin: int) -> _Groups:
+    s = _sizes(shape, variant.size("tile"), fin)
     kept, tz = variant.count("kept") > 0, s.tile[0]
     groups = -(-s.tiles // variant.count("group"))
     group = -(-s.tiles // groups)
@@ -175,7 +186,9 @@ def _grouped(shape: ConvShape, variant: Variant) -> _Groups:
     )
 
 
-class _Resident(NamedTuple):
+class Resident(NamedTuple):
+    """The prepared weights."""
+
     kernels: Array
     bias: Array  # padded to whole blocks
 
@@ -205,88 +218,108 @@ class ConvFftLanes:
 
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
         del machine
-        shape = as_conv(shape)
-        found: dict[Variant, None] = {}
-        for tile, count in tiles_worth(valid(shape.unpooled, shape.pool), _reach(shape), SIDES).items():
-            tiles = shape.batch * count
-            for group, kept in GROUPS:
-                if group > 8 or tiles <= FEW_TILES:
-                    found[_variant(tile, min(group, tiles), kept)] = None
-        return tuple(found)
+        return tiled_variants(as_conv(shape))
 
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
         shape = as_conv(shape)
-        g = _grouped(shape, variant)
-        s = g.sizes
         sums = 2 * FLOAT32 * shape.out[2] if shape.activation == "softmax" else 0  # over the maps of a voxel
-        preparing = s.along_x_bytes if g.kept else 0
-        return Footprint(
-            resident=(s.columns * s.kernel_bytes if g.kept else s.along_x_bytes) + s.bias_bytes,
-            scratch=(
-                Scratch("spectra", s.columns * g.column_pitch),
-                Scratch("blocks", threads * max(s.plane_bytes, s.pool_bytes, g.column_bytes)),
-            ),
-            reads_carried=True,
-            allowance=ALIGNMENT + threads * (CALL_BYTES + sums) + TOGETHER * GROUP_BYTES + preparing,
-        )
+        found = tiled_footprint(shape, variant, threads, blocks(shape.fin))
+        return replace(found, reads_carried=True, allowance=found.allowance + threads * sums)
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
-        g = _grouped(as_conv(shape), variant)
-        s = g.sizes
-        kernels = 0.0 if g.kept else g.groups * s.kernels
-        read = float(g.groups * s.columns * s.kernel_bytes) if g.kept else 0.0
-        return (
-            s.forward,
-            Work("lane_fft", s.along_z + kernels, 0.0),
-            Work("lane_product", s.products, s.moved + read),
-            s.inverse,
-        )
+        shape = as_conv(shape)
+        return tiled_work(shape, variant, blocks(shape.fin))
 
-    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> _Resident:
+    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> Resident:
         assert weights is not None
-        fout, fin, kz, ky, kx = weights.weight.shape
-        tile = variant.size("tile")
-        # An image of one tile: the kernels do not depend on the images.
-        sizes = _sizes(ConvShape(1, fin, fout, tile, (kz, ky, kx)), tile)
-        weight = np.ascontiguousarray(weights.weight)
-        lib = library(this_machine().simd)
-        tiling = _Tiling(fin=fin, fout=fout)
-        tiling.k[:], tiling.tile[:] = (kz, ky, kx), tile
-        along_x = aligned_bytes(_along_x_bytes(fin, fout, (kz, ky, kx), tile))
-
-        def transform(lo: int, hi: int, worker: int) -> None:
-            del worker
-            for map in range(lo, hi):
-                pool.check()
-                lib.znnpy_tiled_kernels(
-                    ctypes.byref(tiling),
-                    _address(weight),
-                    _address(along_x),
-                    ctypes.c_int64(map),
-                    ctypes.c_int64(map + 1),
-                )
-
-        pool.each(transform, fin)
-        bias = np.zeros(LANES * blocks(fout), np.float32)
-        bias[:fout] = weights.bias
-        if not variant.count("kept"):
-            return _Resident(along_x.view(np.float32), bias)
-        kept = aligned_bytes(sizes.columns * sizes.kernel_bytes)
-        tiling.kernels = along_x.ctypes.data
-
-        def finish(lo: int, hi: int, worker: int) -> None:
-            del worker
-            for column in range(lo, hi):
-                pool.check()
-                lib.znnpy_tiled_spectra(
-                    ctypes.byref(tiling), _address(kept), ctypes.c_int64(column), ctypes.c_int64(column + 1)
-                )
-
-        pool.each(finish, sizes.columns)
-        return _Resident(kept.view(np.float32), bias)
+        return tiled_kernels(weights, variant, pool)
 
     def bind(self, resident: Any, shape: LayerShape, variant: Variant, pool: ThreadPool) -> _Step:
         return _Step(resident, as_conv(shape), variant, pool)
+
+
+def tiled_variants(shape: ConvShape) -> Sequence[Variant]:
+    """Return the tiles and groups worth trying."""
+    found: dict[Variant, None] = {}
+    for tile, count in tiles_worth(valid(shape.unpooled, shape.pool), _reach(shape), SIDES).items():
+        tiles = shape.batch * count
+        for group, kept in GROUPS:
+            if group > 8 or tiles <= FEW_TILES:
+                found[_variant(tile, min(group, tiles), kept)] = None
+    return tuple(found)
+
+
+def tiled_footprint(shape: ConvShape, variant: Variant, threads: int, fin: int) -> Footprint:
+    """Return the bytes for an input of `fin` blocks of channels, without those of activations other than ReLU."""
+    g = _grouped(shape, variant, fin)
+    s = g.sizes
+    preparing = s.along_x_bytes if g.kept else 0
+    return Footprint(
+        resident=(s.columns * s.kernel_bytes if g.kept else s.along_x_bytes) + s.bias_bytes,
+        scratch=(
+            Scratch("spectra", s.columns * g.column_pitch),
+            Scratch("blocks", threads * max(s.plane_bytes, s.pool_bytes, g.column_bytes)),
+        ),
+        allowance=ALIGNMENT + threads * CALL_BYTES + TOGETHER * GROUP_BYTES + preparing,
+    )
+
+
+def tiled_work(shape: ConvShape, variant: Variant, fin: int) -> Sequence[Work]:
+    """Return the work for an input of `fin` blocks of channels."""
+    g = _grouped(shape, variant, fin)
+    s = g.sizes
+    kernels = 0.0 if g.kept else g.groups * s.kernels
+    read = float(g.groups * s.columns * s.kernel_bytes) if g.kept else 0.0
+    return (
+        s.forward,
+        Work("lane_fft", s.along_z + kernels, 0.0),
+        Work("lane_product", s.products, s.moved + read),
+        s.inverse,
+    )
+
+
+def tiled_kernels(weights: ConvWeights, variant: Variant, pool: ThreadPool) -> Resident:
+    """Return the kernels transformed for the tiles of a variant."""
+    fout, fin, kz, ky, kx = weights.weight.shape
+    tile = variant.size("tile")
+    # An image of one tile: the kernels do not depend on the images.
+    sizes = _sizes(ConvShape(1, fin, fout, tile, (kz, ky, kx)), tile, blocks(fin))
+    weight = np.ascontiguousarray(weights.weight)
+    lib = library(this_machine().simd)
+    tiling = Tiling(fin=fin, fout=fout)
+    tiling.k[:], tiling.tile[:] = (kz, ky, kx), tile
+    along_x = aligned_bytes(_along_x_bytes(fin, fout, (kz, ky, kx), tile))
+
+    def transform(lo: int, hi: int, worker: int) -> None:
+        del worker
+        for map in range(lo, hi):
+            pool.check()
+            lib.znnpy_tiled_kernels(
+                ctypes.byref(tiling),
+                _address(weight),
+                _address(along_x),
+                ctypes.c_int64(map),
+                ctypes.c_int64(map + 1),
+            )
+
+    pool.each(transform, fin)
+    bias = np.zeros(LANES * blocks(fout), np.float32)
+    bias[:fout] = weights.bias
+    if not variant.count("kept"):
+        return Resident(along_x.view(np.float32), bias)
+    kept = aligned_bytes(sizes.columns * sizes.kernel_bytes)
+    tiling.kernels = along_x.ctypes.data
+
+    def finish(lo: int, hi: int, worker: int) -> None:
+        del worker
+        for column in range(lo, hi):
+            pool.check()
+            lib.znnpy_tiled_spectra(
+                ctypes.byref(tiling), _address(kept), ctypes.c_int64(column), ctypes.c_int64(column + 1)
+            )
+
+    pool.each(finish, sizes.columns)
+    return Resident(kept.view(np.float32), bias)
 
 
 @cache
@@ -308,18 +341,41 @@ def _address(array: Any) -> ctypes.c_void_p:
     return ctypes.c_void_p(array.ctypes.data)
 
 
-class _Step:
-    """The convolution of one shape."""
+def input_blocks(x: Array, maps: int) -> list[Channels]:
+    """Return the blocks of channels of an array (.., z, y, x, f) with `maps` channels of any pitch from voxel to voxel."""
+    plane, row, voxel = (stride // FLOAT32 for stride in x.strides[-4:-1])
+    count = blocks(maps)
+    return [
+        Channels(
+            x=x.ctypes.data + FLOAT32 * LANES * block,
+            plane=plane,
+            row=row,
+            voxel=voxel,
+            lanes=min(LANES, maps - LANES * block),
+            part=block,
+            parts=count,
+            maps=maps,
+        )
+        for block in range(count)
+    ]
 
-    def __init__(self, resident: _Resident, shape: ConvShape, variant: Variant, pool: ThreadPool) -> None:
+
+class TiledConvolution:
+    """The convolution of one shape, of an input of `fin` blocks of channels.
+
+    tiling  the arguments of a call, to be copied for each run: steps may run at the same time.
+    """
+
+    def __init__(self, resident: Resident, shape: ConvShape, variant: Variant, fin: int, pool: ThreadPool) -> None:
         self._shape, self._pool, self._resident = shape, pool, resident
-        g = _grouped(shape, variant)
+        g = _grouped(shape, variant, fin)
         self._sizes = s = g.sizes
         self._library = library(this_machine().simd)
         self._groups = [(lo, hi - lo) for lo, hi in pairwise(s.tiles * i // g.groups for i in range(g.groups + 1))]
-        self._tiling = t = _Tiling(
+        self.tiling = t = Tiling(
             fin=shape.fin,
             fout=shape.fout,
+            in_=fin,
             chunk=g.chunk,
             column_pitch=g.column_pitch // FLOAT32,
             tile_pitch=s.tile_pitch // FLOAT32,
@@ -330,11 +386,11 @@ class _Step:
             bias=resident.bias.ctypes.data,
         )
         t.n[:], t.k[:], t.p[:], t.tile[:], t.step[:] = shape.n, shape.k, shape.pool, s.tile, s.step
-        t.counts[:] = s.counts
+        t.counts[:], t.held[:] = s.counts, shape.n
         tz = s.tile[0]
-        lanes = LANES * blocks(shape.fin) * LANES * blocks(shape.fout)
+        lanes = LANES * fin * LANES * blocks(shape.fout)
         unit_flops = (
-            100.0 * s.columns * LANES * blocks(shape.fin),  # a plane
+            100.0 * s.columns * LANES * fin,  # a plane
             8.0 * tz * g.group * lanes,  # a column
             100.0 * s.columns * LANES * (s.span[0] if shape.pools else blocks(shape.fout)),  # a tile's block; a plane
         )
@@ -343,18 +399,17 @@ class _Step:
         grain = [max(1, min(n // (PARTS * pool.threads), m)) for n, m in zip(units, most, strict=True)]
         self._most, self._grain = (ctypes.c_int64 * 3)(*most), (ctypes.c_int64 * 3)(*grain)
 
-    def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes], before: Array | None = None) -> None:
-        s, shape, pool, run = self._sizes, self._shape, self._pool, self._library.znnpy_tiled_run
-        t = _Tiling.from_buffer_copy(self._tiling)  # a copy, since steps may run at the same time
-        t.x, t.out, t.spectra = x.ctypes.data, out.ctypes.data, scratch["spectra"].ctypes.data
-        t.x_image, t.out_image = x.strides[0] // FLOAT32, out.strides[0] // FLOAT32
-        if before is not None:
-            t.before, t.before_image, t.carried = before.ctypes.data, before.strides[0] // FLOAT32, before.shape[1]
+    def run(self, t: Tiling, inputs: Sequence[Channels], out: Array, scratch: Mapping[str, Bytes]) -> None:
+        """Compute all tiles; `t` is a copy of `tiling` with what else a run needs."""
+        s, pool, run = self._sizes, self._pool, self._library.znnpy_tiled_run
+        channels = (Channels * len(inputs))(*inputs)
+        t.channels, t.spectra = ctypes.addressof(channels), scratch["spectra"].ctypes.data
+        t.out, t.out_image = out.ctypes.data, out.strides[0] // FLOAT32
         buffers = scratch["blocks"].reshape(pool.threads, -1)
         bad = (ctypes.c_int64 * pool.threads)()
         for start in range(0, len(self._groups), TOGETHER):
             some = self._groups[start : start + TOGETHER]
-            groups = (_Tiling * len(some))()
+            groups = (Tiling * len(some))()
             for index, (t.first, t.tiles) in enumerate(some):
                 groups[index] = t
             stages = aligned_bytes(3 * len(some) * STAGE_BYTES)
@@ -370,6 +425,21 @@ class _Step:
 
             pool.each(piece, pool.threads)
             if any(bad):
-                raise overflow(sum(bad), s.tiles * prod(s.span) * shape.fout)
+                raise overflow(sum(bad), s.tiles * prod(s.span) * self._shape.fout)
+
+
+class _Step:
+    """The convolution of one shape."""
+
+    def __init__(self, resident: Resident, shape: ConvShape, variant: Variant, pool: ThreadPool) -> None:
+        self._shape, self._pool = shape, pool
+        self._tiles = TiledConvolution(resident, shape, variant, blocks(shape.fin), pool)
+
+    def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes], before: Array | None = None) -> None:
+        t = Tiling.from_buffer_copy(self._tiles.tiling)
+        t.x_image = x.strides[0] // FLOAT32
+        if before is not None:
+            t.before, t.before_image, t.carried = before.ctypes.data, before.strides[0] // FLOAT32, before.shape[1]
+        self._tiles.run(t, input_blocks(x, self._shape.fin), out, scratch)
         # tanh and sigmoid are monotonic, so they may follow the maximum of a pooling.
-        activate_output(shape.activation, out, pool)
+        activate_output(self._shape.activation, out, self._pool)

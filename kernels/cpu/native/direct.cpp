@@ -19,17 +19,36 @@ constexpr ptrdiff_t CHUNK = 256;  // taps: longer sums would round more than tho
 
 struct Line {  // one panel of the outputs of a line
   const float *kernels, *bias;
-  ptrdiff_t fin, fout;
-  const int64_t *offsets;  // from an output's first input to that of each tap
-  ptrdiff_t taps, pitch;  // pitch: floats of the kernels from tap to tap
-  int lanes;  // lanes of the panel's last block
+  ptrdiff_t fout;
+  const Taps *taps;
+  int parts, later;  // number of `taps`; the last `later` of them read what is not in the caches yet
+  ptrdiff_t pitch;   // floats of the kernels from tap to tap
+  int lanes;         // lanes of the panel's last block
   bool relu, stream;
+  float slope;
 };
 
-// Sums and finishes VOXELS outputs; `finite` stays finite while they are. COUNT: only counts values that are not
-// finite.
-template <int VOXELS, int BLOCKS, bool COUNT>
-ALWAYS int64_t sum(const Line l, const float *x, float *out, V *finite) {
+// Adds the products of taps [first, last) to the sums of VOXELS outputs; `x` is the first input of the first of them, `w`
+// the kernels of the panel for the first of these taps. Returns the kernels of the next.
+template <int VOXELS, int VECTORS>
+ALWAYS const float *add_taps(V (&sums)[VOXELS][VECTORS], const float *x, ptrdiff_t voxel, const int64_t *offsets, ptrdiff_t first,
+                     ptrdiff_t last, const float *w, ptrdiff_t pitch) {
+  for (ptrdiff_t tap = first; tap < last; tap++, w += pitch) {
+    const float *in = x + offsets[tap];
+    V kernel[VECTORS];
+    for (int v = 0; v < VECTORS; v++) kernel[v] = load(w + v * W);
+    for (int i = 0; i < VOXELS; i++) {
+      const V value = broadcast(in[i * voxel]);
+      for (int v = 0; v < VECTORS; v++) sums[i][v] += value * kernel[v];
+    }
+  }
+  return w;
+}
+
+// Sums and finishes VOXELS outputs, from output `at` of the line on; `finite` stays finite while they are. PARTS: there
+// may be any number of parts of taps, not one. COUNT: only counts values that are not finite.
+template <int VOXELS, int BLOCKS, bool PARTS, bool COUNT>
+ALWAYS int64_t sum(const Line l, ptrdiff_t at, float *out, V *finite) {
   constexpr int VECTORS = BLOCKS * PER_BLOCK;
   V sums[VOXELS][VECTORS];
   for (int v = 0; v < VECTORS; v++) {
@@ -37,29 +56,53 @@ ALWAYS int64_t sum(const Line l, const float *x, float *out, V *finite) {
     for (int i = 0; i < VOXELS; i++) sums[i][v] = bias;
   }
   // Only the last line of the next outputs' inputs is not in the caches yet.
-  const float *const ahead = x + l.offsets[l.taps - 1] + 1 + (VOXELS - 1) * l.fin;
-  for (ptrdiff_t i = 0; i < VOXELS * l.fin; i += LANES) __builtin_prefetch(ahead + i);
-  const float *w = l.kernels;
-  V totals[VOXELS][VECTORS];  // sums of whole chunks; not in registers
-  for (ptrdiff_t first = 0;; first += CHUNK) {
-    const ptrdiff_t last = l.taps - first > CHUNK ? first + CHUNK : l.taps;
-    for (ptrdiff_t tap = first; tap < last; tap++, w += l.pitch) {
-      const float *in = x + l.offsets[tap];
-      V kernel[VECTORS];
-      for (int v = 0; v < VECTORS; v++) kernel[v] = load(w + v * W);
+  for (int part = PARTS ? l.parts - l.later : 0; part < (PARTS ? l.parts : 1); part++) {
+    const Taps &t = l.taps[part];
+    const float *const ahead = t.x + t.offsets[t.count - 1] + 1 + (at + VOXELS - 1) * t.voxel;
+    for (ptrdiff_t i = 0; i < VOXELS * t.voxel; i += LANES) __builtin_prefetch(ahead + i);
+  }
+  if constexpr (PARTS) {
+    V totals[VOXELS][VECTORS] = {};  // sums of whole chunks; not in registers
+    const auto total = [&]() ALWAYS_LAMBDA {
       for (int i = 0; i < VOXELS; i++) {
-        const V value = broadcast(in[i * l.fin]);
-        for (int v = 0; v < VECTORS; v++) sums[i][v] += value * kernel[v];
+        for (int v = 0; v < VECTORS; v++) {
+          totals[i][v] += sums[i][v];
+          sums[i][v] = V{};
+        }
+      }
+    };
+    ptrdiff_t left = CHUNK;
+    for (int part = 0; part < l.parts; part++) {
+      const Taps &t = l.taps[part];
+      for (ptrdiff_t first = 0; first < t.count;) {
+        const ptrdiff_t last = first + (t.count - first < left ? t.count - first : left);
+        const float *const w = l.kernels + (t.first + first) * l.pitch;
+        add_taps(sums, t.x + at * t.voxel, t.voxel, t.offsets, first, last, w, l.pitch);
+        left -= last - first;
+        first = last;
+        if (left > 0) continue;
+        total();
+        left = CHUNK;
       }
     }
-    if (first > 0)
-      for (int i = 0; i < VOXELS; i++)
-        for (int v = 0; v < VECTORS; v++) sums[i][v] += totals[i][v];
-    if (last == l.taps) break;
-    for (int i = 0; i < VOXELS; i++) {
-      for (int v = 0; v < VECTORS; v++) {
-        totals[i][v] = sums[i][v];
-        sums[i][v] = V{};
+    for (int i = 0; i < VOXELS; i++)
+      for (int v = 0; v < VECTORS; v++) sums[i][v] += totals[i][v];
+  } else {
+    const Taps &t = *l.taps;
+    const float *const x = t.x + at * t.voxel, *w = l.kernels + t.first * l.pitch;
+    V totals[VOXELS][VECTORS];
+    for (ptrdiff_t first = 0;; first += CHUNK) {
+      const ptrdiff_t last = t.count - first > CHUNK ? first + CHUNK : t.count;
+      w = add_taps(sums, x, t.voxel, t.offsets, first, last, w, l.pitch);
+      if (first > 0)
+        for (int i = 0; i < VOXELS; i++)
+          for (int v = 0; v < VECTORS; v++) sums[i][v] += totals[i][v];
+      if (last == t.count) break;
+      for (int i = 0; i < VOXELS; i++) {
+        for (int v = 0; v < VECTORS; v++) {
+          totals[i][v] = sums[i][v];
+          sums[i][v] = V{};
+        }
       }
     }
   }
@@ -75,40 +118,42 @@ ALWAYS int64_t sum(const Line l, const float *x, float *out, V *finite) {
     finite[v] = checked;
     if (l.relu)
       for (int i = 0; i < VOXELS; i++) sums[i][v] = sums[i][v] > 0.0f ? sums[i][v] : V{};
-    float *at = out + v * W;
+    else if (l.slope != 0)
+      for (int i = 0; i < VOXELS; i++) sums[i][v] = sums[i][v] > 0.0f ? sums[i][v] : sums[i][v] * l.slope;
+    float *target = out + v * W;
     if (l.stream)
-      for (int i = 0; i < VOXELS; i++) stream(at + i * l.fout, sums[i][v]);
+      for (int i = 0; i < VOXELS; i++) stream(target + i * l.fout, sums[i][v]);
     else if (lanes >= W)
-      for (int i = 0; i < VOXELS; i++) store(at + i * l.fout, sums[i][v]);
+      for (int i = 0; i < VOXELS; i++) store(target + i * l.fout, sums[i][v]);
     else
-      for (int i = 0; i < VOXELS; i++) store_part(at + i * l.fout, sums[i][v], lanes);
+      for (int i = 0; i < VOXELS; i++) store_part(target + i * l.fout, sums[i][v], lanes);
   }
   return bad;
 }
 
-template <int VOXELS, int BLOCKS>
-void some(const Line &l, const float *x, float *out, int voxels, V *finite) {
+template <int VOXELS, int BLOCKS, bool PARTS>
+ALWAYS void some(const Line &l, ptrdiff_t at, float *out, int voxels, V *finite) {
   if constexpr (VOXELS > 1) {
-    if (voxels < VOXELS) return some<VOXELS - 1, BLOCKS>(l, x, out, voxels, finite);
+    if (voxels < VOXELS) return some<VOXELS - 1, BLOCKS, PARTS>(l, at, out, voxels, finite);
   }
-  sum<VOXELS, BLOCKS, false>(l, x, out, finite);
+  sum<VOXELS, BLOCKS, PARTS, false>(l, at, out, finite);
 }
 
 // Returns how many of the outputs are infinite or not a number.
-template <int BLOCKS>
-int64_t line(const Line &l, const float *x, float *out, ptrdiff_t outputs) {
+template <int BLOCKS, bool PARTS>
+int64_t line(const Line &l, float *out, ptrdiff_t outputs) {
   constexpr int MOST = voxels_with(BLOCKS);
   V finite[BLOCKS * PER_BLOCK] = {};
   const ptrdiff_t parts = (outputs + MOST - 1) / MOST;
   for (ptrdiff_t part = 0; part < parts; part++) {  // near-equal, because few sums would wait for each other
     const ptrdiff_t lo = outputs * part / parts, hi = outputs * (part + 1) / parts;
-    some<MOST, BLOCKS>(l, x + lo * l.fin, out + lo * l.fout, (int)(hi - lo), finite);
+    some<MOST, BLOCKS, PARTS>(l, lo, out + lo * l.fout, (int)(hi - lo), finite);
   }
   bool all = true;  // kernels beyond the last channel are zero: their sums are not finite only if others are not
   for (int v = 0; v < BLOCKS * PER_BLOCK; v++)
     for (int lane = 0; lane < W; lane++) all = all && finite[v][lane] == 0.0f;
   int64_t bad = 0;
-  for (ptrdiff_t i = 0; !all && i < outputs; i++) bad += sum<1, BLOCKS, true>(l, x + i * l.fin, nullptr, nullptr);
+  for (ptrdiff_t i = 0; !all && i < outputs; i++) bad += sum<1, BLOCKS, PARTS, true>(l, i, nullptr, nullptr);
   return bad;
 }
 
@@ -160,9 +205,15 @@ using namespace znnpy;
 
 namespace {
 
-// Computes a line of outputs, all channels, `fout` floats from one to the next; `whole`: there is space for whole
-// blocks of channels.
-int64_t whole_line(const Direct &d, const float *x, float *out, ptrdiff_t outputs, ptrdiff_t fout, bool whole) {
+template <int BLOCKS>
+int64_t line(const Line &l, float *out, ptrdiff_t outputs) {
+  return l.parts == 1 ? line<BLOCKS, false>(l, out, outputs) : line<BLOCKS, true>(l, out, outputs);
+}
+
+// Computes a line of outputs, all channels, `fout` floats from one to the next, from `parts` parts of the taps, of which
+// the last `later` read what is not in the caches yet; `whole`: there is space for whole blocks of channels.
+int64_t whole_line(const Direct &d, const Taps *some, int parts, int later, float *out, ptrdiff_t outputs,
+                   ptrdiff_t fout, bool whole) {
   const ptrdiff_t blocks = (d.fout + LANES - 1) / LANES, taps = d.k[0] * d.k[1] * d.k[2] * d.fin;
   int64_t bad = 0;
   for (ptrdiff_t first = 0; first < blocks;) {
@@ -171,22 +222,61 @@ int64_t whole_line(const Direct &d, const float *x, float *out, ptrdiff_t output
       const ptrdiff_t left = whole ? LANES : d.fout - (first + b + at_once - 1) * LANES;
       const Line l{d.kernels + first * LANES * taps + b * LANES,
                    d.bias + (first + b) * LANES,
-                   d.fin,
                    fout,
-                   d.offsets,
-                   taps,
+                   some,
+                   parts,
+                   later,
                    width * LANES,
                    (int)(left < LANES ? left : LANES),
                    d.relu != 0,
-                   !whole && d.stream != 0};
+                   !whole && d.stream != 0,
+                   (float)d.slope};
       float *target = out + (first + b) * LANES;
-      bad += at_once == 3   ? line<3>(l, x, target, outputs)
-             : at_once == 2 ? line<2>(l, x, target, outputs)
-                            : line<1>(l, x, target, outputs);
+      bad += at_once == 3   ? line<3>(l, target, outputs)
+             : at_once == 2 ? line<2>(l, target, outputs)
+                            : line<1>(l, target, outputs);
     }
     first += width;
   }
   return bad;
+}
+
+// Returns all taps of outputs whose first input is at x.
+Taps all_taps(const Direct &d, const float *x) { return {x, d.fin, d.offsets, 0, d.k[0] * d.k[1] * d.k[2] * d.fin}; }
+
+struct Range {
+  ptrdiff_t lo, hi;
+};
+
+// Returns the taps of an output whose inputs along one axis are in memory.
+Range held_taps(const Padded &p, int axis, ptrdiff_t output) {
+  const ptrdiff_t before = p.lead[axis] - output, behind = before + p.held[axis];
+  return {before > 0 ? before : 0, behind < p.direct.k[axis] ? behind : p.direct.k[axis]};
+}
+
+// Lists the taps of output (z, y, x) whose inputs are in memory, in the order of the kernels; returns the parts.
+int list_taps(const Padded &p, ptrdiff_t z, ptrdiff_t y, ptrdiff_t x, Taps *taps) {
+  const Direct &d = p.direct;
+  const Range along_z = held_taps(p, 0, z), along_y = held_taps(p, 1, y), along_x = held_taps(p, 2, x);
+  int parts = 0;
+  for (ptrdiff_t kz = along_z.lo; kz < along_z.hi; kz++) {
+    for (ptrdiff_t ky = along_y.lo; ky < along_y.hi; ky++) {
+      for (ptrdiff_t kx = along_x.lo; kx < along_x.hi; kx++) {
+        const ptrdiff_t position = (kz * d.k[1] + ky) * d.k[2] + kx;
+        for (int64_t i = 0; i < p.count; i++) {
+          const Input &in = p.inputs[i];
+          const ptrdiff_t first = position * d.fin + in.first;
+          if (p.count == 1 && parts > 0 && taps[parts - 1].first + taps[parts - 1].count == first) {
+            taps[parts - 1].count += in.maps;
+            continue;
+          }
+          const float *at = in.x + (z - p.lead[0]) * in.plane + (y - p.lead[1]) * in.row + (x - p.lead[2]) * in.voxel;
+          taps[parts++] = {at, in.voxel, in.offsets + position * in.maps, first, in.maps};
+        }
+      }
+    }
+  }
+  return parts;
 }
 
 }  // namespace
@@ -198,9 +288,32 @@ EXPORT int64_t znnpy_direct(const Direct *direct, int64_t lo, int64_t hi) {
   int64_t bad = 0;
   for (ptrdiff_t unit = lo; unit < hi; unit++) {
     const ptrdiff_t y = unit % my, z = unit / my % mz, image = unit / (my * mz);
-    const float *x = d.x + image * d.x_image + (z * d.n[1] + y) * d.n[2] * d.fin;
+    const Taps taps = all_taps(d, d.x + image * d.x_image + (z * d.n[1] + y) * d.n[2] * d.fin);
     float *out = d.out + image * d.out_image + (z * my + y) * mx * d.fout;
-    bad += whole_line(d, x, out, mx, d.fout, false);
+    bad += whole_line(d, &taps, 1, 1, out, mx, d.fout, false);
+  }
+  if (d.stream) fence();
+  return bad;
+}
+
+// Computes lines [lo, hi) of the output, (z, y), of an image with padding. `taps` has a place for every input of every
+// position in the kernel. Returns how many values are infinite or not a number.
+EXPORT int64_t znnpy_direct_padded(const Padded *padded, Taps *taps, int64_t lo, int64_t hi) {
+  const Padded &p = *padded;
+  const Direct &d = p.direct;
+  const ptrdiff_t my = d.n[1] - d.k[1] + 1, mx = d.n[2] - d.k[2] + 1;
+  int64_t bad = 0;
+  for (ptrdiff_t unit = lo; unit < hi; unit++) {
+    const ptrdiff_t y = unit % my, z = unit / my;
+    for (ptrdiff_t x = 0; x < mx;) {
+      const Range along_x = held_taps(p, 2, x);
+      ptrdiff_t outputs = 1;  // with the same taps
+      if (along_x.lo == 0 && along_x.hi == d.k[2]) outputs = p.lead[2] + p.held[2] - d.k[2] + 1 - x;
+      if (outputs > mx - x) outputs = mx - x;
+      const int parts = list_taps(p, z, y, x, taps), later = parts < p.count ? parts : (int)p.count;
+      bad += whole_line(d, taps, parts, later, d.out + ((z * my + y) * mx + x) * d.fout, outputs, d.fout, false);
+      x += outputs;
+    }
   }
   if (d.stream) fence();
   return bad;
@@ -226,9 +339,10 @@ EXPORT int64_t znnpy_direct_pool(const Direct *direct, float *scratch, int64_t l
     const ptrdiff_t line = columns * voxel, plane = rows * line;
     for (ptrdiff_t z = 0; z < depth; z++) {
       for (ptrdiff_t y = 0; y < rows + py - 1; y++) {
-        const float *x = d.x + image * d.x_image + ((z * d.n[1] + first_y + y) * d.n[2] + first_x) * d.fin;
+        const ptrdiff_t at = ((z * d.n[1] + first_y + y) * d.n[2] + first_x) * d.fin;
+        const Taps taps = all_taps(d, d.x + image * d.x_image + at);
         float *const ring = scratch + y % py * line_floats;
-        bad += whole_line(d, x, ring, columns + px - 1, voxel, true);
+        bad += whole_line(d, &taps, 1, 1, ring, columns + px - 1, voxel, true);
         maxima(ring, voxel, px, ring, line);
         if (y >= py - 1) maxima(scratch, line_floats, py, planes + z % pz * plane + (y - (py - 1)) * line, line);
       }

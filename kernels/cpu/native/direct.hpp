@@ -1,4 +1,4 @@
-// Arguments that conv_direct_lanes.py passes to the direct convolution. Sizes are in elements; the last axis of an
+// Arguments that conv_direct_lanes.py and graph_conv_direct.py pass to the direct convolution. Sizes are in elements; the last axis of an
 // image is its channels.
 #pragma once
 #include <cstdint>
@@ -15,4 +15,28 @@ struct Direct {
   const float *kernels;  // panel by panel: (z, y, x, fin, block, lane)
   const float *bias;     // padded to whole blocks
   const int64_t *offsets;  // (z, y, x, fin): floats from an output's first input to that of each tap
+  double slope;            // not 0: negative results are multiplied by it
+};
+
+struct Input {  // one of the arrays whose channels, one after the other, are the input
+  const float *x;             // the first voxel that is in memory
+  int64_t plane, row, voxel;  // floats from plane to plane, row to row, voxel to voxel
+  int64_t maps, first;        // its channels, and those of the arrays before it
+  const int64_t *offsets;     // (z, y, x, maps): floats from an output's first input to that of each tap
+};
+
+// Some of the taps of an output: of one input, and neighbours in the kernels.
+struct Taps {
+  const float *x;    // an output's first input, which may not be in memory
+  int64_t voxel;     // floats from voxel to voxel
+  const int64_t *offsets;
+  int64_t first, count;  // position in the kernels
+};
+
+// A convolution whose input has `n` voxels, of which `held` are in memory, from voxel `lead` on; the others are zero.
+struct Padded {
+  Direct direct;
+  int64_t lead[3], held[3];
+  int64_t count;  // of inputs
+  const Input *inputs;
 };

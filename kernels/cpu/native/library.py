@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from znnpy.machine import Machine
 
-VERSION = 3  # as in vector.hpp: raised when a function or a structure of the libraries changes
+VERSION = 4  # as in vector.hpp: raised when a function or a structure of the libraries changes
 LANES = 16  # channels of a block, in every library, as in vector.hpp
 STREAM_BYTES = 2**23  # larger outputs are written past the caches, if all their lines are whole
 
@@ -69,6 +69,7 @@ def library(simd: str) -> ctypes.CDLL:
         getattr(loaded, f"znnpy_tiled_{stage}").restype = ctypes.c_int64
     loaded.znnpy_direct.restype = ctypes.c_int64
     loaded.znnpy_direct_pool.restype = ctypes.c_int64
+    loaded.znnpy_direct_padded.restype = ctypes.c_int64
     loaded.znnpy_pool.restype = None
     return loaded
 

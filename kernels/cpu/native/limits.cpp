@@ -63,23 +63,22 @@ EXPORT void znnpy_limits_restore(const int64_t *tile, float *image, float *spect
   }
 }
 
-// Does the reads and writes of znnpy_tiled_forward.
+// Does the reads and writes of znnpy_tiled_forward, without padding.
 EXPORT void znnpy_limits_gather(const Tiling *tiling, float *planes, int64_t lo, int64_t hi) {
   const Tiling &t = *tiling;
-  const ptrdiff_t half = t.tile[2] / 2 + 1, blocks = blocks_of(t.fin);
+  const ptrdiff_t half = t.tile[2] / 2 + 1;
   for (ptrdiff_t unit = lo; unit < hi; unit++) {
     const ptrdiff_t tile = unit / t.tile[0], z = unit % t.tile[0];
     const Origin at = origin(t, t.first + tile);
     const ptrdiff_t rows = at.z + z < t.n[0] ? least(t.tile[1], t.n[1] - at.y) : 0;
     const ptrdiff_t voxels = least(t.tile[2], t.n[2] - at.x);
-    const float *image = t.x + at.image * t.x_image + (((at.z + z) * t.n[1] + at.y) * t.n[2] + at.x) * t.fin;
-    for (ptrdiff_t block = 0; block < blocks; block++) {
-      const ptrdiff_t lanes = least(LANES, t.fin - block * LANES);
+    for (ptrdiff_t block = 0; block < t.in; block++) {
+      const Channels &c = t.channels[block];
+      const float *image = c.x + at.image * t.x_image + (at.z + z) * c.plane + at.y * c.row + at.x * c.voxel;
       for (ptrdiff_t y = 0; y < rows; y++)
         for (ptrdiff_t x = 0; x < voxels; x++)
-          copy_lanes(image + (y * t.n[2] + x) * t.fin + block * LANES, planes + y * half * BLOCK + x * LANES, lanes,
-                     false);
-      float *target = t.spectra + tile * t.tile_pitch + (z * blocks + block) * BLOCK;
+          copy_lanes(image + y * c.row + x * c.voxel, planes + y * half * BLOCK + x * LANES, c.lanes, false);
+      float *target = t.spectra + tile * t.tile_pitch + (z * t.in + block) * BLOCK;
       for (ptrdiff_t x = 0; x < half; x++)
         for (ptrdiff_t y = 0; y < t.tile[1]; y++)
           for (ptrdiff_t part = 0; part < BLOCK; part += LANES)

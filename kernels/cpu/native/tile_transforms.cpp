@@ -48,20 +48,24 @@ void along(const Complex &p) {
   }
 }
 
-template <int N, bool PART>
+// SPACED: lines may begin in the padding, and voxels may be further apart than their channels need.
+template <int N, bool PART, bool SPACED>
 void from_rows(const float *image, const Rows &r) {
   constexpr int HALF = N / 2 + 1;
   for (int y = 0; y < r.rows; y++) {
     const int slot = r.at + y;
-    const float *later = r.later + slot / r.passes * r.row + slot % r.passes * N * LANES;
+    const float *later = r.later + slot / r.passes * r.row + slot % r.passes * (SPACED ? 1 : N) * LANES;
     for (int half = 0; half < LANES; half += W) {
       const float *source = image + y * r.row + half;
       C out[HALF];
       transform_real<N, 0, 1>(
           [&](auto i) ALWAYS_LAMBDA {
-            if (r.later) __builtin_prefetch(later + i * LANES, 0, 2);
+            if (r.later) __builtin_prefetch(later + i * (SPACED ? r.voxel : LANES), 0, 2);
             if (!PART) return load(source + i * r.voxel);
             if (i >= r.voxels) return V{};
+            if constexpr (SPACED) {
+              if (i < r.first) return V{};
+            }
             return load_part(source + i * r.voxel, r.lanes - half);
           },
           out);
@@ -71,8 +75,8 @@ void from_rows(const float *image, const Rows &r) {
   }
 }
 
-// Returns how many of the results are infinite or not a number.
-template <int N, bool PART>
+// Returns how many of the results are infinite or not a number. LEAKY: negative results are multiplied by a slope.
+template <int N, bool PART, bool LEAKY>
 int64_t to_rows(float *image, const Rows &r) {
   constexpr int HALF = N / 2 + 1;
   int64_t count = 0;
@@ -88,8 +92,9 @@ int64_t to_rows(float *image, const Rows &r) {
         if (i >= r.voxels) return;
         V v = value + bias;
         bad -= v * 0.0f != 0.0f;
-        if (r.relu) v = v > 0.0f ? v : V{};
-        if (PART) store_part(target + i * r.voxel, v, r.lanes - half);
+        if constexpr (LEAKY) v = v > 0.0f ? v : v * r.slope;
+        else if (r.relu) v = v > 0.0f ? v : V{};
+        if (PART && !(LEAKY && r.stream)) store_part(target + i * r.voxel, v, r.lanes - half);
         else if (r.stream) stream(target + i * r.voxel, v);
         else store(target + i * r.voxel, v);
       });
@@ -107,10 +112,12 @@ constexpr Side side() {
           along<N, true, false, false>,
           along<N, true, false, true>,
           along<N, true, true, false>,
-          from_rows<N, false>,
-          from_rows<N, true>,
-          to_rows<N, false>,
-          to_rows<N, true>};
+          from_rows<N, false, false>,
+          from_rows<N, true, false>,
+          from_rows<N, true, true>,
+          to_rows<N, false, false>,
+          to_rows<N, true, false>,
+          to_rows<N, true, true>};
 }
 
 const Side SIDES[] = {side<1>(),  side<4>(),  side<6>(),  side<8>(),  side<10>(), side<12>(), side<14>(),

@@ -28,15 +28,15 @@ struct Ahead {
   }
 };
 
-// Computes one frequency: y (tiles, blocks, re/im, lane) = x (tiles, fin in blocks, re/im, lane) @ w (fin, blocks,
+// Computes one frequency: y (tiles, blocks, re/im, lane) = x (tiles, fin in `in` blocks, re/im, lane) @ w (fin, blocks,
 // re/im, lane).
 template <int TILES, int VECTORS>
 ALWAYS void accumulate(const float *x, ptrdiff_t tile, const float *w, ptrdiff_t map, float *y, ptrdiff_t tile_out,
-                       int fin, Ahead &ahead) {
+                       const Channels *channels, int in, Ahead &ahead) {
   V re[TILES][VECTORS] = {}, im[TILES][VECTORS] = {};
   constexpr int PER_BLOCK = LANES / W;
-  for (int first = 0; first < fin; first += LANES, x += BLOCK) {
-    const int maps = fin - first < LANES ? fin - first : LANES;
+  for (int block = 0; block < in; block++, x += BLOCK) {
+    const int maps = (int)channels[block].lanes;
     ahead.fetch();
     for (int lane = 0; lane < maps; lane++, w += map) {
       V wr[VECTORS], wi[VECTORS];
@@ -70,25 +70,26 @@ ALWAYS void accumulate(const float *x, ptrdiff_t tile, const float *w, ptrdiff_t
 
 // Takes TILES at a time as long as there are so many, then fewer.
 template <int TILES, int VECTORS>
-void product(const float *x, ptrdiff_t tile, const float *w, ptrdiff_t map, float *y, ptrdiff_t tile_out, int fin,
-             int tiles, Ahead &ahead) {
+void product(const float *x, ptrdiff_t tile, const float *w, ptrdiff_t map, float *y, ptrdiff_t tile_out,
+             const Channels *channels, int in, int tiles, Ahead &ahead) {
   for (; tiles >= TILES; tiles -= TILES, x += TILES * tile, y += TILES * tile_out)
-    accumulate<TILES, VECTORS>(x, tile, w, map, y, tile_out, fin, ahead);
+    accumulate<TILES, VECTORS>(x, tile, w, map, y, tile_out, channels, in, ahead);
   if constexpr (TILES > 1) {
-    if (tiles > 0) product<TILES / 2, VECTORS>(x, tile, w, map, y, tile_out, fin, tiles, ahead);
+    if (tiles > 0) product<TILES / 2, VECTORS>(x, tile, w, map, y, tile_out, channels, in, tiles, ahead);
   }
 }
 
-void products(const float *x, ptrdiff_t tile, const float *w, float *y, ptrdiff_t tile_out, int fin, int tiles,
-              int blocks, Ahead &ahead) {
-  const ptrdiff_t map = blocks * BLOCK;
+void products(const Tiling &t, const float *x, const float *w, float *y, ptrdiff_t tile_out, int tiles, int blocks,
+              Ahead &ahead) {
+  const ptrdiff_t map = blocks * BLOCK, tile = t.in * BLOCK;
+  const int in = (int)t.in;
   if constexpr (W == LANES) {  // 32 registers
-    if (blocks == 3) product<4, 3>(x, tile, w, map, y, tile_out, fin, tiles, ahead);
-    else if (blocks == 2) product<6, 2>(x, tile, w, map, y, tile_out, fin, tiles, ahead);
-    else product<8, 1>(x, tile, w, map, y, tile_out, fin, tiles, ahead);
+    if (blocks == 3) product<4, 3>(x, tile, w, map, y, tile_out, t.channels, in, tiles, ahead);
+    else if (blocks == 2) product<6, 2>(x, tile, w, map, y, tile_out, t.channels, in, tiles, ahead);
+    else product<8, 1>(x, tile, w, map, y, tile_out, t.channels, in, tiles, ahead);
   } else {  // 16 registers
     for (int b = 0; b < blocks; b++)
-      product<2, 2>(x, tile, w + b * BLOCK, map, y + b * BLOCK, tile_out, fin, tiles, ahead);
+      product<2, 2>(x, tile, w + b * BLOCK, map, y + b * BLOCK, tile_out, t.channels, in, tiles, ahead);
   }
 }
 
@@ -138,15 +139,27 @@ ptrdiff_t column_floats(const Tiling &t) {
   return t.tile[0] * (t.fin * blocks + panels) * BLOCK;
 }
 
-// Returns the first voxel of a plane of the group's tiles in the input; null if it lies beyond.
-const float *input_plane(const Tiling &t, ptrdiff_t unit) {
+// Returns where a plane of the group's tiles begins, in voxels that are in memory: negative in the padding before them.
+Origin input_plane(const Tiling &t, ptrdiff_t unit) {
   const Origin at = origin(t, t.first + unit / t.tile[0]);
-  const ptrdiff_t z = at.z + unit % t.tile[0];
-  if (z >= t.n[0]) return nullptr;
-  const bool carried = z < t.carried;
-  const float *const image = carried ? t.before + at.image * t.before_image : t.x + at.image * t.x_image;
-  return image + (((carried ? z : z - t.carried) * t.n[1] + at.y) * t.n[2] + at.x) * t.fin;
+  return {at.image, at.z + unit % t.tile[0] - t.lead[0], at.y - t.lead[1], at.x - t.lead[2]};
 }
+
+bool in_memory(const Tiling &t, const Origin &plane) { return plane.z >= 0 && plane.z < t.held[0]; }
+
+// Returns the address of the first voxel of a plane that is in memory; rows and voxels before it may not be.
+const float *address(const Tiling &t, const Origin &at, ptrdiff_t block) {
+  const Channels &c = t.channels[block];
+  const bool carried = at.z < t.carried;
+  const float *const image = carried ? t.before + block * LANES + at.image * t.before_image : c.x + at.image * t.x_image;
+  return image + (carried ? at.z : at.z - t.carried) * c.plane + at.y * c.row + at.x * c.voxel;
+}
+
+// Returns how many positions from `from` on precede those in memory.
+ptrdiff_t first_held(ptrdiff_t from) { return from < 0 ? -from : 0; }
+
+// Returns how many of `length` positions from `from` on precede the end of the `held` in memory.
+ptrdiff_t until_held(ptrdiff_t from, ptrdiff_t length, ptrdiff_t held) { return least(length, held - from); }
 
 constexpr ptrdiff_t LATER_FLOATS = 5 << 13;  // part of a plane of spectra that is prefetched: larger ones gain nothing
 
@@ -213,23 +226,30 @@ EXPORT void znnpy_tiled_spectra(const Tiling *tiling, float *target, int64_t lo,
 EXPORT void znnpy_tiled_forward(const Tiling *tiling, float *planes, int64_t lo, int64_t hi) {
   const Tiling &t = *tiling;
   const Side &along_x = *find(t.tile[2]), &along_y = *find(t.tile[1]);
-  const ptrdiff_t half = t.tile[2] / 2 + 1, blocks = blocks_of(t.fin);
+  const ptrdiff_t half = t.tile[2] / 2 + 1, row = half * BLOCK;
   for (ptrdiff_t unit = lo; unit < hi; unit++) {
     const ptrdiff_t tile = unit / t.tile[0], z = unit % t.tile[0];
-    const Origin at = origin(t, t.first + tile);
-    const ptrdiff_t rows = at.z + z < t.n[0] ? least(t.tile[1], t.n[1] - at.y) : 0;
-    const ptrdiff_t voxels = least(t.tile[2], t.n[2] - at.x);
-    const float *const image = input_plane(t, unit);  // no rows are read if it lies beyond
-    const float *const later = unit + 1 < hi ? input_plane(t, unit + 1) : nullptr;
-    for (ptrdiff_t block = 0; block < blocks; block++) {
-      const int lanes = (int)least(LANES, t.fin - block * LANES);
-      const Rows r{t.n[2] * t.fin, t.fin, (int)rows, (int)voxels, lanes, planes, nullptr, false,
-                   later, (int)(block * rows), (int)blocks};
-      const bool part = voxels < t.tile[2] || lanes < LANES;
-      (part ? along_x.from_part : along_x.from)(image + block * LANES, r);
-      const ptrdiff_t row = half * BLOCK;
-      std::memset(planes + rows * row, 0, (size_t)((t.tile[1] - rows) * row) * sizeof(float));
-      float *target = t.spectra + tile * t.tile_pitch + (z * blocks + block) * BLOCK;
+    const Origin plane = input_plane(t, unit), next = input_plane(t, unit + 1);
+    const bool later = unit + 1 < hi && in_memory(t, next);
+    const ptrdiff_t skipped = first_held(plane.x), voxels = until_held(plane.x, t.tile[2], t.held[2]);
+    const bool any = in_memory(t, plane) && skipped < voxels;
+    const ptrdiff_t above = any ? least(first_held(plane.y), t.tile[1]) : 0;
+    const ptrdiff_t below = any ? until_held(plane.y, t.tile[1], t.held[1]) : 0;
+    const ptrdiff_t rows = below > above ? below - above : 0;
+    for (ptrdiff_t block = 0; block < t.in; block++) {
+      const Channels &c = t.channels[block];
+      Rows r{c.row, c.voxel, (int)rows, (int)voxels, (int)c.lanes, planes + above * row, nullptr, false};
+      r.first = (int)skipped;
+      if (later) {
+        r.later = address(t, next, block - c.part) + above * c.row;
+        r.at = (int)(c.part * rows), r.passes = (int)c.parts;
+      }
+      const bool spaced = skipped > 0 || c.voxel > c.maps, part = voxels < t.tile[2] || c.lanes < LANES;
+      const From from = spaced ? along_x.from_spaced : part ? along_x.from_part : along_x.from;
+      from(address(t, plane, block) + above * c.row, r);
+      std::memset(planes, 0, (size_t)(above * row) * sizeof(float));
+      std::memset(planes + (above + rows) * row, 0, (size_t)((t.tile[1] - above - rows) * row) * sizeof(float));
+      float *target = t.spectra + tile * t.tile_pitch + (z * t.in + block) * BLOCK;
       (t.stream ? along_y.forward_stream : along_y.forward)(
           {planes, row, BLOCK, target, t.column_pitch, t.tile[1] * t.column_pitch, (int)half, 0, 0});
     }
@@ -242,7 +262,7 @@ EXPORT void znnpy_tiled_forward(const Tiling *tiling, float *planes, int64_t lo,
 EXPORT void znnpy_tiled_multiply(const Tiling *tiling, float *scratch, int64_t lo, int64_t hi) {
   const Tiling &t = *tiling;
   const Side &along_z = *find(t.tile[0]);
-  const ptrdiff_t in = blocks_of(t.fin), out = blocks_of(t.fout), tz = t.tile[0];
+  const ptrdiff_t in = t.in, out = blocks_of(t.fout), tz = t.tile[0];
   const ptrdiff_t before = (t.chunk * in + 1) * BLOCK;
   float *const x = scratch + (t.kept ? 0 : column_floats(t)), *const y = x + tz * before;
   for (ptrdiff_t column = lo; column < hi; column++) {
@@ -263,8 +283,7 @@ EXPORT void znnpy_tiled_multiply(const Tiling *tiling, float *scratch, int64_t l
         const int width = panel(out - block);
         const ptrdiff_t after = (t.chunk * width + 1) * BLOCK, pitch = (t.fin * width + 1) * BLOCK;
         for (ptrdiff_t z = 0; z < tz; z++)
-          products(x + z * before, in * BLOCK, kernels + z * pitch, y + z * after, width * BLOCK, (int)t.fin, tiles,
-                   width, ahead);
+          products(t, x + z * before, kernels + z * pitch, y + z * after, width * BLOCK, tiles, width, ahead);
         for (int tile = 0; tile < tiles; tile++)
           (t.stream ? along_z.inverse_stream : along_z.inverse)(
               {y + tile * width * BLOCK, after, BLOCK,
@@ -301,8 +320,9 @@ EXPORT int64_t znnpy_tiled_inverse(const Tiling *tiling, float *planes, int64_t 
       along_y.inverse({source, t.column_pitch, t.tile[1] * t.column_pitch, planes, half * BLOCK, BLOCK, (int)half, 0,
                        (int)rows, BLOCK, later, (int)(block * half), (int)blocks});
       const Rows r{mx * t.fout, t.fout,  (int)rows, (int)voxels, lanes, planes, t.bias + block * LANES,
-                   t.relu != 0, nullptr, 0, 1, stream};
-      bad += (lanes < LANES ? along_x.to_part : along_x.to)(image + block * LANES, r);
+                   t.relu != 0, nullptr, 0, 1, stream, 0, (float)t.slope};
+      const To to = t.slope != 0 ? along_x.to_leaky : lanes < LANES ? along_x.to_part : along_x.to;
+      bad += to(image + block * LANES, r);
     }
   }
   if (stream) fence();

@@ -1,16 +1,28 @@
 // Arguments that conv_fft_lanes.py passes to the tiled convolution, and declarations shared by its stages. Sizes are in
 // elements; the last axis of an image is its channels.
+//
+// The input has `n` voxels, of which `held` are in memory, from voxel `lead` on; the others are zero (padding).
 #pragma once
 #include <atomic>
 #include <cstdint>
 
 #include "vector.hpp"
 
+struct Channels {  // one block of channels of the input
+  const float *x;             // the block's first channel in the first voxel that is in memory
+  int64_t plane, row, voxel;  // floats from plane to plane, row to row, voxel to voxel
+  int64_t lanes;              // channels of the block
+  int64_t part, parts;        // which of the blocks of its array it is, and how many these are
+  int64_t maps;               // channels of its array
+};
+
 struct Tiling {
   int64_t n[3], k[3], p[3], tile[3];  // input, kernel, window of the fused pooling (1: none), tile: z, y, x
+  int64_t lead[3], held[3];
   int64_t step[3];              // outputs of a whole tile: tile - k + 1, less p - 1
   int64_t counts[3];            // tiles of an image along each axis
   int64_t fin, fout;
+  int64_t in;             // blocks of channels of the input
   int64_t first, tiles;   // tiles of the group
   int64_t chunk;          // tiles whose columns are multiplied at once
   int64_t column_pitch;   // floats from column to column of the spectra
@@ -18,8 +30,9 @@ struct Tiling {
   int64_t x_image, out_image;  // floats from image to image
   int64_t relu, kept, stream;
   int64_t carried, before_image;  // planes that precede those of x, and floats from image to image of these planes
-  const float *x;
-  const float *before;
+  double slope;                   // not 0: negative results are multiplied by it
+  const Channels *channels;
+  const float *before;  // only if all blocks are of one array
   float *out;
   float *spectra;
   const float *kernels;  // kept: spectra, column by column; else transformed along x alone
@@ -54,7 +67,7 @@ struct Complex {  // where the lines of a pass are, in floats
 
 struct Rows {  // real lines of one block of channels, and their spectra
   ptrdiff_t row, voxel;  // strides in the image, in floats
-  int rows, voxels, lanes;  // inside the image
+  int rows, voxels, lanes;  // inside the image; `voxels` counts those before `first`
   float *spectra;  // (y, x, re/im, lane)
   const float *bias;
   bool relu;
@@ -63,6 +76,8 @@ struct Rows {  // real lines of one block of channels, and their spectra
   const float *later = nullptr;
   int at = 0, passes = 1;
   bool stream = false;  // whole, aligned blocks are written past the caches
+  int first = 0;  // voxels before it are zero
+  float slope = 0;
 };
 
 using Pass = void (*)(const Complex &);
@@ -72,8 +87,8 @@ using To = int64_t (*)(float *, const Rows &);
 struct Side {  // the transforms of one length
   int length;
   Pass forward, forward_stream, inverse, inverse_stream, kernels;
-  From from, from_part;
-  To to, to_part;
+  From from, from_part, from_spaced;
+  To to, to_part, to_leaky;
 };
 
 const Side *find(int64_t length);  // null if tiles have no such side
