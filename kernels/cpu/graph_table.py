@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from znnpy.kernels.cpu.graph_conv_taps import GraphConvTaps
 from znnpy.kernels.cpu.graph_pad import PadCopy
 from znnpy.kernels.cpu.graph_point import PointLines
+from znnpy.kernels.cpu.graph_point_lanes import PointLanes
 from znnpy.kernels.cpu.graph_pool import PoolWindows
 from znnpy.kernels.cpu.graph_transpose import TransposePhases
 from znnpy.kernels.cpu.graph_upsample import UpsampleRepeat
@@ -20,5 +21,6 @@ GRAPH_OPERATORS: tuple[Primitive, ...] = (
     PoolWindows(),
     UpsampleRepeat(),
     PointLines(),
+    PointLanes(),
     PadCopy(),
 )

@@ -70,6 +70,8 @@ def library(simd: str) -> ctypes.CDLL:
     loaded.znnpy_direct.restype = ctypes.c_int64
     loaded.znnpy_direct_pool.restype = ctypes.c_int64
     loaded.znnpy_pool.restype = None
+    loaded.znnpy_activate.restype = None
+    loaded.znnpy_point.restype = ctypes.c_int64
     return loaded
 
 
