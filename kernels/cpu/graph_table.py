@@ -9,6 +9,7 @@ from znnpy.kernels.cpu.graph_pad import PadCopy
 from znnpy.kernels.cpu.graph_point import PointLines
 from znnpy.kernels.cpu.graph_point_lanes import PointLanes
 from znnpy.kernels.cpu.graph_pool import PoolWindows
+from znnpy.kernels.cpu.graph_pool_lanes import PoolLanes
 from znnpy.kernels.cpu.graph_transpose import TransposePhases
 from znnpy.kernels.cpu.graph_upsample import UpsampleRepeat
 
@@ -19,6 +20,7 @@ GRAPH_OPERATORS: tuple[Primitive, ...] = (
     GraphConvTaps(),
     TransposePhases(),
     PoolWindows(),
+    PoolLanes(),
     UpsampleRepeat(),
     PointLines(),
     PointLanes(),

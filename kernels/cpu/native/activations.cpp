@@ -1,6 +1,8 @@
 // Functions of values, in place; see activations.py.
 #include "activations.hpp"
 
+#include "rows.hpp"
+
 namespace znnpy {
 namespace {
 
@@ -33,6 +35,26 @@ ALWAYS float sum_of_lanes(V v) {
   return sums[0];
 }
 
+constexpr ptrdiff_t FEW = 2 * W;  // maps
+
+// Applies softmax to up to W voxels of few maps: map by map, a voxel in each lane.
+void softmax_of_few(float *x, ptrdiff_t voxels, ptrdiff_t maps) {
+  float turned[FEW][W];
+  for (ptrdiff_t map = 0; map < maps; map++)
+    for (ptrdiff_t voxel = 0; voxel < W; voxel++) turned[map][voxel] = voxel < voxels ? x[voxel * maps + map] : 0.0f;
+  V most = load(turned[0]), sum{};
+  for (ptrdiff_t map = 1; map < maps; map++) most = larger(load(turned[map]), most);
+  for (ptrdiff_t map = 0; map < maps; map++) {
+    const V e = exponential(load(turned[map]) - most);
+    sum += e;
+    store(turned[map], e);
+  }
+  const V factor = 1.0f / sum;
+  for (ptrdiff_t map = 0; map < maps; map++) store(turned[map], load(turned[map]) * factor);
+  for (ptrdiff_t map = 0; map < maps; map++)
+    for (ptrdiff_t voxel = 0; voxel < least(voxels, W); voxel++) x[voxel * maps + map] = turned[map][voxel];
+}
+
 }  // namespace
 
 void activate(int64_t function, float a, float b, float *x, ptrdiff_t count) {
@@ -55,6 +77,10 @@ void activate(int64_t function, float a, float b, float *x, ptrdiff_t count) {
 }
 
 void softmax(float *x, ptrdiff_t voxels, ptrdiff_t maps) {
+  if (maps <= FEW) {
+    for (ptrdiff_t voxel = 0; voxel < voxels; voxel += W) softmax_of_few(x + voxel * maps, voxels - voxel, maps);
+    return;
+  }
   for (ptrdiff_t voxel = 0; voxel < voxels; voxel++, x += maps) {
     V most = broadcast(-__builtin_inff());
     ptrdiff_t i = 0;

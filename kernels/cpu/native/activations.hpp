@@ -1,7 +1,5 @@
 // Functions of vectors of values, and the code of each function as activations.py passes it.
 #pragma once
-#include <cstring>
-
 #include "vector.hpp"
 
 namespace znnpy {

@@ -70,7 +70,8 @@ def library(simd: str) -> ctypes.CDLL:
     loaded.znnpy_direct.restype = ctypes.c_int64
     loaded.znnpy_direct_pool.restype = ctypes.c_int64
     loaded.znnpy_pool.restype = None
-    loaded.znnpy_activate.restype = None
+    for function in ("activate", "window_pool"):
+        getattr(loaded, f"znnpy_{function}").restype = None
     loaded.znnpy_point.restype = ctypes.c_int64
     return loaded
 

@@ -4,6 +4,8 @@
 // to the output.
 #include "point.hpp"
 
+#include <cstring>
+
 #include "activations.hpp"
 #include "rows.hpp"
 
