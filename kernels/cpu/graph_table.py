@@ -12,6 +12,7 @@ from znnpy.kernels.cpu.graph_pool import PoolWindows
 from znnpy.kernels.cpu.graph_pool_lanes import PoolLanes
 from znnpy.kernels.cpu.graph_transpose import TransposePhases
 from znnpy.kernels.cpu.graph_upsample import UpsampleRepeat
+from znnpy.kernels.cpu.graph_upsample_lanes import UpsampleLanes
 
 if TYPE_CHECKING:
     from znnpy.kernels.contract import Primitive
@@ -22,6 +23,7 @@ GRAPH_OPERATORS: tuple[Primitive, ...] = (
     PoolWindows(),
     PoolLanes(),
     UpsampleRepeat(),
+    UpsampleLanes(),
     PointLines(),
     PointLanes(),
     PadCopy(),

@@ -15,11 +15,13 @@ constexpr int MOST_LINES = 512;  // lines of a window, as in graph_pool_lanes.py
 
 struct Maximum {
   static ALWAYS V join(V a, V b) { return larger_or_nan(a, b); }
+  static ALWAYS float join(float a, float b) { return a > b || a != a ? a : b; }
   static float start() { return -__builtin_inff(); }
 };
 
 struct Sum {
   static ALWAYS V join(V a, V b) { return a + b; }
+  static ALWAYS float join(float a, float b) { return a + b; }
   static float start() { return 0.0f; }
 };
 
@@ -37,9 +39,9 @@ ALWAYS void over(FROM from, ptrdiff_t count, float *to, ptrdiff_t floats, float 
   for (; i + 4 * W <= floats; i += 4 * W) vectors(std::integral_constant<int, 4>{}, i);
   for (; i + W <= floats; i += W) vectors(std::integral_constant<int, 1>{}, i);
   for (; i < floats; i++) {
-    V sum = broadcast(from(0)[i]);
-    for (ptrdiff_t j = 1; j < count; j++) sum = HOW::join(sum, broadcast(from(j)[i]));
-    to[i] = SCALE ? sum[0] * factor : sum[0];
+    float sum = from(0)[i];
+    for (ptrdiff_t j = 1; j < count; j++) sum = HOW::join(sum, from(j)[i]);
+    to[i] = SCALE ? sum * factor : sum;
   }
 }
 
