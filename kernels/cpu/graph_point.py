@@ -46,7 +46,9 @@ def _block(shape: PointShape) -> Vec3:
     return block_of(shape.n, max(1, BLOCK_BYTES // (FLOAT32 * shape.f)))
 
 
-class _Resident(NamedTuple):
+class Resident(NamedTuple):
+    """The weights of a scale or a prelu."""
+
     weight: Array  # factors or slopes
     bias: Array
 
@@ -82,9 +84,9 @@ class PointLines(GraphLayer):
         costly = 0.0 if shape.activation in ("none", "relu") else COSTLY_BYTES * shape.out_bytes / FLOAT32
         return (Work("copy", 0.0, shape.in_bytes + shape.out_bytes + costly),)
 
-    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> _Resident | None:
+    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> Resident | None:
         del variant, pool
-        return None if weights is None else _Resident(weights.weight, weights.bias)
+        return None if weights is None else Resident(weights.weight, weights.bias)
 
     def bind(self, resident: Any, shape: Sized, variant: Variant, pool: ThreadPool) -> _Step:
         del variant
@@ -92,7 +94,7 @@ class PointLines(GraphLayer):
 
 
 class _Step:
-    def __init__(self, resident: _Resident | None, shape: PointShape, pool: ThreadPool) -> None:
+    def __init__(self, resident: Resident | None, shape: PointShape, pool: ThreadPool) -> None:
         self._shape, self._pool, self._resident = shape, pool, resident
 
     def run(self, inputs: Sequence[Array], out: Array, scratch: Mapping[str, Bytes]) -> None:

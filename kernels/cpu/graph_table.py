@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING
 from znnpy.kernels.cpu.graph_conv_taps import GraphConvTaps
 from znnpy.kernels.cpu.graph_pad import PadCopy
 from znnpy.kernels.cpu.graph_point import PointLines
+from znnpy.kernels.cpu.graph_point_lanes import PointLanes
 from znnpy.kernels.cpu.graph_pool import PoolWindows
+from znnpy.kernels.cpu.graph_pool_lanes import PoolLanes
 from znnpy.kernels.cpu.graph_transpose import TransposePhases
 from znnpy.kernels.cpu.graph_upsample import UpsampleRepeat
+from znnpy.kernels.cpu.graph_upsample_lanes import UpsampleLanes
 
 if TYPE_CHECKING:
     from znnpy.kernels.contract import Primitive
@@ -18,7 +21,10 @@ GRAPH_OPERATORS: tuple[Primitive, ...] = (
     GraphConvTaps(),
     TransposePhases(),
     PoolWindows(),
+    PoolLanes(),
     UpsampleRepeat(),
+    UpsampleLanes(),
     PointLines(),
+    PointLanes(),
     PadCopy(),
 )

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     Indices = npt.NDArray[np.int64]
 
 LINES_BYTES = 128 * 1024  # lines of outputs at a time
+TABLE_BYTES = 40  # of an output along an axis: tables, and what they are computed from
 CACHED = 5  # a byte in the cache costs a fifth of one that misses it
 RUN_BYTES = 100  # cost to start a run of maps, in bytes that miss the cache
 CALL_BYTES = 35_000  # cost of a numpy call
@@ -100,7 +101,7 @@ class UpsampleRepeat(WeightlessLayer):
         workers = min(threads, shape.m[0] * -(-shape.m[1] // block))
         # numpy keeps a copy of the taken voxels for a moment
         taken = 0 if shape.how == "nearest" else FLOAT32 * block * shape.m[2] * shape.f
-        tables = 20 * sum(shape.m)
+        tables = TABLE_BYTES * sum(shape.m)
         return Footprint(
             scratch=(Scratch("lines", workers * _worker_bytes(shape)),),
             allowance=workers * (NUMPY_BYTES + taken) + tables,

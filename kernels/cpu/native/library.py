@@ -71,6 +71,9 @@ def library(simd: str) -> ctypes.CDLL:
     loaded.znnpy_direct_pool.restype = ctypes.c_int64
     loaded.znnpy_direct_padded.restype = ctypes.c_int64
     loaded.znnpy_pool.restype = None
+    for function in ("activate", "window_pool", "upsample_nearest", "upsample_linear"):
+        getattr(loaded, f"znnpy_{function}").restype = None
+    loaded.znnpy_point.restype = ctypes.c_int64
     return loaded
 
 

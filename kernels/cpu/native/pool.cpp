@@ -4,25 +4,10 @@
 // taken over the window's planes, over its lines (the last ones are kept in a ring), and over its voxels straight into
 // the output.
 #include "pool.hpp"
-#include "vector.hpp"
+#include "rows.hpp"
 
 namespace znnpy {
 namespace {
-
-ptrdiff_t least(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
-
-// Returns the larger value, or NaN if any is NaN: a vector instruction then returns its second operand, so one of the
-// two orders gives the NaN, which stays NaN when bits of the other are or-ed in.
-ALWAYS V larger_or_nan(V a, V b) {
-#if defined(__AVX512F__)
-  const __mmask16 all = (__mmask16)-1;
-  const V one = (V)_mm512_maskz_max_ps(all, (__m512)a, (__m512)b);
-  const V other = (V)_mm512_maskz_max_ps(all, (__m512)b, (__m512)a);
-#else
-  const V one = (V)_mm256_max_ps((__m256)a, (__m256)b), other = (V)_mm256_max_ps((__m256)b, (__m256)a);
-#endif
-  return (V)((Mask)one | (Mask)other);
-}
 
 constexpr int AT_ONCE = 4;  // vectors, since one maximum waits for the one before
 
@@ -59,15 +44,6 @@ void spread(const float *source, ptrdiff_t spacing, ptrdiff_t window, float *tar
   if (spacing == 1) return over<STREAM, false>(source, f, window, target, voxels * f);
   for (ptrdiff_t i = 0; i < voxels; i++)
     over<STREAM, false>(source + i * spacing * f, f, window, target + i * f, f);
-}
-
-// Copies past the caches, by whole lines of the target as far as possible.
-void copy(const float *source, float *target, ptrdiff_t floats) {
-  ptrdiff_t i = 0;
-  for (; i < floats && (uintptr_t)(target + i) % 64; i++) target[i] = source[i];
-  for (; i + LANES <= floats; i += LANES)
-    for (int v = 0; v < LANES; v += W) stream(target + i + v, load(source + i + v));
-  for (; i < floats; i++) target[i] = source[i];
 }
 
 }  // namespace
@@ -115,7 +91,7 @@ EXPORT void znnpy_pool(const Pooling *pooling, float *scratch, int64_t lo, int64
           } else if (t.past == ANY_LINES) {
             float *const ready = scratch + t.ready;
             spread<false>(source, spacing, t.p[2], ready, voxels, f);
-            copy(ready, out, voxels * f);
+            copy_past(ready, out, voxels * f);
           } else {
             spread<false>(source, spacing, t.p[2], out, voxels, f);
           }

@@ -1,0 +1,142 @@
+"""Layers that take their inputs voxel by voxel in compiled code: one pass over memory.
+
+Method   Some voxels of a line at a time are joined in a buffer in L1, where the function that follows is applied. Large
+         outputs are written past the caches, so that memory is not read before it is overwritten.
+Memory   None.
+Bound    Memory: the inputs are read once, the output is written once.
+Source   Definition.
+Tested   tests/kernels/cpu/test_graph_operators.py
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from znnpy.graph_shapes import PointShape
+from znnpy.kernels.contract import Footprint, Kind, Variant, Work
+from znnpy.kernels.cpu.activations import code_of, parameters_of
+from znnpy.kernels.cpu.epilogue import overflow
+from znnpy.kernels.cpu.graph_layer import GraphLayer, given, why_not_kind
+from znnpy.kernels.cpu.graph_point import Resident
+from znnpy.kernels.cpu.native.library import STREAM_BYTES, library, why_not
+from znnpy.machine import this_machine
+from znnpy.shapes import FLOAT32
+
+if TYPE_CHECKING:
+    from znnpy.kernels.contract import Array, Bytes, ConvWeights
+    from znnpy.kernels.thread_pool import ThreadPool
+    from znnpy.machine import Machine
+    from znnpy.shapes import Sized
+
+MOST_INPUTS, MOST_MAPS = 8, 8192  # as in point.hpp and point.cpp
+WAYS = ("add", "multiply", "concat", "scale", "function")  # as in point.hpp
+CALL_BYTES = 160 * 1024  # stack and Python memory of a call into the library, per worker
+CALL_LINES_BYTES = 2**26  # output of one call into the library; the stop flag is checked between calls
+FUNCTION_FLOPS = 30.0  # operations for a value, of functions other than relu
+
+
+class _Input(ctypes.Structure):
+    """One input: struct PointInput in point.hpp."""
+
+    _fields_ = (("x", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("f", "z", "y", "voxel")))
+
+
+class _Point(ctypes.Structure):
+    """The arguments of a call: struct Point in point.hpp."""
+
+    _fields_ = (
+        ("n", ctypes.c_int64 * 3),
+        *((name, ctypes.c_int64) for name in ("f", "how", "inputs", "function")),
+        *((name, ctypes.c_double) for name in ("a", "b")),
+        *((name, ctypes.c_int64) for name in ("slopes", "past")),
+        *((name, ctypes.c_void_p) for name in ("weight", "bias", "out")),
+        ("from_", _Input * MOST_INPUTS),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PointLanes(GraphLayer):
+    """Sums, products, concatenations, scales, and functions of each value, in one pass."""
+
+    name: str = "cpu.point.lanes"
+    kind: Kind = "point"
+    version: int = 1
+    summary: str = "sums, products, concatenations, scales and functions in one pass (needs the compiled kernels)"
+    source: str = "definition"
+
+    def why_not(self, shape: Sized, machine: Machine) -> str | None:
+        if reason := why_not_kind(shape, PointShape, "layers voxel by voxel"):
+            return reason
+        shape = given(shape, PointShape)
+        if len(shape.fins) > MOST_INPUTS:
+            return f"takes up to {MOST_INPUTS} inputs, not {len(shape.fins)}: see cpu.point.lines"
+        if shape.f > MOST_MAPS:
+            return f"takes up to {MOST_MAPS} maps, not {shape.f}: see cpu.point.lines"
+        return why_not(machine)
+
+    def footprint(self, shape: Sized, variant: Variant, threads: int) -> Footprint:
+        del variant
+        shape = given(shape, PointShape)
+        return Footprint(
+            resident=2 * FLOAT32 * shape.f if shape.how == "scale" or shape.activation == "prelu" else 0,
+            allowance=min(threads, shape.n[0] * shape.n[1]) * CALL_BYTES,
+        )
+
+    def work(self, shape: Sized, variant: Variant) -> Sequence[Work]:
+        del variant
+        shape = given(shape, PointShape)
+        flops = 1.0 if shape.activation in ("none", "relu", "leaky_relu", "prelu", "clip") else FUNCTION_FLOPS
+        written = shape.out_bytes * (1 if shape.out_bytes > STREAM_BYTES else 2)
+        return (Work("lane_stream", flops * shape.out_bytes / FLOAT32, shape.in_bytes + written),)
+
+    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> Resident | None:
+        del variant, pool
+        return None if weights is None else Resident(weights.weight, weights.bias)
+
+    def bind(self, resident: Any, shape: Sized, variant: Variant, pool: ThreadPool) -> _Step:
+        del variant
+        return _Step(resident, given(shape, PointShape), pool)
+
+
+class _Step:
+    def __init__(self, resident: Resident | None, shape: PointShape, pool: ThreadPool) -> None:
+        self._shape, self._pool, self._resident = shape, pool, resident
+        self._library = library(this_machine().simd)
+        self._most = max(1, CALL_LINES_BYTES // (FLOAT32 * shape.n[2] * shape.f))
+
+    def run(self, inputs: Sequence[Array], out: Array, scratch: Mapping[str, Bytes]) -> None:
+        del scratch
+        shape, pool, lib = self._shape, self._pool, self._library
+        a, b = parameters_of(shape.activation, shape.parameters)
+        p = _Point(
+            f=shape.f,
+            how=WAYS.index(shape.how),
+            inputs=len(inputs),
+            function=code_of(shape.activation),
+            a=a,
+            b=b,
+            past=shape.out_bytes > STREAM_BYTES,
+            out=out.ctypes.data,
+        )
+        p.n[:] = shape.n
+        if self._resident is not None:
+            p.weight, p.bias = self._resident.weight.ctypes.data, self._resident.bias.ctypes.data
+            p.slopes = self._resident.weight.size
+        for i, part in enumerate(inputs):
+            z, y, voxel, _ = (stride // FLOAT32 for stride in part.strides)
+            p.from_[i] = _Input(part.ctypes.data, part.shape[3], z, y, voxel)
+        bad = [0] * pool.threads
+
+        def piece(lo: int, hi: int, worker: int) -> None:
+            for first in range(lo, hi, self._most):
+                pool.check()
+                last = ctypes.c_int64(min(hi, first + self._most))
+                bad[worker] += lib.znnpy_point(ctypes.byref(p), ctypes.c_int64(first), last)
+
+        pool.each(piece, shape.n[0] * shape.n[1])
+        if sum(bad):
+            raise overflow(sum(bad), prod(shape.out_shape))

@@ -1,0 +1,118 @@
+// Functions of values, in place; see activations.py.
+#include "activations.hpp"
+
+#include "rows.hpp"
+
+namespace znnpy {
+namespace {
+
+template <int FUNCTION>
+void all(V a, V b, float *x, ptrdiff_t count) {
+  ptrdiff_t i = 0;
+  for (; i + 2 * W <= count; i += 2 * W) {
+    const V one = apply<FUNCTION>(load(x + i), a, b), other = apply<FUNCTION>(load(x + i + W), a, b);
+    store(x + i, one);
+    store(x + i + W, other);
+  }
+  for (; i < count; i += W) {
+    const int left = (int)(count - i);
+    store_part(x + i, apply<FUNCTION>(load_part(x + i, left), a, b), left);
+  }
+}
+
+ALWAYS float largest_lane(V v) {
+  float most = v[0];
+  for (int i = 1; i < W; i++) most = v[i] > most ? v[i] : most;
+  return most;
+}
+
+// Sums pairs, because one sum after the other would round once a lane.
+ALWAYS float sum_of_lanes(V v) {
+  float sums[W];
+  store(sums, v);
+  for (int half = W / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; i++) sums[i] += sums[i + half];
+  return sums[0];
+}
+
+constexpr ptrdiff_t FEW = 2 * W;  // maps
+
+// Applies softmax to up to W voxels of few maps: map by map, a voxel in each lane.
+void softmax_of_few(float *x, ptrdiff_t voxels, ptrdiff_t maps) {
+  float turned[FEW][W];
+  for (ptrdiff_t map = 0; map < maps; map++)
+    for (ptrdiff_t voxel = 0; voxel < W; voxel++) turned[map][voxel] = voxel < voxels ? x[voxel * maps + map] : 0.0f;
+  V most = load(turned[0]), sum{};
+  for (ptrdiff_t map = 1; map < maps; map++) most = larger(load(turned[map]), most);
+  for (ptrdiff_t map = 0; map < maps; map++) {
+    const V e = exponential(load(turned[map]) - most);
+    sum += e;
+    store(turned[map], e);
+  }
+  const V factor = 1.0f / sum;
+  for (ptrdiff_t map = 0; map < maps; map++) store(turned[map], load(turned[map]) * factor);
+  for (ptrdiff_t map = 0; map < maps; map++)
+    for (ptrdiff_t voxel = 0; voxel < least(voxels, W); voxel++) x[voxel * maps + map] = turned[map][voxel];
+}
+
+}  // namespace
+
+void activate(int64_t function, float a, float b, float *x, ptrdiff_t count) {
+  const V va = broadcast(a), vb = broadcast(b);
+  switch (function) {
+    case RELU: return all<RELU>(va, vb, x, count);
+    case LEAKY_RELU: return all<LEAKY_RELU>(va, vb, x, count);
+    case ELU: return all<ELU>(va, vb, x, count);
+    case SELU: return all<SELU>(va, vb, x, count);
+    case GELU: return all<GELU>(va, vb, x, count);
+    case GELU_TANH: return all<GELU_TANH>(va, vb, x, count);
+    case SILU: return all<SILU>(va, vb, x, count);
+    case SOFTPLUS: return all<SOFTPLUS>(va, vb, x, count);
+    case SIGMOID: return all<SIGMOID>(va, vb, x, count);
+    case TANH: return all<TANH>(va, vb, x, count);
+    case HARDSWISH: return all<HARDSWISH>(va, vb, x, count);
+    case CLIP: return all<CLIP>(va, vb, x, count);
+    default: return;
+  }
+}
+
+void softmax(float *x, ptrdiff_t voxels, ptrdiff_t maps) {
+  if (maps <= FEW) {
+    for (ptrdiff_t voxel = 0; voxel < voxels; voxel += W) softmax_of_few(x + voxel * maps, voxels - voxel, maps);
+    return;
+  }
+  for (ptrdiff_t voxel = 0; voxel < voxels; voxel++, x += maps) {
+    V most = broadcast(-__builtin_inff());
+    ptrdiff_t i = 0;
+    for (; i + W <= maps; i += W) most = larger(load(x + i), most);
+    float top = largest_lane(most);
+    for (; i < maps; i++) top = x[i] > top ? x[i] : top;
+    const V shift = broadcast(top);
+    V sums{};
+    for (i = 0; i + W <= maps; i += W) {
+      const V e = exponential(load(x + i) - shift);
+      sums += e;
+      store(x + i, e);
+    }
+    if (i < maps) {
+      const int left = (int)(maps - i);
+      V e = exponential(load_part(x + i, left) - shift);
+      store_part(x + i, e, left);
+      for (int lane = left; lane < W; lane++) e[lane] = 0;
+      sums += e;
+    }
+    const float factor = 1.0f / sum_of_lanes(sums);
+    for (i = 0; i + W <= maps; i += W) store(x + i, load(x + i) * factor);
+    for (; i < maps; i++) x[i] *= factor;
+  }
+}
+
+}  // namespace znnpy
+
+using namespace znnpy;
+
+// Applies a function with parameters `a` and `b` to `count` voxels of `maps` values, in place.
+EXPORT void znnpy_activate(int64_t function, double a, double b, float *x, int64_t count, int64_t maps) {
+  if (function == SOFTMAX) softmax(x, count, maps);
+  else activate(function, (float)a, (float)b, x, count * maps);
+}

@@ -1,0 +1,39 @@
+// Copies and maxima of runs of floats, for layers that are limited by memory.
+#pragma once
+#include "vector.hpp"
+
+namespace znnpy {
+
+ALWAYS ptrdiff_t least(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
+ALWAYS ptrdiff_t most(ptrdiff_t a, ptrdiff_t b) { return a > b ? a : b; }
+
+// Returns the larger value, or NaN if any is NaN: a vector instruction then returns its second operand, so one of the
+// two orders gives the NaN, which stays NaN when bits of the other are or-ed in.
+ALWAYS V larger_or_nan(V a, V b) {
+#if defined(__AVX512F__)
+  const __mmask16 all = (__mmask16)-1;
+  const V one = (V)_mm512_maskz_max_ps(all, (__m512)a, (__m512)b);
+  const V other = (V)_mm512_maskz_max_ps(all, (__m512)b, (__m512)a);
+#else
+  const V one = (V)_mm256_max_ps((__m256)a, (__m256)b), other = (V)_mm256_max_ps((__m256)b, (__m256)a);
+#endif
+  return (V)((Mask)one | (Mask)other);
+}
+
+// Copies past the caches, by whole lines of the target as far as possible.
+ALWAYS void copy_past(const float *source, float *target, ptrdiff_t floats) {
+  ptrdiff_t i = 0;
+  for (; i < floats && (uintptr_t)(target + i) % 64; i++) target[i] = source[i];
+  for (; i + LANES <= floats; i += LANES)
+    for (int v = 0; v < LANES; v += W) stream(target + i + v, load(source + i + v));
+  for (; i < floats; i++) target[i] = source[i];
+}
+
+// Copies a few floats without a call.
+ALWAYS void copy_maps(const float *source, float *target, ptrdiff_t floats) {
+  ptrdiff_t i = 0;
+  for (; i + W <= floats; i += W) store(target + i, load(source + i));
+  for (; i < floats; i++) target[i] = source[i];
+}
+
+}  // namespace znnpy

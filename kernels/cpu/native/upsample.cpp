@@ -1,0 +1,102 @@
+// Upsampling by whole factors in one pass; see graph_upsample_lanes.py.
+#include "upsample.hpp"
+
+#include <cstring>
+
+#include "rows.hpp"
+
+using namespace znnpy;
+
+namespace {
+
+ALWAYS void write(const Upsample &t, const float *from, float *to, ptrdiff_t floats) {
+  if (t.past) copy_past(from, to, floats);
+  else std::memcpy(to, from, floats * sizeof(float));
+}
+
+struct Repeats {  // the outputs that a voxel is nearest to
+  ptrdiff_t first, last;
+
+  Repeats(const Upsample &t, int axis, ptrdiff_t in)
+      : first(most(0, in * t.factor[axis] - t.first[axis])),
+        last(least(t.m[axis], (in + 1) * t.factor[axis] - t.first[axis])) {}
+};
+
+// Sets to[i] to a[i] * (1 - part) + b[i] * part.
+ALWAYS void between(const float *a, const float *b, float part, float *to, ptrdiff_t floats) {
+  const float rest = 1.0f - part;
+  ptrdiff_t i = 0;
+  for (; i + W <= floats; i += W) store(to + i, load(a + i) * rest + load(b + i) * part);
+  for (; i < floats; i++) to[i] = a[i] * rest + b[i] * part;
+}
+
+// Sets to[i] to the values between four lines; `z` and `y` are the parts.
+ALWAYS void between_lines(const float *const lines[4], float z, float y, float *to, ptrdiff_t floats) {
+  const float factors[4] = {(1.0f - z) * (1.0f - y), (1.0f - z) * y, z * (1.0f - y), z * y};
+  ptrdiff_t i = 0;
+  for (; i + W <= floats; i += W) {
+    const V before = load(lines[0] + i) * factors[0] + load(lines[1] + i) * factors[1];
+    store(to + i, before + (load(lines[2] + i) * factors[2] + load(lines[3] + i) * factors[3]));
+  }
+  for (; i < floats; i++)
+    to[i] = lines[0][i] * factors[0] + lines[1][i] * factors[1] + (lines[2][i] * factors[2] + lines[3][i] * factors[3]);
+}
+
+}  // namespace
+
+// Repeats voxels. Units [lo, hi) are lines of the input, (z, y), from those that the first output is nearest to on.
+// `scratch` holds a run of outputs.
+EXPORT void znnpy_upsample_nearest(const Upsample *upsample, float *scratch, int64_t lo, int64_t hi) {
+  const Upsample &t = *upsample;
+  const ptrdiff_t f = t.f, top = t.along[0].low[0], left = t.along[1].low[0];
+  const ptrdiff_t rows = t.along[1].low[t.m[1] - 1] - left + 1;
+  for (ptrdiff_t unit = lo; unit < hi; unit++) {
+    const ptrdiff_t plane = top + unit / rows, row = left + unit % rows;
+    const float *const line = t.x + plane * t.pitch[0] + row * t.pitch[1];
+    const Repeats planes(t, 0, plane), lines(t, 1, row);
+    for (ptrdiff_t first = 0; first < t.m[2]; first += t.run) {
+      const ptrdiff_t count = least(t.run, t.m[2] - first);
+      for (ptrdiff_t i = 0; i < count; i++) {
+        const float *const voxel = line + t.along[2].low[first + i] * t.pitch[2];
+        if (f == 1) scratch[i] = *voxel;
+        else copy_maps(voxel, scratch + i * f, f);
+      }
+      for (ptrdiff_t z = planes.first; z < planes.last; z++)
+        for (ptrdiff_t y = lines.first; y < lines.last; y++)
+          write(t, scratch, t.out + ((z * t.m[1] + y) * t.m[2] + first) * f, count * f);
+    }
+  }
+  if (t.past) fence();
+}
+
+// Interpolates between voxels. Units [lo, hi) are (block of lines, plane) of outputs. `scratch` holds a run of outputs
+// and the voxels that they lie between.
+EXPORT void znnpy_upsample_linear(const Upsample *upsample, float *scratch, int64_t lo, int64_t hi) {
+  const Upsample &t = *upsample;
+  const ptrdiff_t f = t.f;
+  const Along &along = t.along[2];
+  float *const voxels = scratch + t.run * f;
+  for (ptrdiff_t unit = lo; unit < hi; unit++) {
+    const ptrdiff_t z = unit % t.m[0], block = unit / t.m[0] * t.lines;
+    const float *const planes[2] = {t.x + t.along[0].low[z] * t.pitch[0], t.x + t.along[0].high[z] * t.pitch[0]};
+    for (ptrdiff_t y = block; y < least(block + t.lines, t.m[1]); y++) {
+      const ptrdiff_t low = t.along[1].low[y] * t.pitch[1], high = t.along[1].high[y] * t.pitch[1];
+      for (ptrdiff_t first = 0; first < t.m[2]; first += t.run) {
+        const ptrdiff_t count = least(t.run, t.m[2] - first), begin = along.low[first];
+        const ptrdiff_t read = along.high[first + count - 1] - begin + 1;
+        const ptrdiff_t runs = t.pitch[2] == f ? 1 : read, floats = t.pitch[2] == f ? read * f : f;
+        for (ptrdiff_t i = 0; i < runs; i++) {
+          const ptrdiff_t at = (begin + i) * t.pitch[2];
+          const float *const lines[4] = {planes[0] + low + at, planes[0] + high + at, planes[1] + low + at,
+                                         planes[1] + high + at};
+          between_lines(lines, t.along[0].part[z], t.along[1].part[y], voxels + i * f, floats);
+        }
+        for (ptrdiff_t i = 0; i < count; i++)
+          between(voxels + (along.low[first + i] - begin) * f, voxels + (along.high[first + i] - begin) * f,
+                  along.part[first + i], scratch + i * f, f);
+        write(t, scratch, t.out + ((z * t.m[1] + y) * t.m[2] + first) * f, count * f);
+      }
+    }
+  }
+  if (t.past) fence();
+}
