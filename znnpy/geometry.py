@@ -28,6 +28,7 @@ from znnpy.layers import (
     MaxFilter,
     NonLocal,
     Pad,
+    PadMode,
     Pool,
     Upsample,
 )
@@ -69,12 +70,8 @@ def _windows(n: int, reach: int, stride: int, padding: int, *, ceil: bool = Fals
     A window that `ceil` adds begins within the image or its padding before, as PyTorch requires.
     """
     free = n + padding - reach
-    if free < 0:
-        return 0
-    if not ceil:
-        return free // stride + 1
-    count = -(-free // stride) + 1
-    return count - 1 if (count - 1) * stride >= n + before else count
+    count = max(0, (-(-free // stride) if ceil else free // stride) + 1)
+    return count - 1 if ceil and count and (count - 1) * stride >= n + before else count
 
 
 class AxisLayer(NamedTuple):
@@ -125,16 +122,18 @@ class AxisLayer(NamedTuple):
             case _:
                 return n
 
-    def needed(self, lo: int, hi: int, n: int) -> Interval:
+    def needed(self, lo: int, hi: int, n: int | None) -> Interval:
         """Return the input voxels that the output voxels lo .. hi - 1 need, of an input of n voxels.
 
-        What lies outside 0 .. n is padding. Values that padding repeats are included.
+        What lies outside 0 .. n is padding. Values that padding repeats are included. n = None: as if the input went
+        on without faces.
         """
         layer, axis = self.layer, self.axis
         match layer:
             case Conv():
                 begin = lo * layer.stride[axis] - layer.padding[0][axis]
-                return Interval(begin, begin + (hi - 1 - lo) * layer.stride[axis] + layer.reach[axis])
+                end = begin + (hi - 1 - lo) * layer.stride[axis] + layer.reach[axis]
+                return self._unpadded(layer.padding_mode, begin, end, n)
             case Pool() | AveragePool():
                 begin = lo * layer.step[axis] - layer.padding[0][axis]
                 return Interval(begin, begin + (hi - 1 - lo) * layer.step[axis] + layer.window[axis])
@@ -153,17 +152,17 @@ class AxisLayer(NamedTuple):
             case Crop():
                 return Interval(lo + layer.before[axis], hi + layer.before[axis])
             case Pad():
-                return self._unpadded(layer, lo - layer.before[axis], hi - layer.before[axis], n)
+                return self._unpadded(layer.how, lo - layer.before[axis], hi - layer.before[axis], n)
             case _:
                 return Interval(lo, hi)
 
     @staticmethod
-    def _unpadded(layer: Pad, lo: int, hi: int, n: int) -> Interval:
+    def _unpadded(how: PadMode, lo: int, hi: int, n: int | None) -> Interval:
         """Return what the voxels lo .. hi - 1 need, counted from the first one that is no padding."""
         found = Interval(lo, hi)
-        if layer.how == "zeros" or hi <= lo:
+        if how == "zeros" or hi <= lo or n is None:
             return found
-        mirrored = layer.how == "reflect"
+        mirrored = how == "reflect"
         if lo < 0:
             last = -lo if mirrored else 0  # the farthest that is repeated
             first = max(0, 1 - hi) if mirrored else 0
@@ -234,9 +233,11 @@ class AxisGeometry:
             end = found[index + 1]
             if end == none:
                 continue
-            begin = min(regions[index + 1].lo, end - 1)
+            # A voxel before the region is none that is computed, and no face is near it.
+            begin, ahead = min(regions[index + 1].lo, end - 1), end <= regions[index + 1].lo
             for source in self.sources[index]:
-                found[source] = max(found[source], self.needed(index, Interval(begin, end), source).hi)
+                size = None if ahead else self.sizes[source]
+                found[source] = max(found[source], self.layers[index].needed(begin, end, size).hi)
         return tuple(min(max(end, region.lo), region.hi) for end, region in zip(found, regions, strict=True))
 
 
@@ -303,6 +304,18 @@ def _resolved(layer: Layer, n: Vec3, like: Vec3, name: str) -> Layer:
     return replace(layer, factor=_vector(b // a for a, b in zip(n, like, strict=True)), like=None)
 
 
+def _check_reflects(name: str, layer: Layer, axis: int, n: int) -> None:
+    """Raise ShapeError if a layer pads by reflection with more voxels than there are beside the face."""
+    match layer:
+        case Conv(padding_mode="reflect", padding=(before, behind)) | Pad(how="reflect", before=before, behind=behind):
+            most = max(before[axis], behind[axis])
+            if most >= n:
+                raise ShapeError(
+                    f"node {name} ({layer}) pads {most} voxels along {AXES[axis]} by reflection and gets {n}, of which "
+                    f"it can reflect {n - 1}; give a larger volume"
+                )
+
+
 def geometry_of(network: Network, volume: Vec3) -> Geometry:
     """Return the geometry over a volume; ShapeError if a node gets no voxel, or sizes or lattices do not meet."""
     refuse_non_local(network)
@@ -316,6 +329,8 @@ def geometry_of(network: Network, volume: Vec3) -> Geometry:
             layer = _resolved(layer, n, sizes[tensors[layer.like]], name)
         if isinstance(layer, JOINS):
             _check_meets(network, name, layer, sources, sizes, steps)
+        for axis in range(3):
+            _check_reflects(name, layer, axis, n[axis])
         along = [AxisLayer(layer, axis) for axis in range(3)]
         size = _vector(one.size(n[one.axis]) for one in along)
         if min(size) < 1:
@@ -439,6 +454,7 @@ def check_axis(network: Network, axis: int, n: int) -> None:
                 step /= like // here
             size = like
         else:
+            _check_reflects(name, layer, axis, here)
             size = AxisLayer(layer, axis).size(here)
         for other in sources[1:] if isinstance(layer, JOINS) else ():
             if steps[other] != step:
