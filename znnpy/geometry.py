@@ -28,6 +28,7 @@ from znnpy.layers import (
     MaxFilter,
     NonLocal,
     Pad,
+    PadMode,
     Pool,
     Upsample,
 )
@@ -63,22 +64,14 @@ class Interval(NamedTuple):
 NOTHING = Interval(0, 0)
 
 
-def _minus(size: Vec3) -> Vec3:
-    return -size[0], -size[1], -size[2]
-
-
 def _windows(n: int, reach: int, stride: int, padding: int, *, ceil: bool = False, before: int = 0) -> int:
     """Return the number of windows in n voxels with so much padding in all; `before` of it lies before the first.
 
     A window that `ceil` adds begins within the image or its padding before, as PyTorch requires.
     """
     free = n + padding - reach
-    if free < 0:
-        return 0
-    if not ceil:
-        return free // stride + 1
-    count = -(-free // stride) + 1
-    return count - 1 if (count - 1) * stride >= n + before else count
+    count = max(0, (-(-free // stride) if ceil else free // stride) + 1)
+    return count - 1 if ceil and count and (count - 1) * stride >= n + before else count
 
 
 class AxisLayer(NamedTuple):
@@ -86,12 +79,6 @@ class AxisLayer(NamedTuple):
 
     layer: Layer
     axis: int
-
-    @property
-    def unrepeated(self) -> AxisLayer:
-        """Return the layer without padding that repeats voxels."""
-        layer = self.layer
-        return self._replace(layer=Crop(_minus(layer.before), _minus(layer.behind))) if isinstance(layer, Pad) else self
 
     @property
     def step(self) -> Fraction:
@@ -130,23 +117,23 @@ class AxisLayer(NamedTuple):
                 return n * factor[axis]
             case Crop():
                 return n - layer.before[axis] - layer.behind[axis]
-            case Pad(how="reflect") if max(layer.before[axis], layer.behind[axis]) >= n:
-                return 0  # there is nothing to mirror so far away
             case Pad():
                 return n + layer.before[axis] + layer.behind[axis]
             case _:
                 return n
 
-    def needed(self, lo: int, hi: int, n: int) -> Interval:
+    def needed(self, lo: int, hi: int, n: int | None) -> Interval:
         """Return the input voxels that the output voxels lo .. hi - 1 need, of an input of n voxels.
 
-        What lies outside 0 .. n is padding. Values that padding repeats are included.
+        What lies outside 0 .. n is padding. Values that padding repeats are included. n = None: as if the input went
+        on without faces.
         """
         layer, axis = self.layer, self.axis
         match layer:
             case Conv():
                 begin = lo * layer.stride[axis] - layer.padding[0][axis]
-                return Interval(begin, begin + (hi - 1 - lo) * layer.stride[axis] + layer.reach[axis])
+                end = begin + (hi - 1 - lo) * layer.stride[axis] + layer.reach[axis]
+                return self._unpadded(layer.padding_mode, begin, end, n)
             case Pool() | AveragePool():
                 begin = lo * layer.step[axis] - layer.padding[0][axis]
                 return Interval(begin, begin + (hi - 1 - lo) * layer.step[axis] + layer.window[axis])
@@ -165,20 +152,21 @@ class AxisLayer(NamedTuple):
                 return Interval((2 * lo + 1 - f) // (2 * f), (2 * hi - 1 - f) // (2 * f) + 2)
             case Crop():
                 return Interval(lo + layer.before[axis], hi + layer.before[axis])
+            case Pad(how="zeros") if n is not None:  # at least one voxel, even if it contributes nothing
+                begin, end = lo - layer.before[axis], hi - layer.before[axis]
+                return Interval(min(begin, n - 1), max(end, 1))
             case Pad():
-                return self._unpadded(layer, lo - layer.before[axis], hi - layer.before[axis], n)
+                return self._unpadded(layer.how, lo - layer.before[axis], hi - layer.before[axis], n)
             case _:
                 return Interval(lo, hi)
 
     @staticmethod
-    def _unpadded(layer: Pad, lo: int, hi: int, n: int) -> Interval:
+    def _unpadded(how: PadMode, lo: int, hi: int, n: int | None) -> Interval:
         """Return what the voxels lo .. hi - 1 need, counted from the first one that is no padding."""
         found = Interval(lo, hi)
-        if hi <= lo:
+        if how == "zeros" or hi <= lo or n is None:
             return found
-        if layer.how == "zeros":  # at least one voxel, even if it contributes nothing
-            return Interval(min(lo, n - 1), max(hi, 1))
-        mirrored = layer.how == "reflect"
+        mirrored = how == "reflect"
         if lo < 0:
             last = -lo if mirrored else 0  # the farthest that is repeated
             first = max(0, 1 - hi) if mirrored else 0
@@ -249,13 +237,11 @@ class AxisGeometry:
             end = found[index + 1]
             if end == none:
                 continue
-            begin = regions[index + 1].lo
+            # A voxel before the region is none that is computed, and no face is near it.
+            begin, ahead = min(regions[index + 1].lo, end - 1), end <= regions[index + 1].lo
             for source in self.sources[index]:
-                if end > begin:
-                    needed = self.needed(index, Interval(begin, end), source)
-                else:  # nothing is computed yet, so that no padding repeats voxels
-                    needed = self.layers[index].unrepeated.needed(end - 1, end, self.sizes[source])
-                found[source] = max(found[source], needed.hi)
+                size = None if ahead else self.sizes[source]
+                found[source] = max(found[source], self.layers[index].needed(begin, end, size).hi)
         return tuple(min(max(end, region.lo), region.hi) for end, region in zip(found, regions, strict=True))
 
 
@@ -342,6 +328,18 @@ def _reached(layer: Upsample, name: str, axis: int, n: int, like: int, ratio: Fr
     return int(ratio), 0
 
 
+def _check_reflects(name: str, layer: Layer, axis: int, n: int) -> None:
+    """Raise ShapeError if a layer pads by reflection with more voxels than there are beside the face."""
+    match layer:
+        case Conv(padding_mode="reflect", padding=(before, behind)) | Pad(how="reflect", before=before, behind=behind):
+            most = max(before[axis], behind[axis])
+            if most >= n:
+                raise ShapeError(
+                    f"node {name} ({layer}) pads {most} voxels along {AXES[axis]} by reflection and gets {n}, of which "
+                    f"it can reflect {n - 1}; give a larger volume"
+                )
+
+
 def geometry_of(network: Network, volume: Vec3) -> Geometry:
     """Return the geometry over a volume; ShapeError if a node gets no voxel, or sizes or lattices do not meet."""
     refuse_non_local(network)
@@ -357,6 +355,8 @@ def geometry_of(network: Network, volume: Vec3) -> Geometry:
             layer = _resolved(layer, n, sizes[other], name, ratio)
         if isinstance(layer, JOINS):
             _check_meets(network, name, layer, sources, sizes, steps)
+        for axis in range(3):
+            _check_reflects(name, layer, axis, n[axis])
         along = [AxisLayer(layer, axis) for axis in range(3)]
         size = _vector(one.size(n[one.axis]) for one in along)
         if min(size) < 1:
@@ -476,6 +476,7 @@ def check_axis(network: Network, axis: int, n: int) -> None:
                 )
             size = like
         else:
+            _check_reflects(name, layer, axis, here)
             size = AxisLayer(layer, axis).size(here)
         for other in sources[1:] if isinstance(layer, JOINS) else ():
             if steps[other] != step:

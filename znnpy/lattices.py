@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from fractions import Fraction
 from math import floor, lcm
 
@@ -17,7 +16,6 @@ from znnpy.layers import (
     Layer,
     MaxFilter,
     NonLocal,
-    Pad,
     Pool,
     Upsample,
 )
@@ -102,10 +100,10 @@ def _reaches_along(network: Network, axis: int) -> list[int]:
     spans = [[Interval(i, i + 1) for i in range(period)]]  # of each tensor: what its voxels of a period depend on
     for index, (layer, sources) in enumerate(zip(network.layers, network.sources, strict=True)):
         step = steps[index + 1] / steps[sources[0]]
-        one = AxisLayer(_without_faces(layer, max(1, round(1 / step))), axis)
+        one = AxisLayer(_alone(layer, max(1, round(1 / step))), axis)
         found = []
         for i in range(int(period / steps[index + 1])):
-            lo, hi = one.needed(i, i + 1, 0)
+            lo, hi = one.needed(i, i + 1, None)
             # Where a transposed convolution leaves gaps, a voxel needs nothing, and counts as if it needed one.
             ends = [(_span(spans[s], lo, period).lo, _span(spans[s], max(lo, hi - 1), period).hi) for s in sources]
             found.append(Interval(min(begin for begin, _ in ends), max(end for _, end in ends)))
@@ -119,16 +117,9 @@ def _span(of_period: list[Interval], voxel: int, period: int) -> Interval:
     return Interval(of_period[within].lo + periods * period, of_period[within].hi + periods * period)
 
 
-def _without_faces(layer: Layer, factor: int) -> Layer:
-    """Return a layer that needs the same away from the faces of a volume, and refers to no other node.
-
-    factor  what an upsampling to the size of another node multiplies by
-    """
+def _alone(layer: Layer, factor: int) -> Layer:
+    """Return a layer that needs the same and refers to no other node; `factor` is what an upsampling multiplies by."""
     match layer:
-        case Pad():
-            return Pad(layer.before, layer.behind)
-        case Conv():
-            return replace(layer, padding_mode="zeros")
         case Upsample(like=like) if like is not None:
             return Upsample((factor, factor, factor), how=layer.how)
         case Crop(like=like) if like is not None:
