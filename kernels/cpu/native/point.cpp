@@ -4,8 +4,6 @@
 // to the output.
 #include "point.hpp"
 
-#include <cstring>
-
 #include "activations.hpp"
 #include "rows.hpp"
 
@@ -102,8 +100,7 @@ EXPORT int64_t znnpy_point(const Point *point, int64_t lo, int64_t hi) {
         softmax(joined, count, f);
       else if (p.function != NONE)
         activate(p.function, (float)p.a, (float)p.b, joined, floats);
-      if (p.past) copy_past(joined, out + first * f, floats);
-      else std::memcpy(out + first * f, joined, floats * sizeof(float));
+      copy_out(joined, out + first * f, floats, p.past);
     }
   }
   if (p.past) fence();

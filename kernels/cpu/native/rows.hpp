@@ -1,5 +1,7 @@
 // Copies and maxima of runs of floats, for layers that are limited by memory.
 #pragma once
+#include <cstring>
+
 #include "vector.hpp"
 
 namespace znnpy {
@@ -31,9 +33,17 @@ ALWAYS void copy_past(const float *source, float *target, ptrdiff_t floats) {
 
 // Copies a few floats without a call.
 ALWAYS void copy_maps(const float *source, float *target, ptrdiff_t floats) {
-  ptrdiff_t i = 0;
-  for (; i + W <= floats; i += W) store(target + i, load(source + i));
-  for (; i < floats; i++) target[i] = source[i];
+  if (floats < W) {
+    for (ptrdiff_t i = 0; i < floats; i++) target[i] = source[i];
+    return;
+  }
+  for (ptrdiff_t i = 0; i + W < floats; i += W) store(target + i, load(source + i));
+  store(target + floats - W, load(source + floats - W));  // some floats are copied twice
+}
+
+ALWAYS void copy_out(const float *source, float *target, ptrdiff_t floats, bool past) {
+  if (past) copy_past(source, target, floats);
+  else std::memcpy(target, source, floats * sizeof(float));
 }
 
 }  // namespace znnpy
