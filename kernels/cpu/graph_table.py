@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from znnpy.kernels.cpu.graph_conv_depthwise import GraphConvDepthwise
 from znnpy.kernels.cpu.graph_conv_taps import GraphConvTaps
 from znnpy.kernels.cpu.graph_pad import PadCopy
 from znnpy.kernels.cpu.graph_point import PointLines
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 GRAPH_OPERATORS: tuple[Primitive, ...] = (
     GraphConvTaps(),
+    GraphConvDepthwise(),
     TransposePhases(),
     PoolWindows(),
     PoolLanes(),

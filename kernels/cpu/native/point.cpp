@@ -41,16 +41,6 @@ ALWAYS void repeat(const float *maps, ptrdiff_t f, float *row, ptrdiff_t count, 
   for (ptrdiff_t i = 0; i < count * f; i++) row[i] = maps[i % f * step];
 }
 
-bool finite(const float *x, ptrdiff_t floats) {
-  V sums{};
-  ptrdiff_t i = 0;
-  float rest = 0;
-  for (; i + W <= floats; i += W) sums += load(x + i) * 0.0f;
-  for (; i < floats; i++) rest += x[i] * 0.0f;
-  for (int lane = 0; lane < W; lane++) rest += sums[lane];
-  return rest == 0.0f;
-}
-
 }  // namespace
 
 // Computes lines [lo, hi), (z, y). Returns how many values of arithmetic are infinite or not a number.
@@ -92,8 +82,7 @@ EXPORT int64_t znnpy_point(const Point *point, int64_t lo, int64_t hi) {
           else join(i == 1 ? one : joined, two, joined, floats, [](V a, V b) ALWAYS_LAMBDA { return a * b; });
         }
       }
-      if (arithmetic && !finite(joined, floats))
-        for (ptrdiff_t i = 0; i < floats; i++) bad += joined[i] * 0.0f != 0.0f;
+      if (arithmetic) bad += not_finite(joined, floats);
       if (slopes)
         join(joined, factors, joined, floats, [](V a, V b) ALWAYS_LAMBDA { return a < 0.0f ? a * b : a; });
       else if (p.function == SOFTMAX)
