@@ -2,7 +2,7 @@
 #include "depthwise.hpp"
 
 #include "activations.hpp"
-#include "rows.hpp"
+#include "taps.hpp"
 
 using namespace znnpy;
 
@@ -10,17 +10,6 @@ namespace {
 
 constexpr int BLOCK_OUTPUTS = 4;  // outputs along x that are summed at once
 constexpr int MOST_LINES = 512;   // lines of a kernel, as in graph_conv_depthwise.py
-
-struct Taps {
-  ptrdiff_t first, last;  // taps that lie in the image
-
-  Taps(const Depthwise &d, int axis, ptrdiff_t out) {
-    const ptrdiff_t at = out * d.stride[axis] - d.before[axis], step = d.dilation[axis];
-    first = at < 0 ? least(d.k[axis], (-at + step - 1) / step) : 0;
-    last = at < d.n[axis] ? least(d.k[axis], (d.n[axis] - at + step - 1) / step) : 0;
-    last = most(first, last);
-  }
-};
 
 struct Line {
   const float *x, *kernel;  // the line of the input, and of the kernel
@@ -54,17 +43,12 @@ ALWAYS void some_maps(const Depthwise &d, const Line *lines, ptrdiff_t count, pt
                       STORE put) {
   const ptrdiff_t mx = d.m[2];
   for (ptrdiff_t i = 0; i < mx;) {
-    const Taps taps(d, 2, i);
     const ptrdiff_t at = i * d.stride[2] - d.before[2];
-    bool whole = taps.first == 0 && taps.last == d.k[2] && i + BLOCK_OUTPUTS <= mx;
-    if (whole) {
-      const Taps of_last(d, 2, i + BLOCK_OUTPUTS - 1);
-      whole = of_last.last == d.k[2];
-    }
-    if (whole) {
+    if (i + BLOCK_OUTPUTS <= mx && have_all_taps(d, i, BLOCK_OUTPUTS)) {
       sum<BLOCK_OUTPUTS, VECTORS>(d, lines, count, at, 0, d.k[2], map, out + i * d.f, get, put);
       i += BLOCK_OUTPUTS;
     } else {
+      const Taps taps(d, 2, i);
       sum<1, VECTORS>(d, lines, count, at, taps.first, taps.last, map, out + i * d.f, get, put);
       i++;
     }
