@@ -178,7 +178,7 @@ class _Phases(ctypes.Structure):
 
 
 class _Resident(NamedTuple):
-    weight: Array  # (f, f' / groups, kz, ky, kx)
+    weight: Array  # (kz, ky, kx, f, f' / groups)
     bias: Array
 
 
@@ -232,7 +232,7 @@ class TransposePhases(GraphLayer):
     def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> _Resident:
         del variant, pool
         assert weights is not None
-        return _Resident(weights.weight, weights.bias)
+        return _Resident(np.ascontiguousarray(weights.weight.transpose(2, 3, 4, 0, 1)), weights.bias)
 
     def bind(self, resident: Any, shape: Sized, variant: Variant, pool: ThreadPool) -> _Step:
         del variant
@@ -272,11 +272,12 @@ class _Step:
         fin, fout = shape.fin // shape.groups, shape.fout // shape.groups
         size = shape.groups, *p.taps.count, fin, *p.phases, fout
         kernels = store[: prod(size)].reshape(size)
-        weight = self._weight.reshape(shape.groups, fin, fout, *shape.k)
+        weight = self._weight.reshape(*shape.k, shape.groups, fin, fout)
         for at in np.ndindex(p.phases):
-            z, y, x = (list(axis.taps[phase]) for axis, phase in zip(p.axes, at, strict=True))
-            of_phase = weight[:, :, :, z][:, :, :, :, y][:, :, :, :, :, x]
-            kernels[:, :, :, :, :, at[0], at[1], at[2]] = of_phase.transpose(0, 3, 4, 5, 1, 2)
+            z, y, x = (axis.taps[phase] for axis, phase in zip(p.axes, at, strict=True))
+            for tap in np.ndindex(p.taps.count):
+                of_tap = weight[z[tap[0]], y[tap[1]], x[tap[2]]]
+                kernels[:, tap[0], tap[1], tap[2], :, at[0], at[1], at[2]] = of_tap
         return kernels.reshape(shape.groups, p.count * fin, prod(p.phases) * fout)
 
     def _compute(
