@@ -13,7 +13,7 @@ from tests.formats.test_weights import refusal, save_npz, save_safetensors
 from znnpy.formats.weights import random_weights, read_weights, sha256
 from znnpy.formats.wiring import Given, network_of
 from znnpy.kernels.whole import whole
-from znnpy.layers import Activate, Add, Concat, Conv, ConvTranspose, NonLocal, Scale
+from znnpy.layers import Activate, Add, Concat, Conv, ConvTranspose, Layer, NonLocal, Scale
 from znnpy.network import Network, Pool
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -161,7 +161,7 @@ def test_random_weights_of_a_graph_keep_the_scale_of_values() -> None:
 
 def test_random_weights_of_chains_are_what_they_were() -> None:
     """Names do not change them."""
-    layers = (Conv((3, 2, 1), 4, "relu"), Pool((2, 2, 2)), Conv((2, 2, 2), 3))
+    layers: tuple[Layer, ...] = (Conv((3, 2, 1), 4, "relu"), Pool((2, 2, 2)), Conv((2, 2, 2), 3))
     chain = Network("chain", 2, layers)
     digest = "123674cba6cc0420367b9ceebb5396615e82ad3f379f3f79937774814f35642b"
     assert sha256(random_weights(chain, seed=3)) == digest
