@@ -282,8 +282,8 @@ def refuse_non_local(network: Network) -> None:
     for node in network.nodes:
         if isinstance(node.layer, NonLocal):
             raise ShapeError(
-                f"node {node.name} is a {node.layer.kind}, whose every voxel depends on the whole image, so that the "
-                "network over a volume has no result that patches can give; use a network with batch norm or none"
+                f"every voxel of node {node.name} ({node.layer}) depends on the whole image, so that the network over "
+                "a volume has no result that patches can give; use a network with batch norm or none"
             )
         if isinstance(node.layer, Upsample) and node.layer.how == "linear" and node.layer.align_corners:
             raise ShapeError(
@@ -472,7 +472,7 @@ def check_axis(network: Network, axis: int, n: int) -> None:
             elif here < like:
                 raise ShapeError(
                     f"node {name} ({layer}) gets {here} voxels along {AXES[axis]} and cannot give {like}, for a volume "
-                    f"of {n} there"
+                    f"of {n} there; crop to a smaller node, or pad what it reads"
                 )
             size = like
         else:
