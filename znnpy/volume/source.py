@@ -122,6 +122,8 @@ class Source:
         Returns (z, y, x) bool of the patch's size, True where a channel was not finite; None if all are finite.
         Without `allow_nan`, VolumeError counts them and names the first.
         """
+        if not out.size:  # a step of a graph that needs no new planes
+            return None
         first = add(lo, self.domain.lo)
         box = Box(first, (first[0] + out.shape[1], first[1] + out.shape[2], first[2] + out.shape[3]))
         inside = box.clipped(self.domain)
