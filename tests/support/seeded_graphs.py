@@ -20,7 +20,9 @@ from znnpy.geometry import Geometry, admissible, lattices_of, period_of
 from znnpy.kernels.whole import grown_by
 from znnpy.layers import Add, Concat, Conv, ConvTranspose, Crop, MaxFilter, Multiply, Pool, Scale, Upsample
 from znnpy.network import ConvWeights, Network, Normalise
+from znnpy.patches import Box
 from znnpy.shapes import Vec3
+from znnpy.volume.source import predicted
 
 Family = Literal["same", "valid", "coarser", "finer"]
 FAMILIES: tuple[Family, ...] = ("same", "same", "valid", "coarser", "finer")
@@ -97,10 +99,11 @@ def _size(rng: random.Random, network: Network) -> Vec3 | None:
         if network.pad_to_period == "refuse":
             size = _that_needs_no_padding(network, size) or size
         try:
-            grown = admissible(network, size).volume
+            geometry = admissible(network, size)
+            predicted(geometry, size, Box((0, 0, 0), size))
         except ShapeError:
             continue
-        if prod(grown) <= MOST_VOXELS:
+        if prod(geometry.volume) <= MOST_VOXELS:
             return size
     return None
 

@@ -96,9 +96,9 @@ def _computed(layer: Layer, weights: ConvWeights | None, inputs: list[Any], like
             return functional.max_pool3d(_padded(x, layer.padding, "zeros", -torch.inf), layer.window, layer.step)
         case AveragePool():
             assert layer.padding[0] == layer.padding[1], "PyTorch pads both sides alike"
-            return functional.avg_pool3d(
-                x, layer.window, layer.step, layer.padding[0], layer.ceil, layer.count_padding
-            )
+            if any(n < window for n, window in zip(x.shape[2:], layer.window, strict=True)):
+                return _mean_of_few(layer, x)
+            return functional.avg_pool3d(x, layer.window, layer.step, layer.padding[0], layer.ceil, layer.count_padding)
         case MaxFilter():
             return functional.max_pool3d(x, layer.window, 1)
         case Maxout():
@@ -135,6 +135,17 @@ def _computed(layer: Layer, weights: ConvWeights | None, inputs: list[Any], like
             return _end(layer.function, layer.parameters, x)
         case _:
             raise TypeError(f"no function of PyTorch for {layer}")
+
+
+def _mean_of_few(layer: AveragePool, x: Any) -> Any:
+    """Return the mean over windows of an image smaller than one, which PyTorch refuses: it looks at it unpadded."""
+    z, y, x_ = functional.max_pool3d(x, layer.window, layer.step, layer.padding[0], 1, layer.ceil).shape[2:]
+
+    def means(values: Any) -> Any:
+        padded = _padded(values, layer.padding, "zeros")
+        return functional.avg_pool3d(padded, layer.window, layer.step, 0, layer.ceil, False)[:, :, :z, :y, :x_]
+
+    return means(x) if layer.count_padding else means(x) / means(torch.ones_like(x))
 
 
 def _tensors(weights: ConvWeights | None) -> tuple[Any, Any]:
