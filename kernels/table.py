@@ -14,6 +14,7 @@ from znnpy.kernels.cpu.conv_fft_data import ConvFftData
 from znnpy.kernels.cpu.conv_fft_lanes import ConvFftLanes
 from znnpy.kernels.cpu.conv_fft_tasks import ConvFftTasks
 from znnpy.kernels.cpu.conv_fft_tiled import ConvFftTiled
+from znnpy.kernels.cpu.graph_conv_table import GRAPH_CONVOLUTIONS
 from znnpy.kernels.cpu.graph_table import GRAPH_OPERATORS
 from znnpy.kernels.cpu.pool import MaxFilter, MaxoutDirect, PoolFragments, PoolMax
 from znnpy.kernels.cpu.pool_lanes import MaxFilterLanes, PoolFragmentsLanes, PoolMaxLanes
@@ -87,6 +88,7 @@ TABLE: tuple[Primitive, ...] = (
     GpuPoolFragments(),
     GpuMaxFilter(),
     GpuMaxoutDirect(),
+    *GRAPH_CONVOLUTIONS,
     *GRAPH_OPERATORS,
 )
 

@@ -65,9 +65,9 @@ class GraphSearch:
         found: list[GraphSolution] = []
         best = inf
         for tiling in sorted(self._tilings(), key=self._effort):
-            if self._bound(tiling) > best:
+            if self._bound(tiling) > best or not self._may_fit(tiling):
                 continue
-            solution = self.solve(tiling)
+            solution = self.solve(tiling, best)
             if solution is None:
                 continue
             found.append(solution)
@@ -113,18 +113,22 @@ class GraphSearch:
         return work, -prod(tiling.cover.patch)
 
     def _bound(self, tiling: GraphTiling) -> float:
-        """Return a lower bound on the seconds, if FASTER holds; infinite if the tensors alone do not fit."""
+        """Return a lower bound on the seconds, if FASTER holds."""
+        return FASTER * sum(
+            tiling.totals[operation.tensor] * self.least.get(operation.layer, 0.0)
+            for operation in tiling.graph.operations
+        )
+
+    def _may_fit(self, tiling: GraphTiling) -> bool:
+        """Return whether the tensors alone fit."""
         least_bytes = max(tiling.live) + tiling.carries + self._around(tiling).peak
         if least_bytes > self.request.limits.ram_bytes:
             if self.nearest is None or least_bytes < self.nearest.peak:
                 self.nearest = replace(
                     self._around(tiling), stages=(StageMemory("cpu", max(tiling.live), tiling.carries),)
                 )
-            return inf
-        return FASTER * sum(
-            tiling.totals[operation.tensor] * self.least.get(operation.layer, 0.0)
-            for operation in tiling.graph.operations
-        )
+            return False
+        return True
 
     def _around(self, tiling: GraphTiling) -> Memory:
         """Return the memory of the process without that of the layers."""
@@ -134,13 +138,15 @@ class GraphSearch:
         writing = writing_bytes(network.output_channels, tiling.patch_out, request.itemsize_out, steps=steps)
         return Memory((StageMemory("cpu"),), request.baseline, reading, writing)
 
-    def solve(self, tiling: GraphTiling) -> GraphSolution | None:
-        """Return the fastest primitives of one size within the memory; None if none fit."""
+    def solve(self, tiling: GraphTiling, below: float = inf) -> GraphSolution | None:
+        """Return the fastest primitives of one size within the memory; None unless faster than `below` seconds."""
         fronts = self._fronts(tiling)
         around, limit = self._around(tiling), self.request.limits.ram_bytes
         budget = limit - around.peak - tiling.carries
         for _ in range(ATTEMPTS):
             chosen = fastest_within(fronts, budget) if budget > 0 else None
+            if chosen is not None and total_seconds(chosen) >= below:
+                return None
             fits = chosen is not None
             chosen = chosen or smallest(fronts)
             solution = self._laid_out(tiling, chosen, around)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import accumulate, product
 from math import prod
 from typing import Literal
 
@@ -13,8 +13,8 @@ from znnpy.geometry import Interval
 from znnpy.graph_columns import GraphCover, StepPlanes, TurnedGraph
 from znnpy.graph_operations import Operation, Region, shape_of
 from znnpy.kernels.contract import Footprint, Primitive, Variant
-from znnpy.layers import Pad
 from znnpy.layer_shapes import LayerShape
+from znnpy.layers import Pad
 from znnpy.patches import Box
 from znnpy.planner.layout import Tensor, aligned
 from znnpy.shapes import FLOAT32, Vec3, turned_back
@@ -52,55 +52,53 @@ class GraphTiling:
         return turned_back((size[0], size[1], size[2]), self.graph.axis)
 
     @cached_property
+    def _walk(self) -> Walk:
+        """The planes of the columns along their axis; equal for all tilings with the same columns and steps."""
+        cover = self.cover
+        begin, end = cover.periods[0][0], cover.periods[1][0]
+        thick = cover.patch[0] if self.streams else 0
+        return self.graph.remembered(("walk", begin, end, cover.grid[0], thick), lambda: Walk.of(cover, thick))
+
+    @cached_property
+    def _widths(self) -> tuple[Widths, Widths]:
+        """The regions of the columns along the other axes; equal for all tilings with columns as wide."""
+        cover, found = self.cover, []
+        for along in (1, 2):
+            key = "widths", along, cover.periods[0][along], cover.periods[1][along], cover.grid[along]
+            found.append(self.graph.remembered(key, lambda along=along: Widths.of(cover, along)))
+        return found[0], found[1]
+
+    @property
     def steps(self) -> tuple[StepPlanes, ...]:
         """The steps of all columns along the axis."""
-        thick = self.cover.patch[0] if self.streams else 0
-        return tuple(
-            step for begin, end in self.cover.ranges(0) for step in self.graph.planes(begin, end, thick).steps
-        )
+        return self._walk.steps
 
-    @cached_property
+    @property
     def new(self) -> tuple[Interval, ...]:
         """The most planes of each tensor that a step computes."""
-        return tuple(max(column, key=_size) for column in zip(*(step.new for step in self.steps), strict=True))
+        return self._walk.new
 
-    @cached_property
+    @property
     def held(self) -> tuple[int, ...]:
         """The most planes of each tensor that a step holds."""
-        return tuple(max(map(_size, column)) for column in zip(*(step.held for step in self.steps), strict=True))
+        return self._walk.held
 
-    @cached_property
+    @property
     def kept(self) -> tuple[int, ...]:
         """The most planes of each tensor that a step finds already computed."""
-        return tuple(
-            max(held.size - new.size for held, new in zip(helds, news, strict=True))
-            for helds, news in zip(
-                zip(*(step.held for step in self.steps), strict=True),
-                zip(*(step.new for step in self.steps), strict=True),
-                strict=True,
-            )
-        )
+        return self._walk.kept
 
-    @cached_property
+    @property
     def across(self) -> tuple[tuple[Interval, ...], tuple[Interval, ...]]:
         """The widest region of each tensor along the second axis and along the third."""
-        second, third = (
-            tuple(
-                max(column, key=_size)
-                for column in zip(*(self.graph.regions(along, *one) for one in self.cover.ranges(along)), strict=True)
-            )
-            for along in (1, 2)
-        )
-        return second, third
+        second, third = self._widths
+        return second.widest, third.widest
 
     @cached_property
     def totals(self) -> tuple[int, ...]:
         """Voxels of each tensor that are computed for the whole output."""
-        sums = [
-            [sum(map(_size, column)) for column in zip(*regions, strict=True)]
-            for regions in ([self.graph.regions(along, *one) for one in self.cover.ranges(along)] for along in range(3))
-        ]
-        return tuple(map(prod, zip(*sums, strict=True)))
+        second, third = self._widths
+        return tuple(z * y * x for z, y, x in zip(self._walk.totals, second.totals, third.totals, strict=True))
 
     def region(self, tensor: int) -> Region:
         """Return the largest region of a tensor that a step computes."""
@@ -150,10 +148,15 @@ class GraphTiling:
         whole = prod(map(_size, self.region(operation.tensor)))
         return max(1, -(-self.totals[operation.tensor] // max(1, whole)))
 
+    @cached_property
+    def _plane_bytes(self) -> tuple[int, ...]:
+        y, x = self.across
+        maps = self.graph.network.maps
+        return tuple(FLOAT32 * many * a.size * b.size for many, a, b in zip(maps, y, x, strict=True))
+
     def plane_bytes(self, tensor: int) -> int:
         """Return the bytes of a plane of a tensor in memory."""
-        y, x = (widest[tensor].size for widest in self.across)
-        return FLOAT32 * self.graph.network.maps[tensor] * y * x
+        return self._plane_bytes[tensor]
 
     def storage(self, tensor: int) -> Storage:
         """Return where a tensor lies. One that keeps as many planes as it gets stays: copying them would cost more."""
@@ -165,10 +168,10 @@ class GraphTiling:
         """Return the planes for which a resident tensor has room: in every other step they need not be moved."""
         return self.held[tensor] + self.new[tensor].size
 
-    @cached_property
+    @property
     def stored(self) -> tuple[int, ...]:
         """The tensors in memory: the input, and what operations give."""
-        return (0, *(operation.tensor for operation in self.graph.operations))
+        return self.graph.stored
 
     @cached_property
     def carries(self) -> int:
@@ -218,11 +221,54 @@ class GraphTiling:
     @cached_property
     def live(self) -> tuple[int, ...]:
         """Bytes of tensors in the arena while each operation runs, its scratch not counted."""
-        one = [Footprint()] * len(self.graph.operations)
-        tensors = self.tensors(one)
-        return tuple(
-            sum(aligned(tensor.nbytes) for tensor in tensors if tensor.first <= tick <= tensor.last)
-            for tick in range(1, len(one) + 1)
+        change = [0] * (len(self.graph.operations) + 3)
+        for tensor, (first, last) in self.graph.lifetimes.items():
+            if self.storage(tensor) != "resident":
+                nbytes = aligned(self.held[tensor] * self._plane_bytes[tensor])
+                change[first] += nbytes
+                change[last + 1] -= nbytes
+        return tuple(accumulate(change))[1:-2]
+
+
+@dataclass(frozen=True)
+class Walk:
+    """The planes of columns along their axis."""
+
+    steps: tuple[StepPlanes, ...]  # of all columns
+    new: tuple[Interval, ...]  # the most that a step computes, of each tensor
+    held: tuple[int, ...]  # the most planes in memory
+    kept: tuple[int, ...]  # the most planes that a step finds already computed
+    totals: tuple[int, ...]  # planes that are computed in all
+
+    @classmethod
+    def of(cls, cover: GraphCover, thick: int) -> Walk:
+        """Return the planes of the columns of a cover in steps of so many periods; 0: patches."""
+        steps = tuple(step for one in cover.ranges(0) for step in cover.graph.planes(*one, thick).steps)
+        news, helds = [step.new for step in steps], [step.held for step in steps]
+        by_tensor = list(zip(zip(*news, strict=True), zip(*helds, strict=True), strict=True))
+        return cls(
+            steps,
+            tuple(max(new, key=_size) for new, _ in by_tensor),
+            tuple(max(map(_size, held)) for _, held in by_tensor),
+            tuple(max(h.size - n.size for n, h in zip(new, held, strict=True)) for new, held in by_tensor),
+            tuple(sum(map(_size, new)) for new, _ in by_tensor),
+        )
+
+
+@dataclass(frozen=True)
+class Widths:
+    """The regions of columns along an axis that they do not walk."""
+
+    widest: tuple[Interval, ...]  # of each tensor
+    totals: tuple[int, ...]  # voxels in all columns
+
+    @classmethod
+    def of(cls, cover: GraphCover, along: int) -> Widths:
+        """Return the regions of the columns of a cover along an axis."""
+        by_tensor = list(zip(*(cover.graph.regions(along, *one) for one in cover.ranges(along)), strict=True))
+        return cls(
+            tuple(max(regions, key=_size) for regions in by_tensor),
+            tuple(sum(map(_size, regions)) for regions in by_tensor),
         )
 
 

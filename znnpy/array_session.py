@@ -217,9 +217,7 @@ class ArraySession:
         """Description of the work to plan for, including the memory of a prediction."""
         held = FLOAT32 * prod(self.output_shape)
         source = self._source
-        return Work(
-            self._network, source.output, self._like.dtype.itemsize, FLOAT32, area=source.area, held_bytes=held
-        )
+        return Work(self._network, source.output, self._like.dtype.itemsize, FLOAT32, area=source.area, held_bytes=held)
 
     def _look_once(self, volume: ArrayVolume) -> None:
         if not self._looked:

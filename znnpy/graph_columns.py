@@ -10,12 +10,12 @@ that nothing is computed outside.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import prod
-from typing import overload
+from typing import Any, TypeVar, overload
 
 from znnpy.geometry import AxisGeometry, Geometry, Interval, admissible
 from znnpy.graph_operations import Operation, Region, operations
@@ -23,6 +23,8 @@ from znnpy.lowering import Lowered, lowered
 from znnpy.network import Network
 from znnpy.patches import Box, Column, Patch
 from znnpy.shapes import Vec3, turned, turned_back
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ class TurnedGraph:
     geometry: Geometry
     axis: int
     operations: tuple[Operation, ...]
+    _facts: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
     _columns: dict[tuple[int, int, int], ColumnPlanes] = field(default_factory=dict, repr=False, compare=False)
     _regions: dict[tuple[int, int, int], tuple[Interval, ...]] = field(default_factory=dict, repr=False, compare=False)
 
@@ -81,6 +84,33 @@ class TurnedGraph:
     def network(self) -> Network:
         """The lowered network with all sizes resolved."""
         return self.geometry.network
+
+    @cached_property
+    def stored(self) -> tuple[int, ...]:
+        """The tensors in memory: the input, and what operations give."""
+        return (0, *(operation.tensor for operation in self.operations))
+
+    @cached_property
+    def lifetimes(self) -> dict[int, tuple[int, int]]:
+        """The first and the last operation, counted from 1, during which each tensor in memory is there.
+
+        The input is there before the first operation, and an output of the network also after the last.
+        """
+        first, last = {0: 0}, {0: 0}
+        for number, operation in enumerate(self.operations, 1):
+            first[operation.tensor] = last[operation.tensor] = number
+            for read in operation.reads:
+                last[read.tensor] = number
+        for tensor in self.network.outputs:
+            last[tensor] = len(self.operations) + 1
+        return {tensor: (first[tensor], last[tensor]) for tensor in self.stored}
+
+    def remembered(self, key: Hashable, work: Callable[[], T]) -> T:
+        """Return what `work` gives; it is called once for each key."""
+        if key not in self._facts:
+            self._facts[key] = work()
+        found: T = self._facts[key]
+        return found
 
     @property
     def output(self) -> int:

@@ -56,7 +56,7 @@ CALL_BYTES = 2**14  # Python memory that calls into the library take, per worker
 CALL_FLOPS = 10e9  # per call into the library; the stop flag is checked between calls
 
 
-class _Direct(ctypes.Structure):
+class Direct(ctypes.Structure):
     """The arguments of a call: struct Direct in direct.hpp."""
 
     _fields_ = (
@@ -68,12 +68,14 @@ class _Direct(ctypes.Structure):
     )
 
 
-class _Resident(NamedTuple):
+class Resident(NamedTuple):
+    """The prepared weights."""
+
     kernels: Array  # panel by panel (z, y, x, fin, block, lane)
     bias: Array  # padded to whole blocks
 
 
-def _panels(count: int) -> Iterator[tuple[int, int]]:
+def panels(count: int) -> Iterator[tuple[int, int]]:
     """Yield the panels of `count` blocks of channels: (first block, blocks); as panel() in direct.cpp."""
     first = 0
     while first < count:
@@ -111,7 +113,7 @@ class _DirectLanes:
         windows = _windows(shape)
         mx = windows.line  # outputs
         sums = 0  # registers of a line, summed over its blocks, including registers idle because of latency
-        for _, width in _panels(blocks(shape.fout)):
+        for _, width in panels(blocks(shape.fout)):
             parts = -(-mx // _voxels(width))
             sums += parts * max(LEAST_SUMS, -(-mx // parts) * width)
         taps = shape.fin * prod(shape.k) + ENDING_TAPS
@@ -121,7 +123,7 @@ class _DirectLanes:
         maxima = MAXIMA_FLOPS * lines * mx * LANES * blocks(shape.fout) if shape.pools else 0.0
         return (Work("lane_stream", 2.0 * lines * sums * LANES * taps + maxima, moved),)
 
-    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> _Resident:
+    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> Resident:
         del variant, pool
         assert weights is not None
         fout, fin, *k = weights.weight.shape
@@ -130,11 +132,11 @@ class _DirectLanes:
         kernels[...] = 0
         bias = np.zeros(LANES * count, np.float32)
         bias[:fout] = weights.bias
-        for first, width in _panels(count):
+        for first, width in panels(count):
             panel = kernels[first * LANES * taps : (first + width) * LANES * taps].reshape(*k, fin, width * LANES)
             maps = weights.weight[first * LANES : (first + width) * LANES]
             panel[..., : len(maps)] = maps.transpose(2, 3, 4, 1, 0)
-        return _Resident(kernels, bias)
+        return Resident(kernels, bias)
 
     def bind(self, resident: Any, shape: LayerShape, variant: Variant, pool: ThreadPool) -> _Step:
         del variant
@@ -228,11 +230,11 @@ def _offsets(shape: ConvShape) -> npt.NDArray[np.int64]:
 class _Step:
     """The convolution of one shape."""
 
-    def __init__(self, resident: _Resident, shape: ConvShape, pool: ThreadPool) -> None:
+    def __init__(self, resident: Resident, shape: ConvShape, pool: ThreadPool) -> None:
         self._shape, self._pool, self._resident = shape, pool, resident
         self._offsets = _offsets(shape)
         self._library = library(this_machine().simd)
-        self._direct = d = _Direct(
+        self._direct = d = Direct(
             fin=shape.fin,
             fout=shape.fout,
             relu=shape.activation == "relu",
@@ -248,7 +250,7 @@ class _Step:
     def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes]) -> None:
         shape, pool, lib, w = self._shape, self._pool, self._library, self._windows
         buffers = scratch["windows"].reshape(-1, w.worker_bytes) if shape.pools else None
-        d = _Direct.from_buffer_copy(self._direct)  # a copy, since steps may run at the same time
+        d = Direct.from_buffer_copy(self._direct)  # a copy, since steps may run at the same time
         d.x, d.out = x.ctypes.data, out.ctypes.data
         d.x_image, d.out_image = x.strides[0] // FLOAT32, out.strides[0] // FLOAT32
         d.stream = streams(shape.fout, shape.out_bytes) and (d.out | out.strides[0]) % ALIGNMENT == 0

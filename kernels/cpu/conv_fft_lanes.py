@@ -342,7 +342,7 @@ def _address(array: Any) -> ctypes.c_void_p:
 
 
 def input_blocks(x: Array, maps: int) -> list[Channels]:
-    """Return the blocks of channels of an array (.., z, y, x, f) with `maps` channels of any pitch from voxel to voxel."""
+    """Return the blocks of channels of an array (.., z, y, x, f); only those of a voxel must be neighbours."""
     plane, row, voxel = (stride // FLOAT32 for stride in x.strides[-4:-1])
     count = blocks(maps)
     return [

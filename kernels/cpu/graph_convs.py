@@ -1,42 +1,36 @@
-"""What the convolutions of graphs share: the shapes they accept, the same layer without padding, activations."""
+"""Hold what convolutions of graphs with stride 1 have in common: which they accept, and how they end."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from znnpy.graph_shapes import GraphConvShape
+from znnpy.kernels.cpu.activations import activate_graph, temporary_bytes
+from znnpy.kernels.cpu.graph_layer import why_not_kind
 from znnpy.layers import DEFAULT_PARAMETERS
-from znnpy.shapes import FLOAT32, ConvShape
+from znnpy.shapes import ConvShape
 
 if TYPE_CHECKING:
     from znnpy.kernels.contract import Array
     from znnpy.kernels.thread_pool import ThreadPool
-    from znnpy.shapes import Activation, LayerShape
+    from znnpy.shapes import Sized
 
 
-def as_graph_conv(shape: object) -> GraphConvShape:
-    """Return `shape` as a convolution of a graph; TypeError if it is another kind of layer."""
-    if not isinstance(shape, GraphConvShape):
-        raise TypeError(f"a primitive for convolutions of graphs was given {shape}; ask why_not first")
-    return shape
+def why_not_stride_1(shape: Sized) -> str | None:
+    """Return None if `shape` is a convolution of a graph with stride 1, dilation 1 and one group, else a reason."""
+    if reason := why_not_kind(shape, GraphConvShape, "convolutions of graphs"):
+        return reason
+    assert isinstance(shape, GraphConvShape)
+    return None if shape.plain else "computes stride 1, dilation 1 and one group: see cpu.graph_conv.taps"
 
 
-def why_not_plain(shape: object) -> str | None:
-    """Return None if `shape` is a convolution of a graph in fp32 without stride, dilation and groups, else a reason."""
-    if not isinstance(shape, GraphConvShape):
-        return f"computes convolutions of graphs, not {getattr(shape, 'kind', shape)}"
-    if not shape.plain:
-        return "computes convolutions with stride 1, dilation 1 and one group"
-    return None if shape.precision == "fp32" else f"computes in fp32, not in {shape.precision}"
-
-
-def padded_conv(shape: GraphConvShape, activation: Activation = "none") -> ConvShape:
-    """Return the convolution of one array that holds the maps of all inputs and the padding."""
-    return ConvShape(1, shape.fin, shape.fout, shape.padded, shape.k, activation)
+def padded_conv(shape: GraphConvShape) -> ConvShape:
+    """Return the convolution of one array that holds the maps of all inputs and the padding, without activation."""
+    return ConvShape(1, shape.fin, shape.fout, shape.padded, shape.k)
 
 
 def slope(shape: GraphConvShape) -> float | None:
-    """Return what negative results are multiplied by, 0 for ReLU; None for functions that are not of this kind."""
+    """Return the factor of negative results, which the compiled kernels apply; None: the function is another one."""
     match shape.activation:
         case "none":
             return 1.0
@@ -48,18 +42,12 @@ def slope(shape: GraphConvShape) -> float | None:
             return None
 
 
-def activation_bytes(shape: GraphConvShape, threads: int) -> int:
-    """Return the bytes that `finish` allocates."""
-    if slope(shape) is not None:
-        return 0
-    from znnpy.kernels.cpu.activations import temporary_bytes
-
-    return threads * temporary_bytes(shape.activation, shape.fout)
+def finishing_bytes(shape: GraphConvShape, threads: int) -> int:
+    """Return the most bytes that `finish` allocates."""
+    return threads * temporary_bytes(shape.activation, shape.fout) if slope(shape) is None else 0
 
 
 def finish(shape: GraphConvShape, out: Array, pool: ThreadPool) -> None:
-    """Apply a function that is neither ReLU nor leaky ReLU to the results (z, y, x, f') in place."""
+    """Apply the function to the results in place, unless a factor of negative results is all there is to it."""
     if slope(shape) is None:
-        from znnpy.kernels.cpu.activations import activate_graph
-
         activate_graph(shape.activation, shape.parameters, out, pool)

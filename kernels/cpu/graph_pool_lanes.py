@@ -22,7 +22,7 @@ from znnpy.graph_shapes import WindowPoolShape
 from znnpy.kernels.contract import Footprint, Kind, Scratch, Variant, Work
 from znnpy.kernels.cpu.graph_layer import WeightlessLayer, float_bytes, given, why_not_kind
 from znnpy.kernels.cpu.graph_pool import counts
-from znnpy.kernels.cpu.native.library import STREAM_BYTES, library, why_not
+from znnpy.kernels.cpu.native.library import LANES, STREAM_BYTES, library, why_not
 from znnpy.machine import this_machine
 from znnpy.shapes import FLOAT32
 
@@ -67,7 +67,7 @@ def _runs(shape: WindowPoolShape) -> _Runs:
     lines = min(my, max(1, (COLUMN_BYTES // (shape.window[0] * line) - shape.window[1]) // shape.stride[1] + 1))
     past = shape.out_bytes > STREAM_BYTES
     read = (run - 1) * shape.stride[2] + shape.window[2]
-    worker = float_bytes(shape.f * (read + (run if past else 0)))
+    worker = float_bytes(shape.f * (read + run) + 2 * LANES)
     return _Runs(run, lines, mz * -(-my // lines), past, worker)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from znnpy.kernels.cpu.graph_conv_depthwise import GraphConvDepthwise
+from znnpy.kernels.cpu.graph_conv_strided import GraphConvStrided
 from znnpy.kernels.cpu.graph_conv_taps import GraphConvTaps
 from znnpy.kernels.cpu.graph_pad import PadCopy
 from znnpy.kernels.cpu.graph_point import PointLines
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
 GRAPH_OPERATORS: tuple[Primitive, ...] = (
     GraphConvTaps(),
+    GraphConvDepthwise(),
+    GraphConvStrided(),
     TransposePhases(),
     PoolWindows(),
     PoolLanes(),

@@ -21,7 +21,7 @@ from znnpy.graph_shapes import UpsampleShape
 from znnpy.kernels.contract import Footprint, Kind, Scratch, Variant, Work
 from znnpy.kernels.cpu.graph_layer import WeightlessLayer, float_bytes, given, why_not_kind
 from znnpy.kernels.cpu.graph_upsample import TABLE_BYTES, neighbours
-from znnpy.kernels.cpu.native.library import STREAM_BYTES, library, why_not
+from znnpy.kernels.cpu.native.library import LANES, STREAM_BYTES, library, why_not
 from znnpy.machine import this_machine
 from znnpy.shapes import FLOAT32
 
@@ -69,10 +69,10 @@ def _runs(shape: UpsampleShape) -> _Runs:
     run = min(mx, max(1, RUN_BYTES // voxel))
     if shape.how == "nearest":
         planes, rows = ((m - 1 + first) // s - first // s + 1 for m, first, s in _axes(shape))
-        return _Runs(run, 1, planes * rows, float_bytes(run * shape.f))
+        return _Runs(run, 1, planes * rows, float_bytes(run * shape.f + LANES))
     lines = min(my, max(1, COLUMN_BYTES // (2 * shape.n[2] * voxel) * shape.factor[1]))
     read = min(shape.n[2], (run - 1) // shape.factor[2] + 3)
-    return _Runs(run, lines, mz * -(-my // lines), float_bytes((run + read) * shape.f))
+    return _Runs(run, lines, mz * -(-my // lines), float_bytes((run + read) * shape.f + 2 * LANES))
 
 
 def _axes(shape: UpsampleShape) -> list[tuple[int, int, int]]:

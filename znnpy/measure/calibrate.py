@@ -18,6 +18,14 @@ from dataclasses import dataclass, field, replace
 
 from znnpy.costs.fit import fitted
 from znnpy.costs.model import LayerGroup, Rates, layer_key
+from znnpy.graph_shapes import (
+    GraphConvShape,
+    GraphShape,
+    PadShape,
+    TransposeShape,
+    UpsampleShape,
+    WindowPoolShape,
+)
 from znnpy.kernels.contract import Primitive, Variant
 from znnpy.layer_shapes import LayerShape
 from znnpy.machine import give_back_memory, process_bytes
@@ -25,6 +33,7 @@ from znnpy.measure.budget import LayerTask, LayerTimer, Placement, TimeBudget, b
 from znnpy.measure.layer_timer import timer_on, touching_rate
 from znnpy.measure.survey import Survey, counted_units, sample_tasks
 from znnpy.messages import option
+from znnpy.patches import with_size
 from znnpy.planner.memory import MARGIN_BYTES
 from znnpy.planner.modes import make_plan
 from znnpy.planner.request import CostModel, PlanRequest
@@ -129,7 +138,7 @@ def calibration_tasks(plan: RunPlan, survey: Survey) -> list[LayerTask]:
         task
         for task in tasks
         if bytes_of(*task.case, survey.limits.threads) <= survey.free_bytes
-        and (task.shape.kind != "conv" or task.shape.weight_bytes <= MOST_WEIGHT_BYTES)
+        and getattr(task.shape, "weight_bytes", 0) <= MOST_WEIGHT_BYTES
     ]
     return list({task.case: task for task in fitting}.values())
 
@@ -169,6 +178,8 @@ def _halved(shape: LayerShape) -> LayerShape | None:
 
     Windows of poolings fit as before, since as many whole windows are left out.
     """
+    if isinstance(shape, GraphShape):
+        return _halved_of_graph(shape)
     if shape.batch > 1:
         return replace(shape, batch=shape.batch // 2)
     kernel, window = _windows(shape)
@@ -179,6 +190,31 @@ def _halved(shape: LayerShape) -> LayerShape | None:
     less = window[longest] * -(-spare[longest] // 2)
     z, y, x = (size - less * (axis == longest) for axis, size in enumerate(shape.n))
     return replace(shape, n=(z, y, x))
+
+
+def _halved_of_graph(shape: GraphShape) -> GraphShape | None:
+    """Return a layer of a graph for a part of the volume about half as long along its longest axis; None: least."""
+    axis = max((2, 1, 0), key=lambda axis: shape.out[axis])  # steps of columns are thin along the first axis
+    step, times = 1, 1  # voxels of the input in one of the output, or of the output in one of the input
+    match shape:
+        case GraphConvShape() | WindowPoolShape():
+            step = shape.stride[axis]
+        case TransposeShape():
+            times = shape.stride[axis]
+        case UpsampleShape():
+            times = shape.factor[axis]
+    less = shape.out[axis] // 2 // times  # units that are left out
+    if less < 1 or shape.n[axis] - less * step < 4:
+        return None
+    n = with_size(shape.n, axis, shape.n[axis] - less * step)
+    match shape:
+        case TransposeShape() | UpsampleShape():
+            return replace(shape, n=n, m=with_size(shape.m, axis, shape.m[axis] - less * times))
+        case PadShape():
+            m, high = shape.m[axis] - less, shape.high[axis] - less
+            return replace(shape, n=n, m=with_size(shape.m, axis, m), high=with_size(shape.high, axis, high))
+        case _:
+            return replace(shape, n=n)
 
 
 def _windows(shape: LayerShape) -> tuple[Vec3, Vec3]:

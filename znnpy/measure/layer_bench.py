@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from znnpy.graph_shapes import GraphConvShape, GraphShape, PointShape, TransposeShape
 from znnpy.kernels.aligned import aligned_bytes
 from znnpy.kernels.contract import ConvWeights, Primitive, Variant
 from znnpy.kernels.thread_pool import ThreadPool
@@ -55,13 +57,28 @@ class HostLayer:
         footprint = primitive.footprint(shape, variant, pool.threads)
         self._scratch = {s.name: aligned_bytes(s.nbytes) for s in footprint.scratch}
 
+        self._inputs = inputs_of(shape, self._x) if isinstance(shape, GraphShape) else None
+
     def run(self) -> None:
-        self._step.run(self._x, self._out, self._scratch)
+        if self._inputs is None:
+            self._step.run(self._x, self._out, self._scratch)
+        else:
+            self._step.run(self._inputs, self._out[0], self._scratch)
 
     def at(self, position: Position) -> npt.NDArray[np.float64]:
         """Return all maps of one output voxel."""
         maps: npt.NDArray[np.float64] = self._out[position].astype(np.float64)
         return maps
+
+
+def inputs_of(shape: GraphShape, x: npt.NDArray[np.float32]) -> list[npt.NDArray[np.float32]]:
+    """Return the inputs (z, y, x, f) of a layer of a graph, one after the other in the memory of `x`."""
+    fins = shape.fins if isinstance(shape, GraphConvShape | PointShape) else (shape.in_shape[4],)
+    flat, voxels, found, first = x.reshape(-1), prod(shape.n), list[npt.NDArray[np.float32]](), 0
+    for maps in fins:
+        found.append(flat[first : first + voxels * maps].reshape(*shape.n, maps))
+        first += voxels * maps
+    return found
 
 
 class DeviceLayer:
@@ -136,6 +153,15 @@ def _tensors(values: Values) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
 
 
 def _weights(shape: LayerShape, rng: np.random.Generator) -> ConvWeights | None:
+    match shape:
+        case GraphConvShape():
+            kernels = rng.standard_normal((shape.fout, shape.fin // shape.groups, *shape.k), np.float32)
+            return ConvWeights(kernels / np.float32(np.sqrt(kernels[0].size)), np.zeros(shape.fout, np.float32))
+        case TransposeShape():
+            kernels = rng.standard_normal((shape.fin, shape.fout // shape.groups, *shape.k), np.float32)
+            return ConvWeights(kernels / np.float32(np.sqrt(shape.fin)), np.zeros(shape.fout, np.float32))
+        case PointShape():
+            return ConvWeights(np.ones(shape.f, np.float32), np.zeros(shape.f, np.float32))
     if not isinstance(shape, ConvShape):
         return None
     kernels = rng.standard_normal((shape.fout, shape.fin, *shape.k), np.float32)

@@ -73,7 +73,8 @@ def library(simd: str) -> ctypes.CDLL:
     loaded.znnpy_pool.restype = None
     for function in ("activate", "window_pool", "upsample_nearest", "upsample_linear"):
         getattr(loaded, f"znnpy_{function}").restype = None
-    loaded.znnpy_point.restype = ctypes.c_int64
+    for function in ("point", "depthwise", "strided"):
+        getattr(loaded, f"znnpy_{function}").restype = ctypes.c_int64
     return loaded
 
 

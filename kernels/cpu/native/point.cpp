@@ -4,8 +4,6 @@
 // to the output.
 #include "point.hpp"
 
-#include <cstring>
-
 #include "activations.hpp"
 #include "rows.hpp"
 
@@ -41,16 +39,6 @@ ALWAYS void join(const float *a, const float *b, float *to, ptrdiff_t floats, JO
 
 ALWAYS void repeat(const float *maps, ptrdiff_t f, float *row, ptrdiff_t count, ptrdiff_t step) {
   for (ptrdiff_t i = 0; i < count * f; i++) row[i] = maps[i % f * step];
-}
-
-bool finite(const float *x, ptrdiff_t floats) {
-  V sums{};
-  ptrdiff_t i = 0;
-  float rest = 0;
-  for (; i + W <= floats; i += W) sums += load(x + i) * 0.0f;
-  for (; i < floats; i++) rest += x[i] * 0.0f;
-  for (int lane = 0; lane < W; lane++) rest += sums[lane];
-  return rest == 0.0f;
 }
 
 }  // namespace
@@ -94,16 +82,14 @@ EXPORT int64_t znnpy_point(const Point *point, int64_t lo, int64_t hi) {
           else join(i == 1 ? one : joined, two, joined, floats, [](V a, V b) ALWAYS_LAMBDA { return a * b; });
         }
       }
-      if (arithmetic && !finite(joined, floats))
-        for (ptrdiff_t i = 0; i < floats; i++) bad += joined[i] * 0.0f != 0.0f;
+      if (arithmetic) bad += not_finite(joined, floats);
       if (slopes)
         join(joined, factors, joined, floats, [](V a, V b) ALWAYS_LAMBDA { return a < 0.0f ? a * b : a; });
       else if (p.function == SOFTMAX)
         softmax(joined, count, f);
       else if (p.function != NONE)
         activate(p.function, (float)p.a, (float)p.b, joined, floats);
-      if (p.past) copy_past(joined, out + first * f, floats);
-      else std::memcpy(out + first * f, joined, floats * sizeof(float));
+      copy_out(joined, out + first * f, floats, p.past);
     }
   }
   if (p.past) fence();

@@ -1,5 +1,7 @@
 // Copies and maxima of runs of floats, for layers that are limited by memory.
 #pragma once
+#include <cstring>
+
 #include "vector.hpp"
 
 namespace znnpy {
@@ -29,11 +31,32 @@ ALWAYS void copy_past(const float *source, float *target, ptrdiff_t floats) {
   for (; i < floats; i++) target[i] = source[i];
 }
 
+// Returns how many values are infinite or not a number.
+ALWAYS int64_t not_finite(const float *x, ptrdiff_t floats) {
+  V sums{};
+  ptrdiff_t i = 0;
+  float rest = 0;
+  for (; i + W <= floats; i += W) sums += load(x + i) * 0.0f;
+  for (; i < floats; i++) rest += x[i] * 0.0f;
+  for (int lane = 0; lane < W; lane++) rest += sums[lane];
+  int64_t bad = 0;
+  for (i = 0; rest != 0.0f && i < floats; i++) bad += x[i] * 0.0f != 0.0f;
+  return bad;
+}
+
 // Copies a few floats without a call.
 ALWAYS void copy_maps(const float *source, float *target, ptrdiff_t floats) {
-  ptrdiff_t i = 0;
-  for (; i + W <= floats; i += W) store(target + i, load(source + i));
-  for (; i < floats; i++) target[i] = source[i];
+  if (floats < W) {
+    for (ptrdiff_t i = 0; i < floats; i++) target[i] = source[i];
+    return;
+  }
+  for (ptrdiff_t i = 0; i + W < floats; i += W) store(target + i, load(source + i));
+  store(target + floats - W, load(source + floats - W));  // some floats are copied twice
+}
+
+ALWAYS void copy_out(const float *source, float *target, ptrdiff_t floats, bool past) {
+  if (past) copy_past(source, target, floats);
+  else std::memcpy(target, source, floats * sizeof(float));
 }
 
 }  // namespace znnpy

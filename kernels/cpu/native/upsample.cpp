@@ -1,18 +1,11 @@
 // Upsampling by whole factors in one pass; see graph_upsample_lanes.py.
 #include "upsample.hpp"
 
-#include <cstring>
-
 #include "rows.hpp"
 
 using namespace znnpy;
 
 namespace {
-
-ALWAYS void write(const Upsample &t, const float *from, float *to, ptrdiff_t floats) {
-  if (t.past) copy_past(from, to, floats);
-  else std::memcpy(to, from, floats * sizeof(float));
-}
 
 struct Repeats {  // the outputs that a voxel is nearest to
   ptrdiff_t first, last;
@@ -22,12 +15,13 @@ struct Repeats {  // the outputs that a voxel is nearest to
         last(least(t.m[axis], (in + 1) * t.factor[axis] - t.first[axis])) {}
 };
 
-// Sets to[i] to a[i] * (1 - part) + b[i] * part.
+// Sets to[i] to a[i] * (1 - part) + b[i] * part; reads and writes whole vectors.
 ALWAYS void between(const float *a, const float *b, float part, float *to, ptrdiff_t floats) {
   const float rest = 1.0f - part;
   ptrdiff_t i = 0;
-  for (; i + W <= floats; i += W) store(to + i, load(a + i) * rest + load(b + i) * part);
-  for (; i < floats; i++) to[i] = a[i] * rest + b[i] * part;
+  for (; i + W < floats; i += W) store(to + i, load(a + i) * rest + load(b + i) * part);
+  const ptrdiff_t last = most(0, floats - W);
+  store(to + last, load(a + last) * rest + load(b + last) * part);
 }
 
 // Sets to[i] to the values between four lines; `z` and `y` are the parts.
@@ -45,7 +39,7 @@ ALWAYS void between_lines(const float *const lines[4], float z, float y, float *
 }  // namespace
 
 // Repeats voxels. Units [lo, hi) are lines of the input, (z, y), from those that the first output is nearest to on.
-// `scratch` holds a run of outputs.
+// `scratch` holds a run of outputs and a vector.
 EXPORT void znnpy_upsample_nearest(const Upsample *upsample, float *scratch, int64_t lo, int64_t hi) {
   const Upsample &t = *upsample;
   const ptrdiff_t f = t.f, top = t.along[0].low[0], left = t.along[1].low[0];
@@ -53,29 +47,30 @@ EXPORT void znnpy_upsample_nearest(const Upsample *upsample, float *scratch, int
   for (ptrdiff_t unit = lo; unit < hi; unit++) {
     const ptrdiff_t plane = top + unit / rows, row = left + unit % rows;
     const float *const line = t.x + plane * t.pitch[0] + row * t.pitch[1];
+    const float *const whole = line + (t.n[2] - 1) * t.pitch[2] + f - W;  // a vector there ends with the line
     const Repeats planes(t, 0, plane), lines(t, 1, row);
     for (ptrdiff_t first = 0; first < t.m[2]; first += t.run) {
       const ptrdiff_t count = least(t.run, t.m[2] - first);
       for (ptrdiff_t i = 0; i < count; i++) {
         const float *const voxel = line + t.along[2].low[first + i] * t.pitch[2];
-        if (f == 1) scratch[i] = *voxel;
+        if (f < W && voxel <= whole) store(scratch + i * f, load(voxel));  // what is too much is overwritten
         else copy_maps(voxel, scratch + i * f, f);
       }
       for (ptrdiff_t z = planes.first; z < planes.last; z++)
         for (ptrdiff_t y = lines.first; y < lines.last; y++)
-          write(t, scratch, t.out + ((z * t.m[1] + y) * t.m[2] + first) * f, count * f);
+          copy_out(scratch, t.out + ((z * t.m[1] + y) * t.m[2] + first) * f, count * f, t.past);
     }
   }
   if (t.past) fence();
 }
 
 // Interpolates between voxels. Units [lo, hi) are (block of lines, plane) of outputs. `scratch` holds a run of outputs
-// and the voxels that they lie between.
+// and the voxels that they lie between, each followed by room for a vector.
 EXPORT void znnpy_upsample_linear(const Upsample *upsample, float *scratch, int64_t lo, int64_t hi) {
   const Upsample &t = *upsample;
   const ptrdiff_t f = t.f;
   const Along &along = t.along[2];
-  float *const voxels = scratch + t.run * f;
+  float *const voxels = scratch + t.run * f + LANES;
   for (ptrdiff_t unit = lo; unit < hi; unit++) {
     const ptrdiff_t z = unit % t.m[0], block = unit / t.m[0] * t.lines;
     const float *const planes[2] = {t.x + t.along[0].low[z] * t.pitch[0], t.x + t.along[0].high[z] * t.pitch[0]};
@@ -94,7 +89,7 @@ EXPORT void znnpy_upsample_linear(const Upsample *upsample, float *scratch, int6
         for (ptrdiff_t i = 0; i < count; i++)
           between(voxels + (along.low[first + i] - begin) * f, voxels + (along.high[first + i] - begin) * f,
                   along.part[first + i], scratch + i * f, f);
-        write(t, scratch, t.out + ((z * t.m[1] + y) * t.m[2] + first) * f, count * f);
+        copy_out(scratch, t.out + ((z * t.m[1] + y) * t.m[2] + first) * f, count * f, t.past);
       }
     }
   }

@@ -25,8 +25,9 @@ struct Sum {
   static float start() { return 0.0f; }
 };
 
-// Sets to[i] to the result over from[0][i], from[1][i], ..; the values times `factor`.
-template <class HOW, bool SCALE, class FROM>
+// Sets to[i] to the result over from[0][i], from[1][i], ..; the values times `factor`. ROOM: whole vectors may be read
+// and written.
+template <class HOW, bool SCALE, bool ROOM, class FROM>
 ALWAYS void over(FROM from, ptrdiff_t count, float *to, ptrdiff_t floats, float factor) {
   const auto vectors = [&](auto number, ptrdiff_t at) ALWAYS_LAMBDA {
     V sums[number];
@@ -38,6 +39,7 @@ ALWAYS void over(FROM from, ptrdiff_t count, float *to, ptrdiff_t floats, float 
   ptrdiff_t i = 0;
   for (; i + 4 * W <= floats; i += 4 * W) vectors(std::integral_constant<int, 4>{}, i);
   for (; i + W <= floats; i += W) vectors(std::integral_constant<int, 1>{}, i);
+  if (ROOM && i < floats) return vectors(std::integral_constant<int, 1>{}, i);
   for (; i < floats; i++) {
     float sum = from(0)[i];
     for (ptrdiff_t j = 1; j < count; j++) sum = HOW::join(sum, from(j)[i]);
@@ -56,20 +58,20 @@ struct Span {  // the voxels of a window that are in the image
 };
 
 // Computes the outputs [first, last) of a line; `lines` are those of its windows, and `scratch` holds one of them and
-// the outputs.
+// the outputs, each followed by room for a vector.
 template <class HOW>
 void line(const WindowPool &t, const float *const *lines, ptrdiff_t count, ptrdiff_t first, ptrdiff_t last,
           float *scratch, float *out, float divisor) {
   const bool average = std::is_same<HOW, Sum>::value;
   const ptrdiff_t f = t.f, begin = Span(t, 2, first).first, end = Span(t, 2, last - 1).last;
   const ptrdiff_t voxels = most(end - begin, 0);
-  float *const to = t.past ? scratch + ((t.run - 1) * t.stride[2] + t.window[2]) * f : out;
+  float *const to = scratch + ((t.run - 1) * t.stride[2] + t.window[2]) * f + LANES;
   if (count > 0) {
     const bool neighbours = t.pitch[2] == f;
     const ptrdiff_t runs = neighbours ? 1 : voxels, floats = neighbours ? voxels * f : f;
     for (ptrdiff_t i = 0; i < runs; i++) {
       const ptrdiff_t at = (begin + i) * t.pitch[2];
-      over<HOW, false>([&](ptrdiff_t j) ALWAYS_LAMBDA { return lines[j] + at; }, count, scratch + i * f, floats, 1.0f);
+      over<HOW, false, false>([&](ptrdiff_t j) ALWAYS_LAMBDA { return lines[j] + at; }, count, scratch + i * f, floats, 1.0f);
     }
   }
   const auto outputs = [&](ptrdiff_t i, ptrdiff_t number) {
@@ -82,8 +84,8 @@ void line(const WindowPool &t, const float *const *lines, ptrdiff_t count, ptrdi
     }
     const float *const source = scratch + (span.first - begin) * f;
     const auto from = [&](ptrdiff_t j) ALWAYS_LAMBDA { return source + j * f; };
-    if (average) over<HOW, true>(from, taps, target, number * f, 1.0f / (divisor * t.counts[2][i]));
-    else over<HOW, false>(from, taps, target, number * f, 1.0f);
+    if (average) over<HOW, true, true>(from, taps, target, number * f, 1.0f / (divisor * t.counts[2][i]));
+    else over<HOW, false, true>(from, taps, target, number * f, 1.0f);
   };
   for (ptrdiff_t i = first; i < last;) {
     ptrdiff_t number = 1;
@@ -93,7 +95,7 @@ void line(const WindowPool &t, const float *const *lines, ptrdiff_t count, ptrdi
     outputs(i, number);
     i += number;
   }
-  if (t.past) copy_past(to, out, (last - first) * f);
+  copy_out(to, out, (last - first) * f, t.past);
 }
 
 template <class HOW>

@@ -1,0 +1,164 @@
+"""Direct convolutions of graphs in compiled code, over several arrays with zeros around them.
+
+Method   That of conv_direct_lanes.py. The taps of a line of outputs are those whose inputs are in memory, listed in
+         parts: all of them in one part away from the faces, else those of each array and row of the kernel. The first
+         and the last voxels of a line, where the kernel reaches beyond the arrays, are computed one by one.
+Memory   The kernels, in the order they are read, and a list of taps per thread.
+Bound    As there. A voxel alone takes as long as a block of four, which shows in short lines.
+Source   As there.
+Tested   tests/kernels/cpu/test_graph_conv.py
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from znnpy.graph_shapes import GraphConvShape
+from znnpy.kernels.contract import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work
+from znnpy.kernels.cpu.conv_direct_lanes import (
+    CALL_FLOPS,
+    LEAST_SUMS,
+    OFFSET,
+    ConvDirectLanes,
+    Direct,
+    Resident,
+    panels,
+)
+from znnpy.kernels.cpu.epilogue import overflow
+from znnpy.kernels.cpu.graph_convs import finish, finishing_bytes, padded_conv, slope, why_not_stride_1
+from znnpy.kernels.cpu.graph_layer import GraphLayer, given
+from znnpy.kernels.cpu.native.library import LANES, blocks, library, streams, why_not
+from znnpy.machine import this_machine
+from znnpy.shapes import FLOAT32
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from znnpy.kernels.contract import Array, Bytes, ConvWeights
+    from znnpy.kernels.thread_pool import ThreadPool
+    from znnpy.machine import Machine
+    from znnpy.shapes import Sized, Vec3
+
+TAPS_BYTES = 40  # size of Taps in direct.hpp
+
+
+class _Input(ctypes.Structure):
+    """One of the arrays: struct Input in direct.hpp."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("plane", "row", "voxel", "maps", "first")),
+        ("offsets", ctypes.c_void_p),
+    )
+
+
+class _Padded(ctypes.Structure):
+    """The arguments of a call: struct Padded in direct.hpp."""
+
+    _fields_ = (
+        ("direct", Direct),
+        *((name, ctypes.c_int64 * 3) for name in ("lead", "held")),
+        ("count", ctypes.c_int64),
+        ("inputs", ctypes.c_void_p),
+    )
+
+
+def _edges(shape: GraphConvShape) -> int:
+    """Return the number of outputs of a line whose kernels reach into the padding."""
+    return min(shape.out[2], shape.before[2] + shape.behind[2])
+
+
+@dataclass(frozen=True, slots=True)
+class GraphConvDirectLanes(GraphLayer):
+    """Direct convolution of several padded arrays in compiled code: for few maps and small kernels."""
+
+    name: str = "cpu.graph_conv.direct_lanes"
+    kind: Kind = "graph_conv"
+    version: int = 1
+    summary: str = "kernels of 1 and 2, or few maps, stride 1 (needs the compiled kernels)"
+    source: str = "ZNNi IV-A.1; register blocking after Goto, van de Geijn 2008"
+
+    def why_not(self, shape: Sized, machine: Machine) -> str | None:
+        return why_not_stride_1(shape) or why_not(machine)
+
+    def footprint(self, shape: Sized, variant: Variant, threads: int) -> Footprint:
+        shape = given(shape, GraphConvShape)
+        found = ConvDirectLanes().footprint(padded_conv(shape), variant, threads)
+        parts = len(shape.fins) * prod(shape.k)
+        offsets = len(shape.fins) * ALIGNMENT + 2 * OFFSET * shape.fin * prod(shape.k)
+        return replace(
+            found,
+            scratch=(Scratch("taps", threads * parts * TAPS_BYTES),),
+            allowance=found.allowance + offsets + finishing_bytes(shape, threads),
+        )
+
+    def work(self, shape: Sized, variant: Variant) -> Sequence[Work]:
+        shape = given(shape, GraphConvShape)
+        (whole,) = ConvDirectLanes().work(padded_conv(shape), variant)
+        alone = prod(shape.out[:2]) * _edges(shape) * LEAST_SUMS * LANES * len(list(panels(blocks(shape.fout))))
+        return (whole._replace(flops=whole.flops + 2.0 * alone * shape.fin * prod(shape.k)),)
+
+    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> Resident:
+        return ConvDirectLanes().prepare(weights, variant, pool)
+
+    def bind(self, resident: Any, shape: Sized, variant: Variant, pool: ThreadPool) -> _Step:
+        del variant
+        return _Step(resident, given(shape, GraphConvShape), pool)
+
+
+def _offsets(k: Vec3, pitches: Vec3, maps: int) -> npt.NDArray[np.int64]:
+    """Return the floats from an output's first input to the input of each tap, (z, y, x, maps)."""
+    z, y, x = (np.arange(size, dtype=np.int64) * pitch for size, pitch in zip(k, pitches, strict=True))
+    return z[:, None, None, None] + y[:, None, None] + x[:, None] + np.arange(maps, dtype=np.int64)
+
+
+class _Step:
+    """The convolution of one shape."""
+
+    def __init__(self, resident: Resident, shape: GraphConvShape, pool: ThreadPool) -> None:
+        self._shape, self._pool, self._resident = shape, pool, resident
+        self._library = library(this_machine().simd)
+        factor = slope(shape)
+        self._padded = p = _Padded(count=len(shape.fins))
+        d = p.direct
+        d.n[:], d.k[:], d.p[:], p.lead[:], p.held[:] = shape.padded, shape.k, (1, 1, 1), shape.before, shape.n
+        d.fin, d.fout, d.relu = shape.fin, shape.fout, factor == 0
+        d.slope = factor if factor not in (None, 1.0) else 0.0
+        d.kernels, d.bias = resident.kernels.ctypes.data, resident.bias.ctypes.data
+        self._lines = shape.out[0] * shape.out[1]
+        line_flops = 2.0 * shape.out[2] * LANES * blocks(shape.fout) * shape.fin * prod(shape.k)
+        self._most = max(1, int(CALL_FLOPS // line_flops))
+
+    def run(self, inputs: Sequence[Array], out: Array, scratch: Mapping[str, Bytes]) -> None:
+        shape, pool, lib = self._shape, self._pool, self._library
+        stores = scratch["taps"].reshape(pool.threads, -1)
+        p = _Padded.from_buffer_copy(self._padded)  # a copy, since steps may run at the same time
+        arrays = (_Input * len(inputs))()
+        tables, first = [], 0
+        for array, x, maps in zip(arrays, inputs, shape.fins, strict=True):
+            plane, row, voxel = (stride // FLOAT32 for stride in x.strides[:3])
+            tables.append(_offsets(shape.k, (plane, row, voxel), maps))
+            array.x, array.offsets = x.ctypes.data, tables[-1].ctypes.data
+            array.plane, array.row, array.voxel, array.maps, array.first = plane, row, voxel, maps, first
+            first += maps
+        p.inputs, p.direct.out = ctypes.addressof(arrays), out.ctypes.data
+        p.direct.stream = streams(shape.fout, shape.out_bytes) and p.direct.out % ALIGNMENT == 0
+        bad = [0] * pool.threads
+
+        def piece(lo: int, hi: int, worker: int) -> None:
+            taps = ctypes.c_void_p(stores[worker].ctypes.data)
+            for line in range(lo, hi, self._most):
+                pool.check()
+                some = ctypes.c_int64(line), ctypes.c_int64(min(hi, line + self._most))
+                bad[worker] += lib.znnpy_direct_padded(ctypes.byref(p), taps, *some)
+
+        pool.each(piece, self._lines)
+        if sum(bad):
+            raise overflow(sum(bad), prod(shape.out_shape))
+        finish(shape, out, pool)

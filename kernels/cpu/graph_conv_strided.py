@@ -1,0 +1,178 @@
+"""Direct convolution of a graph with stride, dilation, padding and several inputs in compiled code.
+
+Method   A block of neighbouring outputs of a line times a panel of LANES channels is summed in registers over all taps
+         that lie in the image: per tap the panel's kernels are loaded, and the input of each output is broadcast to a
+         vector. Several inputs are read where they are. The function that follows is applied to a line in the cache;
+         large outputs are written past the caches.
+Memory   The kernels, in the order they are read; one line of outputs per thread.
+Bound    Compute: the limit of the registers; many maps (a panel that exceeds L2) wait for L3.
+Source   Zlateski, Lee, Seung, ZNNi (SC16), IV-A.1 (direct); register blocking as in Goto, van de Geijn 2008.
+Tested   tests/kernels/cpu/test_graph_operators.py
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from znnpy.graph_shapes import GraphConvShape
+from znnpy.kernels.aligned import aligned_bytes
+from znnpy.kernels.contract import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work
+from znnpy.kernels.cpu.activations import code_of, parameters_of
+from znnpy.kernels.cpu.epilogue import overflow
+from znnpy.kernels.cpu.graph_layer import GraphLayer, float_bytes, given, why_not_kind
+from znnpy.kernels.cpu.native.library import LANES, STREAM_BYTES, blocks, library, why_not
+from znnpy.machine import this_machine
+from znnpy.shapes import FLOAT32
+
+if TYPE_CHECKING:
+    from znnpy.kernels.contract import Array, Bytes, ConvWeights
+    from znnpy.kernels.thread_pool import ThreadPool
+    from znnpy.machine import Machine
+    from znnpy.shapes import Sized
+
+MOST_INPUTS = 8  # as in strided.hpp
+MOST_LINES = 512  # lines of a kernel over all inputs, as in strided.cpp
+OUTPUTS = 6  # outputs that are summed at once
+ENDING_TAPS = 12  # taps that take as long as starting and ending a block of outputs
+RIM = 3.0  # time of an output whose taps reach into padding along x, relative to one of a block
+CALL_BYTES = 2**15  # Python memory and stack of calls into the library, per worker
+CALL_FLOPS = 10e9  # per call into the library; the stop flag is checked between calls
+
+
+class _Part(ctypes.Structure):
+    """One input: struct Part in strided.hpp."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("f", ctypes.c_int64),
+        ("pitch", ctypes.c_int64 * 3),
+    )
+
+
+class _Strided(ctypes.Structure):
+    """The arguments of a call: struct Strided in strided.hpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64 * 3) for name in ("n", "m", "k", "stride", "dilation", "before")),
+        *((name, ctypes.c_int64) for name in ("fin", "fout", "parts", "function")),
+        *((name, ctypes.c_double) for name in ("a", "b")),
+        ("past", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("kernels", "bias", "out")),
+        ("from_", _Part * MOST_INPUTS),
+    )
+
+
+class _Resident(NamedTuple):
+    kernels: Array  # panel by panel (z, y, x, f, lane)
+    bias: Array  # padded to whole panels
+
+
+@dataclass(frozen=True, slots=True)
+class GraphConvStrided(GraphLayer):
+    """Direct convolution with stride, dilation and padding."""
+
+    name: str = "cpu.graph_conv.strided"
+    kind: Kind = "graph_conv"
+    version: int = 1
+    summary: str = "any stride, dilation and padding, without groups (needs the compiled kernels)"
+    source: str = "ZNNi IV-A.1; register blocking after Goto, van de Geijn 2008"
+
+    def why_not(self, shape: Sized, machine: Machine) -> str | None:
+        if reason := why_not_kind(shape, GraphConvShape, "convolutions of graphs"):
+            return reason
+        shape = given(shape, GraphConvShape)
+        if shape.groups > 1:
+            return "computes no groups: see cpu.graph_conv.taps"
+        if len(shape.fins) > MOST_INPUTS:
+            return f"takes up to {MOST_INPUTS} inputs, not {len(shape.fins)}: see cpu.graph_conv.taps"
+        if shape.k[0] * shape.k[1] * len(shape.fins) > MOST_LINES:
+            return f"takes kernels of up to {MOST_LINES} lines over all inputs: see cpu.graph_conv.taps"
+        return why_not(machine)
+
+    def footprint(self, shape: Sized, variant: Variant, threads: int) -> Footprint:
+        del variant
+        shape = given(shape, GraphConvShape)
+        taps, lanes = shape.fin * prod(shape.k), LANES * blocks(shape.fout)
+        workers = min(threads, shape.out[0] * shape.out[1])
+        return Footprint(
+            resident=FLOAT32 * lanes * (taps + 1),
+            scratch=(Scratch("lines", workers * float_bytes(shape.out[2] * lanes)),),
+            allowance=ALIGNMENT + workers * CALL_BYTES,
+        )
+
+    def work(self, shape: Sized, variant: Variant) -> Sequence[Work]:
+        del variant
+        shape = given(shape, GraphConvShape)
+        mz, my, mx = shape.out
+        taps = shape.fin * prod(shape.k) + ENDING_TAPS
+        rim = sum(-(-pad // s) for pad, s in ((shape.before[2], shape.stride[2]), (shape.behind[2], shape.stride[2])))
+        outputs = mx + (RIM - 1) * min(mx, rim)
+        moved = shape.in_bytes + shape.out_bytes * (1 if shape.out_bytes > STREAM_BYTES else 2)
+        return (Work("lane_stream", 2.0 * mz * my * outputs * LANES * blocks(shape.fout) * taps, moved),)
+
+    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> _Resident:
+        del variant, pool
+        assert weights is not None
+        fout, fin, *k = weights.weight.shape
+        count = blocks(fout)
+        kernels = aligned_bytes(FLOAT32 * fin * prod(k) * count * LANES).view(np.float32)
+        kernels[...] = 0
+        bias = np.zeros(LANES * count, np.float32)
+        bias[:fout] = weights.bias
+        panels = kernels.reshape(count, *k, fin, LANES)
+        for block, panel in enumerate(panels):
+            maps = weights.weight[block * LANES : (block + 1) * LANES]
+            panel[..., : len(maps)] = maps.transpose(2, 3, 4, 1, 0)
+        return _Resident(kernels, bias)
+
+    def bind(self, resident: Any, shape: Sized, variant: Variant, pool: ThreadPool) -> _Step:
+        del variant
+        return _Step(resident, given(shape, GraphConvShape), pool)
+
+
+class _Step:
+    def __init__(self, resident: _Resident, shape: GraphConvShape, pool: ThreadPool) -> None:
+        self._shape, self._pool, self._resident = shape, pool, resident
+        self._library = library(this_machine().simd)
+        unit_flops = 2.0 * shape.out[2] * LANES * blocks(shape.fout) * shape.fin * prod(shape.k)
+        self._most = max(1, int(CALL_FLOPS // unit_flops))
+
+    def run(self, inputs: Sequence[Array], out: Array, scratch: Mapping[str, Bytes]) -> None:
+        shape, pool, lib = self._shape, self._pool, self._library
+        a, b = parameters_of(shape.activation, shape.parameters)
+        s = _Strided(
+            fin=shape.fin,
+            fout=shape.fout,
+            parts=len(inputs),
+            function=code_of(shape.activation),
+            a=a,
+            b=b,
+            past=shape.out_bytes > STREAM_BYTES,
+            kernels=self._resident.kernels.ctypes.data,
+            bias=self._resident.bias.ctypes.data,
+            out=out.ctypes.data,
+        )
+        s.n[:], s.m[:], s.k[:], s.stride[:], s.dilation[:] = shape.n, shape.out, shape.k, shape.stride, shape.dilation
+        s.before[:] = shape.before
+        for i, part in enumerate(inputs):
+            pitch = [stride // FLOAT32 for stride in part.strides[:3]]
+            s.from_[i] = _Part(part.ctypes.data, part.shape[3], (ctypes.c_int64 * 3)(*pitch))
+        buffers = scratch["lines"].reshape(-1, float_bytes(shape.out[2] * LANES * blocks(shape.fout)))
+        bad = [0] * pool.threads
+
+        def piece(lo: int, hi: int, worker: int) -> None:
+            buffer = ctypes.c_void_p(buffers[worker].ctypes.data)
+            for first in range(lo, hi, self._most):
+                pool.check()
+                last = ctypes.c_int64(min(hi, first + self._most))
+                bad[worker] += lib.znnpy_strided(ctypes.byref(s), buffer, ctypes.c_int64(first), last)
+
+        pool.each(piece, shape.out[0] * shape.out[1])
+        if sum(bad):
+            raise overflow(sum(bad), prod(shape.out_shape))

@@ -1,0 +1,144 @@
+"""Convolutions of graphs by the convolutions of chains, over a copy of their inputs.
+
+Method   The maps of all inputs are copied side by side into one array with zeros around them, and a convolution of a
+         chain computes the rest. One input without padding, in C order, is not copied.
+Memory   The copy, and what the other convolution needs.
+Bound    That of the other convolution; the copy takes one pass over memory.
+Source   ZNNi (SC16), III and IV, as the other convolution says.
+Tested   tests/kernels/cpu/test_graph_conv.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from znnpy.graph_shapes import GraphConvShape
+from znnpy.kernels.contract import Footprint, Kind, Primitive, Scratch, Step, Variant, Work
+from znnpy.kernels.cpu.activations import activate_graph, temporary_bytes
+from znnpy.kernels.cpu.graph_convs import padded_conv, why_not_stride_1
+from znnpy.kernels.cpu.graph_layer import NUMPY_BYTES, given
+from znnpy.kernels.thread_pool import min_chunk
+from znnpy.shapes import ACTIVATIONS, ConvShape
+
+if TYPE_CHECKING:
+    from znnpy.kernels.contract import Array, Bytes, ConvWeights
+    from znnpy.kernels.thread_pool import ThreadPool
+    from znnpy.machine import Machine
+    from znnpy.shapes import Sized
+
+
+def _as_chain(shape: GraphConvShape) -> ConvShape:
+    """Return the convolution of the copy."""
+    if shape.activation not in ACTIVATIONS:
+        return padded_conv(shape)
+    return replace(padded_conv(shape), activation=shape.activation)
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """A convolution of a chain that serves graphs."""
+
+    inner: Primitive
+
+    @property
+    def name(self) -> str:
+        return f"cpu.graph_conv.{self.inner.name.rpartition('.')[2]}_gathered"
+
+    @property
+    def kind(self) -> Kind:
+        return "graph_conv"
+
+    @property
+    def version(self) -> int:
+        return self.inner.version
+
+    @property
+    def summary(self) -> str:
+        return f"{self.inner.name} over one copy of all inputs, with zeros around them: stride 1"
+
+    @property
+    def source(self) -> str:
+        return f"{self.inner.source}; the copy is obvious"
+
+    def why_not(self, shape: Sized, machine: Machine) -> str | None:
+        if reason := why_not_stride_1(shape):
+            return reason
+        return self.inner.why_not(_as_chain(given(shape, GraphConvShape)), machine)
+
+    def variants(self, shape: Sized, machine: Machine) -> Sequence[Variant]:
+        return self.inner.variants(_as_chain(given(shape, GraphConvShape)), machine)
+
+    def footprint(self, shape: Sized, variant: Variant, threads: int) -> Footprint:
+        shape = given(shape, GraphConvShape)
+        chain = _as_chain(shape)
+        found = self.inner.footprint(chain, variant, threads)
+        own = Scratch("gathered", chain.in_bytes, 0, found.input_until)
+        finishing = temporary_bytes(shape.activation, shape.fout) if chain.activation != shape.activation else 0
+        return replace(
+            found,
+            scratch=(*found.scratch, own),
+            reads_carried=False,
+            allowance=found.allowance + threads * (NUMPY_BYTES + finishing),
+        )
+
+    def work(self, shape: Sized, variant: Variant) -> Sequence[Work]:
+        shape = given(shape, GraphConvShape)
+        chain = _as_chain(shape)
+        copied = float(shape.in_bytes + chain.in_bytes) if _is_copied(shape) else 0.0
+        return (Work("copy", 0.0, copied), *self.inner.work(chain, variant))
+
+    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> Any:
+        return self.inner.prepare(weights, variant, pool)
+
+    def bind(self, resident: Any, shape: Sized, variant: Variant, pool: ThreadPool) -> _Step:
+        shape = given(shape, GraphConvShape)
+        return _Step(self.inner.bind(resident, _as_chain(shape), variant, pool), shape, pool)
+
+
+def _is_copied(shape: GraphConvShape) -> bool:
+    return len(shape.fins) > 1 or shape.padded != shape.n
+
+
+class _Step:
+    """The convolution of one shape."""
+
+    def __init__(self, inner: Step, shape: GraphConvShape, pool: ThreadPool) -> None:
+        self._inner, self._shape, self._pool = inner, shape, pool
+        self._finished = _as_chain(shape).activation == shape.activation
+
+    def run(self, inputs: Sequence[Array], out: Array, scratch: Mapping[str, Bytes]) -> None:
+        shape = self._shape
+        if _is_copied(shape) or not inputs[0].flags.c_contiguous:
+            x = scratch["gathered"].view(np.float32).reshape(*shape.padded, shape.fin)
+            self._gather(inputs, x)
+        else:
+            x = inputs[0]
+        self._inner.run(x[np.newaxis], out[np.newaxis], scratch)
+        if not self._finished:
+            activate_graph(shape.activation, shape.parameters, out, self._pool)
+
+    def _gather(self, inputs: Sequence[Array], x: Array) -> None:
+        """Copy the inputs side by side into `x`, and set what is around them to 0."""
+        shape, (before, first_y, first_x) = self._shape, self._shape.before
+        held, last_y, last_x = shape.n[0], first_y + shape.n[1], first_x + shape.n[2]
+
+        def piece(lo: int, hi: int, worker: int) -> None:
+            del worker
+            for z in range(lo, hi):
+                self._pool.check()
+                plane = x[z]
+                if not before <= z < before + held:
+                    plane[...] = 0
+                    continue
+                plane[:first_y], plane[last_y:] = 0, 0
+                plane[first_y:last_y, :first_x], plane[first_y:last_y, last_x:] = 0, 0
+                start = 0
+                for source, maps in zip(inputs, shape.fins, strict=True):
+                    plane[first_y:last_y, first_x:last_x, start : start + maps] = source[z - before]
+                    start += maps
+
+        self._pool.each(piece, len(x), least=min_chunk(x.nbytes, len(x)))

@@ -1,0 +1,26 @@
+// Arguments that graph_conv_strided.py passes to convolutions with stride, dilation and padding. Sizes are in elements.
+#pragma once
+#include <cstdint>
+
+enum { MOST_PARTS = 8 };
+
+struct Part {  // one input
+  const float *x;
+  int64_t f;
+  int64_t pitch[3];      // floats from plane to plane, line to line, voxel to voxel
+};
+
+struct Strided {
+  int64_t n[3], m[3];  // input, output: z, y, x
+  int64_t k[3], stride[3], dilation[3];
+  int64_t before[3];   // voxels of padding before the first
+  int64_t fin, fout;   // maps of all inputs, and of the output
+  int64_t parts;
+  int64_t function;    // as in activations.hpp
+  double a, b;         // its parameters
+  int64_t past;        // whether the output is written past the caches
+  const float *kernels;  // panel by panel: (z, y, x, fin, lane)
+  const float *bias;     // padded to whole panels
+  float *out;
+  Part from[MOST_PARTS];
+};
