@@ -14,6 +14,7 @@ from znnpy.errors import NoPlanError
 from znnpy.graph_columns import Area, GraphCover, TurnedGraph
 from znnpy.graph_operations import Operation
 from znnpy.messages import option
+from znnpy.planner.described_graph import described
 from znnpy.planner.found_plan import choice_of
 from znnpy.planner.graph_tilings import GraphTiling, tilings
 from znnpy.planner.layer_options import LayerContext, OptionTable
@@ -331,6 +332,7 @@ def plan_of(search: GraphSearch, found: GraphSolution) -> Plan:
         preparing_measured=found.preparing > 0 and rates.first_touch_measured,
         area=search.area,
         work_ratio=waste(tiling),
+        graph=described(tiling),
     )
 
 
