@@ -15,7 +15,7 @@ from tests.support.flat_requests import make_plan
 from znnpy.errors import VerifyError
 from znnpy.kernels.reference import convolve, fragments, max_filter, max_pool, maxout
 from znnpy.kernels.table import find
-from znnpy.layer_shapes import LayerShape
+from znnpy.layer_shapes import LayerShape, with_batch
 from znnpy.machine import Limits, this_machine
 from znnpy.measure.budget import Progress, bytes_of
 from znnpy.measure.layer_bench import HostLayer, Position, Values
@@ -23,10 +23,10 @@ from znnpy.network import Conv, MaxFilter, Maxout, Network, Pool
 from znnpy.planner.run_plan import RunPlan
 from znnpy.run.target import OpenTarget
 from znnpy.self_check import check_plan, positions, voxel
-from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape
+from znnpy.shapes import ChainShape, ConvShape, FilterShape, MaxoutShape, PoolShape
 from znnpy.verify import Judged
 
-SHAPES: tuple[LayerShape, ...] = (
+SHAPES: tuple[ChainShape, ...] = (
     ConvShape(2, 3, 4, (4, 6, 5), (2, 3, 1), "tanh"),
     ConvShape(2, 2, 3, (6, 8, 4), (2, 1, 3), "softmax", pool=(2, 3, 1)),
     PoolShape(2, 3, (5, 8, 4), (2, 3, 1)),
@@ -36,7 +36,7 @@ SHAPES: tuple[LayerShape, ...] = (
 )
 
 
-def whole(shape: LayerShape, values: Values) -> np.ndarray[Any, Any]:
+def whole(shape: ChainShape, values: Values) -> np.ndarray[Any, Any]:
     """Return the layer on all of its input at once."""
     x = np.resize(values.block, shape.in_shape).astype(np.float64)
     match shape:
@@ -53,7 +53,7 @@ def whole(shape: LayerShape, values: Values) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_single_voxel_equals_that_of_the_layer(shape: LayerShape, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_voxel_equals_that_of_the_layer(shape: ChainShape, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("znnpy.measure.layer_bench.BLOCK", 97)  # values come again and again
     values = Values(shape)
     exact = whole(shape, values)
@@ -126,7 +126,7 @@ def test_large_layers_are_checked_on_fewer_images_or_skipped_with_a_note(
 
     monkeypatch.setattr(HostLayer, "__init__", init)
     many = next(c for c in plan.choices if c.shape.batch > 1)
-    one = bytes_of(find(many.primitive), replace(many.shape, batch=1), many.variant, 1)
+    one = bytes_of(find(many.primitive), with_batch(many.shape, 1), many.variant, 1)
     stage = replace(plan.main.stages[0], choices=(many,))
     only = changed(plan, stages=(stage,), limits=replace(plan.limits, threads=1))
     monkeypatch.setattr(OpenTarget, "free_bytes_within", lambda self, limits: one)

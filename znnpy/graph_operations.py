@@ -7,7 +7,7 @@ inputs. Every other layer is an operation, and its output a tensor in memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from znnpy.geometry import Geometry, Interval
 from znnpy.graph_shapes import (
@@ -137,18 +137,10 @@ def shape_of(geometry: Geometry, operation: Operation, region: Region) -> GraphS
                 max(0, need.hi - size - padding)
                 for need, size, padding in zip(needs, sizes, layer.padding[1], strict=True)
             )
-            how, counts = ("max", True) if isinstance(layer, Pool) else ("average", layer.count_padding)
-            return WindowPoolShape(
-                sum(fins),
-                n,
-                layer.window,
-                layer.step,
-                how,
-                before,
-                behind,
-                overhang,
-                counts,  # type: ignore[arg-type]
+            pooled = WindowPoolShape(
+                sum(fins), n, layer.window, layer.step, before=before, behind=behind, overhang=overhang
             )
+            return pooled if isinstance(layer, Pool) else replace(pooled, how="average", count_padding=layer.count_padding)
         case MaxFilter():
             return WindowPoolShape(sum(fins), n, layer.window, ONE)
         case Upsample(factor=factor):

@@ -6,7 +6,7 @@ This is slow, and its memory is not part of a plan's promise: fields of view are
 from __future__ import annotations
 
 from collections.abc import Callable, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from znnpy.kernels.contract import ConvWeights
 from znnpy.kernels.reference import convolve, max_filter, maxout
 from znnpy.kernels.table import find
 from znnpy.kernels.thread_pool import ThreadPool
-from znnpy.layer_shapes import LayerShape
+from znnpy.layer_shapes import LayerShape, with_batch
 from znnpy.measure.budget import FreeBytes, Placement, Progress, lacking, layers_of
 from znnpy.measure.fftw_wisdom import wisdom_kept
 from znnpy.measure.layer_bench import DeviceLayer, HostLayer, HostRamLayer, Position, Values
@@ -30,7 +30,7 @@ from znnpy.planner.run_plan import RunPlan
 from znnpy.run.pipeline import Writes
 from znnpy.run.session import ALL
 from znnpy.run.target import OpenTarget
-from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape, Vec3
+from znnpy.shapes import ChainShape, ConvShape, FilterShape, MaxoutShape, PoolShape, Vec3
 from znnpy.trained import TrainedNetwork
 from znnpy.units import human_bytes
 from znnpy.verify import TOLERANCES, Judged, by_definition, magnitude_of
@@ -69,7 +69,7 @@ def _check_layer(
     """Check one layer; it runs on fewer images if all do not fit into `free_bytes`."""
     primitive, shape, variant = find(choice.primitive, ALL), choice.shape, choice.variant
     while (lacks := lacking(where, primitive, shape, variant, free_bytes)) and shape.batch > 1:
-        shape = replace(shape, batch=shape.batch // 2)
+        shape = with_batch(shape, shape.batch // 2)
     if lacks is not None:
         device, needed = lacks
         raise VerifyError(
@@ -120,6 +120,8 @@ def positions(size: tuple[int, ...], count: int) -> list[Position]:
 
 def voxel(shape: LayerShape, values: Values, position: Position) -> Real:
     """Compute all maps of one voxel by definition, from the window of the layer's input that it depends on."""
+    if not isinstance(shape, ChainShape):
+        raise TypeError(f"layers of graphs are not checked voxel by voxel ({shape})")
     image, z, y, x = position
     window: Vec3
     step: Vec3 = (1, 1, 1)
@@ -142,7 +144,7 @@ def voxel(shape: LayerShape, values: Values, position: Position) -> Real:
     return maps
 
 
-def _applied(shape: LayerShape, crop: Real, weights: ConvWeights | None) -> Real:
+def _applied(shape: ChainShape, crop: Real, weights: ConvWeights | None) -> Real:
     """Apply the layer to a window that gives one voxel."""
     match shape:
         case ConvShape():

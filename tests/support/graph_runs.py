@@ -94,7 +94,7 @@ def some_plan(case: Case, region: Box, rng: random.Random) -> Plan:
     table = [primitive for primitive in CPU if rng.random() < 0.7]
     split = {"axis": axis, "column": column, "threads": rng.choice((1, 2))}
     try:
-        return planned(case.network, case.size, region, (z, y, x), table=table, **split)  # type: ignore[arg-type]
+        return planned(case.network, case.size, region, (z, y, x), table=table, **split)
     except NoPlanError:
         return planned(case.network, case.size, region, (z, y, x), **split)  # type: ignore[arg-type]
 
