@@ -117,7 +117,8 @@ def _pool_shape(layer: Pool | AveragePool, maps: int, n: Vec3) -> WindowPoolShap
         window, stride = layer.window[axis], layer.step[axis]
         starts = [at for at in range(-before, n[axis] + after, stride) if at + window <= n[axis] + after]
         following = starts[-1] + stride if starts else -before
-        if layer.ceil and following < n[axis] and following + window > n[axis] + after:
+        missing = following + window - (n[axis] + after)
+        if layer.ceil and following < n[axis] and 0 < missing < stride:
             starts.append(following)
         assert all(b - a == stride for a, b in pairwise(starts))
         end = starts[-1] + window - n[axis]
