@@ -19,6 +19,7 @@ from znnpy.network import ConvWeights
 
 Real = npt.NDArray[np.float64]
 AnyReal = npt.NDArray[np.floating]
+WINDOW_VALUES = 2**20  # values of windows that are multiplied at a time
 SELU_SCALE = 1.0507009873554804934193349852946
 SELU_ALPHA = 1.6732632423543772848170429916717
 
@@ -33,14 +34,20 @@ def convolve(shape: GraphConvShape, weights: ConvWeights, inputs: Sequence[AnyRe
     x = np.pad(x, [*zip(shape.before, shape.behind, strict=True), (0, 0)])
     weight, out = weights.weight.astype(np.float64), np.zeros(shape.out_shape[1:])
     fin, fout = shape.fin // shape.groups, shape.fout // shape.groups
-    for d in product(*map(range, shape.k)):
-        z, y, x_ = (
-            slice(tap * dilation, tap * dilation + (m - 1) * stride + 1, stride)
-            for tap, dilation, m, stride in zip(d, shape.dilation, out.shape, shape.stride, strict=False)
-        )
-        for group in range(shape.groups):
-            maps, outs = slice(group * fin, (group + 1) * fin), slice(group * fout, (group + 1) * fout)
-            out[..., outs] += x[z, y, x_, maps] @ weight[outs, :, d[0], d[1], d[2]].T
+    taps = list(product(*map(range, shape.k)))
+    rows = max(1, WINDOW_VALUES // (out.shape[2] * len(taps) * fin))
+    for i, first, group in product(range(out.shape[0]), range(0, out.shape[1], rows), range(shape.groups)):
+        maps, outs = slice(group * fin, (group + 1) * fin), slice(group * fout, (group + 1) * fout)
+        size = min(rows, out.shape[1] - first), out.shape[2]
+        begin = (i * shape.stride[0], first * shape.stride[1], 0)
+        windows = []
+        for d in taps:
+            z, y, x_ = (at + tap * dilation for at, tap, dilation in zip(begin, d, shape.dilation, strict=True))
+            across = slice(x_, x_ + (size[1] - 1) * shape.stride[2] + 1, shape.stride[2])
+            windows.append(x[z, y : y + (size[0] - 1) * shape.stride[1] + 1 : shape.stride[1], across, maps])
+        matrix = np.concatenate([weight[outs, :, d[0], d[1], d[2]].T for d in taps])
+        values = np.concatenate(windows, axis=-1).reshape(-1, len(taps) * fin) @ matrix
+        out[i, first : first + rows, :, outs] = values.reshape(*size, fout)
     return activate(shape.activation, shape.parameters, out + weights.bias)
 
 
@@ -52,19 +59,19 @@ def transpose(shape: TransposeShape, weights: ConvWeights, x: AnyReal) -> Real:
     """
     weight, out = weights.weight.astype(np.float64), np.zeros(shape.out_shape[1:])
     fin, fout = shape.fin // shape.groups, shape.fout // shape.groups
-    for i in np.ndindex(shape.n):
-        for d in product(*map(range, shape.k)):
-            j = tuple(
-                at * stride + tap * dilation - first
-                for at, stride, tap, dilation, first in zip(
-                    i, shape.stride, d, shape.dilation, shape.first, strict=True
-                )
-            )
-            if not all(0 <= at < size for at, size in zip(j, shape.m, strict=True)):
-                continue
-            for group in range(shape.groups):
-                maps, outs = slice(group * fin, (group + 1) * fin), slice(group * fout, (group + 1) * fout)
-                out[j][outs] += x[i][maps].astype(np.float64) @ weight[maps, :, d[0], d[1], d[2]]
+    for d in product(*map(range, shape.k)):
+        taken, given = [], []
+        for n, m, stride, tap, dilation, first in zip(
+            shape.n, shape.m, shape.stride, d, shape.dilation, shape.first, strict=True
+        ):
+            j = np.arange(n) * stride + tap * dilation - first
+            inside = np.flatnonzero((j >= 0) & (j < m))
+            taken.append(inside)
+            given.append(j[inside])
+        part = x[np.ix_(*taken)].astype(np.float64)
+        for group in range(shape.groups):
+            maps, outs = slice(group * fin, (group + 1) * fin), np.arange(group * fout, (group + 1) * fout)
+            out[np.ix_(*given, outs)] += part[..., maps] @ weight[maps, :, d[0], d[1], d[2]]
     return activate(shape.activation, shape.parameters, out + weights.bias)
 
 
@@ -74,18 +81,31 @@ def pool(shape: WindowPoolShape, x: AnyReal) -> Real:
     A maximum is over the voxels in the image. A mean is the sum over these, divided by their number, or with
     `count_padding` by the number of the window's voxels that lie in the image or in its padding without `overhang`.
     """
-    out = np.zeros(shape.out_shape[1:])
-    for i in np.ndindex(out.shape[:3]):
-        image, counted = [], 1
-        for axis in range(3):
-            first = i[axis] * shape.stride[axis] - shape.before[axis]
-            window = range(first, first + shape.window[axis])
-            image.append([at for at in window if 0 <= at < shape.n[axis]])
-            padded = shape.n[axis] + shape.behind[axis] - shape.overhang[axis]
-            counted *= len([at for at in window if at < padded]) if shape.count_padding else len(image[axis])
-        values = x[np.ix_(*image)].astype(np.float64)
-        out[i] = values.max(axis=(0, 1, 2)) if shape.how == "max" else values.sum(axis=(0, 1, 2)) / counted
-    return out
+    sides = [*zip(shape.before, shape.behind, strict=True), (0, 0)]
+    largest = shape.how == "max"
+    x = np.pad(x.astype(np.float64), sides, constant_values=-np.inf if largest else 0.0)
+    size = shape.out_shape[1:4]
+    taps = [
+        x[
+            tuple(
+                slice(tap, tap + (m - 1) * stride + 1, stride)
+                for tap, m, stride in zip(d, size, shape.stride, strict=True)
+            )
+        ]
+        for d in product(*map(range, shape.window))
+    ]
+    if largest:
+        return np.asarray(np.max(taps, axis=0))
+    counted = np.ones((1, 1, 1, 1))
+    for axis, (m, n) in enumerate(zip(size, shape.n, strict=True)):
+        begin = np.arange(m) * shape.stride[axis] - shape.before[axis]
+        end = begin + shape.window[axis]
+        if shape.count_padding:
+            count = np.minimum(end, n + shape.behind[axis] - shape.overhang[axis]) - begin
+        else:
+            count = np.minimum(end, n) - np.maximum(begin, 0)
+        counted = counted * count.reshape([-1 if one == axis else 1 for one in range(4)])
+    return np.asarray(np.sum(taps, axis=0) / counted)
 
 
 def upsample(shape: UpsampleShape, x: AnyReal) -> Real:

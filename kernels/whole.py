@@ -58,12 +58,12 @@ def whole(network: Network, weights: Sequence[ConvWeights], image: AnyReal) -> t
         inputs = [tensors[source] for source in sources]
         like = getattr(layer, "like", None)
         size = None if like is None else tensors[names[like]].shape[:3]
-        tensors.append(_computed(layer, of_layer.get(index), inputs, size))
+        tensors.append(computed(layer, of_layer.get(index), inputs, size))
     return tuple(tensors[tensor] for tensor in network.outputs)
 
 
-def _computed(
-    layer: Layer, weights: ConvWeights | None, inputs: Sequence[Real], like: tuple[int, ...] | None
+def computed(
+    layer: Layer, weights: ConvWeights | None, inputs: Sequence[Real], like: tuple[int, ...] | None = None
 ) -> Real:
     """Return the output of one layer for whole images; `like` is the size of the node that it refers to."""
     x = inputs[0]

@@ -20,6 +20,7 @@ from znnpy.layer_shapes import LayerShape
 from znnpy.machine import Limits
 from znnpy.option_values import DeviceKind, Mode
 from znnpy.patches import Box, Column, Cover, with_size
+from znnpy.planner.described_graph import DescribedGraph
 from znnpy.planner.layout import Count, Positive, sub_batch_counts
 from znnpy.planner.layout import Tensor as Tensor
 from znnpy.planner.memory import PINNED, StepSizes
@@ -104,12 +105,15 @@ class Plan:
     preparing_measured: bool = False  # from a rate measured on the machine; else assumed
     area: Area | None = None  # what a graph that is computed whole was planned for
     work_ratio: Annotated[float, Field(gt=0, lt=1e12)] | None = None  # of such a graph: `waste`
+    graph: DescribedGraph | None = None  # of such a graph, to print the plan with
 
     def __post_init__(self) -> None:
         if self.device == "gpu" and self.limits.vram_bytes is None:
             raise ValueError("its layers run on a GPU, and it has no limit for the memory there")
         if self.feed_threads >= self.limits.threads:
             raise ValueError(f"{self.feed_threads} of {self.limits.threads} threads feed the GPU, and none computes")
+        if (self.area is None) != (self.graph is None):
+            raise ValueError("a plan of a graph has both an area and a description of the graph")
         devices, promised = ([stage.device for stage in stages] for stages in (self.stages, self.memory.stages))
         if devices != promised:
             raise ValueError(f"its stages run on {devices}, and memory is promised for stages on {promised}")

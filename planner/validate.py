@@ -15,6 +15,7 @@ from znnpy.machine import Machine
 from znnpy.messages import excerpt
 from znnpy.network import Network
 from znnpy.planner.co_execution import CoExecution
+from znnpy.planner.described_graph import described
 from znnpy.planner.graph_tilings import GraphTiling
 from znnpy.planner.layout import ALIGNMENT, Tensor, aligned
 from znnpy.planner.plan import Plan, patch_in
@@ -102,6 +103,8 @@ def _check_graph(plan: Plan, network: Network, machine: Machine, table: Sequence
             f"the plan reads patches of {text(plan.patch_in)}, and {text(plan.patch_out)} voxels out need "
             f"{text(tiling.patch_in)}; {AGAIN}"
         )
+    if plan.graph != described(tiling):
+        raise PlanFileError(f"the plan describes its nodes otherwise than they are; {AGAIN}")
     for index in range(len(plan.choices)):
         _footprint_of(index, plan, machine, table)
     footprints = [

@@ -76,7 +76,7 @@ def _show_network(
     from znnpy.formats.networks import read_network
     from znnpy.plots import network_graph
     from znnpy.plots.figures import require_matplotlib
-    from znnpy.report.graph_text import graph_json, graph_table, lines_of, rows_of
+    from znnpy.report.network_table import graph_json, graph_table, lines_of, rows_of
 
     if out is not None:
         network_graph.form_of(out)

@@ -12,7 +12,7 @@ from znnpy.geometry import lattices_of
 from znnpy.messages import excerpt
 from znnpy.network import Network
 from znnpy.plots.figures import new_figure, save_figure
-from znnpy.report.graph_text import Row, lines_of
+from znnpy.report.network_table import Row, lines_of
 from znnpy.shapes import text
 
 if TYPE_CHECKING:

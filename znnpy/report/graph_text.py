@@ -1,120 +1,91 @@
-"""List the nodes of a network: what each reads, its maps, its lattice, its parameters, and how far it reaches."""
+"""The plan of a graph that is computed whole, in words and a table with a row for each operation."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from textwrap import wrap
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
+from rich.text import Text
 
-from znnpy.geometry import admissible, lattices_of
-from znnpy.lattices import period_along, reaches_of
-from znnpy.layers import parameter_count
-from znnpy.network import INPUT, Network
-from znnpy.report.wide_table import SENTENCE, WideOrNarrow, columns_for, indented
-from znnpy.shapes import Vec3, add, text
-
-
-class Row(NamedTuple):
-    """A node, or the input, which reads nothing."""
-
-    name: str
-    layer: str
-    reads: tuple[str, ...]
-    maps: int
-    lattice: tuple[str, str, str]  # size of a voxel along each axis, in voxels of the input
-    parameters: int
-    reach: Vec3  # input voxels that one voxel depends on, at most
-    size: Vec3 | None  # for a volume of a given size
+from znnpy.geometry import AXES
+from znnpy.messages import excerpt
+from znnpy.planner.described_graph import DescribedGraph
+from znnpy.planner.plan import Choice, Plan
+from znnpy.report.wide_table import WideOrNarrow
+from znnpy.shapes import text, turned_back
+from znnpy.units import human_bytes, human_seconds
 
 
-def rows_of(network: Network, volume: Vec3 | None = None) -> list[Row]:
-    """Return the input and all nodes, in the order in which they are computed.
+def cover_text(plan: Plan, graph: DescribedGraph, name: str) -> str:
+    """Say what is computed at a time, and how the output is covered with it."""
+    area = plan.area
+    assert area is not None, "plans of graphs have it"
+    lattice = "" if graph.level == "1" else f", one for {graph.level} of the volume,"
+    of = f"of a volume of {text(area.volume)}"
+    if graph.padded != area.volume:
+        of += f", padded at its far faces to {text(graph.padded)} ({graph.pad_to_period})"
+    whole = f"{name}, computed whole {of}: {text(plan.output)} output voxels{lattice} in"
+    sizes = f"at most {text(plan.patch_in)} in and {text(plan.patch_out)} out (period {text(graph.period)})"
+    if not plan.streams:
+        return f"{whole} {plan.columns:,} patch{'es' if plan.columns != 1 else ''}, each {sizes}"
+    columns = f"{plan.columns:,} column{'s' if plan.columns != 1 else ''} along {AXES[plan.axis]}"
+    if plan.column_planes < plan.output[plan.axis]:
+        columns += f", each at most {plan.column_planes:,} planes of output,"
+    silent = f", of which the first {graph.silent:,} give no output" if graph.silent else ""
+    return (
+        f"{whole} {columns} in steps of {plan.patch_out[plan.axis]:,} planes, each {sizes}; a column has "
+        f"{graph.steps:,} step{'s' if graph.steps != 1 else ''}{silent}, and keeps planes for later steps, "
+        f"{human_bytes(plan.memory.last.carries)} in all"
+    )
 
-    ShapeError if the network admits neither the volume nor one that is padded to its period.
-    """
-    lattices, reaches = lattices_of(network), reaches_of(network)
-    sizes = [None] * len(lattices) if volume is None else _sizes(network, volume)
-    rows = []
-    for tensor, (lattice, reach, maps) in enumerate(zip(lattices, reaches, network.maps, strict=True)):
-        node = network.nodes[tensor - 1] if tensor else None
-        z, y, x = map(str, lattice)
-        rows.append(
-            Row(
-                node.name if node else INPUT,
-                str(node.layer) if node else "",
-                node.inputs if node else (),
-                maps,
-                (z, y, x),
-                parameter_count(node.layer, network.maps[network.sources[tensor - 1][0]]) if node else 0,
-                reach,
-                sizes[tensor],
-            )
+
+def operations_table(plan: Plan, graph: DescribedGraph) -> RenderableType:
+    """Lay out the operations with what they give in a full step, their seconds and the planes that are kept of it."""
+    return WideOrNarrow(_table(plan, graph), _table(plan, graph, stacked=True))
+
+
+def _table(plan: Plan, graph: DescribedGraph, *, stacked: bool = False) -> Table:
+    """Return the table; `stacked` puts size and primitive below the node, in fewer columns."""
+    table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("node; its inputs if not the one above", no_wrap=True)
+    table.add_column("level", justify="right", no_wrap=True)
+    if not stacked:
+        table.add_column("gives in a step", no_wrap=True)
+        table.add_column("primitive", no_wrap=True)
+    for column in ("time", "share", *(("kept planes", "bytes") if plan.streams else ())):
+        table.add_column(column, justify="right", no_wrap=" " not in column, max_width=6 if " " in column else None)
+    total = sum(choice.total_seconds for choice in plan.choices)
+    widest = max(len(choice.primitive) for choice in plan.choices)
+    above = "input"
+    for index, node in enumerate(graph.nodes):
+        choice = plan.choices[index - 1] if index else None
+        reads = [] if node.reads in ((), (above,)) else [f"of {', '.join(node.reads)}"]
+        above = node.name.split(" + ", 1)[0]
+        size = _size(plan, choice)
+        method = [] if choice is None else [choice.primitive, *wrap(str(choice.variant), widest)]
+        first = [node.name, *([] if choice is None else [f" {node.layer}"]), *(f" {line}" for line in reads)]
+        if stacked:
+            first += [f" {line}" for line in (f"gives {size}", *method)]
+        spent = "" if choice is None else human_seconds(choice.seconds)
+        share = f"{choice.total_seconds / total:.0%}" if choice is not None and total else ""
+        held = (f"{node.planes:,}", human_bytes(node.nbytes)) if node.planes else ("", "")
+        cells = (
+            "\n".join(excerpt(line, 2000) for line in first),
+            excerpt(node.level),
+            *(() if stacked else (size, "\n".join(method))),
+            spent,
+            share,
+            *(held if plan.streams else ()),
         )
-    return rows
+        table.add_row(*map(Text, cells))
+    return table
 
 
-def _sizes(network: Network, volume: Vec3) -> Sequence[Vec3]:
-    """Return the voxels of every tensor for a volume; where a network slides over it, those of the dense tensors."""
-    if network.meaning == "sliding":
-        dense = network.dense_size(volume)
-        return [add(dense, margin) for margin in network.margins]
-    geometry = admissible(network, volume)
-    return [geometry.size(tensor) for tensor in range(len(network.maps))]
-
-
-def lines_of(network: Network) -> list[str]:
-    """Return what holds for the network as a whole."""
-    outputs = ", ".join((INPUT, *network.names)[tensor] for tensor in network.outputs)
-    lines = [
-        f"network     {network.name}: {len(network.layers)} nodes, {network.parameters:,} parameters",
-        f"output      {outputs}",
-        f"period      {text(period_along(network))} voxels",
-    ]
-    if network.meaning == "sliding":
-        return [
-            *lines,
-            "meaning     sliding: each output voxel is what the network gives on the field of view around it",
-        ]
-    lines.append("meaning     whole: the output is what the network gives on the whole volume")
-    if network.pad_to_period == "refuse":
-        return [*lines, "padding     refuse: a volume whose size does not suit the period is refused"]
-    return [*lines, f"padding     {network.pad_to_period}, beyond the far faces, for a volume whose size does not suit"]
-
-
-def graph_table(rows: list[Row]) -> RenderableType:
-    """Lay out the nodes as a table, or on a narrow terminal as a paragraph for each."""
-    sized = rows[0].size is not None
-    columns = ("maps", "lattice", *(["size"] if sized else []), "parameters", "reach")
-    wide = Table(box=SIMPLE_HEAD, show_edge=False)
-    wide.add_column("node", no_wrap=True)
-    wide.add_column("layer")
-    wide.add_column("reads")
-    for column in columns:
-        wide.add_column(column, justify="right", no_wrap=True)
-    paragraphs: list[RenderableType] = []
-    for row in rows:
-        size = [text(row.size)] if row.size is not None else []
-        cells = [f"{row.maps:,}", "x".join(row.lattice), *size, f"{row.parameters:,}", text(row.reach)]
-        reads = ", ".join(row.reads)
-        wide.add_row(row.name, row.layer, reads, *cells)
-        facts = ", ".join(f"{column} {cell}" for column, cell in zip(columns, cells, strict=True))
-        paragraphs += indented((f"{row.name}  {row.layer}", f"reads {reads}" if reads else "", facts))
-    unwrapped = [[row.name for row in rows], *([column + 2 * " "] for column in columns)]
-    return WideOrNarrow(wide, Group(*paragraphs), columns_for(*unwrapped, sentences=2) - SENTENCE)
-
-
-def graph_json(network: Network, rows: list[Row]) -> dict[str, Any]:
-    """Return the network and its nodes as plain values."""
-    return {
-        "name": network.name,
-        "sha256": network.sha256,
-        "meaning": network.meaning,
-        "period": period_along(network),
-        "pad_to_period": network.pad_to_period,
-        "output": [(INPUT, *network.names)[tensor] for tensor in network.outputs],
-        "parameters": network.parameters,
-        "nodes": [row._asdict() for row in rows],
-    }
+def _size(plan: Plan, choice: Choice | None) -> str:
+    """Write size (z, y, x) and maps of what a full step computes, or reads of the input."""
+    if choice is None:
+        return text((*plan.patch_in, plan.choices[0].shape.in_shape[4]))
+    _, z, y, x, maps = choice.shape.out_shape
+    return text((*turned_back((z, y, x), plan.axis), maps))

@@ -17,6 +17,7 @@ from znnpy.messages import option
 from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Pool
 from znnpy.planner.plan import Choice, Plan
 from znnpy.planner.run_plan import RunnerUp, RunPlan
+from znnpy.report.graph_text import cover_text, operations_table
 from znnpy.report.wide_table import WideOrNarrow
 from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape, text, turned_back
 from znnpy.units import human_bytes, human_seconds
@@ -26,16 +27,22 @@ AXES = "zyx"
 MUCH_WASTE = 20.0  # times the work without borders, from which on more memory is the better advice
 
 
-def plan_renderable(run: RunPlan, network: Network, machine: Machine | None) -> RenderableType:
-    """Return everything that `znnpy plan` prints: cover, layers, memory, prediction and runners-up."""
+def plan_renderable(run: RunPlan, network: Network | None, machine: Machine | None) -> RenderableType:
+    """Return everything that `znnpy plan` prints: cover, layers, memory, prediction and runners-up.
+
+    network  None: that of the plan, as far as the plan tells
+    """
     told = (*_prediction(run, machine), _gain(run), *_kinds(run), *_warning(run), *_runners_up(run))
-    return Group(
-        Text(_cover(run.main, network)),
-        Padding(_layers(run.main, network), (1, 0)),
-        *_side_by_side(run, network),
-        _memory(run),
-        *(Text(line) for line in told),
-    )
+    return Group(*_covered(run, network), _memory(run), *(Text(line) for line in told))
+
+
+def _covered(run: RunPlan, network: Network | None) -> list[RenderableType]:
+    """Describe how the output is covered, and the layers of every worker."""
+    plan, graph = run.main, run.main.graph
+    if graph is not None:
+        return [Text(cover_text(plan, graph, run.network_name)), Padding(operations_table(plan, graph), (1, 0))]
+    network = network or network_of(run)
+    return [Text(_cover(plan, network)), Padding(_layers(plan, network), (1, 0)), *_side_by_side(run, network)]
 
 
 def explain(plan: RunPlan, machine: Machine | None = None) -> str:
@@ -45,12 +52,12 @@ def explain(plan: RunPlan, machine: Machine | None = None) -> str:
     machine  a Machine; None: nothing is said of it
     """
     stream = io.StringIO()
-    Console(width=WIDTH, file=stream).print(plan_renderable(plan, network_of(plan), machine))
+    Console(width=WIDTH, file=stream).print(plan_renderable(plan, None, machine))
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"
 
 
 def network_of(run: RunPlan) -> Network:
-    """Return the network of a plan as far as its choices tell: the normalisation of grey values is not known."""
+    """Return the chain of a plan as far as its choices tell: the normalisation of grey values is not known."""
     plan, layers = run.main, list[Layer]()
     for choice in plan.choices:
         match choice.shape:

@@ -1,0 +1,122 @@
+"""The words and figures that the plan of a graph is printed with, kept in the plan: it does not hold the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
+
+from znnpy.layers import Activate
+from znnpy.lowering import Lowered
+from znnpy.messages import excerpt
+from znnpy.network import INPUT, Network, PadToPeriod
+from znnpy.planner.graph_tilings import GraphTiling
+from znnpy.planner.layout import Count, Positive
+from znnpy.shapes import turn, turned_back
+
+LONGEST = 60  # characters of a name
+Words = Annotated[str, Field(max_length=2000)]
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedNode:
+    """A tensor in memory: the input, or what an operation gives.
+
+    name    name of the node, with the layers that were merged into it
+    layer   what it computes
+    reads   names of the nodes that it reads
+    level   size of its voxel, in voxels of the input
+    planes  planes that it keeps for later steps
+    nbytes  bytes beside the arena that hold them
+    """
+
+    name: Words
+    layer: Words
+    reads: tuple[Words, ...]
+    level: Words
+    planes: Count
+    nbytes: Count
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedGraph:
+    """A graph over a volume, divided into columns or patches.
+
+    padded         size of the volume as it is computed
+    pad_to_period  what it was padded with
+    level          size of an output voxel, in voxels of the input
+    period         voxels of the first output of which steps are multiples
+    steps          most steps of a column
+    silent         most of them that come before the first output
+    nodes          the input, and then one for each choice of the plan
+    """
+
+    padded: tuple[Positive, Positive, Positive]
+    pad_to_period: PadToPeriod
+    level: Words
+    period: tuple[Positive, Positive, Positive]
+    steps: Positive
+    silent: Count
+    nodes: tuple[DescribedNode, ...]
+
+
+def described(tiling: GraphTiling) -> DescribedGraph:
+    """Return the description of a graph with this size of patches or columns."""
+    graph, cover = tiling.graph, tiling.cover
+    geometry, axis = graph.geometry, graph.axis
+    columns = [graph.planes(*one, cover.patch[0] if cover.column else 0) for one in cover.ranges(0)]
+    silent = [sum(not any(piece.size for piece in given) for given in column.outputs) for column in columns]
+    names, heads = [INPUT, *node_names(graph.lowered)], [INPUT, *_heads(graph.lowered)]
+    layers = _turned_back(graph.lowered.network, axis).layers
+    nodes = [_node(tiling, 0, INPUT, INPUT, ())]
+    for operation in graph.operations:
+        reads = tuple(heads[read.tensor] for read in operation.reads)
+        nodes.append(_node(tiling, operation.tensor, names[operation.tensor], str(layers[operation.layer]), reads))
+    return DescribedGraph(
+        padded=turned_back(geometry.volume, axis),
+        pad_to_period=graph.network.pad_to_period,
+        level=_level(tiling, graph.output),
+        period=turned_back(graph.voxels, axis),
+        steps=max(len(column.steps) for column in columns),
+        silent=max(silent),
+        nodes=tuple(nodes),
+    )
+
+
+def node_names(lowered: Lowered) -> tuple[str, ...]:
+    """Return the name of every layer of a lowered network, followed by the kinds of those that were merged into it."""
+    layers = lowered.original.layers
+    merged = [[layers[one] for one in origins[1:]] for origins in lowered.origins]
+    return tuple(
+        " + ".join((head, *(one.function if isinstance(one, Activate) else one.type for one in more)))
+        for head, more in zip(_heads(lowered), merged, strict=True)
+    )
+
+
+def _heads(lowered: Lowered) -> list[str]:
+    """Return the name of every layer of a lowered network without those that were merged into it."""
+    names = zip(lowered.network.names, lowered.origins, strict=True)
+    return [excerpt(lowered.original.names[origins[0]] if origins else name, LONGEST) for name, origins in names]
+
+
+def _node(tiling: GraphTiling, tensor: int, name: str, layer: str, reads: Sequence[str]) -> DescribedNode:
+    planes = tiling.kept[tensor]
+    held = {"arena": 0, "carried": planes, "resident": tiling.capacity(tensor)}[tiling.storage(tensor)]
+    level, nbytes = _level(tiling, tensor), held * tiling.plane_bytes(tensor)
+    return DescribedNode(name, layer, tuple(reads), level, planes, nbytes)
+
+
+def _turned_back(network: Network, axis: int) -> Network:
+    """Return a network with its sizes in the order (z, y, x) again: turning it as often as it has axes changes none."""
+    for _ in range(axis):
+        network = network.turned(axis)
+    return network
+
+
+def _level(tiling: GraphTiling, tensor: int) -> str:
+    """Write the size of a tensor's voxel: one number if it is the same along every axis."""
+    steps = tiling.graph.geometry.step(tensor)
+    z, y, x = (steps[turn(tiling.graph.axis).index(axis)] for axis in range(3))
+    return str(z) if z == y == x else f"{z}x{y}x{x}"
