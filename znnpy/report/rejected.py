@@ -131,17 +131,16 @@ class _Plan:
         if reason:
             return Considered(layers, primitive.name, False, None, reason)
         variants = primitive.variants(shape, self.machine)
-        once, variant = min(((self._seconds(primitive, shape, v), v) for v in variants), key=lambda pair: pair[0])
+        once, variant = min(((self._seconds(primitive, shape, v, layers[0]), v) for v in variants), key=lambda pair: pair[0])
         seconds = once * choices[-1].executions
         why = self._why(primitive, variant, layers, choices, seconds / spent)
         return Considered(layers, primitive.name, False, seconds, why)
 
-    def _seconds(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> float:
+    def _seconds(self, primitive: Primitive, shape: LayerShape, variant: Variant, layer: int) -> float:
         """Return the seconds of one run, with what it carries from step to step."""
         moved = 0.0
         if self.tiling is not None:
-            operation = next(one for one in self.tiling.graph.operations if self.tiling.shape(one) == shape)
-            moved = self.tiling.carry_traffic(operation.tensor)
+            moved = self.tiling.carry_traffic(layer + 1)
         elif self.plan.streams:
             apart = self._footprint(primitive, shape, variant).reads_carried
             moved = (CARRY_TRAFFIC if apart else CARRY_TRAFFIC + JOIN_TRAFFIC) * carry_bytes(shape)
