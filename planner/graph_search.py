@@ -21,7 +21,7 @@ from znnpy.planner.layer_options import LayerContext, OptionTable
 from znnpy.planner.layer_search import MAX_COLUMN_SECONDS
 from znnpy.planner.layout import Tensor, place
 from znnpy.planner.memory import Memory, StageMemory, reading_bytes, writing_bytes
-from znnpy.planner.pareto import LayerOption, ParetoFront, fastest_within, smallest, total_seconds
+from znnpy.planner.pareto import LayerOption, ParetoFront, fastest_within, smallest, total_bytes, total_seconds
 from znnpy.planner.plan import Plan, Stage
 from znnpy.planner.request import CostModel, PlanRequest
 from znnpy.planner.run_plan import RunnerUp, RunPlan
@@ -29,8 +29,11 @@ from znnpy.shapes import Vec3, text, turned
 from znnpy.units import human_bytes
 
 FASTER = 0.9  # assumed: no operation takes less time per voxel than this share of the least seen so far
+AS_FAST = 0.97  # the same for steps with as many planes as one that was seen
+SLOW = 4.0  # primitives that take so many times as long as the fastest for every operation are tried no more
 ATTEMPTS = 4  # layouts of one size: each allows for what the one before lost between tensors
 RUNNERS_UP = 3
+MOST_TRIED = 150  # sizes that are worked out, the least work first; small graphs have fewer
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,14 @@ class GraphSolution:
         return total_seconds(self.options) + self.preparing
 
 
+@dataclass(frozen=True)
+class Draft:
+    """A size with the predicted seconds of its fastest primitives; its tensors are not placed yet."""
+
+    tiling: GraphTiling
+    seconds: float
+
+
 @dataclass
 class GraphSearch:
     """The search for one request."""
@@ -58,26 +69,44 @@ class GraphSearch:
     area: Area
     graphs: dict[int, TurnedGraph] = field(default_factory=dict)
     least: dict[int, float] = field(default_factory=dict)  # seconds per voxel of each layer, over all sizes seen
+    least_at: dict[tuple[int, int, int], float] = field(default_factory=dict)  # of axis, layer, and planes of a step
+    narrowed: bool = False  # only some primitives are tried
     nearest: Memory | None = None  # that of the size that came nearest to the limit
 
     def run(self) -> list[GraphSolution]:
-        """Return what was found, the fastest first; empty if nothing fits."""
-        found: list[GraphSolution] = []
-        best = inf
+        """Return the fastest that fits and the next ones, the fastest first; empty if nothing fits.
+
+        Tensors are placed only for sizes that may be among these.
+        """
+        drafts: list[Draft] = []
+        best, tried = inf, 0
         for tiling in sorted(self._tilings(), key=self._effort):
             if self._bound(tiling) > best or not self._may_fit(tiling):
                 continue
-            solution = self.solve(tiling, best)
-            if solution is None:
-                continue
-            found.append(solution)
-            best = min(best, solution.seconds)
+            draft, tried = self._draft(tiling), tried + 1
+            if tried > MOST_TRIED and drafts:
+                break
+            if draft is not None:
+                drafts.append(draft)
+                best = min(best, draft.seconds)
+        found: list[GraphSolution] = []
+        for draft in sorted(drafts, key=lambda one: one.seconds):
+            if len(found) > RUNNERS_UP:
+                break
+            if (solution := self.solve(draft.tiling)) is not None:
+                found.append(solution)
         return sorted(found, key=lambda one: one.seconds)
 
     def _tilings(self) -> Iterator[GraphTiling]:
         wanted = self.request.constraints
+        area = self.area.volume, self.area.region.size, self.area.region.lo
+        seen = set()
         for axis in range(3):
             graph = self.graph(axis)
+            alike = graph.lowered.original.layers, *(turned(size, axis) for size in area)
+            if alike in seen:  # the same sizes again, with voxels in another order
+                continue
+            seen.add(alike)
             patch = None if wanted.patch is None else self._periods(graph, wanted.patch)
             for streams in (True, False):
                 if (axis and not streams) or wanted.cover not in (None, "columns" if streams else "patches"):
@@ -114,19 +143,20 @@ class GraphSearch:
 
     def _bound(self, tiling: GraphTiling) -> float:
         """Return a lower bound on the seconds, if FASTER holds."""
-        return FASTER * sum(
-            tiling.totals[operation.tensor] * self.least.get(operation.layer, 0.0)
-            for operation in tiling.graph.operations
-        )
+        seconds = (max(tiling.live) + tiling.carries) / self.options.rates.first_touch
+        for operation in tiling.graph.operations:
+            layer = operation.layer
+            at = self.least_at.get((tiling.graph.axis, layer, tiling.new[operation.tensor].size))
+            rate = FASTER * self.least.get(layer, 0.0) if at is None else AS_FAST * at
+            seconds += tiling.totals[operation.tensor] * rate
+        return seconds
 
     def _may_fit(self, tiling: GraphTiling) -> bool:
         """Return whether the tensors alone fit."""
         least_bytes = max(tiling.live) + tiling.carries + self._around(tiling).peak
         if least_bytes > self.request.limits.ram_bytes:
-            if self.nearest is None or least_bytes < self.nearest.peak:
-                self.nearest = replace(
-                    self._around(tiling), stages=(StageMemory("cpu", max(tiling.live), tiling.carries),)
-                )
+            stage = StageMemory("cpu", max(tiling.live), tiling.carries)
+            self._note(replace(self._around(tiling), stages=(stage,)))
             return False
         return True
 
@@ -138,23 +168,37 @@ class GraphSearch:
         writing = writing_bytes(network.output_channels, tiling.patch_out, request.itemsize_out, steps=steps)
         return Memory((StageMemory("cpu"),), request.baseline, reading, writing)
 
-    def solve(self, tiling: GraphTiling, below: float = inf) -> GraphSolution | None:
-        """Return the fastest primitives of one size within the memory; None unless faster than `below` seconds."""
+    def _draft(self, tiling: GraphTiling) -> Draft | None:
+        """Return the seconds of the fastest primitives of one size, if their bytes fit before tensors are placed."""
+        fronts, around = self._fronts(tiling), self._around(tiling)
+        budget = self.request.limits.ram_bytes - around.peak - tiling.carries
+        chosen = fastest_within(fronts, budget) if budget > 0 else None
+        if chosen is None:
+            needed = total_bytes(smallest(fronts)) + tiling.carries
+            self._note(replace(around, stages=(StageMemory("cpu", needed),)))
+            return None
+        prepared = tiling.carries + max(tiling.live) + sum(option.resident for option in chosen)
+        return Draft(tiling, total_seconds(chosen) + prepared / self.options.rates.first_touch)
+
+    def _note(self, memory: Memory) -> None:
+        """Remember what came nearest to the limit."""
+        if self.nearest is None or memory.peak < self.nearest.peak:
+            self.nearest = memory
+
+    def solve(self, tiling: GraphTiling) -> GraphSolution | None:
+        """Return the fastest primitives of one size within the memory; None if none fit."""
         fronts = self._fronts(tiling)
         around, limit = self._around(tiling), self.request.limits.ram_bytes
         budget = limit - around.peak - tiling.carries
         for _ in range(ATTEMPTS):
             chosen = fastest_within(fronts, budget) if budget > 0 else None
-            if chosen is not None and total_seconds(chosen) >= below:
-                return None
             fits = chosen is not None
             chosen = chosen or smallest(fronts)
             solution = self._laid_out(tiling, chosen, around)
             excess = solution.memory.peak - limit
             if excess <= 0:
                 return self._in_shorter_columns(solution)
-            if self.nearest is None or solution.memory.peak < self.nearest.peak:
-                self.nearest = solution.memory
+            self._note(solution.memory)
             if not fits:
                 return None
             budget -= excess
@@ -172,8 +216,24 @@ class GraphSearch:
                 front = tuple(_slower(one, moving) for one in front)
             fronts.append(front)
             spent = front[0].seconds / max(1, tiling.totals[operation.tensor])
-            self.least[operation.layer] = min(self.least.get(operation.layer, inf), spent)
+            layer, key = operation.layer, (tiling.graph.axis, operation.layer, tiling.new[operation.tensor].size)
+            self.least[layer] = min(self.least.get(layer, inf), spent)
+            self.least_at[key] = min(self.least_at.get(key, inf), spent)
+        if not self.narrowed:
+            self._narrow(fronts)
         return fronts
+
+    def _narrow(self, fronts: Sequence[ParetoFront]) -> None:
+        """Try only primitives from here on that are fast for some operation, or need the least memory."""
+        self.narrowed, names = True, set[str]()
+        for front in fronts:
+            lean = min(front, key=lambda option: option.arena_bytes + option.resident)
+            fast = [option for option in front if option.seconds <= SLOW * front[0].seconds]
+            names |= {option.layer_runs[0].primitive.name for option in (*fast, lean)}
+        table = tuple(primitive for primitive in self.options.table if primitive.name in names)
+        self.options = OptionTable(
+            table, self.options.machine, self.options.threads, self.options.rates, self.options.only
+        )
 
     def _why_none(self, tiling: GraphTiling, operation: Operation) -> str:
         name, layer = tiling.graph.network.names[operation.layer], tiling.graph.network.layers[operation.layer]

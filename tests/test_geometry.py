@@ -81,7 +81,7 @@ def _is_tight(layer: Layer) -> bool:
         case Conv():
             return layer.dilation == ONE or layer.padding == NO_PADDING
         case ConvTranspose():
-            return layer.kernel == layer.stride and layer.dilation == ONE and layer.output_padding == ZERO
+            return layer == replace(layer, kernel=layer.stride, dilation=ONE, output_padding=ZERO, padding=NO_PADDING)
         case _:
             return True
 

@@ -119,13 +119,14 @@ class _NewPath(click.Path):
 
 FILE = click.Path(path_type=Path)
 NEW_FILE = _NewPath()
+VOXELS = _Read("voxels", _voxels)
 _TYPES: dict[str, ParamType] = {
     "text": click.STRING,
     "names": click.STRING,
     "path": FILE,
     "new path": NEW_FILE,
     "size": _Read("size", _size),
-    "voxels": _Read("voxels", _voxels),
+    "voxels": VOXELS,
     "region": _Read("region", _region),
     "number": _Read("number", _number),
     "positive": _Read("float", _positive),

@@ -141,8 +141,10 @@ class AxisLayer(NamedTuple):
                 return Interval(lo, hi + layer.window[axis] - 1)
             case ConvTranspose():
                 stride, padding = layer.stride[axis], layer.padding[0][axis]
-                end = (hi - 1 + padding) // stride + 1  # at least one voxel, even if it contributes nothing
-                return Interval(min(-((layer.reach[axis] - 1 - lo - padding) // stride), end - 1), end)
+                begin = -((layer.reach[axis] - 1 - lo - padding) // stride)
+                # At least one voxel, even if it contributes nothing: the last that begins at the first output or before.
+                begin, end = min(begin, (lo + padding) // stride), (hi - 1 + padding) // stride + 1
+                return Interval(begin if n is None else min(begin, n - 1), end)
             case Upsample(factor=factor, how=how):
                 assert factor is not None, "resolved before"
                 f = factor[axis]
@@ -282,8 +284,8 @@ def refuse_non_local(network: Network) -> None:
     for node in network.nodes:
         if isinstance(node.layer, NonLocal):
             raise ShapeError(
-                f"node {node.name} is a {node.layer.kind}, whose every voxel depends on the whole image, so that the "
-                "network over a volume has no result that patches can give; use a network with batch norm or none"
+                f"every voxel of node {node.name} ({node.layer}) depends on the whole image, so that the network over "
+                "a volume has no result that patches can give; use a network with batch norm or none"
             )
         if isinstance(node.layer, Upsample) and node.layer.how == "linear" and node.layer.align_corners:
             raise ShapeError(
@@ -472,7 +474,7 @@ def check_axis(network: Network, axis: int, n: int) -> None:
             elif here < like:
                 raise ShapeError(
                     f"node {name} ({layer}) gets {here} voxels along {AXES[axis]} and cannot give {like}, for a volume "
-                    f"of {n} there"
+                    f"of {n} there; crop to a smaller node, or pad what it reads"
                 )
             size = like
         else:
@@ -562,6 +564,8 @@ def seen_by_one(network: Network) -> Vec3:
     period = period_of(network)
     reach = _vector(sum(_extent(layer, axis) for layer in network.layers) for axis in range(3))
     far = _vector(p * (2 + 2 * r) for p, r in zip(period, reach, strict=True))
+    if network.wiring is not None:  # the padding of a real volume does not matter here
+        network = replace(network, wiring=replace(network.wiring, pad_to_period="zeros"))
     geometry = admissible(network, far)
     found = []
     for axis in geometry.axes:

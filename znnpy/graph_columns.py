@@ -177,24 +177,26 @@ class TurnedGraph:
             tuple(Interval(lo, hi) for lo, hi in zip(first, second, strict=True))
             for first, second in pairwise(frontiers)
         ]
-        held = self._held(axis, news)
         wanted = self.wanted(0, begin, end)
-        given = [tuple(one.new[tensor] for tensor in self.network.outputs) for one in held]
+        upto = [[want.lo for want in wanted]] * (len(ahead) + 1) + [self._known(0, to) for to in ends]
         given = [
-            tuple(piece.within(want.lo, want.hi) for piece, want in zip(pieces, wanted, strict=True))
-            for pieces in given
+            tuple(Interval(lo, hi).within(*want) for lo, hi, want in zip(first, second, wanted, strict=True))
+            for first, second in pairwise(upto)
         ]
+        held = self._held(axis, news, given)
         return ColumnPlanes(region, tuple(held), tuple(given))
 
     def _unclipped(self, periods: int) -> list[int]:
         """Return the voxel of each output at which a period begins, which may be before the first."""
         return [periods * self.geometry.axes[0].voxels(tensor) for tensor in self.network.outputs]
 
-    def _held(self, axis: AxisGeometry, news: Sequence[tuple[Interval, ...]]) -> list[StepPlanes]:
-        """Return new and held planes of each step: from the first that it or a later step reads."""
+    def _held(
+        self, axis: AxisGeometry, news: Sequence[tuple[Interval, ...]], given: Sequence[tuple[Interval, ...]]
+    ) -> list[StepPlanes]:
+        """Return new and held planes of each step: from the first that it or a later step reads or gives."""
         found: list[StepPlanes] = []
         least = [new.hi for new in news[-1]]  # first plane of each tensor that is read from here on
-        for new in reversed(news):
+        for new, pieces in zip(reversed(news), reversed(given), strict=True):
             least = [min(first, mine.lo) if mine.size else first for first, mine in zip(least, new, strict=True)]
             for operation in self.operations:
                 mine = new[operation.tensor]
@@ -203,6 +205,9 @@ class TurnedGraph:
                     read = axis.read(operation.layer, mine, source)
                     for one in operation.reads:
                         least[one.tensor] = min(least[one.tensor], read.lo + one.shift[0])
+            for tensor, piece in zip(self.network.outputs, pieces, strict=True):
+                if piece.size > 0:
+                    least[tensor] = min(least[tensor], piece.lo)
             held = tuple(Interval(min(first, mine.hi), mine.hi) for first, mine in zip(least, new, strict=True))
             found.append(StepPlanes(new, held))
         return found[::-1]

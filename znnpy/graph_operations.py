@@ -30,6 +30,7 @@ from znnpy.layers import (
     Crop,
     Layer,
     MaxFilter,
+    Maxout,
     Multiply,
     Pad,
     Pool,
@@ -169,6 +170,8 @@ def _point_shape(layer: Layer, fins: tuple[int, ...], n: Vec3) -> GraphShape | M
             return PointShape("scale", fins, n, layer.activation, layer.parameters)
         case Activate():
             return PointShape("function", fins, n, layer.function, layer.parameters)
+        case Maxout(of=of):
+            return MaxoutShape(1, sum(fins), n, of)
         case Concat() | Crop():
             return PointShape("concat", fins, n)
         case _:

@@ -43,9 +43,8 @@ def check_meets(network: Network) -> None:
                         (names[sources[0]], names[other]),
                         (steps[sources[0]][axis], steps[other][axis]),
                     )
-    for axis in range(3):
+    for axis, period in enumerate(period_along(network)):
         along = [step[axis] for step in steps]
-        period = lcm(*(step.numerator for step in along))
         if period > MOST_PERIOD:
             raise ShapeError(
                 f"the strides of the network multiply to a period of {excerpt(period, 20)} voxels along {AXES[axis]}, "
@@ -85,6 +84,13 @@ def _extent(layer: Layer, axis: int) -> int:
             return layer.before[axis] + layer.behind[axis]
         case _:
             return 1
+
+
+def period_along(network: Network) -> Vec3:
+    """Return the period of a network along each axis, even of one that no meaning computes."""
+    steps = lattices_of(network)
+    z, y, x = (lcm(*(step[axis].numerator for step in steps)) for axis in range(3))
+    return z, y, x
 
 
 def reaches_of(network: Network) -> tuple[Vec3, ...]:

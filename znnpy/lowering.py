@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from znnpy.layers import (
     NO_PADDING,
     Activate,
@@ -109,6 +107,8 @@ def _refers(layer: Layer, renamed: dict[str, str]) -> Layer:
 
 def _scaled(layer: Layer, weights: ConvWeights, scales: Sequence[ConvWeights]) -> ConvWeights:
     """Return the weights of a layer followed by scales of its maps; products are rounded once."""
+    import numpy as np
+
     if not scales:
         return weights
     kernels, bias = weights.weight.astype(np.float64), weights.bias.astype(np.float64)

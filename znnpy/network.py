@@ -157,7 +157,7 @@ class Network:
 
     @property
     def pad_to_period(self) -> PadToPeriod:
-        """What is beyond the far faces of a volume whose size does not divide."""
+        """Values that lie beyond the far faces of a volume whose size does not divide."""
         return "reflect" if self.wiring is None else self.wiring.pad_to_period
 
     @property
@@ -180,7 +180,7 @@ class Network:
 
     @cached_property
     def meaning(self) -> Meaning:
-        """What an output voxel is: `sliding`, the plain network on its field of view; `whole`, that on the volume."""
+        """Meaning of an output voxel: `sliding`, the plain network on its field of view; `whole`, that on the volume."""
         chain = self.sources == tuple((i,) for i in range(len(self.layers))) and self.outputs == (len(self.layers),)
         return "sliding" if chain and all(map(slides, self.layers)) else "whole"
 

@@ -7,36 +7,97 @@ from pathlib import Path
 
 import click
 
-from znnpy.command_options import FILE, MOST_VOXELS, NEW_FILE, json_option
-from znnpy.command_runtime import Command, print_json, print_lines
+from znnpy.command_options import FILE, MOST_VOXELS, NEW_FILE, VOXELS, json_option
+from znnpy.command_runtime import Command, print_json, print_lines, print_table
 from znnpy.errors import OutputError
 from znnpy.files import regular_file, write_asked
 from znnpy.stopping import working
 
 
 @click.command(cls=Command)
+@click.argument("network", type=FILE, required=False)
+@click.option("--out", type=NEW_FILE, help="Draw the graph to this file, NAME.svg, NAME.png or NAME.pdf.")
+@click.option(
+    "--size", type=VOXELS, metavar="Z,Y,X", help="List the voxels of every node for a volume of this size too."
+)
+@click.option("--overwrite", is_flag=True, help="Replace the file given as --out.")
+@click.option(
+    "--tasks",
+    is_flag=True,
+    help="Draw how the primitive cpu.conv.fft_tasks divides a layer, to NAME.svg, or NAME.dot for Graphviz.",
+)
 @click.option(
     "--maps",
     nargs=2,
     type=click.IntRange(1, MOST_VOXELS),
     metavar="IN OUT",
-    default=(4, 5),
-    show_default=True,
-    help="Input and output maps of the layer.",
+    help="With --tasks: input and output maps of the layer [default: 4 5].",
 )
-@click.option("--batch", type=click.IntRange(1, MOST_VOXELS), default=4, show_default=True, help="Number of images.")
-@click.option(
-    "--out",
-    type=NEW_FILE,
-    required=True,
-    help="Write the plot to this file, NAME.svg, or NAME.dot for Graphviz.",
-)
-@click.option("--overwrite", is_flag=True, help="Replace the file given as --out.")
-def graph(maps: tuple[int, int], batch: int, out: Path, overwrite: bool) -> None:
-    """Draw how one CPU method divides a layer (for developers).
+@click.option("--batch", type=click.IntRange(1, MOST_VOXELS), help="With --tasks: number of images [default: 4].")
+@json_option
+def graph(
+    network: Path | None,
+    out: Path | None,
+    size: tuple[int, int, int] | None,
+    overwrite: bool,
+    tasks: bool,
+    maps: tuple[int, int] | None,
+    batch: int | None,
+    as_json: bool,
+) -> None:
+    """List or draw the layers of a network.
 
-    The graph shows the tasks of the primitive cpu.conv.fft_tasks and their dependencies.
+    NETWORK is a network file, or the name of a network that ships. Each node is listed with its layer, the nodes that
+    it reads, its maps, its lattice (the size of its voxels in voxels of the input), its parameters and its reach (the
+    input voxels that one of its voxels depends on).
     """
+    if overwrite and out is None:
+        raise click.UsageError("--overwrite replaces the file given as --out: give --out too")
+    if tasks:
+        if network is not None or size is not None or as_json:
+            raise click.UsageError("--tasks draws no network: omit NETWORK, --size and --json, or omit --tasks")
+        if out is None:
+            raise click.UsageError("--tasks draws to a file: give --out")
+        _draw_tasks(maps or (4, 5), batch or 4, out, overwrite)
+        return
+    if network is None:
+        raise click.UsageError("no network is given: give NETWORK, or --tasks to draw how a method divides a layer")
+    if maps is not None or batch is not None:
+        raise click.UsageError("--maps and --batch belong to --tasks: give it too, or omit them")
+    if as_json and out is not None:
+        raise click.UsageError("--json prints and --out draws: give one of them")
+    _show_network(network, out, size, overwrite, as_json)
+
+
+def _show_network(
+    where: Path, out: Path | None, size: tuple[int, int, int] | None, overwrite: bool, as_json: bool
+) -> None:
+    """Print the nodes of a network, or draw them."""
+    from znnpy.formats.networks import read_network
+    from znnpy.plots import network_graph
+    from znnpy.plots.figures import require_matplotlib
+    from znnpy.report.network_table import graph_json, graph_table, lines_of, rows_of
+
+    if out is not None:
+        network_graph.form_of(out)
+        require_matplotlib()
+    file = read_network(where)
+    target = None
+    if out is not None:
+        target = regular_file(out, overwrite, inputs={"network": file.path, "weights": file.weights})
+    rows = rows_of(file.network, size)
+    if target is not None:
+        with working():
+            network_graph.draw(target, file.network, rows, overwrite=overwrite)
+    elif as_json:
+        print_json(graph_json(file.network, rows))
+    else:
+        print_table(graph_table(rows))
+        print_lines(lines_of(file.network))
+
+
+def _draw_tasks(maps: tuple[int, int], batch: int, out: Path, overwrite: bool) -> None:
+    """Draw the tasks of the primitive cpu.conv.fft_tasks and their dependencies."""
     from znnpy.plots.task_graph import FORMATS, task_graph
 
     if out.suffix.lower() not in FORMATS:

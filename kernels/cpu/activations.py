@@ -151,7 +151,7 @@ def _tail(x: Array) -> Array:
         total += np.float32(factor)
     total *= t
     total *= np.exp(x * x * np.float32(-0.5))
-    return total
+    return np.asarray(total)
 
 
 def _softmax(voxels: Array) -> None:

@@ -16,16 +16,13 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from znnpy.graph_shapes import GraphConvShape
-from znnpy.kernels.aligned import aligned_bytes
 from znnpy.kernels.contract import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work
-from znnpy.kernels.cpu.activations import code_of, parameters_of
 from znnpy.kernels.cpu.epilogue import overflow
 from znnpy.kernels.cpu.graph_layer import GraphLayer, float_bytes, given, why_not_kind
+from znnpy.kernels.cpu.graph_panels import CALL_BYTES, CALL_FLOPS, MOST_TAPS, Ending, Panels, ending_of, panels_of
 from znnpy.kernels.cpu.native.library import LANES, STREAM_BYTES, blocks, library, why_not
 from znnpy.machine import this_machine
 from znnpy.shapes import FLOAT32
@@ -37,12 +34,8 @@ if TYPE_CHECKING:
     from znnpy.shapes import Sized
 
 MOST_INPUTS = 8  # as in strided.hpp
-MOST_LINES = 512  # lines of a kernel over all inputs, as in strided.cpp
-OUTPUTS = 6  # outputs that are summed at once
 ENDING_TAPS = 12  # taps that take as long as starting and ending a block of outputs
 RIM = 3.0  # time of an output whose taps reach into padding along x, relative to one of a block
-CALL_BYTES = 2**15  # Python memory and stack of calls into the library, per worker
-CALL_FLOPS = 10e9  # per call into the library; the stop flag is checked between calls
 
 
 class _Part(ctypes.Structure):
@@ -60,17 +53,11 @@ class _Strided(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64 * 3) for name in ("n", "m", "k", "stride", "dilation", "before")),
-        *((name, ctypes.c_int64) for name in ("fin", "fout", "parts", "function")),
-        *((name, ctypes.c_double) for name in ("a", "b")),
-        ("past", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("fin", "fout", "parts")),
+        ("ending", Ending),
         *((name, ctypes.c_void_p) for name in ("kernels", "bias", "out")),
         ("from_", _Part * MOST_INPUTS),
     )
-
-
-class _Resident(NamedTuple):
-    kernels: Array  # panel by panel (z, y, x, f, lane)
-    bias: Array  # padded to whole panels
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +78,8 @@ class GraphConvStrided(GraphLayer):
             return "computes no groups: see cpu.graph_conv.taps"
         if len(shape.fins) > MOST_INPUTS:
             return f"takes up to {MOST_INPUTS} inputs, not {len(shape.fins)}: see cpu.graph_conv.taps"
-        if shape.k[0] * shape.k[1] * len(shape.fins) > MOST_LINES:
-            return f"takes kernels of up to {MOST_LINES} lines over all inputs: see cpu.graph_conv.taps"
+        if prod(shape.k) * len(shape.fins) > MOST_TAPS:
+            return f"takes kernels of up to {MOST_TAPS} taps over all inputs: see cpu.graph_conv.taps"
         return why_not(machine)
 
     def footprint(self, shape: Sized, variant: Variant, threads: int) -> Footprint:
@@ -116,20 +103,10 @@ class GraphConvStrided(GraphLayer):
         moved = shape.in_bytes + shape.out_bytes * (1 if shape.out_bytes > STREAM_BYTES else 2)
         return (Work("lane_stream", 2.0 * mz * my * outputs * LANES * blocks(shape.fout) * taps, moved),)
 
-    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> _Resident:
+    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> Panels:
         del variant, pool
         assert weights is not None
-        fout, fin, *k = weights.weight.shape
-        count = blocks(fout)
-        kernels = aligned_bytes(FLOAT32 * fin * prod(k) * count * LANES).view(np.float32)
-        kernels[...] = 0
-        bias = np.zeros(LANES * count, np.float32)
-        bias[:fout] = weights.bias
-        panels = kernels.reshape(count, *k, fin, LANES)
-        for block, panel in enumerate(panels):
-            maps = weights.weight[block * LANES : (block + 1) * LANES]
-            panel[..., : len(maps)] = maps.transpose(2, 3, 4, 1, 0)
-        return _Resident(kernels, bias)
+        return panels_of(weights.weight.transpose(2, 3, 4, 1, 0), weights.bias)
 
     def bind(self, resident: Any, shape: Sized, variant: Variant, pool: ThreadPool) -> _Step:
         del variant
@@ -137,7 +114,7 @@ class GraphConvStrided(GraphLayer):
 
 
 class _Step:
-    def __init__(self, resident: _Resident, shape: GraphConvShape, pool: ThreadPool) -> None:
+    def __init__(self, resident: Panels, shape: GraphConvShape, pool: ThreadPool) -> None:
         self._shape, self._pool, self._resident = shape, pool, resident
         self._library = library(this_machine().simd)
         unit_flops = 2.0 * shape.out[2] * LANES * blocks(shape.fout) * shape.fin * prod(shape.k)
@@ -145,15 +122,11 @@ class _Step:
 
     def run(self, inputs: Sequence[Array], out: Array, scratch: Mapping[str, Bytes]) -> None:
         shape, pool, lib = self._shape, self._pool, self._library
-        a, b = parameters_of(shape.activation, shape.parameters)
         s = _Strided(
             fin=shape.fin,
             fout=shape.fout,
             parts=len(inputs),
-            function=code_of(shape.activation),
-            a=a,
-            b=b,
-            past=shape.out_bytes > STREAM_BYTES,
+            ending=ending_of(shape),
             kernels=self._resident.kernels.ctypes.data,
             bias=self._resident.bias.ctypes.data,
             out=out.ctypes.data,

@@ -13,6 +13,7 @@ from znnpy.kernels.cpu.graph_point_lanes import PointLanes
 from znnpy.kernels.cpu.graph_pool import PoolWindows
 from znnpy.kernels.cpu.graph_pool_lanes import PoolLanes
 from znnpy.kernels.cpu.graph_transpose import TransposePhases
+from znnpy.kernels.cpu.graph_transpose_lanes import TransposeLanes
 from znnpy.kernels.cpu.graph_upsample import UpsampleRepeat
 from znnpy.kernels.cpu.graph_upsample_lanes import UpsampleLanes
 
@@ -24,6 +25,7 @@ GRAPH_OPERATORS: tuple[Primitive, ...] = (
     GraphConvDepthwise(),
     GraphConvStrided(),
     TransposePhases(),
+    TransposeLanes(),
     PoolWindows(),
     PoolLanes(),
     UpsampleRepeat(),

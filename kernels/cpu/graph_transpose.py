@@ -3,7 +3,8 @@
 Method   Along an axis the outputs j with equal (j + first) mod stride, a phase, are a convolution with every so many-th
          tap. Phases whose taps read the same inputs share one product [voxels, taps * f] x [taps * f, phases * f'];
          where the kernel is as large as the stride, this is a single product without any gather. Bias and activation
-         are applied to the product, and each phase is then written to its outputs.
+         are applied to the product, and each phase is then written to its outputs: compiled, where the library is and
+         there are no groups, line by line, and large outputs past the caches.
 Memory   The kernels in the order of the products; one block of inputs, rows and products per thread.
 Bound    Compute: sgemm; with few maps memory.
 Source   Dumoulin, Visin, A guide to convolution arithmetic for deep learning, 2016; Shi et al. 2016 (sub-pixel).
@@ -12,6 +13,7 @@ Tested   tests/kernels/cpu/test_graph_operators.py
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -22,9 +24,16 @@ import numpy as np
 
 from znnpy.graph_shapes import TransposeShape
 from znnpy.kernels.contract import Footprint, Kind, Scratch, Variant, Work
-from znnpy.kernels.cpu.activations import activate_graph, activate_rows, temporary_bytes
+from znnpy.kernels.cpu.activations import (
+    activate_graph,
+    activate_rows,
+    code_of,
+    compiled,
+    parameters_of,
+    temporary_bytes,
+)
 from znnpy.kernels.cpu.blas import product_bytes
-from znnpy.kernels.cpu.epilogue import Epilogue, quiet
+from znnpy.kernels.cpu.epilogue import Epilogue, overflow, quiet
 from znnpy.kernels.cpu.graph_columns import Taps, columns, patch
 from znnpy.kernels.cpu.graph_layer import (
     GraphLayer,
@@ -35,6 +44,8 @@ from znnpy.kernels.cpu.graph_layer import (
     given,
     why_not_kind,
 )
+from znnpy.kernels.cpu.native.library import STREAM_BYTES, library
+from znnpy.machine import this_machine
 from znnpy.shapes import FLOAT32
 
 if TYPE_CHECKING:
@@ -100,10 +111,11 @@ class _Blocks(NamedTuple):
     patch_bytes: int
     rows_bytes: int
     sums_bytes: int
+    line_bytes: int  # a line of outputs, for compiled code
 
     @property
     def worker_bytes(self) -> int:
-        return self.patch_bytes + self.rows_bytes + self.sums_bytes
+        return self.patch_bytes + self.rows_bytes + self.sums_bytes + self.line_bytes
 
 
 def _blocks(shape: TransposeShape) -> _Blocks:
@@ -143,11 +155,30 @@ def _blocks(shape: TransposeShape) -> _Blocks:
         float_bytes(read * shape.fin),
         float_bytes(voxels * row),
         float_bytes(voxels * sums),
+        float_bytes(size[2] * shape.stride[2] * shape.fout) if _ends_compiled(shape) else 0,
+    )
+
+
+def _ends_compiled(shape: TransposeShape) -> bool:
+    """Return whether compiled code adds the bias, applies the function and writes the outputs."""
+    return shape.groups == 1 and compiled()
+
+
+class _Phases(ctypes.Structure):
+    """The arguments of a call: struct Phases in phases.hpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64 * 3) for name in ("size", "count", "m", "stride")),
+        *((name, ctypes.c_int64) for name in ("fout", "side_by_side", "function")),
+        *((name, ctypes.c_double) for name in ("a", "b")),
+        ("past", ctypes.c_int64),
+        ("first", ctypes.c_void_p * 3),
+        *((name, ctypes.c_void_p) for name in ("product", "bias", "out")),
     )
 
 
 class _Resident(NamedTuple):
-    weight: Array  # (f, f' / groups, kz, ky, kx)
+    weight: Array  # (kz, ky, kx, f, f' / groups)
     bias: Array
 
 
@@ -201,7 +232,7 @@ class TransposePhases(GraphLayer):
     def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> _Resident:
         del variant, pool
         assert weights is not None
-        return _Resident(weights.weight, weights.bias)
+        return _Resident(np.ascontiguousarray(weights.weight.transpose(2, 3, 4, 0, 1)), weights.bias)
 
     def bind(self, resident: Any, shape: Sized, variant: Variant, pool: ThreadPool) -> _Step:
         del variant
@@ -211,6 +242,7 @@ class TransposePhases(GraphLayer):
 class _Step:
     def __init__(self, resident: _Resident, shape: TransposeShape, pool: ThreadPool) -> None:
         self._shape, self._pool, self._weight, self._blocks = shape, pool, resident.weight, _blocks(shape)
+        self._bias = resident.bias
         by_group = resident.bias.reshape(shape.groups, 1, -1)
         self._epilogues = [
             Epilogue(np.tile(by_group, (1, prod(p.phases), 1)).reshape(-1), "none", self._blocks.size[2])
@@ -231,7 +263,7 @@ class _Step:
                 self._compute(inputs, out, (first, size), matrices, stores[worker])
 
         pool.each(piece, prod(block_counts(b.places, b.size)))
-        if shape.activation == "softmax":  # a voxel's maps may be apart in the products
+        if shape.activation == "softmax" and not _ends_compiled(shape):  # a voxel's maps may be apart in the products
             activate_graph(shape.activation, shape.parameters, out, pool)
 
     def _matrices(self, p: _Product, store: Array) -> Array:
@@ -240,11 +272,12 @@ class _Step:
         fin, fout = shape.fin // shape.groups, shape.fout // shape.groups
         size = shape.groups, *p.taps.count, fin, *p.phases, fout
         kernels = store[: prod(size)].reshape(size)
-        weight = self._weight.reshape(shape.groups, fin, fout, *shape.k)
+        weight = self._weight.reshape(*shape.k, shape.groups, fin, fout)
         for at in np.ndindex(p.phases):
-            z, y, x = (list(axis.taps[phase]) for axis, phase in zip(p.axes, at, strict=True))
-            of_phase = weight[:, :, :, z][:, :, :, :, y][:, :, :, :, :, x]
-            kernels[:, :, :, :, :, at[0], at[1], at[2]] = of_phase.transpose(0, 3, 4, 5, 1, 2)
+            z, y, x = (axis.taps[phase] for axis, phase in zip(p.axes, at, strict=True))
+            for tap in np.ndindex(p.taps.count):
+                of_tap = weight[z[tap[0]], y[tap[1]], x[tap[2]]]
+                kernels[:, tap[0], tap[1], tap[2], :, at[0], at[1], at[2]] = of_tap
         return kernels.reshape(shape.groups, p.count * fin, prod(p.phases) * fout)
 
     def _compute(
@@ -258,17 +291,48 @@ class _Step:
         reads = size[0] + b.reach[0] - 1, size[1] + b.reach[1] - 1, size[2] + b.reach[2] - 1
         voxels = patch(inputs, low, reads, store)
         rows, sums = store[b.patch_bytes : b.patch_bytes + b.rows_bytes], store[b.patch_bytes + b.rows_bytes :]
+        bad = 0
         for p, matrix, epilogue in zip(b.products, matrices, self._epilogues, strict=True):
             total = np.ndarray((prod(size), shape.groups, matrix.shape[2]), np.float32, sums)
             if p.count:
                 np.matmul(columns(voxels, p.taps, size, shape.groups, rows), matrix, out=total.transpose(1, 0, 2))
             else:
                 total[...] = 0
+            if _ends_compiled(shape):
+                bad += self._end(p, total, out, (place, size), store[b.worker_bytes - b.line_bytes :])
+                continue
             lines = total.reshape(*size[:2], -1, copy=False)
             epilogue(lines, lines)
             if shape.activation != "softmax":
                 activate_rows(shape.activation, shape.parameters, total.reshape(len(total), -1, copy=False))
             self._scatter(p, total.reshape(*size, shape.groups, *p.phases, -1, copy=False), out, place)
+        if bad:
+            raise overflow(bad, prod(size) * prod(shape.stride) * shape.fout)
+
+    def _end(self, p: _Product, total: Array, out: Array, places: tuple[Vec3, Vec3], line: Bytes) -> int:
+        """Add the bias, apply the function and write the outputs; return how many are not finite."""
+        shape = self._shape
+        place, size = places
+        a, b = parameters_of(shape.activation, shape.parameters)
+        first = [
+            np.array([at * s + phase - begin for phase in axis.phases], np.int64)
+            for at, s, axis, begin in zip(place, shape.stride, p.axes, shape.first, strict=True)
+        ]
+        phases = _Phases(
+            fout=shape.fout,
+            side_by_side=p.phases[2] == shape.stride[2],
+            function=code_of(shape.activation),
+            a=a,
+            b=b,
+            past=shape.out_bytes > STREAM_BYTES,
+            product=total.ctypes.data,
+            bias=self._bias.ctypes.data,
+            out=out.ctypes.data,
+        )
+        phases.size[:], phases.count[:], phases.m[:], phases.stride[:] = size, p.phases, shape.m, shape.stride
+        phases.first[:] = [of_axis.ctypes.data for of_axis in first]
+        ends = library(this_machine().simd).znnpy_phases
+        return int(ends(ctypes.byref(phases), ctypes.c_void_p(line.ctypes.data)))
 
     def _scatter(self, p: _Product, total: Array, out: Array, place: Vec3) -> None:
         """Write the phases (z, y, x, groups, phases, f' / groups) to their outputs, if there are such."""

@@ -17,6 +17,8 @@ from znnpy.errors import NetworkFileError
 from znnpy.formats import network_yaml
 from znnpy.formats.layer_entries import ENTRIES
 from znnpy.formats.networks import DEFAULT, LARGEST_FILE, read_network, shipped
+from znnpy.geometry import period_of
+from znnpy.lattices import reaches_of
 from znnpy.network import Conv, MaxFilter, Maxout, Network, Normalise, Pool
 from znnpy.shapes import ACTIVATIONS
 
@@ -338,7 +340,7 @@ def test_missing_file_suggests_near_names(tmp_path: Path) -> None:
         read_network(tmp_path / "celsl.yaml")
     with pytest.raises(NetworkFileError, match=r"there is no network file .*/m337; did you mean n337\?$"):
         read_network(tmp_path / "m337")
-    with pytest.raises(NetworkFileError, match=r"/q; use one of cells\.yaml, fib25_boundary, n337, n537, n726, n926$"):
+    with pytest.raises(NetworkFileError, match=rf"/q; use one of cells\.yaml, {', '.join(shipped())}$"):
         read_network(tmp_path / "q")
     with pytest.raises(NetworkFileError, match=r"nowhere/net\.yaml: its folder does not exist; correct the path$"):
         read_network(tmp_path / "nowhere" / "net.yaml")
@@ -403,8 +405,11 @@ PAPER = {"n337": "m36", "n537": "m56", "n726": "m76", "n926": "m96"}
 
 
 def test_shipped_networks_have_their_published_sizes() -> None:
-    assert shipped() == ("fib25_boundary", "n337", "n537", "n726", "n926")
-    views = {name: read_network(name).network.field_of_view for name in shipped()}
+    assert shipped() == ("fib25_boundary", "fib25_unet", "n337", "n537", "n726", "n926")
+    networks = {name: read_network(name).network for name in shipped()}
+    assert [name for name, network in networks.items() if network.meaning == "whole"] == ["fib25_unet"]
+    assert (reaches_of(networks["fib25_unet"])[-1], period_of(networks["fib25_unet"])) == ((100,) * 3, (8,) * 3)
+    views = {name: network.field_of_view for name, network in networks.items() if network.meaning == "sliding"}
     assert views == {
         "fib25_boundary": (27, 27, 27),
         "n337": (85, 85, 85),

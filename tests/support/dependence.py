@@ -1,4 +1,4 @@
-"""Which voxels of each tensor an output depends on, along one axis, followed voxel by voxel by each layer's definition.
+"""Find voxels that an output depends on, along one axis, followed voxel by voxel by the definition of each layer.
 
 An edge of a layer is a list: for each voxel of its output, the voxels of its input that its value depends on.
 """

@@ -68,13 +68,22 @@ class _Builder:
         return name
 
     def end(self) -> tuple[Function, tuple[float, ...]]:
-        function = self.draw(st.sampled_from(ENDS))
+        function: Function = "none" if self.draw(st.booleans()) else self.draw(st.sampled_from(ENDS))
         return function, DEFAULT_PARAMETERS.get(function, ())
 
     def groups(self, maps: int) -> tuple[int, int]:
         """Draw groups and maps, which they divide."""
         groups = self.draw(st.sampled_from([g for g in MAPS if maps % g == 0]))
         return groups, groups * self.draw(st.integers(1, 2))
+
+    def ended(self, reads: str) -> str:
+        """Add up to a norm and a function, and may be a sum of what is before and behind them."""
+        draw, last = self.draw, reads
+        if draw(st.booleans()):
+            last = self.add(Scale(*self.end()), last)
+        if draw(st.booleans()):
+            last = self.add(Activate(draw(st.sampled_from(("relu", "prelu", "elu", "softmax")))), last)
+        return self.add(Add(), reads, last) if last != reads and draw(st.booleans()) else last
 
     def same(self, reads: str, maps: int | None = None) -> str:
         """Add a layer that keeps size and lattice."""
@@ -90,12 +99,10 @@ class _Builder:
         if maps:
             return self.add(conv, reads)
         ones: tuple[Layer, ...] = (
-            Scale(*self.end()),
-            Activate(draw(st.sampled_from(("relu", "prelu", "elu", "softmax")))),
             Pool((3, 1, 3), (1, 1, 1), ((1, 0, 1), (1, 0, 1))),
             AveragePool((3, 3, 1), (1, 1, 1), ((1, 1, 0), (1, 1, 0)), count_padding=draw(st.booleans())),
         )
-        return self.add(draw(st.sampled_from((conv, conv, conv, *ones))), reads)
+        return self.ended(self.add(draw(st.sampled_from((conv, conv, conv, *ones))), reads))
 
     def valid(self, reads: str) -> str:
         """Add a layer that loses voxels at both faces, or has some more."""
@@ -160,7 +167,7 @@ class _Builder:
         if depth:
             stride = draw(sizes(1, 3))
             below = self.level(self.down(top, stride), depth - 1)
-            up = self.up(below, stride, top)
+            up = self.ended(self.up(below, stride, top))
             skip = top
             match draw(st.integers(0, 3)):
                 case 0:

@@ -88,9 +88,8 @@ def _foreign(suffix: str, what: str) -> str | None:
             "README shows"
         )
     return (
-        f"{kind}, which is not read yet: a network runs if it is a chain of convolutions with neither padding nor "
-        "strides, max-poolings, max-filters and maxouts, with batch-norm folded in, and a U-Net does not; write its "
-        "layers into a .yaml file and its weights into an .npz file, as 'Your network' in the README shows"
+        f"{kind}, which is not read yet: write its layers into a .yaml file, a chain or a graph such as a U-Net, and "
+        "its weights into an .npz file, as 'Your network' in the README shows"
     )
 
 

@@ -152,7 +152,7 @@ FROM = "the name of a node or input, or a list of names"
 
 
 class LayerEntry(Entry):
-    """What every layer has: a type, and if it likes a name and the names of the nodes that it reads."""
+    """Any layer: it has a type, and may have a name and the names of the nodes that it reads."""
 
     type: str
     name: NodeName | None = Field(None, description=NODE_NAME, examples=["conv1"])

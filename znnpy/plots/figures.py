@@ -1,4 +1,4 @@
-"""Make figures with matplotlib and save them as PNG files."""
+"""Make figures with matplotlib and save them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 WIDTH = 11.0  # inches
 DPI = 200  # pixels per inch
+MOST_PIXELS = 2**15  # along a side
 
 
 def require_matplotlib() -> None:
@@ -24,18 +25,23 @@ def require_matplotlib() -> None:
         raise MissingExtraError(f"plots need the package matplotlib, which is not installed; `{install('plots')}`")
 
 
-def new_figure(title: str, height: float) -> Figure:
-    """Return an empty figure of `height` inches. It belongs to no window and to no global state of matplotlib."""
+def new_figure(title: str, height: float, width: float = WIDTH) -> Figure:
+    """Return an empty figure of so many inches. It belongs to no window and to no global state of matplotlib."""
     require_matplotlib()
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", fontsize=15, parse_math=False)
     return figure
 
 
-def save_figure(path: Path, figure: Figure, argument: str = "out", *, overwrite: bool) -> None:
-    """Write `figure` as a PNG, whole or not at all; OutputError, which names `argument`, where that fails."""
+def save_figure(path: Path, figure: Figure, argument: str = "out", *, overwrite: bool, form: str = "png") -> None:
+    """Write `figure` as png, svg or pdf, whole or not at all; OutputError, which names `argument`, where that fails."""
+    import matplotlib
+
     drawn = io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=DPI)
+    # Neither a date nor random names are written, so that a figure is the same bytes each time.
+    metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(form)
+    with matplotlib.rc_context({"svg.hashsalt": "znnpy"}):
+        figure.savefig(drawn, format=form, dpi=min(DPI, MOST_PIXELS / max(figure.get_size_inches())), metadata=metadata)
     write_asked(path, drawn.getvalue(), argument, overwrite=overwrite)

@@ -6,7 +6,7 @@ the first input voxel lies (field of view - 1) // 2 before it. The voxels around
 beyond its faces mirrored ones (numpy's "reflect", repeated if the volume is smaller than the padding).
 
 A graph that is computed whole reads the volume itself, padded behind its far faces to a size that the network admits.
-A region names the output voxels whose centres lie in it.
+A region names the output voxels whose centres lie in it, and next to a face those beyond.
 """
 
 from __future__ import annotations
@@ -122,6 +122,8 @@ class Source:
         Returns (z, y, x) bool of the patch's size, True where a channel was not finite; None if all are finite.
         Without `allow_nan`, VolumeError counts them and names the first.
         """
+        if not out.size:  # a step of a graph that needs no new planes
+            return None
         first = add(lo, self.domain.lo)
         box = Box(first, (first[0] + out.shape[1], first[1] + out.shape[2], first[2] + out.shape[3]))
         inside = box.clipped(self.domain)
@@ -205,16 +207,20 @@ class Source:
 def predicted(geometry: Geometry, volume: Vec3, region: Box) -> tuple[Box, tuple[float, float, float]]:
     """Return the output voxels of a graph that are predicted, and where the first lies in the volume.
 
-    They are those whose centres lie in the region, without as many as the volume was padded by behind its far faces.
-    ShapeError if there are none.
+    They are those whose centres lie in the region, and next to a face of the volume those beyond it too: layers that
+    pad one side alone shift centres. As many as the volume was padded by behind its far faces are left out. ShapeError
+    if there are none.
     """
     tensor = geometry.network.outputs[0]
     origin, step, size = origins(geometry)[tensor], geometry.step(tensor), geometry.size(tensor)
     lo, hi = [], []
     for axis in range(3):
         most = size[axis] - int((geometry.volume[axis] - volume[axis]) / step[axis])
-        first = ceil((region.lo[axis] - Fraction(1, 2) - origin[axis]) / step[axis])
-        end = ceil((region.hi[axis] - Fraction(1, 2) - origin[axis]) / step[axis])
+        first, end = (
+            ceil((face - Fraction(1, 2) - origin[axis]) / step[axis]) for face in (region.lo[axis], region.hi[axis])
+        )
+        first = first if region.lo[axis] else 0
+        end = end if region.hi[axis] < volume[axis] else most
         lo.append(min(max(0, first), most))
         hi.append(min(max(lo[-1], end), most))
         if hi[-1] <= lo[-1]:

@@ -73,7 +73,7 @@ def library(simd: str) -> ctypes.CDLL:
     loaded.znnpy_pool.restype = None
     for function in ("activate", "window_pool", "upsample_nearest", "upsample_linear"):
         getattr(loaded, f"znnpy_{function}").restype = None
-    for function in ("point", "depthwise", "strided"):
+    for function in ("point", "depthwise", "strided", "phases", "transpose"):
         getattr(loaded, f"znnpy_{function}").restype = ctypes.c_int64
     return loaded
 

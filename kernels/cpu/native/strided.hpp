@@ -1,6 +1,6 @@
 // Arguments that graph_conv_strided.py passes to convolutions with stride, dilation and padding. Sizes are in elements.
 #pragma once
-#include <cstdint>
+#include "sums.hpp"
 
 enum { MOST_PARTS = 8 };
 
@@ -16,9 +16,7 @@ struct Strided {
   int64_t before[3];   // voxels of padding before the first
   int64_t fin, fout;   // maps of all inputs, and of the output
   int64_t parts;
-  int64_t function;    // as in activations.hpp
-  double a, b;         // its parameters
-  int64_t past;        // whether the output is written past the caches
+  znnpy::Ending ending;
   const float *kernels;  // panel by panel: (z, y, x, fin, lane)
   const float *bias;     // padded to whole panels
   float *out;

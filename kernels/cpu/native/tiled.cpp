@@ -227,6 +227,7 @@ EXPORT void znnpy_tiled_forward(const Tiling *tiling, float *planes, int64_t lo,
   const Tiling &t = *tiling;
   const Side &along_x = *find(t.tile[2]), &along_y = *find(t.tile[1]);
   const ptrdiff_t half = t.tile[2] / 2 + 1, row = half * BLOCK;
+  const bool stream = STREAMS && t.stream;
   for (ptrdiff_t unit = lo; unit < hi; unit++) {
     const ptrdiff_t tile = unit / t.tile[0], z = unit % t.tile[0];
     const Origin plane = input_plane(t, unit), next = input_plane(t, unit + 1);
@@ -250,11 +251,11 @@ EXPORT void znnpy_tiled_forward(const Tiling *tiling, float *planes, int64_t lo,
       std::memset(planes, 0, (size_t)(above * row) * sizeof(float));
       std::memset(planes + (above + rows) * row, 0, (size_t)((t.tile[1] - above - rows) * row) * sizeof(float));
       float *target = t.spectra + tile * t.tile_pitch + (z * t.in + block) * BLOCK;
-      (t.stream ? along_y.forward_stream : along_y.forward)(
+      (stream ? along_y.forward_stream : along_y.forward)(
           {planes, row, BLOCK, target, t.column_pitch, t.tile[1] * t.column_pitch, (int)half, 0, 0});
     }
   }
-  if (t.stream) fence();
+  if (stream) fence();
 }
 
 // Multiplies columns [lo, hi) of the group, in place. `scratch` holds a column of kernels unless they are kept, then
@@ -264,6 +265,7 @@ EXPORT void znnpy_tiled_multiply(const Tiling *tiling, float *scratch, int64_t l
   const Side &along_z = *find(t.tile[0]);
   const ptrdiff_t in = t.in, out = blocks_of(t.fout), tz = t.tile[0];
   const ptrdiff_t before = (t.chunk * in + 1) * BLOCK;
+  const bool stream = STREAMS && t.stream;
   float *const x = scratch + (t.kept ? 0 : column_floats(t)), *const y = x + tz * before;
   for (ptrdiff_t column = lo; column < hi; column++) {
     const float *w = t.kept ? t.kernels + column * column_floats(t) : scratch;
@@ -285,7 +287,7 @@ EXPORT void znnpy_tiled_multiply(const Tiling *tiling, float *scratch, int64_t l
         for (ptrdiff_t z = 0; z < tz; z++)
           products(t, x + z * before, kernels + z * pitch, y + z * after, width * BLOCK, tiles, width, ahead);
         for (int tile = 0; tile < tiles; tile++)
-          (t.stream ? along_z.inverse_stream : along_z.inverse)(
+          (stream ? along_z.inverse_stream : along_z.inverse)(
               {y + tile * width * BLOCK, after, BLOCK,
                spectra + (first + tile) * t.tile_pitch + block * BLOCK, out * BLOCK, BLOCK, width, 0,
                (int)(tz - t.k[0] + 1)});
@@ -294,7 +296,7 @@ EXPORT void znnpy_tiled_multiply(const Tiling *tiling, float *scratch, int64_t l
       }
     }
   }
-  if (t.stream) fence();
+  if (stream) fence();
 }
 
 // Transforms planes [lo, hi) of the group's results back, step.z per tile. Returns how many values are infinite or not
@@ -304,7 +306,7 @@ EXPORT int64_t znnpy_tiled_inverse(const Tiling *tiling, float *planes, int64_t 
   const Side &along_x = *find(t.tile[2]), &along_y = *find(t.tile[1]);
   const ptrdiff_t half = t.tile[2] / 2 + 1, blocks = blocks_of(t.fout);
   const ptrdiff_t mz = t.n[0] - t.k[0] + 1, my = t.n[1] - t.k[1] + 1, mx = t.n[2] - t.k[2] + 1;
-  const bool stream = streams_out(t), ahead = blocks * half * t.tile[1] * BLOCK <= LATER_FLOATS;
+  const bool stream = STREAMS && streams_out(t), ahead = blocks * half * t.tile[1] * BLOCK <= LATER_FLOATS;
   int64_t bad = 0;
   for (ptrdiff_t unit = lo; unit < hi; unit++) {
     const ptrdiff_t tile = unit / t.step[0], z = unit % t.step[0];

@@ -99,6 +99,10 @@ inline bool streams_out(const Tiling &t) {
   return t.stream && t.fout % LANES == 0 && t.out_image % LANES == 0 && (uintptr_t)t.out % (4 * LANES) == 0;
 }
 
+// Whether spectra and lines of the output may be written past the caches: vectors of half a cache line would write it in
+// two parts, with so many other lines between that memory gets each part by itself, which takes twice as long as without.
+constexpr bool STREAMS = W == LANES;
+
 inline bool pools(const Tiling &t) { return t.p[0] * t.p[1] * t.p[2] > 1; }
 
 inline ptrdiff_t least(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }

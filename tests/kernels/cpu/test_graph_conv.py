@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle
 from math import prod
@@ -180,7 +180,8 @@ def shapes(draw: st.DrawFn) -> GraphConvShape:
     assume(all(size + a + b >= extent for size, a, b, extent in zip(n, before, behind, k, strict=True)))
     maps = st.sampled_from([1, 2, 3, 8, 17])
     fins = tuple(draw(st.lists(maps, min_size=1, max_size=3)))
-    function = draw(st.sampled_from(["none", "relu", "leaky_relu"]))
+    functions: list[Function] = ["none", "relu", "leaky_relu"]
+    function = draw(st.sampled_from(functions))
     parameters = (0.3,) if function == "leaky_relu" else ()
     return GraphConvShape(fins, draw(maps), n, k, before, behind, activation=function, parameters=parameters)
 
@@ -192,7 +193,8 @@ def test_random_shapes_equal_the_definition(shape: GraphConvShape, data: st.Data
     assume(primitive.why_not(shape, MACHINE) is None)
     variant = data.draw(st.sampled_from(list(primitive.variants(shape, MACHINE))))
     weights, inputs = weights_for(shape), inputs_for(shape)
-    views = data.draw(st.sampled_from([list, cut_out, side_by_side]))(inputs)
+    places: list[Callable[[Sequence[Array]], list[Array]]] = [list, cut_out, side_by_side]
+    views = data.draw(st.sampled_from(places))(inputs)
     assert_close(run(primitive, shape, weights, views, variant, threads=2), shape, weights, inputs)
 
 

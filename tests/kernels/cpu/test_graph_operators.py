@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +22,15 @@ from znnpy.graph_shapes import (
     WindowPoolShape,
 )
 from znnpy.kernels import definition
+from znnpy.kernels.cpu import (
+    activations,
+    graph_conv_depthwise,
+    graph_panels,
+    graph_point_lanes,
+    graph_pool_lanes,
+    graph_transpose,
+    graph_upsample_lanes,
+)
 from znnpy.kernels.cpu.graph_table import GRAPH_OPERATORS
 from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.layers import FUNCTIONS
@@ -32,6 +42,7 @@ if TYPE_CHECKING:
 
     from znnpy.kernels.contract import Array, Primitive
 
+COMPILED = ("lanes", "depthwise", "strided", "phases")  # primitives that write with the library
 PARAMETERS: dict[str, tuple[float, ...]] = {"leaky_relu": (0.2,), "elu": (1.3,), "clip": (-0.5, 0.7)}
 CONVS = [
     GraphConvShape((3,), 4, (5, 7, 6), (3, 3, 3)),
@@ -179,7 +190,10 @@ def inputs_for(shape: GraphShape, *, strided: bool = False) -> list[Array]:
     return views
 
 
-def exact(shape: GraphShape, weights: ConvWeights | None, inputs: Sequence[Array]) -> np.ndarray:
+@cache
+def exact(shape: GraphShape) -> np.ndarray:
+    """Return the definition of `inputs_for(shape)` and `weights_for(shape)`."""
+    weights, inputs = weights_for(shape), inputs_for(shape)
     match shape:
         case GraphConvShape():
             assert weights is not None
@@ -231,9 +245,38 @@ def test_output_equals_the_definition(primitive: Primitive, shape: GraphShape, t
     weights, inputs = weights_for(shape), inputs_for(shape, strided=strided)
     before = [part.copy() for part in inputs]
     out = run(primitive, shape, weights, inputs, threads)
-    assert_near(out, exact(shape, weights, inputs), shape)
+    assert_near(out, exact(shape), shape)
     for part, copy in zip(inputs, before, strict=True):
         np.testing.assert_array_equal(part, copy, err_msg="an input was modified")
+
+
+WRITERS = (
+    graph_conv_depthwise,
+    graph_panels,
+    graph_point_lanes,
+    graph_pool_lanes,
+    graph_transpose,
+    graph_upsample_lanes,
+)
+
+
+@pytest.mark.parametrize(("primitive", "shape"), [(p, s) for p, s in EACH if p.name.endswith(COMPILED)], ids=ids)
+def test_output_that_is_written_past_the_caches_is_the_same(
+    primitive: Primitive, shape: GraphShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, inputs = weights_for(shape), inputs_for(shape)
+    expected = run(primitive, shape, weights, inputs)
+    for module in WRITERS:
+        monkeypatch.setattr(module, "STREAM_BYTES", 0)
+    np.testing.assert_array_equal(run(primitive, shape, weights, inputs, 2), expected)
+
+
+@pytest.mark.parametrize(("primitive", "shape"), [(p, s) for p, s in EACH if not p.name.endswith(COMPILED)], ids=ids)
+def test_numpy_and_blas_suffice(primitive: Primitive, shape: GraphShape, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (activations, graph_transpose):
+        monkeypatch.setattr(module, "compiled", lambda: False)
+    weights, inputs = weights_for(shape), inputs_for(shape)
+    assert_near(run(primitive, shape, weights, inputs, 2), exact(shape), shape)
 
 
 @pytest.mark.parametrize("how", ["max", "average"])

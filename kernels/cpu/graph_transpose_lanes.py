@@ -1,0 +1,130 @@
+"""Direct transposed convolution in compiled code: sums in registers, output channels in SIMD lanes.
+
+Method   Outputs of a line whose (j + first) mod stride is equal read neighbouring inputs. A block of them times a panel
+         of LANES channels is summed in registers over the taps that reach them, as in graph_conv_strided.py. The
+         function that follows is applied to a line in the cache; large outputs are written past the caches.
+Memory   The kernels, in the order they are read; one line of outputs per thread.
+Bound    Compute: the limit of the registers; many maps (a panel that exceeds L2) wait for L3.
+Source   Dumoulin, Visin 2016; register blocking as in Goto, van de Geijn 2008.
+Tested   tests/kernels/cpu/test_graph_operators.py
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from znnpy.graph_shapes import TransposeShape
+from znnpy.kernels.contract import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work
+from znnpy.kernels.cpu.epilogue import overflow
+from znnpy.kernels.cpu.graph_layer import GraphLayer, float_bytes, given, why_not_kind
+from znnpy.kernels.cpu.graph_panels import CALL_BYTES, CALL_FLOPS, MOST_TAPS, Ending, Panels, ending_of, panels_of
+from znnpy.kernels.cpu.native.library import LANES, STREAM_BYTES, blocks, library, why_not
+from znnpy.machine import this_machine
+from znnpy.shapes import FLOAT32
+
+if TYPE_CHECKING:
+    from znnpy.kernels.contract import Array, Bytes, ConvWeights
+    from znnpy.kernels.thread_pool import ThreadPool
+    from znnpy.machine import Machine
+    from znnpy.shapes import Sized
+
+ENDING_TAPS = 12  # taps that take as long as starting and ending a block of outputs
+
+
+class _Transpose(ctypes.Structure):
+    """The arguments of a call: struct Transpose in transpose.hpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64 * 3) for name in ("n", "m", "k", "stride", "dilation", "first", "pitch")),
+        *((name, ctypes.c_int64) for name in ("fin", "fout")),
+        ("ending", Ending),
+        *((name, ctypes.c_void_p) for name in ("x", "kernels", "bias", "out")),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TransposeLanes(GraphLayer):
+    """Direct transposed convolution."""
+
+    name: str = "cpu.conv_transpose.lanes"
+    kind: Kind = "conv_transpose"
+    version: int = 1
+    summary: str = "any kernel, stride and dilation, without groups (needs the compiled kernels)"
+    source: str = "Dumoulin, Visin 2016; register blocking after Goto, van de Geijn 2008"
+
+    def why_not(self, shape: Sized, machine: Machine) -> str | None:
+        if reason := why_not_kind(shape, TransposeShape, "transposed convolutions"):
+            return reason
+        shape = given(shape, TransposeShape)
+        if shape.groups > 1:
+            return "computes no groups: see cpu.conv_transpose.phases"
+        if prod(shape.k) > MOST_TAPS:
+            return f"takes kernels of up to {MOST_TAPS} taps, not {prod(shape.k)}: see cpu.conv_transpose.phases"
+        return why_not(machine)
+
+    def footprint(self, shape: Sized, variant: Variant, threads: int) -> Footprint:
+        del variant
+        shape = given(shape, TransposeShape)
+        taps, lanes = shape.fin * prod(shape.k), LANES * blocks(shape.fout)
+        workers = min(threads, shape.m[0] * shape.m[1])
+        return Footprint(
+            resident=FLOAT32 * lanes * (taps + 1),
+            scratch=(Scratch("lines", workers * float_bytes(shape.m[2] * lanes)),),
+            allowance=ALIGNMENT + workers * CALL_BYTES,
+        )
+
+    def work(self, shape: Sized, variant: Variant) -> Sequence[Work]:
+        del variant
+        shape = given(shape, TransposeShape)
+        taps = shape.fin * prod(k / s for k, s in zip(shape.k, shape.stride, strict=True)) + ENDING_TAPS
+        moved = shape.in_bytes + shape.out_bytes * (1 if shape.out_bytes > STREAM_BYTES else 2)
+        return (Work("lane_stream", 2.0 * prod(shape.m) * LANES * blocks(shape.fout) * taps, moved),)
+
+    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> Panels:
+        del variant, pool
+        assert weights is not None
+        return panels_of(weights.weight.transpose(2, 3, 4, 0, 1), weights.bias)
+
+    def bind(self, resident: Any, shape: Sized, variant: Variant, pool: ThreadPool) -> _Step:
+        del variant
+        return _Step(resident, given(shape, TransposeShape), pool)
+
+
+class _Step:
+    def __init__(self, resident: Panels, shape: TransposeShape, pool: ThreadPool) -> None:
+        self._shape, self._pool, self._resident = shape, pool, resident
+        self._library = library(this_machine().simd)
+        taps = prod(-(-k // s) for k, s in zip(shape.k, shape.stride, strict=True))
+        unit_flops = 2.0 * shape.m[2] * LANES * blocks(shape.fout) * shape.fin * taps
+        self._most = max(1, int(CALL_FLOPS // unit_flops))
+
+    def run(self, inputs: Sequence[Array], out: Array, scratch: Mapping[str, Bytes]) -> None:
+        shape, pool, lib, x = self._shape, self._pool, self._library, inputs[0]
+        t = _Transpose(
+            fin=shape.fin,
+            fout=shape.fout,
+            ending=ending_of(shape),
+            x=x.ctypes.data,
+            kernels=self._resident.kernels.ctypes.data,
+            bias=self._resident.bias.ctypes.data,
+            out=out.ctypes.data,
+        )
+        t.n[:], t.m[:], t.k[:], t.stride[:], t.dilation[:] = shape.n, shape.m, shape.k, shape.stride, shape.dilation
+        t.first[:], t.pitch[:] = shape.first, [stride // FLOAT32 for stride in x.strides[:3]]
+        buffers = scratch["lines"].reshape(-1, float_bytes(shape.m[2] * LANES * blocks(shape.fout)))
+        bad = [0] * pool.threads
+
+        def piece(lo: int, hi: int, worker: int) -> None:
+            buffer = ctypes.c_void_p(buffers[worker].ctypes.data)
+            for first in range(lo, hi, self._most):
+                pool.check()
+                last = ctypes.c_int64(min(hi, first + self._most))
+                bad[worker] += lib.znnpy_transpose(ctypes.byref(t), buffer, ctypes.c_int64(first), last)
+
+        pool.each(piece, shape.m[0] * shape.m[1])
+        if sum(bad):
+            raise overflow(sum(bad), prod(shape.out_shape))

@@ -1,0 +1,100 @@
+// Sums of direct convolutions: a block of neighbouring outputs times a panel of LANES channels in registers. Per tap the
+// kernels of the panel are loaded, and the input of each output is broadcast to a vector.
+#pragma once
+#include "activations.hpp"
+#include "rows.hpp"
+
+namespace znnpy {
+
+constexpr int VECTORS = LANES / W;
+constexpr int OUTPUTS = W == LANES ? 14 : 6;  // outputs that are summed at once, limited by the number of registers
+constexpr ptrdiff_t CHUNK = 256;  // products: longer sums would round more than those of other methods
+
+struct Run {  // neighbouring inputs of an output, and the kernels that they are multiplied by
+  const float *x, *kernel;  // for output 0, and panel 0
+  ptrdiff_t length, next;   // next: floats from an output's inputs to those of the next
+};
+
+// Sums outputs [first, first + NUMBER) over all runs; `panel` is the distance of their kernels from those of panel 0.
+template <int NUMBER>
+ALWAYS void sum(const Run *runs, ptrdiff_t count, ptrdiff_t first, ptrdiff_t panel, const float *bias, float *out,
+                ptrdiff_t width) {
+  V sums[NUMBER][VECTORS];
+  V totals[NUMBER][VECTORS] = {};  // sums of whole chunks; not in registers
+  for (int v = 0; v < VECTORS; v++)
+    for (int i = 0; i < NUMBER; i++) sums[i][v] = load(bias + v * W);
+  ptrdiff_t products = 0;
+  bool chunks = false;
+  for (const Run *run = runs; run < runs + count; run++) {
+    const ptrdiff_t next = run->next;
+    const float *x = run->x + first * next, *const end = x + run->length, *w = run->kernel + panel;
+    for (; x < end; x++, w += LANES) {
+      V kernel[VECTORS];
+      for (int v = 0; v < VECTORS; v++) kernel[v] = load(w + v * W);
+      for (int i = 0; i < NUMBER; i++) {
+        const V value = broadcast(x[i * next]);
+        for (int v = 0; v < VECTORS; v++) sums[i][v] += value * kernel[v];
+      }
+    }
+    products += run->length;
+    if (products < CHUNK || run + 1 == runs + count) continue;
+    products = 0;
+    chunks = true;
+    for (int i = 0; i < NUMBER; i++)
+      for (int v = 0; v < VECTORS; v++) {
+        totals[i][v] += sums[i][v];
+        sums[i][v] = V{};
+      }
+  }
+  for (int i = 0; i < NUMBER; i++)
+    for (int v = 0; v < VECTORS; v++) store(out + i * width + v * W, chunks ? sums[i][v] + totals[i][v] : sums[i][v]);
+}
+
+template <int NUMBER>
+void some_sums(const Run *runs, ptrdiff_t count, ptrdiff_t first, ptrdiff_t panel, const float *bias, float *out,
+               ptrdiff_t width, ptrdiff_t number) {
+  if constexpr (NUMBER > 1) {
+    if (number < NUMBER) return some_sums<NUMBER - 1>(runs, count, first, panel, bias, out, width, number);
+  }
+  sum<NUMBER>(runs, count, first, panel, bias, out, width);
+}
+
+struct Panels {  // the channels of all outputs
+  ptrdiff_t count, floats;  // floats: of the kernels of one panel
+  const float *bias;        // padded to whole panels
+
+  ptrdiff_t voxel() const { return count * LANES; }
+};
+
+// Computes outputs [begin, end), all channels, `width` floats from one to the next; `out` is output 0.
+inline void all_sums(const Panels &panels, const Run *runs, ptrdiff_t count, ptrdiff_t begin, ptrdiff_t end, float *out,
+                     ptrdiff_t width) {
+  const ptrdiff_t parts = (end - begin + OUTPUTS - 1) / OUTPUTS;
+  for (ptrdiff_t panel = 0; panel < panels.count; panel++) {
+    for (ptrdiff_t part = 0; part < parts; part++) {  // near-equal, because few sums would wait for each other
+      const ptrdiff_t lo = begin + (end - begin) * part / parts, hi = begin + (end - begin) * (part + 1) / parts;
+      some_sums<OUTPUTS>(runs, count, lo, panel * panels.floats, panels.bias + panel * LANES,
+                         out + lo * width + panel * LANES, width, hi - lo);
+    }
+  }
+}
+
+struct Ending {  // what follows the sums of a line
+  int64_t function;  // as in activations.hpp
+  double a, b;       // its parameters
+  int64_t past;      // whether the output is written past the caches
+};
+
+// Applies the function to a line of whole panels and writes it to its output. Returns how many values are infinite or
+// not a number before the function.
+inline int64_t end_line(const Ending &ending, float *line, ptrdiff_t voxels, ptrdiff_t width, ptrdiff_t f, float *out) {
+  if (width > f)
+    for (ptrdiff_t i = 1; i < voxels; i++) std::memmove(line + i * f, line + i * width, f * sizeof(float));
+  const int64_t bad = not_finite(line, voxels * f);
+  if (ending.function == SOFTMAX) softmax(line, voxels, f);
+  else if (ending.function != NONE) activate(ending.function, (float)ending.a, (float)ending.b, line, voxels * f);
+  copy_out(line, out, voxels * f, ending.past);
+  return bad;
+}
+
+}  // namespace znnpy

@@ -1,0 +1,239 @@
+"""Graphs in patches and columns: equal to the definition on the whole volume, however the output is divided."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.support.graph_runs import (
+    assert_equal,
+    needed_at_once,
+    planned,
+    ran,
+    reference,
+    some_plan,
+    some_region,
+    whole_region,
+)
+from tests.support.seeded_graphs import Case, case, layers_in, weights_of
+from tests.support.tiers import one_in
+from znnpy.formats.wiring import Given, network_of
+from znnpy.geometry import lattices_of, period_of
+from znnpy.graph_columns import GraphCover, TurnedGraph
+from znnpy.layers import (
+    JOINS,
+    Activate,
+    Add,
+    AveragePool,
+    Concat,
+    Conv,
+    ConvTranspose,
+    Crop,
+    Layer,
+    MaxFilter,
+    Maxout,
+    Pad,
+    Pool,
+    Scale,
+    Upsample,
+)
+from znnpy.patches import Box
+from znnpy.planner.graph_tilings import GraphTiling
+from znnpy.shapes import Vec3
+
+ONES = ((1, 1, 1), (1, 1, 1))
+SEEDS = range(400)
+SPLITS = 3  # of each case
+
+
+def same(out: int = 3, how: str = "zeros") -> Conv:
+    return Conv((3, 3, 3), out, "relu", padding=ONES, padding_mode=how)  # type: ignore[arg-type]
+
+
+def up(count: int, step: int) -> int:
+    """Return the next multiple of a step."""
+    return -(-count // step) * step
+
+
+def made(layers: list[Given], size: Vec3, seed: int = 5, output: list[str] | None = None) -> Case:
+    """Return a case of a network that is given."""
+    network = network_of("given", 1, layers, None, output)
+    volume = np.random.default_rng(seed).standard_normal((1, *size)).astype(np.float32)
+    return Case(seed, network, weights_of(network, seed), volume)
+
+
+def unet(size: Vec3) -> Case:
+    return made(
+        [
+            Given(same(), "top"),
+            Given(Pool((2, 2, 2)), "down"),
+            Given(same(4), "middle"),
+            Given(Pool((2, 2, 1)), "down2"),
+            Given(same(4), "bottom"),
+            Given(Upsample((2, 2, 1)), "up2"),
+            Given(Concat(), "joined2", ("middle", "up2")),
+            Given(same(3), "after2"),
+            Given(Upsample((2, 2, 2)), "up"),
+            Given(Concat(), "joined", ("top", "up")),
+            Given(same(2), "last"),
+        ],
+        size,
+    )
+
+
+@pytest.mark.parametrize("seed", one_in(10, SEEDS))
+def test_any_split_of_a_random_graph_equals_the_definition(seed: int) -> None:
+    one, rng = case(seed), random.Random(seed)
+    exact = reference(one)
+    for _ in range(SPLITS):
+        region = some_region(one.geometry.size(one.network.outputs[0]), rng)
+        plan = some_plan(one, region, rng)
+        found = ran(plan, one).out
+        assert_equal(found, exact[(slice(None), *region.slices)], f"{plan.axis} {plan.patch_out} {region} of {one}")
+
+
+def test_random_graphs_have_every_layer() -> None:
+    cases = [case(seed) for seed in SEEDS[::10]]
+    every: set[type] = {
+        Conv, Pool, MaxFilter, Maxout, ConvTranspose, AveragePool, Upsample, Crop, Pad, Scale, Activate, *JOINS,
+    }  # fmt: skip
+    assert layers_in(cases) == every
+    layers = [layer for one in cases for layer in one.network.layers]
+    assert any(isinstance(layer, Upsample) and layer.like for layer in layers)
+    assert any(isinstance(layer, Upsample) and layer.how == "linear" for layer in layers)
+    assert any(isinstance(layer, Crop) and layer.like for layer in layers)
+    assert any(isinstance(layer, Pool | AveragePool) and layer.ceil for layer in layers)
+    assert any(isinstance(layer, Conv) and layer.dilation != (1, 1, 1) for layer in layers)
+    assert {layer.padding_mode for layer in layers if isinstance(layer, Conv)} == {"zeros", "reflect", "replicate"}
+    assert {one.network.pad_to_period for one in cases if one.geometry.volume != one.size} == {
+        "zeros", "reflect", "replicate",
+    }  # fmt: skip
+    assert max(len(set(lattices_of(one.network))) for one in cases) >= 4
+    assert any(len(one.network.outputs) > 1 for one in cases)
+    steps = {step for one in cases for step in lattices_of(one.network)[one.network.outputs[0]]}
+    assert min(steps) < 1 < max(steps)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("seed", one_in(8, range(100, 148)))
+def test_a_column_of_the_whole_cross_section_computes_nothing_twice(seed: int, axis: int) -> None:
+    one = case(seed)
+    region = whole_region(one)
+    graph = TurnedGraph.of(one.network, one.size, axis)
+    for thick in (1, 2):
+        plan = planned(one.network, one.size, region, (thick, *graph.periods[1:]), axis=axis, column=up(graph.periods[0], thick))
+        assert len(plan.cover(one.network)) == 1
+        assert ran(plan, one).written == needed_at_once(plan, one.network), f"{one}"
+
+
+@pytest.mark.parametrize("column", [0, 1, 2])
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_each_reader_of_a_node_has_its_own_faces(axis: int, column: int) -> None:
+    """One is padded with zeros, one mirrored, and a maximum ignores what is outside."""
+    one = made(
+        [
+            Given(Conv((1, 1, 1), 3), "shared"),
+            Given(same(2), "zeros", ("shared",)),
+            Given(same(2, "reflect"), "mirrored", ("shared",)),
+            Given(Pool((3, 3, 3), (1, 1, 1), ONES), "most", ("shared",)),
+            Given(same(2, "replicate"), "repeated", ("shared",)),
+            Given(Concat(), "joined", ("zeros", "mirrored", "most", "repeated")),
+            Given(Conv((1, 1, 1), 2), "last"),
+        ],
+        (5, 6, 7),
+    )
+    assert one.weights  # values below zero occur: a pooling that took zeros from outside would show
+    patch = (1, 3, 4)
+    plan = planned(one.network, one.size, whole_region(one), patch, axis=axis, column=3 * column)
+    assert_equal(ran(plan, one).out, reference(one), one)
+
+
+@pytest.mark.parametrize("size", [(4, 12, 8), (12, 4, 9), (9, 13, 2), (4, 4, 2)])
+def test_a_volume_of_one_period_has_all_faces_at_once(size: Vec3) -> None:
+    one = unet(size)
+    assert period_of(one.network) == (4, 4, 2)
+    for axis in range(3):
+        graph = TurnedGraph.of(one.network, one.size, axis)
+        plan = planned(one.network, one.size, whole_region(one), (1, 1, 1), axis=axis, column=graph.periods[0])
+        assert_equal(ran(plan, one).out, reference(one), one)
+
+
+def test_a_region_gives_the_voxels_of_the_whole() -> None:
+    """To the bit, if steps begin at the same planes and have the same sizes."""
+    one = unet((17, 18, 13))
+    full = ran(planned(one.network, one.size, whole_region(one), (1, 2, 3), column=2), one).out
+    region = Box((3, 5, 2), (15, 16, 11))
+    part = ran(planned(one.network, one.size, region, (1, 2, 3), column=2), one).out
+    assert_equal(part, full[(slice(None), *region.slices)], one)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_skips_hold_planes_until_they_are_joined(axis: int) -> None:
+    """Tensors that keep as much as they get stay beside the arena; others are copied there."""
+    one = unet((24, 17, 19))
+    graph = TurnedGraph.of(one.network, one.size, axis)
+    storages = set()
+    for thick in (1, 2, 3):
+        plan = planned(one.network, one.size, whole_region(one), (thick, 2, 3), axis=axis, column=up(graph.periods[0], thick))
+        tiling = GraphTiling(plan.graph_cover(one.network))
+        storages |= {tiling.storage(tensor) for tensor in tiling.stored}
+        assert_equal(ran(plan, one).out, reference(one), one)
+    assert storages == {"arena", "carried", "resident"}
+
+
+def test_several_outputs_are_written_one_after_the_other() -> None:
+    one = made(
+        [
+            Given(same(2), "first"),
+            Given(Pool((2, 2, 2)), "down"),
+            Given(Upsample((2, 2, 2), None, "linear"), "up"),
+            Given(Add(), "sum", ("first", "up")),
+            Given(Conv((1, 1, 1), 3, "softmax"), "classes"),
+        ],
+        (8, 9, 10),
+        output=["classes", "first", "sum"],
+    )
+    assert one.network.output_channels == 7
+    plan = planned(one.network, one.size, whole_region(one), (2, 2, 3), column=4)
+    assert_equal(ran(plan, one).out, reference(one), one)
+
+
+def test_columns_cover_every_voxel_of_the_region_once() -> None:
+    one = unet((17, 18, 13))
+    for axis in range(3):
+        graph = TurnedGraph.of(one.network, one.size, axis)
+        for patch, column in (((1, 1, 1), 0), ((1, 2, 1), 2), ((2, 1, 3), 4)):
+            region = Box((1, 0, 3), (15, 18, 12))
+            times = np.zeros(region.size, int)
+            for walk in GraphCover(graph, patch, column, region):
+                for step in walk.steps:
+                    times[step.write.slices] += bool(step.write.voxels)
+            assert (times == 1).all()
+
+
+LAST: list[tuple[Layer, Vec3]] = [
+    (Pool((2, 2, 2)), (2, 2, 2)),
+    (Conv((3, 3, 3), 2, stride=(1, 2, 3), padding=ONES), (1, 2, 3)),
+    (Upsample((1, 2, 2)), (1, 1, 1)),
+    (ConvTranspose((2, 2, 2), 2, (2, 2, 2)), (1, 1, 1)),
+]
+
+
+@pytest.mark.parametrize(("layer", "period"), LAST, ids=str)
+def test_outputs_on_other_lattices_cover_the_padded_volume(layer: Layer, period: Vec3) -> None:
+    one = made([Given(same(2), "first"), Given(layer, "last")], (7, 9, 8))
+    assert period_of(one.network) == period
+    for axis in range(3):
+        plan = planned(one.network, one.size, whole_region(one), (2, 1, 2), axis=axis, column=2)
+        assert_equal(ran(plan, one).out, reference(one), one)
+
+
+def test_refused_padding_is_no_matter_for_a_volume_that_divides() -> None:
+    one = unet((8, 12, 6))
+    assert one.network.wiring is not None
+    refusing = replace(one, network=replace(one.network, wiring=replace(one.network.wiring, pad_to_period="refuse")))
+    plan = planned(refusing.network, one.size, whole_region(refusing), (1, 2, 2), column=2)
+    assert_equal(ran(plan, refusing).out, reference(one), one)

@@ -1,0 +1,179 @@
+"""Run plans of graphs in poisoned memory, and compare what they give with the definition on the whole volume."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tests.support.seeded_graphs import Case
+from znnpy.errors import NoPlanError
+from znnpy.graph_columns import Area, GraphCover
+from znnpy.kernels.contract import Primitive
+from znnpy.kernels.table import TABLE
+from znnpy.kernels.thread_pool import ThreadPool
+from znnpy.kernels.whole import whole
+from znnpy.machine import Limits, this_machine
+from znnpy.network import Network
+from znnpy.patches import Box
+from znnpy.planner.graph_search import GraphSearch, plan_of
+from znnpy.planner.graph_tilings import GraphTiling
+from znnpy.planner.plan import Plan
+from znnpy.planner.request import CostModel, PlanRequest, Target
+from znnpy.planner.validate import check_plan
+from znnpy.run.graph_session import GraphSession
+from znnpy.shapes import Vec3
+from znnpy.volume.array import ArrayVolume
+from znnpy.volume.source import Source
+
+MACHINE = this_machine()
+CPU = tuple(primitive for primitive in TABLE if primitive.name.startswith("cpu."))
+POISON = 0xFF  # four of these are a NaN
+CLOSE = 1e-5  # of the largest value
+
+Maps = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a plan gave, (maps, z, y, x), and the voxels that each operation wrote."""
+
+    out: Maps
+    written: list[int]
+
+
+def reference(case: Case) -> npt.NDArray[np.float64]:
+    """Return all outputs of the definition on the whole padded volume, (maps, z, y, x)."""
+    found = whole(case.network, case.weights, case.grown)
+    return np.concatenate(found, axis=-1).transpose(3, 0, 1, 2)
+
+
+def searched(
+    network: Network, volume: Vec3, region: Box, table: Sequence[Primitive] = CPU, threads: int = 2, ram: int = 2**34
+) -> GraphSearch:
+    """Return a search for plans of a region of the output."""
+    area = Area(volume, region)
+    target = Target(MACHINE, mode="cpu")
+    request = PlanRequest(network, region.size, Limits(ram, threads), target, area=area)
+    return GraphSearch(request, CostModel(table=tuple(table)).options(request), area)
+
+
+def planned(
+    network: Network,
+    volume: Vec3,
+    region: Box,
+    patch: Vec3,
+    *,
+    axis: int = 0,
+    column: int = 0,
+    table: Sequence[Primitive] = CPU,
+    threads: int = 2,
+) -> Plan:
+    """Return the plan with steps of `patch` periods and columns of `column` periods, the axis of columns first."""
+    search = searched(network, volume, region, table, threads)
+    found = search.solve(GraphTiling(GraphCover(search.graph(axis), patch, column, region)))
+    assert found is not None
+    plan = plan_of(search, found)
+    check_plan(plan, network, MACHINE, tuple(table))
+    return plan
+
+
+def some_plan(case: Case, region: Box, rng: random.Random) -> Plan:
+    """Return a plan with any split into patches, or columns along any axis, of any primitives."""
+    axis = rng.randrange(3)
+    search = searched(case.network, case.size, region)
+    begin, end = GraphCover(search.graph(axis), (1, 1, 1), 0, region).periods
+    counts = [b - a for a, b in zip(begin, end, strict=True)]
+    z, y, x = (rng.randint(1, count) for count in counts)
+    column = z * rng.randint(1, -(-counts[0] // z)) if rng.random() < 0.7 else 0
+    table = [primitive for primitive in CPU if rng.random() < 0.7]
+    split = {"axis": axis, "column": column, "threads": rng.choice((1, 2))}
+    try:
+        return planned(case.network, case.size, region, (z, y, x), table=table, **split)  # type: ignore[arg-type]
+    except NoPlanError:
+        return planned(case.network, case.size, region, (z, y, x), **split)  # type: ignore[arg-type]
+
+
+def some_region(size: Vec3, rng: random.Random) -> Box:
+    """Return a box within a size; often up to its faces."""
+    ranges = []
+    for n in size:
+        lo = rng.randrange(n) if rng.random() < 0.4 else 0
+        ranges.append((lo, rng.randint(lo + 1, n) if rng.random() < 0.4 else n))
+    z, y, x = ranges
+    return Box((z[0], y[0], x[0]), (z[1], y[1], x[1]))
+
+
+def ran(plan: Plan, case: Case) -> Ran:
+    """Run a plan in poisoned memory; fail if a voxel is written twice, or more is read or written than was planned."""
+    volume, network = ArrayVolume(case.volume), case.network
+    source = Source(volume, roi=None, border="valid", network=network, allow_nan=False)
+    out = np.full((network.output_channels, *plan.output), np.nan, np.float32)
+    times = np.zeros(plan.output, np.int64)
+    cover = plan.cover(network)
+    with ThreadPool(plan.compute_threads) as pool, GraphSession(plan, network, case.weights, pool) as session:
+        _poison(session, everything=True)
+        for column in cover:
+            for index, step in enumerate(column.steps):
+                _fits(step.size, plan.patch_in)
+                raw = np.empty((network.input_channels, *step.size), case.volume.dtype)
+                source.read(step.read, raw)
+                raw.flags.writeable = False
+                given = np.full((network.output_channels, *step.out.size), np.nan, np.float32)
+                _poison(session, everything=index == 0)
+                session.run(raw, given if step.write.voxels else None, begins=index == 0, step=step.step)
+                if step.write.voxels:
+                    _fits(step.out.size, plan.patch_out)
+                    kept = step.write.shifted(_negative(step.out.lo))
+                    out[(slice(None), *step.write.slices)] = given[(slice(None), *kept.slices)]
+                    times[step.write.slices] += 1
+        assert (times == 1).all(), f"{(times != 1).sum()} voxels are not written once"
+        return Ran(out, list(session.written))
+
+
+def _poison(session: GraphSession, *, everything: bool) -> None:
+    """Fill all memory of a session whose content no later step may read."""
+    for tensor in session._tensors.values():
+        if everything or tensor.storage != "resident":
+            tensor.block.view(np.uint8)[...] = POISON
+        if everything:
+            tensor.beside.view(np.uint8)[...] = POISON
+    for bound in session._bound:
+        for scratch in bound.scratch.values():
+            scratch.view(np.uint8)[...] = POISON
+
+
+def _fits(size: Vec3, most: Vec3) -> None:
+    assert all(a <= b for a, b in zip(size, most, strict=True)), (size, most)
+
+
+def _negative(at: Vec3) -> Vec3:
+    return -at[0], -at[1], -at[2]
+
+
+def whole_region(case: Case) -> Box:
+    """Return the box of all voxels of the first output."""
+    return Box((0, 0, 0), case.geometry.size(case.network.outputs[0]))
+
+
+def assert_equal(found: npt.NDArray[Any], exact: npt.NDArray[Any], what: object) -> None:
+    """Fail unless two arrays are equal to CLOSE of the largest value, and finite."""
+    assert found.shape == exact.shape, (found.shape, exact.shape, str(what))
+    assert np.isfinite(found).all(), f"{np.isnan(found).sum()} of {found.size} values are missing: {what}"
+    worst, most = np.abs(found - exact).max(), np.abs(exact).max()
+    assert worst <= CLOSE * max(most, 1e-3), f"differs by {worst} of {most}: {what}"
+
+
+def needed_at_once(plan: Plan, network: Network) -> list[int]:
+    """Return the voxels of each operation's output that the planned region needs, if it is computed at once."""
+    cover = plan.graph_cover(network)
+    begin, end = cover.periods
+    along = [cover.graph.regions(axis, begin[axis], end[axis]) for axis in range(3)]
+    return [
+        prod(regions[operation.tensor].size for regions in along) for operation in cover.graph.operations
+    ]
