@@ -108,7 +108,7 @@ def pool(shape: WindowPoolShape, x: AnyReal) -> Real:
     A maximum is over the voxels in the image. A mean is the sum over these, divided by their number, or with
     `count_padding` by the number of the window's voxels that lie in the image or in its padding without `overhang`.
     """
-    sides = [*zip(shape.before, shape.behind, strict=True), (0, 0)]
+    sides = [*((a, max(0, b)) for a, b in zip(shape.before, shape.behind, strict=True)), (0, 0)]
     largest = shape.how == "max"
     x = np.pad(x.astype(np.float64), sides, constant_values=-np.inf if largest else 0.0)
     size = shape.out_shape[1:4]
