@@ -14,7 +14,7 @@ import znnpy
 from tests.support.seeded_graphs import Case, case
 from tests.support.small_unet import LAYERS, SIZE, written
 from tests.support.tiers import one_in
-from znnpy import graph_crop, graph_voxels, self_check
+from znnpy import graph_check, graph_crop, graph_voxels, self_check
 from znnpy.errors import ShapeError, VerifyError
 from znnpy.geometry import Geometry, Interval, admissible
 from znnpy.graph_crop import outputs_in
@@ -145,7 +145,7 @@ def test_patches_are_checked_before_they_are_written(tmp_path: Path, monkeypatch
 def test_layers_are_checked_before_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = written(tmp_path)
     plan(file, shape=SIZE, ram="1G", calibrate=False, device="cpu", paranoid=True)
-    right = self_check.compared
+    right = graph_check.compared
 
     def off(*given: object) -> object:
         at, values, exact = right(*given)  # type: ignore[arg-type]

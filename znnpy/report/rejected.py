@@ -131,7 +131,9 @@ class _Plan:
         if reason:
             return Considered(layers, primitive.name, False, None, reason)
         variants = primitive.variants(shape, self.machine)
-        once, variant = min(((self._seconds(primitive, shape, v, layers[0]), v) for v in variants), key=lambda pair: pair[0])
+        once, variant = min(
+            ((self._seconds(primitive, shape, v, layers[0]), v) for v in variants), key=lambda pair: pair[0]
+        )
         seconds = once * choices[-1].executions
         why = self._why(primitive, variant, layers, choices, seconds / spent)
         return Considered(layers, primitive.name, False, seconds, why)
