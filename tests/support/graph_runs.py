@@ -120,6 +120,7 @@ def ran(plan: Plan, case: Case) -> Ran:
         _poison(session, everything=True)
         for column in cover:
             for index, step in enumerate(column.steps):
+                assert step.size is not None, "steps of graphs have it"
                 _fits(step.size, plan.patch_in)
                 raw = np.empty((network.input_channels, *step.size), case.volume.dtype)
                 source.read(step.read, raw)
