@@ -209,7 +209,7 @@ def test_a_graph_is_not_planned_for_a_gpu() -> None:
 def _shape(plan: Plan) -> Plan:
     stage = plan.stages[0]
     first = stage.choices[0]
-    wrong = replace(first, shape=replace(first.shape, fout=first.shape.fout + 1))  # type: ignore[union-attr,arg-type,call-arg]
+    wrong = replace(first, shape=replace(first.shape, fout=first.shape.fout + 1))  # type: ignore[union-attr,arg-type]
     return replace(plan, stages=(replace(stage, choices=(wrong, *stage.choices[1:])),))
 
 

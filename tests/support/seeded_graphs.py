@@ -19,7 +19,7 @@ from znnpy.errors import ShapeError
 from znnpy.geometry import Geometry, admissible, lattices_of, period_of
 from znnpy.kernels.whole import grown_by
 from znnpy.layers import Add, Concat, Conv, ConvTranspose, Crop, Multiply, Scale
-from znnpy.network import ConvWeights, Network, Normalise
+from znnpy.network import ConvWeights, Network, Normalise, PadToPeriod
 from znnpy.patches import Box
 from znnpy.shapes import Vec3
 from znnpy.volume.source import predicted
@@ -175,7 +175,7 @@ class _Graph:
         if rng.random() < 0.25:
             channels = builder.maps[0]
             normalise = Normalise(tuple(rng.uniform(90, 140) for _ in range(channels)), (45.0,) * channels)
-        how = rng.choice(("reflect", "reflect", "replicate", "zeros", "refuse"))
+        how: PadToPeriod = rng.choice(("reflect", "reflect", "replicate", "zeros", "refuse"))
         return builder.network(name, outputs, how, normalise)
 
     def _strides(self, count: int) -> list[Vec3]:
