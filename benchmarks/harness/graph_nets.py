@@ -54,8 +54,7 @@ def plain(widths: tuple[int, ...] = (32, 64, 128, 256)) -> GraphNet:
     entries: list[Entry] = []
 
     def block(name: str, maps: int) -> None:
-        for number in (1, 2):
-            entries.append(_conv(f"{name}_conv{number}", maps, (3, 3, 3), "relu"))
+        entries.extend(_conv(f"{name}_conv{number}", maps, (3, 3, 3), "relu") for number in (1, 2))
 
     for level, maps in enumerate(widths):
         if level:
