@@ -95,7 +95,7 @@ def computed(
         case MaxFilter():
             return definition.pool(WindowPoolShape(maps, n, layer.window, (1, 1, 1)), x)
         case Maxout():
-            return x.reshape(*n, maps // layer.of, layer.of).max(axis=-1)
+            return np.asarray(x.reshape(*n, maps // layer.of, layer.of).max(axis=-1))
         case Upsample():
             return _upsampled(layer, x, like)
         case Crop():

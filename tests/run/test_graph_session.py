@@ -124,8 +124,10 @@ def test_a_column_of_the_whole_cross_section_computes_nothing_twice(seed: int, a
     region = whole_region(one)
     graph = TurnedGraph.of(one.network, one.size, axis)
     for thick in (1, 2):
-        plan = planned(one.network, one.size, region, (thick, *graph.periods[1:]), axis=axis, column=up(graph.periods[0], thick))
-        assert len(plan.cover(one.network)) == 1
+        plan = planned(
+            one.network, one.size, region, (thick, *graph.periods[1:]), axis=axis, column=up(graph.periods[0], thick)
+        )
+        assert len(plan.work_items(one.network)) == 1
         assert ran(plan, one).written == needed_at_once(plan, one.network), f"{one}"
 
 
@@ -177,7 +179,9 @@ def test_skips_hold_planes_until_they_are_joined(axis: int) -> None:
     graph = TurnedGraph.of(one.network, one.size, axis)
     storages = set()
     for thick in (1, 2, 3):
-        plan = planned(one.network, one.size, whole_region(one), (thick, 2, 3), axis=axis, column=up(graph.periods[0], thick))
+        plan = planned(
+            one.network, one.size, whole_region(one), (thick, 2, 3), axis=axis, column=up(graph.periods[0], thick)
+        )
         tiling = GraphTiling(plan.graph_cover(one.network))
         storages |= {tiling.storage(tensor) for tensor in tiling.stored}
         assert_equal(ran(plan, one).out, reference(one), one)

@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 from znnpy.costs.model import Rate, Rates
+from znnpy.graph_shapes import GraphConvShape
 from znnpy.kernels.contract import Footprint, Kind, Scratch, Step, Unit, Variant, Work, why_not_plain
 from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.layer_shapes import LayerShape
@@ -52,7 +53,7 @@ class Fake:
         return tuple(Variant.of(scale=scale) for scale in self.scale)
 
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
-        weights = shape.fin * shape.fout * prod(shape.k) if isinstance(shape, ConvShape) else 0
+        weights = shape.fin * shape.fout * prod(shape.k) if isinstance(shape, ConvShape | GraphConvShape) else 0
         scale = variant.count("scale")
         return Footprint(
             resident=self.resident * weights * scale,
@@ -86,6 +87,18 @@ POOL = Fake("cpu.pool.fragments", "pool", unit="pool")
 BOTH = Fake("cpu.conv.both", "conv", flops=60.0, scratch=(0.3,), pools=True)
 FILTER = Fake("cpu.maxfilter.direct", "maxfilter", unit="pool")
 MAXOUT = Fake("cpu.maxout.direct", "maxout", unit="pool")
+
+GRAPH_SLOW = Fake("cpu.graph_conv.slow", "graph_conv", flops=100.0)
+GRAPH_FAST = Fake("cpu.graph_conv.fast", "graph_conv", flops=10.0, resident=512, scratch=(0.5, 0.25), stages=2)
+GRAPH_OVER = Fake("cpu.graph_conv.over", "graph_conv", flops=40.0, scratch=(0.9,), allowance=4096, scale=(1, 2))
+GRAPH_FAKES: tuple[Fake, ...] = (
+    GRAPH_SLOW, GRAPH_FAST, GRAPH_OVER,
+    Fake("cpu.window_pool.made_up", "window_pool", unit="pool"),
+    Fake("cpu.upsample.made_up", "upsample", unit="pool"),
+    Fake("cpu.upsample.quick", "upsample", unit="pool", flops=0.5, scratch=(1.0,)),
+    Fake("cpu.point.made_up", "point", unit="pool"),
+    Fake("cpu.pad.made_up", "pad", unit="pool"),
+)  # fmt: skip
 
 FAKES: tuple[Fake, ...] = (SLOW, FAST, OVER, BOTH, POOL, FILTER, MAXOUT)
 

@@ -115,7 +115,7 @@ def ran(plan: Plan, case: Case) -> Ran:
     source = Source(volume, roi=None, border="valid", network=network, allow_nan=False)
     out = np.full((network.output_channels, *plan.output), np.nan, np.float32)
     times = np.zeros(plan.output, np.int64)
-    cover = plan.cover(network)
+    cover = plan.work_items(network)
     with ThreadPool(plan.compute_threads) as pool, GraphSession(plan, network, case.weights, pool) as session:
         _poison(session, everything=True)
         for column in cover:
@@ -174,6 +174,4 @@ def needed_at_once(plan: Plan, network: Network) -> list[int]:
     cover = plan.graph_cover(network)
     begin, end = cover.periods
     along = [cover.graph.regions(axis, begin[axis], end[axis]) for axis in range(3)]
-    return [
-        prod(regions[operation.tensor].size for regions in along) for operation in cover.graph.operations
-    ]
+    return [prod(regions[operation.tensor].size for regions in along) for operation in cover.graph.operations]

@@ -18,7 +18,7 @@ from tests.support.seeded_layers import Builder, vector
 from znnpy.errors import ShapeError
 from znnpy.geometry import Geometry, admissible, lattices_of, period_of
 from znnpy.kernels.whole import grown_by
-from znnpy.layers import Add, Concat, Conv, ConvTranspose, Crop, MaxFilter, Multiply, Pool, Scale, Upsample
+from znnpy.layers import Add, Concat, Conv, ConvTranspose, Crop, Multiply, Scale
 from znnpy.network import ConvWeights, Network, Normalise
 from znnpy.patches import Box
 from znnpy.shapes import Vec3
@@ -60,9 +60,7 @@ class Case:
         return np.asarray((grown - np.array(normalise.mean)) / np.array(normalise.std))
 
     def __str__(self) -> str:
-        layers = "; ".join(
-            f"{node.name} = {node.layer} of {', '.join(node.inputs)}" for node in self.network.nodes
-        )
+        layers = "; ".join(f"{node.name} = {node.layer} of {', '.join(node.inputs)}" for node in self.network.nodes)
         return f"seed {self.seed}, volume {self.size}, padded {self.geometry.volume}: {layers}"
 
 
@@ -133,7 +131,9 @@ def weights_of(network: Network, seed: int) -> tuple[ConvWeights, ...]:
                 weight, outputs = rng.uniform(0.5, 1.5, maps), maps
             case _:
                 found.append(
-                    ConvWeights(rng.uniform(0.1, 0.5, rng.choice((1, maps))).astype(np.float32), np.zeros(0, np.float32))
+                    ConvWeights(
+                        rng.uniform(0.1, 0.5, rng.choice((1, maps))).astype(np.float32), np.zeros(0, np.float32)
+                    )
                 )
                 continue
         bias = 0.2 * rng.standard_normal(outputs)
@@ -215,5 +215,3 @@ def layers_in(cases: Iterable[Case]) -> set[type]:
 def lattice_of(network: Network) -> tuple[Any, ...]:
     """Return the size of an output voxel in voxels of the input."""
     return lattices_of(network)[network.outputs[0]]
-
-

@@ -95,9 +95,7 @@ class Builder:
         rng, kernel, dilation = self.rng, self.size(1, 2, 3, 3), self.size(1, 1, 2)
         more = [(k - 1) * d for k, d in zip(kernel, dilation, strict=True)]
         sides = rng.choice(("middle", "middle", "before", "any"))
-        before = vector(
-            m // 2 if sides == "middle" else m if sides == "before" else rng.randint(0, m) for m in more
-        )
+        before = vector(m // 2 if sides == "middle" else m if sides == "before" else rng.randint(0, m) for m in more)
         behind = vector(m - b for m, b in zip(more, before, strict=True))
         mode, groups = rng.choice(PAD_MODES), self.groups(self.maps[top], out)
         function, parameters = self.end()
