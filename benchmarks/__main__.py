@@ -1,4 +1,4 @@
-"""Run a benchmark: `python -m benchmarks layers|networks|planner|io|papers|tables`."""
+"""Run a benchmark: `python -m benchmarks layers|networks|graphs|planner|io|papers|tables`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import click
 PROGRAMS = {
     "layers": "How fast is one layer, by every method and in PyTorch?",
     "networks": "How fast is a whole network, in every mode and in PyTorch? How exact?",
+    "graphs": "How fast are U-Nets over a volume, within memory, and in PyTorch?",
     "planner": "Are predictions and choices of the planner right, and how long does planning take?",
     "io": "How fast are volumes read and written?",
     "papers": "What did the papers measure, and how fast is it here?",

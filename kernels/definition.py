@@ -13,7 +13,15 @@ from math import erfc
 import numpy as np
 import numpy.typing as npt
 
-from znnpy.graph_shapes import GraphConvShape, PadShape, PointShape, TransposeShape, UpsampleShape, WindowPoolShape
+from znnpy.graph_shapes import (
+    GraphConvShape,
+    GraphShape,
+    PadShape,
+    PointShape,
+    TransposeShape,
+    UpsampleShape,
+    WindowPoolShape,
+)
 from znnpy.layers import DEFAULT_PARAMETERS, Function
 from znnpy.network import ConvWeights
 
@@ -22,6 +30,25 @@ AnyReal = npt.NDArray[np.floating]
 WINDOW_VALUES = 2**20  # values of windows that are multiplied at a time
 SELU_SCALE = 1.0507009873554804934193349852946
 SELU_ALPHA = 1.6732632423543772848170429916717
+
+
+def layer(shape: GraphShape, weights: ConvWeights | None, inputs: Sequence[AnyReal]) -> Real:
+    """Return the output of a layer of any shape."""
+    match shape:
+        case GraphConvShape():
+            assert weights is not None, "a convolution has weights"
+            return convolve(shape, weights, inputs)
+        case TransposeShape():
+            assert weights is not None, "a convolution has weights"
+            return transpose(shape, weights, inputs[0])
+        case WindowPoolShape():
+            return pool(shape, inputs[0])
+        case UpsampleShape():
+            return upsample(shape, inputs[0])
+        case PointShape():
+            return point(shape, weights, inputs)
+        case PadShape():
+            return pad(shape, inputs[0])
 
 
 def convolve(shape: GraphConvShape, weights: ConvWeights, inputs: Sequence[AnyReal]) -> Real:
@@ -81,7 +108,7 @@ def pool(shape: WindowPoolShape, x: AnyReal) -> Real:
     A maximum is over the voxels in the image. A mean is the sum over these, divided by their number, or with
     `count_padding` by the number of the window's voxels that lie in the image or in its padding without `overhang`.
     """
-    sides = [*zip(shape.before, shape.behind, strict=True), (0, 0)]
+    sides = [*((a, max(0, b)) for a, b in zip(shape.before, shape.behind, strict=True)), (0, 0)]
     largest = shape.how == "max"
     x = np.pad(x.astype(np.float64), sides, constant_values=-np.inf if largest else 0.0)
     size = shape.out_shape[1:4]

@@ -95,7 +95,7 @@ def computed(
         case MaxFilter():
             return definition.pool(WindowPoolShape(maps, n, layer.window, (1, 1, 1)), x)
         case Maxout():
-            return x.reshape(*n, maps // layer.of, layer.of).max(axis=-1)
+            return np.asarray(x.reshape(*n, maps // layer.of, layer.of).max(axis=-1))
         case Upsample():
             return _upsampled(layer, x, like)
         case Crop():
@@ -117,10 +117,11 @@ def _pool_shape(layer: Pool | AveragePool, maps: int, n: Vec3) -> WindowPoolShap
         window, stride = layer.window[axis], layer.step[axis]
         starts = [at for at in range(-before, n[axis] + after, stride) if at + window <= n[axis] + after]
         following = starts[-1] + stride if starts else -before
-        if layer.ceil and following < n[axis] and following + window > n[axis] + after:
+        missing = following + window - (n[axis] + after)
+        if layer.ceil and following < n[axis] and 0 < missing < stride:
             starts.append(following)
         assert all(b - a == stride for a, b in pairwise(starts))
-        end = starts[-1] + window - n[axis]
+        end = max(0, starts[-1] + window - n[axis])  # where strides leave voxels out, nothing is behind
         behind.append(end)
         overhang.append(max(0, end - after))
     how, counts = ("max", True) if isinstance(layer, Pool) else ("average", layer.count_padding)

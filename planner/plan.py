@@ -310,10 +310,12 @@ class Plan:
         stages = (replace(stage, choices=tuple(map(change, stage.choices))) for stage in self.stages)
         return replace(self, stages=tuple(stages))
 
-    def cover(self, network: Network) -> Cover | GraphCover:
-        """Return the columns that cover the output."""
-        if self.area is not None:
-            return self.graph_cover(network)
+    def work_items(self, network: Network) -> Cover | GraphCover:
+        """Return the columns that cover the output, of a chain or of a graph."""
+        return self.cover(network) if self.area is None else self.graph_cover(network)
+
+    def cover(self, network: Network) -> Cover:
+        """Return the columns that cover the output of a network that slides over a volume."""
         margin = network.field_of_view[self.axis] - 1
         return Cover(self.output, self.patch_out, self.axis, self.column_planes, margin)
 

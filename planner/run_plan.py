@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from pydantic import ConfigDict, Field, TypeAdapter
 
 import znnpy
+from znnpy.graph_columns import GraphCover
 from znnpy.json_file import JsonFile
 from znnpy.machine import Limits, Machine
 from znnpy.messages import excerpt
@@ -198,9 +199,9 @@ class RunPlan:
         """Predicted output voxels written per second, last partial patches included."""
         return float(prod(self.output)) / self.seconds
 
-    def work_items(self, network: Network) -> Cover:
+    def work_items(self, network: Network) -> Cover | GraphCover:
         """Return the work items of a run, recorded when written: columns of one worker, or cells shared by two."""
-        return self.main.cover(network) if self.sharing is None else self.sharing.cells
+        return self.main.work_items(network) if self.sharing is None else self.sharing.cells
 
     def on_devices(self, devices: int) -> RunPlan:
         """Return this run with so many equal devices that run `main`; what one device took is forgotten."""

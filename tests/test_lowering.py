@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
-from tests.support.random_graphs import graphs, sizes
+from tests.support.random_graphs import SLOW, graphs, sizes
 from znnpy.errors import ShapeError
 from znnpy.formats.weights import random_weights
 from znnpy.formats.wiring import Given, network_of
@@ -37,7 +37,7 @@ def outputs(network: Network, weights: Sequence[ConvWeights], size: Vec3) -> lis
 
 
 @pytest.mark.slow
-@settings(max_examples=200)
+@settings(max_examples=200, suppress_health_check=SLOW)
 @given(graphs(), sizes(1, 6), st.integers(0, 99))
 def test_random_graphs_give_the_same_when_lowered(network: Network, size: Vec3, seed: int) -> None:
     try:

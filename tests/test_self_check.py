@@ -23,10 +23,10 @@ from znnpy.network import Conv, MaxFilter, Maxout, Network, Pool
 from znnpy.planner.run_plan import RunPlan
 from znnpy.run.target import OpenTarget
 from znnpy.self_check import check_plan, positions, voxel
-from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape
+from znnpy.shapes import ChainShape, ConvShape, FilterShape, MaxoutShape, PoolShape
 from znnpy.verify import Judged
 
-SHAPES: tuple[LayerShape, ...] = (
+SHAPES: tuple[ChainShape, ...] = (
     ConvShape(2, 3, 4, (4, 6, 5), (2, 3, 1), "tanh"),
     ConvShape(2, 2, 3, (6, 8, 4), (2, 1, 3), "softmax", pool=(2, 3, 1)),
     PoolShape(2, 3, (5, 8, 4), (2, 3, 1)),
@@ -36,7 +36,7 @@ SHAPES: tuple[LayerShape, ...] = (
 )
 
 
-def whole(shape: LayerShape, values: Values) -> np.ndarray[Any, Any]:
+def whole(shape: ChainShape, values: Values) -> np.ndarray[Any, Any]:
     """Return the layer on all of its input at once."""
     x = np.resize(values.block, shape.in_shape).astype(np.float64)
     match shape:
@@ -53,7 +53,7 @@ def whole(shape: LayerShape, values: Values) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_single_voxel_equals_that_of_the_layer(shape: LayerShape, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_voxel_equals_that_of_the_layer(shape: ChainShape, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("znnpy.measure.layer_bench.BLOCK", 97)  # values come again and again
     values = Values(shape)
     exact = whole(shape, values)

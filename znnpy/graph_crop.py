@@ -90,9 +90,7 @@ def outputs_in(
         for source in set(sources):
             if last[source] == index and source not in network.outputs:
                 del parts[source]
-    return tuple(
-        parts[tensor].around(_box(region)) for tensor, region in zip(network.outputs, wanted, strict=True)
-    )
+    return tuple(parts[tensor].around(_box(region)) for tensor, region in zip(network.outputs, wanted, strict=True))
 
 
 def _box(region: Region) -> Box:

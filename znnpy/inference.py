@@ -280,7 +280,7 @@ class _Run:
         output = Tallied(self.output, self.tally)
         if self.watched is None:
             return output
-        return CheckedOutput(output, self.trained, self.watched, self.source.offset, plan.precision)
+        return CheckedOutput(output, self.trained, self.watched, self.source.offset, self.source.area, plan.precision)
 
     @contextmanager
     def _awake(self, target: OpenTarget, plan: RunPlan, preparing: Preparing) -> Iterator[tuple[Sessions, Wisdom]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +15,18 @@ import numpy as np
 import numpy.typing as npt
 
 from znnpy.errors import ValuesOverflowError, VerifyError
-from znnpy.kernels.contract import ConvWeights
+from znnpy.graph_check import compared, small
+from znnpy.graph_columns import Area
+from znnpy.graph_shapes import GraphShape
+from znnpy.graph_voxels import GraphVoxels
+from znnpy.kernels.contract import ConvWeights, Primitive, Variant
 from znnpy.kernels.reference import convolve, max_filter, maxout
 from znnpy.kernels.table import find
 from znnpy.kernels.thread_pool import ThreadPool
-from znnpy.layer_shapes import LayerShape
 from znnpy.measure.budget import FreeBytes, Placement, Progress, lacking, layers_of
 from znnpy.measure.fftw_wisdom import wisdom_kept
 from znnpy.measure.layer_bench import DeviceLayer, HostLayer, HostRamLayer, Position, Values
-from znnpy.messages import option
+from znnpy.messages import excerpt, option
 from znnpy.network import Network
 from znnpy.patches import Box
 from znnpy.planner.plan import Choice
@@ -30,10 +34,10 @@ from znnpy.planner.run_plan import RunPlan
 from znnpy.run.pipeline import Writes
 from znnpy.run.session import ALL
 from znnpy.run.target import OpenTarget
-from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape, Vec3
+from znnpy.shapes import ChainShape, ConvShape, FilterShape, MaxoutShape, PoolShape, Vec3
 from znnpy.trained import TrainedNetwork
 from znnpy.units import human_bytes
-from znnpy.verify import TOLERANCES, Judged, by_definition, magnitude_of
+from znnpy.verify import TOLERANCES, Judged, at_voxels, magnitude_of
 from znnpy.volume.base import Volume
 
 if TYPE_CHECKING:
@@ -57,10 +61,18 @@ def check_plan(plan: RunPlan, network: Network, target: OpenTarget, tell: Callab
     with wisdom_kept(target.machine, plan.seconds):
         for done, ((where, *_), choice) in enumerate(layers.items()):
             tell(Progress(done, len(layers), np.inf, f"checking {choice.primitive} on {choice.shape}"))
-            name = f"{choice.where} ({network.layers[choice.layers[0]]})"
+            name = _name(plan, network, choice)
             with ThreadPool(max(1, where.threads)) as pool:
                 _check_layer(choice, name, where, free_bytes, pool, target.gpu)
         tell(Progress(len(layers), len(layers), np.inf, ""))
+
+
+def _name(plan: RunPlan, network: Network, choice: Choice) -> str:
+    """Name the layer of a choice, or the node of a graph."""
+    if plan.main.graph is None:
+        return f"{choice.where} ({network.layers[choice.layers[0]]})"
+    node = plan.main.graph.nodes[1 + plan.main.choices.index(choice)]
+    return f"node {excerpt(node.name)} ({excerpt(node.layer)})"
 
 
 def _check_layer(
@@ -68,7 +80,10 @@ def _check_layer(
 ) -> None:
     """Check one layer; it runs on fewer images if all do not fit into `free_bytes`."""
     primitive, shape, variant = find(choice.primitive, ALL), choice.shape, choice.variant
+    if isinstance(shape, GraphShape):
+        shape = small(shape)
     while (lacks := lacking(where, primitive, shape, variant, free_bytes)) and shape.batch > 1:
+        assert not isinstance(shape, GraphShape), "graphs compute one image at a time"
         shape = replace(shape, batch=shape.batch // 2)
     if lacks is not None:
         device, needed = lacks
@@ -76,21 +91,14 @@ def _check_layer(
             f"{name} needs {human_bytes(needed)} to be checked, and {human_bytes(max(free_bytes[device], 0))} are "
             f"free: plan within less memory, or without {option('paranoid')}"
         )
-    layer: HostLayer | DeviceLayer | HostRamLayer
-    if where.device == "cpu":
-        layer = HostLayer(pool, primitive, shape, variant)
-    elif gpu is not None and where.in_host_ram:
-        layer = HostRamLayer(gpu, pool, primitive, shape, variant)
-    else:
-        assert gpu is not None, "layers of a GPU are checked only if one is open"
-        layer = DeviceLayer(gpu, primitive, shape, variant)
     try:
-        layer.run()
+        at, written, exact = (
+            compared(shape, primitive, variant, pool)
+            if isinstance(shape, GraphShape)
+            else _sampled(shape, primitive, variant, where, pool, gpu)
+        )
     except ValuesOverflowError as overflow:
         raise VerifyError(f"{name} run by {primitive.name}: {overflow}; {_advice(primitive.name)}") from None
-    at = positions(shape.out_shape[:4], VOXELS)
-    written = np.stack([layer.at(position) for position in at])
-    exact = np.stack([voxel(shape, layer.values, position) for position in at])
     error, allowed = np.abs(written - exact), TOLERANCES[shape.precision] * magnitude_of(exact)
     error[np.isnan(error)] = np.inf
     if (error > allowed).any():
@@ -101,6 +109,24 @@ def _check_layer(
             f"{at[index]}, map {map_}, of random values, and by definition it is {exact[index, map_]:.8g} (allowed "
             f"{allowed[index, map_]:.1e}); {_advice(primitive.name)}"
         )
+
+
+def _sampled(
+    shape: ChainShape, primitive: Primitive, variant: Variant, where: Placement, pool: ThreadPool, gpu: Device | None
+) -> tuple[list[Position], Real, Real]:
+    """Return positions of a layer on random values, what a primitive gives there, and what it is by definition."""
+    layer: HostLayer | DeviceLayer | HostRamLayer
+    if where.device == "cpu":
+        layer = HostLayer(pool, primitive, shape, variant)
+    elif gpu is not None and where.in_host_ram:
+        layer = HostRamLayer(gpu, pool, primitive, shape, variant)
+    else:
+        assert gpu is not None, "layers of a GPU are checked only if one is open"
+        layer = DeviceLayer(gpu, primitive, shape, variant)
+    layer.run()
+    at = positions(shape.out_shape[:4], VOXELS)
+    written = np.stack([layer.at(position) for position in at])
+    return at, written, np.stack([voxel(shape, layer.values, position) for position in at])
 
 
 def _advice(primitive: str) -> str:
@@ -118,7 +144,7 @@ def positions(size: tuple[int, ...], count: int) -> list[Position]:
     return found
 
 
-def voxel(shape: LayerShape, values: Values, position: Position) -> Real:
+def voxel(shape: ChainShape, values: Values, position: Position) -> Real:
     """Compute all maps of one voxel by definition, from the window of the layer's input that it depends on."""
     image, z, y, x = position
     window: Vec3
@@ -142,7 +168,7 @@ def voxel(shape: LayerShape, values: Values, position: Position) -> Real:
     return maps
 
 
-def _applied(shape: LayerShape, crop: Real, weights: ConvWeights | None) -> Real:
+def _applied(shape: ChainShape, crop: Real, weights: ConvWeights | None) -> Real:
     """Apply the layer to a window that gives one voxel."""
     match shape:
         case ConvShape():
@@ -162,7 +188,15 @@ class CheckedOutput:
     trained: TrainedNetwork
     volume: Volume  # opened for the check alone, since the run reads patches at the same time
     offset: Vec3  # position of the output's first voxel in the volume
+    area: Area | None  # that is predicted of a graph
     precision: str
+
+    @cached_property
+    def _exactly(self) -> Callable[[npt.NDArray[np.int64]], Real]:
+        """The maps at positions in the output by definition."""
+        if self.area is not None:
+            return GraphVoxels(self.trained, self.volume, self.area.region.lo).at
+        return partial(at_voxels, self.trained, self.volume, self.offset)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -178,8 +212,7 @@ class CheckedOutput:
         inside = np.stack([rng.integers(0, size, PATCH_VOXELS) for size in box.size], axis=1)
         written = np.stack([voxels[(slice(None), *place)] for place in inside])
         at = inside + np.array(box.lo)
-        to_corner = np.array(self.offset) - (np.array(self.trained.network.field_of_view) - 1) // 2
-        exact = by_definition(self.trained, self.volume, at + to_corner)
+        exact = self._exactly(at)
         some = np.stack([rng.integers(0, size, SCALE_VOXELS) for size in box.size])
         others = voxels[(slice(None), *some)].T
         judged = Judged.of(at, written, exact, TOLERANCES[self.precision], others)

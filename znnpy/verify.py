@@ -1,10 +1,11 @@
-"""Check an output against the definition: recompute sampled voxels in float64 by sliding the window."""
+"""Check an output against the definition: recompute sampled voxels in float64 from what each depends on."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import isfinite, prod
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ import numpy.typing as npt
 from znnpy.errors import VerifyError, ZnnpyError
 from znnpy.formats.networks import read_network, shipped
 from znnpy.formats.weights import sha256
+from znnpy.graph_voxels import GraphVoxels
 from znnpy.kernels.reference import dense_by_sliding
 from znnpy.messages import excerpt, option
-from znnpy.network import Network
+from znnpy.network import Meaning, Network
 from znnpy.option_declarations import function_of
 from znnpy.options import VerifyOptions
 from znnpy.patches import Box
@@ -34,6 +36,10 @@ from znnpy.volume.source import Source, parse_roi
 # error that a layer may have.
 TOLERANCES = {"fp32": 1e-5, "tf32": 1e-2, "fp16": 5e-2}
 BLOCK = 2**14  # samples judged at a time, so that memory does not grow with their number
+HOW: Mapping[Meaning, str] = {
+    "sliding": "by sliding the window",
+    "whole": "from the part of the volume that each depends on",
+}
 BATCH_BYTES = 2**22  # fields of view recomputed at a time, in float64 with the most maps; fits the cache
 
 Real = npt.NDArray[np.float64]
@@ -59,6 +65,7 @@ class VerifyReport:
     roi: str  # the region of the volume that the output covers, "z0:z1,y0:y1,x0:x1"; empty for the whole volume
     border: str
     seconds: float
+    meaning: Meaning = "sliding"  # of the network
 
     def lines(self) -> list[str]:
         """Return the report as lines of text."""
@@ -66,9 +73,10 @@ class VerifyReport:
         parts += ["the tolerance asked for" if self.precision is None else f"the tolerance of {self.precision}"]
         parts += [f"half a step of {self.dtype} included"] * (self.dtype != "float32")
         part = f"part {self.roi} of the volume" if self.roi else "the whole volume"
+        how = f", border {self.border}" if self.meaning == "sliding" else ""
         return [
-            f"{self.output}: {self.samples} voxels recomputed by sliding the window in float64 ({self.seconds:.1f} s)",
-            f"the output covers {part}, border {self.border}",
+            f"{self.output}: {self.samples} voxels recomputed {HOW[self.meaning]} in float64 ({self.seconds:.1f} s)",
+            f"the output covers {part}{how}",
             f"worst error {self.worst:.2e} at (z, y, x) = {self.where}, map {self.channel}: "
             f"{self.written:.8f} written, {self.definition:.8f} by definition; allowed {self.allowed:.2e} "
             f"({'; '.join(parts)})",
@@ -82,6 +90,8 @@ class VerifyReport:
 @function_of(VerifyOptions)
 def verify(asked: VerifyOptions) -> VerifyReport:
     """Recompute sampled voxels of an output from the field of view of each in the volume.
+
+    Those of a network that is computed whole are drawn in groups of up to 64, since each may depend on a large part.
 
     OPTIONS
 
@@ -109,12 +119,17 @@ def verify_as_asked(asked: VerifyOptions) -> VerifyReport:
         name = origin.job.volume.dataset or None if asked.dataset is None else asked.dataset
         with open_volume(Path(asked.volume), name, MissingVoxels(asked.fill_missing)) as source:
             _check_volume(origin.job, source, output)
-            _check_place(origin, prediction, source, trained.network, output)
+            place = _check_place(origin, prediction, source, trained.network, output)
             samples = min(samples, prod(prediction.size))
             log_phase("opened", f"{output} and {source}")
-            log_phase("running", f"{samples} voxels by sliding the window")
-            blocks = _positions(prediction.size, samples, asked.seed)
-            beyond, worst = _judged(prediction, source, trained, blocks, origin.offset, allowed)
+            log_phase("running", f"{samples} voxels {HOW[trained.network.meaning]}")
+            if place.area is not None:
+                graph = GraphVoxels(trained, source, place.area.region.lo)
+                blocks, exactly = graph.drawn(prediction.size, samples, asked.seed), graph.at
+            else:
+                blocks = _positions(prediction.size, samples, asked.seed)
+                exactly = partial(at_voxels, trained, source, origin.offset)
+            samples, beyond, worst = _judged(prediction, exactly, blocks, allowed)
     report = VerifyReport(
         output=str(output),
         samples=samples,
@@ -132,6 +147,7 @@ def verify_as_asked(asked: VerifyOptions) -> VerifyReport:
         roi=origin.job.roi,
         border=origin.job.border,
         seconds=time.perf_counter() - started,
+        meaning=trained.network.meaning,
     )
     log_phase("finished", f"{report.samples} voxels in {report.seconds:.1f} s")
     if beyond:
@@ -141,27 +157,24 @@ def verify_as_asked(asked: VerifyOptions) -> VerifyReport:
 
 def _judged(
     prediction: Volume,
-    source: Volume,
-    trained: TrainedNetwork,
+    exactly: Callable[[npt.NDArray[np.int64]], Real],
     blocks: Iterator[npt.NDArray[np.int64]],
-    offset: Vec3,
     allowed: float,
-) -> tuple[int, Judged]:
-    """Count the voxels of `prediction` with more than the allowed error, and find the block with the worst one.
+) -> tuple[int, int, Judged]:
+    """Count the voxels of `prediction`, and those with more than the allowed error; find the block with the worst one.
 
-    blocks   positions (n, 3) in the prediction, at least one block
-    offset   (z, y, x) in `source` of the first voxel of the prediction
+    exactly  returns the maps (n, maps) at positions (n, 3) in the prediction by definition
+    blocks   positions, at least one block
     allowed  tolerance for values around 1
     """
-    to_corner = np.array(offset) - (np.array(trained.network.field_of_view) - 1) // 2
-    beyond, worst = 0, None
+    samples, beyond, worst = 0, 0, None
     for at in blocks:
         written = np.stack([_voxel(prediction, where) for where in at])
-        judged = Judged.of(at, written, by_definition(trained, source, at + to_corner), allowed)
-        beyond += judged.beyond
+        judged = Judged.of(at, written, exactly(at), allowed)
+        samples, beyond = samples + len(at), beyond + judged.beyond
         worst = judged if worst is None or judged.share > worst.share else worst
     assert worst is not None  # there is at least one sample
-    return beyond, worst
+    return samples, beyond, worst
 
 
 def _allowed(samples: int, precision: str | None, tolerance: float | None) -> tuple[str | None, float]:
@@ -280,15 +293,18 @@ def _check_volume(job: JobClaim, volume: Volume, output: Path) -> None:
             )
 
 
-def _check_place(origin: Provenance, prediction: Volume, volume: Volume, network: Network, output: Path) -> None:
-    """Raise VerifyError if the output's shape, dtype or offset do not follow from its region, border and network."""
+def _check_place(origin: Provenance, prediction: Volume, volume: Volume, network: Network, output: Path) -> Source:
+    """Return what was predicted; VerifyError if shape, dtype or offset do not follow from region and network."""
     job = origin.job
     try:
         region = parse_roi(job.roi, volume.size) if job.roi else None
-        source = Source(volume, roi=region, border=job.border, network=network, allow_nan=True)
+        slides = network.meaning == "sliding"
+        source = Source(volume, roi=region, border=job.border, network=network, allow_nan=slides)
     except ZnnpyError as error:
         raise VerifyError(f"{output} names a region that cannot have been predicted: {error}") from None
     of = f"region {job.roi or 'of the whole volume'}, border {job.border} and the network's field of view"
+    if not slides:
+        of = f"region {job.roi or 'of the whole volume'} and the network"
     for what, found, due in (
         ("shape (c, z, y, x)", prediction.shape, (network.output_channels, *source.output)),
         ("offset", origin.offset, source.offset),
@@ -299,6 +315,7 @@ def _check_place(origin: Provenance, prediction: Volume, volume: Volume, network
                 f"{output} has {what} {excerpt(found)}, and {due} follows from {of}: it was changed or cut after it "
                 f"was predicted; predict it again with {option('overwrite', True)}"
             )
+    return source
 
 
 def _positions(size: Vec3, samples: int, seed: int) -> Iterator[npt.NDArray[np.int64]]:
@@ -318,6 +335,12 @@ def magnitude_of(exact: Real) -> Real:
     count = np.maximum(1, np.isfinite(exact).sum(axis=0))
     rms: Real = np.sqrt(np.square(known).sum(axis=0) / count)
     return np.maximum(np.maximum(1.0, rms), np.abs(known))
+
+
+def at_voxels(trained: TrainedNetwork, volume: Volume, offset: Vec3, at: npt.NDArray[np.int64]) -> Real:
+    """Return the maps at positions of an output whose first voxel is at `offset` in the volume: (samples, maps)."""
+    to_corner = np.array(offset) - (np.array(trained.network.field_of_view) - 1) // 2
+    return by_definition(trained, volume, at + to_corner)
 
 
 def by_definition(trained: TrainedNetwork, volume: Volume, corners: npt.NDArray[np.int64]) -> Real:

@@ -14,7 +14,7 @@ from matplotlib.text import Annotation
 from znnpy.formats.networks import read_network
 from znnpy.plots.network_graph import network_figure
 from znnpy.plots.task_graph import COLOURS, MEANINGS
-from znnpy.report.graph_text import rows_of
+from znnpy.report.network_table import rows_of
 
 if TYPE_CHECKING:
     from tests.support.cli import Place

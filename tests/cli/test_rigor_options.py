@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.support.cli import Place
-from znnpy import planning, self_check, verify
+from znnpy import planning, verify
 from znnpy.costs.model import assumed_rates
 from znnpy.errors import DeviceError
 from znnpy.kernels.contract import Primitive, Variant
@@ -172,7 +172,7 @@ def test_wrong_patch_stops_the_run(place: Place, monkeypatch: pytest.MonkeyPatch
     def off(*of: Any) -> Any:
         return exact(*of) + np.float64(1e-3)
 
-    monkeypatch.setattr(self_check, "by_definition", off)
+    monkeypatch.setattr(verify, "by_definition", off)
     result = place.infer("--device", "cpu", "--paranoid")
     assert result.exit_code == 1
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("Error")]

@@ -127,7 +127,7 @@ def test_a_column_of_the_whole_cross_section_computes_nothing_twice(seed: int, a
         plan = planned(
             one.network, one.size, region, (thick, *graph.periods[1:]), axis=axis, column=up(graph.periods[0], thick)
         )
-        assert len(plan.cover(one.network)) == 1
+        assert len(plan.work_items(one.network)) == 1
         assert ran(plan, one).written == needed_at_once(plan, one.network), f"{one}"
 
 

@@ -115,7 +115,7 @@ def ran(plan: Plan, case: Case) -> Ran:
     source = Source(volume, roi=None, border="valid", network=network, allow_nan=False)
     out = np.full((network.output_channels, *plan.output), np.nan, np.float32)
     times = np.zeros(plan.output, np.int64)
-    cover = plan.cover(network)
+    cover = plan.work_items(network)
     with ThreadPool(plan.compute_threads) as pool, GraphSession(plan, network, case.weights, pool) as session:
         _poison(session, everything=True)
         for column in cover:

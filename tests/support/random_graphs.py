@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
-from hypothesis import reject
+from hypothesis import HealthCheck, reject
 from hypothesis import strategies as st
 
 from znnpy.errors import ShapeError
@@ -37,6 +37,7 @@ from znnpy.shapes import Vec3
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 MAPS = (1, 2, 4)
+SLOW = (HealthCheck.too_slow, HealthCheck.filter_too_much)  # a few graphs in ten suit some size of a volume
 ENDS: tuple[Function, ...] = tuple(function for function in FUNCTIONS if function != "prelu")
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from znnpy.messages import excerpt
 from znnpy.planner.plan import Plan
 from znnpy.planner.run_plan import RunPlan
 from znnpy.plots.figures import new_figure, save_figure
@@ -74,7 +75,11 @@ def _draw_diagram(axes: Axes, chosen: RunPlan, found: Sequence[Point], kinds: Se
 def _draw_table(axes: Axes, plans: Sequence[tuple[str, Plan]], layers: int) -> None:
     """List the limit, the patch sizes and the primitive of every layer of each plan."""
     axes.axis("off")
-    rows = ["limit", "in", "out", *(f"layer {index}" for index in range(layers))]
+    graph = plans[0][1].graph
+    names = [f"layer {index}" for index in range(layers)]
+    if graph is not None:
+        names = [excerpt(node.name.split(" + ", 1)[0]) for node in graph.nodes[1:]]
+    rows = ["limit", "in", "out", *names]
     columns = []
     for _, plan in plans:
         limit = plan.limits.ram_bytes if plan.device == "cpu" else plan.limits.vram_bytes or 0
@@ -92,6 +97,8 @@ def _draw_table(axes: Axes, plans: Sequence[tuple[str, Plan]], layers: int) -> N
 
 def _primitives(plan: Plan, layers: int) -> list[str]:
     """Return the primitive of every layer, without device and kind, and the number of parts it runs in."""
+    if plan.graph is not None:
+        return [choice.primitive.rpartition(".")[2] for choice in plan.choices]
     names = [""] * layers
     for choice, parts in zip(plan.choices, plan.sub_batches, strict=True):
         name = choice.primitive.rpartition(".")[2] + (f" in {parts}" if parts > 1 else "")

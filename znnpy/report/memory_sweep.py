@@ -11,6 +11,7 @@ from math import ceil, inf, log2
 from typing import Any, Protocol
 
 from znnpy.errors import NoPlanError
+from znnpy.planner.graph_search import plan_graph
 from znnpy.planner.layer_options import OptionTable
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import CostModel, PlanRequest
@@ -69,7 +70,10 @@ class DevicePlans:
         limits = self.request.limits
         on_cpu = self.request.target.device == "cpu"
         there = replace(limits, ram_bytes=nbytes) if on_cpu else replace(limits, vram_bytes=nbytes)
-        return plan_on_device(replace(self.request, limits=there), self.costs, self.options).main
+        request = replace(self.request, limits=there)
+        if request.area is not None:
+            return plan_graph(request, self.costs, self.options).main
+        return plan_on_device(request, self.costs, self.options).main
 
 
 def points(

@@ -15,6 +15,7 @@ from rich.text import Text
 from znnpy.machine import Machine
 from znnpy.messages import option
 from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Pool
+from znnpy.patches import Cover
 from znnpy.planner.plan import Choice, Plan
 from znnpy.planner.run_plan import RunnerUp, RunPlan
 from znnpy.report.graph_text import cover_text, operations_table
@@ -87,14 +88,15 @@ def _cover(plan: Plan, network: Network) -> str:
     if not plan.streams:
         patches = f"{plan.columns:,} patch{'es' if plan.columns != 1 else ''}"
         return f"{output} {patches}, each {text(plan.patch_in)} in and {text(plan.patch_out)} out ({seen}){beyond}"
-    axis, planes = plan.axis, network.field_of_view[plan.axis] - 1
+    axis, planes, cover = plan.axis, network.field_of_view[plan.axis] - 1, plan.cover(network)
+    assert isinstance(cover, Cover), "plans of chains have it"
     columns = f"{plan.columns:,} column{'s' if plan.columns != 1 else ''} along {AXES[axis]}"
     if plan.column_planes < plan.output[axis]:
         columns += f", each at most {plan.column_planes:,} planes of output,"
     return (
         f"{output} {columns} in steps of {plan.patch_out[axis]:,} planes, each {text(plan.patch_in)} in and "
         f"{text(plan.patch_out)} out ({seen}); a column reads {planes:,} planes before its output begins, in "
-        f"{plan.cover(network).ahead:,} of its steps, and every layer keeps the last planes of its input for the next "
+        f"{cover.ahead:,} of its steps, and every layer keeps the last planes of its input for the next "
         f"step, {human_bytes(plan.memory.last.carries)} in all{beyond}"
     )
 

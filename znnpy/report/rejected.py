@@ -16,8 +16,12 @@ from rich.table import Table
 from znnpy.costs.model import Rates
 from znnpy.kernels.contract import Footprint, Primitive, Variant, device_of
 from znnpy.layer_shapes import LayerShape
+from znnpy.lowering import lowered
 from znnpy.machine import Machine
+from znnpy.messages import excerpt
 from znnpy.network import Network
+from znnpy.planner.described_graph import node_names
+from znnpy.planner.graph_tilings import GraphTiling
 from znnpy.planner.layer_options import CARRY_TRAFFIC, JOIN_TRAFFIC
 from znnpy.planner.layout import place
 from znnpy.planner.plan import Choice, Memory, Plan
@@ -49,7 +53,9 @@ def considered(
 
     machine, rates, table, only  as the plan was made with
     """
-    whatever = _Plan(plan, machine, rates, [p for p in table if device_of(p.name) == plan.device], frozenset(only))
+    tiling = GraphTiling(plan.graph_cover(network)) if plan.area is not None else None
+    there = [primitive for primitive in table if device_of(primitive.name) == plan.device]
+    whatever = _Plan(plan, machine, rates, there, frozenset(only), tiling)
     return list(whatever.considered(network))
 
 
@@ -61,19 +67,27 @@ def why_table(rows: Sequence[Considered], network: Network) -> RenderableType:
     table.add_column("time", justify="right", no_wrap=True)
     table.add_column("why not")
     paragraphs: list[RenderableType] = []
-    cells = [_cells(row, network) for row in rows]
+    names = _names(network)
+    cells = [_cells(row, names) for row in rows]
     for before, row, (layer, name, spent, reason) in zip([None, *rows], rows, cells, strict=False):
         layer = "" if before is not None and row.layers == before.layers else layer
         table.add_row(layer, name, spent, reason)
         paragraphs += indented((layer, f"{name}  {spent}".rstrip(), reason))
-    names = list(zip(*cells, strict=True))[:3]
-    return WideOrNarrow(table, Group(*paragraphs), columns_for(*names, sentences=1))
+    columns = list(zip(*cells, strict=True))[:3]
+    return WideOrNarrow(table, Group(*paragraphs), columns_for(*columns, sentences=1))
 
 
-def _cells(row: Considered, network: Network) -> tuple[str, str, str, str]:
+def _names(network: Network) -> Sequence[str]:
+    """Return the layers in words: those of a graph by the names of its nodes."""
+    if network.meaning == "whole":
+        return [excerpt(name) for name in node_names(lowered(network))]
+    return [f"{index} {layer}" for index, layer in enumerate(network.layers)]
+
+
+def _cells(row: Considered, names: Sequence[str]) -> tuple[str, str, str, str]:
     """Return layer, primitive, time and reason of a row."""
     first, last = row.layers
-    layer = f"{first} {network.layers[first]}" + (f", {last} in one" if last > first else "")
+    layer = names[first] + (f", {last} in one" if last > first else "")
     spent = "" if row.seconds is None else human_seconds(row.seconds)
     return layer, row.primitive, spent, "taken" if row.taken else row.why
 
@@ -87,9 +101,14 @@ class _Plan:
     rates: Rates
     table: Sequence[Primitive]
     only: frozenset[str]
+    tiling: GraphTiling | None = None  # of a graph that is computed whole
 
     def considered(self, network: Network) -> Iterator[Considered]:
         plan = self.plan
+        if plan.area is not None:
+            for choice in plan.choices:
+                yield from self._of(choice.layers, choice.shape)
+            return
         shapes = plan.layer_shapes(network)
         for index, shape in enumerate(shapes):
             yield from self._of((index, index), shape)
@@ -112,15 +131,19 @@ class _Plan:
         if reason:
             return Considered(layers, primitive.name, False, None, reason)
         variants = primitive.variants(shape, self.machine)
-        once, variant = min(((self._seconds(primitive, shape, v), v) for v in variants), key=lambda pair: pair[0])
+        once, variant = min(
+            ((self._seconds(primitive, shape, v, layers[0]), v) for v in variants), key=lambda pair: pair[0]
+        )
         seconds = once * choices[-1].executions
         why = self._why(primitive, variant, layers, choices, seconds / spent)
         return Considered(layers, primitive.name, False, seconds, why)
 
-    def _seconds(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> float:
+    def _seconds(self, primitive: Primitive, shape: LayerShape, variant: Variant, layer: int) -> float:
         """Return the seconds of one run, with what it carries from step to step."""
         moved = 0.0
-        if self.plan.streams:
+        if self.tiling is not None:
+            moved = self.tiling.carry_traffic(layer + 1)
+        elif self.plan.streams:
             apart = self._footprint(primitive, shape, variant).reads_carried
             moved = (CARRY_TRAFFIC if apart else CARRY_TRAFFIC + JOIN_TRAFFIC) * carry_bytes(shape)
         return self.rates.seconds(primitive, shape, variant) + moved / self.rates.copy_bandwidth
@@ -156,9 +179,22 @@ class _Plan:
                 both = fused(choice.shape, replaced[-1].shape) if len(replaced) > 1 else choice.shape
                 assert both is not None
                 steps.append((both, self._footprint(primitive, both, variant)))
+        if self.tiling is not None:
+            return self._of_graph([footprint for _, footprint in steps])
         new = self.plan.patch_in[self.plan.axis]
         needs = last_stage(steps, 0, new, self.plan.device)
         return replace(self.plan.memory, stages=(replace(needs.memory, arena=place(needs.tensors)[1]),))
+
+    def _of_graph(self, footprints: Sequence[Footprint]) -> Memory:
+        """Return the memory of the plan of a graph with these footprints."""
+        assert self.tiling is not None
+        stage = replace(
+            self.plan.memory.stages[0],
+            arena=place(self.tiling.tensors(footprints))[1],
+            weights=sum(footprint.resident for footprint in footprints),
+            allowance=max(footprint.allowance for footprint in footprints),
+        )
+        return replace(self.plan.memory, stages=(stage,))
 
     def _footprint(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> Footprint:
         return primitive.footprint(shape, variant, self.plan.compute_threads)

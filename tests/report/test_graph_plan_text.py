@@ -1,0 +1,121 @@
+"""The plan of a graph is printed node by node, from its network or from the plan alone."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.support.small_unet import SIZE, network, written
+from znnpy.errors import PlanFileError
+from znnpy.kernels.table import TABLE
+from znnpy.machine import this_machine
+from znnpy.network import Network
+from znnpy.option_values import Cover
+from znnpy.planner.run_plan import RunPlan
+from znnpy.planner.validate import check_runs
+from znnpy.planning import plan
+from znnpy.report.plan_text import explain, plan_renderable
+from znnpy.report.rejected import Considered, why_table
+from znnpy.shapes import text, turned_back
+from znnpy.units import human_bytes, human_seconds
+
+
+@pytest.fixture(scope="module")
+def unet(tmp_path_factory: pytest.TempPathFactory) -> Network:
+    return network(tmp_path_factory.mktemp("net"))
+
+
+@pytest.fixture(scope="module")
+def columns(tmp_path_factory: pytest.TempPathFactory) -> RunPlan:
+    return planned(tmp_path_factory.mktemp("columns"), "columns")
+
+
+def planned(folder: Path, cover: Cover) -> RunPlan:
+    file = written(folder)
+    return plan(file, shape=SIZE, cover=cover, patch=(4, 20, 26), ram="1G", calibrate=False, device="cpu")
+
+
+def printed(made: RunPlan, network: Network | None, width: int = 120) -> str:
+    stream = io.StringIO()
+    Console(width=width, file=stream).print(plan_renderable(made, network, None))
+    return stream.getvalue()
+
+
+def test_columns_of_a_graph_are_described(columns: RunPlan, unet: Network) -> None:
+    said = " ".join(printed(columns, unet).split())
+    assert said.startswith(
+        "small, computed whole of a volume of 23x20x25, padded at its far faces to 23x20x26 (reflect): 23x20x25 output "
+        "voxels in 1 column along z in steps of 4 planes, each at most 4x20x26 in and 4x20x26 out (period 1x2x2); a "
+        "column has "
+    )
+    assert f"keeps planes for later steps, {human_bytes(columns.memory.last.carries)} in all" in said
+    assert f"planes kept from step to step {human_bytes(columns.memory.last.carries)}" in said
+    assert "predicted: " in said
+    assert "work 1.00 times what the output needs" in said
+
+
+def test_every_operation_has_a_row(columns: RunPlan, unet: Network) -> None:
+    lines = printed(columns, unet, 160).splitlines()
+    graph, main = columns.main.graph, columns.main
+    assert graph is not None
+    assert [node.name for node in graph.nodes] == ["input", "enter + batch_norm + relu", "down", "deep", "up", "leave"]
+    assert [node.level for node in graph.nodes] == ["1", "1", "1x2x2", "1x2x2", "1", "1"]
+    assert sum(node.nbytes for node in graph.nodes) == main.memory.last.carries
+    assert graph.nodes[1].planes > graph.nodes[2].planes > 0  # the skip waits for the deeper level
+    total = sum(choice.total_seconds for choice in main.choices)
+    for node, choice in zip(graph.nodes[1:], main.choices, strict=True):
+        (row,) = [line for line in lines if line.startswith(f"{node.name} ")]
+        z, y, x, maps = choice.shape.out_shape[1:]
+        size = text((*turned_back((z, y, x), main.axis), maps))
+        for word in (node.level, size, choice.primitive, human_seconds(choice.seconds)):
+            assert f" {word} " in row
+        assert f"{choice.total_seconds / total:.0%}" in row
+        if node.planes:
+            assert row.rstrip().endswith(human_bytes(node.nbytes))
+        assert f" {node.layer}" in lines[lines.index(row) + 1]
+    assert any(line.startswith(" of enter, up ") for line in lines)
+
+
+def test_a_narrow_terminal_cuts_nothing(columns: RunPlan, unet: Network) -> None:
+    said = printed(columns, unet, 80)
+    assert max(map(len, said.splitlines())) <= 80
+    for choice in columns.choices:
+        assert choice.primitive in said
+
+
+def test_the_plan_alone_says_the_same(columns: RunPlan, unet: Network) -> None:
+    again = RunPlan.from_json(columns.to_json())
+    assert explain(again) == "\n".join(line.rstrip() for line in printed(columns, unet).splitlines()) + "\n"
+
+
+def test_patches_of_a_graph_keep_nothing(tmp_path: Path, unet: Network) -> None:
+    said = " ".join(printed(planned(tmp_path, "patches"), unet).split())
+    assert "output voxels in 6 patches, each at most 10x20x26 in and 4x20x26 out (period 1x2x2)" in said
+    assert "kept planes" not in said
+    assert "for later steps" not in said
+
+
+def test_a_changed_description_is_refused(columns: RunPlan, unet: Network) -> None:
+    check_runs(columns, unet, this_machine())
+    graph = columns.main.graph
+    assert graph is not None
+    other = replace(graph, nodes=(replace(graph.nodes[0], name="output"), *graph.nodes[1:]))
+    with pytest.raises(PlanFileError, match="describes its nodes otherwise than they are"):
+        check_runs(columns.with_main(replace(columns.main, graph=other)), unet, this_machine())
+
+
+def test_every_primitive_of_a_node_is_told_of(tmp_path: Path, unet: Network) -> None:
+    rows: list[Considered] = []
+    file = written(tmp_path)
+    made = plan(file, shape=SIZE, ram="1G", calibrate=False, device="cpu", tell_why=rows.extend)
+    stream = io.StringIO()
+    Console(width=160, file=stream).print(why_table(rows, unet))
+    for choice in made.choices:
+        mine = [row for row in rows if row.layers == choice.layers]
+        assert [row.primitive for row in mine if row.taken] == [choice.primitive]
+        assert {row.primitive for row in mine} == {p.name for p in TABLE if p.kind == choice.shape.kind}
+    assert "enter + batch_norm + relu" in stream.getvalue()
