@@ -76,7 +76,7 @@ def test_unet_equals_the_definition_on_the_padded_volume(place: Place, more: tup
 
 @pytest.mark.parametrize(
     ("layers", "step", "offset", "cut"),
-    [(COARSE, (2, 2, 2), (0.5, 0.5, 0.5), (10, 12, 13)), (FINE, (1, 0.5, 0.5), (0, -0.25, -0.25), (20, 46, 50))],
+    [(COARSE, (2, 2, 2), (0.5, 0.5, 0.5), (10, 11, 12)), (FINE, (1, 0.5, 0.5), (0, -0.25, -0.25), (20, 46, 50))],
     ids=["coarser", "finer"],
 )
 def test_output_says_where_its_voxels_are(
@@ -84,7 +84,8 @@ def test_output_says_where_its_voxels_are(
 ) -> None:
     network = graph(place, layers)
     assert place.infer("--no-calibrate").exit_code == 0
-    exact = defined(place, network, (20, 24, 26))[:, : cut[0], : cut[1], : cut[2]]
+    size = (20, 24, 26) if layers is FINE else (20, 23, 25)  # windows that do not fit are left out, as PyTorch does
+    exact = defined(place, network, size)[:, : cut[0], : cut[1], : cut[2]]
     found = place.prediction()
     assert close(found if found.ndim == 4 else found[None], exact)
     said = attributes(place.out)
