@@ -18,7 +18,7 @@ import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
 from znnpy.kernels.contract import ConvWeights
-from znnpy.network import Conv, MaxFilter, Maxout, Network, Pool
+from znnpy.network import Conv, MaxFilter, Maxout, Network, Pool, sliding_activation
 from znnpy.shapes import Activation, Sliding, Vec3, valid
 
 Real = npt.NDArray[np.float64]
@@ -166,7 +166,7 @@ def _run(network: Network, weights: Sequence[ConvWeights], x: AnyReal, *, dense:
     for index, layer in enumerate(network.layers):
         match layer:
             case Conv():
-                y = convolve(y, of_layer[index].weight, of_layer[index].bias, layer.activation)
+                y = convolve(y, of_layer[index].weight, of_layer[index].bias, sliding_activation(layer))
             case Pool():
                 y = fragments(y, layer.window) if dense else max_pool(y, layer.window)
             case MaxFilter():

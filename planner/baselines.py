@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from znnpy.layer_shapes import LayerShape
 from znnpy.network import Network, Pool, extent, layer_shape
 from znnpy.planner.tiling_search import TilingSearch
 from znnpy.planner.tilings import Sizes, Tiling
-from znnpy.shapes import PoolShape, Precision, Vec3, add, multiply, subtract
+from znnpy.shapes import ChainShape, PoolShape, Precision, Vec3, add, multiply, subtract
 
 BATCHES = (2, 4)
 
@@ -43,7 +42,7 @@ def schemes(network: Network) -> Iterator[Scheme]:
         yield Scheme(1, (False,) * pools)
 
 
-def shapes_of(network: Network, out: Vec3, scheme: Scheme, precision: Precision = "fp32") -> tuple[LayerShape, ...]:
+def shapes_of(network: Network, out: Vec3, scheme: Scheme, precision: Precision = "fp32") -> tuple[ChainShape, ...]:
     """Return the shape of every layer; `out` is the size of one image of the last output."""
     sizes, pools = [out], list(scheme.fragments)
     for layer in reversed(network.layers):
@@ -57,7 +56,7 @@ def shapes_of(network: Network, out: Vec3, scheme: Scheme, precision: Precision 
     wanted, images, found = iter(scheme.fragments), scheme.images, []
     for layer, maps, size in zip(network.layers, network.maps, sizes, strict=False):
         if isinstance(layer, Pool):
-            shape: LayerShape = PoolShape(images, maps, size, layer.window, next(wanted), precision)
+            shape: ChainShape = PoolShape(images, maps, size, layer.window, next(wanted), precision)
         else:
             shape = layer_shape(layer, images, maps, size, precision)
         found.append(shape)

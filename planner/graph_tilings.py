@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, product
 from math import prod
 from typing import Literal
@@ -65,7 +65,7 @@ class GraphTiling:
         cover, found = self.cover, []
         for along in (1, 2):
             key = "widths", along, cover.periods[0][along], cover.periods[1][along], cover.grid[along]
-            found.append(self.graph.remembered(key, lambda along=along: Widths.of(cover, along)))
+            found.append(self.graph.remembered(key, partial(Widths.of, cover, along)))
         return found[0], found[1]
 
     @property
@@ -138,8 +138,8 @@ class GraphTiling:
         for shape in self.shapes(operation):
             one = primitive.footprint(shape, variant, threads)
             allowance = max(allowance, one.allowance)
-            for scratch in one.scratch:
-                most[scratch.name] = max(most[scratch.name], scratch.nbytes)
+            for part in one.scratch:
+                most[part.name] = max(most[part.name], part.nbytes)
         scratch = tuple(one._replace(nbytes=most[one.name]) for one in whole.scratch)
         return replace(whole, scratch=scratch, allowance=allowance)
 

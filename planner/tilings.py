@@ -13,7 +13,7 @@ from znnpy.network import Conv, Network, Pool, extent
 from znnpy.patches import Cover, with_size
 from znnpy.planner.layout import aligned
 from znnpy.planner.plan import patch_in
-from znnpy.shapes import Precision, Vec3, fused, turned, turned_back
+from znnpy.shapes import ChainShape, Precision, Vec3, fused, turned, turned_back
 
 FusionGroup = tuple[int, int]  # first and last of the layers that one primitive may run together
 Sizes = tuple[Sequence[int], Sequence[int], Sequence[int]]  # along z, y, x, largest first
@@ -93,7 +93,7 @@ class Tiling:
     space: TilingSpace
     patch: Vec3  # dense output voxels of a step
     column_planes: int  # output planes that a column writes; 0: patches
-    shapes: tuple[LayerShape, ...]  # of each layer in a step
+    shapes: tuple[ChainShape, ...]  # of each layer in a step
     sub_batches: tuple[int, ...]  # executions of each layer in a step: several where it takes a part of the images
     handed_over: Vec3 | None = None  # new voxels per image from the stage before, in a step; None: first stage
 
@@ -238,12 +238,12 @@ class Tiling:
 
 
 @lru_cache(maxsize=1024)  # splits of a shape have the same few
-def _with_batch(shape: LayerShape, batch: int) -> LayerShape:
+def _with_batch(shape: ChainShape, batch: int) -> ChainShape:
     return replace(shape, batch=batch)
 
 
 @lru_cache(maxsize=1024)
-def _input_bytes(layers: tuple[LayerShape, ...]) -> tuple[int, int, int]:
+def _input_bytes(layers: tuple[ChainShape, ...]) -> tuple[int, int, int]:
     """Return a group's input bytes as one layer, what a column keeps of them, and the least kept, fused or not."""
     both, separate = fused(layers[0], layers[-1]) if len(layers) > 1 else None, sum(map(carry_bytes, layers))
     if both is None:
@@ -258,13 +258,16 @@ def carry_bytes(shape: LayerShape) -> int:
 
 
 def carry_planes(shape: LayerShape) -> int:
-    """Return the planes along z of its input that a layer needs again in the next step of a column."""
+    """Return the planes along z of its input that a layer of a chain needs again in the next step of a column.
+
+    Layers of a graph carry none: columns of graphs keep planes of tensors (`graph_tilings`).
+    """
     match shape.kind:
         case "conv":
             return shape.k[0] + shape.pool[0] - 2
         case "pool" | "maxfilter":
             return shape.p[0] - 1
-        case "maxout":
+        case _:
             return 0
 
 

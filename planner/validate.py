@@ -108,7 +108,7 @@ def _check_graph(plan: Plan, network: Network, machine: Machine, table: Sequence
     for index in range(len(plan.choices)):
         _footprint_of(index, plan, machine, table)
     footprints = [
-        tiling.footprint(operation, find(choice.primitive, table), choice.variant, plan.compute_threads)
+        tiling.footprint(operation, find(choice.primitive, tuple(table)), choice.variant, plan.compute_threads)
         for choice, operation in zip(plan.choices, graph.operations, strict=True)
     ]
     memory = plan.memory.stages[0]

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from tests.support.dependence import edges_of, needed_by
 from tests.support.random_graphs import SLOW, Draw, graphs, sizes
+from znnpy.admissible import admissible, geometry_of, period_of
 from znnpy.errors import ShapeError
 from znnpy.formats.wiring import Given, network_of
-from znnpy.geometry import Geometry, Interval, admissible, geometry_of, period_of
+from znnpy.geometry import Geometry, Interval
 from znnpy.lattices import reaches_of
 from znnpy.layers import (
     NO_PADDING,

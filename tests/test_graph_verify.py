@@ -15,8 +15,9 @@ from tests.support.seeded_graphs import Case, case
 from tests.support.small_unet import LAYERS, SIZE, written
 from tests.support.tiers import one_in
 from znnpy import graph_check, graph_crop, graph_voxels, self_check
+from znnpy.admissible import admissible
 from znnpy.errors import ShapeError, VerifyError
-from znnpy.geometry import Geometry, Interval, admissible
+from znnpy.geometry import Geometry, Interval
 from znnpy.graph_crop import outputs_in
 from znnpy.graph_operations import Region
 from znnpy.graph_voxels import GraphVoxels

@@ -11,10 +11,10 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from tests.support.random_graphs import SLOW, graphs, sizes
+from znnpy.admissible import admissible
 from znnpy.errors import ShapeError
 from znnpy.formats.weights import random_weights
 from znnpy.formats.wiring import Given, network_of
-from znnpy.geometry import admissible
 from znnpy.kernels.whole import whole
 from znnpy.layers import Activate, Add, Conv, ConvTranspose, Crop, Layer, Pad, Scale
 from znnpy.lowering import lowered

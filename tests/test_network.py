@@ -35,7 +35,7 @@ def window(layer: Layer) -> tuple[Vec3, Vec3]:
             return size, (1, 1, 1)
         case Pool(window=size):
             return size, size
-        case Maxout():
+        case _:
             return (1, 1, 1), (1, 1, 1)
 
 

@@ -15,7 +15,7 @@ from tests.support.flat_requests import make_plan
 from znnpy.errors import VerifyError
 from znnpy.kernels.reference import convolve, fragments, max_filter, max_pool, maxout
 from znnpy.kernels.table import find
-from znnpy.layer_shapes import LayerShape
+from znnpy.layer_shapes import LayerShape, with_batch
 from znnpy.machine import Limits, this_machine
 from znnpy.measure.budget import Progress, bytes_of
 from znnpy.measure.layer_bench import HostLayer, Position, Values
@@ -126,7 +126,7 @@ def test_large_layers_are_checked_on_fewer_images_or_skipped_with_a_note(
 
     monkeypatch.setattr(HostLayer, "__init__", init)
     many = next(c for c in plan.choices if c.shape.batch > 1)
-    one = bytes_of(find(many.primitive), replace(many.shape, batch=1), many.variant, 1)
+    one = bytes_of(find(many.primitive), with_batch(many.shape, 1), many.variant, 1)
     stage = replace(plan.main.stages[0], choices=(many,))
     only = changed(plan, stages=(stage,), limits=replace(plan.limits, threads=1))
     monkeypatch.setattr(OpenTarget, "free_bytes_within", lambda self, limits: one)

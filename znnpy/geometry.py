@@ -11,30 +11,26 @@ a face is its padding, which no tensor holds. Tensor 0 is the input, tensor i + 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from math import lcm
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
-from znnpy.errors import ShapeError
 from znnpy.layers import (
-    JOINS,
     AveragePool,
     Conv,
     ConvTranspose,
     Crop,
     Layer,
     MaxFilter,
-    NonLocal,
     Pad,
     PadMode,
     Pool,
     Upsample,
 )
 from znnpy.network import Network
-from znnpy.patches import Box
-from znnpy.shapes import Vec3, text
+from znnpy.shapes import Vec3
 
 AXES = "zyx"
 
@@ -62,6 +58,12 @@ class Interval(NamedTuple):
 
 
 NOTHING = Interval(0, 0)
+
+
+def vector(values: Iterable[int]) -> Vec3:
+    """Return three numbers, of z, y and x, as a tuple of that length."""
+    z, y, x = values
+    return z, y, x
 
 
 def _windows(n: int, reach: int, stride: int, padding: int, *, ceil: bool = False, before: int = 0) -> int:
@@ -258,11 +260,11 @@ class Geometry:
     @cached_property
     def period(self) -> Vec3:
         """Voxels of the input after which the network does the same again."""
-        return _vector(axis.period for axis in self.axes)
+        return vector(axis.period for axis in self.axes)
 
     def size(self, tensor: int) -> Vec3:
         """Return the size of a tensor."""
-        return _vector(axis.sizes[tensor] for axis in self.axes)
+        return vector(axis.sizes[tensor] for axis in self.axes)
 
     def step(self, tensor: int) -> tuple[Fraction, Fraction, Fraction]:
         """Return the size of a tensor's voxel, in voxels of the input."""
@@ -271,326 +273,4 @@ class Geometry:
 
     def voxels(self, tensor: int) -> Vec3:
         """Return the voxels of a tensor in a period."""
-        return _vector(axis.voxels(tensor) for axis in self.axes)
-
-
-def _vector(values: Iterable[int]) -> Vec3:
-    z, y, x = values
-    return z, y, x
-
-
-def refuse_non_local(network: Network) -> None:
-    """Raise ShapeError that names a node of which a voxel depends on the whole volume, and says what to do."""
-    for node in network.nodes:
-        if isinstance(node.layer, NonLocal):
-            raise ShapeError(
-                f"every voxel of node {node.name} ({node.layer}) depends on the whole image, so that the network over "
-                "a volume has no result that patches can give; use a network with batch norm or none"
-            )
-        if isinstance(node.layer, Upsample) and node.layer.how == "linear" and node.layer.align_corners:
-            raise ShapeError(
-                f"node {node.name} upsamples with align_corners, so that its result depends on the size of the whole "
-                "volume; use align_corners: false, with which the network was trained or can be trained again"
-            )
-
-
-def _resolved(layer: Layer, n: Vec3, like: Vec3, name: str, ratio: Sequence[Fraction]) -> Layer:
-    """Return a layer that refers to the size `like` of another node as one that does not; ShapeError: there is none."""
-    if isinstance(layer, Crop):
-        spare = _vector(a - b for a, b in zip(n, like, strict=True))
-        if min(spare) < 0:
-            raise ShapeError(f"node {name} crops {text(n)} voxels to {text(like)}, which is more")
-        before = _vector(more // 2 for more in spare)
-        return Crop(before, _vector(a - b for a, b in zip(spare, before, strict=True)))
-    assert isinstance(layer, Upsample)
-    factors, shifts = [], []
-    for axis in range(3):
-        factor, shift = _reached(layer, name, axis, n[axis], like[axis], ratio[axis])
-        factors.append(factor)
-        shifts.append(shift)
-    if any(shifts):
-        return Pad(_vector(shifts), (0, 0, 0), "replicate")
-    return replace(layer, factor=_vector(factors), like=None)
-
-
-def _reached(layer: Upsample, name: str, axis: int, n: int, like: int, ratio: Fraction) -> tuple[int, int]:
-    """Return the factor by which a layer goes from n voxels to `like` along an axis, and by how many it shifts.
-
-    ratio  voxels of the other node's lattice in a voxel of this one's
-
-    ShapeError unless the sizes are those of the lattices.
-    """
-    if ratio == 1 and like == n + 1 and layer.how == "nearest":
-        return 1, 1
-    if ratio < 1 or ratio.denominator != 1 or like != n * ratio:
-        raise ShapeError(
-            f"node {name} ({layer}) gets {n} voxels along {AXES[axis]}, and {layer.like} has {like}, which is not "
-            f"{ratio} times as many"
-        )
-    return int(ratio), 0
-
-
-def _check_reflects(name: str, layer: Layer, axis: int, n: int) -> None:
-    """Raise ShapeError if a layer pads by reflection with more voxels than there are beside the face."""
-    match layer:
-        case Conv(padding_mode="reflect", padding=(before, behind)) | Pad(how="reflect", before=before, behind=behind):
-            most = max(before[axis], behind[axis])
-            if most >= n:
-                raise ShapeError(
-                    f"node {name} ({layer}) pads {most} voxels along {AXES[axis]} by reflection and gets {n}, of which "
-                    f"it can reflect {n - 1}; give a larger volume"
-                )
-
-
-def geometry_of(network: Network, volume: Vec3) -> Geometry:
-    """Return the geometry over a volume; ShapeError if a node gets no voxel, or sizes or lattices do not meet."""
-    refuse_non_local(network)
-    sizes: list[Vec3] = [volume]
-    steps: list[tuple[Fraction, ...]] = [(Fraction(1),) * 3]
-    layers: list[Layer] = []
-    tensors = {"input": 0, **{name: index + 1 for index, name in enumerate(network.names)}}
-    for name, layer, sources in zip(network.names, network.layers, network.sources, strict=True):
-        n = sizes[sources[0]]
-        if isinstance(layer, Crop | Upsample) and layer.like is not None:
-            other = tensors[layer.like]
-            ratio = [mine / its for mine, its in zip(steps[sources[0]], steps[other], strict=True)]
-            layer = _resolved(layer, n, sizes[other], name, ratio)
-        if isinstance(layer, JOINS):
-            _check_meets(network, name, layer, sources, sizes, steps)
-        for axis in range(3):
-            _check_reflects(name, layer, axis, n[axis])
-        along = [AxisLayer(layer, axis) for axis in range(3)]
-        size = _vector(one.size(n[one.axis]) for one in along)
-        if min(size) < 1:
-            raise ShapeError(
-                f"node {name} ({layer}) gets {text(n)} voxels of a volume of {text(volume)}, which is too few for one "
-                "output; give a larger volume"
-            )
-        layers.append(layer)
-        sizes.append(size)
-        steps.append(tuple(step * one.step for step, one in zip(steps[sources[0]], along, strict=True)))
-    # The lattices of nodes that were resolved follow from the nodes that they got their size from.
-    resolved = replace(network, layers=tuple(layers))
-    axes = [
-        AxisGeometry(
-            layers=tuple(AxisLayer(layer, axis) for layer in layers),
-            sources=network.sources,
-            outputs=network.outputs,
-            sizes=tuple(size[axis] for size in sizes),
-            steps=tuple(step[axis] for step in steps),
-        )
-        for axis in range(3)
-    ]
-    return Geometry(resolved, volume, (axes[0], axes[1], axes[2]))
-
-
-def _check_meets(
-    network: Network,
-    name: str,
-    layer: Layer,
-    sources: Sequence[int],
-    sizes: Sequence[Vec3],
-    steps: Sequence[tuple[Fraction, ...]],
-) -> None:
-    """Raise ShapeError if what a node joins differs in lattice or size."""
-    names = ("input", *network.names)
-    first, *others = sources
-    for other in others:
-        for axis in range(3):
-            if steps[first][axis] != steps[other][axis]:
-                raise LatticeError.of(
-                    name, layer, axis, (names[first], names[other]), (steps[first][axis], steps[other][axis])
-                )
-        if sizes[first] != sizes[other]:
-            raise ShapeError(
-                f"node {name} ({layer}) joins {names[first]} of {text(sizes[first])} voxels with {names[other]} of "
-                f"{text(sizes[other])}, for a volume of {text(sizes[0])}; crop or pad one of them"
-            )
-
-
-class LatticeError(ShapeError):
-    """Nodes with voxels of different sizes are joined: no size of a volume makes them meet."""
-
-    @classmethod
-    def of(cls, name: str, layer: Layer, axis: int, names: tuple[str, str], steps: tuple[Fraction, Fraction]) -> Self:
-        """Make the error for a layer that joins two nodes, whose voxels have these sizes along an axis."""
-        return cls(
-            f"node {name} ({layer}) joins {names[0]}, one voxel for {steps[0]} of the input along {AXES[axis]}, with "
-            f"{names[1]}, one for {steps[1]}; bring both to one lattice by pooling or upsampling"
-        )
-
-
-def admissible(network: Network, volume: Vec3) -> Geometry:
-    """Return the geometry over the smallest volume that holds `volume` and that the network admits.
-
-    Each axis grows at its far face by less than a period. ShapeError if no size within a period will do, if the
-    network refuses to be padded, or if the volume is smaller than a period.
-    """
-    period = period_of(network)
-    size, error = list(volume), None
-    for axis in range(3):
-        for more in range(period[axis]):
-            try:
-                check_axis(network, axis, volume[axis] + more)
-            except LatticeError:
-                raise
-            except ShapeError as found:
-                error = error or found
-                continue
-            size[axis] = volume[axis] + more
-            break
-        else:
-            assert error is not None
-            raise error
-    grown: Vec3 = (size[0], size[1], size[2])
-    if grown != volume:
-        if network.pad_to_period == "refuse":
-            raise ShapeError(
-                f"{network.name} takes no volume of {text(volume)} voxels, and refuses to pad it to {text(grown)}; "
-                "crop or pad the volume, or change pad_to_period in the network file"
-            )
-        short = [AXES[a] for a in range(3) if grown[a] != volume[a] and volume[a] < period[a]]
-        if short:
-            raise ShapeError(
-                f"the volume of {text(volume)} voxels is smaller than one period of {network.name}, "
-                f"{text(period)} voxels, along {short[0]}; give a larger volume"
-            )
-    return geometry_of(network, grown)
-
-
-def check_axis(network: Network, axis: int, n: int) -> None:
-    """Raise ShapeError unless the network admits n voxels along an axis; the others are left out of account."""
-    sizes, tensors = [n], {"input": 0, **{name: index + 1 for index, name in enumerate(network.names)}}
-    steps = [Fraction(1)]
-    names = ("input", *network.names)
-    for name, layer, sources in zip(network.names, network.layers, network.sources, strict=True):
-        here = sizes[sources[0]]
-        step = steps[sources[0]] * AxisLayer(layer, axis).step
-        if isinstance(layer, Crop | Upsample) and layer.like is not None:
-            like = sizes[tensors[layer.like]]
-            if isinstance(layer, Upsample):
-                other = steps[tensors[layer.like]]
-                step /= _reached(layer, name, axis, here, like, step / other)[0]
-            elif here < like:
-                raise ShapeError(
-                    f"node {name} ({layer}) gets {here} voxels along {AXES[axis]} and cannot give {like}, for a volume "
-                    f"of {n} there; crop to a smaller node, or pad what it reads"
-                )
-            size = like
-        else:
-            _check_reflects(name, layer, axis, here)
-            size = AxisLayer(layer, axis).size(here)
-        for other in sources[1:] if isinstance(layer, JOINS) else ():
-            if steps[other] != step:
-                raise LatticeError.of(name, layer, axis, (names[sources[0]], names[other]), (step, steps[other]))
-            if sizes[other] != here:
-                raise ShapeError(
-                    f"node {name} ({layer}) joins {names[sources[0]]} of {here} voxels along {AXES[axis]} with "
-                    f"{names[other]} of {sizes[other]}, for a volume of {n} there; crop or pad one of them"
-                )
-        if size < 1:
-            raise ShapeError(
-                f"node {name} ({layer}) gets {here} voxels along {AXES[axis]}, which is too few for one output; give a "
-                "larger volume"
-            )
-        sizes.append(size)
-        steps.append(step)
-
-
-def lattices_of(network: Network) -> tuple[tuple[Fraction, Fraction, Fraction], ...]:
-    """Return the size of a voxel of every tensor, in voxels of the input, whatever the volume.
-
-    A layer that goes to the size of another node is taken to reach that node's lattice, except that `nearest` from
-    2n - 1 to 2n voxels changes none.
-    """
-    tensors = {"input": 0, **{name: index + 1 for index, name in enumerate(network.names)}}
-    steps = [(Fraction(1), Fraction(1), Fraction(1))]
-    for layer, sources in zip(network.layers, network.sources, strict=True):
-        if isinstance(layer, Upsample) and layer.like is not None:
-            steps.append(steps[tensors[layer.like]])
-        else:
-            z, y, x = (step * AxisLayer(layer, axis).step for axis, step in enumerate(steps[sources[0]]))
-            steps.append((z, y, x))
-    return tuple(steps)
-
-
-def period_of(network: Network) -> Vec3:
-    """Return voxels of the input after which the network does the same again, whatever the volume."""
-    refuse_non_local(network)
-    return _vector(lcm(*(step[axis].numerator for step in lattices_of(network))) for axis in range(3))
-
-
-def boxes(geometry: Geometry, regions: Sequence[Sequence[Interval]], tensor: int) -> Box:
-    """Return a tensor's region along all three axes as a box."""
-    z, y, x = (along[tensor] for along in regions)
-    return Box((z.lo, y.lo, x.lo), (z.hi, y.hi, x.hi))
-
-
-def origins(geometry: Geometry) -> tuple[tuple[Fraction, Fraction, Fraction], ...]:
-    """Return where the centre of each tensor's first voxel lies, in voxels of the input from its first centre."""
-    found: list[tuple[Fraction, ...]] = [(Fraction(0),) * 3]
-    for index, (layer, sources) in enumerate(zip(geometry.network.layers, geometry.network.sources, strict=True)):
-        before = found[sources[0]]
-        steps, mine = geometry.step(sources[0]), geometry.step(index + 1)
-        found.append(tuple(before[a] + _moved(layer, a, steps[a], mine[a]) for a in range(3)))
-    return tuple((z, y, x) for z, y, x in found)
-
-
-def _moved(layer: Layer, axis: int, step: Fraction, out_step: Fraction) -> Fraction:
-    """Return how far the centre of a layer's first output lies behind that of its first input."""
-    half = Fraction(1, 2)
-    match layer:
-        case Conv():
-            return step * (half * (layer.reach[axis] - 1) - layer.padding[0][axis])
-        case Pool() | AveragePool():
-            return step * (half * (layer.window[axis] - 1) - layer.padding[0][axis])
-        case MaxFilter():
-            return step * half * (layer.window[axis] - 1)
-        case ConvTranspose():
-            return -out_step * (half * (layer.reach[axis] - 1) - layer.padding[0][axis])
-        case Upsample(factor=factor):
-            assert factor is not None, "resolved before"
-            return -out_step * half * (factor[axis] - 1)
-        case Crop():
-            return step * layer.before[axis]
-        case Pad():
-            return -step * layer.before[axis]
-        case _:
-            return Fraction(0)
-
-
-def seen_by_one(network: Network) -> Vec3:
-    """Return the most input voxels that one output voxel depends on, along each axis, far from the faces."""
-    period = period_of(network)
-    reach = _vector(sum(_extent(layer, axis) for layer in network.layers) for axis in range(3))
-    far = _vector(p * (2 + 2 * r) for p, r in zip(period, reach, strict=True))
-    if network.wiring is not None:  # the padding of a real volume does not matter here
-        network = replace(network, wiring=replace(network.wiring, pad_to_period="zeros"))
-    geometry = admissible(network, far)
-    found = []
-    for axis in geometry.axes:
-        middle = axis.sizes[axis.outputs[0]] // 2
-        voxels = range(middle, middle + axis.voxels(axis.outputs[0]))
-        places = [int(axis.steps[axis.outputs[0]] * voxel) for voxel in voxels]
-        widest = 0
-        for place in places:
-            wanted = [
-                Interval(int(place / axis.steps[tensor]), int(place / axis.steps[tensor]) + 1)
-                for tensor in axis.outputs
-            ]
-            widest = max(widest, axis.regions(wanted)[0].size)
-        found.append(widest)
-    return _vector(found)
-
-
-def _extent(layer: Layer, axis: int) -> int:
-    """Return the most voxels of its input or output that a layer reaches over along an axis."""
-    match layer:
-        case Conv() | ConvTranspose():
-            return layer.reach[axis]
-        case Pool() | AveragePool() | MaxFilter():
-            return layer.window[axis]
-        case Pad() | Crop():
-            return layer.before[axis] + layer.behind[axis] + 1
-        case _:
-            return 2
+        return vector(axis.voxels(tensor) for axis in self.axes)

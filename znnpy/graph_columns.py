@@ -17,7 +17,8 @@ from itertools import pairwise
 from math import prod
 from typing import Any, TypeVar, overload
 
-from znnpy.geometry import AxisGeometry, Geometry, Interval, admissible
+from znnpy.admissible import admissible
+from znnpy.geometry import AxisGeometry, Geometry, Interval
 from znnpy.graph_operations import Operation, Region, operations
 from znnpy.lowering import Lowered, lowered
 from znnpy.network import Network

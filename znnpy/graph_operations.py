@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from znnpy.geometry import Geometry, Interval
 from znnpy.graph_shapes import (
@@ -137,18 +138,9 @@ def shape_of(geometry: Geometry, operation: Operation, region: Region) -> GraphS
                 max(0, need.hi - size - padding)
                 for need, size, padding in zip(needs, sizes, layer.padding[1], strict=True)
             )
-            how, counts = ("max", True) if isinstance(layer, Pool) else ("average", layer.count_padding)
-            return WindowPoolShape(
-                sum(fins),
-                n,
-                layer.window,
-                layer.step,
-                how,
-                before,
-                behind,
-                overhang,
-                counts,  # type: ignore[arg-type]
-            )
+            how: Literal["max", "average"] = "max" if isinstance(layer, Pool) else "average"
+            counts = isinstance(layer, Pool) or layer.count_padding
+            return WindowPoolShape(sum(fins), n, layer.window, layer.step, how, before, behind, overhang, counts)
         case MaxFilter():
             return WindowPoolShape(sum(fins), n, layer.window, ONE)
         case Upsample(factor=factor):

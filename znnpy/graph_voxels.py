@@ -14,7 +14,8 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
-from znnpy.geometry import Geometry, Interval, admissible
+from znnpy.admissible import admissible
+from znnpy.geometry import Geometry, Interval
 from znnpy.graph_crop import outputs_in
 from znnpy.graph_operations import Region
 from znnpy.kernels.definition import Real

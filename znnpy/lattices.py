@@ -5,8 +5,9 @@ from __future__ import annotations
 from fractions import Fraction
 from math import floor, lcm
 
+from znnpy.admissible import LatticeError, check_axis, lattices_of
 from znnpy.errors import ShapeError
-from znnpy.geometry import AXES, AxisLayer, Interval, LatticeError, check_axis, lattices_of
+from znnpy.geometry import AXES, AxisLayer, Interval
 from znnpy.layers import (
     JOINS,
     AveragePool,

@@ -1,7 +1,7 @@
 """Describe a network as a graph of layers, most often a chain.
 
 What a chain that slides over a volume needs follows here: its field of view, its fragment period, and the shapes of its
-layers for a patch. What other graphs need is in `znnpy/geometry.py`.
+layers for a patch. What other graphs need is in `znnpy/geometry.py` and `znnpy/admissible.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from znnpy.errors import ShapeError
-from znnpy.layer_shapes import LayerShape
 from znnpy.layers import Conv as Conv
 from znnpy.layers import Layer as Layer
 from znnpy.layers import MaxFilter as MaxFilter
@@ -25,6 +24,7 @@ from znnpy.messages import excerpt, option
 from znnpy.shapes import (
     ACTIVATIONS,
     Activation,
+    ChainShape,
     ConvShape,
     FilterShape,
     MaxoutShape,
@@ -283,7 +283,7 @@ class Network:
 
     def layer_shapes(
         self, out: Vec3, *, batches: Sequence[int] | None = None, streams: bool = False, precision: Precision = "fp32"
-    ) -> tuple[LayerShape, ...]:
+    ) -> tuple[ChainShape, ...]:
         """Return the shape of every layer for a patch of `out` dense output voxels, with poolings as fragments.
 
         batches    images that each layer takes at a time, a part of those that the layer before it makes; default: all.
@@ -298,7 +298,7 @@ class Network:
                 f"an output patch must be a multiple of the pooling period {text(self.period)}, not {text(out)}; "
                 f"the next larger one is {text(self.round_up((max(1, out[0]), max(1, out[1]), max(1, out[2]))))}"
             )
-        shapes: list[LayerShape] = []
+        shapes: list[ChainShape] = []
         z, y, x = self.patch_in(out)
         n, images = (out[0] if streams else z, y, x), 1
         for index, (maps, layer) in enumerate(zip(self.maps, self.layers, strict=False)):
@@ -362,7 +362,7 @@ def _turned(layer: Layer, axis: int) -> Layer:
     return replace(layer, **changed)
 
 
-def layer_shape(layer: Layer, batch: int, maps: int, n: Vec3, precision: Precision = "fp32") -> LayerShape:
+def layer_shape(layer: Layer, batch: int, maps: int, n: Vec3, precision: Precision = "fp32") -> ChainShape:
     """Return the shape of one layer for `batch` images of `maps` maps and size `n`."""
     match layer:
         case Conv():

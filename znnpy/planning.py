@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
+from znnpy.admissible import admissible
 from znnpy.costs.model import Rates, assumed_rates
 from znnpy.costs.store import CostStore
 from znnpy.errors import NoPlanError, ShapeError
 from znnpy.formats.networks import read_network
-from znnpy.geometry import admissible
 from znnpy.graph_columns import Area
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Limits, this_machine

@@ -6,7 +6,7 @@ This is slow, and its memory is not part of a plan's promise: fields of view are
 from __future__ import annotations
 
 from collections.abc import Callable, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from znnpy.kernels.contract import ConvWeights, Primitive, Variant
 from znnpy.kernels.reference import convolve, max_filter, maxout
 from znnpy.kernels.table import find
 from znnpy.kernels.thread_pool import ThreadPool
+from znnpy.layer_shapes import with_batch
 from znnpy.measure.budget import FreeBytes, Placement, Progress, lacking, layers_of
 from znnpy.measure.fftw_wisdom import wisdom_kept
 from znnpy.measure.layer_bench import DeviceLayer, HostLayer, HostRamLayer, Position, Values
@@ -83,8 +84,7 @@ def _check_layer(
     if isinstance(shape, GraphShape):
         shape = small(shape)
     while (lacks := lacking(where, primitive, shape, variant, free_bytes)) and shape.batch > 1:
-        assert not isinstance(shape, GraphShape), "graphs compute one image at a time"
-        shape = replace(shape, batch=shape.batch // 2)
+        shape = with_batch(shape, shape.batch // 2)
     if lacks is not None:
         device, needed = lacks
         raise VerifyError(

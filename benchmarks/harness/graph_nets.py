@@ -41,7 +41,8 @@ class GraphNet:
             sources = entry.get("from", [before])
             fin, share = sum(maps[one] for one in sources), voxels[sources[0]]
             maps[name] = entry["out"] if kind == "conv" else fin if kind == "concat" else maps[sources[0]]
-            scale = prod(entry.get("window", entry.get("factor", (1, 1, 1))))
+            window: tuple[int, ...] = entry.get("window") or entry.get("factor", (1, 1, 1))
+            scale = prod(window)
             voxels[name] = share / scale if kind == "pool" else share * scale
             if kind == "conv":
                 total += 2.0 * share * fin * entry["out"] * prod(entry["kernel"])
@@ -146,8 +147,9 @@ def weights_of(net: GraphNet) -> dict[str, npt.NDArray[np.float32]]:
         maps[name] = entry["out"] if kind == "conv" else fin
         if kind == "conv":
             spread = np.float32(np.sqrt(2 / (fin * prod(entry["kernel"]))))
-            found[f"{name}.weight"] = spread * rng.standard_normal((entry["out"], fin, *entry["kernel"]), np.float32)
-            found[f"{name}.bias"] = np.float32(0.1) * rng.standard_normal(entry["out"], np.float32)
+            kernels, maps_out = (entry["out"], fin, *entry["kernel"]), (entry["out"],)
+            found[f"{name}.weight"] = spread * rng.standard_normal(kernels, np.float32)
+            found[f"{name}.bias"] = np.float32(0.1) * rng.standard_normal(maps_out, np.float32)
         elif kind == "batch_norm":
             found[f"{name}.weight"] = rng.uniform(0.5, 1.0, fin).astype(np.float32)
             found[f"{name}.bias"] = np.float32(0.1) * rng.standard_normal(fin, np.float32)

@@ -15,6 +15,7 @@ from znnpy.costs import store as module
 from znnpy.costs.cost_file import Costs, Refusal, UnitSpeed
 from znnpy.costs.store import NO_CALIBRATION, CostStore, read_stored, stored_path
 from znnpy.errors import PlanFileError
+from znnpy.layer_shapes import with_batch
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +42,7 @@ def test_what_one_store_keeps_the_next_one_finds(folder: Path) -> None:
 
 def test_measurements_of_two_stores_are_merged() -> None:
     """Each store replaces what it measured again, and nothing else."""
-    other = replace(LAYER, shape=replace(LAYER.shape, batch=7))
+    other = replace(LAYER, shape=with_batch(LAYER.shape, 7))
     refusal = Refusal(FAST.name, FAST.version, LAYER.shape, "no")
     empty = Costs.empty(MACHINE, "cpu", 2, TABLE)
     one, two = CostStore(table=TABLE), CostStore(table=TABLE)
@@ -65,9 +66,7 @@ def test_a_file_is_whole_while_others_write_it() -> None:
 
     def write(first: int) -> None:
         for batch in range(first, first + 20):
-            CostStore(table=TABLE).keep(
-                replace(empty, layers=(replace(LAYER, shape=replace(LAYER.shape, batch=batch)),))
-            )
+            CostStore(table=TABLE).keep(replace(empty, layers=(replace(LAYER, shape=with_batch(LAYER.shape, batch)),)))
 
     writers = [threading.Thread(target=write, args=(100 * number,)) for number in (1, 2)]
     for writer in writers:
@@ -83,7 +82,7 @@ def test_a_file_that_grows_too_large_leaves_out_the_oldest_layers(monkeypatch: p
     monkeypatch.setattr(module, "MOST_BYTES", 6000)
     empty = Costs.empty(MACHINE, "cpu", 2, TABLE)
     for batch in range(1, 20):
-        CostStore(table=TABLE).keep(replace(empty, layers=(replace(LAYER, shape=replace(LAYER.shape, batch=batch)),)))
+        CostStore(table=TABLE).keep(replace(empty, layers=(replace(LAYER, shape=with_batch(LAYER.shape, batch)),)))
     batches = [layer.shape.batch for layer in kept().layers]
     assert batches == list(range(batches[0], 20))
     assert 1 < len(batches) < 19

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.formats.test_networks import refusal, write
+from znnpy.admissible import period_of
 from znnpy.errors import ShapeError
 from znnpy.formats.networks import read_network
-from znnpy.geometry import period_of
 from znnpy.layers import (
     Activate,
     Add,

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
 from tests.support.messages import assert_holds
+from znnpy.admissible import period_of
 from znnpy.errors import NetworkFileError
 from znnpy.formats import network_yaml
 from znnpy.formats.layer_entries import ENTRIES
 from znnpy.formats.networks import DEFAULT, LARGEST_FILE, read_network, shipped
-from znnpy.geometry import period_of
 from znnpy.lattices import reaches_of
 from znnpy.network import Conv, MaxFilter, Maxout, Network, Normalise, Pool
 from znnpy.shapes import ACTIVATIONS

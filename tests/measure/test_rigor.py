@@ -20,7 +20,7 @@ from znnpy.costs.size_trend import SIZES
 from znnpy.costs.store import CostStore
 from znnpy.errors import DeviceError, NoPlanError
 from znnpy.kernels.contract import Primitive, Variant
-from znnpy.layer_shapes import LayerShape
+from znnpy.layer_shapes import LayerShape, with_batch
 from znnpy.machine import Limits
 from znnpy.measure.budget import Placement, Progress, TimeBudget, bytes_of
 from znnpy.measure.refine import Refiner
@@ -237,7 +237,7 @@ def test_long_and_large_layers_run_on_fewer_images() -> None:
     last = plan.choices[-1]
     assert last.shape.batch == 8
     primitive = next(p for p in TABLE if p.name == last.primitive)
-    one = bytes_of(primitive, replace(last.shape, batch=1), last.variant, 2)
+    one = bytes_of(primitive, with_batch(last.shape, 1), last.variant, 2)
     for factor, room, most in ((1.0, 2**34, 8), (1e9, 2**34, 1), (1.0, 3 * one, 2), (1.0, one - 1, 0)):
         clock = Clock({})
         slow = RATES.scaled(1 / factor, 1 / factor)

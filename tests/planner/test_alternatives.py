@@ -12,6 +12,7 @@ from tests.support.brute_force import AROUND, planned
 from tests.support.fake_plans import MIXED, WIDE, changed, in_parts, patches, walking
 from tests.support.fake_primitives import MACHINE, WITH_GPU
 from znnpy.errors import NoPlanError
+from znnpy.layer_shapes import with_batch
 from znnpy.network import Network
 from znnpy.planner.alternatives import kind_of, why_lost
 from znnpy.planner.run_plan import RunPlan
@@ -93,7 +94,7 @@ def test_slower_plan_names_borders_or_its_slowest_layer() -> None:
     deep = in_parts()
     choices = tuple(
         replace(
-            choice, executions=choice.executions // parts, shape=replace(choice.shape, batch=parts * choice.shape.batch)
+            choice, executions=choice.executions // parts, shape=with_batch(choice.shape, parts * choice.shape.batch)
         )
         for choice, parts in zip(deep.choices, deep.main.sub_batches, strict=True)
     )

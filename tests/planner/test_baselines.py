@@ -13,7 +13,7 @@ from tests.support.brute_force import AROUND, BASELINE, planned, ways
 from tests.support.fake_primitives import CARRYING, FAKES
 from znnpy.costs.model import seconds
 from znnpy.layer_shapes import LayerShape
-from znnpy.network import Conv, MaxFilter, Maxout, Network, Pool
+from znnpy.network import Conv, MaxFilter, Maxout, Network, Pool, sliding_activation
 from znnpy.patches import cover
 from znnpy.planner.layout import chain, place
 from znnpy.planner.memory import reading_bytes, writing_bytes
@@ -40,7 +40,7 @@ def plain_shapes(dense: Vec3) -> list[LayerShape]:
                 found.insert(0, PoolShape(1, maps, (z, y, x), layer.window, fragments=False))
             case Conv():
                 z, y, x = z + layer.kernel[0] - 1, y + layer.kernel[1] - 1, x + layer.kernel[2] - 1
-                found.insert(0, ConvShape(1, maps, layer.out, (z, y, x), layer.kernel, layer.activation))
+                found.insert(0, ConvShape(1, maps, layer.out, (z, y, x), layer.kernel, sliding_activation(layer)))
             case MaxFilter() | Maxout():
                 raise AssertionError("there is none here")
     return found

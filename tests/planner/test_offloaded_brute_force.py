@@ -31,7 +31,7 @@ from znnpy.costs.model import Rates
 from znnpy.costs.two_stages import two_stage_seconds
 from znnpy.errors import NoPlanError
 from znnpy.kernels.contract import Variant, Work
-from znnpy.layer_shapes import LayerShape
+from znnpy.layer_shapes import LayerShape, with_batch
 from znnpy.network import Conv, Layer, Network, Pool
 from znnpy.planner.layout import ALIGNMENT, carried_planes, place, sub_batch_counts
 from znnpy.planner.memory import reading_bytes, staging_bytes, writing_bytes
@@ -97,7 +97,7 @@ def divided(network: Network, shapes: Sequence[LayerShape], theta: int) -> Itera
         for later in product([0, 1], repeat=len(pools)) if images in (1, count) else [(0,) * len(pools)]:
             some, found = images, list[LayerShape]()
             for i in range(theta, len(shapes)):
-                found.append(replace(shapes[i], batch=some))
+                found.append(with_batch(shapes[i], some))
                 some = found[-1].out_shape[0]
                 if i in pools and later[pools.index(i)]:
                     some = 1

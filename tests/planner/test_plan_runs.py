@@ -13,6 +13,7 @@ from tests.support.fake_plans import CHOICES_AT, MEMORY_AT, TENSORS_AT, changed,
 from tests.support.fake_primitives import FAKES, FAST, MACHINE, RATES, limits
 from tests.support.flat_requests import make_plan
 from znnpy.errors import PlanFileError
+from znnpy.layer_shapes import with_batch
 from znnpy.network import Network
 from znnpy.planner.run_plan import RunPlan
 from znnpy.planner.validate import check_runs
@@ -122,7 +123,7 @@ def test_plan_without_most_layers_is_refused(column: RunPlan, network: Network) 
 
 
 def taking(plan: RunPlan, *images: int) -> RunPlan:
-    choices = (replace(c, shape=replace(c.shape, batch=n)) for c, n in zip(plan.choices, images, strict=True))
+    choices = (replace(c, shape=with_batch(c.shape, n)) for c, n in zip(plan.choices, images, strict=True))
     return changed(plan, stages=(replace(plan.main.stages[0], choices=tuple(choices)),))
 
 

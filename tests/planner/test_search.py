@@ -138,7 +138,7 @@ def _turned_back(layer: Layer, axis: int) -> Layer:
             return replace(layer, kernel=turned_back(layer.kernel, axis))
         case Pool() | MaxFilter():
             return replace(layer, window=turned_back(layer.window, axis))
-        case Maxout():
+        case _:
             return layer
 
 

@@ -14,6 +14,7 @@ from tests.support.fake_plans import changed
 from tests.support.fake_primitives import FAKES, MACHINE, RATES, WITH_GPU, limits, on_gpu
 from tests.support.flat_requests import make_plan
 from znnpy.formats.networks import read_network
+from znnpy.layer_shapes import with_batch
 from znnpy.machine import Limits, Machine
 from znnpy.network import Conv, Network, Pool
 from znnpy.planner.memory import READER_BYTES, WRITER_BYTES
@@ -124,7 +125,7 @@ def test_columns_shorter_than_the_output_are_described(columns: RunPlan) -> None
 def test_depth_first_is_described(plan: RunPlan) -> None:
     parts = (1, 1, 4)
     last = plan.choices[2]
-    split = replace(last, shape=replace(last.shape, batch=2), executions=4 * last.executions)
+    split = replace(last, shape=with_batch(last.shape, 2), executions=4 * last.executions)
     deep = changed(plan, stages=(replace(plan.main.stages[0], choices=(*plan.choices[:2], split)),))
     assert deep.main.sub_batches == parts
     (header,) = [line for line in printed(deep).splitlines() if "layer and input" in line]

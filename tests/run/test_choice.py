@@ -47,7 +47,7 @@ def chosen(
     source = Source(volume, roi=None, border="valid", network=place.network, allow_nan=masks)
     patch, threads = (None, None) if plan else ((4, 4, 4), 2)
     wishes = RunOptions(plan=plan, ram=None if plan else 16 * GIB, threads=threads, patch=patch, cover=cover)
-    work = choice.Work(place.network, source.output, source.dtype.itemsize, np.dtype(out).itemsize, masks)
+    work = choice.Work(place.network, source.output, source.dtype.itemsize, np.dtype(out).itemsize, masks=masks)
     return choice.choose(wishes, work, OpenTarget(machine=this_machine()))
 
 

@@ -20,8 +20,8 @@ from tests.support.graph_runs import (
 )
 from tests.support.seeded_graphs import Case, case, layers_in, weights_of
 from tests.support.tiers import one_in
+from znnpy.admissible import lattices_of, period_of
 from znnpy.formats.wiring import Given, network_of
-from znnpy.geometry import lattices_of, period_of
 from znnpy.graph_columns import GraphCover, TurnedGraph
 from znnpy.layers import (
     JOINS,

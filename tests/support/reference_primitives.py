@@ -124,6 +124,8 @@ class _Step:
                 return reference.max_filter(x, self.shape.p)
             case MaxoutShape():
                 return reference.maxout(x, self.shape.of)
+            case _:
+                raise TypeError(f"no stand-in computes {self.shape}")
 
 
 STAND_INS: tuple[Primitive, ...] = (

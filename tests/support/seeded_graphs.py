@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tests.support.seeded_layers import Builder, vector
+from znnpy.admissible import admissible, lattices_of, period_of
 from znnpy.errors import ShapeError
-from znnpy.geometry import Geometry, admissible, lattices_of, period_of
+from znnpy.geometry import Geometry
 from znnpy.kernels.whole import grown_by
 from znnpy.layers import Add, Concat, Conv, ConvTranspose, Crop, Multiply, Scale
 from znnpy.network import ConvWeights, Network, Normalise, PadToPeriod

@@ -39,7 +39,7 @@ from znnpy.planner.modes import make_plan
 from znnpy.planner.request import CostModel, PlanRequest
 from znnpy.planner.run_plan import RunPlan
 from znnpy.run.target import OpenTarget
-from znnpy.shapes import Vec3
+from znnpy.shapes import ChainShape, Vec3
 from znnpy.units import human_seconds
 
 LONG_RUN = 2.0  # predicted seconds by assumed rates; what is predicted of a shorter run matters little
@@ -217,7 +217,7 @@ def _halved_of_graph(shape: GraphShape) -> GraphShape | None:
             return replace(shape, n=n)
 
 
-def _windows(shape: LayerShape) -> tuple[Vec3, Vec3]:
+def _windows(shape: ChainShape) -> tuple[Vec3, Vec3]:
     """Return the sizes of a layer's kernel and of its pooling window, ones where it has none."""
     one = 1, 1, 1
     match shape.kind:
@@ -225,5 +225,5 @@ def _windows(shape: LayerShape) -> tuple[Vec3, Vec3]:
             return shape.k, shape.pool
         case "pool" | "maxfilter":
             return one, shape.p
-        case "maxout":
+        case _:
             return one, one

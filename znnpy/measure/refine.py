@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from znnpy.costs.cost_file import MOST_REASON, Measurement, Refusal
 from znnpy.costs.model import Rates
 from znnpy.kernels.contract import Primitive, Variant
-from znnpy.layer_shapes import LayerShape
+from znnpy.layer_shapes import LayerShape, with_batch
 from znnpy.measure.budget import ON_GPU, FreeBytes, LayerTask, LayerTimer, Placement, TimeBudget, lacking, layers_of
 from znnpy.messages import one_line
 from znnpy.option_values import DeviceKind
@@ -141,10 +141,10 @@ class Refiner:
             return None
         spent = rates.seconds(primitive, shape, variant)
         images = max(1, min(shape.batch, int(shape.batch * MOST_LAYER_SECONDS / spent)))
-        fewer = replace(shape, batch=images)
+        fewer = with_batch(shape, images)
         while (lacks := lacking(where, primitive, fewer, variant, self.free_bytes)) and images > 1:
             images //= 2
-            fewer = replace(shape, batch=images)
+            fewer = with_batch(shape, images)
         if lacks is not None:
             self.too_large.setdefault(lacks[0], set()).add((primitive, shape, variant))
             return None

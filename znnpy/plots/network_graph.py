@@ -7,8 +7,8 @@ from math import log2
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from znnpy.admissible import lattices_of
 from znnpy.errors import OutputError
-from znnpy.geometry import lattices_of
 from znnpy.messages import excerpt
 from znnpy.network import Network
 from znnpy.plots.figures import new_figure, save_figure

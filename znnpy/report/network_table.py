@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from znnpy.geometry import admissible, lattices_of
+from znnpy.admissible import admissible, lattices_of
 from znnpy.lattices import period_along, reaches_of
 from znnpy.layers import parameter_count
 from znnpy.network import INPUT, Network

@@ -66,11 +66,11 @@ def workers_of(run: RunPlan, sessions: Sessions, network: Network, done: Set[int
 
 def queue_of(run: RunPlan, plans: Mapping[str, Plan], network: Network, done: Set[int] = frozenset()) -> WorkQueue:
     """Return the queue of a run's work items; `plans` are those of its devices, by name."""
-    items, sharing = run.work_items(network), run.sharing
+    sharing = run.sharing
     if sharing is None:
-        return ColumnQueue(items, done)
+        return ColumnQueue(run.work_items(network), done)
     profiles = {name: _profile(plan, sharing, network) for name, plan in plans.items()}
-    return BalancedQueue(items, sharing.gpu.axis, profiles, done, step=sharing.gpu.patch_out)
+    return BalancedQueue(sharing.cells, sharing.gpu.axis, profiles, done, step=sharing.gpu.patch_out)
 
 
 def _profile(plan: Plan, sharing: CoExecution, network: Network) -> WorkerProfile:

@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from znnpy.admissible import admissible, origins, seen_by_one
 from znnpy.errors import ShapeError, VolumeError
-from znnpy.geometry import Geometry, admissible, origins, seen_by_one
+from znnpy.geometry import Geometry
 from znnpy.graph_columns import Area
 from znnpy.messages import excerpt, option
 from znnpy.network import Network, PadToPeriod

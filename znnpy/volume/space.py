@@ -24,9 +24,7 @@ class Space:
     axes: tuple[str, ...] = AXES  # names of the axes of the stored array
 
     def behind(self, offset: tuple[float, float, float], step: tuple[float, float, float] = (1.0, 1.0, 1.0)) -> Space:
-        """Return the space of an array that begins at `offset` (z, y, x) of this one, with voxels `step` times as
-        large.
-        """
+        """Return the space of an array that begins at `offset` (z, y, x), with voxels `step` times as large."""
         z, y, x = (t + s * o for t, s, o in zip(self.translation, self.scale, offset, strict=True))
         scale = (self.scale[0] * step[0], self.scale[1] * step[1], self.scale[2] * step[2])
         return Space(scale, (z, y, x), self.units)
