@@ -68,7 +68,9 @@ def plan_znnpy(request: Request) -> Answer:
 
 
 def run_torch(request: Request) -> Iterator[Answer]:
-    """Run single windows in PyTorch and yield a line for each side; the request has network, precision, sides, threads.
+    """Run single windows in PyTorch, and yield a line for each side.
+
+    The request has network, precision, sides and threads, and
 
     rounds   runs of each window that count
     seconds  no window begins later

@@ -1,4 +1,4 @@
-"""Time graph networks over a volume, within memory, and in PyTorch window by window.
+"""Measure how fast graph networks are over a volume, within memory, and in PyTorch window by window.
 
 znnpy runs from file to file, everything counted. PyTorch's time for a volume is that of a window times the number of
 windows that MONAI's SlidingWindowInferer takes with half overlap, or that tiles with an exact halo take; reading,
@@ -69,6 +69,16 @@ class Bench:
             reason = None if values else failure or "no run ended"
             yield Row("runs", f"{self._net.name} within {ram}", "znnpy fp32", "voxels/s", values, reason, facts)
 
+    def layers(self, ram: str) -> Iterator[Row]:
+        """Yield the seconds of each operation of a plan, and the share of the machine that it reaches."""
+        request = {**self._request, "ram": ram}
+        outcome = run_child("benchmarks.graph_layers:layers", request, seconds=RUN_SECONDS)
+        if outcome.failure is not None:
+            yield Row("layers", self._net.name, "znnpy fp32", "s", (), outcome.failure)
+        for number, answer in enumerate(outcome.answers):
+            case = f"{self._net.name} {number}: {answer['shape']}"
+            yield Row("layers", case, answer["primitive"], "s", tuple(answer["seconds"]), None, answer)
+
     def plans(self, rams: Sequence[str]) -> Iterator[Row]:
         """Yield the predicted speed within each limit, to see which have a plan."""
         for ram in rams:
@@ -122,6 +132,7 @@ class Bench:
 @click.option("--ram", "rams", multiple=True, default=("16G", "4G", "2G"), show_default=True, help="Limits of memory.")
 @click.option("--threads", type=int, help="Threads of each [default: all cores].")
 @click.option("--rounds", default=1, show_default=True, help="Whole runs within each limit.")
+@click.option("--layers/--no-layers", "with_layers", default=True, help="Also time the layers of the plan alone.")
 @click.option("--torch/--no-torch", "with_torch", default=True, help="Also run PyTorch.")
 @OUT
 @QUICK
@@ -130,6 +141,7 @@ def command(
     rams: tuple[str, ...],
     threads: int | None,
     rounds: int,
+    with_layers: bool,
     with_torch: bool,
     out: Path | None,
     quick: bool,
@@ -138,17 +150,21 @@ def command(
     threads = threads or os.cpu_count() or 1
     result = Result("graphs", machine_name(), {**header(), "threads": threads})
     if out is not None or not quick:
-        merge(result, out, ("runs", "plans", "windows", "half overlap", "exact halo", "exactness"))
+        merge(result, out, ("runs", "plans", "layers", "windows", "half overlap", "exact halo", "exactness"))
     for name in names or NETS:
         net = NETS[name]
         with tempfile.TemporaryDirectory() as folder:
             bench = Bench(net, Path(folder), threads, QUICK_SIZE if quick else net.size, rounds)
             rows = [bench.runs(("2G",) if quick else rams), bench.plans(("1G",))]
+            if with_layers:
+                rows.append(bench.layers("2G" if quick else rams[0]))
             if with_torch:
                 sides = (32,) if quick else SIDES
                 rows += [bench.exactness(), bench.torch(("fp32", "bf16"), sides)]
             for row in (row for some in rows for row in some):
-                click.echo(f"{row.group}: {row.case}, {row.subject}: {row.failure or f'{row.median:,.4g} {row.unit}'}")
+                share = f", {row.facts['share']:.0%} of the machine" if row.group == "layers" and row.values else ""
+                text = row.failure or f"{row.median:,.4g} {row.unit}{share}"
+                click.echo(f"{row.group}: {row.case}, {row.subject}: {text}")
                 result.add([row])
                 if out is not None or not quick:
                     result.write(out)

@@ -144,7 +144,7 @@ class AxisLayer(NamedTuple):
             case ConvTranspose():
                 stride, padding = layer.stride[axis], layer.padding[0][axis]
                 begin = -((layer.reach[axis] - 1 - lo - padding) // stride)
-                # At least one voxel, even if it contributes nothing: the last that begins no later than the output.
+                # At least one voxel, even if it contributes nothing: the last one that begins at `lo` or before.
                 begin, end = min(begin, (lo + padding) // stride), (hi - 1 + padding) // stride + 1
                 return Interval(begin if n is None else min(begin, n - 1), end)
             case Upsample(factor=factor, how=how):

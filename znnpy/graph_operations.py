@@ -47,7 +47,7 @@ Region = tuple[Interval, Interval, Interval]
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What an operation reads: voxel i of its input is voxel i + `shift` of the tensor."""
+    """One input of an operation: voxel i of its input is voxel i + `shift` of the tensor."""
 
     tensor: int
     shift: Vec3

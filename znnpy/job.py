@@ -17,6 +17,7 @@ from znnpy.planner.run_plan import RunPlan
 from znnpy.shapes import Vec3
 from znnpy.trained import TrainedNetwork
 from znnpy.volume.base import Volume
+from znnpy.volume.hdf5_store import OUTPUTS_ATTRIBUTE
 from znnpy.volume.journal import Settings
 from znnpy.volume.sample import Sample
 from znnpy.volume.source import Source
@@ -86,8 +87,20 @@ def _of_graph(network: Network, source: Source) -> dict[str, Any]:
         "meaning": network.meaning,
         "pad_to_period": network.pad_to_period,
         "voxel_position": np.array(source.position, np.float64),  # of the first output voxel's centre, in the volume
+        **_maps_of_outputs(network),
         "voxel_step": np.array(source.step, np.float64),  # size of an output voxel, in voxels of the volume
     }
+
+
+def _maps_of_outputs(network: Network) -> dict[str, str]:
+    """Return which maps belong to which node, [first, end) by name, where a network has several outputs."""
+    if len(network.outputs) == 1:
+        return {}
+    found, first = {}, 0
+    for tensor in network.outputs:
+        found[network.names[tensor - 1]] = [first, first + network.maps[tensor]]
+        first += network.maps[tensor]
+    return {OUTPUTS_ATTRIBUTE: json.dumps(found)}
 
 
 def roi_text(region: Box | None, size: Vec3) -> str:

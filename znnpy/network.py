@@ -180,7 +180,7 @@ class Network:
 
     @cached_property
     def meaning(self) -> Meaning:
-        """Meaning of an output voxel: `sliding`, the plain network on its field of view; `whole`, on the volume."""
+        """Meaning of an output voxel: `sliding`, the network on its field of view; `whole`, on the volume."""
         chain = self.sources == tuple((i,) for i in range(len(self.layers))) and self.outputs == (len(self.layers),)
         return "sliding" if chain and all(map(slides, self.layers)) else "whole"
 

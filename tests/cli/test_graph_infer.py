@@ -37,7 +37,7 @@ def graph(place: Place, layers: Layers = UNET, **entries: Any) -> Network:
     """Write net.yaml and net.npz of a graph."""
     path = place.write_network(layers=layers, **entries)
     network = read_network(path).network
-    arrays: dict[str, Any] = {}
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
     for index, weights in zip(network.weighted, random_weights(network, seed=4), strict=True):
         arrays |= {f"{network.names[index]}.weight": weights.weight, f"{network.names[index]}.bias": weights.bias}
     np.savez(place.folder / "net.npz", **arrays)
@@ -76,7 +76,7 @@ def test_unet_equals_the_definition_on_the_padded_volume(place: Place, more: tup
 
 @pytest.mark.parametrize(
     ("layers", "step", "offset", "cut"),
-    [(COARSE, (2, 2, 2), (0.5, 0.5, 0.5), (10, 12, 13)), (FINE, (1, 0.5, 0.5), (0, -0.25, -0.25), (20, 46, 50))],
+    [(COARSE, (2, 2, 2), (0.5, 0.5, 0.5), (10, 11, 12)), (FINE, (1, 0.5, 0.5), (0, -0.25, -0.25), (20, 46, 50))],
     ids=["coarser", "finer"],
 )
 def test_output_says_where_its_voxels_are(
@@ -84,10 +84,12 @@ def test_output_says_where_its_voxels_are(
 ) -> None:
     network = graph(place, layers)
     assert place.infer("--no-calibrate").exit_code == 0
-    assert close(place.prediction(), defined(place, network, (20, 24, 26))[:, : cut[0], : cut[1], : cut[2]])
-    found = attributes(place.out)
-    assert found["voxel_step"] == list(step)
-    assert found["offset"] == list(offset)
+    size = (20, 24, 26) if layers is FINE else (20, 23, 25)  # windows that do not fit are left out, as PyTorch does
+    exact = defined(place, network, size)[:, : cut[0], : cut[1], : cut[2]]
+    found = place.prediction()
+    assert close(found if found.ndim == 4 else found[None], exact)
+    said = attributes(place.out)
+    assert (said["voxel_step"], said["voxel_position"]) == (list(step), list(offset))
 
 
 @pytest.mark.slow
@@ -140,7 +142,12 @@ REFUSED: list[tuple[str, dict[str, Any], list[str], list[str]]] = [
     ("small", {}, [], ["1x23x25", "smaller than one period", "2x2x2", "along z", "give a larger volume"]),
     ("border", {}, ["--border", "reflect"], ["--border reflect", "pads by itself", "leave out --border"]),
     ("nan", {}, ["--allow-nan"], ["computed whole", "leave out --allow-nan"]),
-    ("norm", {"layers": NORM}, [], ["node normed is a instance_norm", "use a network with batch norm or none"]),
+    (
+        "norm",
+        {"layers": NORM},
+        [],
+        ["node normed (instance_norm)", "batch norm or none"],
+    ),
     ("corners", {"layers": ALIGNED}, [], ["node up upsamples with align_corners", "use align_corners: false"]),
     ("refuse", {"pad_to_period": "refuse"}, [], ["20x23x25", "refuses to pad it to 20x24x26", "pad_to_period"]),
     ("gpu", {}, ["--device", "gpu"], ["GPU"]),

@@ -41,7 +41,7 @@ Maps = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Ran:
-    """What a plan gave, (maps, z, y, x), and the voxels that each operation wrote."""
+    """The output of a plan, (maps, z, y, x), and the voxels that each operation wrote."""
 
     out: Maps
     written: list[int]
@@ -92,11 +92,11 @@ def some_plan(case: Case, region: Box, rng: random.Random) -> Plan:
     z, y, x = (rng.randint(1, count) for count in counts)
     column = z * rng.randint(1, -(-counts[0] // z)) if rng.random() < 0.7 else 0
     table = [primitive for primitive in CPU if rng.random() < 0.7]
-    split = {"axis": axis, "column": column, "threads": rng.choice((1, 2))}
+    split: Any = {"axis": axis, "column": column, "threads": rng.choice((1, 2))}
     try:
         return planned(case.network, case.size, region, (z, y, x), table=table, **split)
     except NoPlanError:
-        return planned(case.network, case.size, region, (z, y, x), **split)  # type: ignore[arg-type]
+        return planned(case.network, case.size, region, (z, y, x), **split)
 
 
 def some_region(size: Vec3, rng: random.Random) -> Box:
@@ -120,7 +120,7 @@ def ran(plan: Plan, case: Case) -> Ran:
         _poison(session, everything=True)
         for column in cover:
             for index, step in enumerate(column.steps):
-                assert step.size is not None, "steps of graphs have it"
+                assert step.size is not None
                 _fits(step.size, plan.patch_in)
                 raw = np.empty((network.input_channels, *step.size), case.volume.dtype)
                 source.read(step.read, raw)

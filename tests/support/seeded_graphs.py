@@ -176,8 +176,7 @@ class _Graph:
         if rng.random() < 0.25:
             channels = builder.maps[0]
             normalise = Normalise(tuple(rng.uniform(90, 140) for _ in range(channels)), (45.0,) * channels)
-        padding: tuple[PadToPeriod, ...] = ("reflect", "reflect", "replicate", "zeros", "refuse")
-        how = rng.choice(padding)
+        how: PadToPeriod = rng.choice(("reflect", "reflect", "replicate", "zeros", "refuse"))
         return builder.network(name, outputs, how, normalise)
 
     def _strides(self, count: int) -> list[Vec3]:

@@ -11,6 +11,7 @@ read first only where the box covers it in part. A few threads write the chunks 
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections import deque
@@ -33,6 +34,8 @@ from znnpy.shapes import Vec3, add, ceil_divide, multiply, subtract
 from znnpy.volume.store import DAMAGED, Store, check_stored, chunk_of, chunks_of, damaged
 
 DATASET = "prediction"
+OUTPUTS = "outputs"  # group with a dataset for each output node of a graph that has several
+OUTPUTS_ATTRIBUTE = "outputs"  # which maps belong to which of them, JSON
 PAGE = 4096  # bytes: chunks are aligned to pages
 THREADS = 2  # number of writing threads; plans set aside memory for a chunk of each, WRITER_BYTES
 THREAD_BYTES = 2**20  # part of a box for each thread: written in 0.5 ms (`writing-xeon-2cores-2026-11-22.json`)
@@ -65,13 +68,15 @@ class Hdf5Store(Store):
         layout.set_chunk(chunk if shape[0] == 1 else (1, *chunk))
         layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
         layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+        newest = "v110" if OUTPUTS_ATTRIBUTE in attributes else "v108"  # views of datasets came with v110
         # All programs read format v108, and it allows attributes above 64 KiB, which plans need.
-        with h5py.File(path, "x", libver=("v108", "v108"), alignment_threshold=PAGE, alignment_interval=PAGE) as file:
+        with h5py.File(path, "x", libver=("v108", newest), alignment_threshold=PAGE, alignment_interval=PAGE) as file:
             made = os.fstat(file.id.get_vfd_handle())
             space = h5py.h5s.create_simple(stored)
             kind = h5py.h5t.py_create(dtype, logical=True)
             h5py.h5d.create(file.id, DATASET.encode(), kind, space, dcpl=layout)
             file[DATASET].attrs.update(attributes)
+            _add_outputs(file, attributes.get(OUTPUTS_ATTRIBUTE), dtype)
         with reopen(path) as written:
             _check_same(path, os.fstat(written.fileno()), made)
             os.fsync(written.fileno())
@@ -228,3 +233,15 @@ def _check_same(path: Path, one: os.stat_result, other: os.stat_result) -> None:
     """Raise OSError unless both are one file: the library that opens `path` may find another file there."""
     if not os.path.samestat(one, other):
         raise OSError(f"{path} was replaced by another file while it was being opened")
+
+
+def _add_outputs(file: h5py.File, maps_by_name: str | None, dtype: np.dtype[Any]) -> None:
+    """Add a dataset for each output of a graph with several: a view of its maps in the prediction, not a copy."""
+    if maps_by_name is None:
+        return
+    whole = file[DATASET]
+    for number, (name, (first, end)) in enumerate(json.loads(maps_by_name).items()):
+        layout = h5py.VirtualLayout((end - first, *whole.shape[1:]), dtype)
+        layout[:] = h5py.VirtualSource(whole)[first:end]
+        where = f"{OUTPUTS}/{name.replace('/', '_').replace('.', '_')}"
+        file.create_virtual_dataset(f"{where}_{number}" if where in file else where, layout)

@@ -212,6 +212,7 @@ def predicted(geometry: Geometry, volume: Vec3, region: Box) -> tuple[Box, tuple
     pad one side alone shift centres. As many as the volume was padded by behind its far faces are left out. ShapeError
     if there are none.
     """
+    _check_outputs(geometry)
     tensor = geometry.network.outputs[0]
     origin, step, size = origins(geometry)[tensor], geometry.step(tensor), geometry.size(tensor)
     lo, hi = [], []
@@ -237,6 +238,20 @@ def predicted(geometry: Geometry, volume: Vec3, region: Box) -> tuple[Box, tuple
 def _floats(values: Iterable[int | Fraction]) -> tuple[float, float, float]:
     z, y, x = map(float, values)
     return z, y, x
+
+
+def _check_outputs(geometry: Geometry) -> None:
+    """Raise ShapeError unless all outputs of a graph have the same voxels."""
+    first, *others = geometry.network.outputs
+    names, places = geometry.network.names, origins(geometry)
+    for other in others:
+        mine, its = ((geometry.step(one), geometry.size(one), places[one]) for one in (first, other))
+        if mine != its:
+            raise ShapeError(
+                f"{geometry.network.name} gives {names[first - 1]} of {text(mine[1])} voxels and {names[other - 1]} of "
+                f"{text(its[1])} for a volume of {text(geometry.volume)}, which lie elsewhere or differ in size; name one "
+                "of them as `output` in the network file at a time"
+            )
 
 
 def parse_roi(roi: str, size: Vec3) -> Box:

@@ -28,11 +28,11 @@ struct Line {  // one panel of the outputs of a line
   float slope;
 };
 
-// Adds the products of taps [first, last) to the sums of VOXELS outputs; `x` is the first input of the first of them, `w`
-// the kernels of the panel for the first of these taps. Returns the kernels of the next.
+// Adds the products of taps [first, last) to the sums of VOXELS outputs; `x` is the first input of the first of them,
+// `w` the kernels of the panel for the first of these taps. Returns the kernels of the next.
 template <int VOXELS, int VECTORS>
-ALWAYS const float *add_taps(V (&sums)[VOXELS][VECTORS], const float *x, ptrdiff_t voxel, const int64_t *offsets, ptrdiff_t first,
-                     ptrdiff_t last, const float *w, ptrdiff_t pitch) {
+ALWAYS const float *add_taps(V (&sums)[VOXELS][VECTORS], const float *x, ptrdiff_t voxel, const int64_t *offsets,
+                             ptrdiff_t first, ptrdiff_t last, const float *w, ptrdiff_t pitch) {
   for (ptrdiff_t tap = first; tap < last; tap++, w += pitch) {
     const float *in = x + offsets[tap];
     V kernel[VECTORS];

@@ -1,5 +1,5 @@
-// Arguments that conv_direct_lanes.py and graph_conv_direct.py pass to the direct convolution. Sizes are in elements; the last axis of an
-// image is its channels.
+// Arguments that conv_direct_lanes.py and graph_conv_direct.py pass to the direct convolution. Sizes are in elements;
+// the last axis of an image is its channels.
 #pragma once
 #include <cstdint>
 

@@ -16,7 +16,7 @@ ptrdiff_t list(const Strided &s, ptrdiff_t z, ptrdiff_t y, ptrdiff_t first, ptrd
   for (ptrdiff_t i = 0; i < s.parts; map += s.from[i++].f) {
     const Part &part = s.from[i];
     const ptrdiff_t step = s.dilation[2] * part.pitch[2], next = s.stride[2] * part.pitch[2];
-    const bool neighbours = step == s.fin;  // the taps of a line are one run, of the input and of the kernel
+    const bool neighbours = s.parts == 1 && step == s.fin;  // a line's taps are one run
     for (ptrdiff_t dz = planes.first; dz < planes.last; dz++) {
       for (ptrdiff_t dy = rows.first; dy < rows.last; dy++) {
         const ptrdiff_t plane = z * s.stride[0] - s.before[0] + dz * s.dilation[0];
