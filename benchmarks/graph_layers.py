@@ -75,7 +75,7 @@ def _by_tiles(shape: Any, out: tuple[int, ...], tile: tuple[int, ...]) -> float:
     steps = [side - k + 1 for side, k in zip(tile, shape.k, strict=True)]
     if min(steps) < 1:
         return float("inf")
-    tiles = prod(ceil(n / step) for n, step in zip(out, steps, strict=True))
+    tiles: int = prod(ceil(n / step) for n, step in zip(out, steps, strict=True))
     points = prod(tile)
     transforms = 2.5 * points * log2(points) * (shape.fin + shape.fout)  # of real values, flops
     products = 8.0 * (points / 2) * shape.fin * shape.fout
