@@ -79,7 +79,7 @@ def _by_tiles(shape: Any, out: tuple[int, ...], tile: tuple[int, ...]) -> float:
     points = prod(tile)
     transforms = 2.5 * points * log2(points) * (shape.fin + shape.fout)  # of real values, flops
     products = 8.0 * (points / 2) * shape.fin * shape.fout
-    return tiles * (transforms + products) / 2
+    return float(tiles * (transforms + products) / 2)
 
 
 def layers(request: Request) -> Iterator[Answer]:

@@ -6,6 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from znnpy.graph_shapes import (
+    GraphConvShape,
+    PadShape,
+    PointShape,
+    TransposeShape,
+    UpsampleShape,
+    WindowPoolShape,
+)
 from znnpy.kernels.contract import Primitive
 from znnpy.kernels.cpu.native.library import why_not as not_compiled
 from znnpy.kernels.table import TABLE
@@ -20,6 +28,16 @@ SHAPES: tuple[LayerShape, ...] = (
     PoolShape(2, 8, (4, 6, 8), (2, 2, 2), fragments=False),
     FilterShape(2, 8, (5, 7, 9), (2, 3, 1)),
     MaxoutShape(2, 8, (5, 7, 9), 2),
+    GraphConvShape((16, 8), 16, (12, 13, 14), (3, 2, 3), (1, 0, 1), (0, 1, 1), activation="relu"),
+    GraphConvShape((16,), 8, (12, 13, 14), (3, 2, 3), stride=(2, 1, 2), dilation=(1, 2, 1)),
+    GraphConvShape((16,), 16, (12, 13, 14), (3, 2, 3), groups=16),
+    TransposeShape(16, 8, (5, 6, 7), (10, 12, 7), (2, 3, 1), (0, 0, 0), (2, 2, 1)),
+    WindowPoolShape(8, (5, 7, 9), (2, 3, 2), (2, 1, 2)),
+    WindowPoolShape(8, (5, 7, 9), (2, 3, 2), (2, 1, 2), "average"),
+    UpsampleShape(8, (5, 6, 7), (10, 12, 7), (2, 2, 1), (0, 0, 0)),
+    UpsampleShape(8, (5, 6, 7), (10, 12, 7), (2, 2, 1), (0, 0, 0), "linear"),
+    PointShape("add", (8, 8), (5, 6, 7), "relu"),
+    PadShape(8, (5, 6, 7), (6, 8, 8), (-1, -1, 0), (0, 0, 0), (5, 6, 7), "reflect"),
 )
 CPU = [p for p in TABLE if p.name.startswith("cpu.")]
 
