@@ -63,11 +63,11 @@ def least_multiply_adds(shape: Any) -> float:
         return float(prod(shape.out_shape) * taps * shape.fin / shape.groups)
     if shape.kind != "graph_conv":
         return 0.0
-    direct = float(prod(shape.out_shape) * (shape.fin // shape.groups) * prod(shape.k))
+    direct: float = float(prod(shape.out_shape) * (shape.fin // shape.groups) * prod(shape.k))
     if not shape.plain:
         return direct
     out = shape.out_shape[1:4]
-    return min([direct, *(_by_tiles(shape, out, tile) for tile in product(SIDES, repeat=3))])
+    return min(direct, *(_by_tiles(shape, out, tile) for tile in product(SIDES, repeat=3)))
 
 
 def _by_tiles(shape: Any, out: tuple[int, ...], tile: tuple[int, ...]) -> float:
@@ -75,11 +75,11 @@ def _by_tiles(shape: Any, out: tuple[int, ...], tile: tuple[int, ...]) -> float:
     steps = [side - k + 1 for side, k in zip(tile, shape.k, strict=True)]
     if min(steps) < 1:
         return float("inf")
-    tiles = prod(ceil(n / step) for n, step in zip(out, steps, strict=True))
+    tiles: int = prod(ceil(n / step) for n, step in zip(out, steps, strict=True))
     points = prod(tile)
     transforms = 2.5 * points * log2(points) * (shape.fin + shape.fout)  # of real values, flops
     products = 8.0 * (points / 2) * shape.fin * shape.fout
-    return tiles * (transforms + products) / 2
+    return float(tiles * (transforms + products) / 2)
 
 
 def layers(request: Request) -> Iterator[Answer]:

@@ -37,7 +37,7 @@ def graph(place: Place, layers: Layers = UNET, **entries: Any) -> Network:
     """Write net.yaml and net.npz of a graph."""
     path = place.write_network(layers=layers, **entries)
     network = read_network(path).network
-    arrays: dict[str, np.ndarray[Any, Any]] = {}
+    arrays: dict[str, Any] = {}
     for index, weights in zip(network.weighted, random_weights(network, seed=4), strict=True):
         arrays |= {f"{network.names[index]}.weight": weights.weight, f"{network.names[index]}.bias": weights.bias}
     np.savez(place.folder / "net.npz", **arrays)

@@ -249,8 +249,8 @@ def _check_outputs(geometry: Geometry) -> None:
         if mine != its:
             raise ShapeError(
                 f"{geometry.network.name} gives {names[first - 1]} of {text(mine[1])} voxels and {names[other - 1]} of "
-                f"{text(its[1])} for a volume of {text(geometry.volume)}, which lie elsewhere or differ in size; name one "
-                "of them as `output` in the network file at a time"
+                f"{text(its[1])} for a volume of {text(geometry.volume)}, which lie elsewhere or differ in size; name "
+                "one of them as `output` in the network file at a time"
             )
 
 
