@@ -10,21 +10,42 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from znnpy.errors import DeviceError
+from znnpy.graph_shapes import (
+    GraphConvShape,
+    PadShape,
+    PointShape,
+    TransposeShape,
+    UpsampleShape,
+    WindowPoolShape,
+)
 from znnpy.kernels.contract import Kind, Primitive
 from znnpy.kernels.cpu.native.library import why_not
 from znnpy.kernels.table import TABLE
 from znnpy.layer_shapes import LayerShape
+from znnpy.layers import ONE, ZERO
 from znnpy.machine import this_machine
 from znnpy.report.wide_table import WideOrNarrow, columns_for, indented
 from znnpy.run.target import DRIVER
 from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape, Vec3
 
 CUBE: Vec3 = (15, 15, 15)  # a size that windows of 2 pool into fragments
+TWICE: Vec3 = (30, 30, 30)
+TWO: Vec3 = (2, 2, 2)
 SAMPLES: dict[Kind, tuple[LayerShape, ...]] = {
     "conv": tuple(ConvShape(1, fin, 16, CUBE, (3, 3, 3), "relu") for fin in (1, 16)),  # a first layer, and another
     "pool": (PoolShape(1, 16, CUBE, (2, 2, 2)), PoolShape(1, 16, (16, 16, 16), (2, 2, 2), fragments=False)),
     "maxfilter": (FilterShape(1, 16, CUBE, (2, 2, 2)),),
     "maxout": (MaxoutShape(1, 16, CUBE, 2),),
+    "graph_conv": (
+        GraphConvShape((16,), 16, CUBE, (3, 3, 3), ONE, ONE, activation="relu"),
+        GraphConvShape((16,), 16, CUBE, (3, 3, 3), ONE, ONE, stride=TWO, activation="relu"),
+        GraphConvShape((16,), 16, CUBE, (3, 3, 3), ONE, ONE, groups=16, activation="relu"),
+    ),
+    "conv_transpose": (TransposeShape(16, 16, CUBE, TWICE, TWO, ZERO, stride=TWO),),
+    "window_pool": (WindowPoolShape(16, CUBE, TWO, TWO),),
+    "upsample": (UpsampleShape(16, CUBE, TWICE, TWO, ZERO),),
+    "point": (PointShape("add", (16, 16), CUBE, "relu"),),
+    "pad": (PadShape(16, CUBE, (17, 17, 17), (-1, -1, -1), ZERO, CUBE, "reflect"),),
 }
 
 

@@ -42,7 +42,7 @@ def test_reason_of_this_machine_is_given_without_a_shape(place: Place) -> None:
 
 def test_shipped_network_without_weights_is_refused_with_advice(place: Place) -> None:
     names = sorted(set(shipped()) - {"fib25_boundary"})
-    assert len(names) == 4
+    assert len(names) == 5
     for name in names:
         sentence = place.refusal("infer", place.volume, "--network", name)
         assert_holds(sentence, f"the network {name}", "no weights", "--weights FILE.npz", "run fib25_boundary")
