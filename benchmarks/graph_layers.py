@@ -63,11 +63,11 @@ def least_multiply_adds(shape: Any) -> float:
         return float(prod(shape.out_shape) * taps * shape.fin / shape.groups)
     if shape.kind != "graph_conv":
         return 0.0
-    direct = float(prod(shape.out_shape) * (shape.fin // shape.groups) * prod(shape.k))
+    direct: float = float(prod(shape.out_shape) * (shape.fin // shape.groups) * prod(shape.k))
     if not shape.plain:
         return direct
     out = shape.out_shape[1:4]
-    return min([direct, *(_by_tiles(shape, out, tile) for tile in product(SIDES, repeat=3))])
+    return min(direct, *(_by_tiles(shape, out, tile) for tile in product(SIDES, repeat=3)))
 
 
 def _by_tiles(shape: Any, out: tuple[int, ...], tile: tuple[int, ...]) -> float:

@@ -19,7 +19,7 @@ from znnpy.patches import Box
 from znnpy.planner.layout import Tensor, aligned
 from znnpy.shapes import FLOAT32, Vec3, turned_back
 
-# The place of a tensor: in the arena, during a step; in the arena with planes kept beside it; or beside the arena,
+# The place of a tensor: in the arena, during a step; in the arena, with planes kept beside it; or beside the arena,
 # where its planes stay from step to step.
 Storage = Literal["arena", "carried", "resident"]
 

@@ -205,6 +205,24 @@ def test_several_outputs_are_written_one_after_the_other() -> None:
     assert_equal(ran(plan, one).out, reference(one), one)
 
 
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_an_output_is_held_until_it_is_given(axis: int) -> None:
+    """Its reader is ahead, and needs it no longer when the column gets there."""
+    one = made(
+        [
+            Given(same(2), "first"),
+            Given(Crop((3, 3, 3)), "ahead"),
+            Given(Pad((0, 0, 0), (3, 3, 3), "replicate"), "moved"),
+            Given(Conv((1, 1, 1), 1), "last"),
+        ],
+        (8, 9, 10),
+        output=["last", "first"],
+    )
+    patch = (1, 9, 10) if axis == 0 else (1, 8, 9)
+    plan = planned(one.network, one.size, whole_region(one), patch, axis=axis, column=10)
+    assert_equal(ran(plan, one).out, reference(one), one)
+
+
 def test_columns_cover_every_voxel_of_the_region_once() -> None:
     one = unet((17, 18, 13))
     for axis in range(3):

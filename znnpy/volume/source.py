@@ -241,15 +241,15 @@ def _floats(values: Iterable[int | Fraction]) -> tuple[float, float, float]:
 
 
 def _check_outputs(geometry: Geometry) -> None:
-    """Raise ShapeError unless all outputs of a graph have the same voxels."""
+    """Raise ShapeError unless all outputs of a graph have as many voxels, of one size."""
     first, *others = geometry.network.outputs
-    names, places = geometry.network.names, origins(geometry)
+    names = geometry.network.names
     for other in others:
-        mine, its = ((geometry.step(one), geometry.size(one), places[one]) for one in (first, other))
+        mine, its = ((geometry.step(one), geometry.size(one)) for one in (first, other))
         if mine != its:
             raise ShapeError(
                 f"{geometry.network.name} gives {names[first - 1]} of {text(mine[1])} voxels and {names[other - 1]} of "
-                f"{text(its[1])} for a volume of {text(geometry.volume)}, which lie elsewhere or differ in size; name "
+                f"{text(its[1])} for a volume of {text(geometry.volume)}, which differ in number or size; name "
                 "one of them as `output` in the network file at a time"
             )
 
