@@ -16,6 +16,7 @@ from typing import Any
 
 import click
 
+from benchmarks.graph_tables import PROGRAM as PROGRAM
 from benchmarks.harness.graph_nets import NETS, GraphNet
 from benchmarks.harness.inputs import Vec3
 from benchmarks.harness.isolate import run_child
