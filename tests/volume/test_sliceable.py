@@ -137,7 +137,7 @@ def test_array_is_predicted_into_a_file_and_resumed(place: Place, voxels: np.nda
 
 def test_unfit_arrays_are_refused(place: Place, voxels: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> None:
     other = place.folder / "other.h5"
-    fitting = np.empty(expected.shape, np.float32)
+    fitting = np.zeros(expected.shape, np.float32)
     for out in (fitting[:, 1:], fitting.astype(np.float64)):
         with pytest.raises(OutputError, match=r"the prediction has \(maps, z, y, x\) = .* float32; give one that fits"):
             infer(place, voxels, out)
