@@ -7,12 +7,12 @@ from benchmarks.harness.results import Program, Result, Results, Row
 
 COMMAND = "graphs"
 LEGEND = (
-    "*{} threads; everything counted: planning, reading and writing, from file to file; memory: peak over promise; work: what was "
-    "computed over what the output needs*"
+    "*{} threads; everything counted: planning, reading and writing, from file to file; memory: peak over promise; "
+    "work: what was computed over what the output needs*"
 )
 PEER_LEGEND = (
-    "*{} threads each; single windows of PyTorch, channels last; for the whole volume times the number of windows with half overlap, or "
-    "of tiles of 128 with an exact halo, without blending, reading and writing*"
+    "*{} threads each; single windows of PyTorch, channels last; for the whole volume times the number of windows with "
+    "half overlap, or of tiles of 128 with an exact halo, without blending, reading and writing*"
 )
 
 
