@@ -7,12 +7,12 @@ from benchmarks.harness.results import Program, Result, Results, Row
 
 COMMAND = "graphs"
 LEGEND = (
-    "*everything counted: planning, reading and writing, from file to file; memory: peak over promise; work: what was "
-    "computed over what the output needs*"
+    "*{} threads; everything counted: planning, reading and writing, from file to file; memory: peak over promise; "
+    "work: what was computed over what the output needs*"
 )
 PEER_LEGEND = (
-    "*single windows of PyTorch, channels last; for the whole volume times the number of windows with half overlap, or "
-    "of tiles of 128 with an exact halo, without blending, reading and writing*"
+    "*{} threads each; single windows of PyTorch, channels last; for the whole volume times the number of windows with "
+    "half overlap, or of tiles of 128 with an exact halo, without blending, reading and writing*"
 )
 
 
@@ -36,7 +36,7 @@ def runs_table(results: Results) -> str:
                  f"{facts['waste']:.2f}")
             )  # fmt: skip
         head = ("network", "voxels/s", "of computing", "times the plan", "memory", "work")
-        parts.append(f"{markdown.table(head, rows)}\n\n{LEGEND}")
+        parts.append(f"{markdown.table(head, rows)}\n\n{LEGEND.format(result.header['threads'])}")
     return markdown.sections(found, parts, COMMAND, ("runs",))
 
 
@@ -51,7 +51,7 @@ def peers_table(results: Results) -> str:
             if row.values
         ]
         head = ("", "network", "", "voxels/s", "znnpy is faster by")
-        parts.append(f"{markdown.table(head, rows, left=3)}\n\n{PEER_LEGEND}")
+        parts.append(f"{markdown.table(head, rows, left=3)}\n\n{PEER_LEGEND.format(result.header['threads'])}")
     return markdown.sections(found, parts, COMMAND, ("windows",))
 
 

@@ -30,6 +30,7 @@ SIDES = (96, 128, 160)  # of PyTorch's windows
 HALO_SIDE = 128  # output of tiles with an exact halo
 RUN_SECONDS = 1500.0
 WINDOW_SECONDS = 120.0  # for all windows of one precision
+GROUPS = ("runs", "plans", "layers", "windows", "half overlap", "exact halo", "exactness")
 QUICK_SIZE: Vec3 = (32, 64, 64)
 
 
@@ -151,7 +152,7 @@ def command(
     threads = threads or os.cpu_count() or 1
     result = Result("graphs", machine_name(), {**header(), "threads": threads})
     if out is not None or not quick:
-        merge(result, out, ("runs", "plans", "layers", "windows", "half overlap", "exact halo", "exactness"))
+        merge(result, out, () if names else GROUPS)
     for name in names or NETS:
         net = NETS[name]
         with tempfile.TemporaryDirectory() as folder:

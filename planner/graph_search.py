@@ -33,6 +33,7 @@ AS_FAST = 0.97  # the same for steps with as many planes as one that was seen
 SLOW = 4.0  # primitives that take so many times as long as the fastest for every operation are tried no more
 ATTEMPTS = 4  # layouts of one size: each allows for what the one before lost between tensors
 RUNNERS_UP = 3
+EXACT_OPERATIONS = 12  # up to which the choice is exact; beyond, it may be a little slower but takes far less time
 MOST_TRIED = 150  # sizes that are worked out, the least work first; small graphs have fewer
 
 
@@ -172,13 +173,18 @@ class GraphSearch:
         """Return the seconds of the fastest primitives of one size, if their bytes fit before tensors are placed."""
         fronts, around = self._fronts(tiling), self._around(tiling)
         budget = self.request.limits.ram_bytes - around.peak - tiling.carries
-        chosen = fastest_within(fronts, budget) if budget > 0 else None
+        chosen = self._chosen(fronts, budget)
         if chosen is None:
             needed = total_bytes(smallest(fronts)) + tiling.carries
             self._note(replace(around, stages=(StageMemory("cpu", needed),)))
             return None
         prepared = tiling.carries + max(tiling.live) + sum(option.resident for option in chosen)
         return Draft(tiling, total_seconds(chosen) + prepared / self.options.rates.first_touch)
+
+    @staticmethod
+    def _chosen(fronts: Sequence[ParetoFront], budget: int) -> tuple[LayerOption, ...] | None:
+        """Return the fastest options within so many bytes; None if none fit."""
+        return fastest_within(fronts, budget, exact_groups=EXACT_OPERATIONS) if budget > 0 else None
 
     def _note(self, memory: Memory) -> None:
         """Remember what came nearest to the limit."""
@@ -191,7 +197,7 @@ class GraphSearch:
         around, limit = self._around(tiling), self.request.limits.ram_bytes
         budget = limit - around.peak - tiling.carries
         for _ in range(ATTEMPTS):
-            chosen = fastest_within(fronts, budget) if budget > 0 else None
+            chosen = self._chosen(fronts, budget)
             fits = chosen is not None
             chosen = chosen or smallest(fronts)
             solution = self._laid_out(tiling, chosen, around)

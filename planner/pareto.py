@@ -117,13 +117,17 @@ def fastest(fronts: Sequence[ParetoFront]) -> tuple[LayerOption, ...]:
 
 
 def fastest_within(
-    fronts: Sequence[ParetoFront], budget: int, below: float = inf, price: float = 0.0
+    fronts: Sequence[ParetoFront],
+    budget: int,
+    below: float = inf,
+    price: float = 0.0,
+    exact_groups: int = EXACT_GROUPS,
 ) -> tuple[LayerOption, ...] | None:
     """Choose the fastest option per group within `budget` bytes in all; None unless faster than `below` seconds.
 
     price  seconds added per byte of weights and of the arena
 
-    The choice is exact for up to EXACT_GROUPS groups: under each limit on the arena that some option sets, the rest
+    The choice is exact for up to `exact_groups` groups: under each limit on the arena that some option sets, the rest
     is a knapsack of weights. With more groups it may be a little slower than the fastest.
     """
     chosen = cheapest(fronts, price)
@@ -131,7 +135,7 @@ def fastest_within(
         return None
     if total_bytes(chosen) <= budget:
         return chosen
-    if len(fronts) > EXACT_GROUPS:
+    if len(fronts) > exact_groups:
         return _nearly_fastest_within(fronts, budget, below, price)
     if price:
         priced = [[(replace(o, seconds=o.seconds + price * o.resident), o) for o in options] for options in fronts]

@@ -31,8 +31,8 @@ def test_system_counts_no_more_bytes_than_the_footprint(primitive: Primitive, re
     """Random shapes of 24 MiB and more run with one and three threads, each in its own process."""
     out = tmp_path / "memory.json"
     words = ["--shapes", "3", "--threads", "1", "3", "--only", primitive.name, "--most-mib", "80", "--out", str(out)]
-    command = [sys.executable, str(repository / "tests" / "support" / "footprint_promise.py"), *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "tests.support.footprint_promise", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=repository)
     assert done.returncode == 0, done.stderr
     rows = json.loads(out.read_text())["rows"]
     missing = "takes no shape here" in done.stdout
