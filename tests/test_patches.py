@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from znnpy.patches import Box, Column, Cover, Patch, cover
@@ -163,6 +163,7 @@ def covers(draw: st.DrawFn) -> Cover:
     return Cover(size, patch, axis, steps * patch[axis], draw(st.integers(0, 12)))
 
 
+@settings(deadline=None)  # 0.1 s for the largest, and more on a busy machine
 @given(covers())
 def test_columns_partition_any_output(cover: Cover) -> None:
     check_columns(cover)
