@@ -25,7 +25,7 @@ from znnpy.planner.pareto import LayerOption, ParetoFront, fastest_within, small
 from znnpy.planner.plan import Plan, Stage
 from znnpy.planner.request import CostModel, PlanRequest
 from znnpy.planner.run_plan import RunnerUp, RunPlan
-from znnpy.shapes import Vec3, text, turned
+from znnpy.shapes import Vec3, text, turned, turned_back
 from znnpy.units import human_bytes
 
 FASTER = 0.9  # assumed: no operation takes less time per voxel than this share of the least seen so far
@@ -126,8 +126,8 @@ class GraphSearch:
         mine, voxels = turned(patch, graph.axis), graph.voxels
         if any(size < 1 or size % each for size, each in zip(mine, voxels, strict=True)):
             raise NoPlanError(
-                f"an output patch must be a multiple of the network's period, {text(turned(voxels, 0))} voxels of the "
-                f"output, and {text(patch)} is not; change {option('patch')}"
+                f"an output patch must be a multiple of the network's period, "
+                f"{text(turned_back(voxels, graph.axis))} voxels of the output, and {text(patch)} is not; change {option('patch')}"
             )
         z, y, x = (size // each for size, each in zip(mine, voxels, strict=True))
         return z, y, x
@@ -164,7 +164,7 @@ class GraphSearch:
     def _around(self, tiling: GraphTiling) -> Memory:
         """Return the memory of the process without that of the layers."""
         request, network = self.request, self.request.network
-        steps = sum(len(column) for column in [tiling.steps])
+        steps = len(tiling.steps)
         reading = reading_bytes(network.input_channels, tiling.patch_in, request.itemsize_in, steps=steps)
         writing = writing_bytes(network.output_channels, tiling.patch_out, request.itemsize_out, steps=steps)
         return Memory((StageMemory("cpu"),), request.baseline, reading, writing)

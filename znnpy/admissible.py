@@ -26,6 +26,8 @@ from znnpy.layers import (
 from znnpy.network import Network
 from znnpy.shapes import Vec3, text
 
+MOST_TIMES = 1024  # times as many voxels along an axis as the volume has, beyond which a network is taken for a mistake
+
 
 def refuse_non_local(network: Network) -> None:
     """Raise ShapeError that names a node of which a voxel depends on the whole volume, and says what to do."""
@@ -56,6 +58,11 @@ def _resolved(layer: Layer, n: Vec3, like: Vec3, name: str, ratio: Sequence[Frac
         factor, shift = _reached(layer, name, axis, n[axis], like[axis], ratio[axis])
         factors.append(factor)
         shifts.append(shift)
+    if any(shifts) and max(factors) > 1:
+        raise ShapeError(
+            f"node {name} ({layer}) gets {text(n)} voxels, and {layer.like} has {text(like)}: it would repeat a voxel "
+            "along one axis and magnify along another; use two layers"
+        )
     if any(shifts):
         return Pad(vector(shifts), (0, 0, 0), "replicate")
     return replace(layer, factor=vector(factors), like=None)
@@ -76,6 +83,15 @@ def _reached(layer: Upsample, name: str, axis: int, n: int, like: int, ratio: Fr
             f"{ratio} times as many"
         )
     return int(ratio), 0
+
+
+def _check_size(name: str, layer: Layer, axis: int, size: int, volume: int) -> None:
+    """Raise ShapeError if a layer gives far more voxels than the volume has: no network is meant to."""
+    if size > MOST_TIMES * max(volume, MOST_TIMES):
+        raise ShapeError(
+            f"node {name} ({layer}) gives {size:,} voxels along {AXES[axis]} for a volume of {volume:,} there, which "
+            f"is more than {MOST_TIMES} times as many; correct its sizes"
+        )
 
 
 def _check_reflects(name: str, layer: Layer, axis: int, n: int) -> None:
@@ -109,6 +125,8 @@ def geometry_of(network: Network, volume: Vec3) -> Geometry:
             _check_reflects(name, layer, axis, n[axis])
         along = [AxisLayer(layer, axis) for axis in range(3)]
         size = vector(one.size(n[one.axis]) for one in along)
+        for axis in range(3):
+            _check_size(name, layer, axis, size[axis], volume[axis])
         if min(size) < 1:
             raise ShapeError(
                 f"node {name} ({layer}) gets {text(n)} voxels of a volume of {text(volume)}, which is too few for one "
@@ -236,6 +254,7 @@ def check_axis(network: Network, axis: int, n: int) -> None:
                     f"node {name} ({layer}) joins {names[sources[0]]} of {here} voxels along {AXES[axis]} with "
                     f"{names[other]} of {sizes[other]}, for a volume of {n} there; crop or pad one of them"
                 )
+        _check_size(name, layer, axis, size, n)
         if size < 1:
             raise ShapeError(
                 f"node {name} ({layer}) gets {here} voxels along {AXES[axis]}, which is too few for one output; give a "

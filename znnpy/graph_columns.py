@@ -169,9 +169,10 @@ class TurnedGraph:
         nothing = tuple(interval.lo for interval in region)
         ends = [*range(begin + thick, end, thick), end]
         known = [axis.frontiers(self._known(0, to), region) for to in ends]
-        before, ahead = begin, []
+        before, ahead = begin, list[tuple[int, ...]]()
         while (frontier := axis.frontiers(self._unclipped(before), region)) != nothing:
-            ahead.append(frontier)
+            if not ahead or frontier != ahead[-1]:  # else the step would compute nothing
+                ahead.append(frontier)
             before -= thick
         frontiers = [nothing, *reversed(ahead), *known]
         news = [

@@ -2,7 +2,8 @@
 
 * A scale (a batch norm) right behind a convolution becomes part of its kernels.
 * A function of each value becomes the last step of the layer before it.
-* A convolution that pads by reflection or replication becomes a padding and a valid convolution.
+* A convolution that pads by reflection or replication becomes a padding and a valid convolution; likewise one that pads
+  so far that a window would lie in the padding alone.
 
 A layer is merged with the one before only if nothing else reads what is between, and it is no output.
 """
@@ -68,7 +69,7 @@ def lowered(network: Network) -> Lowered:
             names[before] = name
             tensors.append(inputs[0])
             continue
-        if isinstance(layer, Conv) and layer.padding_mode != "zeros" and layer.padding != NO_PADDING:
+        if isinstance(layer, Conv) and (_repeats(layer) or _reaches_beyond(layer)):
             layers.append(Pad(*layer.padding, layer.padding_mode))
             names.append(f"{name} padding")
             sources.append(inputs)
@@ -85,6 +86,16 @@ def lowered(network: Network) -> Lowered:
     wiring = Wiring(tuple(names), tuple(sources), outputs, network.pad_to_period)
     made = Network(network.name, network.input_channels, tuple(layers), network.normalise, wiring)
     return Lowered(made, tuple(origins), network)
+
+
+def _repeats(layer: Conv) -> bool:
+    """Return whether a convolution pads with values of the image."""
+    return layer.padding_mode != "zeros" and layer.padding != NO_PADDING
+
+
+def _reaches_beyond(layer: Conv) -> bool:
+    """Return whether some window of a convolution lies in its padding alone."""
+    return any(more >= reach for side in layer.padding for more, reach in zip(side, layer.reach, strict=True))
 
 
 def _merged(before: Layer, layer: Layer) -> Layer | None:

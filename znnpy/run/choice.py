@@ -7,8 +7,8 @@ from pathlib import Path
 from traceback import clear_frames
 
 from znnpy.errors import NoPlanError, PlanFileError, VramError
-from znnpy.graph_columns import Area
-from znnpy.machine import Limits, parse_bytes
+from znnpy.graph_columns import Area, TurnedGraph
+from znnpy.machine import Limits, give_back_memory, parse_bytes
 from znnpy.measure.calibrate import Calibration
 from znnpy.messages import option
 from znnpy.network import Network
@@ -77,7 +77,11 @@ def choose(asked: RunOptions, work: Work, target: OpenTarget) -> RunPlan:
         return _known_to_run(given, asked, work, target)
     request = request_for(asked, work, target, target.limits(asked.ram, asked.threads, asked.vram))
     try:
-        return Calibration().best_plan(target, request)
+        made = Calibration().best_plan(target, request)
+        if work.area is not None:  # the search kept regions of many sizes, which the run must not hold
+            TurnedGraph.of.cache_clear()
+            give_back_memory()
+        return made
     except NoPlanError as error:
         if not work.unpacking_bytes:
             raise

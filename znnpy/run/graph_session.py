@@ -93,10 +93,9 @@ def _move(target: Array, source: Array, pool: ThreadPool) -> None:
     overlap = np.may_share_memory(target, source)
     if overlap:
         distance = (source.ctypes.data - target.ctypes.data) // FLOAT32
-        for first in range(0, target.size, max(1, distance)):  # parts that do not overlap their sources
-            end = min(first + max(1, distance), target.size)
-            if distance:
-                _move(target[first:end], source[first:end], pool)
+        for first in range(0, target.size, distance) if distance else ():  # parts that do not overlap their sources
+            end = min(first + distance, target.size)
+            _move(target[first:end], source[first:end], pool)
         return
 
     def piece(lo: int, hi: int, worker: int) -> None:
@@ -285,7 +284,8 @@ class GraphSession:
         footprint = bound.primitive.footprint(shape, variant, self.plan.compute_threads)
         needs = {one.name: one.nbytes for one in footprint.scratch}
         for name, nbytes in needs.items():
-            assert nbytes <= len(bound.scratch[name]), f"{bound.name} needs more for {shape} than for a full step"
+            if nbytes > len(bound.scratch[name]):
+                raise RuntimeError(f"{bound.name} needs {nbytes} bytes of {name} for {shape}, more than the plan holds")
         return step, {name: bound.scratch[name][:nbytes] for name, nbytes in needs.items()}
 
     def _view(self, tensor: int, there: Region, shift: Vec3) -> Array:

@@ -240,8 +240,10 @@ def _add_outputs(file: h5py.File, maps_by_name: str | None, dtype: np.dtype[Any]
     if maps_by_name is None:
         return
     whole = file[DATASET]
-    for number, (name, (first, end)) in enumerate(json.loads(maps_by_name).items()):
+    for name, (first, end) in json.loads(maps_by_name).items():
         layout = h5py.VirtualLayout((end - first, *whole.shape[1:]), dtype)
         layout[:] = h5py.VirtualSource(whole)[first:end]
         where = f"{OUTPUTS}/{name.replace('/', '_').replace('.', '_')}"
-        file.create_virtual_dataset(f"{where}_{number}" if where in file else where, layout)
+        while where in file:
+            where += "_"
+        file.create_virtual_dataset(where, layout)
