@@ -127,7 +127,8 @@ class GraphSearch:
         if any(size < 1 or size % each for size, each in zip(mine, voxels, strict=True)):
             raise NoPlanError(
                 f"an output patch must be a multiple of the network's period, "
-                f"{text(turned_back(voxels, graph.axis))} voxels of the output, and {text(patch)} is not; change {option('patch')}"
+                f"{text(turned_back(voxels, graph.axis))} voxels of the output, and {text(patch)} is not; "
+                f"change {option('patch')}"
             )
         z, y, x = (size // each for size, each in zip(mine, voxels, strict=True))
         return z, y, x
