@@ -127,7 +127,10 @@ class GraphTiling:
         source, size = network.sources[operation.layer][0], axis.sizes[operation.tensor]
         need = axis.needed(operation.layer, region, source)
         read = need.within(0, axis.sizes[source])
-        faces = (region.lo, size - region.hi) if isinstance(network.layers[operation.layer], Pad) else ()
+        layer = network.layers[operation.layer]
+        faces: tuple[int, ...] = ()
+        if isinstance(layer, Pad):  # how much of the padding the region holds
+            faces = min(region.lo, layer.before[along]), min(size - region.hi, layer.behind[along])
         place = region.lo % axis.voxels(operation.tensor)
         return region.size, read.size, read.lo - need.lo, need.hi - read.hi, place, *faces
 
