@@ -6,11 +6,10 @@ inputs. Every other layer is an operation, and its output a tensor in memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from znnpy.geometry import Geometry, Interval
+from znnpy.geometry import Geometry, Interval, vector
 from znnpy.graph_shapes import (
     GraphConvShape,
     GraphShape,
@@ -116,9 +115,9 @@ def shape_of(geometry: Geometry, operation: Operation, region: Region) -> GraphS
     layer, source = network.layers[index], network.sources[index][0]
     read = input_region(geometry, operation, region)
     needs = [axis.needed(index, along, source) for axis, along in zip(geometry.axes, region, strict=True)]
-    n, m = _vector(one.size for one in read), _vector(one.size for one in region)
-    before = _vector(there.lo - need.lo for need, there in zip(needs, read, strict=True))
-    behind = _vector(need.hi - there.hi for need, there in zip(needs, read, strict=True))
+    n, m = vector(one.size for one in read), vector(one.size for one in region)
+    before = vector(there.lo - need.lo for need, there in zip(needs, read, strict=True))
+    behind = vector(need.hi - there.hi for need, there in zip(needs, read, strict=True))
     fins = tuple(one.maps for one in operation.reads)
     sizes = geometry.size(source)
     match layer:
@@ -134,7 +133,7 @@ def shape_of(geometry: Geometry, operation: Operation, region: Region) -> GraphS
                 layer.activation, layer.parameters,
             )  # fmt: skip
         case Pool() | AveragePool():
-            overhang = _vector(
+            overhang = vector(
                 max(0, need.hi - size - padding)
                 for need, size, padding in zip(needs, sizes, layer.padding[1], strict=True)
             )
@@ -179,16 +178,11 @@ def _pad_shape(layer: Pad, maps: int, region: Region, read: Region, sizes: Vec3)
         first.append(begin)
         low.append(-there.lo if begin < -there.lo else min(0, begin))
         high.append(size - there.lo if end > size - there.lo else max(end, there.size))
-    n, m = _vector(one.size for one in read), _vector(one.size for one in region)
-    return PadShape(maps, n, m, _vector(first), _vector(low), _vector(high), layer.how)
+    n, m = vector(one.size for one in read), vector(one.size for one in region)
+    return PadShape(maps, n, m, vector(first), vector(low), vector(high), layer.how)
 
 
 def _first(region: Region, read: Region, factor: Vec3, padding: Vec3) -> Vec3:
     """Return where the output begins, counted from the first voxel of the input on the output's lattice."""
     axes = zip(region, read, factor, padding, strict=True)
-    return _vector(along.lo + before - there.lo * times for along, there, times, before in axes)
-
-
-def _vector(values: Sequence[int] | object) -> Vec3:
-    z, y, x = values  # type: ignore[misc]
-    return z, y, x
+    return vector(along.lo + before - there.lo * times for along, there, times, before in axes)
