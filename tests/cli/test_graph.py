@@ -200,7 +200,7 @@ def test_network_options_that_do_not_fit_are_usage_errors(place: Place, unet: Pa
         assert result.exit_code == 2
         assert message in result.stderr
     assert not svg.exists()
-    assert "ends in none of .svg, .png, .pdf: give an --out that does" in place.refusal(
+    assert "ends in none of .svg, .png, .pdf: give --out a name that does" in place.refusal(
         "graph", unet, "--out", place.folder / "n.dot"
     )
 

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from znnpy.network import Conv, Network
-from znnpy.planner import pareto
 from znnpy.planner.bounds import FASTER, Bounds, least_priced, least_seconds
 from znnpy.planner.pareto import (
     LayerOption,
@@ -81,9 +80,7 @@ def for_many(
     fronts: list[ParetoFront], room: int, below: float = inf, price: float = 0.0
 ) -> tuple[LayerOption, ...] | None:
     """Return the choice of `fastest_within` as if there were many groups."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pareto, "EXACT_GROUPS", 0)
-        return fastest_within(fronts, room, below, price)
+    return fastest_within(fronts, room, below, price, exact_groups=0)
 
 
 @given(LAYERS, st.integers(0, 40), st.sampled_from([0.0, 0.02]))
@@ -116,9 +113,7 @@ PLAIN = pareto_front([option(1, 10, 5, 0), option(3, 0, 5, 0)])
 )
 def test_choice_for_many_groups_is_nearly_the_fastest(fronts: list[ParetoFront], room: int) -> None:
     found = for_many(fronts, room)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pareto, "EXACT_GROUPS", len(fronts))
-        exact = fastest_within(fronts, room)
+    exact = fastest_within(fronts, room, exact_groups=len(fronts))
     assert found is not None
     assert exact is not None
     assert total_bytes(found) <= room

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from znnpy.admissible import lattices_of
 from znnpy.errors import OutputError
-from znnpy.messages import excerpt
+from znnpy.messages import excerpt, option
 from znnpy.network import Network
 from znnpy.plots.figures import new_figure, save_figure
 from znnpy.report.network_table import Row, lines_of
@@ -36,9 +36,8 @@ def form_of(out: Path) -> str:
     """Return the format that the end of a name says; OutputError if none does."""
     form = out.suffix.lower().removeprefix(".")
     if form not in FORMATS:
-        raise OutputError(
-            f"{out} ends in none of {', '.join(f'.{known}' for known in FORMATS)}: give an --out that does"
-        )
+        ends = ", ".join(f".{known}" for known in FORMATS)
+        raise OutputError(f"{out} ends in none of {ends}: give {option('out')} a name that does")
     return form
 
 
