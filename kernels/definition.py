@@ -27,6 +27,7 @@ from znnpy.network import ConvWeights
 
 Real = npt.NDArray[np.float64]
 AnyReal = npt.NDArray[np.floating]
+
 WINDOW_VALUES = 2**20  # values of windows that are multiplied at a time
 SELU_SCALE = 1.0507009873554804934193349852946
 SELU_ALPHA = 1.6732632423543772848170429916717
@@ -57,7 +58,7 @@ def convolve(shape: GraphConvShape, weights: ConvWeights, inputs: Sequence[AnyRe
     x0 holds the maps of all inputs one after the other, with zeros `before` and `behind` them. With groups, the maps
     and the outputs are divided into as many equal parts, and an output sums over the maps of its own part.
     """
-    x = np.concatenate([part.astype(np.float64) for part in inputs], axis=-1)
+    x = np.concatenate([part.astype(np.float64) for part in repeated(shape, inputs)], axis=-1)
     x = np.pad(x, [*zip(shape.before, shape.behind, strict=True), (0, 0)])
     weight, out = weights.weight.astype(np.float64), np.zeros(shape.out_shape[1:])
     fin, fout = shape.fin // shape.groups, shape.fout // shape.groups
@@ -76,6 +77,16 @@ def convolve(shape: GraphConvShape, weights: ConvWeights, inputs: Sequence[AnyRe
         values = np.concatenate(windows, axis=-1).reshape(-1, len(taps) * fin) @ matrix
         out[i, first : first + rows, :, outs] = values.reshape(*size, fout)
     return activate(shape.activation, shape.parameters, out + weights.bias)
+
+
+def repeated(shape: GraphConvShape, inputs: Sequence[AnyReal]) -> list[AnyReal]:
+    """Return the inputs of a convolution with `n` voxels each: voxel j repeats voxel (j + first) // factor."""
+    found = []
+    for x, factors in zip(inputs, shape.factors or [(1, 1, 1)] * len(inputs), strict=True):
+        for axis, (n, first, factor) in enumerate(zip(shape.n, shape.first, factors, strict=True)):
+            x = x if factor == 1 else np.take(x, (np.arange(n) + first) // factor, axis)
+        found.append(x)
+    return found
 
 
 def transpose(shape: TransposeShape, weights: ConvWeights, x: AnyReal) -> Real:

@@ -8,13 +8,14 @@ from typing import Annotated
 
 from pydantic import Field
 
-from znnpy.layers import Activate
+from znnpy.graph_operations import Read
+from znnpy.layers import ONE, Activate
 from znnpy.lowering import Lowered
 from znnpy.messages import excerpt
 from znnpy.network import INPUT, Network, PadToPeriod
 from znnpy.planner.graph_tilings import GraphTiling
 from znnpy.planner.layout import Count, Positive
-from znnpy.shapes import turn, turned_back
+from znnpy.shapes import text, turn, turned_back
 
 LONGEST = 60  # characters of a name
 Words = Annotated[str, Field(max_length=2000)]
@@ -72,7 +73,7 @@ def described(tiling: GraphTiling) -> DescribedGraph:
     layers = _turned_back(graph.lowered.network, axis).layers
     nodes = [_node(tiling, 0, INPUT, INPUT, ())]
     for operation in graph.operations:
-        reads = tuple(heads[read.tensor] for read in operation.reads)
+        reads = tuple(_words(read, heads[read.tensor], axis) for read in operation.reads)
         nodes.append(_node(tiling, operation.tensor, names[operation.tensor], str(layers[operation.layer]), reads))
     return DescribedGraph(
         padded=turned_back(geometry.volume, axis),
@@ -99,6 +100,11 @@ def _heads(lowered: Lowered) -> list[str]:
     """Return the name of every layer of a lowered network without those that were merged into it."""
     names = zip(lowered.network.names, lowered.origins, strict=True)
     return [excerpt(lowered.original.names[origins[0]] if origins else name, LONGEST) for name, origins in names]
+
+
+def _words(read: Read, name: str, axis: int) -> str:
+    """Return what an operation reads, in words."""
+    return name if read.factor == ONE else f"{name} magnified {text(turned_back(read.factor, axis))}"
 
 
 def _node(tiling: GraphTiling, tensor: int, name: str, layer: str, reads: Sequence[str]) -> DescribedNode:

@@ -206,7 +206,7 @@ class TurnedGraph:
                     source = self.network.sources[operation.layer][0]
                     read = axis.read(operation.layer, mine, source)
                     for one in operation.reads:
-                        least[one.tensor] = min(least[one.tensor], read.lo + one.shift[0])
+                        least[one.tensor] = min(least[one.tensor], (read.lo + one.shift[0]) // one.factor[0])
             for tensor, piece in zip(self.network.outputs, pieces, strict=True):
                 if piece.size > 0:
                     least[tensor] = min(least[tensor], piece.lo)

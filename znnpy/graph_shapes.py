@@ -42,6 +42,26 @@ class GraphConvShape(_OneImage):
     parameters: tuple[float, ...] = ()  # of the activation
     precision: Precision = "fp32"
     kind: Literal["graph_conv"] = "graph_conv"
+    factors: tuple[Vec3, ...] = ()  # how often each voxel of each input counts along each axis; (): once
+    first: Vec3 = ZERO  # voxels of magnified inputs that precede the first one of `n`
+
+    @property
+    def magnified(self) -> bool:
+        """Return whether an input has fewer voxels than `n` in memory, each of which counts several times."""
+        return any(factor != ONE for factor in self.factors)
+
+    def size_of(self, index: int) -> Vec3:
+        """Return the voxels of an input in memory."""
+        if not self.factors:
+            return self.n
+        axes = zip(self.n, self.first, self.factors[index], strict=True)
+        z, y, x = (n if factor == 1 else -(-(first + n) // factor) for n, first, factor in axes)
+        return z, y, x
+
+    @property
+    def in_bytes(self) -> int:
+        """Bytes of all inputs."""
+        return FLOAT32 * sum(maps * prod(self.size_of(index)) for index, maps in enumerate(self.fins))
 
     @property
     def fin(self) -> int:
@@ -81,6 +101,8 @@ class GraphConvShape(_OneImage):
         words += [f"stride {text(self.stride)}"] if self.stride != ONE else []
         words += [f"dilation {text(self.dilation)}"] if self.dilation != ONE else []
         words += [f"groups {self.groups}"] if self.groups > 1 else []
+        if self.magnified:
+            words += [f"magnified {'+'.join(map(text, self.factors))} from {text(self.first)}"]
         return " ".join((*words, self.activation))
 
 

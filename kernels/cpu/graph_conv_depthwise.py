@@ -23,6 +23,7 @@ from znnpy.graph_shapes import GraphConvShape
 from znnpy.kernels.contract import Footprint, Kind, Scratch, Variant, Work
 from znnpy.kernels.cpu.activations import code_of, parameters_of
 from znnpy.kernels.cpu.epilogue import overflow
+from znnpy.kernels.cpu.graph_convs import why_not_magnified
 from znnpy.kernels.cpu.graph_layer import GraphLayer, float_bytes, given, why_not_kind
 from znnpy.kernels.cpu.native.library import STREAM_BYTES, library, why_not
 from znnpy.machine import this_machine
@@ -77,7 +78,7 @@ class GraphConvDepthwise(GraphLayer):
     source: str = "Howard et al. 2017"
 
     def why_not(self, shape: Sized, machine: Machine) -> str | None:
-        if reason := why_not_kind(shape, GraphConvShape, "convolutions of graphs"):
+        if reason := why_not_kind(shape, GraphConvShape, "convolutions of graphs") or why_not_magnified(shape):
             return reason
         shape = given(shape, GraphConvShape)
         if shape.groups != shape.fin or shape.fout != shape.fin or len(shape.fins) > 1:

@@ -31,7 +31,14 @@ from znnpy.kernels.cpu.conv_direct_lanes import (
     panels,
 )
 from znnpy.kernels.cpu.epilogue import overflow
-from znnpy.kernels.cpu.graph_convs import finish, finishing_bytes, padded_conv, slope, why_not_stride_1
+from znnpy.kernels.cpu.graph_convs import (
+    finish,
+    finishing_bytes,
+    padded_conv,
+    slope,
+    why_not_magnified,
+    why_not_stride_1,
+)
 from znnpy.kernels.cpu.graph_layer import GraphLayer, given
 from znnpy.kernels.cpu.native.library import LANES, blocks, library, streams, why_not
 from znnpy.machine import this_machine
@@ -85,7 +92,7 @@ class GraphConvDirectLanes(GraphLayer):
     source: str = "ZNNi IV-A.1; register blocking after Goto, van de Geijn 2008"
 
     def why_not(self, shape: Sized, machine: Machine) -> str | None:
-        return why_not_stride_1(shape) or why_not(machine)
+        return why_not_stride_1(shape) or why_not_magnified(shape) or why_not(machine)
 
     def footprint(self, shape: Sized, variant: Variant, threads: int) -> Footprint:
         shape = given(shape, GraphConvShape)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from znnpy.graph_shapes import GraphConvShape
 from znnpy.kernels.contract import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work
 from znnpy.kernels.cpu.epilogue import overflow
+from znnpy.kernels.cpu.graph_convs import why_not_magnified
 from znnpy.kernels.cpu.graph_layer import GraphLayer, float_bytes, given, why_not_kind
 from znnpy.kernels.cpu.graph_panels import CALL_BYTES, CALL_FLOPS, MOST_TAPS, Ending, Panels, ending_of, panels_of
 from znnpy.kernels.cpu.native.library import LANES, STREAM_BYTES, blocks, library, why_not
@@ -71,7 +72,7 @@ class GraphConvStrided(GraphLayer):
     source: str = "ZNNi IV-A.1; register blocking after Goto, van de Geijn 2008"
 
     def why_not(self, shape: Sized, machine: Machine) -> str | None:
-        if reason := why_not_kind(shape, GraphConvShape, "convolutions of graphs"):
+        if reason := why_not_kind(shape, GraphConvShape, "convolutions of graphs") or why_not_magnified(shape):
             return reason
         shape = given(shape, GraphConvShape)
         if shape.groups > 1:

@@ -25,6 +25,7 @@ from znnpy.kernels.cpu.activations import activate_rows, temporary_bytes
 from znnpy.kernels.cpu.blas import product_bytes
 from znnpy.kernels.cpu.epilogue import Epilogue, quiet
 from znnpy.kernels.cpu.graph_columns import Taps, columns, is_by_tap, patch
+from znnpy.kernels.cpu.graph_convs import why_not_magnified
 from znnpy.kernels.cpu.graph_layer import (
     GraphLayer,
     block_at,
@@ -123,7 +124,7 @@ class GraphConvTaps(GraphLayer):
 
     def why_not(self, shape: Sized, machine: Machine) -> str | None:
         del machine
-        return why_not_kind(shape, GraphConvShape, "convolutions of graphs")
+        return why_not_kind(shape, GraphConvShape, "convolutions of graphs") or why_not_magnified(shape)
 
     def footprint(self, shape: Sized, variant: Variant, threads: int) -> Footprint:
         del variant

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from znnpy.errors import ValuesOverflowError
 from znnpy.geometry import Interval
 from znnpy.graph_columns import GraphStep, StepPlanes
-from znnpy.graph_operations import Operation, Region, input_region, shape_of, shifted
+from znnpy.graph_operations import Operation, Region, box_of, input_region, shape_of, voxels_of
 from znnpy.kernels.aligned import aligned_bytes, touch
 from znnpy.kernels.contract import ConvWeights, Primitive
 from znnpy.kernels.table import TABLE, find
@@ -27,13 +27,14 @@ from znnpy.kernels.thread_pool import ThreadPool, min_chunk
 from znnpy.layer_shapes import LayerShape
 from znnpy.layers import Conv, ConvTranspose
 from znnpy.network import Network
+from znnpy.patches import Box
 from znnpy.planner.graph_tilings import GraphTiling
 from znnpy.planner.memory import BUFFERS
 from znnpy.planner.plan import Choice, Plan
 from znnpy.run.arena import Arena, host_arena
 from znnpy.run.backend import UNTRACED, Voxels
 from znnpy.run.voxels import load_voxels, store_voxels
-from znnpy.shapes import FLOAT32, Vec3, turn
+from znnpy.shapes import FLOAT32, turn
 
 if TYPE_CHECKING:
     from znnpy.run.trace import Trace
@@ -264,7 +265,7 @@ class GraphSession:
         if bind is None:
             bind = bound.steps[shape] = self._step(bound, shape)
         there = input_region(self._graph.geometry, operation, region)
-        inputs = [self._view(read.tensor, there, read.shift) for read in operation.reads]
+        inputs = [self._view(read.tensor, voxels_of(read, there)) for read in operation.reads]
         out = self._tensors[tensor].planes[planes.new[tensor].lo - planes.held[tensor].lo :]
         with self._span(bound.name, layer=operation.layer):
             try:
@@ -288,9 +289,8 @@ class GraphSession:
                 raise RuntimeError(f"{bound.name} needs {nbytes} bytes of {name} for {shape}, more than the plan holds")
         return step, {name: bound.scratch[name][:nbytes] for name, nbytes in needs.items()}
 
-    def _view(self, tensor: int, there: Region, shift: Vec3) -> Array:
-        """Return the voxels of a tensor that an operation reads."""
-        box = shifted(there, shift)
+    def _view(self, tensor: int, box: Box) -> Array:
+        """Return some voxels of a tensor."""
         held = self._tensors[tensor]
         begin = (held.held.lo, self._across[0][tensor].lo, self._across[1][tensor].lo)
         z, y, x = (slice(lo - at, hi - at) for lo, hi, at in zip(box.lo, box.hi, begin, strict=True))
@@ -302,7 +302,7 @@ class GraphSession:
         wanted = [self._graph.wanted(along, step.begin[along], step.end[along]) for along in (1, 2)]
         for number, tensor in enumerate(self._graph.network.outputs):
             region: Region = (given[number], wanted[0][number], wanted[1][number])
-            image = self._view(tensor, region, (0, 0, 0))
+            image = self._view(tensor, box_of(region))
             maps = image.shape[3]
             store_voxels(image, out[first : first + maps], self.pool)
             first += maps

@@ -89,7 +89,7 @@ int64_t to_rows(float *image, const Rows &r) {
       const V bias = load(r.bias + half);
       Mask bad{};
       restore_real<N, 0, 1>(in, [&](auto i, V value) ALWAYS_LAMBDA {
-        if (i >= r.voxels) return;
+        if (i >= r.voxels || i < r.first) return;
         V v = value + bias;
         bad -= v * 0.0f != 0.0f;
         if constexpr (LEAKY) v = v > 0.0f ? v : v * r.slope;
@@ -120,8 +120,9 @@ constexpr Side side() {
           to_rows<N, true, true>};
 }
 
-const Side SIDES[] = {side<1>(),  side<4>(),  side<6>(),  side<8>(),  side<10>(), side<12>(), side<14>(),
-                      side<16>(), side<18>(), side<20>(), side<24>(), side<28>(), side<32>()};
+// Tiles have the even ones of these, or 1; half a tile may have any.
+const Side SIDES[] = {side<1>(),  side<2>(),  side<3>(),  side<4>(),  side<5>(),  side<6>(),  side<7>(),  side<8>(),  side<9>(),
+                      side<10>(), side<12>(), side<14>(), side<16>(), side<18>(), side<20>(), side<24>(), side<28>(), side<32>()};
 
 }  // namespace
 
