@@ -22,9 +22,9 @@ import numpy as np
 from znnpy.graph_shapes import GraphConvShape
 from znnpy.kernels.contract import Footprint, Kind, Scratch, Variant, Work
 from znnpy.kernels.cpu.activations import code_of, parameters_of
-from znnpy.kernels.cpu.epilogue import overflow
+from znnpy.kernels.cpu.graph_calls import compute_units, is_past, moved_bytes, pitches
 from znnpy.kernels.cpu.graph_layer import GraphLayer, float_bytes, given, why_not_kind
-from znnpy.kernels.cpu.native.library import STREAM_BYTES, library, why_not
+from znnpy.kernels.cpu.native.library import library, why_not
 from znnpy.machine import this_machine
 from znnpy.shapes import FLOAT32
 
@@ -100,8 +100,7 @@ class GraphConvDepthwise(GraphLayer):
         del variant
         shape = given(shape, GraphConvShape)
         products = float(prod(shape.out_shape) * prod(shape.k))
-        moved = shape.in_bytes + shape.out_bytes * (1 if shape.out_bytes > STREAM_BYTES else 2)
-        return (Work("lane_stream", 2 * LOADS * products, moved),)
+        return (Work("lane_stream", 2 * LOADS * products, moved_bytes(shape)),)
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> _Resident:
         del variant, pool
@@ -116,12 +115,12 @@ class GraphConvDepthwise(GraphLayer):
 class _Step:
     def __init__(self, resident: _Resident, shape: GraphConvShape, pool: ThreadPool) -> None:
         self._shape, self._pool, self._resident = shape, pool, resident
-        self._library = library(this_machine().simd)
+        self._compute = library(this_machine().simd).znnpy_depthwise
         unit_flops = 2.0 * _lines(shape) * shape.out[2] * shape.fout * prod(shape.k)
         self._most = max(1, int(CALL_FLOPS // unit_flops))
 
     def run(self, inputs: Sequence[Array], out: Array, scratch: Mapping[str, Bytes]) -> None:
-        shape, pool, lib, x = self._shape, self._pool, self._library, inputs[0]
+        shape, x = self._shape, inputs[0]
         a, b = parameters_of(shape.activation, shape.parameters)
         lines = _lines(shape)
         d = _Depthwise(
@@ -130,24 +129,14 @@ class _Step:
             function=code_of(shape.activation),
             a=a,
             b=b,
-            past=shape.out_bytes > STREAM_BYTES,
+            past=is_past(shape),
             x=x.ctypes.data,
             kernels=self._resident.kernels.ctypes.data,
             bias=self._resident.bias.ctypes.data,
             out=out.ctypes.data,
         )
         d.n[:], d.m[:], d.k[:], d.stride[:], d.dilation[:] = shape.n, shape.out, shape.k, shape.stride, shape.dilation
-        d.before[:], d.pitch[:] = shape.before, [stride // FLOAT32 for stride in x.strides[:3]]
+        d.before[:], d.pitch[:] = shape.before, pitches(x)
         buffers = scratch["lines"].reshape(-1, float_bytes(shape.out[2] * shape.fout))
-        bad = [0] * pool.threads
-
-        def piece(lo: int, hi: int, worker: int) -> None:
-            buffer = ctypes.c_void_p(buffers[worker].ctypes.data)
-            for first in range(lo, hi, self._most):
-                pool.check()
-                last = ctypes.c_int64(min(hi, first + self._most))
-                bad[worker] += lib.znnpy_depthwise(ctypes.byref(d), buffer, ctypes.c_int64(first), last)
-
-        pool.each(piece, shape.out[0] * -(-shape.out[1] // lines))
-        if sum(bad):
-            raise overflow(sum(bad), prod(shape.out_shape))
+        units = shape.out[0] * -(-shape.out[1] // lines)
+        compute_units(self._compute, d, units, self._most, out, self._pool, buffers)

@@ -34,6 +34,7 @@ from znnpy.kernels.cpu.activations import (
 )
 from znnpy.kernels.cpu.blas import product_bytes
 from znnpy.kernels.cpu.epilogue import Epilogue, overflow, quiet
+from znnpy.kernels.cpu.graph_calls import is_past
 from znnpy.kernels.cpu.graph_columns import Taps, columns, patch
 from znnpy.kernels.cpu.graph_layer import (
     GraphLayer,
@@ -44,7 +45,7 @@ from znnpy.kernels.cpu.graph_layer import (
     given,
     why_not_kind,
 )
-from znnpy.kernels.cpu.native.library import STREAM_BYTES, library
+from znnpy.kernels.cpu.native.library import library
 from znnpy.machine import this_machine
 from znnpy.shapes import FLOAT32
 
@@ -324,7 +325,7 @@ class _Step:
             function=code_of(shape.activation),
             a=a,
             b=b,
-            past=shape.out_bytes > STREAM_BYTES,
+            past=is_past(shape),
             product=total.ctypes.data,
             bias=self._bias.ctypes.data,
             out=out.ctypes.data,
