@@ -15,15 +15,13 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from znnpy.graph_shapes import GraphConvShape
 from znnpy.kernels.contract import Footprint, Kind, Scratch, Variant, Work
 from znnpy.kernels.cpu.activations import code_of, parameters_of
 from znnpy.kernels.cpu.graph_calls import compute_units, is_past, moved_bytes, pitches
-from znnpy.kernels.cpu.graph_layer import GraphLayer, float_bytes, given, why_not_kind
+from znnpy.kernels.cpu.graph_layer import GraphLayer, Kernels, float_bytes, given, kernels_of, why_not_kind
 from znnpy.kernels.cpu.native.library import library, why_not
 from znnpy.machine import this_machine
 from znnpy.shapes import FLOAT32
@@ -51,11 +49,6 @@ class _Depthwise(ctypes.Structure):
         ("past", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("x", "kernels", "bias", "out")),
     )
-
-
-class _Resident(NamedTuple):
-    kernels: Array  # (z, y, x, f)
-    bias: Array
 
 
 def _lines(shape: GraphConvShape) -> int:
@@ -102,10 +95,9 @@ class GraphConvDepthwise(GraphLayer):
         products = float(prod(shape.out_shape) * prod(shape.k))
         return (Work("lane_stream", 2 * LOADS * products, moved_bytes(shape)),)
 
-    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> _Resident:
+    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> Kernels:
         del variant, pool
-        assert weights is not None
-        return _Resident(np.ascontiguousarray(weights.weight[:, 0].transpose(1, 2, 3, 0)), weights.bias)
+        return kernels_of(weights, (2, 3, 4, 1, 0))
 
     def bind(self, resident: Any, shape: Sized, variant: Variant, pool: ThreadPool) -> _Step:
         del variant
@@ -113,7 +105,7 @@ class GraphConvDepthwise(GraphLayer):
 
 
 class _Step:
-    def __init__(self, resident: _Resident, shape: GraphConvShape, pool: ThreadPool) -> None:
+    def __init__(self, resident: Kernels, shape: GraphConvShape, pool: ThreadPool) -> None:
         self._shape, self._pool, self._resident = shape, pool, resident
         self._compute = library(this_machine().simd).znnpy_depthwise
         unit_flops = 2.0 * _lines(shape) * shape.out[2] * shape.fout * prod(shape.k)
