@@ -14,15 +14,14 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from math import prod
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 from znnpy.admissible import admissible
 from znnpy.geometry import AxisGeometry, Geometry, Interval
 from znnpy.graph_operations import Operation, Region, operations
 from znnpy.lowering import Lowered, lowered
 from znnpy.network import Network
-from znnpy.patches import Box, Column, Patch
+from znnpy.patches import Box, Column, Columns, Patch
 from znnpy.shapes import Vec3, turned, turned_back
 
 T = TypeVar("T")
@@ -226,7 +225,7 @@ class GraphStep:
 
 
 @dataclass(frozen=True)
-class GraphCover(Sequence[Column]):
+class GraphCover(Columns):
     """Columns whose `write` boxes partition the predicted region. Each is made when it is requested.
 
     patch   periods of a step, with the axis of columns first
@@ -267,21 +266,8 @@ class GraphCover(Sequence[Column]):
         (begin, end), size = (self.periods[0][along], self.periods[1][along]), self.grid[along]
         return [(first, min(first + size, end)) for first in range(begin, end, size)]
 
-    def __len__(self) -> int:
-        return prod(self.counts)
-
-    @overload
-    def __getitem__(self, index: int) -> Column: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Column, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> Column | tuple[Column, ...]:
-        if isinstance(index, slice):
-            return tuple(self[i] for i in range(*index.indices(len(self))))
-        rest, x = divmod(range(len(self))[index], self.counts[2])  # IndexError beyond the end
-        z, y = divmod(rest, self.counts[1])
-        ranges = [self.ranges(along)[place] for along, place in enumerate((z, y, x))]
+    def _at(self, place: Vec3) -> Column:
+        ranges = [self.ranges(along)[number] for along, number in enumerate(place)]
         begin, end = (ranges[0][0], ranges[1][0], ranges[2][0]), (ranges[0][1], ranges[1][1], ranges[2][1])
         return Column(tuple(self._steps(begin, end)))
 

@@ -36,6 +36,15 @@ RUNS_HERE = [simd for simd in COMPILED if simd == "avx2" or MACHINE.simd == "avx
 
 ZERO, ONE, TWICE = (0, 0, 0), (1, 1, 1), (2, 2, 2)
 
+MAGNIFIED: list[tuple[Function, tuple[int, ...], tuple[Vec3, ...], Vec3, Vec3, Vec3, Vec3, Vec3]] = [
+    ("relu", (8, 16), (ONE, TWICE), ZERO, (6, 34, 30), (3, 3, 3), ONE, ONE),  # faces on all sides
+    ("none", (33,), (TWICE,), ONE, (7, 8, 9), (3, 3, 3), ZERO, ZERO),  # none, and halves at the ends
+    ("leaky_relu", (3, 17, 2), (ONE, TWICE, ONE), (1, 0, 1), (5, 16, 35), (3, 5, 3), (0, 2, 0), ZERO),
+    ("relu", (2, 5), ((1, 2, 2), ONE), (0, 1, 1), (4, 9, 41), (2, 3, 3), (1, 0, 0), (0, 1, 1)),
+    ("none", (4, 4), ((2, 1, 1), (2, 1, 1)), (1, 0, 0), (3, 1, 2), (3, 1, 2), ZERO, (2, 0, 1)),
+    ("elu", (1,), ((1, 1, 2),), ZERO, (1, 1, 2), (1, 1, 3), (0, 0, 1), (0, 0, 1)),
+]
+
 SHAPES = [
     GraphConvShape((1,), 1, (1, 1, 1), (1, 1, 1)),
     GraphConvShape((3,), 5, (4, 7, 9), (3, 3, 3), (1, 1, 1), (1, 1, 1), activation="relu"),
@@ -60,14 +69,7 @@ SHAPES = [
     GraphConvShape((1,), 20, (40, 1, 1), (9, 1, 1), (4, 0, 0), (4, 0, 0), activation="tanh"),
     *(
         GraphConvShape(fins, 20, n, k, before, behind, activation=function, factors=factors, first=first)
-        for function, fins, factors, first, n, k, before, behind in [
-            ("relu", (8, 16), (ONE, TWICE), ZERO, (6, 34, 30), (3, 3, 3), ONE, ONE),  # faces on all sides
-            ("none", (33,), (TWICE,), ONE, (7, 8, 9), (3, 3, 3), ZERO, ZERO),  # none, and halves at the ends
-            ("leaky_relu", (3, 17, 2), (ONE, TWICE, ONE), (1, 0, 1), (5, 16, 35), (3, 5, 3), (0, 2, 0), ZERO),
-            ("relu", (2, 5), ((1, 2, 2), ONE), (0, 1, 1), (4, 9, 41), (2, 3, 3), (1, 0, 0), (0, 1, 1)),
-            ("none", (4, 4), ((2, 1, 1), (2, 1, 1)), (1, 0, 0), (3, 1, 2), (3, 1, 2), ZERO, (2, 0, 1)),
-            ("elu", (1,), ((1, 1, 2),), ZERO, (1, 1, 2), (1, 1, 3), (0, 0, 1), (0, 0, 1)),
-        ]
+        for function, fins, factors, first, n, k, before, behind in MAGNIFIED
     ),
 ]
 PAIRS = [(p, s) for p in GRAPH_CONVOLUTIONS for s in SHAPES if p.why_not(s, MACHINE) is None]
