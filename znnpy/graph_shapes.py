@@ -27,7 +27,10 @@ class _OneImage(Sized):
 
 @dataclass(frozen=True, slots=True)
 class GraphConvShape(_OneImage):
-    """One convolution of a graph, of the maps of all its inputs one after the other, with zeros as padding."""
+    """One convolution of a graph, of the maps of all its inputs one after the other, with zeros as padding.
+
+    With an addend it has one more input, which is as large as the output and is added before the activation.
+    """
 
     fins: tuple[int, ...]  # maps of each input; together f
     fout: int
@@ -42,6 +45,7 @@ class GraphConvShape(_OneImage):
     parameters: tuple[float, ...] = ()  # of the activation
     precision: Precision = "fp32"
     kind: Literal["graph_conv"] = "graph_conv"
+    addend: bool = False
 
     @property
     def fin(self) -> int:
@@ -65,6 +69,15 @@ class GraphConvShape(_OneImage):
         return 1, z, y, x, self.fout
 
     @property
+    def in_bytes(self) -> int:
+        return FLOAT32 * prod(self.in_shape) + self.addend_bytes
+
+    @property
+    def addend_bytes(self) -> int:
+        """Bytes of the addend; 0 if there is none."""
+        return self.out_bytes if self.addend else 0
+
+    @property
     def plain(self) -> bool:
         """Return whether stride, dilation and groups are 1."""
         return self.stride == ONE and self.dilation == ONE and self.groups == 1
@@ -81,6 +94,7 @@ class GraphConvShape(_OneImage):
         words += [f"stride {text(self.stride)}"] if self.stride != ONE else []
         words += [f"dilation {text(self.dilation)}"] if self.dilation != ONE else []
         words += [f"groups {self.groups}"] if self.groups > 1 else []
+        words += ["+ addend"] if self.addend else []
         return " ".join((*words, self.activation))
 
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from znnpy.graph_shapes import GraphConvShape
 from znnpy.kernels.contract import Footprint, Kind, Scratch, Variant, Work
-from znnpy.kernels.cpu.activations import code_of, parameters_of
+from znnpy.kernels.cpu.ending import Ending, divided, ending_of
 from znnpy.kernels.cpu.epilogue import overflow
 from znnpy.kernels.cpu.graph_layer import GraphLayer, float_bytes, given, why_not_kind
 from znnpy.kernels.cpu.native.library import STREAM_BYTES, library, why_not
@@ -46,9 +46,8 @@ class _Depthwise(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64 * 3) for name in ("n", "m", "k", "stride", "dilation", "before", "pitch")),
-        *((name, ctypes.c_int64) for name in ("f", "lines", "function")),
-        *((name, ctypes.c_double) for name in ("a", "b")),
-        ("past", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("f", "lines")),
+        ("ending", Ending),
         *((name, ctypes.c_void_p) for name in ("x", "kernels", "bias", "out")),
     )
 
@@ -121,16 +120,13 @@ class _Step:
         self._most = max(1, int(CALL_FLOPS // unit_flops))
 
     def run(self, inputs: Sequence[Array], out: Array, scratch: Mapping[str, Bytes]) -> None:
-        shape, pool, lib, x = self._shape, self._pool, self._library, inputs[0]
-        a, b = parameters_of(shape.activation, shape.parameters)
+        shape, pool, lib = self._shape, self._pool, self._library
+        (x,), addend = divided(shape, inputs)
         lines = _lines(shape)
         d = _Depthwise(
             f=shape.fin,
             lines=lines,
-            function=code_of(shape.activation),
-            a=a,
-            b=b,
-            past=shape.out_bytes > STREAM_BYTES,
+            ending=ending_of(shape, addend),
             x=x.ctypes.data,
             kernels=self._resident.kernels.ctypes.data,
             bias=self._resident.bias.ctypes.data,

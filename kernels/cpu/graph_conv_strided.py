@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 from znnpy.graph_shapes import GraphConvShape
 from znnpy.kernels.contract import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work
+from znnpy.kernels.cpu.ending import Ending, divided, ending_of
 from znnpy.kernels.cpu.epilogue import overflow
 from znnpy.kernels.cpu.graph_layer import GraphLayer, float_bytes, given, why_not_kind
-from znnpy.kernels.cpu.graph_panels import CALL_BYTES, CALL_FLOPS, MOST_TAPS, Ending, Panels, ending_of, panels_of
+from znnpy.kernels.cpu.graph_panels import CALL_BYTES, CALL_FLOPS, MOST_TAPS, Panels, panels_of
 from znnpy.kernels.cpu.native.library import LANES, STREAM_BYTES, blocks, library, why_not
 from znnpy.machine import this_machine
 from znnpy.shapes import FLOAT32
@@ -122,11 +123,12 @@ class _Step:
 
     def run(self, inputs: Sequence[Array], out: Array, scratch: Mapping[str, Bytes]) -> None:
         shape, pool, lib = self._shape, self._pool, self._library
+        inputs, addend = divided(shape, inputs)
         s = _Strided(
             fin=shape.fin,
             fout=shape.fout,
             parts=len(inputs),
-            ending=ending_of(shape),
+            ending=ending_of(shape, addend),
             kernels=self._resident.kernels.ctypes.data,
             bias=self._resident.bias.ctypes.data,
             out=out.ctypes.data,

@@ -1,20 +1,17 @@
-"""Hold what the direct convolutions of graphs in compiled code have in common: kernels in panels, what follows sums."""
+"""Hold what the direct convolutions of graphs in compiled code have in common: kernels in panels."""
 
 from __future__ import annotations
 
-import ctypes
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from znnpy.kernels.aligned import aligned_bytes
-from znnpy.kernels.cpu.activations import code_of, parameters_of
-from znnpy.kernels.cpu.native.library import LANES, STREAM_BYTES, blocks
+from znnpy.kernels.cpu.native.library import LANES, blocks
 from znnpy.shapes import FLOAT32
 
 if TYPE_CHECKING:
-    from znnpy.graph_shapes import GraphConvShape, TransposeShape
     from znnpy.kernels.contract import Array
 
 MOST_TAPS = 2048  # over all inputs, as in strided.cpp and transpose.cpp
@@ -22,28 +19,11 @@ CALL_BYTES = 2**17  # Python memory and stack of calls into the library, per wor
 CALL_FLOPS = 10e9  # per call into the library; the stop flag is checked between calls
 
 
-class Ending(ctypes.Structure):
-    """The function that follows the sums: struct Ending in sums.hpp."""
-
-    _fields_ = (
-        ("function", ctypes.c_int64),
-        ("a", ctypes.c_double),
-        ("b", ctypes.c_double),
-        ("past", ctypes.c_int64),
-    )
-
-
 class Panels(NamedTuple):
     """The kernels in the order they are read."""
 
     kernels: Array  # panel by panel (z, y, x, f, lane)
     bias: Array  # padded to whole panels
-
-
-def ending_of(shape: GraphConvShape | TransposeShape) -> Ending:
-    """Return what follows the sums of a layer."""
-    a, b = parameters_of(shape.activation, shape.parameters)
-    return Ending(code_of(shape.activation), a, b, shape.out_bytes > STREAM_BYTES)
 
 
 def panels_of(kernels: Array, bias: Array) -> Panels:

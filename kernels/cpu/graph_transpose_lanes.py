@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from znnpy.graph_shapes import TransposeShape
 from znnpy.kernels.contract import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work
+from znnpy.kernels.cpu.ending import Ending, ending_of
 from znnpy.kernels.cpu.epilogue import overflow
 from znnpy.kernels.cpu.graph_layer import GraphLayer, float_bytes, given, why_not_kind
-from znnpy.kernels.cpu.graph_panels import CALL_BYTES, CALL_FLOPS, MOST_TAPS, Ending, Panels, ending_of, panels_of
+from znnpy.kernels.cpu.graph_panels import CALL_BYTES, CALL_FLOPS, MOST_TAPS, Panels, panels_of
 from znnpy.kernels.cpu.native.library import LANES, STREAM_BYTES, blocks, library, why_not
 from znnpy.machine import this_machine
 from znnpy.shapes import FLOAT32

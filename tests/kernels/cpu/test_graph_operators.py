@@ -24,8 +24,7 @@ from znnpy.graph_shapes import (
 from znnpy.kernels import definition
 from znnpy.kernels.cpu import (
     activations,
-    graph_conv_depthwise,
-    graph_panels,
+    ending,
     graph_point_lanes,
     graph_pool_lanes,
     graph_transpose,
@@ -251,8 +250,7 @@ def test_output_equals_the_definition(primitive: Primitive, shape: GraphShape, t
 
 
 WRITERS = (
-    graph_conv_depthwise,
-    graph_panels,
+    ending,
     graph_point_lanes,
     graph_pool_lanes,
     graph_transpose,
