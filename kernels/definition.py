@@ -56,8 +56,10 @@ def convolve(shape: GraphConvShape, weights: ConvWeights, inputs: Sequence[AnyRe
     """Return out[i, g] = activation(bias[g] + sum over d, f of x0[i * stride + d * dilation, f] * weight[g, f, d]).
 
     x0 holds the maps of all inputs one after the other, with zeros `before` and `behind` them. With groups, the maps
-    and the outputs are divided into as many equal parts, and an output sums over the maps of its own part.
+    and the outputs are divided into as many equal parts, and an output sums over the maps of its own part. An addend
+    is the last of the inputs; addend[i, g] is one more term of the sum.
     """
+    *inputs, addend = inputs if shape.addend else (*inputs, np.zeros(1))
     x = np.concatenate([part.astype(np.float64) for part in repeated(shape, inputs)], axis=-1)
     x = np.pad(x, [*zip(shape.before, shape.behind, strict=True), (0, 0)])
     weight, out = weights.weight.astype(np.float64), np.zeros(shape.out_shape[1:])
@@ -76,7 +78,7 @@ def convolve(shape: GraphConvShape, weights: ConvWeights, inputs: Sequence[AnyRe
         matrix = np.concatenate([weight[outs, :, d[0], d[1], d[2]].T for d in taps])
         values = np.concatenate(windows, axis=-1).reshape(-1, len(taps) * fin) @ matrix
         out[i, first : first + rows, :, outs] = values.reshape(*size, fout)
-    return activate(shape.activation, shape.parameters, out + weights.bias)
+    return activate(shape.activation, shape.parameters, out + weights.bias + addend)
 
 
 def repeated(shape: GraphConvShape, inputs: Sequence[AnyReal]) -> list[AnyReal]:

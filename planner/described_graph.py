@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from pydantic import Field
 
 from znnpy.graph_operations import Read
-from znnpy.layers import ONE, Activate
+from znnpy.layers import ONE, Activate, Add, Conv, Layer
 from znnpy.lowering import Lowered
 from znnpy.messages import excerpt
 from znnpy.network import INPUT, Network, PadToPeriod
@@ -26,8 +26,8 @@ class DescribedNode:
     """A tensor in memory: the input, or what an operation gives.
 
     name    name of the node, with the layers that were merged into it
-    layer   what it computes
-    reads   names of the nodes that it reads
+    layer   what it computes, and the name of the node that it adds
+    reads   names of the nodes that it takes
     level   size of its voxel, in voxels of the input
     planes  planes that it keeps for later steps
     nbytes  bytes beside the arena that hold them
@@ -73,8 +73,13 @@ def described(tiling: GraphTiling) -> DescribedGraph:
     layers = _turned_back(graph.lowered.network, axis).layers
     nodes = [_node(tiling, 0, INPUT, INPUT, ())]
     for operation in graph.operations:
-        reads = tuple(_words(read, heads[read.tensor], axis) for read in operation.reads)
-        nodes.append(_node(tiling, operation.tensor, names[operation.tensor], str(layers[operation.layer]), reads))
+        name, layer = names[operation.layer + 1], layers[operation.layer]
+        reads, more = tuple(_words(read, heads[read.tensor], axis) for read in operation.reads), ""
+        if operation.added is not None and operation.addend is not None:
+            name = " + ".join((name, *_kinds(graph.lowered, graph.lowered.origins[operation.added])))
+            heads[operation.tensor] = heads[operation.layer + 1]
+            layer, more = _with_function(layer, layers[operation.added]), f" + {heads[operation.addend.tensor]}"
+        nodes.append(_node(tiling, operation.tensor, name, f"{layer}{more}", reads))
     return DescribedGraph(
         padded=turned_back(geometry.volume, axis),
         pad_to_period=graph.network.pad_to_period,
@@ -88,12 +93,23 @@ def described(tiling: GraphTiling) -> DescribedGraph:
 
 def node_names(lowered: Lowered) -> tuple[str, ...]:
     """Return the name of every layer of a lowered network, followed by the kinds of those that were merged into it."""
-    layers = lowered.original.layers
-    merged = [[layers[one] for one in origins[1:]] for origins in lowered.origins]
     return tuple(
-        " + ".join((head, *(one.function if isinstance(one, Activate) else one.type for one in more)))
-        for head, more in zip(_heads(lowered), merged, strict=True)
+        " + ".join((head, *_kinds(lowered, origins[1:])))
+        for head, origins in zip(_heads(lowered), lowered.origins, strict=True)
     )
+
+
+def _kinds(lowered: Lowered, origins: Sequence[int]) -> list[str]:
+    """Return the kinds of layers of the original network; a function has its own name."""
+    layers = [lowered.original.layers[one] for one in origins]
+    return [one.function if isinstance(one, Activate) else one.type for one in layers]
+
+
+def _with_function(layer: Layer, end: Layer) -> Layer:
+    """Return a convolution with the function of the sum that it becomes part of."""
+    assert isinstance(layer, Conv), layer
+    assert isinstance(end, Add), end
+    return replace(layer, activation=end.activation, parameters=end.parameters)
 
 
 def _heads(lowered: Lowered) -> list[str]:

@@ -205,8 +205,8 @@ class GraphTiling:
         for operation, (begin, end) in zip(graph.operations, ticks, strict=True):
             first[operation.tensor] = begin
             last[operation.tensor] = max(last.get(operation.tensor, 0), end)
-            for read in operation.reads:
-                last[read.tensor] = max(last[read.tensor], end)
+            for tensor in operation.sources:
+                last[tensor] = max(last[tensor], end)
         for tensor in graph.network.outputs:
             last[tensor] = tick
         found = [

@@ -67,7 +67,7 @@ def chain(
     for index, (shape, footprint) in enumerate(steps):
         parts, planes, apart = images // shape.batch, carried[index], reads_carry_in_place(footprint, carried[index])
         last = tick + (footprint.stages - 1 if apart else footprint.input_until) if parts == 1 else end
-        nbytes = shape.in_bytes // shape.in_shape[1] * (shape.in_shape[1] - planes if apart else shape.in_shape[1])
+        nbytes = shape.in_bytes - (shape.in_bytes // shape.in_shape[1] * planes if apart else 0)
         tensors.append(Tensor(f"x{first + index}", parts * nbytes, born, last))
         tensors.extend(
             Tensor(f"step{first + index}.{scratch.name}", scratch.nbytes, tick + scratch.first, tick + scratch.last)

@@ -77,7 +77,7 @@ def compared(
     """Return positions of a layer on random values, what a primitive gives there, and what it is by definition."""
     layer = HostLayer(pool, primitive, shape, variant)
     layer.run()
-    x = np.resize(layer.values.block, shape.in_shape)
+    x = np.resize(layer.values.block, shape.in_bytes // shape.itemsize)
     exact = definition.layer(shape, layer.values.weights, inputs_of(shape, x))
     at: list[Position] = [(0, z, y, x) for z, y, x in np.ndindex(*exact.shape[:3])]
     return at, np.stack([layer.at(position) for position in at]), exact.reshape(len(at), -1)

@@ -99,8 +99,8 @@ class TurnedGraph:
         first, last = {0: 0}, {0: 0}
         for number, operation in enumerate(self.operations, 1):
             first[operation.tensor] = last[operation.tensor] = number
-            for read in operation.reads:
-                last[read.tensor] = number
+            for tensor in operation.sources:
+                last[tensor] = number
         for tensor in self.network.outputs:
             last[tensor] = len(self.operations) + 1
         return {tensor: (first[tensor], last[tensor]) for tensor in self.stored}
@@ -206,6 +206,8 @@ class TurnedGraph:
                     read = axis.read(operation.layer, mine, source)
                     for one in operation.reads:
                         least[one.tensor] = min(least[one.tensor], (read.lo + one.shift[0]) // one.factor[0])
+                    if (addend := operation.addend) is not None:
+                        least[addend.tensor] = min(least[addend.tensor], mine.lo + addend.shift[0])
             for tensor, piece in zip(self.network.outputs, pieces, strict=True):
                 if piece.size > 0:
                     least[tensor] = min(least[tensor], piece.lo)

@@ -1,8 +1,9 @@
 """The operations that compute a graph's layers, what each reads, and its shape for a region of its output.
 
 A crop is a view of what it crops, and a concatenation that only convolutions read is no operation: these read all its
-inputs. Nor is an upsampling that repeats voxels for convolutions: they repeat them as they read. Every other layer is
-an operation, and its output a tensor in memory.
+inputs. Nor is an upsampling that repeats voxels for convolutions: they repeat them as they read. A convolution whose
+result is only added to another tensor adds it itself: the two layers are one operation. Every other layer is an
+operation, and its output a tensor in memory.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from znnpy.graph_shapes import (
 )
 from znnpy.layers import (
     ONE,
+    ZERO,
     Activate,
     Add,
     AveragePool,
@@ -58,25 +60,69 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A layer that is computed, and the tensors that it reads."""
+    """A layer that is computed, and the tensors that it reads.
+
+    added   the layer that adds the addend to the result; None: there is none
+    addend  read at the voxels of the output
+    """
 
     layer: int
     reads: tuple[Read, ...]
+    added: int | None = None
+    addend: Read | None = None
 
     @property
     def tensor(self) -> int:
         """The tensor that it gives."""
-        return self.layer + 1
+        return (self.layer if self.added is None else self.added) + 1
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """The tensors that it reads."""
+        reads = self.reads if self.addend is None else (*self.reads, self.addend)
+        return tuple(read.tensor for read in reads)
 
 
 def operations(network: Network) -> tuple[Operation, ...]:
     """Return the operations of a network whose sizes are resolved, in the order of its layers."""
     views = {index + 1 for index in range(len(network.layers)) if _is_view(network, index)}
+    sums = {}
+    for index in range(len(network.layers)):
+        if (found := _summed(network, views, index)) is not None:
+            conv, addend = found
+            sums[conv] = index, addend
+    apart = views | {index + 1 for index, _ in sums.values()}
     return tuple(
-        Operation(index, tuple(read for source in sources for read in _reads(network, views, source, (0, 0, 0))))
+        Operation(
+            index,
+            tuple(read for source in sources for read in _reads(network, views, source, ZERO)),
+            *sums.get(index, ()),
+        )
         for index, sources in enumerate(network.sources)
-        if index + 1 not in views
+        if index + 1 not in apart
     )
+
+
+def _summed(network: Network, views: set[int], index: int) -> tuple[int, Read] | None:
+    """Return the convolution that computes a sum in its last pass, and what it adds; None if there is none.
+
+    The addend is there when the convolution runs: else this would wait, and its inputs would be kept for longer.
+    """
+    sources = network.sources[index]
+    if not isinstance(network.layers[index], Add) or len(sources) != 2:
+        return None
+    for tensor, other in (sorted(sources, reverse=True), sorted(sources)):
+        (addend,) = _reads(network, views, other, ZERO)  # a concatenation that is added is in memory
+        if addend.tensor < tensor and addend.maps == network.maps[tensor] and _is_open(network, tensor):
+            return tensor - 1, addend
+    return None
+
+
+def _is_open(network: Network, tensor: int) -> bool:
+    """Return whether a tensor is the result of a convolution without a function, and read by one layer alone."""
+    layer = network.layers[tensor - 1]
+    alone = len(network.readers[tensor]) == 1 and tensor not in network.outputs
+    return isinstance(layer, Conv) and layer.activation == "none" and alone
 
 
 def _is_view(network: Network, index: int) -> bool:
@@ -171,12 +217,14 @@ def shape_of(geometry: Geometry, operation: Operation, region: Region) -> GraphS
     sizes = geometry.size(source)
     match layer:
         case Conv():
+            end = layer if operation.added is None else network.layers[operation.added]
+            assert isinstance(end, Conv | Add)
             magnified = [one.factor for one in operation.reads if one.factor != ONE]
             factors = tuple(one.factor for one in operation.reads) if magnified else ()
             first = vector(there.lo % factor for there, factor in zip(read, (*magnified, ONE)[0], strict=True))
             return GraphConvShape(
                 fins, layer.out, n, layer.kernel, before, behind, layer.stride, layer.dilation, layer.groups,
-                layer.activation, layer.parameters, factors=factors, first=first,
+                end.activation, end.parameters, addend=operation.addend is not None, factors=factors, first=first,
             )  # fmt: skip
         case ConvTranspose():
             first = _first(region, read, layer.stride, layer.padding[0])

@@ -50,7 +50,10 @@ class _Resampled(_MapByMap):
 
 @dataclass(frozen=True, slots=True)
 class GraphConvShape(_OneImage):
-    """One convolution of a graph, of the maps of all its inputs one after the other, with zeros as padding."""
+    """One convolution of a graph, of the maps of all its inputs one after the other, with zeros as padding.
+
+    With an addend it has one more input, which is as large as the output and is added before the activation.
+    """
 
     fins: tuple[int, ...]  # maps of each input; together f
     fout: int
@@ -65,6 +68,7 @@ class GraphConvShape(_OneImage):
     parameters: tuple[float, ...] = ()  # of the activation
     precision: Precision = "fp32"
     kind: Literal["graph_conv"] = "graph_conv"
+    addend: bool = False
     factors: tuple[Vec3, ...] = ()  # how often each voxel of each input counts along each axis; (): once
     first: Vec3 = ZERO  # voxels of magnified inputs that precede the first one of `n`
 
@@ -80,11 +84,6 @@ class GraphConvShape(_OneImage):
         axes = zip(self.n, self.first, self.factors[index], strict=True)
         z, y, x = (n if factor == 1 else -(-(first + n) // factor) for n, first, factor in axes)
         return z, y, x
-
-    @property
-    def in_bytes(self) -> int:
-        """Bytes of all inputs."""
-        return FLOAT32 * sum(maps * prod(self.size_of(index)) for index, maps in enumerate(self.fins))
 
     @property
     def fin(self) -> int:
@@ -108,6 +107,17 @@ class GraphConvShape(_OneImage):
         return 1, z, y, x, self.fout
 
     @property
+    def in_bytes(self) -> int:
+        """Bytes of all inputs."""
+        found = sum(maps * prod(self.size_of(index)) for index, maps in enumerate(self.fins))
+        return FLOAT32 * found + self.addend_bytes
+
+    @property
+    def addend_bytes(self) -> int:
+        """Bytes of the addend; 0 if there is none."""
+        return self.out_bytes if self.addend else 0
+
+    @property
     def plain(self) -> bool:
         """Return whether stride, dilation and groups are 1."""
         return self.stride == ONE and self.dilation == ONE and self.groups == 1
@@ -126,6 +136,7 @@ class GraphConvShape(_OneImage):
         words += [f"groups {self.groups}"] if self.groups > 1 else []
         if self.magnified:
             words += [f"magnified {'+'.join(map(text, self.factors))} from {text(self.first)}"]
+        words += ["+ addend"] if self.addend else []
         return " ".join((*words, self.activation))
 
 

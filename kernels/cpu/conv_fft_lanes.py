@@ -34,6 +34,7 @@ import numpy as np
 
 from znnpy.kernels.aligned import aligned_bytes
 from znnpy.kernels.contract import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_fp32
+from znnpy.kernels.cpu.ending import Ending
 from znnpy.kernels.cpu.epilogue import activate_output, overflow
 from znnpy.kernels.cpu.native.library import LANES, blocks, library, why_not
 from znnpy.kernels.cpu.tiles import tiles_worth
@@ -83,6 +84,7 @@ class Tiling(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("relu", "kept", "stream", "carried", "before_image")),
         ("slope", ctypes.c_double),
         *((name, ctypes.c_void_p) for name in ("channels", "before", "out", "spectra", "low", "kernels", "bias")),
+        ("ending", Ending),
     )
 
 

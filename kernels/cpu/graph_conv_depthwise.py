@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from znnpy.graph_shapes import GraphConvShape
 from znnpy.kernels.contract import Footprint, Kind, Scratch, Variant, Work
-from znnpy.kernels.cpu.activations import code_of, parameters_of
-from znnpy.kernels.cpu.graph_calls import compute_units, is_past, moved_bytes, pitches
+from znnpy.kernels.cpu.ending import Ending, divided, ending_of
+from znnpy.kernels.cpu.graph_calls import compute_units, moved_bytes, pitches
 from znnpy.kernels.cpu.graph_convs import why_not_magnified
 from znnpy.kernels.cpu.graph_layer import GraphLayer, Kernels, float_bytes, given, kernels_of, why_not_kind
 from znnpy.kernels.cpu.native.library import library, why_not
@@ -45,9 +45,8 @@ class _Depthwise(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64 * 3) for name in ("n", "m", "k", "stride", "dilation", "before", "pitch")),
-        *((name, ctypes.c_int64) for name in ("f", "lines", "function")),
-        *((name, ctypes.c_double) for name in ("a", "b")),
-        ("past", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("f", "lines")),
+        ("ending", Ending),
         *((name, ctypes.c_void_p) for name in ("x", "kernels", "bias", "out")),
     )
 
@@ -113,16 +112,13 @@ class _Step:
         self._most = max(1, int(CALL_FLOPS // unit_flops))
 
     def run(self, inputs: Sequence[Array], out: Array, scratch: Mapping[str, Bytes]) -> None:
-        shape, x = self._shape, inputs[0]
-        a, b = parameters_of(shape.activation, shape.parameters)
+        shape = self._shape
+        (x,), addend = divided(shape, inputs)
         lines = _lines(shape)
         d = _Depthwise(
             f=shape.fin,
             lines=lines,
-            function=code_of(shape.activation),
-            a=a,
-            b=b,
-            past=is_past(shape),
+            ending=ending_of(shape, addend),
             x=x.ctypes.data,
             kernels=self._resident.kernels.ctypes.data,
             bias=self._resident.bias.ctypes.data,

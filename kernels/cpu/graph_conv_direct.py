@@ -3,7 +3,8 @@
 Method   That of conv_direct_lanes.py. The taps of a line of outputs are those whose inputs are in memory, listed in
          parts: all of them in one part away from the faces, else those of each array and row of the kernel. The first
          and the last voxels of a line, where the kernel reaches beyond the arrays, are computed one by one.
-Memory   The kernels, in the order they are read, and a list of taps per thread.
+Ending   Some voxels at a time get their addend and their function while their sums are in L1.
+Memory   The kernels, in the order they are read; a list of taps and some voxels of sums per thread.
 Bound    As there. A voxel alone takes as long as a block of four, which shows in short lines.
 Source   As there.
 Tested   tests/kernels/cpu/test_graph_conv.py
@@ -30,16 +31,10 @@ from znnpy.kernels.cpu.conv_direct_lanes import (
     Resident,
     panels,
 )
+from znnpy.kernels.cpu.ending import Ending, divided, ending_of
 from znnpy.kernels.cpu.epilogue import overflow
-from znnpy.kernels.cpu.graph_convs import (
-    finish,
-    finishing_bytes,
-    padded_conv,
-    slope,
-    why_not_magnified,
-    why_not_stride_1,
-)
-from znnpy.kernels.cpu.graph_layer import GraphLayer, given
+from znnpy.kernels.cpu.graph_convs import padded_conv, slope, why_not_magnified, why_not_stride_1
+from znnpy.kernels.cpu.graph_layer import GraphLayer, float_bytes, given
 from znnpy.kernels.cpu.native.library import LANES, blocks, library, streams, why_not
 from znnpy.machine import this_machine
 from znnpy.shapes import FLOAT32
@@ -53,6 +48,8 @@ if TYPE_CHECKING:
     from znnpy.shapes import Sized, Vec3
 
 TAPS_BYTES = 40  # size of Taps in direct.hpp
+AT_ONCE = 48  # most voxels whose sums are ended together: a multiple of all numbers that are summed at once
+SUMS_FLOATS = 4096  # sums that are ended together, if a voxel has no more
 
 
 class _Input(ctypes.Structure):
@@ -73,12 +70,29 @@ class _Padded(ctypes.Structure):
         *((name, ctypes.c_int64 * 3) for name in ("lead", "held")),
         ("count", ctypes.c_int64),
         ("inputs", ctypes.c_void_p),
+        ("at_once", ctypes.c_int64),
+        ("ending", Ending),
     )
 
 
 def _edges(shape: GraphConvShape) -> int:
     """Return the number of outputs of a line whose kernels reach into the padding."""
     return min(shape.out[2], shape.before[2] + shape.behind[2])
+
+
+def _at_once(shape: GraphConvShape) -> int:
+    """Return how many voxels are ended together."""
+    return max(1, min(AT_ONCE, SUMS_FLOATS // (LANES * blocks(shape.fout))))
+
+
+def _sums_bytes(shape: GraphConvShape) -> int:
+    """Return the bytes of the sums that a thread ends together; 0 if they are ended in registers."""
+    return float_bytes(_at_once(shape) * LANES * blocks(shape.fout)) if slope(shape) is None else 0
+
+
+def _lines_bytes(shape: GraphConvShape) -> int:
+    """Return the bytes of sums and taps of a thread, in whole cache lines."""
+    return _sums_bytes(shape) + -(-len(shape.fins) * prod(shape.k) * TAPS_BYTES // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,19 +111,19 @@ class GraphConvDirectLanes(GraphLayer):
     def footprint(self, shape: Sized, variant: Variant, threads: int) -> Footprint:
         shape = given(shape, GraphConvShape)
         found = ConvDirectLanes().footprint(padded_conv(shape), variant, threads)
-        parts = len(shape.fins) * prod(shape.k)
         offsets = len(shape.fins) * ALIGNMENT + 2 * OFFSET * shape.fin * prod(shape.k)
         return replace(
             found,
-            scratch=(Scratch("taps", threads * parts * TAPS_BYTES),),
-            allowance=found.allowance + offsets + finishing_bytes(shape, threads),
+            scratch=(Scratch("lines", threads * _lines_bytes(shape)),),
+            allowance=found.allowance + offsets,
         )
 
     def work(self, shape: Sized, variant: Variant) -> Sequence[Work]:
         shape = given(shape, GraphConvShape)
         (whole,) = ConvDirectLanes().work(padded_conv(shape), variant)
         alone = prod(shape.out[:2]) * _edges(shape) * LEAST_SUMS * LANES * len(list(panels(blocks(shape.fout))))
-        return (whole._replace(flops=whole.flops + 2.0 * alone * shape.fin * prod(shape.k)),)
+        flops = whole.flops + 2.0 * alone * shape.fin * prod(shape.k)
+        return (whole._replace(flops=flops, nbytes=whole.nbytes + shape.addend_bytes),)
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> Resident:
         return ConvDirectLanes().prepare(weights, variant, pool)
@@ -132,7 +146,7 @@ class _Step:
         self._shape, self._pool, self._resident = shape, pool, resident
         self._library = library(this_machine().simd)
         factor = slope(shape)
-        self._padded = p = _Padded(count=len(shape.fins))
+        self._padded = p = _Padded(count=len(shape.fins), at_once=_at_once(shape))
         d = p.direct
         d.n[:], d.k[:], d.p[:], p.lead[:], p.held[:] = shape.padded, shape.k, (1, 1, 1), shape.before, shape.n
         d.fin, d.fout, d.relu = shape.fin, shape.fout, factor == 0
@@ -144,7 +158,8 @@ class _Step:
 
     def run(self, inputs: Sequence[Array], out: Array, scratch: Mapping[str, Bytes]) -> None:
         shape, pool, lib = self._shape, self._pool, self._library
-        stores = scratch["taps"].reshape(pool.threads, -1)
+        inputs, addend = divided(shape, inputs)
+        stores = scratch["lines"].reshape(pool.threads, -1)
         p = _Padded.from_buffer_copy(self._padded)  # a copy, since steps may run at the same time
         arrays = (_Input * len(inputs))()
         tables, first = [], 0
@@ -156,16 +171,19 @@ class _Step:
             first += maps
         p.inputs, p.direct.out = ctypes.addressof(arrays), out.ctypes.data
         p.direct.stream = streams(shape.fout, shape.out_bytes) and p.direct.out % ALIGNMENT == 0
+        if slope(shape) is None:
+            p.ending = ending_of(shape, addend)
+            p.ending.past = p.direct.stream
         bad = [0] * pool.threads
 
         def piece(lo: int, hi: int, worker: int) -> None:
-            taps = ctypes.c_void_p(stores[worker].ctypes.data)
+            sums = stores[worker].ctypes.data
+            own = ctypes.c_void_p(sums + _sums_bytes(shape)), ctypes.c_void_p(sums)
             for line in range(lo, hi, self._most):
                 pool.check()
                 some = ctypes.c_int64(line), ctypes.c_int64(min(hi, line + self._most))
-                bad[worker] += lib.znnpy_direct_padded(ctypes.byref(p), taps, *some)
+                bad[worker] += lib.znnpy_direct_padded(ctypes.byref(p), *own, *some)
 
         pool.each(piece, self._lines)
         if sum(bad):
             raise overflow(sum(bad), prod(shape.out_shape))
-        finish(shape, out, pool)

@@ -7,6 +7,8 @@ Method   That of conv_fft_lanes.py. The first tiles begin in the padding; what a
          of an array with zeros between its voxels is that of the array, repeated, and the sum of neighbours that fills
          the zeros is part of the kernels.
 Memory   As there.
+Ending   A line of results of a tile gets its addend and its function while it is in L1. Softmax needs all maps of a
+         voxel, and takes one more pass over the output.
 Bound    As there; the transforms of thin slabs weigh more.
 Source   As there.
 Tested   tests/kernels/cpu/test_graph_conv.py
@@ -22,6 +24,7 @@ from znnpy.geometry import vector
 from znnpy.graph_shapes import GraphConvShape
 from znnpy.kernels.contract import Footprint, Kind, Variant, Work
 from znnpy.kernels.cpu import conv_fft_lanes
+from znnpy.kernels.cpu.activations import activate_graph, code_of, temporary_bytes
 from znnpy.kernels.cpu.conv_fft_lanes import (
     NOT_MAGNIFIED,
     Channels,
@@ -31,7 +34,8 @@ from znnpy.kernels.cpu.conv_fft_lanes import (
     Tiling,
     input_blocks,
 )
-from znnpy.kernels.cpu.graph_convs import finish, finishing_bytes, padded_conv, slope, why_not_stride_1
+from znnpy.kernels.cpu.ending import divided, ending_of
+from znnpy.kernels.cpu.graph_convs import padded_conv, slope, why_not_stride_1
 from znnpy.kernels.cpu.graph_layer import given
 from znnpy.kernels.cpu.native.library import blocks
 from znnpy.layers import ONE
@@ -115,11 +119,13 @@ class GraphConvFftLanes:
     def footprint(self, shape: Sized, variant: Variant, threads: int) -> Footprint:
         shape = given(shape, GraphConvShape)
         found = conv_fft_lanes.tiled_footprint(_tiled_conv(shape), variant, threads, _input_blocks(shape))
-        return replace(found, allowance=found.allowance + finishing_bytes(shape, threads))
+        softmax = temporary_bytes("softmax", shape.fout) if shape.activation == "softmax" else 0
+        return replace(found, allowance=found.allowance + threads * softmax)
 
     def work(self, shape: Sized, variant: Variant) -> Sequence[Work]:
         shape = given(shape, GraphConvShape)
-        return conv_fft_lanes.tiled_work(_tiled_conv(shape), variant, _input_blocks(shape))
+        *others, inverse = conv_fft_lanes.tiled_work(_tiled_conv(shape), variant, _input_blocks(shape))
+        return (*others, inverse._replace(nbytes=inverse.nbytes + shape.addend_bytes))
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> conv_fft_lanes.Resident:
         assert weights is not None
@@ -146,10 +152,17 @@ class _Step:
         t.relu, t.slope = factor == 0, factor if factor not in (None, 1.0) else 0.0
 
     def run(self, inputs: Sequence[Array], out: Array, scratch: Mapping[str, Bytes]) -> None:
+        shape, t = self._shape, Tiling.from_buffer_copy(self._tiles.tiling)
+        inputs, addend = divided(shape, inputs)
+        if slope(shape) is None:
+            t.ending = ending_of(shape, addend)
+        if shape.activation == "softmax":
+            t.ending.function = code_of("none")
         channels, slots = list[Channels](), {False: 0, True: 0}
-        for index, (x, maps) in enumerate(zip(inputs, self._shape.fins, strict=True)):
-            magnified = self._shape.magnified and self._shape.factors[index] != ONE
+        for index, (x, maps) in enumerate(zip(inputs, shape.fins, strict=True)):
+            magnified = shape.magnified and shape.factors[index] != ONE
             channels += input_blocks(x, maps, slots[magnified], magnified=magnified)
             slots[magnified] += blocks(maps)
-        self._tiles.run(Tiling.from_buffer_copy(self._tiles.tiling), channels, out, scratch)
-        finish(self._shape, out, self._pool)
+        self._tiles.run(t, channels, out, scratch)
+        if shape.activation == "softmax":
+            activate_graph("softmax", (), out, self._pool)

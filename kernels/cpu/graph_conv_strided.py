@@ -20,16 +20,15 @@ from typing import TYPE_CHECKING, Any
 
 from znnpy.graph_shapes import GraphConvShape
 from znnpy.kernels.contract import Footprint, Kind, Variant, Work
+from znnpy.kernels.cpu.ending import Ending, divided, ending_of
 from znnpy.kernels.cpu.graph_calls import moved_bytes, pitches
 from znnpy.kernels.cpu.graph_convs import why_not_magnified
 from znnpy.kernels.cpu.graph_layer import GraphLayer, given, why_not_kind
 from znnpy.kernels.cpu.graph_panels import (
     ENDING_TAPS,
     MOST_TAPS,
-    Ending,
     Panels,
     compute_lines,
-    ending_of,
     lane_count,
     panels_footprint,
     panels_of,
@@ -120,11 +119,12 @@ class _Step:
 
     def run(self, inputs: Sequence[Array], out: Array, scratch: Mapping[str, Bytes]) -> None:
         shape = self._shape
+        inputs, addend = divided(shape, inputs)
         s = _Strided(
             fin=shape.fin,
             fout=shape.fout,
             parts=len(inputs),
-            ending=ending_of(shape),
+            ending=ending_of(shape, addend),
             kernels=self._resident.kernels.ctypes.data,
             bias=self._resident.bias.ctypes.data,
             out=out.ctypes.data,

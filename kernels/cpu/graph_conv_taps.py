@@ -21,8 +21,9 @@ import numpy as np
 
 from znnpy.graph_shapes import GraphConvShape
 from znnpy.kernels.contract import Footprint, Kind, Scratch, Variant, Work
-from znnpy.kernels.cpu.activations import activate_rows, temporary_bytes
+from znnpy.kernels.cpu.activations import temporary_bytes
 from znnpy.kernels.cpu.blas import product_bytes
+from znnpy.kernels.cpu.ending import divided, end_block
 from znnpy.kernels.cpu.epilogue import Epilogue, quiet
 from znnpy.kernels.cpu.graph_columns import Taps, columns, is_by_tap, patch
 from znnpy.kernels.cpu.graph_convs import why_not_magnified
@@ -179,6 +180,7 @@ class _Step:
 
     def run(self, inputs: Sequence[Array], out: Array, scratch: Mapping[str, Bytes]) -> None:
         shape, b, pool = self._shape, self._blocks, self._pool
+        inputs, addend = divided(shape, inputs)
         stores = scratch["blocks"].reshape(-1, b.worker_bytes)
 
         @quiet()
@@ -186,12 +188,14 @@ class _Step:
             for unit in range(lo, hi):
                 pool.check()
                 first, size = block_at(unit, shape.out, b.size)
-                self._compute(inputs, out[box(first, size)], first, stores[worker])
+                block = box(first, size)
+                self._compute(inputs, out[block], first, stores[worker])
+                end_block(shape, None if addend is None else addend[block], out[block])
 
         pool.each(piece, prod(block_counts(shape.out, b.size)))
 
     def _compute(self, inputs: Sequence[Array], target: Array, first: Vec3, store: Bytes) -> None:
-        """Compute the outputs of a block that begins at `first`."""
+        """Compute the sums of a block that begins at `first`, with the bias."""
         shape, b = self._shape, self._blocks
         size = target.shape[0], target.shape[1], target.shape[2]
         z, y, x = (at * stride - before for at, stride, before in zip(first, shape.stride, shape.before, strict=True))
@@ -209,4 +213,3 @@ class _Step:
                 np.add(flat, total, out=flat)
         lines = lines_of(target)
         self._epilogue(lines, lines)
-        activate_rows(shape.activation, shape.parameters, flat)

@@ -1,18 +1,15 @@
-"""Hold what convolutions of graphs with stride 1 have in common: which they accept, and how they end."""
+"""Hold what convolutions of graphs with stride 1 have in common: which they accept, and what they compute."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from znnpy.graph_shapes import GraphConvShape
-from znnpy.kernels.cpu.activations import activate_graph, temporary_bytes
 from znnpy.kernels.cpu.graph_layer import why_not_kind
 from znnpy.layers import DEFAULT_PARAMETERS
 from znnpy.shapes import ConvShape
 
 if TYPE_CHECKING:
-    from znnpy.kernels.contract import Array
-    from znnpy.kernels.thread_pool import ThreadPool
     from znnpy.shapes import Sized
 
 
@@ -37,7 +34,9 @@ def padded_conv(shape: GraphConvShape) -> ConvShape:
 
 
 def slope(shape: GraphConvShape) -> float | None:
-    """Return the factor of negative results, which the compiled kernels apply; None: the function is another one."""
+    """Return the factor of negative results if that is all that follows them, else None."""
+    if shape.addend:
+        return None
     match shape.activation:
         case "none":
             return 1.0
@@ -47,14 +46,3 @@ def slope(shape: GraphConvShape) -> float | None:
             return (shape.parameters or DEFAULT_PARAMETERS["leaky_relu"])[0]
         case _:
             return None
-
-
-def finishing_bytes(shape: GraphConvShape, threads: int) -> int:
-    """Return the most bytes that `finish` allocates."""
-    return threads * temporary_bytes(shape.activation, shape.fout) if slope(shape) is None else 0
-
-
-def finish(shape: GraphConvShape, out: Array, pool: ThreadPool) -> None:
-    """Apply the function to the results in place, unless a factor of negative results is all there is to it."""
-    if slope(shape) is None:
-        activate_graph(shape.activation, shape.parameters, out, pool)

@@ -13,18 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from znnpy.graph_shapes import GraphConvShape
 from znnpy.kernels.contract import Footprint, Kind, Primitive, Scratch, Step, Variant, Work
-from znnpy.kernels.cpu.activations import activate_graph, temporary_bytes
+from znnpy.kernels.cpu.ending import divided, end_graph, ending_bytes
 from znnpy.kernels.cpu.graph_convs import padded_conv, why_not_stride_1
 from znnpy.kernels.cpu.graph_layer import NUMPY_BYTES, given
 from znnpy.kernels.thread_pool import min_chunk
 from znnpy.layers import ONE
-from znnpy.shapes import ACTIVATIONS, ConvShape
+from znnpy.shapes import ACTIVATIONS, FLOAT32, ConvShape
 
 if TYPE_CHECKING:
     from znnpy.kernels.contract import Array, Bytes, ConvWeights
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 def _as_chain(shape: GraphConvShape) -> ConvShape:
     """Return the convolution of the copy."""
-    if shape.activation not in ACTIVATIONS:
+    if shape.addend or shape.activation not in ACTIVATIONS:
         return padded_conv(shape)
     return replace(padded_conv(shape), activation=shape.activation)
 
@@ -79,19 +80,18 @@ class Gathered:
         chain = _as_chain(shape)
         found = self.inner.footprint(chain, variant, threads)
         own = Scratch("gathered", chain.in_bytes, 0, found.input_until)
-        finishing = temporary_bytes(shape.activation, shape.fout) if chain.activation != shape.activation else 0
         return replace(
             found,
             scratch=(*found.scratch, own),
             reads_carried=False,
-            allowance=found.allowance + threads * (NUMPY_BYTES + finishing),
+            allowance=found.allowance + threads * NUMPY_BYTES + ending_bytes(shape, threads),
         )
 
     def work(self, shape: Sized, variant: Variant) -> Sequence[Work]:
         shape = given(shape, GraphConvShape)
         chain = _as_chain(shape)
-        copied = float(shape.in_bytes + chain.in_bytes) if _is_copied(shape) else 0.0
-        return (Work("copy", 0.0, copied), *self.inner.work(chain, variant))
+        copied = FLOAT32 * prod(shape.in_shape) + chain.in_bytes if _is_copied(shape) else 0
+        return (Work("copy", 0.0, float(copied + 3 * shape.addend_bytes)), *self.inner.work(chain, variant))
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> Any:
         return self.inner.prepare(weights, variant, pool)
@@ -110,18 +110,19 @@ class _Step:
 
     def __init__(self, inner: Step, shape: GraphConvShape, pool: ThreadPool) -> None:
         self._inner, self._shape, self._pool = inner, shape, pool
-        self._finished = _as_chain(shape).activation == shape.activation
+        self._ended = not shape.addend and shape.activation in ACTIVATIONS
 
     def run(self, inputs: Sequence[Array], out: Array, scratch: Mapping[str, Bytes]) -> None:
         shape = self._shape
+        inputs, addend = divided(shape, inputs)
         if _is_copied(shape) or not inputs[0].flags.c_contiguous:
             x = scratch["gathered"].view(np.float32).reshape(*shape.padded, shape.fin)
             self._gather(inputs, x)
         else:
             x = inputs[0]
         self._inner.run(x[np.newaxis], out[np.newaxis], scratch)
-        if not self._finished:
-            activate_graph(shape.activation, shape.parameters, out, self._pool)
+        if not self._ended:
+            end_graph(shape, addend, out, self._pool)
 
     def _gather(self, inputs: Sequence[Array], x: Array) -> None:
         """Copy the inputs side by side into `x`, and set what is around them to 0."""

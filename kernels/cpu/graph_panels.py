@@ -1,4 +1,4 @@
-"""Hold what the direct convolutions of graphs in compiled code have in common: kernels in panels, what follows sums."""
+"""Hold what the direct convolutions of graphs in compiled code have in common: kernels in panels."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import numpy as np
 
 from znnpy.kernels.aligned import aligned_bytes
 from znnpy.kernels.contract import ALIGNMENT, Footprint, Scratch
-from znnpy.kernels.cpu.activations import code_of, parameters_of
-from znnpy.kernels.cpu.graph_calls import compute_units, is_past
+from znnpy.kernels.cpu.graph_calls import compute_units
 from znnpy.kernels.cpu.graph_layer import float_bytes
 from znnpy.kernels.cpu.native.library import LANES, blocks
 from znnpy.shapes import FLOAT32
@@ -28,28 +27,11 @@ CALL_BYTES = 2**17  # Python memory and stack of calls into the library, per wor
 CALL_FLOPS = 10e9  # per call into the library; the stop flag is checked between calls
 
 
-class Ending(ctypes.Structure):
-    """The function that follows the sums: struct Ending in sums.hpp."""
-
-    _fields_ = (
-        ("function", ctypes.c_int64),
-        ("a", ctypes.c_double),
-        ("b", ctypes.c_double),
-        ("past", ctypes.c_int64),
-    )
-
-
 class Panels(NamedTuple):
     """The kernels in the order they are read."""
 
     kernels: Array  # panel by panel (z, y, x, f, lane)
     bias: Array  # padded to whole panels
-
-
-def ending_of(shape: GraphConvShape | TransposeShape) -> Ending:
-    """Return what follows the sums of a layer."""
-    a, b = parameters_of(shape.activation, shape.parameters)
-    return Ending(code_of(shape.activation), a, b, is_past(shape))
 
 
 def panels_of(weights: ConvWeights | None, axes: tuple[int, int, int, int, int]) -> Panels:

@@ -19,15 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 from znnpy.graph_shapes import TransposeShape
 from znnpy.kernels.contract import Footprint, Kind, Variant, Work
+from znnpy.kernels.cpu.ending import Ending, ending_of
 from znnpy.kernels.cpu.graph_calls import moved_bytes, pitches
 from znnpy.kernels.cpu.graph_layer import GraphLayer, given, why_not_kind
 from znnpy.kernels.cpu.graph_panels import (
     ENDING_TAPS,
     MOST_TAPS,
-    Ending,
     Panels,
     compute_lines,
-    ending_of,
     lane_count,
     panels_footprint,
     panels_of,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from rich.console import Console
 
 from tests.support.small_unet import SIZE, network, written
 from znnpy.errors import PlanFileError
+from znnpy.formats.networks import read_network
 from znnpy.kernels.table import TABLE
 from znnpy.machine import this_machine
 from znnpy.network import Network
@@ -78,6 +80,29 @@ def test_every_operation_has_a_row(columns: RunPlan, unet: Network) -> None:
             assert row.rstrip().endswith(human_bytes(node.nbytes))
         assert f" {node.layer}" in lines[lines.index(row) + 1]
     assert any(line.startswith(" of enter, up ") for line in lines)
+
+
+def test_a_convolution_names_what_it_adds(tmp_path: Path) -> None:
+    layers = [
+        {"name": "enter", "type": "conv", "kernel": 3, "out": 4, "padding": "same", "activation": "elu"},
+        {"name": "mid", "type": "conv", "kernel": 3, "out": 4, "padding": "same"},
+        {"name": "norm", "type": "batch_norm"},
+        {"name": "both", "type": "add", "from": ["norm", "enter"]},
+        {"name": "bend", "type": "activation", "function": "elu"},
+        {"name": "leave", "type": "conv", "kernel": 1, "out": 2, "from": ["bend"]},
+    ]
+    file = tmp_path / "net.yaml"
+    file.write_text(json.dumps({"name": "small", "input_channels": 1, "layers": layers}))
+    made = plan(file, shape=SIZE, ram="1G", calibrate=False, device="cpu")
+    graph = made.main.graph
+    assert graph is not None
+    assert [(node.name, node.layer, node.reads) for node in graph.nodes[1:]] == [
+        ("enter", "conv 3x3x3 -> 4 elu padding 1x1x1", ("input",)),
+        ("mid + batch_norm + add + elu", "conv 3x3x3 -> 4 elu padding 1x1x1 + enter", ("enter",)),
+        ("leave", "conv 1x1x1 -> 2 none", ("mid",)),
+    ]
+    check_runs(RunPlan.from_json(made.to_json()), read_network(file).network, this_machine())
+    assert "conv 3x3x3 -> 4 elu padding 1x1x1 + enter" in printed(made, None, 160)
 
 
 def test_a_narrow_terminal_cuts_nothing(columns: RunPlan, unet: Network) -> None:

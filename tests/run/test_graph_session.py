@@ -177,6 +177,38 @@ def test_random_graphs_have_every_layer() -> None:
     assert min(steps) < 1 < max(steps)
 
 
+def test_convolutions_of_random_graphs_compute_sums() -> None:
+    graphs = [TurnedGraph.of(one.network, one.size, 0) for one in map(case, SEEDS[::10])]
+    sums = [one for graph in graphs for one in graph.operations if one.addend is not None]
+    assert len(sums) >= 20
+    assert any(one.addend and one.addend.tensor not in {read.tensor for read in one.reads} for one in sums)
+
+
+@pytest.mark.parametrize("column", [0, 1, 2])
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_a_convolution_adds_planes_that_were_kept(axis: int, column: int) -> None:
+    """The addend is cropped, so that planes are read after the other convolution needs them no more."""
+    one = made(
+        [
+            Given(same(4), "start"),
+            Given(Conv((3, 3, 3), 4, "elu"), "first"),
+            Given(Conv((3, 2, 1), 4), "second"),
+            Given(Crop((0, 0, 1), (4, 3, 1)), "cropped", ("start",)),
+            Given(Add("elu", (0.7,)), "sum", ("second", "cropped")),
+            Given(same(2), "end"),
+        ],
+        (13, 11, 12),
+    )
+    graph = TurnedGraph.of(one.network, one.size, axis)
+    assert len(graph.operations) == 4
+    thick = max(1, column)
+    region = whole_region(one)
+    plan = planned(
+        one.network, one.size, region, (thick, 4, 5), axis=axis, column=column and up(graph.periods[0], thick)
+    )
+    assert_equal(ran(plan, one).out, reference(one), plan)
+
+
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("seed", one_in(8, range(100, 148)))
 def test_a_column_of_the_whole_cross_section_computes_nothing_twice(seed: int, axis: int) -> None:

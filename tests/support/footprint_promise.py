@@ -48,7 +48,7 @@ from znnpy.machine import this_machine
 from znnpy.measure.layer_bench import Values, inputs_of
 from znnpy.planner.layout import chain, place
 from znnpy.run.arena import host_arena
-from znnpy.shapes import ACTIVATIONS, ConvShape, FilterShape, MaxoutShape, PoolShape
+from znnpy.shapes import ACTIVATIONS, FLOAT32, ConvShape, FilterShape, MaxoutShape, PoolShape
 
 if TYPE_CHECKING:
     from znnpy.kernels.contract import Primitive, Variant
@@ -190,13 +190,13 @@ def run(case: Case, weights: ConvWeights | None) -> None:
         resident = case.primitive.prepare(weights, case.variant, pool)
         step = case.primitive.bind(resident, case.shape, case.variant, pool)
         arena = host_arena(aligned_bytes(nbytes), tensors)
-        x = arena.tensor("x0", case.shape.in_shape, np.float32)
+        x = arena.tensor("x0", (case.shape.in_bytes // FLOAT32,), np.float32)
         out = arena.tensor("x1", case.shape.out_shape, np.float32)
         x[...] = 0.5
         if isinstance(case.shape, GraphShape):
             step.run(inputs_of(case.shape, x), out[0], arena.scratch(0))
         else:
-            step.run(x, out, arena.scratch(0))
+            step.run(x.reshape(case.shape.in_shape), out, arena.scratch(0))
 
 
 def smallest(primitive: Primitive) -> Case:

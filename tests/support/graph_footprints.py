@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from znnpy.errors import ShapeError
@@ -39,6 +40,7 @@ def random_graph_shape(kind: str, rng: np.random.Generator, n: Vec3) -> GraphSha
             fins, fout = ((f,), f) if groups > 1 else ((f, other) if rng.random() < 0.3 else (f,), other)
             before, behind = _less(rng, k), _less(rng, k)
             shape = GraphConvShape(fins, fout, n, k, before, behind, stride, dilation, groups, function)
+            shape = replace(shape, addend=bool(rng.random() < 0.4))
             if min(shape.out) < 1:
                 raise ShapeError("the kernel is larger than the image")
             return shape

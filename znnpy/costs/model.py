@@ -186,6 +186,7 @@ def layer_key(primitive: Primitive, shape: LayerShape, variant: Variant) -> Laye
         case "graph_conv" | "conv_transpose":
             window, pool = shape.k, (*shape.stride, *shape.dilation, shape.groups)
             activation = f"{shape.activation} {len(shape.fins) if shape.kind == 'graph_conv' else ''}"
+            activation += " addend" if shape.kind == "graph_conv" and shape.addend else ""
         case "window_pool":
             window, pool, activation = shape.window, shape.stride, shape.how
         case "upsample":

@@ -74,10 +74,14 @@ class HostLayer:
 def inputs_of(shape: GraphShape, x: npt.NDArray[np.float32]) -> list[npt.NDArray[np.float32]]:
     """Return the inputs (z, y, x, f) of a layer of a graph, one after the other in the memory of `x`."""
     fins = shape.fins if isinstance(shape, GraphConvShape | PointShape) else (shape.in_shape[4],)
-    flat, voxels, found, first = x.reshape(-1), prod(shape.n), list[npt.NDArray[np.float32]](), 0
-    for maps in fins:
-        found.append(flat[first : first + voxels * maps].reshape(*shape.n, maps))
-        first += voxels * maps
+    sizes = [(*shape.n, maps) for maps in fins]
+    if isinstance(shape, GraphConvShape):
+        sizes = [(*shape.size_of(index), maps) for index, maps in enumerate(fins)]
+        sizes += [(*shape.out, shape.fout)] if shape.addend else []
+    flat, found, first = x.reshape(-1), list[npt.NDArray[np.float32]](), 0
+    for size in sizes:
+        found.append(flat[first : first + prod(size)].reshape(size))
+        first += prod(size)
     return found
 
 
@@ -143,13 +147,16 @@ class HostRamLayer:
 
 
 def _tensors(values: Values) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Return input and output in the memory of the host, (S, z, y, x, f), as a session has them there."""
+    """Return input and output in the memory of the host, (S, z, y, x, f), as a session has them there.
+
+    The inputs of a layer of a graph are one after the other, without axes.
+    """
     shape, block = values.shape, values.block
     x = aligned_bytes(shape.in_bytes).view(block.dtype)
     for start in range(0, x.size, block.size):
         x[start : start + block.size] = block[: x.size - start]
     out = aligned_bytes(shape.out_bytes).view(block.dtype)
-    return x.reshape(shape.in_shape), out.reshape(shape.out_shape)
+    return x if isinstance(shape, GraphShape) else x.reshape(shape.in_shape), out.reshape(shape.out_shape)
 
 
 def _weights(shape: LayerShape, rng: np.random.Generator) -> ConvWeights | None:

@@ -234,8 +234,8 @@ class GraphSession:
         last = dict.fromkeys(self._tensors, 0)
         for index, operation in enumerate(self._graph.operations):
             last[operation.tensor] = index
-            for read in operation.reads:
-                last[read.tensor] = index
+            for tensor in operation.sources:
+                last[tensor] = index
         found: list[list[int]] = [[] for _ in self._graph.operations]
         for tensor, index in last.items():
             found[index].append(tensor)
@@ -266,6 +266,8 @@ class GraphSession:
             bind = bound.steps[shape] = self._step(bound, shape)
         there = input_region(self._graph.geometry, operation, region)
         inputs = [self._view(read.tensor, voxels_of(read, there)) for read in operation.reads]
+        if (addend := operation.addend) is not None:
+            inputs.append(self._view(addend.tensor, voxels_of(addend, region)))
         out = self._tensors[tensor].planes[planes.new[tensor].lo - planes.held[tensor].lo :]
         with self._span(bound.name, layer=operation.layer):
             try:
@@ -275,7 +277,7 @@ class GraphSession:
                 else:
                     primitive_step.run(inputs, out, scratch)
             except ValuesOverflowError as error:
-                raise error.with_context(f"node {self._graph.network.names[operation.layer]}") from None
+                raise error.with_context(f"node {self._graph.network.names[tensor - 1]}") from None
         self.written[index] += prod(out.shape[:3])
 
     def _step(self, bound: _Bound, shape: LayerShape) -> tuple[Any, Mapping[str, Any]]:

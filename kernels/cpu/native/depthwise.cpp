@@ -1,7 +1,6 @@
 // Convolution of each map by itself, with maps in SIMD lanes; see graph_conv_depthwise.py.
 #include "depthwise.hpp"
 
-#include "activations.hpp"
 #include "taps.hpp"
 
 using namespace znnpy;
@@ -74,7 +73,6 @@ void line(const Depthwise &d, const Line *lines, ptrdiff_t count, float *out) {
 // values are infinite or not a number before the function.
 EXPORT int64_t znnpy_depthwise(const Depthwise *depthwise, float *scratch, int64_t lo, int64_t hi) {
   const Depthwise &d = *depthwise;
-  const ptrdiff_t floats = d.m[2] * d.f;
   Line lines[MOST_LINES];
   int64_t bad = 0;
   for (ptrdiff_t unit = lo; unit < hi; unit++) {
@@ -91,12 +89,10 @@ EXPORT int64_t znnpy_depthwise(const Depthwise *depthwise, float *scratch, int64
         }
       }
       line(d, lines, count, scratch);
-      bad += not_finite(scratch, floats);
-      if (d.function == SOFTMAX) softmax(scratch, d.m[2], d.f);
-      else if (d.function != NONE) activate(d.function, (float)d.a, (float)d.b, scratch, floats);
-      copy_out(scratch, d.out + (z * d.m[1] + y) * floats, floats, d.past);
+      float *const out = d.out + (z * d.m[1] + y) * d.m[2] * d.f;
+      bad += end_line(d.ending, {scratch, d.m[2], d.f, d.ending.addend.at(z, y, 0), out}, d.f);
     }
   }
-  if (d.past) fence();
+  if (d.ending.past) fence();
   return bad;
 }

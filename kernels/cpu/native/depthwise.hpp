@@ -1,6 +1,6 @@
 // Arguments that graph_conv_depthwise.py passes to convolutions of each map by itself. Sizes are in elements.
 #pragma once
-#include <cstdint>
+#include "ending.hpp"
 
 struct Depthwise {
   int64_t n[3], m[3];  // input, output: z, y, x
@@ -9,9 +9,7 @@ struct Depthwise {
   int64_t pitch[3];    // floats of the input from plane to plane, line to line, voxel to voxel
   int64_t f;
   int64_t lines;       // lines of outputs computed together
-  int64_t function;    // as in activations.hpp
-  double a, b;         // its parameters
-  int64_t past;        // whether the output is written past the caches
+  znnpy::Ending ending;
   const float *x;
   const float *kernels;  // (z, y, x, f)
   const float *bias;

@@ -279,6 +279,23 @@ int list_taps(const Padded &p, ptrdiff_t z, ptrdiff_t y, ptrdiff_t x, Taps *taps
   return parts;
 }
 
+// Computes and ends neighbouring outputs, the first of which is (z, y, x); `sums` has space for whole blocks of channels
+// of the voxels that are ended together.
+int64_t ended_line(const Padded &p, Taps *taps, int parts, int later, ptrdiff_t z, ptrdiff_t y, ptrdiff_t x,
+                   ptrdiff_t outputs, float *sums, float *out) {
+  const Direct &d = p.direct;
+  const ptrdiff_t width = (d.fout + LANES - 1) / LANES * LANES;
+  int64_t bad = 0;
+  for (ptrdiff_t first = 0; first < outputs; first += p.at_once) {
+    const ptrdiff_t count = outputs - first < p.at_once ? outputs - first : p.at_once;
+    whole_line(d, taps, parts, later, sums, count, width, true);
+    for (int part = 0; part < parts; part++) taps[part].x += count * taps[part].voxel;
+    const float *const addend = p.ending.addend.at(z, y, x + first);
+    bad += end_lanes(p.ending, {sums, count, width, addend, out + first * d.fout}, d.fout, d.fout);
+  }
+  return bad;
+}
+
 }  // namespace
 
 // Computes lines [lo, hi) of the output, (image, z, y). Returns how many values are infinite or not a number.
@@ -297,8 +314,8 @@ EXPORT int64_t znnpy_direct(const Direct *direct, int64_t lo, int64_t hi) {
 }
 
 // Computes lines [lo, hi) of the output, (z, y), of an image with padding. `taps` has a place for every input of every
-// position in the kernel. Returns how many values are infinite or not a number.
-EXPORT int64_t znnpy_direct_padded(const Padded *padded, Taps *taps, int64_t lo, int64_t hi) {
+// position in the kernel; `sums` as in `ended_line`. Returns how many values are infinite or not a number.
+EXPORT int64_t znnpy_direct_padded(const Padded *padded, Taps *taps, float *sums, int64_t lo, int64_t hi) {
   const Padded &p = *padded;
   const Direct &d = p.direct;
   const ptrdiff_t my = d.n[1] - d.k[1] + 1, mx = d.n[2] - d.k[2] + 1;
@@ -311,7 +328,9 @@ EXPORT int64_t znnpy_direct_padded(const Padded *padded, Taps *taps, int64_t lo,
       if (along_x.lo == 0 && along_x.hi == d.k[2]) outputs = p.lead[2] + p.held[2] - d.k[2] + 1 - x;
       if (outputs > mx - x) outputs = mx - x;
       const int parts = list_taps(p, z, y, x, taps), later = parts < p.count ? parts : (int)p.count;
-      bad += whole_line(d, taps, parts, later, d.out + ((z * my + y) * mx + x) * d.fout, outputs, d.fout, false);
+      float *const out = d.out + ((z * my + y) * mx + x) * d.fout;
+      bad += p.ending.any() ? ended_line(p, taps, parts, later, z, y, x, outputs, sums, out)
+                            : whole_line(d, taps, parts, later, out, outputs, d.fout, false);
       x += outputs;
     }
   }

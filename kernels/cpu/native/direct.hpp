@@ -1,7 +1,7 @@
 // Arguments that conv_direct_lanes.py and graph_conv_direct.py pass to the direct convolution. Sizes are in elements;
 // the last axis of an image is its channels.
 #pragma once
-#include <cstdint>
+#include "ending.hpp"
 
 struct Direct {
   int64_t n[3], k[3];  // input, kernel: z, y, x
@@ -39,4 +39,6 @@ struct Padded {
   int64_t lead[3], held[3];
   int64_t count;  // of inputs
   const Input *inputs;
+  int64_t at_once;        // voxels whose sums are ended together
+  znnpy::Ending ending;  // what follows besides relu and slope
 };

@@ -54,7 +54,7 @@ EXPORT int64_t znnpy_strided(const Strided *strided, float *scratch, int64_t lo,
       all_sums(panels, runs, list(s, z, y, taps.first, taps.last, runs), i, i + 1, scratch, width);
     }
     all_sums(panels, runs, list(s, z, y, 0, s.k[2], runs), begin, end, scratch, width);
-    bad += end_line(s.ending, scratch, mx, width, s.fout, s.out + unit * mx * s.fout);
+    bad += end_line(s.ending, {scratch, mx, width, s.ending.addend.at(z, y, 0), s.out + unit * mx * s.fout}, s.fout);
   }
   if (s.ending.past) fence();
   return bad;

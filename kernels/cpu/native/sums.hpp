@@ -1,7 +1,7 @@
 // Sums of direct convolutions: a block of neighbouring outputs times a panel of LANES channels in registers. Per tap the
 // kernels of the panel are loaded, and the input of each output is broadcast to a vector.
 #pragma once
-#include "activations.hpp"
+#include "ending.hpp"
 #include "rows.hpp"
 
 namespace znnpy {
@@ -77,24 +77,6 @@ inline void all_sums(const Panels &panels, const Run *runs, ptrdiff_t count, ptr
                          out + lo * width + panel * LANES, width, hi - lo);
     }
   }
-}
-
-struct Ending {  // what follows the sums of a line
-  int64_t function;  // as in activations.hpp
-  double a, b;       // its parameters
-  int64_t past;      // whether the output is written past the caches
-};
-
-// Applies the function to a line of whole panels and writes it to its output. Returns how many values are infinite or
-// not a number before the function.
-inline int64_t end_line(const Ending &ending, float *line, ptrdiff_t voxels, ptrdiff_t width, ptrdiff_t f, float *out) {
-  if (width > f)
-    for (ptrdiff_t i = 1; i < voxels; i++) std::memmove(line + i * f, line + i * width, f * sizeof(float));
-  const int64_t bad = not_finite(line, voxels * f);
-  if (ending.function == SOFTMAX) softmax(line, voxels, f);
-  else if (ending.function != NONE) activate(ending.function, (float)ending.a, (float)ending.b, line, voxels * f);
-  copy_out(line, out, voxels * f, ending.past);
-  return bad;
 }
 
 }  // namespace znnpy

@@ -253,6 +253,24 @@ int64_t units_of(const Tiling &t, int stage) {
   return t.tiles * (pools(t) ? blocks_of(t.fout) : t.step[0]);
 }
 
+// Transforms lines of results of a block back, one by one, and ends them. `at` is the output `image`, the first one that
+// is stored: it is voxel `skipped` of a line.
+int64_t ended_lines(const Tiling &t, const Ending &ending, float *planes, const Origin &at, ptrdiff_t block,
+                    ptrdiff_t lines, ptrdiff_t skipped, ptrdiff_t voxels, float *image) {
+  const Side &along_x = *find(t.tile[2]);
+  const ptrdiff_t mx = t.n[2] - t.k[2] + 1 - t.skip[2], line = (t.tile[2] / 2 + 1) * BLOCK, count = voxels - skipped;
+  alignas(64) float sums[32 * LANES];
+  int64_t bad = 0;
+  for (ptrdiff_t y = 0; y < lines; y++) {
+    const float *const addend = ending.addend.at(at.z, at.y + y, at.x, block * LANES);
+    for (ptrdiff_t i = 0; addend != nullptr && i < count; i++) __builtin_prefetch(addend + i * ending.addend.voxel);
+    along_x.to(sums, {0, LANES, 1, (int)voxels, LANES, planes + y * line, t.bias + block * LANES, false});
+    bad += end_lanes(ending, {sums + skipped * LANES, count, LANES, addend, image + y * mx * t.fout + block * LANES},
+                     t.fout, least(LANES, t.fout - block * LANES));
+  }
+  return bad;
+}
+
 // Waits for units that other workers have started; that is short, and those workers do not wait.
 void wait_for(const Stage &stage, int64_t units) {
   constexpr int SPINS = 20000;  // about a millisecond: waking a thread takes a tenth of it
@@ -398,6 +416,8 @@ EXPORT int64_t znnpy_tiled_inverse(const Tiling *tiling, float *planes, int64_t 
   const ptrdiff_t half = t.tile[2] / 2 + 1, blocks = blocks_of(t.fout);
   const ptrdiff_t mz = t.n[0] - t.k[0] + 1, my = t.n[1] - t.k[1] + 1, mx = t.n[2] - t.k[2] + 1;
   const bool stream = STREAMS && streams_out(t), ahead = blocks * half * t.tile[1] * BLOCK <= LATER_FLOATS;
+  Ending ending = t.ending;
+  ending.past = stream;
   int64_t bad = 0;
   for (ptrdiff_t unit = lo; unit < hi; unit++) {
     const ptrdiff_t tile = unit / t.step[0], z = unit % t.step[0];
@@ -415,6 +435,12 @@ EXPORT int64_t znnpy_tiled_inverse(const Tiling *tiling, float *planes, int64_t 
       const float *source = t.spectra + tile * t.tile_pitch + (z * blocks + block) * BLOCK;
       along_y.inverse({source, t.column_pitch, t.tile[1] * t.column_pitch, planes, half * BLOCK, BLOCK, (int)half, 0,
                        (int)rows, BLOCK, later, (int)(block * half), (int)blocks});
+      if (ending.any()) {
+        const Origin first{at.image, at.z + z - t.skip[0], at.y + above - t.skip[1], at.x + skipped - t.skip[2]};
+        bad += ended_lines(t, ending, planes + above * half * BLOCK, first, block, rows - above, skipped, voxels,
+                           image + above * line + skipped * t.fout);
+        continue;
+      }
       const Rows r{line, t.fout, (int)(rows - above), (int)voxels, lanes, planes + above * half * BLOCK,
                    t.bias + block * LANES, t.relu != 0, nullptr, 0, 1, stream, (int)skipped, (float)t.slope};
       const To to = t.slope != 0 ? along_x.to_leaky : lanes < LANES ? along_x.to_part : along_x.to;

@@ -10,6 +10,7 @@
 #include <atomic>
 #include <cstdint>
 
+#include "ending.hpp"
 #include "vector.hpp"
 
 struct Channels {  // one block of channels of the input
@@ -46,6 +47,7 @@ struct Tiling {
   float *spectra, *low;   // low: of magnified blocks
   const float *kernels;  // kept: spectra, column by column; else transformed along x alone
   const float *bias;     // padded to whole blocks
+  znnpy::Ending ending;  // what follows besides relu and slope; its addend is one image
 };
 
 // Counters of one stage of one group, whose units the workers take one after the other; a cache line, since all write

@@ -65,7 +65,7 @@ EXPORT int64_t znnpy_transpose(const Transpose *transpose, float *scratch, int64
           all_sums(panels, runs, list(t, z, y, j, q, q + 1, runs), q, q + 1, out, step * width);
       if (begin < end) all_sums(panels, runs, list(t, z, y, j, begin, end, runs), begin, end, out, step * width);
     }
-    bad += end_line(t.ending, scratch, mx, width, t.fout, t.out + unit * mx * t.fout);
+    bad += end_line(t.ending, {scratch, mx, width, nullptr, t.out + unit * mx * t.fout}, t.fout);
   }
   if (t.ending.past) fence();
   return bad;

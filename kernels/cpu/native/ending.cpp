@@ -1,0 +1,85 @@
+// Adds an addend to results, applies a function and writes them to the output.
+#include "ending.hpp"
+
+#include "activations.hpp"
+#include "rows.hpp"
+
+namespace znnpy {
+namespace {
+
+ALWAYS void add_maps(const float *x, float *to, ptrdiff_t floats) {
+  ptrdiff_t i = 0;
+  for (; i + W <= floats; i += W) store(to + i, load(to + i) + load(x + i));
+  for (; i < floats; i++) to[i] += x[i];
+}
+
+// Ends lanes of each voxel in registers.
+template <int FUNCTION>
+int64_t end_vectors(const Ending &e, const Results &r, ptrdiff_t f, ptrdiff_t lanes) {
+  const V a = broadcast((float)e.a), b = broadcast((float)e.b);
+  const ptrdiff_t whole = lanes / W * W;
+  const int left = (int)(lanes - whole);
+  V finite{}, finite_left{};  // stay zero while all values are finite
+  for (ptrdiff_t i = 0; i < r.voxels; i++) {
+    const float *const sums = r.sums + i * r.width, *const more = r.addend ? r.addend + i * e.addend.voxel : nullptr;
+    float *const out = r.out + i * f;
+    for (ptrdiff_t lane = 0; lane < whole; lane += W) {
+      V x = load(sums + lane);
+      if (more) x += load(more + lane);
+      finite += x * 0.0f;
+      x = apply<FUNCTION>(x, a, b);
+      if (e.past) stream(out + lane, x);
+      else store(out + lane, x);
+    }
+    if (left) {
+      V x = load(sums + whole);
+      if (more) x += load_part(more + whole, left);
+      finite_left += x * 0.0f;
+      store_part(out + whole, apply<FUNCTION>(x, a, b), left);
+    }
+  }
+  bool all = true;
+  for (int lane = 0; lane < W; lane++) all = all && finite[lane] == 0.0f && (lane >= left || finite_left[lane] == 0.0f);
+  int64_t bad = 0;
+  for (ptrdiff_t i = 0; !all && i < r.voxels; i++)
+    for (ptrdiff_t lane = 0; lane < lanes; lane++)
+      bad += (r.sums[i * r.width + lane] + (r.addend ? r.addend[i * e.addend.voxel + lane] : 0.0f)) * 0.0f != 0.0f;
+  return bad;
+}
+
+}  // namespace
+
+int64_t end_line(const Ending &e, const Results &r, ptrdiff_t f) {
+  const ptrdiff_t floats = r.voxels * f;
+  if (r.width > f)
+    for (ptrdiff_t i = 1; i < r.voxels; i++) std::memmove(r.sums + i * f, r.sums + i * r.width, f * sizeof(float));
+  if (r.addend && e.addend.voxel == f) add_maps(r.addend, r.sums, floats);
+  else if (r.addend)
+    for (ptrdiff_t i = 0; i < r.voxels; i++) add_maps(r.addend + i * e.addend.voxel, r.sums + i * f, f);
+  const int64_t bad = not_finite(r.sums, floats);
+  if (e.function == SOFTMAX) softmax(r.sums, r.voxels, f);
+  else if (e.function != NONE) activate(e.function, (float)e.a, (float)e.b, r.sums, floats);
+  copy_out(r.sums, r.out, floats, e.past);
+  return bad;
+}
+
+int64_t end_lanes(const Ending &e, const Results &r, ptrdiff_t f, ptrdiff_t lanes) {
+  if (e.function == SOFTMAX || (lanes == f && lanes % W != 0)) return end_line(e, r, f);  // full vectors of few maps
+  switch (e.function) {
+    case RELU: return end_vectors<RELU>(e, r, f, lanes);
+    case LEAKY_RELU: return end_vectors<LEAKY_RELU>(e, r, f, lanes);
+    case ELU: return end_vectors<ELU>(e, r, f, lanes);
+    case SELU: return end_vectors<SELU>(e, r, f, lanes);
+    case GELU: return end_vectors<GELU>(e, r, f, lanes);
+    case GELU_TANH: return end_vectors<GELU_TANH>(e, r, f, lanes);
+    case SILU: return end_vectors<SILU>(e, r, f, lanes);
+    case SOFTPLUS: return end_vectors<SOFTPLUS>(e, r, f, lanes);
+    case SIGMOID: return end_vectors<SIGMOID>(e, r, f, lanes);
+    case TANH: return end_vectors<TANH>(e, r, f, lanes);
+    case HARDSWISH: return end_vectors<HARDSWISH>(e, r, f, lanes);
+    case CLIP: return end_vectors<CLIP>(e, r, f, lanes);
+    default: return end_vectors<NONE>(e, r, f, lanes);
+  }
+}
+
+}  // namespace znnpy

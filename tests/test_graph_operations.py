@@ -1,0 +1,96 @@
+"""A convolution whose result is only added to another tensor is one operation with the sum."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from znnpy.formats.wiring import Given, network_of
+from znnpy.graph_columns import TurnedGraph
+from znnpy.layers import ONE, Add, Concat, Conv, Crop, Function, Upsample
+from znnpy.shapes import Vec3
+
+CONV = Conv((3, 3, 3), 2, padding=(ONE, ONE))
+VALID = Conv((3, 3, 3), 2)
+SIZE: Vec3 = (8, 8, 8)
+
+
+def graph_of(*given: Given, output: list[str] | None = None) -> TurnedGraph:
+    return TurnedGraph.of(network_of("net", 2, given, output=output), SIZE, 0)
+
+
+def computed(graph: TurnedGraph) -> list[str]:
+    """Return the operations in words: what is computed of what, and what is added."""
+    names = ["input", *graph.network.names]
+    words = []
+    for operation in graph.operations:
+        one = f"{names[operation.tensor]} of {', '.join(names[read.tensor] for read in operation.reads)}"
+        if operation.addend is not None:
+            one += f" + {names[operation.addend.tensor]}"
+            one += "" if operation.addend.shift == (0, 0, 0) else f" at {operation.addend.shift}"
+        words.append(one)
+    return words
+
+
+def test_a_residual_is_one_operation() -> None:
+    graph = graph_of(Given(CONV, "conv"), Given(Add("elu", (0.5,)), "sum", ("conv", "input")), Given(CONV, "last"))
+    assert computed(graph) == ["sum of input + input", "last of sum"]
+    assert graph.stored == (0, 2, 3)
+    assert graph.operations[0].sources == (0, 0)
+    assert graph.lifetimes == {0: (0, 1), 2: (1, 2), 3: (2, 3)}
+
+
+@pytest.mark.parametrize("reads", [("one", "two"), ("two", "one")])
+def test_the_later_of_two_convolutions_adds_the_other(reads: tuple[str, str]) -> None:
+    graph = graph_of(Given(CONV, "one"), Given(CONV, "two", ("input",)), Given(Add(), "sum", reads))
+    assert computed(graph) == ["one of input", "sum of input + one"]
+
+
+def test_an_addend_may_be_cropped() -> None:
+    graph = graph_of(
+        Given(CONV, "first"),
+        Given(VALID, "conv"),
+        Given(Crop((0, 1, 2), (2, 1, 0)), "crop", ("first",)),
+        Given(Add(), "sum", ("crop", "conv")),
+    )
+    assert computed(graph) == ["first of input", "sum of first + first at (0, 1, 2)"]
+
+
+def test_sums_follow_each_other() -> None:
+    graph = graph_of(
+        Given(CONV, "a"),
+        Given(Add("relu"), "a sum", ("a", "input")),
+        Given(CONV, "b"),
+        Given(Add("relu"), "b sum", ("a sum", "b")),
+        output=["a sum", "b sum"],
+    )
+    assert computed(graph) == ["a sum of input + input", "b sum of a sum + a sum"]
+
+
+def test_a_convolution_does_not_wait_for_its_addend() -> None:
+    """Its inputs, of which there may be many more maps, would be kept until then."""
+    half = Conv((1, 1, 1), 2, stride=(2, 2, 2))
+    graph = graph_of(
+        Given(CONV, "skip"),
+        Given(half, "down", ("input",)),
+        Given(Upsample((2, 2, 2)), "up"),
+        Given(Add(), "sum", ("skip", "up")),
+    )
+    assert computed(graph) == ["skip of input", "down of input", "up of down", "sum of skip, up"]
+
+
+@pytest.mark.parametrize("function", ["relu", "elu", "softmax"])
+def test_a_convolution_with_a_function_stays(function: Function) -> None:
+    conv = replace(CONV, activation=function)
+    assert len(graph_of(Given(conv, "conv"), Given(Add(), "sum", ("conv", "input"))).operations) == 2
+
+
+def test_what_others_read_and_sums_of_other_inputs_stay() -> None:
+    conv, sum_ = Given(CONV, "conv"), Given(Add(), "sum", ("conv", "input"))
+    assert len(graph_of(conv, sum_, Given(Concat(), "joined", ("conv", "sum"))).operations) == 3
+    assert len(graph_of(conv, sum_, output=["conv", "sum"]).operations) == 2
+    assert len(graph_of(conv, Given(Add(), "sum", ("conv", "conv"))).operations) == 2
+    assert len(graph_of(conv, Given(Add(), "sum", ("conv", "input", "input"))).operations) == 2
+    one = Given(replace(CONV, out=1), "conv")
+    assert len(graph_of(one, sum_).operations) == 2, "one map is added to all"
