@@ -52,7 +52,7 @@ def some(draw: Draw, size: int) -> range:
 
 
 @pytest.mark.slow
-@settings(max_examples=400, suppress_health_check=SLOW)
+@settings(max_examples=400, deadline=None, suppress_health_check=SLOW)
 @given(geometries())
 def test_sizes_are_those_of_the_definition(geometry: Geometry) -> None:
     for axis, along in enumerate(geometry.axes):
@@ -60,7 +60,7 @@ def test_sizes_are_those_of_the_definition(geometry: Geometry) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=400, suppress_health_check=SLOW)
+@settings(max_examples=400, deadline=None, suppress_health_check=SLOW)
 @given(geometries(), st.data(), st.integers(0, 2))
 def test_regions_hold_what_outputs_depend_on(geometry: Geometry, data: st.DataObject, axis: int) -> None:
     along = geometry.axes[axis]
@@ -88,7 +88,7 @@ def _is_tight(layer: Layer) -> bool:
 
 
 @pytest.mark.slow
-@settings(max_examples=400, suppress_health_check=SLOW)
+@settings(max_examples=400, deadline=None, suppress_health_check=SLOW)
 @given(geometries(), st.data(), st.integers(0, 2))
 def test_frontiers_divide_regions_into_steps(geometry: Geometry, data: st.DataObject, axis: int) -> None:
     """Each step computes what is needed up to its end, of what steps before it computed or it computes itself."""
@@ -116,7 +116,7 @@ def test_frontiers_divide_regions_into_steps(geometry: Geometry, data: st.DataOb
 
 
 @pytest.mark.slow
-@settings(max_examples=400, suppress_health_check=SLOW)
+@settings(max_examples=400, deadline=None, suppress_health_check=SLOW)
 @given(geometries(), st.integers(0, 2))
 def test_reach_is_the_largest_span_that_a_voxel_depends_on(geometry: Geometry, axis: int) -> None:
     """Along an axis that is long enough, some voxel has the whole of it before it, and none has more."""

@@ -4,6 +4,7 @@
 * A function of each value becomes the last step of the layer before it.
 * A convolution that pads by reflection or replication becomes a padding and a valid convolution; likewise one that pads
   so far that a window would lie in the padding alone.
+* A 1x1x1 convolution of a nearest upsampling comes before it, where it computes each voxel once.
 
 A layer is merged with the one before only if nothing else reads what is between, and it is no output.
 """
@@ -15,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from znnpy.layers import (
     NO_PADDING,
+    ONE,
     Activate,
     Add,
     Conv,
@@ -80,12 +82,36 @@ def lowered(network: Network) -> Lowered:
         sources.append(inputs)
         origins.append((index,))
         tensors.append(len(layers))
+    outputs = tuple(tensors[tensor] for tensor in network.outputs)
+    for index in range(len(layers)):
+        if (above := _repeating(layers, sources, outputs, index)) is not None:
+            layers[above], layers[index] = layers[index], layers[above]
+            names[above], names[index] = names[index], names[above]
+            origins[above], origins[index] = origins[index], origins[above]
+            tensors = [index + 1 if tensor == above + 1 else tensor for tensor in tensors]  # of the same size
     renamed = {old: names[tensor - 1] for old, tensor in zip(network.names, tensors[1:], strict=True)}
     layers = [_refers(layer, renamed) for layer in layers]
-    outputs = tuple(tensors[tensor] for tensor in network.outputs)
     wiring = Wiring(tuple(names), tuple(sources), outputs, network.pad_to_period)
     made = Network(network.name, network.input_channels, tuple(layers), network.normalise, wiring)
     return Lowered(made, tuple(origins), network)
+
+
+def _repeating(
+    layers: Sequence[Layer], sources: Sequence[tuple[int, ...]], outputs: Sequence[int], index: int
+) -> int | None:
+    """Return the nearest upsampling that a 1x1x1 convolution alone reads; None if there is none."""
+    layer, before = layers[index], sources[index][0] - 1
+    if (
+        not isinstance(layer, Conv)
+        or (layer.reach, layer.stride, layer.padding) != (ONE, ONE, NO_PADDING)
+        or before < 0
+    ):
+        return None
+    above = layers[before]
+    if not isinstance(above, Upsample) or above.how != "nearest" or not {before + 1, index + 1}.isdisjoint(outputs):
+        return None
+    readers = sum(reads.count(before + 1) for reads in sources)
+    return before if readers == 1 else None
 
 
 def _repeats(layer: Conv) -> bool:
