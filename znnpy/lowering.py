@@ -83,12 +83,13 @@ def lowered(network: Network) -> Lowered:
         origins.append((index,))
         tensors.append(len(layers))
     outputs = tuple(tensors[tensor] for tensor in network.outputs)
+    at = dict(zip(network.names, tensors[1:], strict=True))
+    fixed = {*outputs, *(at[layer.like] for layer in layers if isinstance(layer, Upsample | Crop) and layer.like in at)}
     for index in range(len(layers)):
-        if (above := _repeating(layers, sources, outputs, index)) is not None:
+        if (above := _repeating(layers, sources, fixed, index)) is not None:
             layers[above], layers[index] = layers[index], layers[above]
             names[above], names[index] = names[index], names[above]
             origins[above], origins[index] = origins[index], origins[above]
-            tensors = [index + 1 if tensor == above + 1 else tensor for tensor in tensors]  # of the same size
     renamed = {old: names[tensor - 1] for old, tensor in zip(network.names, tensors[1:], strict=True)}
     layers = [_refers(layer, renamed) for layer in layers]
     wiring = Wiring(tuple(names), tuple(sources), outputs, network.pad_to_period)
@@ -96,10 +97,11 @@ def lowered(network: Network) -> Lowered:
     return Lowered(made, tuple(origins), network)
 
 
-def _repeating(
-    layers: Sequence[Layer], sources: Sequence[tuple[int, ...]], outputs: Sequence[int], index: int
-) -> int | None:
-    """Return the nearest upsampling that a 1x1x1 convolution alone reads; None if there is none."""
+def _repeating(layers: Sequence[Layer], sources: Sequence[tuple[int, ...]], fixed: set[int], index: int) -> int | None:
+    """Return the nearest upsampling that a 1x1x1 convolution alone reads; None if there is none.
+
+    fixed  tensors that stay where they are: outputs, and those whose sizes others take
+    """
     layer, before = layers[index], sources[index][0] - 1
     if (
         not isinstance(layer, Conv)
@@ -108,7 +110,7 @@ def _repeating(
     ):
         return None
     above = layers[before]
-    if not isinstance(above, Upsample) or above.how != "nearest" or not {before + 1, index + 1}.isdisjoint(outputs):
+    if not isinstance(above, Upsample) or above.how != "nearest" or not {before + 1, index + 1}.isdisjoint(fixed):
         return None
     readers = sum(reads.count(before + 1) for reads in sources)
     return before if readers == 1 else None

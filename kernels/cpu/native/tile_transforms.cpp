@@ -120,9 +120,26 @@ constexpr Side side() {
           to_rows<N, true, true>};
 }
 
-// Tiles have the even ones of these, or 1; half a tile may have any.
-const Side SIDES[] = {side<1>(),  side<2>(),  side<3>(),  side<4>(),  side<5>(),  side<6>(),  side<7>(),  side<8>(),  side<9>(),
-                      side<10>(), side<12>(), side<14>(), side<16>(), side<18>(), side<20>(), side<24>(), side<28>(), side<32>()};
+// Half the side of a tile: only what magnified blocks need.
+template <int N>
+constexpr Side half_side() {
+  return {N,
+          along<N, false, false, false>,
+          along<N, false, false, true>,
+          along<N, true, false, false>,
+          nullptr,
+          nullptr,
+          from_rows<N, false, false>,
+          from_rows<N, true, false>,
+          from_rows<N, true, true>,
+          nullptr,
+          nullptr,
+          nullptr};
+}
+
+const Side SIDES[] = {side<1>(),       half_side<2>(), half_side<3>(), side<4>(),  half_side<5>(), side<6>(),
+                      half_side<7>(),  side<8>(),      half_side<9>(), side<10>(), side<12>(),     side<14>(),
+                      side<16>(),      side<18>(),     side<20>(),     side<24>(), side<28>(),     side<32>()};
 
 }  // namespace
 
@@ -136,4 +153,4 @@ const Side *find(int64_t length) {
 using namespace znnpy;
 
 // Returns 1 if tiles may have sides of that length.
-EXPORT int64_t znnpy_tiled_side(int64_t length) { return find(length) != nullptr; }
+EXPORT int64_t znnpy_tiled_side(int64_t length) { return find(length) != nullptr && find(length)->to != nullptr; }
