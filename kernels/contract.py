@@ -193,7 +193,8 @@ class GraphStep(Protocol):
 
         inputs   one array (z, y, x, f) float32 per input of the layer, of the shape's size `n`; not modified. The maps
                  of a voxel are contiguous; other strides are multiples of a float, and arrays are aligned to a float.
-                 An input never shares memory with `out`.
+                 The addend of a convolution comes last and is as large as `out`. An input never shares memory with
+                 `out`.
         out      (z, y, x, f') float32 in C order, the shape's `out_shape` without the batch; overwritten. Its previous
                  contents are undefined.
         scratch  one array of bytes per Scratch of the footprint, aligned to ALIGNMENT; contents undefined.

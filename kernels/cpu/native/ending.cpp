@@ -51,8 +51,11 @@ int64_t end_vectors(const Ending &e, const Results &r, ptrdiff_t f, ptrdiff_t la
 
 int64_t end_line(const Ending &e, const Results &r, ptrdiff_t f) {
   const ptrdiff_t floats = r.voxels * f;
-  if (r.width > f)
-    for (ptrdiff_t i = 1; i < r.voxels; i++) std::memmove(r.sums + i * f, r.sums + i * r.width, f * sizeof(float));
+  for (ptrdiff_t i = 1; r.width > f && i < r.voxels; i++) {
+    float *const from = r.sums + i * r.width, *const to = r.sums + i * f;
+    if (f >= W) std::memmove(to, from, f * sizeof(float));
+    else for (ptrdiff_t map = 0; map < f; map++) to[map] = from[map];  // a call would take longer
+  }
   if (r.addend && e.addend.voxel == f) add_maps(r.addend, r.sums, floats);
   else if (r.addend)
     for (ptrdiff_t i = 0; i < r.voxels; i++) add_maps(r.addend + i * e.addend.voxel, r.sums + i * f, f);
