@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, inf, prod
 
+import numpy as np
+
 from znnpy.errors import NoPlanError
 from znnpy.graph_columns import Area, GraphCover, TurnedGraph
 from znnpy.graph_operations import Operation
@@ -20,6 +22,7 @@ from znnpy.planner.graph_tilings import GraphTiling, tilings
 from znnpy.planner.layer_options import LayerContext, OptionTable
 from znnpy.planner.layer_search import MAX_COLUMN_SECONDS
 from znnpy.planner.layout import Tensor, place
+from znnpy.planner.least_seen import LeastSeen
 from znnpy.planner.memory import Memory, StageMemory, reading_bytes, writing_bytes
 from znnpy.planner.pareto import LayerOption, ParetoFront, fastest_within, smallest, total_bytes, total_seconds
 from znnpy.planner.plan import Plan, Stage
@@ -28,8 +31,6 @@ from znnpy.planner.run_plan import RunnerUp, RunPlan
 from znnpy.shapes import Vec3, text, turned, turned_back
 from znnpy.units import human_bytes
 
-FASTER = 0.9  # assumed: no operation takes less time per voxel than this share of the least seen so far
-AS_FAST = 0.97  # the same for steps with as many planes as one that was seen
 SLOW = 4.0  # primitives that take so many times as long as the fastest for every operation are tried no more
 ATTEMPTS = 4  # layouts of one size: each allows for what the one before lost between tensors
 RUNNERS_UP = 3
@@ -69,8 +70,7 @@ class GraphSearch:
     options: OptionTable
     area: Area
     graphs: dict[int, TurnedGraph] = field(default_factory=dict)
-    least: dict[int, float] = field(default_factory=dict)  # seconds per voxel of each layer, over all sizes seen
-    least_at: dict[tuple[int, int, int], float] = field(default_factory=dict)  # of axis, layer, and planes of a step
+    least: LeastSeen = field(default_factory=LeastSeen)
     narrowed: bool = False  # only some primitives are tried
     nearest: Memory | None = None  # that of the size that came nearest to the limit
 
@@ -135,29 +135,17 @@ class GraphSearch:
 
     def _effort(self, tiling: GraphTiling) -> tuple[float, int]:
         """Return how much a size computes in all, in values, and how small its steps are."""
-        maps = tiling.graph.network.maps
-        totals = tiling.totals
-        work = sum(
-            totals[operation.tensor] * maps[operation.tensor] * sum(read.maps for read in operation.reads)
-            for operation in tiling.graph.operations
-        )
-        return work, -prod(tiling.cover.patch)
+        return float(tiling.totals[tiling.figures.computed] @ tiling.figures.work), -prod(tiling.cover.patch)
 
     def _bound(self, tiling: GraphTiling) -> float:
-        """Return a lower bound on the seconds, if FASTER holds."""
-        seconds = (max(tiling.live) + tiling.carries) / self.options.rates.first_touch
-        for operation in tiling.graph.operations:
-            layer = operation.layer
-            at = self.least_at.get((tiling.graph.axis, layer, tiling.new[operation.tensor].size))
-            rate = FASTER * self.least.get(layer, 0.0) if at is None else AS_FAST * at
-            seconds += tiling.totals[operation.tensor] * rate
-        return seconds
+        """Return a lower bound on the seconds, if those of `LeastSeen` hold."""
+        return self.least.seconds(tiling) + (tiling.most_live + tiling.carries) / self.options.rates.first_touch
 
     def _may_fit(self, tiling: GraphTiling) -> bool:
         """Return whether the tensors alone fit."""
-        least_bytes = max(tiling.live) + tiling.carries + self._around(tiling).peak
+        least_bytes = tiling.most_live + tiling.carries + self._around(tiling).peak
         if least_bytes > self.request.limits.ram_bytes:
-            stage = StageMemory("cpu", max(tiling.live), tiling.carries)
+            stage = StageMemory("cpu", tiling.most_live, tiling.carries)
             self._note(replace(self._around(tiling), stages=(stage,)))
             return False
         return True
@@ -165,7 +153,7 @@ class GraphSearch:
     def _around(self, tiling: GraphTiling) -> Memory:
         """Return the memory of the process without that of the layers."""
         request, network = self.request, self.request.network
-        steps = len(tiling.steps)
+        steps = tiling.steps
         reading = reading_bytes(network.input_channels, tiling.patch_in, request.itemsize_in, steps=steps)
         writing = writing_bytes(network.output_channels, tiling.patch_out, request.itemsize_out, steps=steps)
         return Memory((StageMemory("cpu"),), request.baseline, reading, writing)
@@ -179,7 +167,7 @@ class GraphSearch:
             needed = total_bytes(smallest(fronts)) + tiling.carries
             self._note(replace(around, stages=(StageMemory("cpu", needed),)))
             return None
-        prepared = tiling.carries + max(tiling.live) + sum(option.resident for option in chosen)
+        prepared = tiling.carries + tiling.most_live + sum(option.resident for option in chosen)
         return Draft(tiling, total_seconds(chosen) + prepared / self.options.rates.first_touch)
 
     @staticmethod
@@ -222,10 +210,8 @@ class GraphSearch:
             if moving:
                 front = tuple(_slower(one, moving) for one in front)
             fronts.append(front)
-            spent = front[0].seconds / max(1, tiling.totals[operation.tensor])
-            layer, key = operation.layer, (tiling.graph.axis, operation.layer, tiling.new[operation.tensor].size)
-            self.least[layer] = min(self.least.get(layer, inf), spent)
-            self.least_at[key] = min(self.least_at.get(key, inf), spent)
+        spent = np.array([front[0].seconds for front in fronts])
+        self.least.note(tiling, spent / np.maximum(1, tiling.totals[tiling.figures.computed]))
         if not self.narrowed:
             self._narrow(fronts)
         return fronts
@@ -365,10 +351,6 @@ def waste(tiling: GraphTiling) -> float:
     for along in range(3):
         regions = graph.regions(along, begin[along], end[along])
         needed = [many * region.size for many, region in zip(needed, regions, strict=True)]
-    maps = graph.network.maps
-
-    def weight(operation: Operation) -> int:
-        return maps[operation.tensor] * sum(read.maps for read in operation.reads)
-
-    done = sum(tiling.totals[operation.tensor] * weight(operation) for operation in graph.operations)
-    return done / sum(needed[operation.tensor] * weight(operation) for operation in graph.operations)
+    figures = tiling.figures
+    done = tiling.totals[figures.computed] @ figures.work
+    return float(done / (np.array(needed, np.float64)[figures.computed] @ figures.work))

@@ -108,7 +108,7 @@ def known(tiling: GraphTiling, chosen: tuple[tuple[Fake, Variant], ...]) -> Know
         for operation, (fake, variant) in zip(graph.operations, chosen, strict=True)
     ]
     _, arena = place(tiling.tensors(footprints))
-    steps = len(tiling.steps)
+    steps = tiling.steps
     beside = BASELINE + tiling.carries
     beside += reading_bytes(network.input_channels, tiling.patch_in, 1, steps=steps)
     beside += writing_bytes(network.output_channels, tiling.patch_out, 4, steps=steps)

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from znnpy.column_planes import StepPlanes
 from znnpy.errors import ValuesOverflowError
 from znnpy.geometry import Interval
-from znnpy.graph_columns import GraphStep, StepPlanes
+from znnpy.graph_columns import GraphStep
 from znnpy.graph_operations import Operation, Region, input_region, shape_of, shifted
 from znnpy.kernels.aligned import aligned_bytes, touch
 from znnpy.kernels.contract import ConvWeights, Primitive
@@ -47,10 +48,7 @@ class _Tensor:
     def __init__(self, tiling: GraphTiling, tensor: int, maps: int) -> None:
         self.storage = tiling.storage(tensor)
         self.maps = maps
-        self.kept = tiling.kept[tensor]
-        self.nbytes = {"arena": 0, "carried": self.kept, "resident": tiling.capacity(tensor)}[
-            self.storage
-        ] * tiling.plane_bytes(tensor)
+        self.nbytes = tiling.beside(tensor) * tiling.plane_bytes(tensor)
         self.beside: Array = np.empty(0, np.float32)  # what stays from step to step
         self.block: Array = np.empty(0, np.float32)  # where the planes of a step lie
         self.held = Interval(0, 0)
@@ -206,8 +204,8 @@ class GraphSession:
         column = self._graph.planes(step.begin[0], step.end[0], step.thick)
         if begins:
             self._begin(step, column.region)
-        planes = column.steps[step.number]
-        later = column.steps[step.number + 1].held if step.number + 1 < len(column.steps) else None
+        planes = column.step(step.number)
+        later = column.step(step.number + 1).held if step.number + 1 < column.steps else None
         self._advance(0, planes)
         if planes.new[0].size:
             with self._span("load"):
