@@ -13,10 +13,10 @@ import numpy as np
 from znnpy.geometry import Interval
 from znnpy.graph_columns import GraphCover, TurnedGraph
 from znnpy.graph_operations import Operation, Region, shape_of
-from znnpy.kernels.contract import Footprint, Primitive, Variant
+from znnpy.kernels.contract import Footprint, Primitive, Scratch, Variant
 from znnpy.layer_shapes import LayerShape
-from znnpy.layers import Pad
-from znnpy.many_intervals import Intervals, Numbers, needed_by_each
+from znnpy.layers import Maxout, Pad
+from znnpy.many_intervals import Intervals, Numbers, needed_by_each, read_by_each
 from znnpy.patches import Box
 from znnpy.planner.graph_extents import Figures, Storage, Walk, Widths
 from znnpy.planner.layout import ALIGNMENT, Tensor
@@ -152,7 +152,23 @@ class GraphTiling:
             for part in one.scratch:
                 most[part.name] = max(most[part.name], part.nbytes)
         scratch = tuple(one._replace(nbytes=most[one.name]) for one in whole.scratch)
+        if copied := self._copied(operation):
+            scratch = (*scratch, Scratch(COPIED, copied, last=whole.stages - 1))
         return replace(whole, scratch=scratch, allowance=allowance)
+
+    def _copied(self, operation: Operation) -> int:
+        """Return the bytes of a copy of what an operation reads: a maxout takes no part of a larger tensor."""
+        if not isinstance(self.graph.network.layers[operation.layer], Maxout):
+            return 0
+        (read,) = operation.reads
+        for along, widths in enumerate(self._widths, 1):
+            axis, there = self.graph.geometry.axes[along], widths.regions.row(read.tensor)
+            mine = read_by_each(
+                axis, operation.layer, widths.regions.row(operation.tensor), axis.sources[operation.layer][0]
+            )
+            if (mine.lo + read.shift[along] != there.lo).any() or (mine.size != there.size).any():
+                return self.shape(operation).in_bytes
+        return 0
 
     def executions(self, operation: Operation) -> int:
         """Return how often that shape is computed for the whole output, rounded up."""
@@ -245,6 +261,7 @@ class GraphTiling:
         return np.cumsum(change)[1:-2]
 
 
+COPIED = "copied"  # the name of the scratch for a copy of an operation's input
 SPLITS = (
     1,
     2,
