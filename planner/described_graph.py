@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
@@ -13,9 +13,11 @@ from znnpy.layers import ONE, Activate, Add, Conv, Layer
 from znnpy.lowering import Lowered
 from znnpy.messages import excerpt
 from znnpy.network import INPUT, Network, PadToPeriod
-from znnpy.planner.graph_tilings import GraphTiling
 from znnpy.planner.layout import Count, Positive
 from znnpy.shapes import text, turn, turned_back
+
+if TYPE_CHECKING:
+    from znnpy.planner.graph_tilings import GraphTiling
 
 LONGEST = 60  # characters of a name
 Words = Annotated[str, Field(max_length=2000)]
@@ -85,7 +87,7 @@ def described(tiling: GraphTiling) -> DescribedGraph:
         pad_to_period=graph.network.pad_to_period,
         level=_level(tiling, graph.output),
         period=turned_back(graph.voxels, axis),
-        steps=max(len(column.steps) for column in columns),
+        steps=max(column.steps for column in columns),
         silent=max(silent),
         nodes=tuple(nodes),
     )
@@ -124,10 +126,8 @@ def _words(read: Read, name: str, axis: int) -> str:
 
 
 def _node(tiling: GraphTiling, tensor: int, name: str, layer: str, reads: Sequence[str]) -> DescribedNode:
-    planes = tiling.kept[tensor]
-    held = {"arena": 0, "carried": planes, "resident": tiling.capacity(tensor)}[tiling.storage(tensor)]
-    level, nbytes = _level(tiling, tensor), held * tiling.plane_bytes(tensor)
-    return DescribedNode(name, layer, tuple(reads), level, planes, nbytes)
+    level, nbytes = _level(tiling, tensor), tiling.beside(tensor) * tiling.plane_bytes(tensor)
+    return DescribedNode(name, layer, tuple(reads), level, tiling.kept[tensor], nbytes)
 
 
 def _turned_back(network: Network, axis: int) -> Network:

@@ -42,16 +42,17 @@ class Lowered:
     origins: tuple[tuple[int, ...], ...]  # indices of the original's layers, in order
     original: Network
 
-    def weights(self, weights: Sequence[ConvWeights]) -> dict[int, ConvWeights]:
-        """Return the weights of those layers that have some, by index, from those of the original in order."""
+    def weights(self, index: int, weights: Sequence[ConvWeights]) -> ConvWeights | None:
+        """Return the weights of a layer, if it has any, from those of the original in order.
+
+        Those of a layer with scales merged into it are made here: whoever asks holds them beside the original's.
+        """
+        layer = self.network.layers[index]
+        if not has_weights(layer):
+            return None
         given = dict(zip(self.original.weighted, weights, strict=True))
-        found = {}
-        for index, (layer, origins) in enumerate(zip(self.network.layers, self.origins, strict=True)):
-            mine = [origin for origin in origins if origin in given]
-            if has_weights(layer):
-                first, *scales = mine
-                found[index] = _scaled(layer, given[first], [given[scale] for scale in scales])
-        return found
+        first, *scales = (given[origin] for origin in self.origins[index] if origin in given)
+        return _scaled(layer, first, scales)
 
 
 def lowered(network: Network) -> Lowered:
@@ -150,15 +151,17 @@ def _scaled(layer: Layer, weights: ConvWeights, scales: Sequence[ConvWeights]) -
 
     if not scales:
         return weights
-    kernels, bias = weights.weight.astype(np.float64), weights.bias.astype(np.float64)
-    for scale in scales:
-        factor = scale.weight.astype(np.float64)
+    factors, bias = [scale.weight.astype(np.float64) for scale in scales], weights.bias.astype(np.float64)
+    for factor, scale in zip(factors, scales, strict=True):
         bias = bias * factor + scale.bias
-        if isinstance(layer, ConvTranspose):  # (f, f' / groups, k): maps of a group are side by side
-            fin, per_group = kernels.shape[:2]
-            grouped = factor.reshape(layer.groups, 1, per_group, 1, 1, 1)
-            split = kernels.reshape(layer.groups, fin // layer.groups, *kernels.shape[1:])
-            kernels = (split * grouped).reshape(kernels.shape)
-        else:
-            kernels = kernels * factor.reshape(-1, 1, 1, 1, 1)
-    return ConvWeights(kernels.astype(np.float32), bias.astype(np.float32))
+    kernels = np.empty(weights.weight.shape, np.float32)
+    for number, kernel in enumerate(weights.weight):  # one at a time: in float64 all would take twice the memory
+        product = kernel.astype(np.float64)
+        for factor in factors:
+            if isinstance(layer, ConvTranspose):  # (f, f' / groups, k): maps of a group are side by side
+                group, per_group = number * layer.groups // len(kernels), len(kernel)
+                product = product * factor[group * per_group : (group + 1) * per_group, None, None, None]
+            else:
+                product = product * factor[number]
+        kernels[number] = product
+    return ConvWeights(kernels, bias.astype(np.float32))

@@ -7,6 +7,7 @@ arena, where its planes are moved to the front when there is no room behind them
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,9 +17,10 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from znnpy.column_planes import StepPlanes
 from znnpy.errors import ValuesOverflowError
 from znnpy.geometry import Interval
-from znnpy.graph_columns import GraphStep, StepPlanes
+from znnpy.graph_columns import GraphStep
 from znnpy.graph_operations import Operation, Region, box_of, input_region, shape_of, voxels_of
 from znnpy.kernels.aligned import aligned_bytes, touch
 from znnpy.kernels.contract import ConvWeights, Primitive
@@ -28,7 +30,7 @@ from znnpy.layer_shapes import LayerShape
 from znnpy.layers import Conv, ConvTranspose
 from znnpy.network import Network
 from znnpy.patches import Box
-from znnpy.planner.graph_tilings import GraphTiling
+from znnpy.planner.graph_tilings import COPIED, GraphTiling
 from znnpy.planner.memory import BUFFERS
 from znnpy.planner.plan import Choice, Plan
 from znnpy.run.arena import Arena, host_arena
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[np.float32]
 
+KEPT_STEPS = 32  # shapes of an operation whose steps are kept: columns away from the faces have few
+
 
 class _Tensor:
     """The planes of one tensor that are in memory, (planes, y, x, maps)."""
@@ -48,10 +52,7 @@ class _Tensor:
     def __init__(self, tiling: GraphTiling, tensor: int, maps: int) -> None:
         self.storage = tiling.storage(tensor)
         self.maps = maps
-        self.kept = tiling.kept[tensor]
-        self.nbytes = {"arena": 0, "carried": self.kept, "resident": tiling.capacity(tensor)}[
-            self.storage
-        ] * tiling.plane_bytes(tensor)
+        self.nbytes = tiling.beside(tensor) * tiling.plane_bytes(tensor)
         self.beside: Array = np.empty(0, np.float32)  # what stays from step to step
         self.block: Array = np.empty(0, np.float32)  # where the planes of a step lie
         self.held = Interval(0, 0)
@@ -115,7 +116,7 @@ class _Bound:
     primitive: Primitive
     resident: Any
     scratch: Mapping[str, Any]
-    steps: dict[LayerShape, tuple[Any, Mapping[str, Any]]]  # and their scratch, by shape: few occur in a run
+    steps: OrderedDict[LayerShape, tuple[Any, Mapping[str, Any]]]  # the latest and their scratch, by shape
     name: str  # in traces
 
 
@@ -149,15 +150,24 @@ class GraphSession:
 
     def __enter__(self) -> Self:
         graph, plan = self._graph, self.plan
-        weights = graph.lowered.weights(self._weights)
         prepared = []
         for operation, choice in zip(graph.operations, plan.choices, strict=True):
             primitive = find(choice.primitive, self._table)
-            mine = _turned(weights.get(operation.layer), graph.axis, graph.network.layers[operation.layer])
+            weights = graph.lowered.weights(operation.layer, self._weights)
+            mine = _turned(weights, graph.axis, graph.network.layers[operation.layer])
             prepared.append((operation, choice, primitive, primitive.prepare(mine, choice.variant, self.pool)))
+            del weights, mine  # of one layer at a time
         arena = host_arena(self._block(plan.memory.last.arena), plan.stages[0].tensors)
         self._bound = tuple(
-            _Bound(operation, choice, primitive, resident, arena.scratch(index), {}, _name(choice, graph.network))
+            _Bound(
+                operation,
+                choice,
+                primitive,
+                resident,
+                arena.scratch(index),
+                OrderedDict(),
+                _name(choice, graph.network),
+            )
             for index, (operation, choice, primitive, resident) in enumerate(prepared)
         )
         for tensor in self._tiling.stored:
@@ -207,8 +217,8 @@ class GraphSession:
         column = self._graph.planes(step.begin[0], step.end[0], step.thick)
         if begins:
             self._begin(step, column.region)
-        planes = column.steps[step.number]
-        later = column.steps[step.number + 1].held if step.number + 1 < len(column.steps) else None
+        planes = column.step(step.number)
+        later = column.step(step.number + 1).held if step.number + 1 < column.steps else None
         self._advance(0, planes)
         if planes.new[0].size:
             with self._span("load"):
@@ -261,9 +271,10 @@ class GraphSession:
         operation, tensor = bound.operation, bound.operation.tensor
         region: Region = (planes.new[tensor], self._across[0][tensor], self._across[1][tensor])
         shape = shape_of(self._graph.geometry, operation, region)
-        bind = bound.steps.get(shape)
-        if bind is None:
-            bind = bound.steps[shape] = self._step(bound, shape)
+        bind = bound.steps.pop(shape, None) or self._step(bound, shape)
+        bound.steps[shape] = bind
+        if len(bound.steps) > KEPT_STEPS:
+            bound.steps.popitem(last=False)
         there = input_region(self._graph.geometry, operation, region)
         inputs = [self._view(read.tensor, voxels_of(read, there)) for read in operation.reads]
         if (addend := operation.addend) is not None:
@@ -273,7 +284,7 @@ class GraphSession:
             try:
                 primitive_step, scratch = bind
                 if shape.kind == "maxout":
-                    primitive_step.run(np.ascontiguousarray(inputs[0])[None], out[None], scratch)
+                    primitive_step.run(_contiguous(inputs[0], bound.scratch)[None], out[None], scratch)
                 else:
                     primitive_step.run(inputs, out, scratch)
             except ValuesOverflowError as error:
@@ -329,6 +340,15 @@ class GraphSession:
     def wait(self, ticket: Any) -> None:
         """Do nothing: a step is done when it was submitted."""
         del ticket
+
+
+def _contiguous(x: Array, scratch: Mapping[str, Any]) -> Array:
+    """Return an array in C order: itself, or a copy in the scratch that the plan holds for it."""
+    if x.flags.c_contiguous:
+        return x
+    copy: Array = scratch[COPIED][: x.nbytes].view(np.float32).reshape(x.shape)
+    np.copyto(copy, x)
+    return copy
 
 
 def _name(choice: Choice, network: Network) -> str:
