@@ -70,6 +70,7 @@ class Walk:
     beside    planes for which there is room beside the arena
     in_arena  planes for which there is room in the arena
     totals    planes that are computed in all
+    sizes     how many different numbers of planes steps compute
     """
 
     planes: Intervals
@@ -80,6 +81,7 @@ class Walk:
     beside: tuple[int, ...]
     in_arena: Numbers
     totals: Numbers
+    sizes: Numbers
 
     @classmethod
     def of(cls, cover: GraphCover, thick: int) -> Walk:
@@ -100,7 +102,17 @@ class Walk:
         beside = tuple({"arena": 0, "carried": k, "resident": h + n.size}[where] for where, h, k, n in capacity)
         in_arena = np.where(np.array(storage) == "resident", 0, held)
         totals = planes.size.sum(axis=1)
-        return cls(planes, new, tuple(held.tolist()), tuple(kept.tolist()), storage, beside, in_arena, totals)
+        return cls(
+            planes,
+            new,
+            tuple(held.tolist()),
+            tuple(kept.tolist()),
+            storage,
+            beside,
+            in_arena,
+            totals,
+            _different(planes.size),
+        )
 
 
 def _storage(kept: int, new: int) -> Storage:
@@ -108,6 +120,13 @@ def _storage(kept: int, new: int) -> Storage:
     if kept == 0:
         return "arena"
     return "resident" if kept >= new else "carried"
+
+
+def _different(sizes: Numbers) -> Numbers:
+    """Return how many different numbers each row has."""
+    ranked = np.sort(sizes, axis=1)
+    different: Numbers = 1 + (ranked[:, 1:] != ranked[:, :-1]).sum(axis=1)
+    return different
 
 
 def _widest(regions: Intervals) -> tuple[Interval, ...]:
@@ -125,18 +144,21 @@ class Widths:
     widest   the largest of each tensor
     most     its size
     totals   voxels in all columns
+    sizes    how many different sizes there are
     """
 
     regions: Intervals
     widest: tuple[Interval, ...]
     most: Numbers
     totals: Numbers
+    sizes: Numbers
 
     @classmethod
     def of(cls, cover: GraphCover, along: int) -> Widths:
         """Return the regions of the columns of a cover along an axis."""
         regions = cover.graph.regions_of_each(along, cover.ranges(along))
-        return cls(regions, _widest(regions), regions.size.max(axis=1), regions.size.sum(axis=1))
+        size = regions.size
+        return cls(regions, _widest(regions), size.max(axis=1), size.sum(axis=1), _different(size))
 
 
 def _size(interval: Interval) -> int:

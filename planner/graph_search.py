@@ -49,6 +49,8 @@ EXACT_OPERATIONS = 12  # up to which the choice is exact; beyond, it may be a li
 MOST_TRIED = 150  # sizes that are worked out, the least work first; small graphs have fewer
 CUT = 1.1  # columns are cut, so that a killed run loses less, if this takes at most so many times as long
 MOST_SMALL = 2000  # operations, of all sizes together, that are worked out for the least memory
+MOST_KINDS = 20_000  # shapes of operations in one size beyond which it is not tried: laying it out takes too long
+KINDS_EACH = 8  # the same for each operation of large graphs
 FEWEST_SMALL = 4  # sizes that are worked out for it at least
 
 
@@ -201,7 +203,9 @@ class GraphSearch:
             for streams in (True, False):
                 if (axis and not streams) or wanted.cover not in (None, "columns" if streams else "patches"):
                     continue
-                yield from tilings(graph, self.area.region, streams=streams, patch=patch)
+                for tiling in tilings(graph, self.area.region, streams=streams, patch=patch):
+                    if patch is not None or tiling.kinds <= max(MOST_KINDS, KINDS_EACH * len(graph.operations)):
+                        yield tiling
 
     def graph(self, axis: int) -> TurnedGraph:
         """Return the graph with an axis first."""
@@ -336,7 +340,10 @@ class GraphSearch:
         column = ceil((end - begin) / pieces / thick) * thick
         if column >= cover.column:
             return solution
-        shorter = self.solve(GraphTiling(GraphCover(cover.graph, cover.patch, column, cover.region)))
+        cut = GraphTiling(GraphCover(cover.graph, cover.patch, column, cover.region))
+        if self._effort(cut)[0] > CUT * self._effort(tiling)[0]:
+            return solution
+        shorter = self.solve(cut)
         return solution if shorter is None or shorter.seconds > CUT * solution.seconds else shorter
 
 

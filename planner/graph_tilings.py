@@ -104,6 +104,12 @@ class GraphTiling:
         second, third = self._widths
         return self.walk.totals * second.totals * third.totals
 
+    @property
+    def kinds(self) -> int:
+        """About how many shapes all operations have together: of each, sizes along every axis in all combinations."""
+        second, third = self._widths
+        return int((self.walk.sizes * second.sizes * third.sizes)[self.figures.computed].sum())
+
     def region(self, tensor: int) -> Region:
         """Return the largest region of a tensor that a step computes."""
         return self.new[tensor], self.across[0][tensor], self.across[1][tensor]

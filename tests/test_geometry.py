@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from time import process_time
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support.dependence import edges_of, needed_by
 from tests.support.random_graphs import SLOW, Draw, graphs, sizes
-from znnpy.admissible import admissible, geometry_of, period_of
+from znnpy.admissible import admissible, geometry_of, period_of, seen_by_one
 from znnpy.errors import ShapeError
 from znnpy.formats.wiring import Given, network_of
 from znnpy.geometry import Geometry, Interval
@@ -247,3 +248,13 @@ def test_volume_that_does_not_divide_grows_or_is_refused() -> None:
         admissible(refusing, (1, 3, 4))
     with pytest.raises(ShapeError, match="of 1x1x4 voxels is smaller than one period of unet, 1x2x2 voxels, along y"):
         admissible(UNET, (1, 1, 4))
+
+
+def test_what_a_voxel_sees_is_found_in_bounded_time_where_voxels_are_magnified_by_thousands() -> None:
+    """Voxels of a period are taken together: one by one, four thousand of them took seconds."""
+    layers = [Given(same(3, 1), "first"), Given(Upsample((1, 1, 4000)), "up")]
+    layers += [Given(same(3, 1), f"after{number}") for number in range(40)]
+    network = network_of("magnified", 1, layers)
+    began = process_time()
+    assert seen_by_one(network) == (83, 83, 4)
+    assert process_time() - began < 3

@@ -27,6 +27,7 @@ from znnpy.network import Network
 from znnpy.shapes import Vec3, text
 
 MOST_TIMES = 1024  # times as many voxels along an axis as the volume has, beyond which a network is taken for a mistake
+VOXELS_AT_ONCE = 4096  # of a period, of which it is worked out together what they depend on
 
 
 def refuse_non_local(network: Network) -> None:
@@ -328,20 +329,21 @@ def seen_by_one(network: Network) -> Vec3:
     if network.wiring is not None:  # the padding of a real volume does not matter here
         network = replace(network, wiring=replace(network.wiring, pad_to_period="zeros"))
     geometry = admissible(network, far)
-    found = []
-    for axis in geometry.axes:
-        middle = axis.sizes[axis.outputs[0]] // 2
-        voxels = range(middle, middle + axis.voxels(axis.outputs[0]))
-        places = [int(axis.steps[axis.outputs[0]] * voxel) for voxel in voxels]
-        widest = 0
-        for place in places:
-            wanted = [
-                Interval(int(place / axis.steps[tensor]), int(place / axis.steps[tensor]) + 1)
-                for tensor in axis.outputs
-            ]
-            widest = max(widest, axis.regions(wanted)[0].size)
-        found.append(widest)
-    return vector(found)
+    return vector(_widest_seen(axis) for axis in geometry.axes)
+
+
+def _widest_seen(axis: AxisGeometry) -> int:
+    """Return the most voxels of the input that an output voxel of a period in the middle depends on, along an axis."""
+    from znnpy.many_intervals import of_ranges
+
+    middle, step = axis.sizes[axis.outputs[0]] // 2, axis.steps[axis.outputs[0]]
+    widest, voxels = 0, range(middle, middle + axis.voxels(axis.outputs[0]))
+    for first in range(0, len(voxels), VOXELS_AT_ONCE):
+        places = [int(step * voxel) for voxel in voxels[first : first + VOXELS_AT_ONCE]]
+        mine = {tuple(int(place / axis.steps[tensor]) for tensor in axis.outputs) for place in places}
+        wanted = [[Interval(voxel, voxel + 1) for voxel in one] for one in sorted(mine)]
+        widest = max(widest, int(of_ranges(axis, wanted).size[0].max()))
+    return widest
 
 
 def _extent(layer: Layer, axis: int) -> int:

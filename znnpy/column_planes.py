@@ -10,7 +10,7 @@ import numpy as np
 
 from znnpy.geometry import AxisGeometry, Interval
 from znnpy.graph_operations import Operation
-from znnpy.many_intervals import Intervals, Numbers, frontiers, read_by_each, regions_of_each
+from znnpy.many_intervals import Intervals, Numbers, frontiers, read_by_each
 
 NEVER = np.iinfo(np.int64).max  # a plane behind all others
 
@@ -57,15 +57,6 @@ class ColumnPlanes:
         begins, ends = self.ends[:, number].tolist(), self.ends[:, number + 1].tolist()
         new = tuple(map(Interval, begins, ends))
         return StepPlanes(new, tuple(map(Interval, self.first[:, number].tolist(), ends)))
-
-
-def of_ranges(axis: AxisGeometry, wanted: Sequence[Sequence[Interval]]) -> Intervals:
-    """Return the voxels of every tensor that each of many ranges needs, with what it wants of each output.
-
-    The result has a row for each tensor.
-    """
-    ends = np.array(wanted, np.int64)  # (range, output, 2)
-    return regions_of_each(axis, [Intervals(*ends[:, number].T) for number in range(ends.shape[1])])
 
 
 def of_one_step(region: tuple[Interval, ...], wanted: Sequence[Interval]) -> ColumnPlanes:

@@ -122,7 +122,7 @@ class TurnedGraph:
 
     def regions_of_each(self, along: int, ranges: Sequence[tuple[int, int]]) -> Intervals:
         """Return what `regions` gives for many ranges of periods: a row for each tensor."""
-        from znnpy.column_planes import of_ranges
+        from znnpy.many_intervals import of_ranges
 
         return of_ranges(self.geometry.axes[along], [self.wanted(along, begin, end) for begin, end in ranges])
 

@@ -72,6 +72,15 @@ def regions_of_each(axis: AxisGeometry, wanted: Sequence[Intervals]) -> Interval
     return found
 
 
+def of_ranges(axis: AxisGeometry, wanted: Sequence[Sequence[Interval]]) -> Intervals:
+    """Return the voxels of every tensor that each of many ranges needs, with what it wants of each output.
+
+    The result has a row for each tensor.
+    """
+    ends = np.array(wanted, np.int64)  # (range, output, 2)
+    return regions_of_each(axis, [Intervals(*ends[:, number].T) for number in range(ends.shape[1])])
+
+
 def frontiers(axis: AxisGeometry, known: Numbers, regions: Sequence[Interval]) -> Numbers:
     """Return up to which voxel every tensor must be known for its outputs to be known up to `known`.
 

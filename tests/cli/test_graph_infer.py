@@ -130,6 +130,30 @@ def test_memory_stays_below_what_the_plan_promises(tmp_path: Path) -> None:
         assert peak <= promised <= 1.15 * peak, f"promised {promised:,}, peak {peak:,}"
 
 
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak of one process is known on Linux only")
+def test_what_planning_a_deep_graph_leaves_behind_is_promised(place: Place) -> None:
+    layers = [
+        {"name": f"conv{number}", "type": "conv", "kernel": 3, "out": 1, "padding": "same"} for number in range(300)
+    ]
+    graph(place, layers)
+    place.write_volume(np.zeros((96, 96, 96), np.uint8))
+    words = [
+        "--network",
+        str(place.folder / "net.yaml"),
+        "--ram",
+        "600M",
+        "--threads",
+        "2",
+        "--no-calibrate",
+        "--device",
+        "cpu",
+    ]
+    promised, peak = infer(place.volume, *words, "--out", str(place.out))
+    assert peak <= promised <= 1.15 * peak, f"promised {promised:,}, peak {peak:,}"
+
+
 # --- bad input ---
 
 
