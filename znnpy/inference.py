@@ -88,7 +88,7 @@ def infer_as_asked(asked: InferOptions) -> Report:
     store = CostStore(asked.costs, calibrate=asked.calibrate)
     devices = devices_asked(asked)
     devices = replace(devices, device=store.meant(devices.device))
-    named = read_network(asked.network)
+    named = read_network(asked.network, asked.meaning)
     trained = load_trained(named, asked.weights, asked.ram)
     inputs: dict[str, Path | Collection[Path] | None] = {
         "volume": Path(volume) if isinstance(volume, str | os.PathLike) else None,

@@ -37,6 +37,7 @@ def job_of(
     """Return the identity of a run, which a resumed run must share. `sample` is that of the volume."""
     filled = {} if fill_missing is None else {"fill_missing": str(fill_missing)}  # NaN too, which equals nothing
     return {
+        "meaning": trained.network.meaning,
         "network": trained.network.sha256,
         "weights": sha256(trained.weights),
         "volume": volume.identity(sample),
@@ -66,6 +67,7 @@ def attributes_of(network: Network, source: Source, job: dict[str, Any], plan: R
         **(space.behind(source.position, source.step).attributes() if space is not None else {}),
         "offset": np.array(source.offset, np.int64),
         "field_of_view": np.array(source.field_of_view, np.int64),
+        "meaning": network.meaning,
         **_of_graph(network, source),
         "network": network.name,
         "network_sha256": network.sha256,
@@ -84,7 +86,6 @@ def _of_graph(network: Network, source: Source) -> dict[str, Any]:
     if source.area is None:
         return {}
     return {
-        "meaning": network.meaning,
         "pad_to_period": network.pad_to_period,
         "voxel_position": np.array(source.position, np.float64),  # of the first output voxel's centre, in the volume
         **_maps_of_outputs(network),

@@ -84,7 +84,7 @@ def lowered(network: Network) -> Lowered:
     layers = [_refers(layer, renamed) for layer in layers]
     outputs = tuple(tensors[tensor] for tensor in network.outputs)
     wiring = Wiring(tuple(names), tuple(sources), outputs, network.pad_to_period)
-    made = Network(network.name, network.input_channels, tuple(layers), network.normalise, wiring)
+    made = replace(network, layers=tuple(layers), wiring=wiring)
     return Lowered(made, tuple(origins), network)
 
 

@@ -21,6 +21,7 @@ from znnpy.layers import Maxout as Maxout
 from znnpy.layers import Pool as Pool
 from znnpy.layers import has_weights, maps_after, parameter_count
 from znnpy.messages import excerpt, option
+from znnpy.option_values import Meaning
 from znnpy.shapes import (
     ACTIVATIONS,
     Activation,
@@ -73,7 +74,6 @@ class Normalise:
 
 PadToPeriod = Literal["reflect", "replicate", "zeros", "refuse"]
 PAD_TO_PERIOD: tuple[PadToPeriod, ...] = ("reflect", "replicate", "zeros", "refuse")
-Meaning = Literal["sliding", "whole"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ INPUT = "input"  # name of the network's input in `Node.inputs`
 class Network:
     """A graph of layers in an order in which each comes after those it reads; without wiring, a chain.
 
-    Sizes are (z, y, x).
+    Sizes are (z, y, x). `asked_meaning` is one that was asked for, instead of the usual one of such a graph.
     """
 
     name: str
@@ -110,6 +110,7 @@ class Network:
     layers: tuple[Layer, ...]
     normalise: Normalise | None = None
     wiring: Wiring | None = None
+    asked_meaning: Meaning | None = None
 
     def __post_init__(self) -> None:
         if self.input_channels < 1:
@@ -128,6 +129,11 @@ class Network:
                     "change the group, or the maps that come before it"
                 )
             maps.append(maps_after(layer, tuple(maps[source] for source in sources)))
+        if self.asked_meaning == "sliding" and self.why_not_sliding is not None:
+            raise ShapeError(
+                f"{excerpt(self.name, 60)} does not slide over a volume, since {self.why_not_sliding}; leave out "
+                f"{option('meaning', 'sliding')}, so that it is computed whole"
+            )
 
     def __repr__(self) -> str:
         """Return one line; `layers` lists the layers."""
@@ -181,8 +187,24 @@ class Network:
     @cached_property
     def meaning(self) -> Meaning:
         """Meaning of an output voxel: `sliding`, the network on its field of view; `whole`, on the volume."""
-        chain = self.sources == tuple((i,) for i in range(len(self.layers))) and self.outputs == (len(self.layers),)
-        return "sliding" if chain and all(map(slides, self.layers)) else "whole"
+        return self.asked_meaning or ("sliding" if self.why_not_sliding is None else "whole")
+
+    @cached_property
+    def why_not_sliding(self) -> str | None:
+        """The node for which the network cannot slide over a volume, and what it does; None if it can."""
+        for index, node in enumerate(self.nodes):
+            here = f"node {excerpt(node.name, 60)} ({node.layer})"
+            if self.sources[index] != (index,):
+                return f"{here} reads {excerpt(', '.join(node.inputs))}, and not the layer before it alone"
+            if not slides(node.layer):
+                return (
+                    f"{here} is none of the layers that slide: unpadded convolutions with stride 1, max-poolings by "
+                    "their window, max-filters and maxouts"
+                )
+        for tensor in self.outputs:
+            if tensor != len(self.layers):
+                return f"node {excerpt((INPUT, *self.names)[tensor], 60)} is an output, and not the last layer"
+        return None
 
     @cached_property
     def maps(self) -> tuple[int, ...]:

@@ -116,7 +116,7 @@ def _work(asked: PlanOptions) -> Work:
         raise ShapeError(f"a shape has three sizes (z, y, x), not {shape}")
     if asked.volume is not None and shape is not None:
         raise ValueError("a volume and a shape both give a size: give one of them")
-    network = read_network(asked.network).network
+    network = read_network(asked.network, asked.meaning).network
     weights = FLOAT32 * network.parameters  # a run holds them
     if asked.volume is not None:
         with open_volume(Path(asked.volume), asked.dataset, MissingVoxels(asked.fill_missing)) as opened:

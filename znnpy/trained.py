@@ -16,6 +16,7 @@ from znnpy.machine import limits_of, this_machine
 from znnpy.messages import excerpt, option
 from znnpy.network import ConvWeights, Network
 from znnpy.option_declarations import method_of
+from znnpy.option_values import Meaning
 from znnpy.options import CallOptions, SessionOptions
 from znnpy.shapes import FLOAT32
 from znnpy.units import mebibytes
@@ -69,15 +70,19 @@ class TrainedNetwork:
         return ArraySession(self.network, self.weights, asked.shape, asked.dtype, asked.border, asked)
 
 
-def load_network(where: str | Path, weights: str | Path | None = None) -> TrainedNetwork:
+def load_network(
+    where: str | Path, weights: str | Path | None = None, meaning: Meaning | None = None
+) -> TrainedNetwork:
     """Read a network and its weights.
 
     where    network file (.yaml, .znni), or the name of a network that ships.
     weights  weights file, .npz or .safetensors; None: the one that the network file names.
+    meaning  "sliding" or "whole": what an output voxel is; None: what the network file says, or sliding if the network
+             supports it.
 
-    NetworkFileError says what is wrong with either.
+    NetworkFileError says what is wrong with either file; ShapeError if the network does not have that meaning.
     """
-    return load_trained(read_network(where), weights)
+    return load_trained(read_network(where, meaning), weights)
 
 
 def load_trained(file: NetworkFile, weights: str | Path | None = None, ram: int | str | None = None) -> TrainedNetwork:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import isfinite, prod
 from pathlib import Path
@@ -19,8 +19,9 @@ from znnpy.formats.weights import sha256
 from znnpy.graph_voxels import GraphVoxels
 from znnpy.kernels.reference import dense_by_sliding
 from znnpy.messages import excerpt, option
-from znnpy.network import Meaning, Network
+from znnpy.network import Network
 from znnpy.option_declarations import function_of
+from znnpy.option_values import Meaning
 from znnpy.options import VerifyOptions
 from znnpy.patches import Box
 from znnpy.run_log import log_phase
@@ -115,7 +116,7 @@ def verify_as_asked(asked: VerifyOptions) -> VerifyReport:
     started = time.perf_counter()
     with open_volume(output, DATASET if output.suffix in HDF5.suffixes else None) as prediction:
         origin = Provenance.of(output)
-        trained = _trained(origin, output, asked.network, asked.weights)
+        trained = _trained(origin, output, asked)
         name = origin.job.volume.dataset or None if asked.dataset is None else asked.dataset
         with open_volume(Path(asked.volume), name, MissingVoxels(asked.fill_missing)) as source:
             _check_volume(origin.job, source, output)
@@ -257,16 +258,22 @@ class Judged:
         )
 
 
-def _trained(
-    origin: Provenance, output: Path, network: str | Path | None, weights: str | Path | None
-) -> TrainedNetwork:
-    """Return the network that made the output; VerifyError if another one is given."""
+def _trained(origin: Provenance, output: Path, asked: VerifyOptions) -> TrainedNetwork:
+    """Return the network that made the output; VerifyError if another one is given, or another meaning of it."""
+    network, meaning = asked.network, origin.job.meaning
+    if asked.meaning is not None and meaning not in (None, asked.meaning):
+        raise VerifyError(
+            f"{output} was predicted with {option('meaning', meaning)}; leave out {option('meaning', asked.meaning)}"
+        )
     if network is None and origin.network not in shipped():
         raise VerifyError(
             f"{output} was predicted with {excerpt(origin.network)}, which does not ship with znnpy; give its file as "
             f"{option('network')}"
         )
-    trained = load_trained(read_network(origin.network if network is None else network), weights)
+    file = read_network(origin.network if network is None else network, asked.meaning)
+    if meaning == "whole" or (meaning == "sliding" and file.network.why_not_sliding is None):
+        file = replace(file, network=replace(file.network, asked_meaning=meaning))
+    trained = load_trained(file, asked.weights)
     made = {"network": origin.job.network, "weights": origin.job.weights}
     for what, given in (("network", trained.network.sha256), ("weights", sha256(trained.weights))):
         if given != made[what]:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from znnpy.errors import VolumeError
 from znnpy.messages import excerpt
-from znnpy.option_values import Border, OutputDtype
+from znnpy.option_values import Border, Meaning, OutputDtype
 from znnpy.shapes import PRECISIONS, Vec3
 from znnpy.volume.registry import WRITTEN_SUFFIXES, store_for
 
@@ -38,6 +38,7 @@ class VolumeClaim(_Checked):
 class JobClaim(_Checked):
     """The job that made the output: digests of network and weights, and the options that decide its voxels."""
 
+    meaning: Meaning | None = None  # early versions did not write it
     network: Digest
     weights: Digest
     volume: VolumeClaim
