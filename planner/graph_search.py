@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil, inf, prod
 
 from znnpy.errors import NoPlanError
-from znnpy.graph_columns import Area, GraphCover, TurnedGraph
+from znnpy.graph_columns import Area, TurnedGraph
 from znnpy.graph_operations import Operation
 from znnpy.messages import option
 from znnpy.planner.described_graph import described
@@ -100,7 +100,7 @@ class GraphSearch:
 
     def _tilings(self) -> Iterator[GraphTiling]:
         wanted = self.request.constraints
-        area = self.area.volume, self.area.region.size, self.area.region.lo
+        area = self.area.volume, *(size for region in self.area.regions for size in (region.size, region.lo))
         seen = set()
         for axis in range(3):
             graph = self.graph(axis)
@@ -112,7 +112,7 @@ class GraphSearch:
             for streams in (True, False):
                 if (axis and not streams) or wanted.cover not in (None, "columns" if streams else "patches"):
                     continue
-                yield from tilings(graph, self.area.region, streams=streams, patch=patch)
+                yield from tilings(graph, self.area, streams=streams, patch=patch)
 
     def graph(self, axis: int) -> TurnedGraph:
         """Return the graph with an axis first."""
@@ -167,7 +167,7 @@ class GraphSearch:
         request, network = self.request, self.request.network
         steps = len(tiling.steps)
         reading = reading_bytes(network.input_channels, tiling.patch_in, request.itemsize_in, steps=steps)
-        writing = writing_bytes(network.output_channels, tiling.patch_out, request.itemsize_out, steps=steps)
+        writing = writing_bytes(tiling.cover.values, (1, 1, 1), request.itemsize_out, steps=steps)
         return Memory((StageMemory("cpu"),), request.baseline, reading, writing)
 
     def _draft(self, tiling: GraphTiling) -> Draft | None:
@@ -275,7 +275,7 @@ class GraphSearch:
         column = ceil((end - begin) / pieces / thick) * thick
         if column >= cover.column:
             return solution
-        return self.solve(GraphTiling(GraphCover(cover.graph, cover.patch, column, cover.region)))
+        return self.solve(GraphTiling(replace(cover, column=column)))
 
 
 def _slower(option: LayerOption, seconds: float) -> LayerOption:

@@ -225,10 +225,10 @@ class AxisGeometry:
             return NOTHING
         return self.needed(index, region, source).within(0, self.sizes[source])
 
-    def frontiers(self, known: Sequence[int], regions: Sequence[Interval]) -> tuple[int, ...]:
+    def frontiers(self, known: Sequence[int | None], regions: Sequence[Interval]) -> tuple[int, ...]:
         """Return up to which voxel every tensor must be known for its outputs to be known up to `known`.
 
-        known    of each output, in the order of `outputs`; may lie before its region
+        known    of each output, in the order of `outputs`; may lie before its region; None: it is not wanted at all
         regions  of the tensors in the whole column; a frontier never leaves its region
 
         Frontiers grow with `known`, so that a column computes each voxel once.
@@ -236,7 +236,7 @@ class AxisGeometry:
         none = -(2**62)
         found = [none] * len(self.sizes)
         for tensor, end in zip(self.outputs, known, strict=True):
-            found[tensor] = max(found[tensor], end)
+            found[tensor] = max(found[tensor], none if end is None else end)
         for index in reversed(range(len(self.layers))):
             end = found[index + 1]
             if end == none:

@@ -215,9 +215,14 @@ class Network:
         return tuple(maps)
 
     @property
+    def output_maps(self) -> tuple[int, ...]:
+        """Maps of each output."""
+        return tuple(self.maps[tensor] for tensor in self.outputs)
+
+    @property
     def output_channels(self) -> int:
         """Maps of all outputs together."""
-        return sum(self.maps[tensor] for tensor in self.outputs)
+        return sum(self.output_maps)
 
     @cached_property
     def field_of_view(self) -> Vec3:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
-from typing import overload
+from typing import NamedTuple, overload
 
 from znnpy.shapes import Vec3, add, ceil_divide, subtract
 
@@ -49,6 +49,13 @@ class Box:
         return Box((lo[0], lo[1], lo[2]), (hi[0], hi[1], hi[2]))
 
 
+class Piece(NamedTuple):
+    """The part of one output that a step computes, and what of it is written."""
+
+    out: Box
+    write: Box
+
+
 @dataclass(frozen=True, slots=True)
 class Patch:
     """One step of a session: what is read, what is computed, and which part of it is written.
@@ -58,6 +65,7 @@ class Patch:
     the input begins. All are in voxels of the dense output; an output voxel at p depends on input from p on.
 
     Steps of a graph differ in size (`graph_columns`): `size` is that of the input, and `step` says what is computed.
+    `out` and `write` are those of its first output, and `others` of the further ones.
     """
 
     read: Vec3
@@ -65,6 +73,17 @@ class Patch:
     write: Box
     size: Vec3 | None = None  # None: as large as the plan says
     step: object | None = None
+    others: tuple[Piece, ...] = ()
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """What is computed and written of each output."""
+        return (Piece(self.out, self.write), *self.others)
+
+    @property
+    def writes(self) -> bool:
+        """Return whether anything is written: the first steps of a column that streams give no output."""
+        return self.write.voxels > 0 or any(piece.write.voxels for piece in self.others)
 
     def shifted(self, by: Vec3) -> Patch:
         return replace(self, read=add(self.read, by), out=self.out.shifted(by), write=self.write.shifted(by))
@@ -78,7 +97,7 @@ class Column:
 
     @property
     def voxels(self) -> int:
-        """Number of output voxels that are written."""
+        """Number of voxels of the first output that are written."""
         return sum(step.write.voxels for step in self.steps)
 
     def shifted(self, by: Vec3) -> Column:
