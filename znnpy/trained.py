@@ -11,7 +11,7 @@ import numpy.typing as npt
 from znnpy.array_session import ArraySession
 from znnpy.errors import NetworkFileError, NoPlanError
 from znnpy.formats.networks import DEFAULT, SHIPPED, NetworkFile, read_network
-from znnpy.formats.weights import read_weights
+from znnpy.formats.weights import check_weights, read_weights
 from znnpy.machine import limits_of, this_machine
 from znnpy.messages import excerpt, option
 from znnpy.network import ConvWeights, Network
@@ -25,10 +25,16 @@ from znnpy.volume.array import ArrayVolume
 
 @dataclass(frozen=True)
 class TrainedNetwork:
-    """Layers and weights. Calling it gives the dense prediction of an array."""
+    """Layers and weights. Calling it gives the dense prediction of an array.
+
+    NetworkFileError if the weights are not those that the layers take.
+    """
 
     network: Network
     weights: tuple[ConvWeights, ...]
+
+    def __post_init__(self) -> None:
+        check_weights(self.network, self.weights)
 
     def __repr__(self) -> str:
         """Return one line; `network` and `weights` hold the rest."""

@@ -239,7 +239,7 @@ REFUSED = [
     ),
     (
         POOL + "- {type: maxout, of: 2}",
-        "layer 1 (maxout of 2) does not divide the 1 maps it gets; change the group, or the maps that come before it",
+        "layer 1 (maxout of 2) does not divide the 1 maps it gets; change of, or the number of maps",
     ),
     (
         layer("{type: pool, window: 1000000}") + "- {type: pool, window: 2}",
