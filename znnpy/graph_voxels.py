@@ -25,7 +25,9 @@ from znnpy.trained import TrainedNetwork
 from znnpy.volume.base import Volume
 from znnpy.volume.source import Source
 
-GROUP = 64  # voxels that are drawn from one cell
+GROUP = 64  # voxels that are drawn from one cell, if each cell takes long
+LEAST_CELLS = 3  # in two corners, where few voxels are read, and elsewhere
+SPREAD = 2**21  # voxels of the volume that are read for cells in other places, where that allows more of them
 BLOCK = 2**14  # voxels at a time, so that memory does not grow with their number
 FEW = 4  # cells for which all of the volume is computed instead
 MOST_VALUES = 2**25  # of a tensor, in float64, if all of the volume is computed
@@ -62,29 +64,40 @@ class GraphVoxels:
         z, y, x = (-(-CELL // each) * each for each in self._geometry.voxels(self._tensor))
         return z, y, x
 
+    @property
+    def _crop(self) -> int:
+        """Voxels of the volume that a cell depends on, at most."""
+        return prod(add(self._source.field_of_view, self._cell))
+
     @cached_property
     def _everything(self) -> Real | None:
         """All of the output, if computing it takes no more than recomputing a few cells; else None."""
         geometry, network = self._geometry, self.trained.network
-        crop = prod(add(self._source.field_of_view, self._cell))
         most = max(maps * prod(geometry.size(tensor)) for tensor, maps in enumerate(network.maps))
-        if prod(geometry.volume) > FEW * crop or most > MOST_VALUES:
+        if prod(geometry.volume) > FEW * self._crop or most > MOST_VALUES:
             return None
         return self._computed(_region((0, 0, 0), geometry.size(self._tensor)))
 
     def drawn(self, size: Vec3, samples: int, seed: int) -> Iterator[Places]:
         """Yield `samples` different voxels at most, up to BLOCK at a time as (n, 3).
 
-        The output is divided into cells and these into equal ranges. From each range one cell is drawn, and voxels
-        from the cell. Where everything is computed, a cell is one voxel.
+        The output is divided into cells and these into equal ranges. From each range one cell is drawn, the first and
+        the last cell always, and voxels from the cell. Where everything is computed, a cell is one voxel.
         """
-        cell, group = ((1, 1, 1), 1) if self._everything is not None else (self._cell, GROUP)
+        cell, wanted_cells = self._cell, max(LEAST_CELLS, -(-samples // GROUP), SPREAD // self._crop)
+        if self._everything is not None:
+            cell, wanted_cells = (1, 1, 1), samples
         rng, cells = np.random.default_rng(seed), ceil_divide(size, cell)
-        count = min(prod(cells), -(-samples // group))
-        for begin in range(0, count, BLOCK // group):
-            indices = range(begin, min(begin + BLOCK // group, count))
+        count = min(prod(cells), wanted_cells, samples)
+        at_once = max(1, BLOCK * count // samples)
+        for begin in range(0, count, at_once):
+            indices = range(begin, min(begin + at_once, count))
+            ends = [(index * prod(cells) // count, (index + 1) * prod(cells) // count) for index in indices]
             places = [
-                int(rng.integers(index * prod(cells) // count, (index + 1) * prod(cells) // count)) for index in indices
+                index * (prod(cells) - 1) // (count - 1)
+                if count > 1 and index in (0, count - 1)
+                else int(rng.integers(lo, hi))
+                for index, (lo, hi) in zip(indices, ends, strict=True)
             ]
             lows = np.stack(np.unravel_index(places, cells), axis=1) * cell
             found = []

@@ -77,7 +77,7 @@ class Patch:
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """What is computed and written of each output."""
+        """The parts of the outputs that are computed and written, one of each."""
         return (Piece(self.out, self.write), *self.others)
 
     @property

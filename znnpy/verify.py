@@ -96,7 +96,7 @@ class VerifyReport:
 def verify(asked: VerifyOptions) -> VerifyReport:
     """Recompute sampled voxels of an output from the field of view of each in the volume.
 
-    Those of a network that is computed whole are drawn in groups of up to 64, since each may depend on a large part.
+    Those of a network that is computed whole are drawn in groups, since each may depend on a large part.
 
     OPTIONS
 
