@@ -13,7 +13,7 @@ from math import ceil, inf, prod
 import numpy as np
 
 from znnpy.errors import NoPlanError
-from znnpy.graph_columns import Area, GraphCover, TurnedGraph
+from znnpy.graph_columns import Area, TurnedGraph
 from znnpy.graph_operations import Operation
 from znnpy.messages import option
 from znnpy.planner.described_graph import described
@@ -191,7 +191,7 @@ class GraphSearch:
 
     def _tilings(self) -> Iterator[GraphTiling]:
         wanted = self.request.constraints
-        area = self.area.volume, self.area.region.size, self.area.region.lo
+        area = self.area.volume, *(size for region in self.area.regions for size in (region.size, region.lo))
         seen = set()
         for axis in range(3):
             graph = self.graph(axis)
@@ -203,7 +203,7 @@ class GraphSearch:
             for streams in (True, False):
                 if (axis and not streams) or wanted.cover not in (None, "columns" if streams else "patches"):
                     continue
-                for tiling in tilings(graph, self.area.region, streams=streams, patch=patch):
+                for tiling in tilings(graph, self.area, streams=streams, patch=patch):
                     if patch is not None or tiling.kinds <= max(MOST_KINDS, KINDS_EACH * len(graph.operations)):
                         yield tiling
 
@@ -243,7 +243,7 @@ class GraphSearch:
         request, network = self.request, self.request.network
         steps = tiling.steps
         reading = reading_bytes(network.input_channels, tiling.patch_in, request.itemsize_in, steps=steps)
-        writing = writing_bytes(network.output_channels, tiling.patch_out, request.itemsize_out, steps=steps)
+        writing = writing_bytes(tiling.cover.values, (1, 1, 1), request.itemsize_out, steps=steps)
         return Memory((StageMemory("cpu"),), request.baseline, reading, writing)
 
     def _draft(self, tiling: GraphTiling, below: float) -> Draft | None:
@@ -340,7 +340,7 @@ class GraphSearch:
         column = ceil((end - begin) / pieces / thick) * thick
         if column >= cover.column:
             return solution
-        cut = GraphTiling(GraphCover(cover.graph, cover.patch, column, cover.region))
+        cut = GraphTiling(replace(cover, column=column))
         if self._effort(cut)[0] > CUT * self._effort(tiling)[0]:
             return solution
         shorter = self.solve(cut)

@@ -11,13 +11,12 @@ from math import prod
 import numpy as np
 
 from znnpy.geometry import Interval
-from znnpy.graph_columns import GraphCover, TurnedGraph
+from znnpy.graph_columns import Area, GraphCover, TurnedGraph
 from znnpy.graph_operations import Operation, Region, shape_of
 from znnpy.kernels.contract import Footprint, Primitive, Scratch, Variant
 from znnpy.layer_shapes import LayerShape
 from znnpy.layers import Maxout, Pad
 from znnpy.many_intervals import Intervals, Numbers, needed_by_each, read_by_each
-from znnpy.patches import Box
 from znnpy.planner.graph_extents import Figures, Storage, Walk, Widths
 from znnpy.planner.layout import ALIGNMENT, Tensor
 from znnpy.shapes import FLOAT32, Vec3, turned_back
@@ -292,9 +291,9 @@ SPLITS = (
 THICK = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # periods of a step that are tried
 
 
-def tilings(graph: TurnedGraph, region: Box, *, streams: bool, patch: Vec3 | None = None) -> Iterator[GraphTiling]:
+def tilings(graph: TurnedGraph, area: Area, *, streams: bool, patch: Vec3 | None = None) -> Iterator[GraphTiling]:
     """Yield the sizes of patches or columns to try; `patch` fixes the periods of a step along each axis."""
-    whole = GraphCover(graph, (1, 1, 1), 0, region)
+    whole = GraphCover(graph, (1, 1, 1), 0, area.region, area.others)
     periods = [end - begin for begin, end in zip(*whole.periods, strict=True)]
     sizes = [sorted({-(-count // split) for split in SPLITS if split <= count}, reverse=True) for count in periods]
     if patch is not None:
@@ -306,4 +305,4 @@ def tilings(graph: TurnedGraph, region: Box, *, streams: bool, patch: Vec3 | Non
         column = -(-periods[0] // thick) * thick if streams else 0
         for y in sizes[1]:
             for x in sizes[2]:
-                yield GraphTiling(GraphCover(graph, (thick, y, x), column, region))
+                yield GraphTiling(replace(whole, patch=(thick, y, x), column=column))

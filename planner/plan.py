@@ -326,7 +326,7 @@ class Plan:
         voxels = turned(self.patch_out, self.axis)
         patch = tuple(size // each for size, each in zip(voxels, graph.voxels, strict=True))
         column = self.column_planes // graph.voxels[0]
-        return GraphCover(graph, (patch[0], patch[1], patch[2]), column, self.area.region)
+        return GraphCover(graph, (patch[0], patch[1], patch[2]), column, self.area.region, self.area.others)
 
     def columns_in(self, box: Box, network: Network) -> tuple[Column, ...]:
         """Return the columns that cover a part of the output."""

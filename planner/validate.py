@@ -77,11 +77,19 @@ def _check_graph(plan: Plan, network: Network, machine: Machine, table: Sequence
         graph = TurnedGraph.of(network, plan.area.volume, plan.axis)
     except ShapeError as error:
         raise PlanFileError(f"the plan does not fit its network: {error}") from None
-    size, voxels = turned_back(graph.geometry.size(graph.output), plan.axis), graph.voxels
-    region, step = plan.area.region, turned(plan.patch_out, plan.axis)
-    inside = all(0 <= lo < hi <= n for lo, hi, n in zip(region.lo, region.hi, size, strict=True))
+    voxels, step, outputs = graph.voxels, turned(plan.patch_out, plan.axis), graph.network.outputs
+    regions, sizes = plan.area.regions, [turned_back(graph.geometry.size(tensor), plan.axis) for tensor in outputs]
+    inside = (
+        len(regions) in (1, len(outputs))
+        and regions[0].size == plan.output
+        and all(
+            0 <= lo < hi <= n
+            for region, size in zip(regions, sizes, strict=False)
+            for lo, hi, n in zip(region.lo, region.hi, size, strict=True)
+        )
+    )
     whole = all(a % b == 0 for a, b in zip((*step, plan.column_planes), (*voxels, voxels[0]), strict=True))
-    if not inside or not whole or plan.column_planes % step[0] or region.size != plan.output or len(plan.stages) != 1:
+    if not inside or not whole or plan.column_planes % step[0] or len(plan.stages) != 1:
         raise PlanFileError(
             f"the plan's steps of {text(plan.patch_out)} voxels, or its output of {text(plan.output)}, are none of "
             f"{excerpt(network.name, 60)} over a volume of {text(plan.area.volume)}; {AGAIN}"

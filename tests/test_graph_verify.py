@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -24,7 +25,7 @@ from znnpy.graph_voxels import GraphVoxels
 from znnpy.kernels.whole import whole
 from znnpy.patches import Box
 from znnpy.planning import plan
-from znnpy.trained import TrainedNetwork
+from znnpy.trained import TrainedNetwork, load_network
 from znnpy.verify import verify
 from znnpy.volume.array import ArrayVolume
 
@@ -64,24 +65,50 @@ def test_voxels_of_a_volume_equal_those_of_the_whole(
     seed: int, everything: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = case(seed)
-    if len({given.geometry.size(tensor) for tensor in given.network.outputs}) > 1:
-        return  # outputs of several sizes are told apart by their names
     if not everything:
         monkeypatch.setattr(graph_voxels, "MOST_VALUES", 0)
-    exact = np.concatenate(whole(given.network, given.weights, given.grown), axis=-1)
-    size = given.geometry.size(given.network.outputs[0])
-    first = (size[0] // 2, 0, size[2] - 1)
-    voxels = voxels_of(given, first)
-    there = (size[0] - first[0], size[1], 1)
-    (at,) = voxels.drawn(there, 100, seed=seed)
-    assert len(np.unique(at, axis=0)) == len(at) <= 100
-    assert (at.min(axis=0) >= 0).all()
-    assert (at.max(axis=0) < there).all()
-    np.testing.assert_allclose(voxels.at(at), exact[tuple((at + np.array(first)).T)], rtol=0, atol=1e-12)
+    for number, exact in enumerate(whole(given.network, given.weights, given.grown)):
+        size = exact.shape[:3]
+        first = (size[0] // 2, 0, size[2] - 1)
+        voxels = voxels_of(given, number, first)
+        there = (size[0] - first[0], size[1], 1)
+        (at,) = voxels.drawn(there, 100, seed=seed)
+        assert len(np.unique(at, axis=0)) == len(at) <= 100
+        assert (at.min(axis=0) >= 0).all()
+        assert (at.max(axis=0) < there).all()
+        np.testing.assert_allclose(voxels.at(at), exact[tuple((at + np.array(first)).T)], rtol=0, atol=1e-12)
 
 
-def voxels_of(given: Case, first: tuple[int, int, int]) -> GraphVoxels:
-    return GraphVoxels(TrainedNetwork(given.network, given.weights), ArrayVolume(given.volume), first)
+def voxels_of(given: Case, number: int, first: tuple[int, int, int]) -> GraphVoxels:
+    return GraphVoxels(TrainedNetwork(given.network, given.weights), ArrayVolume(given.volume), number, first)
+
+
+@pytest.mark.parametrize(("samples", "cells"), [(1, 1), (2, 2), (20, 3), (1000, 16)])
+def test_places_of_a_deep_network_are_few_and_hold_two_corners(
+    samples: int, cells: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph_voxels, "SPREAD", 1)
+    at = drawn(tmp_path, samples, monkeypatch)
+    places = np.unique(at // (8, 8, 8), axis=0).tolist()
+    assert len(places) == cells
+    assert len(at) == samples
+    if samples > 1:
+        assert [0, 0, 0] in places
+        assert [7, 5, 4] in places
+
+
+def test_samples_of_a_network_that_sees_little_are_spread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    at = drawn(tmp_path, 100, monkeypatch)
+    assert len(np.unique(at // (8, 8, 8), axis=0)) == 100
+
+
+def drawn(folder: Path, samples: int, monkeypatch: pytest.MonkeyPatch) -> np.ndarray[Any, Any]:
+    """Draw voxels of a small U-Net in a volume that is not computed as a whole."""
+    monkeypatch.setattr(graph_voxels, "MOST_VALUES", 0)
+    trained = load_network(written(folder))
+    size = (62, 43, 40)
+    voxels = GraphVoxels(trained, ArrayVolume(np.zeros(size, np.uint8)), 0, (0, 0, 0))
+    return np.concatenate(list(voxels.drawn(size, samples, seed=4)))
 
 
 def predicted(folder: Path, **words: object) -> Path:

@@ -41,17 +41,19 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Result:
-    """An output in memory, for the pipeline to write to."""
+    """An output in memory, for the pipeline to write to; outputs of a graph follow one another along the maps."""
 
     array: npt.NDArray[np.float32]  # (maps, z, y, x)
+    maps: tuple[int, ...]  # of each output
     done: frozenset[int] = frozenset()
 
     @property
     def dtype(self) -> np.dtype[np.float32]:
         return self.array.dtype
 
-    def write(self, box: Box, voxels: npt.NDArray[np.float32]) -> None:
-        self.array[(slice(None), *box.slices)] = voxels
+    def write(self, box: Box, voxels: npt.NDArray[np.float32], number: int) -> None:
+        first = sum(self.maps[:number])
+        self.array[(slice(first, first + self.maps[number]), *box.slices)] = voxels
 
     def finish_column(self, index: int) -> None:
         """Do nothing: an output in memory needs no record of what is finished."""
@@ -88,6 +90,7 @@ class ArraySession:
             raise ValueError(f"dtype is a type that numpy knows, such as 'uint8', not {excerpt(repr(dtype))}") from None
         like = ArrayVolume(np.broadcast_to(voxel, shape))  # an array of that shape in the memory of one voxel
         self._like, self._source = like, self._source_of(like)
+        self._source.check_one_size(network, "call znnpy.infer with a path")
         self._turn = threading.Lock()
         self._open, self._prepared = ExitStack(), ExitStack()  # the devices; what is prepared on them
         self._target: OpenTarget | None = None
@@ -176,7 +179,7 @@ class ArraySession:
             target, plan = self._running()
             self._look_once(volume)
             source = self._source_of(volume)
-            result = _Result(np.empty(self.output_shape, np.float32) if out is None else out)
+            result = _Result(np.empty(self.output_shape, np.float32) if out is None else out, self._network.output_maps)
             refused = None
             try:
                 self._compute(source, result, progress)

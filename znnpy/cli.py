@@ -99,7 +99,7 @@ def plan(asked: PlanCommand) -> None:
     from znnpy.report.rejected import Considered, why_table
     from znnpy.run.target import machine_of
 
-    file = read_network(asked.network)
+    file = read_network(asked.network, asked.meaning)
     machine_file = None if asked.machine is None else Path(asked.machine)
     read: dict[str, Path | Collection[Path] | None] = {
         "volume": None if asked.volume is None else Path(asked.volume),
@@ -241,7 +241,7 @@ def measure(asked: MeasureCommand) -> None:
         raise click.UsageError("--overwrite replaces the files given as --export and --out: give one of them too")
     if asked.device == "gpu" and asked.threads is not None:
         raise click.UsageError("--threads applies to the CPU, and layers on a GPU do not use it: omit it")
-    file = None if asked.network is None else read_network(asked.network)
+    file = None if asked.network is None else read_network(asked.network, asked.meaning)
     read = {} if file is None else {"network": file.path, "weights": file.weights}
     export, out = (
         None if path is None else regular_file(path, asked.overwrite, name, inputs=read)

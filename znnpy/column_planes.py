@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
 from znnpy.geometry import AxisGeometry, Interval
 from znnpy.graph_operations import Operation
-from znnpy.many_intervals import Intervals, Numbers, frontiers, read_by_each
+from znnpy.many_intervals import NONE, Intervals, Numbers, frontiers, read_by_each
 
 NEVER = np.iinfo(np.int64).max  # a plane behind all others
 
@@ -82,23 +83,31 @@ def of_column(
     begin   voxel of each output at which the column begins, were there no faces
     thick   voxels of each output in a step
     """
-    ahead = _ahead(axis, region, begin, thick)
+    some = np.array([want.size > 0 for want in wanted])[:, None]  # what an output would need is not computed else
+    ahead = _ahead(axis, region, some, begin, thick)
     until = [[want.lo for want in wanted]] * (1 + ahead.shape[1]) + [list(one) for one in known]
     given = [
         tuple(Interval(lo, hi).within(*want) for lo, hi, want in zip(first, second, wanted, strict=True))
         for first, second in pairwise(until)
     ]
     nothing = np.array(region, np.int64)[:, :1]
-    ends = np.concatenate((nothing, ahead, frontiers(axis, np.array(known, np.int64).T, region)), axis=1)
+    upto = np.where(some, np.array(known, np.int64).T, NONE)
+    ends = np.concatenate((nothing, ahead, frontiers(axis, upto, region)), axis=1)
     new = Intervals(ends[:, :-1], ends[:, 1:])
     return ColumnPlanes(region, ends, _first(axis, operations, new, given), tuple(given))
 
 
-def _ahead(axis: AxisGeometry, region: Sequence[Interval], begin: Sequence[int], thick: Sequence[int]) -> Numbers:
+def _ahead(
+    axis: AxisGeometry,
+    region: Sequence[Interval],
+    some: npt.NDArray[np.bool_],
+    begin: Sequence[int],
+    thick: Sequence[int],
+) -> Numbers:
     """Return the frontiers of the steps before the first output: a column for each that computes something."""
     nothing, count = np.array(region, np.int64)[:, :1], 1
     while True:
-        known = np.array(begin)[:, None] - np.array(thick)[:, None] * np.arange(count)
+        known = np.where(some, np.array(begin)[:, None] - np.array(thick)[:, None] * np.arange(count), NONE)
         found = np.concatenate((nothing, frontiers(axis, known, region)[:, ::-1]), axis=1)
         if (found[:, 1] == nothing[:, 0]).all():
             break

@@ -1,7 +1,7 @@
 """The tree of errors that znnpy raises for unusable files, sizes, memory and values.
 
 ZnnpyError
-├── ShapeError           a size breaks a layer's arithmetic (also a ValueError)
+├── ShapeError           sizes, maps or layers do not fit each other (also a ValueError)
 ├── NetworkFileError     a network or weights file cannot be read or does not fit (also a ValueError)
 ├── VolumeError          the input volume cannot be used as it is (also a ValueError)
 ├── OutputError          the output cannot be written, or may not be (also an OSError)
@@ -39,7 +39,7 @@ class ZnnpyError(Exception):
 
 
 class ShapeError(ZnnpyError, ValueError):
-    """A size breaks a layer's arithmetic."""
+    """Sizes, maps or layers do not fit each other."""
 
 
 class NetworkFileError(ZnnpyError, ValueError):

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Collection, Mapping
 from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from platformdirs import user_cache_path
 from pydantic_core import from_json
@@ -268,11 +268,14 @@ def _same(one: Path, other: Path) -> bool:
 
 def is_zarr_array(folder: Path) -> bool:
     """Return whether the folder holds the chunks of an array, by the metadata of Zarr 2 or 3."""
-    if (folder / ".zarray").exists():
-        return True
+    return (folder / ".zarray").exists() or zarr_metadata(folder).get("node_type") == "array"
+
+
+def zarr_metadata(folder: Path) -> dict[str, Any]:
+    """Return the metadata of a group or array of Zarr 3 in a folder; nothing if there are none, or they are damaged."""
     try:
         with open_regular(folder / "zarr.json") as file:
             metadata = from_json(file.read(MOST_METADATA_BYTES))
     except (OSError, ValueError):
-        return False
-    return isinstance(metadata, dict) and metadata.get("node_type") == "array"
+        return {}
+    return metadata if isinstance(metadata, dict) else {}

@@ -14,16 +14,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from math import prod
 from threading import RLock
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from znnpy.admissible import admissible
-from znnpy.geometry import Geometry, Interval
+from znnpy.geometry import Geometry, Interval, vector
 from znnpy.graph_operations import Operation, Region, operations
 from znnpy.lowering import Lowered, lowered
 from znnpy.network import Network
-from znnpy.patches import Box, Column, Columns, Patch
-from znnpy.shapes import Vec3, turned, turned_back
+from znnpy.patches import Box, Column, Columns, Patch, Piece
+from znnpy.shapes import Vec3, multiply, turned, turned_back
 
 if TYPE_CHECKING:
     from znnpy.column_planes import ColumnPlanes
@@ -39,11 +40,18 @@ class Area:
     """The part of a volume that is predicted.
 
     volume  voxels of the volume as it is, before it is padded to what the network admits
-    region  voxels of the output, counted from the output's first voxel
+    region  voxels of the first output, counted from its first voxel
+    others  voxels of the further outputs, each counted from its first voxel; none: those of `region` of each
     """
 
     volume: Vec3
     region: Box
+    others: tuple[Box, ...] = ()
+
+    @property
+    def regions(self) -> tuple[Box, ...]:
+        """The voxels of every output that has its own."""
+        return (self.region, *self.others)
 
 
 @dataclass(frozen=True)
@@ -95,9 +103,11 @@ class TurnedGraph:
 
     @cached_property
     def periods(self) -> Vec3:
-        """Periods that the first output has, the last ones partly."""
-        sizes = zip(self.geometry.size(self.output), self.voxels, strict=True)
-        z, y, x = (-(-size // voxels) for size, voxels in sizes)
+        """Periods that the outputs have, the last ones partly."""
+        z, y, x = (
+            max(-(-axis.sizes[tensor] // axis.voxels(tensor)) for tensor in self.network.outputs)
+            for axis in self.geometry.axes
+        )
         return z, y, x
 
     def wanted(self, along: int, begin: int, end: int) -> list[Interval]:
@@ -109,10 +119,8 @@ class TurnedGraph:
         ]
 
     def _known(self, along: int, periods: int) -> list[int]:
-        """Return up to which voxel each output goes with so many periods; the last holds all that is left."""
+        """Return up to which voxel each output goes with so many periods."""
         axis = self.geometry.axes[along]
-        if periods >= self.periods[along]:
-            return [axis.sizes[tensor] for tensor in self.network.outputs]
         return [min(periods * axis.voxels(tensor), axis.sizes[tensor]) for tensor in self.network.outputs]
 
     def regions(self, along: int, begin: int, end: int) -> tuple[Interval, ...]:
@@ -168,14 +176,29 @@ class GraphCover(Columns):
     patch   periods of a step, with the axis of columns first
     column  periods of a column along its axis; 0: separate patches
     region  voxels of the first output that are predicted, axes (z, y, x)
+    others  those of the further outputs; none: `region` of each
 
-    In patches `read` counts from the volume's first voxel, `out` and `write` from the region's.
+    In patches `read` counts from the volume's first voxel, `out` and `write` from that of the output's region.
     """
 
     graph: TurnedGraph
     patch: Vec3
     column: int
     region: Box
+    others: tuple[Box, ...] = ()
+
+    @cached_property
+    def regions(self) -> tuple[Box, ...]:
+        """The voxels of each output that are predicted."""
+        more = len(self.graph.network.outputs) - 1
+        return (self.region, *(self.others or (self.region,) * more))
+
+    @cached_property
+    def values(self) -> int:
+        """The most values that a step gives, of all outputs."""
+        network, geometry = self.graph.network, self.graph.geometry
+        sizes = (multiply(self.patch, geometry.voxels(tensor)) for tensor in network.outputs)
+        return sum(network.maps[tensor] * prod(size) for tensor, size in zip(network.outputs, sizes, strict=True))
 
     @property
     def grid(self) -> Vec3:
@@ -184,12 +207,13 @@ class GraphCover(Columns):
 
     @cached_property
     def periods(self) -> tuple[Vec3, Vec3]:
-        """The first period of the region, and that behind the last, with the axis of columns first."""
-        lo, hi = turned(self.region.lo, self.graph.axis), turned(self.region.hi, self.graph.axis)
-        voxels = self.graph.voxels
-        begin = (lo[0] // voxels[0], lo[1] // voxels[1], lo[2] // voxels[2])
-        end = (-(-hi[0] // voxels[0]), -(-hi[1] // voxels[1]), -(-hi[2] // voxels[2]))
-        return begin, end
+        """The first period of the regions, and that behind the last, with the axis of columns first."""
+        begins, ends = [], []
+        for tensor, region in zip(self.graph.network.outputs, self.regions, strict=True):
+            voxels, axis = self.graph.geometry.voxels(tensor), self.graph.axis
+            begins.append([lo // each for lo, each in zip(turned(region.lo, axis), voxels, strict=True)])
+            ends.append([-(-hi // each) for hi, each in zip(turned(region.hi, axis), voxels, strict=True)])
+        return vector(map(min, zip(*begins, strict=True))), vector(map(max, zip(*ends, strict=True)))
 
     @cached_property
     def counts(self) -> Vec3:
@@ -213,15 +237,19 @@ class GraphCover(Columns):
         graph, thick = self.graph, self.patch[0] if self.column else 0
         planes = graph.planes(begin[0], end[0], thick)
         read = [graph.regions(along, begin[along], end[along])[0] for along in (1, 2)]
-        out = [graph.wanted(along, begin[along], end[along])[0] for along in (1, 2)]
-        zero = (-self.region.lo[0], -self.region.lo[1], -self.region.lo[2])
-        region = self.region.shifted(zero)
+        across = list(zip(*(graph.wanted(along, begin[along], end[along]) for along in (1, 2)), strict=True))
         for number, given in enumerate(planes.outputs):
             new = Interval(int(planes.ends[0, number]), int(planes.ends[0, number + 1]))
             source = self._box((new, read[0], read[1]))
-            gives = self._box((given[0], out[0], out[1])).shifted(zero)
+            first, *others = map(self._piece, given, across, self.regions)
             here = GraphStep(begin, end, thick, number)
-            yield Patch(source.lo, gives, gives.clipped(region), source.size, here)
+            yield Patch(source.lo, first.out, first.write, source.size, here, tuple(others))
+
+    def _piece(self, planes: Interval, across: tuple[Interval, Interval], region: Box) -> Piece:
+        """Return what a step gives of an output."""
+        out = self._box((planes, *across))
+        zero = (-region.lo[0], -region.lo[1], -region.lo[2])
+        return Piece(out.shifted(zero), out.clipped(region).shifted(zero))
 
     def _box(self, along: Region) -> Box:
         lo, hi = (along[0].lo, along[1].lo, along[2].lo), (along[0].hi, along[1].hi, along[2].hi)

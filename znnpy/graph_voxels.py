@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from znnpy.admissible import admissible
-from znnpy.geometry import Geometry, Interval
+from znnpy.geometry import NOTHING, Geometry, Interval
 from znnpy.graph_crop import outputs_in
 from znnpy.graph_operations import Region
 from znnpy.kernels.definition import Real
@@ -25,7 +25,9 @@ from znnpy.trained import TrainedNetwork
 from znnpy.volume.base import Volume
 from znnpy.volume.source import Source
 
-GROUP = 64  # voxels that are drawn from one cell
+GROUP = 64  # voxels that are drawn from one cell, if each cell takes long
+LEAST_CELLS = 3  # in two corners, where few voxels are read, and elsewhere
+SPREAD = 2**21  # voxels of the volume that are read for cells in other places, where that allows more of them
 BLOCK = 2**14  # voxels at a time, so that memory does not grow with their number
 FEW = 4  # cells for which all of the volume is computed instead
 MOST_VALUES = 2**25  # of a tensor, in float64, if all of the volume is computed
@@ -36,11 +38,16 @@ Places = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class GraphVoxels:
-    """The outputs of a graph by definition; positions count from the first voxel of the predicted region."""
+    """An output of a graph by definition; positions count from the first voxel of the predicted region."""
 
     trained: TrainedNetwork
     volume: Volume
+    number: int  # of the output
     first: Vec3  # voxel of the output with which the predicted region begins
+
+    @property
+    def _tensor(self) -> int:
+        return self.trained.network.outputs[self.number]
 
     @cached_property
     def _source(self) -> Source:
@@ -53,34 +60,44 @@ class GraphVoxels:
 
     @cached_property
     def _cell(self) -> Vec3:
-        """Voxels of the first output that are recomputed together: whole periods, of CELL voxels at least."""
-        z, y, x = (-(-CELL // each) * each for each in self._geometry.voxels(self.trained.network.outputs[0]))
+        """Voxels of the output that are recomputed together: whole periods, of CELL voxels at least."""
+        z, y, x = (-(-CELL // each) * each for each in self._geometry.voxels(self._tensor))
         return z, y, x
 
+    @property
+    def _crop(self) -> int:
+        """Voxels of the volume that a cell depends on, at most."""
+        return prod(add(self._source.field_of_view, self._cell))
+
     @cached_property
-    def _everything(self) -> tuple[Real, ...] | None:
-        """All outputs, if computing them takes no more than recomputing a few cells; else None."""
+    def _everything(self) -> Real | None:
+        """All of the output, if computing it takes no more than recomputing a few cells; else None."""
         geometry, network = self._geometry, self.trained.network
-        crop = prod(add(self._source.field_of_view, self._cell))
         most = max(maps * prod(geometry.size(tensor)) for tensor, maps in enumerate(network.maps))
-        if prod(geometry.volume) > FEW * crop or most > MOST_VALUES:
+        if prod(geometry.volume) > FEW * self._crop or most > MOST_VALUES:
             return None
-        wanted = [_region((0, 0, 0), geometry.size(tensor)) for tensor in network.outputs]
-        return outputs_in(geometry, self.trained.weights, wanted, self._read)
+        return self._computed(_region((0, 0, 0), geometry.size(self._tensor)))
 
     def drawn(self, size: Vec3, samples: int, seed: int) -> Iterator[Places]:
         """Yield `samples` different voxels at most, up to BLOCK at a time as (n, 3).
 
-        The output is divided into cells and these into equal ranges. From each range one cell is drawn, and voxels
-        from the cell. Where everything is computed, a cell is one voxel.
+        The output is divided into cells and these into equal ranges. From each range one cell is drawn, the first and
+        the last cell always, and voxels from the cell. Where everything is computed, a cell is one voxel.
         """
-        cell, group = ((1, 1, 1), 1) if self._everything else (self._cell, GROUP)
+        cell, wanted_cells = self._cell, max(LEAST_CELLS, -(-samples // GROUP), SPREAD // self._crop)
+        if self._everything is not None:
+            cell, wanted_cells = (1, 1, 1), samples
         rng, cells = np.random.default_rng(seed), ceil_divide(size, cell)
-        count = min(prod(cells), -(-samples // group))
-        for begin in range(0, count, BLOCK // group):
-            indices = range(begin, min(begin + BLOCK // group, count))
+        count = min(prod(cells), wanted_cells, samples)
+        at_once = max(1, BLOCK * count // samples)
+        for begin in range(0, count, at_once):
+            indices = range(begin, min(begin + at_once, count))
+            ends = [(index * prod(cells) // count, (index + 1) * prod(cells) // count) for index in indices]
             places = [
-                int(rng.integers(index * prod(cells) // count, (index + 1) * prod(cells) // count)) for index in indices
+                index * (prod(cells) - 1) // (count - 1)
+                if count > 1 and index in (0, count - 1)
+                else int(rng.integers(lo, hi))
+                for index, (lo, hi) in zip(indices, ends, strict=True)
             ]
             lows = np.stack(np.unravel_index(places, cells), axis=1) * cell
             found = []
@@ -92,24 +109,28 @@ class GraphVoxels:
             yield np.concatenate(found)
 
     def at(self, places: Places) -> Real:
-        """Return the maps of all outputs at some voxels: (n, maps)."""
+        """Return the maps of the output at some voxels: (n, maps)."""
         if self._everything is not None:
-            there = tuple((places + np.array(self.first)).T)
-            return np.concatenate([output[there] for output in self._everything], axis=-1)
+            found: Real = self._everything[tuple((places + np.array(self.first)).T)]
+            return found
         cells, groups = np.unique(places // self._cell, axis=0, return_inverse=True)
-        exact = np.empty((len(places), self.trained.network.output_channels))
+        exact = np.empty((len(places), self.trained.network.maps[self._tensor]))
         for index in range(len(cells)):
             mine = np.flatnonzero(groups.reshape(-1) == index)
             exact[mine] = self._together(places[mine] + np.array(self.first))
         return exact
 
     def _together(self, at: Places) -> Real:
-        """Return the maps at voxels of the outputs that lie near each other."""
+        """Return the maps at voxels that lie near each other."""
         lo, hi = at.min(axis=0), at.max(axis=0) + 1
-        wanted = [_region(lo, hi)] * len(self.trained.network.outputs)
-        outputs = outputs_in(self._geometry, self.trained.weights, wanted, self._read)
-        inside = tuple((at - lo).T)
-        return np.concatenate([output[inside] for output in outputs], axis=-1)
+        found: Real = self._computed(_region(lo, hi))[tuple((at - lo).T)]
+        return found
+
+    def _computed(self, region: Region) -> Real:
+        """Return a region of the output, (z, y, x, maps)."""
+        count = len(self.trained.network.outputs)
+        wanted = [region if number == self.number else (NOTHING,) * 3 for number in range(count)]
+        return outputs_in(self._geometry, self.trained.weights, wanted, self._read)[self.number]
 
     def _read(self, box: Box) -> Real:
         """Return a part of the padded volume, (z, y, x, c), normalised."""

@@ -21,7 +21,7 @@ from znnpy.costs.store import CostStore
 from znnpy.errors import OutputError, VramError
 from znnpy.files import regular_file
 from znnpy.formats.networks import read_network
-from znnpy.job import attributes_of, job_of, roi_text, settings_of
+from znnpy.job import arrays_of, attributes_of, job_of, roi_text, settings_of
 from znnpy.kernels.cpu.fft import Wisdom
 from znnpy.machine import Machine, this_machine
 from znnpy.measure.fftw_wisdom import wisdom_begun, wisdom_kept
@@ -88,7 +88,7 @@ def infer_as_asked(asked: InferOptions) -> Report:
     store = CostStore(asked.costs, calibrate=asked.calibrate)
     devices = devices_asked(asked)
     devices = replace(devices, device=store.meant(devices.device))
-    named = read_network(asked.network)
+    named = read_network(asked.network, asked.meaning)
     trained = load_trained(named, asked.weights, asked.ram)
     inputs: dict[str, Path | Collection[Path] | None] = {
         "volume": Path(volume) if isinstance(volume, str | os.PathLike) else None,
@@ -121,10 +121,10 @@ def infer_as_asked(asked: InferOptions) -> Report:
             allow_nan=asked.allow_nan,
             fill_missing=asked.fill_missing,
         )
-        shape = (trained.network.output_channels, *source.output)
-        output = output_for(
-            out, destination, volume, inputs=inputs, shape=shape, dtype=np.dtype(asked.output_dtype), mode=how, job=job
-        )
+        arrays, dtype = arrays_of(trained.network, source), np.dtype(asked.output_dtype)
+        if out is not None and not isinstance(out, str | os.PathLike):
+            source.check_one_size(trained.network, f"give a path as {option('out')}")
+        output = output_for(out, destination, volume, inputs=inputs, arrays=arrays, dtype=dtype, mode=how, job=job)
         stack.enter_context(output)
         if output.finished:
             made = plan_finished(destination, store_for(destination).attributes_of(destination).get("plan"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,10 +18,11 @@ from znnpy.planner.run_plan import RunPlan
 from znnpy.shapes import Vec3
 from znnpy.trained import TrainedNetwork
 from znnpy.volume.base import Volume
-from znnpy.volume.hdf5_store import OUTPUTS_ATTRIBUTE
 from znnpy.volume.journal import Settings
+from znnpy.volume.output_names import OUTPUTS
 from znnpy.volume.sample import Sample
-from znnpy.volume.source import Source
+from znnpy.volume.source import Predicted, Source
+from znnpy.volume.store import OutputArray
 
 
 def job_of(
@@ -37,6 +39,7 @@ def job_of(
     """Return the identity of a run, which a resumed run must share. `sample` is that of the volume."""
     filled = {} if fill_missing is None else {"fill_missing": str(fill_missing)}  # NaN too, which equals nothing
     return {
+        "meaning": trained.network.meaning,
         "network": trained.network.sha256,
         "weights": sha256(trained.weights),
         "volume": volume.identity(sample),
@@ -59,14 +62,32 @@ def settings_of(only: Sequence[str], machine: Machine) -> Settings:
     }
 
 
-def attributes_of(network: Network, source: Source, job: dict[str, Any], plan: RunPlan) -> dict[str, Any]:
-    """Return the attributes of an output: its position in the volume and in the specimen, and how it was made."""
+def arrays_of(network: Network, source: Source) -> tuple[OutputArray, ...]:
+    """Return the arrays of an output, each with its position in the volume and in the specimen."""
     space = source.volume.space
+    return tuple(
+        OutputArray(
+            (maps, *one.size),
+            name,
+            {
+                **(space.behind(one.position, one.step).attributes() if space is not None else {}),
+                "offset": np.array(one.offset, np.int64),
+                **({} if source.area is None else _lattice(one)),
+            },
+        )
+        for name, maps, one in zip(_names(network), network.output_maps, source.outputs, strict=True)
+    )
+
+
+def attributes_of(network: Network, source: Source, job: dict[str, Any], plan: RunPlan) -> dict[str, Any]:
+    """Return the attributes that the arrays of an output share: how it was made."""
+    several = {} if len(network.outputs) == 1 else {"outputs": json.dumps(_names(network))}
+    padding = {} if source.area is None else {"pad_to_period": network.pad_to_period}
     return {
-        **(space.behind(source.position, source.step).attributes() if space is not None else {}),
-        "offset": np.array(source.offset, np.int64),
         "field_of_view": np.array(source.field_of_view, np.int64),
-        **_of_graph(network, source),
+        "meaning": network.meaning,
+        **padding,
+        **several,
         "network": network.name,
         "network_sha256": network.sha256,
         "weights_sha256": job["weights"],
@@ -79,28 +100,25 @@ def attributes_of(network: Network, source: Source, job: dict[str, Any], plan: R
     }
 
 
-def _of_graph(network: Network, source: Source) -> dict[str, Any]:
-    """Return the attributes that outputs of graphs have besides."""
-    if source.area is None:
-        return {}
+def _lattice(one: Predicted) -> dict[str, Any]:
+    """Return where the voxels of an output of a graph lie."""
     return {
-        "meaning": network.meaning,
-        "pad_to_period": network.pad_to_period,
-        "voxel_position": np.array(source.position, np.float64),  # of the first output voxel's centre, in the volume
-        **_maps_of_outputs(network),
-        "voxel_step": np.array(source.step, np.float64),  # size of an output voxel, in voxels of the volume
+        "voxel_position": np.array(one.position, np.float64),  # of the first voxel's centre, in the volume
+        "voxel_step": np.array(one.step, np.float64),  # size of a voxel, in voxels of the volume
     }
 
 
-def _maps_of_outputs(network: Network) -> dict[str, str]:
-    """Return which maps belong to which node, [first, end) by name, where a network has several outputs."""
+def _names(network: Network) -> tuple[str, ...]:
+    """Return the name of the array of each output in a file: after its node if there are several."""
     if len(network.outputs) == 1:
-        return {}
-    found, first = {}, 0
+        return ("",)
+    found: list[str] = []
     for tensor in network.outputs:
-        found[network.names[tensor - 1]] = [first, first + network.maps[tensor]]
-        first += network.maps[tensor]
-    return {OUTPUTS_ATTRIBUTE: json.dumps(found)}
+        name = f"{OUTPUTS}/{re.sub(r'[/.]', '_', network.names[tensor - 1])}"
+        while name in found:
+            name += "_"
+        found.append(name)
+    return tuple(found)
 
 
 def roi_text(region: Box | None, size: Vec3) -> str:

@@ -94,7 +94,7 @@ def lowered(network: Network) -> Lowered:
     renamed = {old: names[tensor - 1] for old, tensor in zip(network.names, tensors[1:], strict=True)}
     layers = [_refers(layer, renamed) for layer in layers]
     wiring = Wiring(tuple(names), tuple(sources), outputs, network.pad_to_period)
-    made = Network(network.name, network.input_channels, tuple(layers), network.normalise, wiring)
+    made = replace(network, layers=tuple(layers), wiring=wiring)
     return Lowered(made, tuple(origins), network)
 
 

@@ -111,7 +111,7 @@ def measure(asked: MeasureOptions) -> Measured:
     begun = time.monotonic()
     if asked.device == "gpu" and threads is not None:
         raise ValueError(f"{option('threads')} are for the processor, and layers on a GPU do not use them: drop them")
-    net = None if asked.network is None else read_network(asked.network).network
+    net = None if asked.network is None else read_network(asked.network, asked.meaning).network
     with Targets(AskedDevices(asked.device, precision=precision)) as targets:
         target = targets.first()
         limits = target.limits(asked.ram, threads, None)

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from znnpy.errors import ShapeError
+from znnpy.layer_checks import why_wrong
 from znnpy.layers import Conv as Conv
 from znnpy.layers import Layer as Layer
 from znnpy.layers import MaxFilter as MaxFilter
@@ -21,6 +22,7 @@ from znnpy.layers import Maxout as Maxout
 from znnpy.layers import Pool as Pool
 from znnpy.layers import has_weights, maps_after, parameter_count
 from znnpy.messages import excerpt, option
+from znnpy.option_values import Meaning
 from znnpy.shapes import (
     ACTIVATIONS,
     Activation,
@@ -71,9 +73,9 @@ class Normalise:
     std: tuple[float, ...]
 
 
+INPUT = "input"  # name of the network's input
 PadToPeriod = Literal["reflect", "replicate", "zeros", "refuse"]
 PAD_TO_PERIOD: tuple[PadToPeriod, ...] = ("reflect", "replicate", "zeros", "refuse")
-Meaning = Literal["sliding", "whole"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +96,52 @@ class Wiring:
     outputs: tuple[int, ...]  # tensors that are the network's output
     pad_to_period: PadToPeriod = "reflect"  # beyond the far faces of a volume whose size does not divide
 
-
-INPUT = "input"  # name of the network's input in `Node.inputs`
+    def check(self, layers: Sequence[Layer]) -> None:
+        """Raise ShapeError unless every layer has a name and reads earlier ones, and all are read or are outputs."""
+        if not len(self.names) == len(self.sources) == len(layers):
+            raise ShapeError(
+                f"the wiring has {len(self.names)} names and {len(self.sources)} lists of what layers read, and the "
+                f"network has {len(layers)} layers; give one of each for every layer"
+            )
+        for index, (name, layer, sources) in enumerate(zip(self.names, layers, self.sources, strict=True)):
+            here = f"node {excerpt(name, 60)} ({layer})"
+            if name == INPUT or name in self.names[:index]:
+                raise ShapeError(f"{here} has the name of another node, or of the input; give it another name")
+            if not sources or not all(0 <= source <= index for source in sources):
+                raise ShapeError(
+                    f"{here} reads the tensors {excerpt(sources, 60)}, and there are 0 to {index} before it: the input "
+                    "and what earlier layers give; put layers after those that they read"
+                )
+            like = getattr(layer, "like", None)
+            if like is not None and like not in (INPUT, *self.names[:index]):
+                raise ShapeError(
+                    f"{here} gets the size of {excerpt(like, 60)}, which is no node before it; name an earlier one"
+                )
+        if not self.outputs or len(set(self.outputs)) < len(self.outputs):
+            raise ShapeError("a network has one output or several different ones; name each once")
+        if not all(1 <= tensor <= len(layers) for tensor in self.outputs):
+            raise ShapeError(
+                f"the outputs are the tensors {excerpt(self.outputs, 60)}, and layers give 1 to {len(layers)}; correct "
+                "them"
+            )
+        if self.pad_to_period not in PAD_TO_PERIOD:
+            raise ShapeError(f"pad_to_period is {self.pad_to_period!r}; choose one of {', '.join(PAD_TO_PERIOD)}")
+        read = {*self.outputs, *(source for sources in self.sources for source in sources)}
+        unread = [name for tensor, name in enumerate(self.names, 1) if tensor not in read]
+        if len(unread) == 1:
+            raise ShapeError(
+                f"no node reads {excerpt(unread[0], 60)}, and it is no output; remove it, or add it to output"
+            )
+        if unread:
+            names = excerpt(", ".join(excerpt(name, 60) for name in unread))
+            raise ShapeError(f"no node reads {names}, and they are no outputs; remove them, or add them to output")
 
 
 @dataclass(frozen=True)
 class Network:
     """A graph of layers in an order in which each comes after those it reads; without wiring, a chain.
 
-    Sizes are (z, y, x).
+    Sizes are (z, y, x). `asked_meaning` is one that was asked for, instead of the usual one of such a graph.
     """
 
     name: str
@@ -110,6 +149,7 @@ class Network:
     layers: tuple[Layer, ...]
     normalise: Normalise | None = None
     wiring: Wiring | None = None
+    asked_meaning: Meaning | None = None
 
     def __post_init__(self) -> None:
         if self.input_channels < 1:
@@ -120,14 +160,21 @@ class Network:
             raise ShapeError(
                 f"a network has at most {MOST_LAYERS:,} layers, and this one has {len(self.layers):,}; split it"
             )
-        maps = [self.input_channels]
+        if self.wiring is not None:
+            self.wiring.check(self.layers)
+        maps, names = [self.input_channels], (INPUT, *self.names)
         for index, (layer, sources) in enumerate(zip(self.layers, self.sources, strict=True)):
-            if isinstance(layer, Maxout) and maps[sources[0]] % layer.of:
-                raise ShapeError(
-                    f"layer {index} ({layer}) does not divide the {maps[sources[0]]} maps it gets; "
-                    "change the group, or the maps that come before it"
-                )
-            maps.append(maps_after(layer, tuple(maps[source] for source in sources)))
+            here = tuple(maps[source] for source in sources)
+            wrong = why_wrong(layer, [names[source] for source in sources], here)
+            if wrong is not None:
+                what = f"layer {index}" if self.wiring is None else f"node {excerpt(self.names[index], 60)}"
+                raise ShapeError(f"{what} ({layer}) {wrong}")
+            maps.append(maps_after(layer, here))
+        if self.asked_meaning == "sliding" and self.why_not_sliding is not None:
+            raise ShapeError(
+                f"{excerpt(self.name, 60)} does not slide over a volume, since {self.why_not_sliding}; leave out "
+                f"{option('meaning', 'sliding')}, so that it is computed whole"
+            )
 
     def __repr__(self) -> str:
         """Return one line; `layers` lists the layers."""
@@ -181,8 +228,24 @@ class Network:
     @cached_property
     def meaning(self) -> Meaning:
         """Meaning of an output voxel: `sliding`, the network on its field of view; `whole`, on the volume."""
-        chain = self.sources == tuple((i,) for i in range(len(self.layers))) and self.outputs == (len(self.layers),)
-        return "sliding" if chain and all(map(slides, self.layers)) else "whole"
+        return self.asked_meaning or ("sliding" if self.why_not_sliding is None else "whole")
+
+    @cached_property
+    def why_not_sliding(self) -> str | None:
+        """The node for which the network cannot slide over a volume, and what it does; None if it can."""
+        for index, node in enumerate(self.nodes):
+            here = f"node {excerpt(node.name, 60)} ({node.layer})"
+            if self.sources[index] != (index,):
+                return f"{here} reads {excerpt(', '.join(node.inputs))}, and not the layer before it alone"
+            if not slides(node.layer):
+                return (
+                    f"{here} is none of the layers that slide: unpadded convolutions with stride 1, max-poolings by "
+                    "their window, max-filters and maxouts"
+                )
+        for tensor in self.outputs:
+            if tensor != len(self.layers):
+                return f"node {excerpt((INPUT, *self.names)[tensor], 60)} is an output, and not the last layer"
+        return None
 
     @cached_property
     def maps(self) -> tuple[int, ...]:
@@ -193,9 +256,14 @@ class Network:
         return tuple(maps)
 
     @property
+    def output_maps(self) -> tuple[int, ...]:
+        """Maps of each output."""
+        return tuple(self.maps[tensor] for tensor in self.outputs)
+
+    @property
     def output_channels(self) -> int:
         """Maps of all outputs together."""
-        return sum(self.maps[tensor] for tensor in self.outputs)
+        return sum(self.output_maps)
 
     @cached_property
     def field_of_view(self) -> Vec3:

@@ -13,6 +13,9 @@ BORDERS: tuple[Border, ...] = get_args(Border)
 OutputDtype = Literal["float32", "float16", "uint8"]
 OUTPUT_DTYPES: tuple[OutputDtype, ...] = get_args(OutputDtype)
 
+Meaning = Literal["sliding", "whole"]  # of a network over a volume
+MEANINGS: tuple[Meaning, ...] = get_args(Meaning)
+
 MissingChunks = Literal["fill", "error"]
 MISSING_CHUNKS: tuple[MissingChunks, ...] = get_args(MissingChunks)
 

@@ -18,6 +18,7 @@ from znnpy.option_values import (
     BORDERS,
     COVERS,
     DEVICES,
+    MEANINGS,
     MISSING_CHUNKS,
     MODES,
     OUTPUT_DTYPES,
@@ -26,6 +27,7 @@ from znnpy.option_values import (
     Border,
     Cover,
     Device,
+    Meaning,
     MissingChunks,
     OutputDtype,
     RigorLevel,
@@ -175,6 +177,18 @@ class RunOptions(PlanningOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class _MeaningOption(Checked):
+    meaning: Meaning | None = option(
+        None,
+        "meaning of an output voxel; sliding: what the network gives for the field of view around it; whole: what it "
+        "gives there for the whole volume, with poolings that lower the resolution",
+        "text",
+        unset="the one that the network file names, or sliding if the network supports it",
+        values=MEANINGS,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class _BorderOption(Checked):
     border: Border = option(
         "valid",
@@ -186,7 +200,7 @@ class _BorderOption(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RegionOptions(_BorderOption):
+class RegionOptions(_BorderOption, _MeaningOption):
     """Options that say which part of a volume is predicted, and how the output is stored."""
 
     dataset: str | None = option(None, "array inside the file", "text", unset="the only 3D or 4D one")
@@ -350,7 +364,7 @@ class SessionOptions(_BorderOption, RunOptions):
 
 
 @dataclass(frozen=True)
-class MeasureOptions(MachineOptions):
+class MeasureOptions(MachineOptions, _MeaningOption):
     """The options of `znnpy measure`."""
 
     network: str | Path | None = option(
@@ -389,6 +403,13 @@ class VerifyOptions(Checked):
         None, "network file", "text", unset="the network that ships under the name in the output"
     )
     weights: str | Path | None = option(None, "weights file", "path", unset="the one that the network file names")
+    meaning: Meaning | None = option(
+        None,
+        "meaning of an output voxel, sliding or whole, which must be that of the output",
+        "text",
+        unset="the one that the output names",
+        values=MEANINGS,
+    )
     dataset: str | None = option(None, "array inside the volume's file", "text", unset="the one that was predicted")
     fill_missing: float | None = option(
         None,

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
-from typing import overload
+from typing import NamedTuple, overload
 
 from znnpy.shapes import Vec3, add, ceil_divide, subtract
 
@@ -50,6 +50,13 @@ class Box:
         return Box((lo[0], lo[1], lo[2]), (hi[0], hi[1], hi[2]))
 
 
+class Piece(NamedTuple):
+    """The part of one output that a step computes, and what of it is written."""
+
+    out: Box
+    write: Box
+
+
 @dataclass(frozen=True, slots=True)
 class Patch:
     """One step of a session: what is read, what is computed, and which part of it is written.
@@ -59,6 +66,7 @@ class Patch:
     the input begins. All are in voxels of the dense output; an output voxel at p depends on input from p on.
 
     Steps of a graph differ in size (`graph_columns`): `size` is that of the input, and `step` says what is computed.
+    `out` and `write` are those of its first output, and `others` of the further ones.
     """
 
     read: Vec3
@@ -66,6 +74,17 @@ class Patch:
     write: Box
     size: Vec3 | None = None  # None: as large as the plan says
     step: object | None = None
+    others: tuple[Piece, ...] = ()
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The parts of the outputs that are computed and written, one of each."""
+        return (Piece(self.out, self.write), *self.others)
+
+    @property
+    def writes(self) -> bool:
+        """Return whether anything is written: the first steps of a column that streams give no output."""
+        return self.write.voxels > 0 or any(piece.write.voxels for piece in self.others)
 
     def shifted(self, by: Vec3) -> Patch:
         return replace(self, read=add(self.read, by), out=self.out.shifted(by), write=self.write.shifted(by))
@@ -79,7 +98,7 @@ class Column:
 
     @property
     def voxels(self) -> int:
-        """Number of output voxels that are written."""
+        """Number of voxels of the first output that are written."""
         return sum(step.write.voxels for step in self.steps)
 
     def shifted(self, by: Vec3) -> Column:

@@ -41,7 +41,7 @@ from znnpy.self_check import check_plan
 from znnpy.shapes import FLOAT32, Vec3
 from znnpy.volume.base import MissingVoxels
 from znnpy.volume.registry import open_volume
-from znnpy.volume.source import Source, parse_roi
+from znnpy.volume.source import Source, area_of, parse_roi
 from znnpy.volume.source import predicted as predicted_of
 
 CURVES_SECONDS = 12.0  # for all curves together: more points would take longer than one waits for a picture
@@ -116,7 +116,7 @@ def _work(asked: PlanOptions) -> Work:
         raise ShapeError(f"a shape has three sizes (z, y, x), not {shape}")
     if asked.volume is not None and shape is not None:
         raise ValueError("a volume and a shape both give a size: give one of them")
-    network = read_network(asked.network).network
+    network = read_network(asked.network, asked.meaning).network
     weights = FLOAT32 * network.parameters  # a run holds them
     if asked.volume is not None:
         with open_volume(Path(asked.volume), asked.dataset, MissingVoxels(asked.fill_missing)) as opened:
@@ -143,7 +143,7 @@ def _work(asked: PlanOptions) -> Work:
 def _area(network: Network, volume: Vec3, roi: str | None) -> Area:
     """Return what is predicted of a volume by a graph that is computed whole."""
     region = parse_roi(roi, volume) if roi else Box((0, 0, 0), volume)
-    return Area(volume, predicted_of(admissible(network, volume), volume, region)[0])
+    return area_of(volume, predicted_of(admissible(network, volume), volume, region))
 
 
 @dataclass(frozen=True, slots=True)

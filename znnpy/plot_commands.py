@@ -11,6 +11,7 @@ from znnpy.command_options import FILE, MOST_VOXELS, NEW_FILE, VOXELS, json_opti
 from znnpy.command_runtime import Command, print_json, print_lines, print_table
 from znnpy.errors import OutputError
 from znnpy.files import regular_file, write_asked
+from znnpy.option_values import MEANINGS, Meaning
 from znnpy.stopping import working
 
 
@@ -19,6 +20,11 @@ from znnpy.stopping import working
 @click.option("--out", type=NEW_FILE, help="Draw the graph to this file, NAME.svg, NAME.png or NAME.pdf.")
 @click.option(
     "--size", type=VOXELS, metavar="Z,Y,X", help="List the voxels of every node for a volume of this size too."
+)
+@click.option(
+    "--meaning",
+    type=click.Choice(MEANINGS),
+    help="List the network with this meaning of an output voxel, sliding or whole [default: that of the network].",
 )
 @click.option("--overwrite", is_flag=True, help="Replace the file given as --out.")
 @click.option(
@@ -39,6 +45,7 @@ def graph(
     network: Path | None,
     out: Path | None,
     size: tuple[int, int, int] | None,
+    meaning: Meaning | None,
     overwrite: bool,
     tasks: bool,
     maps: tuple[int, int] | None,
@@ -54,8 +61,10 @@ def graph(
     if overwrite and out is None:
         raise click.UsageError("--overwrite replaces the file given as --out: give --out too")
     if tasks:
-        if network is not None or size is not None or as_json:
-            raise click.UsageError("--tasks draws no network: omit NETWORK, --size and --json, or omit --tasks")
+        if network is not None or size is not None or meaning is not None or as_json:
+            raise click.UsageError(
+                "--tasks draws no network: omit NETWORK, --size, --meaning and --json, or omit --tasks"
+            )
         if out is None:
             raise click.UsageError("--tasks draws to a file: give --out")
         _draw_tasks(maps or (4, 5), batch or 4, out, overwrite)
@@ -66,11 +75,16 @@ def graph(
         raise click.UsageError("--maps and --batch belong to --tasks: give it too, or omit them")
     if as_json and out is not None:
         raise click.UsageError("--json prints and --out draws: give one of them")
-    _show_network(network, out, size, overwrite, as_json)
+    _show_network(network, out, size, meaning, overwrite, as_json)
 
 
 def _show_network(
-    where: Path, out: Path | None, size: tuple[int, int, int] | None, overwrite: bool, as_json: bool
+    where: Path,
+    out: Path | None,
+    size: tuple[int, int, int] | None,
+    meaning: Meaning | None,
+    overwrite: bool,
+    as_json: bool,
 ) -> None:
     """Print the nodes of a network, or draw them."""
     from znnpy.formats.networks import read_network
@@ -81,7 +95,7 @@ def _show_network(
     if out is not None:
         network_graph.form_of(out)
         require_matplotlib()
-    file = read_network(where)
+    file = read_network(where, meaning)
     target = None
     if out is not None:
         target = regular_file(out, overwrite, inputs={"network": file.path, "weights": file.weights})

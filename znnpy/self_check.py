@@ -5,7 +5,7 @@ This is slow, and its memory is not part of a plan's promise: fields of view are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
@@ -192,11 +192,12 @@ class CheckedOutput:
     precision: str
 
     @cached_property
-    def _exactly(self) -> Callable[[npt.NDArray[np.int64]], Real]:
-        """The maps at positions in the output by definition."""
-        if self.area is not None:
-            return GraphVoxels(self.trained, self.volume, self.area.region.lo).at
-        return partial(at_voxels, self.trained, self.volume, self.offset)
+    def _exactly(self) -> Sequence[Callable[[npt.NDArray[np.int64]], Real]]:
+        """The maps at positions in each output by definition."""
+        if self.area is None:
+            return [partial(at_voxels, self.trained, self.volume, self.offset)]
+        regions = enumerate(self.area.regions)
+        return [GraphVoxels(self.trained, self.volume, number, region.lo).at for number, region in regions]
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -206,13 +207,13 @@ class CheckedOutput:
     def done(self) -> Set[int]:
         return self.output.done
 
-    def write(self, box: Box, voxels: npt.NDArray[Any]) -> None:
+    def write(self, box: Box, voxels: npt.NDArray[Any], number: int) -> None:
         """Check PATCH_VOXELS voxels, then write the patch; VerifyError if one is wrong."""
         rng = np.random.default_rng([*box.lo])
         inside = np.stack([rng.integers(0, size, PATCH_VOXELS) for size in box.size], axis=1)
         written = np.stack([voxels[(slice(None), *place)] for place in inside])
         at = inside + np.array(box.lo)
-        exact = self._exactly(at)
+        exact = self._exactly[number](at)
         some = np.stack([rng.integers(0, size, SCALE_VOXELS) for size in box.size])
         others = voxels[(slice(None), *some)].T
         judged = Judged.of(at, written, exact, TOLERANCES[self.precision], others)
@@ -222,7 +223,7 @@ class CheckedOutput:
                 f"definition {judged.definition:.8g} (allowed {judged.allowed:.1e}): its patch is not written; find "
                 "the layer with `znnpy plan --paranoid`, and report it"
             )
-        self.output.write(box, voxels)
+        self.output.write(box, voxels, number)
 
     def finish_column(self, index: int) -> None:
         self.output.finish_column(index)

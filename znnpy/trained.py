@@ -11,11 +11,12 @@ import numpy.typing as npt
 from znnpy.array_session import ArraySession
 from znnpy.errors import NetworkFileError, NoPlanError
 from znnpy.formats.networks import DEFAULT, SHIPPED, NetworkFile, read_network
-from znnpy.formats.weights import read_weights
+from znnpy.formats.weights import check_weights, read_weights
 from znnpy.machine import limits_of, this_machine
 from znnpy.messages import excerpt, option
 from znnpy.network import ConvWeights, Network
 from znnpy.option_declarations import method_of
+from znnpy.option_values import Meaning
 from znnpy.options import CallOptions, SessionOptions
 from znnpy.shapes import FLOAT32
 from znnpy.units import mebibytes
@@ -24,10 +25,16 @@ from znnpy.volume.array import ArrayVolume
 
 @dataclass(frozen=True)
 class TrainedNetwork:
-    """Layers and weights. Calling it gives the dense prediction of an array."""
+    """Layers and weights. Calling it gives the dense prediction of an array.
+
+    NetworkFileError if the weights are not those that the layers take.
+    """
 
     network: Network
     weights: tuple[ConvWeights, ...]
+
+    def __post_init__(self) -> None:
+        check_weights(self.network, self.weights)
 
     def __repr__(self) -> str:
         """Return one line; `network` and `weights` hold the rest."""
@@ -69,15 +76,19 @@ class TrainedNetwork:
         return ArraySession(self.network, self.weights, asked.shape, asked.dtype, asked.border, asked)
 
 
-def load_network(where: str | Path, weights: str | Path | None = None) -> TrainedNetwork:
+def load_network(
+    where: str | Path, weights: str | Path | None = None, meaning: Meaning | None = None
+) -> TrainedNetwork:
     """Read a network and its weights.
 
     where    network file (.yaml, .znni), or the name of a network that ships.
     weights  weights file, .npz or .safetensors; None: the one that the network file names.
+    meaning  "sliding" or "whole": what an output voxel is; None: what the network file says, or sliding if the network
+             supports it.
 
-    NetworkFileError says what is wrong with either.
+    NetworkFileError says what is wrong with either file; ShapeError if the network does not have that meaning.
     """
-    return load_trained(read_network(where), weights)
+    return load_trained(read_network(where, meaning), weights)
 
 
 def load_trained(file: NetworkFile, weights: str | Path | None = None, ram: int | str | None = None) -> TrainedNetwork:

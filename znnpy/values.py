@@ -82,8 +82,8 @@ class Tallied:
     def done(self) -> Set[int]:
         return self.output.done
 
-    def write(self, box: Box, voxels: npt.NDArray[Any]) -> None:
-        self.output.write(box, voxels)
+    def write(self, box: Box, voxels: npt.NDArray[Any], number: int) -> None:
+        self.output.write(box, voxels, number)
         self.tally.add(voxels)
 
     def finish_column(self, index: int) -> None:

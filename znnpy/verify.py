@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import isfinite, prod
 from pathlib import Path
@@ -17,10 +18,12 @@ from znnpy.errors import VerifyError, ZnnpyError
 from znnpy.formats.networks import read_network, shipped
 from znnpy.formats.weights import sha256
 from znnpy.graph_voxels import GraphVoxels
+from znnpy.job import arrays_of
 from znnpy.kernels.reference import dense_by_sliding
 from znnpy.messages import excerpt, option
-from znnpy.network import Meaning, Network
+from znnpy.network import Network
 from znnpy.option_declarations import function_of
+from znnpy.option_values import Meaning
 from znnpy.options import VerifyOptions
 from znnpy.patches import Box
 from znnpy.run_log import log_phase
@@ -28,7 +31,7 @@ from znnpy.shapes import Vec3, add
 from znnpy.trained import TrainedNetwork, load_trained
 from znnpy.volume.base import MissingVoxels, Volume
 from znnpy.volume.hdf5_store import DATASET
-from znnpy.volume.provenance import JobClaim, Provenance
+from znnpy.volume.provenance import JobClaim, Provenance, array_names
 from znnpy.volume.registry import HDF5, open_volume
 from znnpy.volume.source import Source, parse_roi
 
@@ -66,6 +69,7 @@ class VerifyReport:
     border: str
     seconds: float
     meaning: Meaning = "sliding"  # of the network
+    dataset: str = ""  # array of that voxel; empty where there is one
 
     def lines(self) -> list[str]:
         """Return the report as lines of text."""
@@ -73,11 +77,12 @@ class VerifyReport:
         parts += ["the tolerance asked for" if self.precision is None else f"the tolerance of {self.precision}"]
         parts += [f"half a step of {self.dtype} included"] * (self.dtype != "float32")
         part = f"part {self.roi} of the volume" if self.roi else "the whole volume"
+        of = f" of {self.dataset}" if self.dataset else ""
         how = f", border {self.border}" if self.meaning == "sliding" else ""
         return [
             f"{self.output}: {self.samples} voxels recomputed {HOW[self.meaning]} in float64 ({self.seconds:.1f} s)",
             f"the output covers {part}{how}",
-            f"worst error {self.worst:.2e} at (z, y, x) = {self.where}, map {self.channel}: "
+            f"worst error {self.worst:.2e} at (z, y, x) = {self.where}, map {self.channel}{of}: "
             f"{self.written:.8f} written, {self.definition:.8f} by definition; allowed {self.allowed:.2e} "
             f"({'; '.join(parts)})",
         ]
@@ -91,7 +96,7 @@ class VerifyReport:
 def verify(asked: VerifyOptions) -> VerifyReport:
     """Recompute sampled voxels of an output from the field of view of each in the volume.
 
-    Those of a network that is computed whole are drawn in groups of up to 64, since each may depend on a large part.
+    Those of a network that is computed whole are drawn in groups, since each may depend on a large part.
 
     OPTIONS
 
@@ -113,25 +118,35 @@ def verify_as_asked(asked: VerifyOptions) -> VerifyReport:
     samples, output = asked.samples, Path(asked.output)
     of_precision, allowed = _allowed(samples, asked.precision, asked.tolerance)
     started = time.perf_counter()
-    with open_volume(output, DATASET if output.suffix in HDF5.suffixes else None) as prediction:
-        origin = Provenance.of(output)
-        trained = _trained(origin, output, asked.network, asked.weights)
+    with ExitStack() as stack:
+        names = array_names(output)
+        single = DATASET if output.suffix in HDF5.suffixes else None
+        predictions = [stack.enter_context(open_volume(output, name or single)) for name in names]
+        origin = Provenance.of(output, names)
+        trained = _trained(origin, output, asked)
         name = origin.job.volume.dataset or None if asked.dataset is None else asked.dataset
-        with open_volume(Path(asked.volume), name, MissingVoxels(asked.fill_missing)) as source:
-            _check_volume(origin.job, source, output)
-            place = _check_place(origin, prediction, source, trained.network, output)
-            samples = min(samples, prod(prediction.size))
-            log_phase("opened", f"{output} and {source}")
-            log_phase("running", f"{samples} voxels {HOW[trained.network.meaning]}")
+        source = stack.enter_context(open_volume(Path(asked.volume), name, MissingVoxels(asked.fill_missing)))
+        _check_volume(origin.job, source, output)
+        place = _check_place(origin, names, predictions, source, trained.network, output)
+        counts = [min(samples, prod(prediction.size)) for prediction in predictions]
+        log_phase("opened", f"{output} and {source}")
+        log_phase("running", f"{sum(counts)} voxels {HOW[trained.network.meaning]}")
+        samples, beyond, worst, dataset = 0, 0, None, ""
+        for number, (prediction, count) in enumerate(zip(predictions, counts, strict=True)):
             if place.area is not None:
-                graph = GraphVoxels(trained, source, place.area.region.lo)
-                blocks, exactly = graph.drawn(prediction.size, samples, asked.seed), graph.at
+                graph = GraphVoxels(trained, source, number, place.area.regions[number].lo)
+                blocks, exactly = graph.drawn(prediction.size, count, asked.seed), graph.at
             else:
-                blocks = _positions(prediction.size, samples, asked.seed)
-                exactly = partial(at_voxels, trained, source, origin.offset)
-            samples, beyond, worst = _judged(prediction, exactly, blocks, allowed)
+                blocks = _positions(prediction.size, count, asked.seed)
+                exactly = partial(at_voxels, trained, source, place.offset)
+            judged, wrong, found = _judged(prediction, exactly, blocks, allowed)
+            samples, beyond = samples + judged, beyond + wrong
+            if worst is None or found.share > worst.share:
+                worst, dataset = found, names[number]
+        assert worst is not None, "an output has an array"
     report = VerifyReport(
         output=str(output),
+        dataset=dataset,
         samples=samples,
         worst=worst.error,
         where=worst.where,
@@ -141,7 +156,7 @@ def verify_as_asked(asked: VerifyOptions) -> VerifyReport:
         allowed=worst.allowed,
         tolerance=allowed,
         magnitude=worst.magnitude,
-        dtype=prediction.dtype.name,
+        dtype=origin.job.output_dtype,
         precision=of_precision,
         predicted_in=origin.precision,
         roi=origin.job.roi,
@@ -257,16 +272,22 @@ class Judged:
         )
 
 
-def _trained(
-    origin: Provenance, output: Path, network: str | Path | None, weights: str | Path | None
-) -> TrainedNetwork:
-    """Return the network that made the output; VerifyError if another one is given."""
+def _trained(origin: Provenance, output: Path, asked: VerifyOptions) -> TrainedNetwork:
+    """Return the network that made the output; VerifyError if another one is given, or another meaning of it."""
+    network, meaning = asked.network, origin.job.meaning
+    if asked.meaning is not None and meaning not in (None, asked.meaning):
+        raise VerifyError(
+            f"{output} was predicted with {option('meaning', meaning)}; leave out {option('meaning', asked.meaning)}"
+        )
     if network is None and origin.network not in shipped():
         raise VerifyError(
             f"{output} was predicted with {excerpt(origin.network)}, which does not ship with znnpy; give its file as "
             f"{option('network')}"
         )
-    trained = load_trained(read_network(origin.network if network is None else network), weights)
+    file = read_network(origin.network if network is None else network, asked.meaning)
+    if meaning == "whole" or (meaning == "sliding" and file.network.why_not_sliding is None):
+        file = replace(file, network=replace(file.network, asked_meaning=meaning))
+    trained = load_trained(file, asked.weights)
     made = {"network": origin.job.network, "weights": origin.job.weights}
     for what, given in (("network", trained.network.sha256), ("weights", sha256(trained.weights))):
         if given != made[what]:
@@ -293,8 +314,15 @@ def _check_volume(job: JobClaim, volume: Volume, output: Path) -> None:
             )
 
 
-def _check_place(origin: Provenance, prediction: Volume, volume: Volume, network: Network, output: Path) -> Source:
-    """Return what was predicted; VerifyError if shape, dtype or offset do not follow from region and network."""
+def _check_place(
+    origin: Provenance,
+    names: Sequence[str],
+    predictions: Sequence[Volume],
+    volume: Volume,
+    network: Network,
+    output: Path,
+) -> Source:
+    """Return what was predicted; VerifyError if arrays, shape, dtype or offset do not follow from it."""
     job = origin.job
     try:
         region = parse_roi(job.roi, volume.size) if job.roi else None
@@ -305,14 +333,19 @@ def _check_place(origin: Provenance, prediction: Volume, volume: Volume, network
     of = f"region {job.roi or 'of the whole volume'}, border {job.border} and the network's field of view"
     if not slides:
         of = f"region {job.roi or 'of the whole volume'} and the network"
-    for what, found, due in (
-        ("shape (c, z, y, x)", prediction.shape, (network.output_channels, *source.output)),
-        ("offset", origin.offset, source.offset),
-        ("dtype", prediction.dtype.name, job.output_dtype),
-    ):
+    arrays = arrays_of(network, source)
+    facts: list[tuple[str, str, object, object]] = [("", "arrays", tuple(names), tuple(one.name for one in arrays))]
+    for array, prediction, offset, one in zip(arrays, predictions, origin.offsets, source.outputs, strict=False):
+        facts += [
+            (array.name, "shape (c, z, y, x)", prediction.shape, array.shape),
+            (array.name, "offset", offset, one.offset),
+            (array.name, "dtype", prediction.dtype.name, job.output_dtype),
+        ]
+    for name, what, found, due in facts:
         if found != due:
+            there = f"{output}: {name}" if name else f"{output}"
             raise VerifyError(
-                f"{output} has {what} {excerpt(found)}, and {due} follows from {of}: it was changed or cut after it "
+                f"{there} has {what} {excerpt(found)}, and {due} follows from {of}: it was changed or cut after it "
                 f"was predicted; predict it again with {option('overwrite', True)}"
             )
     return source

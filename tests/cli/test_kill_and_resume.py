@@ -17,7 +17,7 @@ import zarr
 from tests.support.cli import Place
 from tests.support.forked_commands import Answer, ForkedRuns
 from znnpy.network import Network
-from znnpy.volume.store import RUN_ATTRIBUTE
+from znnpy.volume.output_names import RUN_ATTRIBUTE
 
 pytestmark = pytest.mark.slow
 

@@ -92,7 +92,7 @@ REFUSED = [
     ),
     (
         "INPUTS:3, LAYERS:1\nMAXOUT 2",
-        "layer 0 (maxout of 2) does not divide the 3 maps it gets; change the group, or the maps that come before it",
+        "layer 0 (maxout of 2) does not divide the 3 maps it gets; change of, or the number of maps",
     ),
     (
         "INPUTS:1, LAYERS:2\nCONV 2,2,2 2\nPOOL 2,2",

@@ -174,7 +174,7 @@ REFUSED = [
     (
         POOL + "1: 2",
         "unknown key 1; use one of name, description, input_channels, normalise, weights, layers, field_of_view, "
-        "output, pad_to_period",
+        "output, pad_to_period, meaning",
     ),
     (POOL + "name: 337", f"name is 337, but must be {ONE_LINE}; write for example name: my_network"),
     (POOL + r'name: "a\0b"', rf"name is 'a\x00b', but must be {ONE_LINE}; write for example name: my_network"),
@@ -239,7 +239,7 @@ REFUSED = [
     ),
     (
         POOL + "- {type: maxout, of: 2}",
-        "layer 1 (maxout of 2) does not divide the 1 maps it gets; change the group, or the maps that come before it",
+        "layer 1 (maxout of 2) does not divide the 1 maps it gets; change of, or the number of maps",
     ),
     (
         layer("{type: pool, window: 1000000}") + "- {type: pool, window: 2}",

@@ -90,7 +90,7 @@ def everything(name: str) -> list[Known]:
     for axis, streams in product(range(3), (True, False)):
         graph = TurnedGraph.of(network, volume, axis)
         region = Box((0, 0, 0), _output(network, volume))
-        for tiling in () if axis and not streams else tilings(graph, region, streams=streams):
+        for tiling in () if axis and not streams else tilings(graph, Area(volume, region), streams=streams):
             choices = [ways(tiling.shape(operation), table) for operation in graph.operations]
             found += [known(tiling, chosen) for chosen in product(*choices)]
     return found

@@ -16,6 +16,7 @@ from tests.support.graph_runs import (
     planned,
     ran,
     reference,
+    references,
     some_plan,
     some_region,
     whole_region,
@@ -153,6 +154,24 @@ def test_a_unet_repeats_the_voxels_of_its_upsamplings(axis: int, method: str, mo
         plan = planned(one.network, one.size, region, patch, axis=axis, column=column, table=table)
         assert names[0] in {choice.primitive for choice in plan.choices}
         assert_equal(ran(plan, one).out, exact, f"{plan.axis} {plan.patch_out}")
+
+
+@pytest.mark.parametrize("seed", one_in(10, SEEDS))
+def test_further_outputs_of_any_nodes_equal_the_definition(seed: int) -> None:
+    """They differ in lattice, size and place."""
+    one, rng = case(seed), random.Random(seed)
+    network = one.network
+    further = sorted(set(range(1, len(network.layers) + 1)) - set(network.outputs))
+    outputs = [*network.outputs, *rng.sample(further, min(rng.randint(1, 3), len(further)))]
+    rng.shuffle(outputs)
+    network = replace(network, wiring=replace(network.wiring, outputs=tuple(outputs)))  # type: ignore[type-var]
+    one = replace(one, network=network)
+    exact = references(one)
+    for _ in range(SPLITS):
+        region, *others = (some_region(one.geometry.size(tensor), rng) for tensor in outputs)
+        plan = some_plan(one, region, rng, tuple(others))
+        for found, output, box in zip(ran(plan, one).outs, exact, (region, *others), strict=True):
+            assert_equal(found, output[(slice(None), *box.slices)], f"{plan.axis} {plan.patch_out} {box} of {one}")
 
 
 def test_random_graphs_have_every_layer() -> None:

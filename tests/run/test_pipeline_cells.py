@@ -59,7 +59,7 @@ class Late(Session):
 class Lenient(Output):
     """An output that accepts a second, equal write of the items of a lost worker."""
 
-    def write(self, box: Any, voxels: Any) -> None:
+    def write(self, box: Any, voxels: Any, number: int = 0) -> None:
         old = self.written[(slice(None), *box.slices)].copy()
         self.written[(slice(None), *box.slices)] = -1
         super().write(box, voxels)

@@ -51,7 +51,7 @@ class Under(Session):
 class Lenient(Output):
     """An output that accepts a second, equal write of a column of a lost worker."""
 
-    def write(self, box: Any, voxels: Any) -> None:
+    def write(self, box: Any, voxels: Any, number: int = 0) -> None:
         old = self.written[(slice(None), *box.slices)].copy()
         self.written[(slice(None), *box.slices)] = -1
         super().write(box, voxels)

@@ -129,7 +129,7 @@ class Output:
         self.finished: list[int] = []
         self._hook, self._count = hook, 0
 
-    def write(self, box: Box, voxels: npt.NDArray[Any]) -> None:
+    def write(self, box: Box, voxels: npt.NDArray[Any], number: int = 0) -> None:
         self._hook("write", self._count)
         self._count += 1
         where = (slice(None), *box.slices)

@@ -27,6 +27,7 @@ from znnpy.planner.plan import Plan
 from znnpy.planner.request import CostModel, PlanRequest, Target
 from znnpy.planner.validate import check_plan
 from znnpy.run.graph_session import GraphSession
+from znnpy.run.worker import outputs_in
 from znnpy.shapes import Vec3
 from znnpy.volume.array import ArrayVolume
 from znnpy.volume.source import Source
@@ -41,23 +42,38 @@ Maps = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Ran:
-    """The output of a plan, (maps, z, y, x), and the voxels that each operation wrote."""
+    """The outputs of a plan, each (maps, z, y, x), and the voxels that each operation wrote."""
 
-    out: Maps
+    outs: list[Maps]
     written: list[int]
+
+    @property
+    def out(self) -> Maps:
+        """Outputs of one size, one after the other."""
+        return np.concatenate(self.outs)
+
+
+def references(case: Case) -> list[npt.NDArray[np.float64]]:
+    """Return the outputs of the definition on the whole padded volume, each (maps, z, y, x)."""
+    return [found.transpose(3, 0, 1, 2) for found in whole(case.network, case.weights, case.grown)]
 
 
 def reference(case: Case) -> npt.NDArray[np.float64]:
-    """Return all outputs of the definition on the whole padded volume, (maps, z, y, x)."""
-    found = whole(case.network, case.weights, case.grown)
-    return np.concatenate(found, axis=-1).transpose(3, 0, 1, 2)
+    """Return all outputs of one size of the definition, one after the other, (maps, z, y, x)."""
+    return np.concatenate(references(case))
 
 
 def searched(
-    network: Network, volume: Vec3, region: Box, table: Sequence[Primitive] = CPU, threads: int = 2, ram: int = 2**34
+    network: Network,
+    volume: Vec3,
+    region: Box,
+    table: Sequence[Primitive] = CPU,
+    threads: int = 2,
+    ram: int = 2**34,
+    others: tuple[Box, ...] = (),
 ) -> GraphSearch:
-    """Return a search for plans of a region of the output."""
-    area = Area(volume, region)
+    """Return a search for plans of a region of the output, and others of further outputs."""
+    area = Area(volume, region, others)
     target = Target(MACHINE, mode="cpu")
     request = PlanRequest(network, region.size, Limits(ram, threads), target, area=area)
     return GraphSearch(request, CostModel(table=tuple(table)).options(request), area)
@@ -73,26 +89,27 @@ def planned(
     column: int = 0,
     table: Sequence[Primitive] = CPU,
     threads: int = 2,
+    others: tuple[Box, ...] = (),
 ) -> Plan:
     """Return the plan with steps of `patch` periods and columns of `column` periods, the axis of columns first."""
-    search = searched(network, volume, region, table, threads)
-    found = search.solve(GraphTiling(GraphCover(search.graph(axis), patch, column, region)))
+    search = searched(network, volume, region, table, threads, others=others)
+    found = search.solve(GraphTiling(GraphCover(search.graph(axis), patch, column, region, others)))
     assert found is not None
     plan = plan_of(search, found)
     check_plan(plan, network, MACHINE, tuple(table))
     return plan
 
 
-def some_plan(case: Case, region: Box, rng: random.Random) -> Plan:
+def some_plan(case: Case, region: Box, rng: random.Random, others: tuple[Box, ...] = ()) -> Plan:
     """Return a plan with any split into patches, or columns along any axis, of any primitives."""
     axis = rng.randrange(3)
-    search = searched(case.network, case.size, region)
-    begin, end = GraphCover(search.graph(axis), (1, 1, 1), 0, region).periods
+    search = searched(case.network, case.size, region, others=others)
+    begin, end = GraphCover(search.graph(axis), (1, 1, 1), 0, region, others).periods
     counts = [b - a for a, b in zip(begin, end, strict=True)]
     z, y, x = (rng.randint(1, count) for count in counts)
     column = z * rng.randint(1, -(-counts[0] // z)) if rng.random() < 0.7 else 0
     table = [primitive for primitive in CPU if rng.random() < 0.7]
-    split: Any = {"axis": axis, "column": column, "threads": rng.choice((1, 2))}
+    split: Any = {"axis": axis, "column": column, "threads": rng.choice((1, 2)), "others": others}
     try:
         return planned(case.network, case.size, region, (z, y, x), table=table, **split)
     except NoPlanError:
@@ -113,9 +130,10 @@ def ran(plan: Plan, case: Case) -> Ran:
     """Run a plan in poisoned memory; fail if a voxel is written twice, or more is read or written than was planned."""
     volume, network = ArrayVolume(case.volume), case.network
     source = Source(volume, roi=None, border="valid", network=network, allow_nan=False)
-    out = np.full((network.output_channels, *plan.output), np.nan, np.float32)
-    times = np.zeros(plan.output, np.int64)
-    cover = plan.work_items(network)
+    cover = plan.graph_cover(network)
+    sizes = [region.size for region in cover.regions]
+    outs = [np.full((maps, *size), np.nan, np.float32) for maps, size in zip(network.output_maps, sizes, strict=True)]
+    times = [np.zeros(size, np.int64) for size in sizes]
     with ThreadPool(plan.compute_threads) as pool, GraphSession(plan, network, case.weights, pool) as session:
         _poison(session, everything=True)
         for column in cover:
@@ -125,16 +143,20 @@ def ran(plan: Plan, case: Case) -> Ran:
                 raw = np.empty((network.input_channels, *step.size), case.volume.dtype)
                 source.read(step.read, raw)
                 raw.flags.writeable = False
-                given = np.full((network.output_channels, *step.out.size), np.nan, np.float32)
+                given = np.full(cover.values, np.nan, np.float32)
                 _poison(session, everything=index == 0)
-                session.run(raw, given if step.write.voxels else None, begins=index == 0, step=step.step)
-                if step.write.voxels:
-                    _fits(step.out.size, plan.patch_out)
-                    kept = step.write.shifted(_negative(step.out.lo))
-                    out[(slice(None), *step.write.slices)] = given[(slice(None), *kept.slices)]
-                    times[step.write.slices] += 1
-        assert (times == 1).all(), f"{(times != 1).sum()} voxels are not written once"
-        return Ran(out, list(session.written))
+                session.run(raw, given if step.writes else None, begins=index == 0, step=step.step)
+                if not step.writes:
+                    continue
+                _fits(step.out.size, plan.patch_out)
+                found = outputs_in(given, step, network.output_maps)
+                for number, (piece, voxels) in enumerate(zip(step.pieces, found, strict=True)):
+                    kept = piece.write.shifted(_negative(piece.out.lo))
+                    outs[number][(slice(None), *piece.write.slices)] = voxels[(slice(None), *kept.slices)]
+                    times[number][piece.write.slices] += 1
+        for count in times:
+            assert (count == 1).all(), f"{(count != 1).sum()} voxels are not written once"
+        return Ran(outs, list(session.written))
 
 
 def _poison(session: GraphSession, *, everything: bool) -> None:

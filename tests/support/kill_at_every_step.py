@@ -25,6 +25,7 @@ from znnpy.volume import output, registry, store
 from znnpy.volume.journal import JournalHeader
 from znnpy.volume.output import Mode, Output
 from znnpy.volume.output_names import FOLDER_SUFFIX
+from znnpy.volume.store import OutputArray
 
 CHANGES = {"os.link", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.truncate"}
 KILLED = 86  # exit code
@@ -59,7 +60,7 @@ def main(path: Path) -> None:
 def run(path: Path, mode: Mode, generation: int) -> None:
     """Write, or go on with, the output of `generation`."""
     job = {"generation": generation}
-    with Output(path, inputs={}, shape=(1, *SIZE), dtype=np.dtype("f4"), mode=mode, job=job) as out:
+    with Output(path, inputs={}, arrays=(OutputArray((1, *SIZE)),), dtype=np.dtype("f4"), mode=mode, job=job) as out:
         if out.header is None and not out.finished:
             out.begin(JournalHeader(job, {}, "", "", len(COLUMNS)), {})
         for index, column in enumerate(COLUMNS):

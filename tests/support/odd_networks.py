@@ -228,7 +228,7 @@ class Poisoned:
     def dtype(self) -> np.dtype[Any]:
         return self.array.dtype
 
-    def write(self, box: Box, voxels: npt.NDArray[Any]) -> None:
+    def write(self, box: Box, voxels: npt.NDArray[Any], number: int = 0) -> None:
         self.array[(slice(None), *box.slices)] = voxels
         self.times[box.slices] += 1
 

@@ -13,6 +13,7 @@ from znnpy.patches import cover
 from znnpy.shapes import Vec3
 from znnpy.volume.journal import JournalHeader
 from znnpy.volume.output import Mode, Output
+from znnpy.volume.store import OutputArray
 
 SIZE: Vec3 = (11, 14, 9)
 PATCH: Vec3 = (4, 7, 5)
@@ -39,7 +40,7 @@ def output(path: Path, mode: Mode = "new", maps: int = 1, dtype: str = "f4", **j
     return Output(
         path,
         inputs={"volume": path.with_name("volume.h5")},
-        shape=(maps, *SIZE),
+        arrays=(OutputArray((maps, *SIZE)),),
         dtype=np.dtype(dtype),
         mode=mode,
         job={**JOB, **job},

@@ -33,7 +33,7 @@ from znnpy.patches import Box
 from znnpy.volume import store as store_module
 from znnpy.volume.hdf5_store import Hdf5Store
 from znnpy.volume.output import Output
-from znnpy.volume.store import stored_bytes
+from znnpy.volume.store import OutputArray
 
 
 @pytest.fixture(autouse=True)
@@ -68,8 +68,8 @@ def test_every_voxel_is_written(path: Path, maps: int, dtype: str) -> None:
 def test_random_boxes_are_written(tmp_path: Path, maps: int) -> None:
     rng = np.random.default_rng(11)
     shape = (maps, *SIZE)
-    Hdf5Store.create(tmp_path / "s.h5", shape, np.dtype("f4"), {})
-    opened = Hdf5Store(tmp_path / "s.h5", shape, np.dtype("f4"))
+    Hdf5Store.create(tmp_path / "s.h5", [OutputArray(shape)], np.dtype("f4"), {})
+    opened = Hdf5Store(tmp_path / "s.h5", [OutputArray(shape)], np.dtype("f4"))
     twin = np.zeros(shape, np.float32)
     for _ in range(40):
         ends = [sorted(rng.choice(n + 1, 2, replace=False)) for n in SIZE]
@@ -191,7 +191,7 @@ Usage = namedtuple("Usage", "total used free")
 
 def test_too_little_disk_space_is_refused_before_the_start(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needed = (2 * 3 * 2) * (6 * 5 * 5) * 4  # chunks of 6x5x5 float32
-    assert stored_bytes((1, *SIZE), np.dtype("f4")) == needed
+    assert OutputArray((1, *SIZE)).nbytes(np.dtype("f4")) == needed
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(10**9, 10**9, needed - 1))
     message = r"the output needs 7\.03 KiB, which is 1 B more than the 7\.03 KiB that are free in .*; make room"
     with pytest.raises(OutputError, match=message):
@@ -224,4 +224,4 @@ def test_place_without_locks_is_not_mistaken_for_another_run() -> None:
 
 def test_folder_without_a_name_is_refused() -> None:
     with pytest.raises(OutputError, match=r"the output '\.' is a folder"):
-        Output(Path("."), inputs={}, shape=(1, *SIZE), dtype=np.dtype("f4"), mode="new", job={})
+        Output(Path("."), inputs={}, arrays=(OutputArray((1, *SIZE)),), dtype=np.dtype("f4"), mode="new", job={})

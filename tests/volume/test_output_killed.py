@@ -34,7 +34,7 @@ columns = cover(size, patch)
 voxels = np.random.default_rng(4).standard_normal((2, *size)).astype(np.float32)
 path = Path(sys.argv[1])
 with output.Output(
-    path, inputs={}, shape=(2, *size), dtype=np.dtype("f4"), mode="resume", job={"kill": 1}
+    path, inputs={}, arrays=(store.OutputArray((2, *size)),), dtype=np.dtype("f4"), mode="resume", job={"kill": 1}
 ) as out:
     print("entered", flush=True)
     if out.header is None and not out.finished:

@@ -25,6 +25,7 @@ from tests.support.small_outputs import (
 from znnpy.errors import OutputError, ResumeError
 from znnpy.volume.journal import Journal
 from znnpy.volume.output import Mode, Output
+from znnpy.volume.store import OutputArray
 
 MODES: tuple[Mode, ...] = ("new", "overwrite", "resume")
 
@@ -181,7 +182,7 @@ def test_folder_holding_more_than_an_output_is_not_replaced(tmp_path: Path) -> N
 
 
 def into(path: Path, mode: Mode, **inputs: Path) -> Output:
-    return Output(path, inputs=inputs, shape=(1, *SIZE), dtype=np.dtype("f4"), mode=mode, job=JOB)
+    return Output(path, inputs=inputs, arrays=(OutputArray((1, *SIZE)),), dtype=np.dtype("f4"), mode=mode, job=JOB)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -33,6 +33,7 @@ from znnpy.volume import store as store_module
 from znnpy.volume.hdf5_store import Hdf5Store
 from znnpy.volume.journal import Journal, JournalHeader, read_header
 from znnpy.volume.output import Mode, Output
+from znnpy.volume.store import OutputArray
 
 
 @pytest.fixture(autouse=True)
@@ -215,7 +216,7 @@ def test_full_disk_during_a_run_leaves_a_run_to_resume(small_disk: Path, monkeyp
     voxels = np.random.default_rng(1).standard_normal((1, *size)).astype(np.float32)
 
     def opened(mode: Mode) -> Output:
-        return Output(path, inputs={}, shape=(1, *size), dtype=np.dtype("f4"), mode=mode, job=JOB)
+        return Output(path, inputs={}, arrays=(OutputArray((1, *size)),), dtype=np.dtype("f4"), mode=mode, job=JOB)
 
     def work(opened: Output, indices: range) -> None:
         for index in indices:

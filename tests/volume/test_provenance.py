@@ -57,7 +57,7 @@ def refusal(path: Path) -> str:
 @pytest.mark.parametrize("suffix", [".h5", ".zarr"])
 def test_written_attributes_are_read_back(tmp_path: Path, suffix: str) -> None:
     found = Provenance.of(written(tmp_path, suffix))
-    assert (found.network, found.offset, found.precision) == ("net", (2, 3, 4), "tf32")
+    assert (found.network, found.offsets, found.precision) == ("net", ((2, 3, 4),), "tf32")
     assert (found.job.roi, found.job.border, found.job.volume.shape) == ("1:2,3:4,5:6", "valid", (1, 20, 23, 25))
     assert Provenance.of(written(tmp_path, suffix, precision=None)).precision == "fp32"
 

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from znnpy.errors import OutputError, ResumeError
 from znnpy.option_values import OUTPUT_DTYPES
 from znnpy.patches import Box
 from znnpy.planner.memory import WRITER_BYTES
@@ -23,7 +24,7 @@ from znnpy.shapes import Vec3
 from znnpy.volume import hdf5_store
 from znnpy.volume import store as store_module
 from znnpy.volume.hdf5_store import THREADS, Hdf5Store
-from znnpy.volume.store import CHUNK
+from znnpy.volume.store import CHUNK, OutputArray
 
 SIZE: Vec3 = (11, 14, 9)  # three chunks of 6x5x5 along y, two along z and x; the last along each is not all used
 WHOLE = Box((0, 0, 0), SIZE)
@@ -67,10 +68,10 @@ def store(path: Path) -> Iterator[Hdf5Store]:
 
 
 def opened(path: Path, maps: int = 3, *, new: bool = False) -> Hdf5Store:
-    shape, dtype = (maps, *SIZE), np.dtype("f4")
+    arrays, dtype = [OutputArray((maps, *SIZE))], np.dtype("f4")
     if new:
-        Hdf5Store.create(path, shape, dtype, {})
-    return Hdf5Store(path, shape, dtype)
+        Hdf5Store.create(path, arrays, dtype, {})
+    return Hdf5Store(path, arrays, dtype)
 
 
 def random(seed: int, size: Vec3 = SIZE) -> npt.NDArray[np.float32]:
@@ -154,7 +155,7 @@ def test_short_reads_and_writes_are_continued(store: Hdf5Store, path: Path, monk
 
 
 def test_cut_file_is_refused(store: Hdf5Store, path: Path) -> None:
-    at = int(store._addresses[0, 0, 0, 0])
+    at = int(store._addresses[0][0, 0, 0, 0])
     os.truncate(path, at + 2 * PLANE + 9)
     with pytest.raises(OSError, match=rf"^{path} ends at byte {at + 2 * PLANE + 9}: another program cut it short$"):
         store.write(Box((1, 0, 0), (4, 1, 1)), random(2, (3, 1, 1)))
@@ -218,7 +219,7 @@ def slow_writes(monkeypatch: pytest.MonkeyPatch, fails: Callable[[int], bool]) -
 def test_failure_in_one_chunk_is_raised(
     store: Hdf5Store, path: Path, monkeypatch: pytest.MonkeyPatch, failing: tuple[int, int, int, int]
 ) -> None:
-    full = int(store._addresses[failing])
+    full = int(store._addresses[0][failing])
     with monkeypatch.context() as patch:
         seen = slow_writes(patch, lambda at: at == full)
         with pytest.raises(OSError, match=r"^\[Errno 28\] No space left on device$") as caught:
@@ -310,15 +311,64 @@ def test_closed_store_leaves_no_thread(path: Path, monkeypatch: pytest.MonkeyPat
 def test_memory_of_writing_is_reserved(tmp_path: Path) -> None:
     largest = max(np.dtype(dtype).itemsize for dtype in OUTPUT_DTYPES)
     shape = (3, 3 * CHUNK, CHUNK, CHUNK)  # chunks of full size
-    Hdf5Store.create(tmp_path / "out.h5", shape, np.dtype("f4"), {})
+    Hdf5Store.create(tmp_path / "out.h5", [OutputArray(shape)], np.dtype("f4"), {})
     voxels = np.ones(shape, np.float32)
     assert voxels.itemsize == largest
     tracemalloc.start()
     try:
-        store = Hdf5Store(tmp_path / "out.h5", shape, voxels.dtype)
+        store = Hdf5Store(tmp_path / "out.h5", [OutputArray(shape)], voxels.dtype)
         store.write(Box((0, 0, 0), (3 * CHUNK - 1, CHUNK, CHUNK - 1)), voxels[:, :-1, :, :-1])
         _, peak = tracemalloc.get_traced_memory()
         store.close()
     finally:
         tracemalloc.stop()
     assert THREADS * CHUNK**3 * largest <= peak <= WRITER_BYTES
+
+
+# --- several arrays ---
+
+ARRAYS = [OutputArray((2, 7, 9, 8), "outputs/a"), OutputArray((1, 3, 20, 4), "outputs/b", {"offset": np.arange(3)})]
+
+
+def of_several(path: Path) -> Hdf5Store:
+    Hdf5Store.create(path, ARRAYS, np.dtype("f4"), {"job": "shared"})
+    return Hdf5Store(path, ARRAYS, np.dtype("f4"))
+
+
+def test_arrays_of_different_sizes_are_written_each(path: Path) -> None:
+    store = of_several(path)
+    voxels = [random(3, array.size)[: array.shape[0]] for array in ARRAYS]
+    for number, (array, values) in enumerate(zip(ARRAYS, voxels, strict=True)):
+        store.write(Box((0, 0, 0), array.size), values, number)
+    store.sync()
+    store.close()
+    with h5py.File(path) as file:
+        np.testing.assert_array_equal(file["outputs/a"], voxels[0])
+        np.testing.assert_array_equal(file["outputs/b"], voxels[1][0])
+    assert Hdf5Store.attributes_of(path) == {"job": "shared"}
+    assert Hdf5Store.attributes_of(path, "outputs/b")["offset"].tolist() == [0, 1, 2]
+    assert Hdf5Store.attributes_of(path, "outputs/c") == {}
+
+
+def test_arrays_that_are_not_those_of_the_run_are_refused(path: Path) -> None:
+    of_several(path).close()
+    longer = OutputArray((1, 3, 20, 5), "outputs/b")
+    with pytest.raises(OutputError, match=r"outputs/b holds \(1, 3, 20, 4\) float32, and this run writes"):
+        Hdf5Store(path, [ARRAYS[0], longer], np.dtype("f4"))
+    with pytest.raises(ResumeError, match="it holds no dataset outputs/c of its own"):
+        Hdf5Store(path, [OutputArray((1, 3, 20, 5), "outputs/c")], np.dtype("f4"))
+
+
+def test_arrays_behind_a_link_are_refused(path: Path) -> None:
+    """Writing would follow the link to another file."""
+    other = path.with_name("other.h5")
+    of_several(other).close()
+    for name in ("outputs", "outputs/a"):
+        path.unlink(missing_ok=True)
+        of_several(path).close()
+        with h5py.File(path, "r+") as file:
+            del file[name]
+            file[name] = h5py.ExternalLink("other.h5", name)
+        with pytest.raises(ResumeError, match="it holds no dataset outputs/a of its own"):
+            Hdf5Store(path, ARRAYS, np.dtype("f4"))
+        assert Hdf5Store.attributes_of(path, "outputs/a") == {}

@@ -21,6 +21,7 @@ from znnpy.volume import store as store_module
 from znnpy.volume.base import Volume
 from znnpy.volume.journal import JournalHeader
 from znnpy.volume.output import Mode, Output
+from znnpy.volume.store import OutputArray
 
 zarr = pytest.importorskip("zarr")
 
@@ -118,10 +119,9 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def output(path: Path, mode: Mode = "new", maps: int = 1, **job: Any) -> Output:
-    shape = (maps, *SIZE)
-    return Output(
-        path, inputs={"volume": path.with_name("v")}, shape=shape, dtype=np.dtype("f4"), mode=mode, job={**JOB, **job}
-    )
+    arrays = [OutputArray((maps, *SIZE))]
+    inputs = {"volume": path.with_name("v")}
+    return Output(path, inputs=inputs, arrays=arrays, dtype=np.dtype("f4"), mode=mode, job={**JOB, **job})
 
 
 def expected(maps: int) -> npt.NDArray[Any]:

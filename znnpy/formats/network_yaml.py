@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator, Field
@@ -13,6 +14,7 @@ from znnpy.formats.layer_entries import Names, read_layer
 from znnpy.formats.wiring import network_of
 from znnpy.formats.yaml12 import read_yaml
 from znnpy.network import PAD_TO_PERIOD, Network, Normalise, PadToPeriod, slides
+from znnpy.option_values import MEANINGS, Meaning
 from znnpy.shapes import Vec3
 
 
@@ -54,6 +56,7 @@ class _NetworkEntry(Entry):
     pad_to_period: PadToPeriod | None = Field(
         None, description=f"one of {', '.join(PAD_TO_PERIOD)}", examples=["reflect"]
     )
+    meaning: Meaning | None = Field(None, description=f"one of {', '.join(MEANINGS)}", examples=["whole"])
 
 
 def parse(content: str, name: str) -> Parsed:
@@ -75,7 +78,11 @@ def parse(content: str, name: str) -> Parsed:
         network = network_of(name, entry.input_channels, layers, normalise, entry.output, entry.pad_to_period)
     else:
         network = Network(name, entry.input_channels, tuple(one.layer for one in layers), normalise)
-    return Parsed(network, entry.weights, entry.field_of_view)
+    if entry.meaning == "sliding" and network.why_not_sliding is not None:
+        raise NetworkFileError(
+            f"meaning is sliding, but {network.why_not_sliding}; delete the line, so that it is computed whole"
+        )
+    return Parsed(replace(network, asked_meaning=entry.meaning), entry.weights, entry.field_of_view)
 
 
 def _normalise(raw: object, channels: int) -> Normalise | None:

@@ -5,7 +5,7 @@ Every mistake in a file is a NetworkFileError of one sentence: where it is, what
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from znnpy.errors import NetworkFileError, ShapeError
@@ -14,6 +14,7 @@ from znnpy.formats import network_yaml, network_znni
 from znnpy.formats.files import LARGEST, cannot_read, require_file
 from znnpy.messages import excerpt
 from znnpy.network import Network
+from znnpy.option_values import Meaning
 from znnpy.shapes import Vec3, text
 
 DEFAULT = "fib25_boundary"
@@ -39,11 +40,18 @@ def shipped() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in SHIPPED.glob("*.yaml")))
 
 
-def read_network(where: str | Path) -> NetworkFile:
+def read_network(where: str | Path, meaning: Meaning | None = None) -> NetworkFile:
     """Read a .yaml, .yml or .znni file, or the network of the package that `where` names.
 
-    NetworkFileError for whatever is wrong with the file.
+    meaning  meaning over a volume; None: the one that the file names, or the usual one of such a network
+
+    NetworkFileError for whatever is wrong with the file; ShapeError if the network does not have that meaning.
     """
+    file = _read(where)
+    return file if meaning is None else replace(file, network=replace(file.network, asked_meaning=meaning))
+
+
+def _read(where: str | Path) -> NetworkFile:
     path = Path(where)
     try:
         if not path.is_file() and str(where) in shipped():
@@ -70,7 +78,7 @@ def _check_field_of_view(network: Network, said: Vec3 | None) -> None:
     """Raise NetworkFileError unless the file says nothing of the field of view, or what the layers give."""
     if said is None:
         return
-    if network.meaning == "whole":
+    if network.why_not_sliding is not None:
         raise NetworkFileError(
             f"field_of_view is {text(said)}, but it is checked only for chains without padding, strides and skips; "
             "delete the line"

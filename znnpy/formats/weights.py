@@ -80,6 +80,30 @@ def random_weights(network: Network, seed: int = 0) -> tuple[ConvWeights, ...]:
     return tuple(weights)
 
 
+def check_weights(network: Network, weights: Sequence[ConvWeights]) -> None:
+    """Raise NetworkFileError unless weights are float32 arrays of the shapes that the layers of a network take."""
+    if len(weights) != len(network.weighted):
+        raise NetworkFileError(
+            f"{len(weights)} weights are given, and {network.name} has {len(network.weighted)} layers that take some; "
+            "give those of each in the order of the layers"
+        )
+    for index, given in zip(network.weighted, weights, strict=True):
+        layer = network.layers[index]
+        where = f"layer {index} ({layer})" if network.wiring is None else _node(network, index)
+        maps = network.maps[network.sources[index][0]]
+        for part, array in (("weight", given.weight), ("bias", given.bias)):
+            what = _arrays_of(layer, maps, where, optional_bias=False).get(part, _NOTHING)
+            if array.shape not in what.shapes or array.dtype != np.float32:
+                raise NetworkFileError(
+                    f"{where}: the {part} is {array.dtype} of shape {array.shape}, but must be float32 of shape "
+                    f"{_either(what.shapes)}; give it so, or the weights of this network"
+                )
+
+
+def _node(network: Network, index: int) -> str:
+    return f"node {excerpt(network.names[index], 60)} ({network.layers[index]})"
+
+
 def sha256(weights: Sequence[ConvWeights]) -> str:
     """Return a digest of shapes and values, equal on every machine and for every file format."""
     digest = hashlib.sha256()
@@ -106,6 +130,9 @@ class _Needed:
     optional: bool = False  # zeros where the file has none
 
 
+_NOTHING = _Needed("", ((0,),), "")  # a bias that a layer does not have
+
+
 @dataclass(frozen=True, slots=True)
 class _LayerArrays:
     """The names of the arrays of one layer."""
@@ -121,7 +148,7 @@ def _arrays(network: Network) -> tuple[dict[str, _Needed], list[_LayerArrays]]:
     for count, index in enumerate(network.weighted):
         layer, name = network.layers[index], network.names[index]
         chained = network.wiring is None
-        where = f"layer {index} ({layer})" if chained else f"node {excerpt(name, 60)} ({layer})"
+        where = f"layer {index} ({layer})" if chained else _node(network, index)
         own = _arrays_of(layer, network.maps[network.sources[index][0]], where, optional_bias=not chained)
         prefix = f"conv{count}_" if chained else f"{name}."
         names = tuple(prefix + part for part in own)
@@ -205,7 +232,7 @@ def _weights_of(network: Network, of: _LayerArrays, arrays: dict[str, npt.NDArra
     layer = network.layers[of.index]
     own = [arrays[name] for name in of.names]
     if isinstance(layer, Scale) and layer.epsilon is not None:
-        where = f"node {excerpt(network.names[of.index], 60)} ({layer})"
+        where = _node(network, of.index)
         weight, bias, mean, variance = (one.astype(np.float64) for one in own)
         return _folded(where, weight, bias, mean, variance, layer.epsilon)
     return ConvWeights(own[0], own[1] if len(own) > 1 else NO_BIAS)

@@ -10,22 +10,12 @@ from znnpy.errors import NetworkFileError
 from znnpy.formats.files import suggestion
 from znnpy.lattices import check_meets
 from znnpy.layers import (
-    JOINS,
-    Add,
-    AveragePool,
-    Conv,
-    ConvTranspose,
     Crop,
     Layer,
-    Maxout,
-    Multiply,
-    Pool,
     Upsample,
-    maps_after,
 )
 from znnpy.messages import excerpt
 from znnpy.network import INPUT, MOST_LAYERS, Network, Node, Normalise, PadToPeriod, Wiring
-from znnpy.shapes import text
 
 if TYPE_CHECKING:
     import networkx
@@ -53,7 +43,7 @@ def network_of(
             reads reads the one before it, or the input
     output  names of the nodes that are the network's output; None: the last one
 
-    NetworkFileError names the nodes that do not fit each other; ShapeError those for which no size of a volume will do.
+    NetworkFileError: names do not fit each other; ShapeError: layers do not, or no size of a volume will do.
     """
     if len(given) > MOST_LAYERS:
         raise NetworkFileError(
@@ -62,8 +52,6 @@ def network_of(
     nodes = _named(given)
     outputs = _outputs(nodes, output)
     nodes = _ordered(nodes)
-    _check_all_read(nodes, outputs)
-    _check_maps(nodes, input_channels)
     tensors = {INPUT: 0, **{node.name: index + 1 for index, node in enumerate(nodes)}}
     wiring = Wiring(
         tuple(node.name for node in nodes),
@@ -106,24 +94,8 @@ def _named(given: Sequence[Given]) -> list[Node]:
                 f"node {_short(name)} ({one.layer}) gets the size of {_short(like)}, which is not a node; "
                 f"{suggestion(like, [*names, INPUT])}"
             )
-        _check_inputs(name, one.layer, reads)
         nodes.append(Node(name, one.layer, reads))
     return nodes
-
-
-def _check_inputs(name: str, layer: Layer, reads: tuple[str, ...]) -> None:
-    """Raise NetworkFileError if a join reads one node, or another layer several."""
-    joins = isinstance(layer, JOINS)
-    if joins and len(reads) < 2:
-        raise NetworkFileError(
-            f"node {_short(name)} ({layer}) reads {_short(reads[0])} alone, but joins two nodes or more; "
-            f"name them, for example from: [{_short(reads[0])}, conv1]"
-        )
-    if not joins and len(reads) > 1:
-        raise NetworkFileError(
-            f"node {_short(name)} ({layer}) reads {len(reads)} nodes, {_listed(reads)}, but takes one; "
-            "join them before it with concat, add or multiply"
-        )
 
 
 def _outputs(nodes: Sequence[Node], output: Sequence[str] | None) -> tuple[str, ...]:
@@ -168,74 +140,6 @@ def _graph(nodes: Sequence[Node]) -> networkx.DiGraph:
         before = (*node.inputs, like) if like is not None else node.inputs
         graph.add_edges_from((one, node.name) for one in before if one != INPUT)
     return graph
-
-
-def _check_all_read(nodes: Sequence[Node], outputs: Sequence[str]) -> None:
-    """Raise NetworkFileError if a node is neither read nor an output."""
-    read = {one for node in nodes for one in node.inputs}
-    unread = [node.name for node in nodes if node.name not in read and node.name not in outputs]
-    if len(unread) == 1:
-        raise NetworkFileError(
-            f"no node reads {_short(unread[0])}, and it is no output; remove it, or add it to output"
-        )
-    if unread:
-        raise NetworkFileError(
-            f"no node reads {_listed(unread)}, and they are no outputs; remove them, or add them to output"
-        )
-
-
-def _check_maps(nodes: Sequence[Node], input_channels: int) -> None:
-    """Raise NetworkFileError if a layer cannot take the maps that it gets, or has settings that contradict others."""
-    maps = {INPUT: input_channels}
-    for node in nodes:
-        layer, here = node.layer, tuple(maps[read] for read in node.inputs)
-        wrong = _wrong_maps(layer, node.inputs, here) or _wrong_settings(layer)
-        if wrong is not None:
-            raise NetworkFileError(f"node {_short(node.name)} ({layer}) {wrong}")
-        maps[node.name] = maps_after(layer, here)
-
-
-def _wrong_maps(layer: Layer, names: Sequence[str], maps: tuple[int, ...]) -> str | None:
-    """Say why a layer cannot take these maps of the nodes that it reads, and what to do; None if it can."""
-    match layer:
-        case Conv() | ConvTranspose() if maps[0] % layer.groups or layer.out % layer.groups:
-            count, which = (maps[0], "maps it gets") if maps[0] % layer.groups else (layer.out, "maps it gives")
-            return (
-                f"has {layer.groups} groups, which do not divide the {count} {which}; change groups, or the number "
-                "of maps"
-            )
-        case Maxout() if maps[0] % layer.of:
-            return f"does not divide the {maps[0]} maps it gets; change of, or the number of maps"
-        case Add() | Multiply():
-            most = max(maps)
-            for name, own in zip(names, maps, strict=True):
-                if own not in (1, most):
-                    largest = names[maps.index(most)]
-                    return (
-                        f"joins {_short(largest)} of {most} maps with {_short(name)} of {own}; give both the same "
-                        "number of maps, or one of them a single map"
-                    )
-    return None
-
-
-def _wrong_settings(layer: Layer) -> str | None:
-    """Say which settings of a layer contradict each other, and what to do; None if none do."""
-    match layer:
-        case Pool() | AveragePool():
-            for side in layer.padding:
-                if any(2 * p > w for p, w in zip(side, layer.window, strict=True)):
-                    return (
-                        f"pads {text(side)} voxels, which is more than half of its window {text(layer.window)}; "
-                        "write a smaller padding, or pad in a layer before it"
-                    )
-        case ConvTranspose():
-            limit = tuple(max(s, d) for s, d in zip(layer.stride, layer.dilation, strict=True))
-            if any(o >= most for o, most in zip(layer.output_padding, limit, strict=True)):
-                return (
-                    f"has the output_padding {text(layer.output_padding)}, which must be smaller than its stride "
-                    f"{text(layer.stride)} or its dilation {text(layer.dilation)}; write a smaller one"
-                )
-    return None
 
 
 def _like(layer: Layer) -> str | None:

@@ -26,7 +26,8 @@ def cover_text(plan: Plan, graph: DescribedGraph, name: str) -> str:
     of = f"of a volume of {text(area.volume)}"
     if graph.padded != area.volume:
         of += f", padded at its far faces to {text(graph.padded)} ({graph.pad_to_period})"
-    whole = f"{name}, computed whole {of}: {text(plan.output)} output voxels{lattice} in"
+    further = f", and {', '.join(text(box.size) for box in area.others)} of further outputs," if area.others else ""
+    whole = f"{name}, computed whole {of}: {text(plan.output)} output voxels{lattice}{further} in"
     sizes = f"at most {text(plan.patch_in)} in and {text(plan.patch_out)} out (period {text(graph.period)})"
     if not plan.streams:
         return f"{whole} {plan.columns:,} patch{'es' if plan.columns != 1 else ''}, each {sizes}"

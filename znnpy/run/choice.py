@@ -10,7 +10,7 @@ from znnpy.errors import NoPlanError, PlanFileError, VramError
 from znnpy.graph_columns import Area, TurnedGraph
 from znnpy.machine import Limits, give_back_memory, parse_bytes, process_bytes
 from znnpy.measure.calibrate import Calibration
-from znnpy.messages import option
+from znnpy.messages import excerpt, option
 from znnpy.network import Network
 from znnpy.options import PlanningOptions, RunOptions
 from znnpy.planner.memory import MARGIN_BYTES, MIB, baseline_bytes, context_bytes
@@ -154,10 +154,18 @@ def _known_to_run(given: RunPlan, asked: RunOptions, work: Work, target: OpenTar
             f"the plan is of {option('mode', given.mode)}, which runs on one GPU: leave out {option('gpus')}"
         )
     network = work.network
-    if given.main.area != work.area:
+    planned, area = given.main.area, work.area
+    if (planned is None) != (area is None):
+        made = "sliding" if planned is None else "whole"
         raise PlanFileError(
-            f"the plan is of {_described(given.main.area)}, and this run of {_described(work.area)}; plans of graphs "
-            "are for one volume and region: make one for these with `znnpy plan NETWORK --volume VOLUME`"
+            f"the plan is for a network of the meaning {made}, and that of {excerpt(network.name, 60)} is "
+            f"{network.meaning} here; make one with `znnpy plan NETWORK --meaning {network.meaning}`, or, if the "
+            f"network supports it, give {option('meaning', made)}"
+        )
+    if planned is not None and area is not None and planned != area:
+        raise PlanFileError(
+            f"the plan is of {_described(planned)}, and this run of {_described(area)}; plans of such "
+            "networks are for one volume and region: make one for these with `znnpy plan NETWORK --volume VOLUME`"
         )
     check_runs(given, network, target.machine)  # before its layers and columns are counted for this output
     here = given.with_main(_charged(given.main, work, target)).on_devices(target.devices)
@@ -170,10 +178,8 @@ def _known_to_run(given: RunPlan, asked: RunOptions, work: Work, target: OpenTar
     return here
 
 
-def _described(area: Area | None) -> str:
-    """Describe what a plan is of."""
-    if area is None:
-        return "a network that slides over any volume"
+def _described(area: Area) -> str:
+    """Describe what a plan of a graph is of."""
     return f"{text(area.region.size)} voxels from {area.region.lo} on in a volume of {text(area.volume)}"
 
 

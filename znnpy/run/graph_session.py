@@ -36,7 +36,7 @@ from znnpy.planner.plan import Choice, Plan
 from znnpy.run.arena import Arena, host_arena
 from znnpy.run.backend import UNTRACED, Voxels
 from znnpy.run.voxels import load_voxels, store_voxels
-from znnpy.shapes import FLOAT32, turn
+from znnpy.shapes import FLOAT32, turn, turned_back
 
 if TYPE_CHECKING:
     from znnpy.run.trace import Trace
@@ -200,14 +200,15 @@ class GraphSession:
         del reads, writes  # pages that are never written to cost nothing
         network, plan = self.network, self.plan
         raws = [np.empty((network.input_channels, *plan.patch_in), raw) for _ in range(BUFFERS)]
-        return raws, [np.empty((network.output_channels, *plan.patch_out), out) for _ in range(BUFFERS)]
+        return raws, [np.empty(self._tiling.cover.values, out) for _ in range(BUFFERS)]
 
     def submit(self, raw: Voxels, out: Voxels | None, *, begins: bool = True, step: object | None = None) -> None:
         """Compute one step of a column, or one patch.
 
         raw     (c, z, y, x) of any real dtype, what the step reads; read only.
-        out     (maps, z, y, x) float32, float16 or uint8 (`round(255 * clip(x, 0, 1))`), what it gives; overwritten.
-                None in the first steps of a column, which give no output.
+        out     float32, float16 or uint8 (`round(255 * clip(x, 0, 1))`), C order; its first values are overwritten with
+                what the step gives, one output after the other, each (maps, z, y, x). None in the first steps of a
+                column, which give no output.
         begins  the first step of a column; every patch is one.
         step    `Patch.step` of the plan's cover, a GraphStep.
 
@@ -228,14 +229,15 @@ class GraphSession:
         last_reads = self._last_reads
         for index, bound in enumerate(self._bound):
             self._advance(bound.operation.tensor, planes)
-            if planes.new[bound.operation.tensor].size:
-                self._run(index, bound, planes)
+            region = self._region(bound.operation.tensor, planes)
+            if all(interval.size for interval in region):  # a column may need none of it, but other columns do
+                self._run(index, bound, planes, region)
             if later is not None:
                 for tensor in last_reads[index]:
                     self._tensors[tensor].keep(later[tensor].lo, self.pool)
         if out is not None:
             with self._span("store"):
-                self._store(planes, column.outputs[step.number], step, out.transpose(self._axes))
+                self._store(column.outputs[step.number], step, out.reshape(-1))
         self._steps += 1
 
     @cached_property
@@ -266,10 +268,13 @@ class GraphSession:
     def _advance(self, tensor: int, planes: StepPlanes) -> None:
         self._tensors[tensor].advance(planes.held[tensor], planes.new[tensor], self.pool)
 
-    def _run(self, index: int, bound: _Bound, planes: StepPlanes) -> None:
+    def _region(self, tensor: int, planes: StepPlanes) -> Region:
+        """Return the voxels of a tensor that a step computes."""
+        return planes.new[tensor], self._across[0][tensor], self._across[1][tensor]
+
+    def _run(self, index: int, bound: _Bound, planes: StepPlanes, region: Region) -> None:
         """Compute the new planes of one operation."""
         operation, tensor = bound.operation, bound.operation.tensor
-        region: Region = (planes.new[tensor], self._across[0][tensor], self._across[1][tensor])
         shape = shape_of(self._graph.geometry, operation, region)
         bind = bound.steps.pop(shape, None) or self._step(bound, shape)
         bound.steps[shape] = bind
@@ -309,16 +314,19 @@ class GraphSession:
         z, y, x = (slice(lo - at, hi - at) for lo, hi, at in zip(box.lo, box.hi, begin, strict=True))
         return held.planes[z, y, x]
 
-    def _store(self, planes: StepPlanes, given: Sequence[Interval], step: GraphStep, out: Voxels) -> None:
-        """Write the outputs of a step, one after the other along the maps."""
+    def _store(self, given: Sequence[Interval], step: GraphStep, out: Voxels) -> None:
+        """Write the outputs of a step, one after the other."""
         first = 0
         wanted = [self._graph.wanted(along, step.begin[along], step.end[along]) for along in (1, 2)]
         for number, tensor in enumerate(self._graph.network.outputs):
             region: Region = (given[number], wanted[0][number], wanted[1][number])
-            image = self._view(tensor, box_of(region))
-            maps = image.shape[3]
-            store_voxels(image, out[first : first + maps], self.pool)
-            first += maps
+            z, y, x = (interval.size for interval in region)
+            maps = self._graph.network.maps[tensor]
+            count = maps * z * y * x
+            if count:
+                target = out[first : first + count].reshape(maps, *turned_back((z, y, x), self._graph.axis))
+                store_voxels(self._view(tensor, box_of(region)), target.transpose(self._axes), self.pool)
+            first += count
 
     def _span(self, name: str, **facts: int) -> Any:
         if self._trace is None:

@@ -33,8 +33,8 @@ from znnpy.run.worker import (
     Worker,
     drain,
     error_context,
-    front,
-    output_size,
+    outputs_in,
+    values_per_voxel,
 )
 from znnpy.shapes import subtract
 
@@ -50,7 +50,8 @@ class Writes(Protocol):
     @property
     def done(self) -> Set[int]: ...
 
-    def write(self, box: Box, voxels: Voxels) -> None: ...
+    def write(self, box: Box, voxels: Voxels, number: int) -> None:
+        """Write voxels (maps, z, y, x) of the output with this number."""
 
     def finish_column(self, index: int) -> None: ...
 
@@ -61,12 +62,12 @@ class Event:
 
     columns_done   columns, or patches, that are written.
     columns        columns, or patches, in all.
-    voxels_done    voxels of the output that are written, of one map.
-    voxels         voxels of the output in all, of one map.
+    voxels_done    voxels of the output that are written, of one map; of the first output if there are several.
+    voxels         voxels of it in all.
     seconds        seconds since this run began: to plan and to prepare too, where it did.
     stage_seconds  seconds of this run spent on "planning" and "preparing", where it did, and then on "reading",
                    "computing", "writing" and "waiting"; these overlap.
-    bytes_done     bytes of the output that are written, all maps counted.
+    bytes_done     bytes of the output that are written, all maps and outputs counted.
     steps_done     steps of columns that are written, or computed where they give no output; a patch is one step.
     steps          steps in all.
     work_done      share of the work that is done, 0 to 1; the first steps of a column are less work than the others.
@@ -171,7 +172,9 @@ class _Run:
         self._caller = threading.current_thread()
         self._all, self._early, self._now = _Tally(), _Tally(), _Tally()  # the whole run, earlier runs, this run
         self._count(workers[0].queue)
-        self._voxel_bytes = workers[0].session.network.output_channels * output.dtype.itemsize
+        session = workers[0].session
+        self._maps = session.network.output_maps
+        self._voxel_bytes = output.dtype.itemsize * values_per_voxel(session.plan, session.network)
         self._writing = 0.0  # seconds
         self._began = time.perf_counter()
 
@@ -308,12 +311,14 @@ class _Run:
         worker, task, patch = completed.worker, completed.task, completed.task.patch
         if not task.lease.void:
             began = time.perf_counter()
-            voxels = front(worker.out[completed.buffer], output_size(patch))
-            if completed.hidden is not None:
-                np.copyto(voxels, np.nan, where=completed.hidden)
-            kept = patch.write.shifted(subtract((0, 0, 0), patch.out.lo))
-            with error_context(task, after=True):
-                self._output.write(patch.write, voxels[(slice(None), *kept.slices)])
+            outputs = outputs_in(worker.out[completed.buffer], patch, self._maps)
+            for number, (piece, voxels) in enumerate(zip(patch.pieces, outputs, strict=True)):
+                if completed.hidden is not None:
+                    np.copyto(voxels, np.nan, where=completed.hidden)
+                kept = piece.write.shifted(subtract((0, 0, 0), piece.out.lo))
+                if piece.write.voxels:
+                    with error_context(task, after=True):
+                        self._output.write(piece.write, voxels[(slice(None), *kept.slices)], number)
             if self._add(task, patch.write.voxels, worker) and task.ends:
                 for index in task.lease.indices:
                     self._output.finish_column(index)
@@ -370,7 +375,7 @@ class _Run:
                 whole.voxels,
                 time.perf_counter() - (self._began if self._before is None else self._before.began),
                 self._stage_seconds(),
-                voxels * self._voxel_bytes,
+                int(voxels * self._voxel_bytes),
                 steps,
                 whole.steps,
                 work / whole.work if steps < whole.steps else 1.0,

@@ -9,6 +9,7 @@ from math import prod
 from znnpy.network import Network
 from znnpy.planner.run_plan import RunPlan
 from znnpy.run.pipeline import Before, Event
+from znnpy.run.worker import values_per_voxel
 
 LEAST_TOLD = 2**28  # bytes; less is prepared in a moment and not reported
 
@@ -56,7 +57,7 @@ class Preparing:
             voxels=prod(plan.output),
             seconds=now - self._began,
             stage_seconds={"planning": self._since - self._began, "preparing": now - self._since},
-            bytes_done=voxels * self._network.output_channels * plan.main.itemsize_out,
+            bytes_done=int(voxels * values_per_voxel(plan.main, self._network)) * plan.main.itemsize_out,
             steps_done=sum(steps[index] for index in self._finished),
             steps=sum(steps),
             work_done=voxels / prod(plan.output),

@@ -162,7 +162,7 @@ class ColumnQueue(WorkQueue):
         for index, column in enumerate(self.columns):  # a cover makes its columns anew each time
             if index not in self.done:
                 reads += len(column.steps)
-                writes += sum(step.write.voxels > 0 for step in column.steps)
+                writes += sum(step.writes for step in column.steps)
         return reads, writes
 
     def _left(self) -> bool:

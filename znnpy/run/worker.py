@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fractions import Fraction
 from math import prod
 from queue import SimpleQueue
 from typing import Any, Final, Protocol, TypeVar
@@ -125,7 +126,7 @@ class StepTask:
     @property
     def writes(self) -> bool:
         """Return whether it writes output: the first steps of a column do not."""
-        return self.patch.write.voxels > 0
+        return self.patch.writes
 
     @property
     def ends(self) -> bool:
@@ -314,7 +315,7 @@ class RunningWorker:
             with self._timed("computing", task):
                 with error_context(task):
                     patch = task.patch
-                    voxels = None if out is None else front(self.out[out], output_size(patch))
+                    voxels = None if out is None else self.out[out]
                     raw = front(self._raw[read.buffer], patch.size)
                     ticket = self._session.submit(raw, voxels, begins=task.begins, step=patch.step)
                 hidden = None if self._unseen is None else self._unseen.after(read.bad, writes=task.writes)
@@ -352,9 +353,10 @@ class RunningWorker:
         efforts = [self._effort.of_steps(lease, column) for column in lease.columns]
         share = sum(column.voxels for column in lease.columns) / sum(map(sum, efforts))
         for index, (column, effort) in enumerate(zip(lease.columns, efforts, strict=True)):
-            first = next(step.write for step in column.steps if step.write.voxels)
-            for number, patch in enumerate(column.steps):
-                output = patch.write if patch.write.voxels else first
+            written = [next((one.write for one in step.pieces if one.write.voxels), None) for step in column.steps]
+            first = next(box for box in written if box is not None)
+            for number, box in enumerate(written):
+                output = first if box is None else box
                 yield StepTask(lease, index, number, output, share * effort[number])
 
     def _take(self, queue: SimpleQueue[T | None]) -> T:
@@ -375,9 +377,24 @@ class RunningWorker:
                 self._trace.record(f"{self.name} {stage}", "nothing to do" if task is None else str(task), began, ended)
 
 
-def output_size(patch: Patch) -> Vec3 | None:
-    """Return the size of a step's output; None: as large as the plan says."""
-    return None if patch.size is None else patch.out.size
+def values_per_voxel(plan: Plan, network: Network) -> Fraction:
+    """Return the values of all outputs for a voxel of the first one."""
+    if plan.area is None or not plan.area.others:
+        return Fraction(network.output_channels)
+    sizes = zip(network.output_maps, plan.area.regions, strict=True)
+    return Fraction(sum(maps * region.voxels for maps, region in sizes), plan.area.region.voxels)
+
+
+def outputs_in(buffer: Voxels, patch: Patch, maps: Sequence[int]) -> Iterator[Voxels]:
+    """Yield what a step gave in a buffer, (maps, z, y, x) for each output with so many maps."""
+    if patch.size is None:  # a buffer is one output, as large as the plan says
+        yield buffer
+        return
+    first = 0
+    for many, piece in zip(maps, patch.pieces, strict=True):
+        count = many * piece.out.voxels
+        yield buffer[first : first + count].reshape(many, *piece.out.size)
+        first += count
 
 
 def front(buffer: Voxels, size: Vec3 | None) -> Voxels:

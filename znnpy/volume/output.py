@@ -13,7 +13,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -30,9 +30,9 @@ from znnpy.patches import Box
 from znnpy.units import human_bytes
 from znnpy.volume.journal import ColumnSet, Journal, JournalHeader, header_digest
 from znnpy.volume.lock import OutputLock
-from znnpy.volume.output_names import FOLDER_SUFFIX, Names, check_place, check_replaced, new_run
+from znnpy.volume.output_names import FOLDER_SUFFIX, RUN_ATTRIBUTE, Names, check_place, check_replaced, new_run
 from znnpy.volume.registry import store_for
-from znnpy.volume.store import JOURNAL_ATTRIBUTE, RUN_ATTRIBUTE, Store, stored_bytes, taken_over
+from znnpy.volume.store import JOURNAL_ATTRIBUTE, OutputArray, Store, taken_over
 
 Mode = Literal["new", "overwrite", "resume"]
 
@@ -42,10 +42,10 @@ SYNC_SECONDS = 1.0  # time between two syncs, so that small columns share one
 class Output:
     """Writes one prediction. It is a context manager: entering it checks everything and takes the lock.
 
-        with Output(path, inputs=..., shape=..., dtype=..., mode=..., job=...) as output:
+        with Output(path, inputs=..., arrays=..., dtype=..., mode=..., job=...) as output:
             if output.header is None:
                 output.begin(header, attributes)
-            output.write(box, voxels); output.finish_column(0); ...
+            output.write(box, voxels, 0); output.finish_column(0); ...
             output.complete()
 
     Leaving early keeps what was finished, for `mode="resume"`. Methods may be called from several threads.
@@ -56,7 +56,7 @@ class Output:
         path: Path,
         *,
         inputs: Inputs,
-        shape: tuple[int, int, int, int],
+        arrays: Sequence[OutputArray],
         dtype: np.dtype[Any],
         mode: Mode,
         job: dict[str, Any],
@@ -64,7 +64,7 @@ class Output:
         """Store the arguments without touching the disk. OutputError for a suffix that is not written.
 
         inputs  files and folders that the output must not replace, by their role, for example "volume".
-        shape   (maps, z, y, x).
+        arrays  one, or one for each of several outputs.
         mode    new: refuse an existing output; overwrite: replace it once the new one is complete; resume: continue an
                 unfinished run of the same job, or begin.
         job     identifies the job, JSON types; it is compared on resume and stored as attribute `job`.
@@ -72,7 +72,7 @@ class Output:
         if not path.name:
             raise OutputError(f"the output {str(path)!r} is a folder; give the name of a file in {option('out')}")
         self.path = path
-        self.shape = shape
+        self._arrays = arrays
         self.dtype = np.dtype(dtype)
         self.header: JournalHeader | None = None  # header of the run that is resumed or was begun
         self.finished = False  # the output is complete: there is nothing to do
@@ -129,7 +129,7 @@ class Output:
     def begin(self, header: JournalHeader, attributes: Mapping[str, Any]) -> None:
         """Begin a new run: create the journal, then the file at its full size. Only if `self.header` is None.
 
-        attributes  of the prediction: name -> text, number or array; `job` is added.
+        attributes  of all arrays: name -> text, number or array; `job` is added.
         """
         if self.header is not None or self.finished:
             raise ValueError(f"{self.path} was started before, so it cannot start again")
@@ -140,7 +140,7 @@ class Output:
             named = {RUN_ATTRIBUTE: run, JOURNAL_ATTRIBUTE: header_digest(header)}
             job = json.dumps(self._job, sort_keys=True)
             draft = self._names.draft(run)
-            self._kind.create(draft, self.shape, self.dtype, {**attributes, **named, "job": job})
+            self._kind.create(draft, self._arrays, self.dtype, {**attributes, **named, "job": job})
             give_name(draft, self._partial)
             sync_folder(self.path.parent)
             self._open_store()
@@ -160,10 +160,10 @@ class Output:
                 with self._explained():
                     self._abandon()
 
-    def write(self, box: Box, voxels: npt.NDArray[Any]) -> None:
-        """Write voxels (maps, *box.size) of `self.dtype`, any strides, at dense-output coordinates `box`."""
+    def write(self, box: Box, voxels: npt.NDArray[Any], number: int = 0) -> None:
+        """Write voxels (maps, *box.size) of `self.dtype`, any strides, at coordinates `box` of an array."""
         with self._lock, self._explained():
-            self._opened().write(box, voxels)
+            self._opened().write(box, voxels, number)
 
     def finish_column(self, index: int) -> None:
         """Note that a column is written. It counts once it is synced, about a second later or on leaving."""
@@ -262,7 +262,7 @@ class Output:
         self._sync_due = time.monotonic() + SYNC_SECONDS
 
     def _open_store(self) -> None:
-        self._store = self._kind(self._partial, self.shape, self.dtype)
+        self._store = self._kind(self._partial, self._arrays, self.dtype)
         self._open.callback(self._store.close)
 
     def _opened(self) -> Store:
@@ -368,10 +368,15 @@ class Output:
                     f"{else_do}, or start again with {option('overwrite', True)}"
                 )
 
+    @property
+    def _needed_bytes(self) -> int:
+        """The bytes of all chunks."""
+        return sum(array.nbytes(self.dtype) for array in self._arrays)
+
     def _check_space(self) -> None:
         if self.finished:
             return
-        needed = stored_bytes(self.shape, self.dtype)
+        needed = self._needed_bytes
         with self._explained():
             free = shutil.disk_usage(self.path.parent).free
             free += _taken(self._partial)  # its space is already taken, or will be free
@@ -395,7 +400,7 @@ class Output:
     def _sentence(self, error: OSError) -> str:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             free = shutil.disk_usage(self.path.parent).free
-            needed = stored_bytes(self.shape, self.dtype)
+            needed = self._needed_bytes
             cause = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}.get(
                 error.errno, "the file may not grow that large"
             )

@@ -20,11 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from znnpy.errors import OutputError
-from znnpy.files import Inputs, is_zarr_array, refuse_inputs, remove
+from znnpy.files import Inputs, is_zarr_array, refuse_inputs, remove, zarr_metadata
 from znnpy.messages import option
 from znnpy.volume.journal import journal_path
 
 RUN = re.compile(r"[0-9a-f]{16}")
+RUN_ATTRIBUTE = "znnpy_run"  # the id of the run that made an output
+OUTPUTS = "outputs"  # group with the arrays of the outputs of a network that has several
 FOLDER_SUFFIX = ".zarr"  # suffix of outputs that are folders; all others are files
 
 
@@ -116,8 +118,16 @@ def check_replaced(out: Path) -> None:
     """Raise OutputError if replacing `out` would remove more than one output."""
     if os.path.ismount(out):
         raise OutputError(f"a file system is mounted at {out}, which cannot be replaced; give another {option('out')}")
-    if out.is_dir() and not out.is_symlink() and not is_zarr_array(out) and any(out.iterdir()):
+    if out.is_dir() and not out.is_symlink() and not is_zarr_array(out) and not _is_of_several(out):
         raise OutputError(
             f"the output {out} is a folder that is not a Zarr array, and replacing it would remove all that it holds; "
             f"remove it, or give another {option('out')}"
         )
+
+
+def _is_of_several(folder: Path) -> bool:
+    """Return whether a folder is empty, or holds nothing but the outputs of a network that has several."""
+    inside = {entry.name for entry in folder.iterdir()}
+    attributes = zarr_metadata(folder).get("attributes")
+    of_run = isinstance(attributes, dict) and RUN_ATTRIBUTE in attributes
+    return not inside or (of_run and inside <= {"zarr.json", OUTPUTS})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from znnpy.messages import option
 from znnpy.volume.journal import default_output
 from znnpy.volume.output import Mode, Output
 from znnpy.volume.sliceable import Assignable, BlockOutput, Sliceable
+from znnpy.volume.store import OutputArray
 
 
 def mode_of(*, overwrite: bool, resume: bool) -> Mode:
@@ -42,17 +44,18 @@ def output_for(
     volume: str | Path | Sliceable,
     *,
     inputs: Inputs,
-    shape: tuple[int, int, int, int],
+    arrays: Sequence[OutputArray],
     dtype: np.dtype[Any],
     mode: Mode,
     job: dict[str, Any],
 ) -> Output | BlockOutput:
-    """Return the output to write to; parameters as for `Output` and `BlockOutput`.
+    """Return the output to write to; parameters as for `Output`. An object takes arrays of one size alone.
 
     OutputError if it does not fit, ValueError for a mode that only files have.
     """
     if out is None or isinstance(out, str | os.PathLike):
-        return Output(target, inputs=inputs, shape=shape, dtype=dtype, mode=mode, job=job)
+        return Output(target, inputs=inputs, arrays=arrays, dtype=dtype, mode=mode, job=job)
     if mode != "new":
         raise ValueError(f"{option(mode, True)} is for an output with a path, not for an array: omit it")
-    return BlockOutput(out, volume=volume, shape=shape, dtype=dtype)
+    maps = [array.shape[0] for array in arrays]
+    return BlockOutput(out, volume=volume, shape=(sum(maps), *arrays[0].size), dtype=dtype, maps=maps)

@@ -5,21 +5,30 @@ An output may come from anywhere: its attributes are claims, which `znnpy verify
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from znnpy.errors import VolumeError
 from znnpy.messages import excerpt
-from znnpy.option_values import Border, OutputDtype
+from znnpy.network import MOST_LAYERS
+from znnpy.option_values import Border, Meaning, OutputDtype
 from znnpy.shapes import PRECISIONS, Vec3
+from znnpy.volume.output_names import OUTPUTS
 from znnpy.volume.registry import WRITTEN_SUFFIXES, store_for
 
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(gt=0, lt=2**63)]
+_NAMES: TypeAdapter[tuple[str, ...]] = TypeAdapter(
+    Annotated[
+        tuple[Annotated[str, Field(pattern=f"^{OUTPUTS}/[^/]+$", max_length=4096)], ...],
+        Field(min_length=2, max_length=MOST_LAYERS),
+    ]
+)
 
 
 class _Checked(BaseModel):
@@ -38,6 +47,7 @@ class VolumeClaim(_Checked):
 class JobClaim(_Checked):
     """The job that made the output: digests of network and weights, and the options that decide its voxels."""
 
+    meaning: Meaning | None = None  # early versions did not write it
     network: Digest
     weights: Digest
     volume: VolumeClaim
@@ -52,18 +62,20 @@ class Provenance:
 
     job: JobClaim
     network: str  # name of the network
-    offset: Vec3  # position of the output's first voxel, volume coordinates
+    offsets: tuple[Vec3, ...]  # position of the first voxel of each array, volume coordinates
     precision: str  # one of PRECISIONS
 
     @classmethod
-    def of(cls, output: Path) -> Self:
+    def of(cls, output: Path, names: Sequence[str] = ("",)) -> Self:
         """Read the provenance that the output at `output` states.
+
+        names  of its arrays, if it has several
 
         VolumeError if it states none, as files of other programs, or if an attribute has another type or length than
         znnpy writes.
         """
-        said = store_for(output).attributes_of(output) if output.suffix in WRITTEN_SUFFIXES else {}
-        if not {"job", "network", "offset"} <= said.keys():
+        said, *own = (_attributes(output, name) for name in ("", *names))
+        if not {"job", "network"} <= said.keys() or not all("offset" in one for one in own):
             raise VolumeError(f"{output} was not written by znnpy; give the file that `znnpy infer` wrote")
         precision = _text(output, "precision", said.get("precision", "fp32"))  # early versions did not write it
         if precision not in PRECISIONS:
@@ -72,7 +84,27 @@ class Provenance:
                 "it with the version that wrote it"
             )
         network = _text(output, "network", said["network"])
-        return cls(_job(output, said["job"]), network, _offset(output, said["offset"]), precision)
+        offsets = tuple(_offset(output, one["offset"]) for one in own)
+        return cls(_job(output, said["job"]), network, offsets, precision)
+
+
+def array_names(output: Path) -> tuple[str, ...]:
+    """Return the names of the arrays that an output states; of one with a single array, an empty name.
+
+    VolumeError if the attribute is damaged.
+    """
+    said = _attributes(output, "").get("outputs")
+    if said is None:
+        return ("",)
+    try:
+        return _NAMES.validate_json(_text(output, "outputs", said).encode("utf-8", "surrogateescape"))
+    except ValidationError as error:
+        raise _damaged(output, "outputs", error.errors(include_url=False)[0]["msg"]) from None
+
+
+def _attributes(output: Path, name: str) -> dict[str, Any]:
+    """Return the attributes of an output, or of one of its arrays; none if it is no output."""
+    return store_for(output).attributes_of(output, name) if output.suffix in WRITTEN_SUFFIXES else {}
 
 
 def _text(output: Path, name: str, value: Any) -> str:

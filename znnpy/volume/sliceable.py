@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Collection, Mapping, Sequence, Set
+from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -137,7 +138,13 @@ class BlockOutput:
     """An object to which blocks are assigned, with the interface of `Output` that a run uses, but no journal."""
 
     def __init__(
-        self, thing: Assignable, *, volume: object, shape: tuple[int, int, int, int], dtype: np.dtype[Any]
+        self,
+        thing: Assignable,
+        *,
+        volume: object,
+        shape: tuple[int, int, int, int],
+        dtype: np.dtype[Any],
+        maps: Sequence[int] | None = None,
     ) -> None:
         """Check that the output fits; OutputError says why it does not.
 
@@ -145,15 +152,17 @@ class BlockOutput:
         volume  volume that is read at the same time; it must not share memory with `thing`.
         shape   (maps, z, y, x) of the prediction.
         dtype   of the prediction.
+        maps    of each output of a network with several, which follow one another.
         """
         if not all(hasattr(thing, name) for name in ("shape", "dtype", "__setitem__")):
             raise TypeError(
                 f"an output is a path, or something with shape and dtype that takes assignment to slices, "
                 f"not {type(thing).__name__}"
             )
-        self._maps: tuple[slice, ...] = (slice(0, shape[0]),)
+        ends = list(accumulate(maps or (shape[0],)))
+        self._maps: list[tuple[slice, ...]] = [(slice(lo, hi),) for lo, hi in pairwise((0, *ends))]
         if shape[0] == 1 and tuple(thing.shape) == shape[1:]:
-            self._maps = ()
+            self._maps = [()]
         elif tuple(thing.shape) != shape:
             raise self._unfit(thing, shape, dtype)
         if np.dtype(thing.dtype) != dtype:
@@ -190,10 +199,11 @@ class BlockOutput:
         """Prepare for a run that ended early and begins again: no record says what was finished."""
         self.header = None
 
-    def write(self, box: Box, voxels: npt.NDArray[Any]) -> None:
-        """Assign voxels (maps, *box.size) at dense-output coordinates `box`."""
+    def write(self, box: Box, voxels: npt.NDArray[Any], number: int = 0) -> None:
+        """Assign voxels (maps, *box.size) of an output at coordinates `box`."""
+        maps = self._maps[number]
         with self._lock:
-            self._thing[(*self._maps, *box.slices)] = voxels if self._maps else voxels[0]
+            self._thing[(*maps, *box.slices)] = voxels if maps else voxels[0]
 
     @staticmethod
     def _unfit(thing: Assignable, shape: tuple[int, int, int, int], dtype: np.dtype[Any]) -> OutputError:

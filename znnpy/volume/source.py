@@ -12,7 +12,8 @@ A region names the output voxels whose centres lie in it, and next to a face tho
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, floor
 from typing import Any
@@ -64,7 +65,6 @@ class Source:
         self.allow_nan = allow_nan
         self.dtype = volume.dtype
         self.channels = volume.channels
-        self.step = (1.0, 1.0, 1.0)  # size of an output voxel, in voxels of the volume
         if network.meaning == "whole":
             self._whole(network, region, border)
             self._mean = _representable(network, volume)
@@ -72,15 +72,14 @@ class Source:
         fov = network.field_of_view
         before = ((fov[0] - 1) // 2, (fov[1] - 1) // 2, (fov[2] - 1) // 2)
         if border == "valid":
-            self.output: Vec3 = _dense_size(network, region.size, is_roi=roi is not None)
-            self.offset: Vec3 = add(region.lo, before)  # volume coordinates of the first output voxel
+            wanted = Box((0, 0, 0), _dense_size(network, region.size, is_roi=roi is not None))
+            first = add(region.lo, before)
             self.domain = region  # input voxels that outputs depend on, in volume coordinates; may exceed the volume
         else:
-            self.output = region.size
-            self.offset = region.lo
+            wanted, first = Box((0, 0, 0), region.size), region.lo
             lo = subtract(region.lo, before)
             self.domain = Box(lo, subtract(add(add(lo, region.size), fov), (1, 1, 1)))
-        self.position = _floats(self.offset)  # volume coordinates of the first output voxel's centre
+        self.outputs: tuple[Predicted, ...] = (Predicted(wanted, _floats(first), (1.0, 1.0, 1.0)),)
         self.field_of_view = fov
         self._mean = _representable(network, volume)
 
@@ -97,13 +96,30 @@ class Source:
                 f"{option('allow_nan', True)}, and repair the volume"
             )
         geometry = admissible(network, self.volume.size)
-        wanted, self.position = predicted(geometry, self.volume.size, region)
-        z, y, x = self.position
-        self.offset = (floor(z), floor(y), floor(x))
-        self.step = _floats(geometry.step(network.outputs[0]))
+        self.outputs = predicted(geometry, self.volume.size, region)
+        self.area = area_of(self.volume.size, self.outputs)
         self.field_of_view = seen_by_one(network)
-        self.area, self.output = Area(self.volume.size, wanted), wanted.size
         self.domain, self._how = Box((0, 0, 0), geometry.volume), network.pad_to_period
+
+    @property
+    def output(self) -> Vec3:
+        """Voxels of the first output."""
+        return self.outputs[0].size
+
+    @property
+    def offset(self) -> Vec3:
+        """Volume coordinates of the first voxel of the first output."""
+        return self.outputs[0].offset
+
+    def check_one_size(self, network: Network, advice: str) -> None:
+        """Raise ShapeError if outputs of a network differ in size, and one array is to hold them all."""
+        for tensor, one in zip(network.outputs[1:], self.outputs[1:], strict=True):
+            if one.size != self.output:
+                first = network.names[network.outputs[0] - 1]
+                raise ShapeError(
+                    f"{network.name} gives {text(self.output)} voxels of {first} and {text(one.size)} of "
+                    f"{network.names[tensor - 1]}, which one array cannot hold; {advice}"
+                )
 
     @property
     def needed(self) -> Box:
@@ -205,16 +221,52 @@ class Source:
         )
 
 
-def predicted(geometry: Geometry, volume: Vec3, region: Box) -> tuple[Box, tuple[float, float, float]]:
-    """Return the output voxels of a graph that are predicted, and where the first lies in the volume.
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """The part of one output that is predicted, and where it lies.
+
+    wanted    voxels of the output, counted from its first voxel
+    position  volume coordinates of the first predicted voxel's centre
+    step      size of a voxel, in voxels of the volume
+    """
+
+    wanted: Box
+    position: tuple[float, float, float]
+    step: tuple[float, float, float]
+
+    @property
+    def size(self) -> Vec3:
+        return self.wanted.size
+
+    @property
+    def offset(self) -> Vec3:
+        """The position, rounded down to a voxel."""
+        z, y, x = self.position
+        return floor(z), floor(y), floor(x)
+
+
+def predicted(geometry: Geometry, volume: Vec3, region: Box) -> tuple[Predicted, ...]:
+    """Return the voxels of each output of a graph that are predicted.
 
     They are those whose centres lie in the region, and next to a face of the volume those beyond it too: layers that
     pad one side alone shift centres. As many as the volume was padded by behind its far faces are left out. ShapeError
-    if there are none.
+    if an output has none.
     """
-    _check_outputs(geometry)
-    tensor = geometry.network.outputs[0]
-    origin, step, size = origins(geometry)[tensor], geometry.step(tensor), geometry.size(tensor)
+    where = origins(geometry)
+    return tuple(_predicted(geometry, tensor, where[tensor], volume, region) for tensor in geometry.network.outputs)
+
+
+def area_of(volume: Vec3, outputs: Sequence[Predicted]) -> Area:
+    """Return the part of a volume that is predicted."""
+    first, *others = (one.wanted for one in outputs)
+    return Area(volume, first, tuple(others))
+
+
+def _predicted(
+    geometry: Geometry, tensor: int, origin: tuple[Fraction, Fraction, Fraction], volume: Vec3, region: Box
+) -> Predicted:
+    """Return the voxels of one output that are predicted; `origin` is the centre of its first voxel in the volume."""
+    step, size = geometry.step(tensor), geometry.size(tensor)
     lo, hi = [], []
     for axis in range(3):
         most = size[axis] - int((geometry.volume[axis] - volume[axis]) / step[axis])
@@ -227,31 +279,23 @@ def predicted(geometry: Geometry, volume: Vec3, region: Box) -> tuple[Box, tuple
         hi.append(min(max(lo[-1], end), most))
         if hi[-1] <= lo[-1]:
             raise ShapeError(
-                f"{geometry.network.name} has no output between {region.lo[axis]} and {region.hi[axis]} along "
+                f"{geometry.network.name} has no output{_named(geometry.network, tensor)} between {region.lo[axis]} "
+                f"and {region.hi[axis]} along "
                 f"{'zyx'[axis]}, in a volume of {text(volume)}; give a larger region or volume"
             )
     wanted = Box((lo[0], lo[1], lo[2]), (hi[0], hi[1], hi[2]))
     z, y, x = (origin[axis] + lo[axis] * step[axis] for axis in range(3))
-    return wanted, (float(z), float(y), float(x))
+    return Predicted(wanted, _floats((z, y, x)), _floats(step))
+
+
+def _named(network: Network, tensor: int) -> str:
+    """Name an output where there are several."""
+    return f" {excerpt(network.names[tensor - 1], 60)}" if len(network.outputs) > 1 else ""
 
 
 def _floats(values: Iterable[int | Fraction]) -> tuple[float, float, float]:
     z, y, x = map(float, values)
     return z, y, x
-
-
-def _check_outputs(geometry: Geometry) -> None:
-    """Raise ShapeError unless all outputs of a graph have as many voxels, of one size."""
-    first, *others = geometry.network.outputs
-    names = geometry.network.names
-    for other in others:
-        mine, its = ((geometry.step(one), geometry.size(one)) for one in (first, other))
-        if mine != its:
-            raise ShapeError(
-                f"{geometry.network.name} gives {names[first - 1]} of {text(mine[1])} voxels and {names[other - 1]} of "
-                f"{text(its[1])} for a volume of {text(geometry.volume)}, which differ in number or size; name "
-                "one of them as `output` in the network file at a time"
-            )
 
 
 def parse_roi(roi: str, size: Vec3) -> Box:

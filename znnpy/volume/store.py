@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -16,35 +17,72 @@ from znnpy.errors import OutputError, ResumeError
 from znnpy.messages import excerpt, option
 from znnpy.patches import Box
 from znnpy.shapes import Vec3, ceil_divide, multiply
-from znnpy.volume.output_names import RUN
+from znnpy.volume.output_names import RUN, RUN_ATTRIBUTE
 
-RUN_ATTRIBUTE = "znnpy_run"  # the id of the run that made an output
 JOURNAL_ATTRIBUTE = "znnpy_journal"  # the digest of the header of its journal
 DAMAGED = (OSError, RuntimeError, ValueError, KeyError, TypeError)  # raised by h5py and zarr for incomplete files
 CHUNK = 64  # largest number of voxels of a chunk along each axis: 1 MiB of float32
 
 
+@dataclass(frozen=True, slots=True)
+class OutputArray:
+    """One array of an output, (maps, z, y, x): all that a network gives, or one of several outputs.
+
+    name        in the file; empty: the array is the only one, which every format has its own place for
+    attributes  of the array, name -> text, number or array; those that all arrays share are not among them
+    """
+
+    shape: tuple[int, int, int, int]
+    name: str = ""
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def size(self) -> Vec3:
+        return self.shape[1], self.shape[2], self.shape[3]
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape in the file: without the maps where there is one."""
+        return self.shape if self.shape[0] > 1 else self.shape[1:]
+
+    @property
+    def chunk(self) -> Vec3:
+        """Voxels of a chunk, which holds one map."""
+        return chunk_of(self.size)
+
+    @property
+    def stored_chunk(self) -> tuple[int, ...]:
+        """The chunk as it is stored: with an axis for the maps where there are several."""
+        return self.chunk if self.shape[0] == 1 else (1, *self.chunk)
+
+    def nbytes(self, dtype: np.dtype[Any]) -> int:
+        """Return the bytes of all chunks; the last ones are as large as any."""
+        return self.shape[0] * prod(multiply(ceil_divide(self.size, self.chunk), self.chunk)) * dtype.itemsize
+
+
 class Store(ABC):
-    """A file or folder of the output's full size: voxels (c, z, y, x) written box by box."""
+    """A file or folder of the output's full size: voxels (c, z, y, x) of its arrays, written box by box."""
 
     @abstractmethod
-    def __init__(self, path: Path, shape: tuple[int, int, int, int], dtype: np.dtype[Any]) -> None:
-        """Open what `create` made. OutputError if shape or type differ, ResumeError if it is damaged."""
+    def __init__(self, path: Path, arrays: Sequence[OutputArray], dtype: np.dtype[Any]) -> None:
+        """Open what `create` made. OutputError if a shape or type differs, ResumeError if it is damaged."""
 
     @staticmethod
     @abstractmethod
-    def create(
-        path: Path, shape: tuple[int, int, int, int], dtype: np.dtype[Any], attributes: Mapping[str, Any]
-    ) -> None:
-        """Create it, with attributes (texts, numbers, arrays) of the prediction. It is on disk on return.
+    def create(path: Path, arrays: Sequence[OutputArray], dtype: np.dtype[Any], attributes: Mapping[str, Any]) -> None:
+        """Create it, with attributes (texts, numbers, arrays) of the output. It is on disk on return.
 
+        The attributes are those of the array if there is one, and otherwise those of the file or folder.
         FileExistsError if there is anything at `path`.
         """
 
     @staticmethod
     @abstractmethod
-    def attributes_of(path: Path) -> dict[str, Any]:
-        """Return the attributes of the prediction at `path`; none if it is no such file, or cannot be read."""
+    def attributes_of(path: Path, name: str = "") -> dict[str, Any]:
+        """Return the attributes of the output at `path`; none if it is no such file, or cannot be read.
+
+        name  of an array of its own, whose attributes are returned instead
+        """
 
     @classmethod
     def run_of(cls, path: Path) -> str | None:
@@ -57,8 +95,11 @@ class Store(ABC):
         """Return whether the path is still the file or folder that was opened."""
 
     @abstractmethod
-    def write(self, box: Box, voxels: npt.NDArray[Any]) -> None:
-        """Write voxels (c, *box.size) of the store's dtype, any strides; OSError if the system refuses."""
+    def write(self, box: Box, voxels: npt.NDArray[Any], number: int = 0) -> None:
+        """Write voxels (c, *box.size) of the store's dtype, any strides; OSError if the system refuses.
+
+        number  of the array, in the order in which arrays were given
+        """
 
     @abstractmethod
     def sync(self) -> None:
@@ -75,27 +116,23 @@ def chunk_of(size: Vec3) -> Vec3:
     return ceil_divide(size, chunks)
 
 
-def stored_bytes(shape: tuple[int, int, int, int], dtype: np.dtype[Any]) -> int:
-    """Return the bytes of all chunks of an output (c, z, y, x); the last ones are as large as any."""
-    size = (shape[1], shape[2], shape[3])
-    chunk = chunk_of(size)
-    return shape[0] * prod(multiply(ceil_divide(size, chunk), chunk)) * dtype.itemsize
-
-
 def check_stored(
-    path: Path,
-    found: tuple[int, ...],
-    found_dtype: np.dtype[Any],
-    shape: tuple[int, int, int, int],
-    dtype: np.dtype[Any],
+    path: Path, found: tuple[int, ...], found_dtype: np.dtype[Any], array: OutputArray, dtype: np.dtype[Any]
 ) -> None:
     """Raise OutputError unless what is stored, (c, z, y, x) or (z, y, x), is what this run writes."""
     stored = (1,) * (4 - len(found)) + tuple(found)
-    if stored != shape or found_dtype != dtype:
+    if stored != array.shape or found_dtype != dtype:
+        there = f"{path}: {array.name}" if array.name else f"{path}"
         raise OutputError(
-            f"{path} holds {stored} {found_dtype}, and this run writes {shape} {dtype}; "
+            f"{there} holds {stored} {found_dtype}, and this run writes {array.shape} {dtype}; "
             f"start again with {option('overwrite', True)}"
         )
+
+
+def check_filled(box: Box, voxels: npt.NDArray[Any], dtype: np.dtype[Any]) -> None:
+    """Raise ValueError unless voxels (c, z, y, x) fill a box, and are of the dtype of a store."""
+    if voxels.shape[1:] != box.size or voxels.dtype != dtype:
+        raise ValueError(f"{voxels.dtype} {voxels.shape} does not fill {box} of {dtype}")
 
 
 def taken_over(path: Path) -> OutputError:

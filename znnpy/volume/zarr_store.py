@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,9 +15,19 @@ from znnpy.errors import MissingExtraError, OutputError, ThreadError
 from znnpy.extras import install
 from znnpy.files import MOST_METADATA_BYTES, is_still, open_regular, remove, sync_file, sync_folder
 from znnpy.patches import Box
-from znnpy.shapes import Vec3, add, multiply, subtract
+from znnpy.shapes import add, multiply, subtract
+from znnpy.volume.output_names import OUTPUTS
 from znnpy.volume.space import ome_of
-from znnpy.volume.store import DAMAGED, Store, check_stored, chunk_of, chunks_of, damaged, taken_over
+from znnpy.volume.store import (
+    DAMAGED,
+    OutputArray,
+    Store,
+    check_filled,
+    check_stored,
+    chunks_of,
+    damaged,
+    taken_over,
+)
 
 try:
     import zarr
@@ -29,19 +39,18 @@ except ImportError:
 
 
 class ZarrStore(Store):
-    """A Zarr array of format 3, compressed with zstd: (c, z, y, x), or (z, y, x) where c is 1.
+    """A Zarr array of format 3, or a group of such, compressed with zstd: (c, z, y, x), or (z, y, x) where c is 1.
 
     Every chunk is a file that is replaced in one step, so a killed process leaves it either old or new.
     """
 
-    def __init__(self, path: Path, shape: tuple[int, int, int, int], dtype: np.dtype[Any]) -> None:
+    def __init__(self, path: Path, arrays: Sequence[OutputArray], dtype: np.dtype[Any]) -> None:
         self._path = path
         self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        self._chunk = chunk_of((shape[1], shape[2], shape[3]))
-        self._maps = shape[0]
+        self._arrays, self._dtype = arrays, dtype
         self._unsynced: set[Path] = set()
         try:
-            self._voxels = _opened(path, self._chunk, shape, dtype)
+            self._voxels = [_opened(path, array, dtype) for array in arrays]
             if not self.is_still_there():  # the library opened by path
                 raise taken_over(path)
             self._remove_incomplete_chunks()
@@ -50,50 +59,55 @@ class ZarrStore(Store):
             raise
 
     @staticmethod
-    def create(
-        path: Path, shape: tuple[int, int, int, int], dtype: np.dtype[Any], attributes: Mapping[str, Any]
-    ) -> None:
-        chunk = chunk_of((shape[1], shape[2], shape[3]))
+    def create(path: Path, arrays: Sequence[OutputArray], dtype: np.dtype[Any], attributes: Mapping[str, Any]) -> None:
         path.mkdir()  # FileExistsError for anything there, links too
-        zarr.create_array(
-            path,
-            shape=shape if shape[0] > 1 else shape[1:],
-            chunks=chunk if shape[0] == 1 else (1, *chunk),
-            dtype=dtype,
-            dimension_names=("c", "z", "y", "x")[-3 if shape[0] == 1 else -4 :],
-            attributes={
-                **{key: value.tolist() if hasattr(value, "tolist") else value for key, value in attributes.items()},
-                **ome_of(attributes, shape[0]),
-            },
-        )
-        sync_file(path / "zarr.json")
-        sync_folder(path)
+        several = bool(arrays[0].name)
+        if several:
+            zarr.create_group(path, attributes=_listed(attributes))
+            zarr.create_group(path / OUTPUTS)
+        for array in arrays:
+            zarr.create_array(
+                path / array.name,
+                shape=array.stored_shape,
+                chunks=array.stored_chunk,
+                dtype=dtype,
+                dimension_names=("c", "z", "y", "x")[-len(array.stored_shape) :],
+                attributes={
+                    **_listed({} if several else attributes),
+                    **_listed(array.attributes),
+                    **ome_of(array.attributes, array.shape[0]),
+                },
+            )
+        for folder in dict.fromkeys((*(path / array.name for array in arrays), *([path / OUTPUTS, path] * several))):
+            sync_file(folder / "zarr.json")
+            sync_folder(folder)
 
     @staticmethod
-    def attributes_of(path: Path) -> dict[str, Any]:
+    def attributes_of(path: Path, name: str = "") -> dict[str, Any]:
         try:
-            attributes = _metadata(path).get("attributes")
+            attributes = _metadata(path / name).get("attributes")
         except DAMAGED:
             return {}
         return attributes if isinstance(attributes, dict) else {}
 
-    def write(self, box: Box, voxels: npt.NDArray[Any]) -> None:
-        if voxels.shape[1:] != box.size or voxels.dtype != self._voxels.dtype:
-            raise ValueError(f"{voxels.dtype} {voxels.shape} does not fill {box} of {self._voxels.dtype}")
+    def write(self, box: Box, voxels: npt.NDArray[Any], number: int = 0) -> None:
+        check_filled(box, voxels, self._dtype)
         if not self.is_still_there():  # the library writes by path
             raise taken_over(self._path)
-        for index in chunks_of(box, self._chunk):  # one at a time: this takes little memory and writes no chunk twice
-            lo = multiply(index, self._chunk)
-            part = box.clipped(Box(lo, add(lo, self._chunk)))
+        array, stored = self._arrays[number], self._voxels[number]
+        for index in chunks_of(box, array.chunk):  # one at a time: this takes little memory and writes no chunk twice
+            lo = multiply(index, array.chunk)
+            part = box.clipped(Box(lo, add(lo, array.chunk)))
             there = part.shifted(subtract((0, 0, 0), box.lo))
             for channel, maps in enumerate(voxels):
-                leading = () if self._maps == 1 else (channel,)
-                self._voxels[(*leading, *part.slices)] = maps[there.slices]
-                key = cast("Any", self._voxels.metadata).encode_chunk_key((*leading, *index))
-                self._unsynced.add(self._path / key)
+                leading = () if array.shape[0] == 1 else (channel,)
+                stored[(*leading, *part.slices)] = maps[there.slices]
+                key = cast("Any", stored.metadata).encode_chunk_key((*leading, *index))
+                self._unsynced.add(self._path / array.name / key)
 
     def sync(self) -> None:
-        folders = {folder for file in self._unsynced for folder in list(file.parents)[: 3 + (self._maps > 1)]}
+        above = len(self._path.parents)
+        folders = {folder for file in self._unsynced for folder in list(file.parents)[:-above]}
         for file in self._unsynced:
             if file.exists():  # chunks of zeros are not stored
                 sync_file(file)
@@ -124,20 +138,25 @@ class ZarrStore(Store):
                         remove(Path(entry.path))
 
 
-def _opened(path: Path, chunk: Vec3, shape: tuple[int, int, int, int], dtype: np.dtype[Any]) -> zarr.Array[Any]:
-    """Open the array at `path`; OutputError if it has another shape or type, ResumeError if it is damaged."""
+def _listed(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return attributes with lists in place of arrays, as JSON has them."""
+    return {key: value.tolist() if hasattr(value, "tolist") else value for key, value in attributes.items()}
+
+
+def _opened(path: Path, array: OutputArray, dtype: np.dtype[Any]) -> zarr.Array[Any]:
+    """Open an array of an output; OutputError if it has another shape or type, ResumeError if it is damaged."""
     try:
-        _metadata(path)  # limits its size
-        array = zarr.open_array(path, mode="r+")
-        check_stored(path, array.shape, np.dtype(array.dtype), shape, dtype)
-        if array.chunks != (chunk if shape[0] == 1 else (1, *chunk)) or array.shards:
-            raise ValueError(f"its chunks are {array.chunks}, and not {chunk}")
+        _metadata(path / array.name)  # limits its size
+        found = zarr.open_array(path / array.name, mode="r+")
+        check_stored(path, found.shape, np.dtype(found.dtype), array, dtype)
+        if found.chunks != array.stored_chunk or found.shards:
+            raise ValueError(f"its chunks are {found.chunks}, and not {array.chunk}")
     except OutputError:
         raise
     except (NodeNotFoundError, *DAMAGED) as error:
         ThreadError.check(error)
         raise damaged(path, error) from error
-    return array
+    return found
 
 
 def _metadata(path: Path) -> dict[str, Any]:
