@@ -119,13 +119,14 @@ def test_wrong_weights_are_refused_by_their_layer() -> None:
     assert TrainedNetwork(network, right).weights == right
     with pytest.raises(NetworkFileError, match=r"^2 weights are given, and net has 3 layers that take some; give"):
         TrainedNetwork(network, right[:2])
-    for changed, said in (
+    wrong: list[tuple[Any, str]] = [
         (
             right[0].weight[..., 0],
             r"the weight is float32 of shape \(4, 1, 1, 1\), but must be float32 of",
         ),
         (right[0].weight.astype(np.float64), "the weight is float64 of shape"),
-    ):
+    ]
+    for changed, said in wrong:
         with pytest.raises(NetworkFileError, match=rf"^node a \(conv 1x1x1 -> 4 none\): {said}"):
             TrainedNetwork(network, (ConvWeights(changed, right[0].bias), *right[1:]))  # type: ignore[arg-type]
     with pytest.raises(NetworkFileError, match=r"the bias is float32 of shape \(3,\), but must be float32"):

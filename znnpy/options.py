@@ -418,7 +418,9 @@ class VerifyOptions(Checked):
         unset="an error",
         metavar="VALUE",
     )
-    samples: int = option(1000, "number of voxels to recompute; all of them if the output has fewer", "whole", least=1)
+    samples: int = option(
+        1000, "number of voxels of each output to recompute; all of them if it has fewer", "whole", least=1
+    )
     seed: int = option(0, "seed of the random choice of voxels", "whole", least=0)
     precision: Precision | None = option(
         None,

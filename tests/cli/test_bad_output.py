@@ -65,7 +65,7 @@ def test_full_disk_during_a_run_leaves_a_run_to_resume(place: Place, monkeypatch
     with monkeypatch.context() as patch:
         write, calls = Hdf5Store.write, count()
 
-        def fill_up(store: Hdf5Store, box: Box, voxels: Any) -> None:
+        def fill_up(store: Hdf5Store, box: Box, voxels: Any, number: int = 0) -> None:
             if next(calls) == 9:
                 raise OSError(errno.ENOSPC, "No space left on device")
             write(store, box, voxels)
@@ -87,7 +87,7 @@ def test_resume_with_changed_options_is_refused(place: Place, monkeypatch: pytes
     with monkeypatch.context() as patch:
         write, calls = Hdf5Store.write, count()
 
-        def fill_up(store: Hdf5Store, box: Box, voxels: Any) -> None:
+        def fill_up(store: Hdf5Store, box: Box, voxels: Any, number: int = 0) -> None:
             if next(calls) == 9:
                 raise OSError(errno.ENOSPC, "No space left on device")
             write(store, box, voxels)
@@ -232,7 +232,7 @@ def test_journal_of_another_run_beside_the_output_is_refused(place: Place, monke
         with monkeypatch.context() as patch:
             write, calls = Hdf5Store.write, count()
 
-            def fill_up(store: Hdf5Store, box: Box, voxels: Any) -> None:
+            def fill_up(store: Hdf5Store, box: Box, voxels: Any, number: int = 0) -> None:
                 if next(calls) == boxes:
                     raise OSError(errno.ENOSPC, "No space left on device")
                 write(store, box, voxels)

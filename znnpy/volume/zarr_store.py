@@ -48,7 +48,8 @@ class ZarrStore(Store):
         self._path = path
         self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         self._arrays, self._dtype = arrays, dtype
-        self._unsynced: set[Path] = set()
+        self._unsynced: dict[Path, Path] = {}  # chunks, and the folder of the array of each
+        self._begun: set[Path] = set()  # arrays whose folders are on disk with what is in them
         try:
             self._voxels = [_opened(path, array, dtype) for array in arrays]
             if not self.is_still_there():  # the library opened by path
@@ -103,17 +104,23 @@ class ZarrStore(Store):
                 leading = () if array.shape[0] == 1 else (channel,)
                 stored[(*leading, *part.slices)] = maps[there.slices]
                 key = cast("Any", stored.metadata).encode_chunk_key((*leading, *index))
-                self._unsynced.add(self._path / array.name / key)
+                self._unsynced[self._path / array.name / key] = self._path / array.name
 
     def sync(self) -> None:
-        above = len(self._path.parents)
-        folders = {folder for file in self._unsynced for folder in list(file.parents)[:-above]}
+        begun = set(self._unsynced.values()) - self._begun
+        folders = {
+            folder
+            for file, array in self._unsynced.items()
+            for folder in file.parents
+            if array in folder.parents  # those below the folder of the array
+        }
         for file in self._unsynced:
             if file.exists():  # chunks of zeros are not stored
                 sync_file(file)
-        for folder in folders:
+        for folder in folders | begun:
             if folder.exists():
                 sync_folder(folder)
+        self._begun |= begun
         self._unsynced.clear()
 
     def is_still_there(self) -> bool:
