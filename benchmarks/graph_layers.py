@@ -63,11 +63,23 @@ def least_multiply_adds(shape: Any) -> float:
         return float(prod(shape.out_shape) * taps * shape.fin / shape.groups)
     if shape.kind != "graph_conv":
         return 0.0
-    direct: float = float(prod(shape.out_shape) * (shape.fin // shape.groups) * prod(shape.k))
+    summed = sum(maps * _taps(shape, index) for index, maps in enumerate(shape.fins))  # for each output
+    direct: float = float(prod(shape.out_shape) * summed / shape.groups)
     if not shape.plain:
         return direct
     out = shape.out_shape[1:4]
     return min(direct, *(_by_tiles(shape, out, tile) for tile in product(SIDES, repeat=3)))
+
+
+def _factor(shape: Any, index: int) -> tuple[int, int, int]:
+    """Return how often each voxel of an input counts along each axis."""
+    factor: tuple[int, int, int] = shape.factors[index] if shape.factors else (1, 1, 1)
+    return factor
+
+
+def _taps(shape: Any, index: int) -> int:
+    """Return the taps of the kernel, those that meet the same voxel of an input taken together."""
+    return prod((k - 1) // factor + 1 for k, factor in zip(shape.k, _factor(shape, index), strict=True))
 
 
 def _by_tiles(shape: Any, out: tuple[int, ...], tile: tuple[int, ...]) -> float:
@@ -77,7 +89,8 @@ def _by_tiles(shape: Any, out: tuple[int, ...], tile: tuple[int, ...]) -> float:
         return float("inf")
     tiles: int = prod(ceil(n / step) for n, step in zip(out, steps, strict=True))
     points = prod(tile)
-    transforms = 2.5 * points * log2(points) * (shape.fin + shape.fout)  # of real values, flops
+    maps = sum(maps / prod(_factor(shape, index)) for index, maps in enumerate(shape.fins)) + shape.fout
+    transforms = 2.5 * points * log2(points) * maps  # of real values, flops
     products = 8.0 * (points / 2) * shape.fin * shape.fout
     return float(tiles * (transforms + products) / 2)
 

@@ -27,6 +27,7 @@ from znnpy.network import ConvWeights
 
 Real = npt.NDArray[np.float64]
 AnyReal = npt.NDArray[np.floating]
+
 WINDOW_VALUES = 2**20  # values of windows that are multiplied at a time
 SELU_SCALE = 1.0507009873554804934193349852946
 SELU_ALPHA = 1.6732632423543772848170429916717
@@ -59,7 +60,7 @@ def convolve(shape: GraphConvShape, weights: ConvWeights, inputs: Sequence[AnyRe
     is the last of the inputs; addend[i, g] is one more term of the sum.
     """
     *inputs, addend = inputs if shape.addend else (*inputs, np.zeros(1))
-    x = np.concatenate([part.astype(np.float64) for part in inputs], axis=-1)
+    x = np.concatenate([part.astype(np.float64) for part in repeated(shape, inputs)], axis=-1)
     x = np.pad(x, [*zip(shape.before, shape.behind, strict=True), (0, 0)])
     weight, out = weights.weight.astype(np.float64), np.zeros(shape.out_shape[1:])
     fin, fout = shape.fin // shape.groups, shape.fout // shape.groups
@@ -78,6 +79,16 @@ def convolve(shape: GraphConvShape, weights: ConvWeights, inputs: Sequence[AnyRe
         values = np.concatenate(windows, axis=-1).reshape(-1, len(taps) * fin) @ matrix
         out[i, first : first + rows, :, outs] = values.reshape(*size, fout)
     return activate(shape.activation, shape.parameters, out + weights.bias + addend)
+
+
+def repeated(shape: GraphConvShape, inputs: Sequence[AnyReal]) -> list[AnyReal]:
+    """Return the inputs of a convolution with `n` voxels each: voxel j repeats voxel (j + first) // factor."""
+    found = []
+    for x, factors in zip(inputs, shape.factors or [(1, 1, 1)] * len(inputs), strict=True):
+        for axis, (n, first, factor) in enumerate(zip(shape.n, shape.first, factors, strict=True)):
+            x = x if factor == 1 else np.take(x, (np.arange(n) + first) // factor, axis)
+        found.append(x)
+    return found
 
 
 def transpose(shape: TransposeShape, weights: ConvWeights, x: AnyReal) -> Real:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from znnpy.layers import Activate, Add, Conv, Layer
+from znnpy.graph_operations import Read
+from znnpy.layers import ONE, Activate, Add, Conv, Layer
 from znnpy.lowering import Lowered
 from znnpy.messages import excerpt
 from znnpy.network import INPUT, Network, PadToPeriod
-from znnpy.planner.graph_tilings import GraphTiling
 from znnpy.planner.layout import Count, Positive
-from znnpy.shapes import turn, turned_back
+from znnpy.shapes import text, turn, turned_back
+
+if TYPE_CHECKING:
+    from znnpy.planner.graph_tilings import GraphTiling
 
 LONGEST = 60  # characters of a name
 Words = Annotated[str, Field(max_length=2000)]
@@ -73,7 +76,7 @@ def described(tiling: GraphTiling) -> DescribedGraph:
     nodes = [_node(tiling, 0, INPUT, INPUT, ())]
     for operation in graph.operations:
         name, layer = names[operation.layer + 1], layers[operation.layer]
-        reads, more = tuple(heads[read.tensor] for read in operation.reads), ""
+        reads, more = tuple(_words(read, heads[read.tensor], axis) for read in operation.reads), ""
         if operation.added is not None and operation.addend is not None:
             name = " + ".join((name, *_kinds(graph.lowered, graph.lowered.origins[operation.added])))
             heads[operation.tensor] = heads[operation.layer + 1]
@@ -84,7 +87,7 @@ def described(tiling: GraphTiling) -> DescribedGraph:
         pad_to_period=graph.network.pad_to_period,
         level=_level(tiling, graph.output),
         period=turned_back(graph.voxels, axis),
-        steps=max(len(column.steps) for column in columns),
+        steps=max(column.steps for column in columns),
         silent=max(silent),
         nodes=tuple(nodes),
     )
@@ -117,11 +120,14 @@ def _heads(lowered: Lowered) -> list[str]:
     return [excerpt(lowered.original.names[origins[0]] if origins else name, LONGEST) for name, origins in names]
 
 
+def _words(read: Read, name: str, axis: int) -> str:
+    """Return what an operation reads, in words."""
+    return name if read.factor == ONE else f"{name} magnified {text(turned_back(read.factor, axis))}"
+
+
 def _node(tiling: GraphTiling, tensor: int, name: str, layer: str, reads: Sequence[str]) -> DescribedNode:
-    planes = tiling.kept[tensor]
-    held = {"arena": 0, "carried": planes, "resident": tiling.capacity(tensor)}[tiling.storage(tensor)]
-    level, nbytes = _level(tiling, tensor), held * tiling.plane_bytes(tensor)
-    return DescribedNode(name, layer, tuple(reads), level, planes, nbytes)
+    level, nbytes = _level(tiling, tensor), tiling.beside(tensor) * tiling.plane_bytes(tensor)
+    return DescribedNode(name, layer, tuple(reads), level, tiling.kept[tensor], nbytes)
 
 
 def _turned_back(network: Network, axis: int) -> Network:

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, inf, prod
 
+import numpy as np
+
 from znnpy.errors import NoPlanError
 from znnpy.graph_columns import Area, GraphCover, TurnedGraph
 from znnpy.graph_operations import Operation
@@ -18,23 +20,36 @@ from znnpy.planner.described_graph import described
 from znnpy.planner.found_plan import choice_of
 from znnpy.planner.graph_tilings import GraphTiling, tilings
 from znnpy.planner.layer_options import LayerContext, OptionTable
-from znnpy.planner.layer_search import MAX_COLUMN_SECONDS
+from znnpy.planner.layer_search import MAX_COLUMN_SECONDS, MAX_LOG2_PRICE, PRICE_STEPS
 from znnpy.planner.layout import Tensor, place
+from znnpy.planner.least_seen import LeastSeen
 from znnpy.planner.memory import Memory, StageMemory, reading_bytes, writing_bytes
-from znnpy.planner.pareto import LayerOption, ParetoFront, fastest_within, smallest, total_bytes, total_seconds
+from znnpy.planner.pareto import (
+    LayerOption,
+    ParetoFront,
+    cheapest,
+    fastest_within,
+    priced_seconds,
+    smallest,
+    total_bytes,
+    total_seconds,
+)
 from znnpy.planner.plan import Plan, Stage
 from znnpy.planner.request import CostModel, PlanRequest
 from znnpy.planner.run_plan import RunnerUp, RunPlan
+from znnpy.planner.search import ALIKE
+from znnpy.planner.tiling_search import SMALLER_SHARE
 from znnpy.shapes import Vec3, text, turned, turned_back
 from znnpy.units import human_bytes
 
-FASTER = 0.9  # assumed: no operation takes less time per voxel than this share of the least seen so far
-AS_FAST = 0.97  # the same for steps with as many planes as one that was seen
 SLOW = 4.0  # primitives that take so many times as long as the fastest for every operation are tried no more
 ATTEMPTS = 4  # layouts of one size: each allows for what the one before lost between tensors
 RUNNERS_UP = 3
 EXACT_OPERATIONS = 12  # up to which the choice is exact; beyond, it may be a little slower but takes far less time
 MOST_TRIED = 150  # sizes that are worked out, the least work first; small graphs have fewer
+CUT = 1.1  # columns are cut, so that a killed run loses less, if this takes at most so many times as long
+MOST_SMALL = 2000  # operations, of all sizes together, that are worked out for the least memory
+FEWEST_SMALL = 4  # sizes that are worked out for it at least
 
 
 @dataclass(frozen=True)
@@ -59,6 +74,7 @@ class Draft:
 
     tiling: GraphTiling
     seconds: float
+    nbytes: int  # of the process, about
 
 
 @dataclass
@@ -69,34 +85,107 @@ class GraphSearch:
     options: OptionTable
     area: Area
     graphs: dict[int, TurnedGraph] = field(default_factory=dict)
-    least: dict[int, float] = field(default_factory=dict)  # seconds per voxel of each layer, over all sizes seen
-    least_at: dict[tuple[int, int, int], float] = field(default_factory=dict)  # of axis, layer, and planes of a step
-    narrowed: bool = False  # only some primitives are tried
-    nearest: Memory | None = None  # that of the size that came nearest to the limit
+    least: LeastSeen = field(default_factory=LeastSeen)
+    every: OptionTable | None = None  # all primitives, from when only some of them are tried
+    smallest: GraphSolution | None = None  # the plan that needs the least memory, if it was searched for
 
     def run(self) -> list[GraphSolution]:
-        """Return the fastest that fits and the next ones, the fastest first; empty if nothing fits.
+        """Return the best that fits and the next ones, the fastest first; empty if nothing fits.
 
+        The best is the one that needs the least memory of those that take at most ALIKE times the least seconds.
         Tensors are placed only for sizes that may be among these.
         """
-        drafts: list[Draft] = []
-        best, tried = inf, 0
-        for tiling in sorted(self._tilings(), key=self._effort):
-            if self._bound(tiling) > best or not self._may_fit(tiling):
-                continue
-            draft, tried = self._draft(tiling), tried + 1
-            if tried > MOST_TRIED and drafts:
-                break
-            if draft is not None:
-                drafts.append(draft)
-                best = min(best, draft.seconds)
+        drafts = sorted(self._drafts(), key=lambda one: one.seconds)
         found: list[GraphSolution] = []
-        for draft in sorted(drafts, key=lambda one: one.seconds):
+        for draft in drafts:
             if len(found) > RUNNERS_UP:
                 break
             if (solution := self.solve(draft.tiling)) is not None:
                 found.append(solution)
-        return sorted(found, key=lambda one: one.seconds)
+        if found:
+            return self._smallest_first(sorted(found, key=lambda one: one.seconds), drafts)
+        self.smallest = self._smallest()
+        fits = self.smallest is not None and self.smallest.memory.peak <= self.request.limits.ram_bytes
+        return [self.smallest] if self.smallest is not None and fits else []
+
+    def _drafts(self) -> list[Draft]:
+        """Return the sizes that may be the best or nearly as fast, with the least work first."""
+        drafts: list[Draft] = []
+        seconds, nbytes, tried = inf, 0, 0  # of the fastest so far
+        alike = ALIKE if self.price else 1.0
+        for tiling in sorted(self._tilings(), key=self._effort):
+            bound, least = self._bound(tiling), self._least_bytes(tiling)
+            slower = bound > seconds and least > SMALLER_SHARE * nbytes
+            if bound > alike * seconds or slower or least > self.request.limits.ram_bytes:
+                continue
+            draft, tried = self._draft(tiling, alike * seconds), tried + 1
+            if tried > MOST_TRIED and drafts:
+                break
+            if draft is not None:
+                drafts.append(draft)
+                seconds, nbytes = min((seconds, nbytes), (draft.seconds, draft.nbytes))
+        return drafts
+
+    @property
+    def price(self) -> float:
+        """Seconds of preparing each byte of memory before the first step."""
+        return 1 / self.options.rates.first_touch
+
+    def _smallest_first(self, found: list[GraphSolution], drafts: Sequence[Draft]) -> list[GraphSolution]:
+        """Put a plan first that needs less memory than the fastest and is nearly as fast, if there is one.
+
+        If memory costs no time, the fastest plan stays first.
+        """
+        best, most = found[0], ALIKE * found[0].seconds
+        if not self.price:
+            return found
+        slim: list[tuple[int, GraphTiling, Sequence[LayerOption]]] = []
+        near = [draft.tiling for draft in drafts if draft.seconds <= most]
+        least = best.memory.peak
+        for tiling in sorted(near, key=self._least_bytes):
+            if self._least_bytes(tiling) >= least:
+                break
+            if (chosen := self._slimmest(tiling, most)) is not None:
+                needed = total_bytes(chosen) + tiling.carries + self._around(tiling).peak
+                slim.append((needed, tiling, chosen))
+                least = min(least, needed)
+        for _, tiling, leanest in sorted(slim, key=lambda one: one[0]):
+            one = self._in_shorter_columns(self._laid_out(tiling, leanest, self._around(tiling)))
+            if one.seconds <= most and one.memory.peak < best.memory.peak:
+                return [one, *(other for other in found if other.tiling != tiling)]
+        return found
+
+    def _slimmest(self, tiling: GraphTiling, most: float) -> tuple[LayerOption, ...] | None:
+        """Return primitives of a size that need little memory within `most` seconds; None if there are none.
+
+        A higher price of memory gives smaller and slower choices. The highest price within `most` is searched for.
+        """
+        fronts, best = self._fronts(tiling), None
+        low, high = 0.0, MAX_LOG2_PRICE
+        for _ in range(PRICE_STEPS):
+            middle = (low + high) / 2
+            chosen = cheapest(fronts, self.price * 2**middle)
+            if priced_seconds(chosen, self.price) + self.price * tiling.carries <= most:
+                low, best = middle, chosen
+            else:
+                high = middle
+        return best
+
+    def _smallest(self) -> GraphSolution | None:
+        """Return the plan that needs the least memory, however long it takes; it does not depend on the limit.
+
+        Of large graphs, and where there are very many sizes, only those whose tensors need the least are worked out.
+        """
+        best: GraphSolution | None = None
+        every = sorted(self._tilings(), key=lambda tiling: (self._least_bytes(tiling), self._effort(tiling)))
+        for tiling in every[: max(FEWEST_SMALL, MOST_SMALL // len(self.graph(0).operations))]:
+            if best is not None and self._least_bytes(tiling) >= best.memory.peak:
+                break
+            fronts = self._fronts(tiling, self.every)
+            found = self._laid_out(tiling, smallest(fronts), self._around(tiling))
+            if best is None or found.memory.peak < best.memory.peak:
+                best = found
+        return best
 
     def _tilings(self) -> Iterator[GraphTiling]:
         wanted = self.request.constraints
@@ -135,62 +224,39 @@ class GraphSearch:
 
     def _effort(self, tiling: GraphTiling) -> tuple[float, int]:
         """Return how much a size computes in all, in values, and how small its steps are."""
-        maps = tiling.graph.network.maps
-        totals = tiling.totals
-        work = sum(
-            totals[operation.tensor] * maps[operation.tensor] * sum(read.maps for read in operation.reads)
-            for operation in tiling.graph.operations
-        )
-        return work, -prod(tiling.cover.patch)
+        return float(tiling.totals[tiling.figures.computed] @ tiling.figures.work), -prod(tiling.cover.patch)
 
     def _bound(self, tiling: GraphTiling) -> float:
-        """Return a lower bound on the seconds, if FASTER holds."""
-        seconds = (max(tiling.live) + tiling.carries) / self.options.rates.first_touch
-        for operation in tiling.graph.operations:
-            layer = operation.layer
-            at = self.least_at.get((tiling.graph.axis, layer, tiling.new[operation.tensor].size))
-            rate = FASTER * self.least.get(layer, 0.0) if at is None else AS_FAST * at
-            seconds += tiling.totals[operation.tensor] * rate
-        return seconds
+        """Return a lower bound on the seconds, if those of `LeastSeen` hold."""
+        return self.least.seconds(tiling) + (tiling.most_live + tiling.carries) / self.options.rates.first_touch
 
-    def _may_fit(self, tiling: GraphTiling) -> bool:
-        """Return whether the tensors alone fit."""
-        least_bytes = max(tiling.live) + tiling.carries + self._around(tiling).peak
-        if least_bytes > self.request.limits.ram_bytes:
-            stage = StageMemory("cpu", max(tiling.live), tiling.carries)
-            self._note(replace(self._around(tiling), stages=(stage,)))
-            return False
-        return True
+    def _least_bytes(self, tiling: GraphTiling) -> int:
+        """Return the bytes that the process needs for the tensors alone."""
+        return tiling.most_live + tiling.carries + self._around(tiling).peak
 
     def _around(self, tiling: GraphTiling) -> Memory:
         """Return the memory of the process without that of the layers."""
         request, network = self.request, self.request.network
-        steps = len(tiling.steps)
+        steps = tiling.steps
         reading = reading_bytes(network.input_channels, tiling.patch_in, request.itemsize_in, steps=steps)
         writing = writing_bytes(network.output_channels, tiling.patch_out, request.itemsize_out, steps=steps)
         return Memory((StageMemory("cpu"),), request.baseline, reading, writing)
 
-    def _draft(self, tiling: GraphTiling) -> Draft | None:
+    def _draft(self, tiling: GraphTiling, below: float) -> Draft | None:
         """Return the seconds of the fastest primitives of one size, if their bytes fit before tensors are placed."""
         fronts, around = self._fronts(tiling), self._around(tiling)
         budget = self.request.limits.ram_bytes - around.peak - tiling.carries
-        chosen = self._chosen(fronts, budget)
+        chosen = self._chosen(fronts, budget, below - self.price * tiling.carries)
         if chosen is None:
-            needed = total_bytes(smallest(fronts)) + tiling.carries
-            self._note(replace(around, stages=(StageMemory("cpu", needed),)))
             return None
-        prepared = tiling.carries + max(tiling.live) + sum(option.resident for option in chosen)
-        return Draft(tiling, total_seconds(chosen) + prepared / self.options.rates.first_touch)
+        seconds = priced_seconds(chosen, self.price) + self.price * tiling.carries
+        return Draft(tiling, seconds, around.peak + tiling.carries + total_bytes(chosen))
 
-    @staticmethod
-    def _chosen(fronts: Sequence[ParetoFront], budget: int) -> tuple[LayerOption, ...] | None:
-        """Return the fastest options within so many bytes; None if none fit."""
-        return fastest_within(fronts, budget, exact_groups=EXACT_OPERATIONS) if budget > 0 else None
-
-    def _note(self, memory: Memory) -> None:
-        """Remember what came nearest to the limit."""
-        if self.nearest is None or memory.peak < self.nearest.peak:
-            self.nearest = memory
+    def _chosen(self, fronts: Sequence[ParetoFront], budget: int, below: float = inf) -> tuple[LayerOption, ...] | None:
+        """Return the fastest options within so many bytes, preparing them included; None: none take less time."""
+        if budget <= 0:
+            return None
+        return fastest_within(fronts, budget, below, self.price, EXACT_OPERATIONS)
 
     def solve(self, tiling: GraphTiling) -> GraphSolution | None:
         """Return the fastest primitives of one size within the memory; None if none fit."""
@@ -199,40 +265,35 @@ class GraphSearch:
         budget = limit - around.peak - tiling.carries
         for _ in range(ATTEMPTS):
             chosen = self._chosen(fronts, budget)
-            fits = chosen is not None
-            chosen = chosen or smallest(fronts)
-            solution = self._laid_out(tiling, chosen, around)
+            solution = self._laid_out(tiling, chosen or smallest(fronts), around)
             excess = solution.memory.peak - limit
             if excess <= 0:
                 return self._in_shorter_columns(solution)
-            self._note(solution.memory)
-            if not fits:
+            if chosen is None:
                 return None
             budget -= excess
         return None
 
-    def _fronts(self, tiling: GraphTiling) -> list[ParetoFront]:
-        fronts = []
+    def _fronts(self, tiling: GraphTiling, options: OptionTable | None = None) -> list[ParetoFront]:
+        fronts, options = [], options or self.options
         for operation, live in zip(tiling.graph.operations, tiling.live, strict=True):
             context = LayerContext(live_elsewhere=live, steps=(tiling.executions(operation),))
-            front = self.options.front((tiling.shape(operation),), context)
+            front = options.front((tiling.shape(operation),), context)
             if not front:
                 raise NoPlanError(self._why_none(tiling, operation))
             moving = tiling.carry_traffic(operation.tensor) / self.options.rates.copy_bandwidth
             if moving:
                 front = tuple(_slower(one, moving) for one in front)
             fronts.append(front)
-            spent = front[0].seconds / max(1, tiling.totals[operation.tensor])
-            layer, key = operation.layer, (tiling.graph.axis, operation.layer, tiling.new[operation.tensor].size)
-            self.least[layer] = min(self.least.get(layer, inf), spent)
-            self.least_at[key] = min(self.least_at.get(key, inf), spent)
-        if not self.narrowed:
+        spent = np.array([front[0].seconds for front in fronts])
+        self.least.note(tiling, spent / np.maximum(1, tiling.totals[tiling.figures.computed]))
+        if self.every is None:
             self._narrow(fronts)
         return fronts
 
     def _narrow(self, fronts: Sequence[ParetoFront]) -> None:
         """Try only primitives from here on that are fast for some operation, or need the least memory."""
-        self.narrowed, names = True, set[str]()
+        self.every, names = self.options, set[str]()
         for front in fronts:
             lean = min(front, key=lambda option: option.arena_bytes + option.resident)
             fast = [option for option in front if option.seconds <= SLOW * front[0].seconds]
@@ -265,8 +326,8 @@ class GraphSearch:
         memory = replace(around, stages=(stage,))
         return GraphSolution(tiling, tuple(chosen), tensors, memory, stage.prepared / rates.first_touch)
 
-    def _in_shorter_columns(self, solution: GraphSolution) -> GraphSolution | None:
-        """Return a plan whose columns take no longer than a killed run may lose."""
+    def _in_shorter_columns(self, solution: GraphSolution) -> GraphSolution:
+        """Return a plan whose columns take no longer than a killed run may lose, if that costs little and fits."""
         cover, tiling = solution.tiling.cover, solution.tiling
         if not tiling.streams or solution.seconds <= MAX_COLUMN_SECONDS * len(cover):
             return solution
@@ -275,7 +336,8 @@ class GraphSearch:
         column = ceil((end - begin) / pieces / thick) * thick
         if column >= cover.column:
             return solution
-        return self.solve(GraphTiling(GraphCover(cover.graph, cover.patch, column, cover.region)))
+        shorter = self.solve(GraphTiling(GraphCover(cover.graph, cover.patch, column, cover.region)))
+        return solution if shorter is None or shorter.seconds > CUT * solution.seconds else shorter
 
 
 def _slower(option: LayerOption, seconds: float) -> LayerOption:
@@ -305,13 +367,13 @@ def plan_graph(request: PlanRequest, costs: CostModel, options: OptionTable | No
 
 
 def _nearest(search: GraphSearch) -> str:
-    memory, limit = search.nearest, search.request.limits.ram_bytes
-    name = search.request.network.name
-    if memory is None:
+    limit, name = search.request.limits.ram_bytes, search.request.network.name
+    if search.smallest is None:
         return f"{name}: no patch and no column is allowed; drop {option('cover')} or {option('patch')}"
+    needed = search.smallest.memory.peak
     return (
-        f"{name} does not fit: its smallest plan needs {human_bytes(memory.peak)}, {memory.peak - limit:,} bytes more "
-        f"than the limit of {human_bytes(limit)}; raise {option('ram')} to at least {-(-memory.peak // 2**20)}M"
+        f"{name} does not fit: its smallest plan needs {human_bytes(needed)}, {needed - limit:,} bytes more than the "
+        f"limit of {human_bytes(limit)}; raise {option('ram')} to at least {-(-needed // 2**20)}M"
     )
 
 
@@ -365,10 +427,6 @@ def waste(tiling: GraphTiling) -> float:
     for along in range(3):
         regions = graph.regions(along, begin[along], end[along])
         needed = [many * region.size for many, region in zip(needed, regions, strict=True)]
-    maps = graph.network.maps
-
-    def weight(operation: Operation) -> int:
-        return maps[operation.tensor] * sum(read.maps for read in operation.reads)
-
-    done = sum(tiling.totals[operation.tensor] * weight(operation) for operation in graph.operations)
-    return done / sum(needed[operation.tensor] * weight(operation) for operation in graph.operations)
+    figures = tiling.figures
+    done = tiling.totals[figures.computed] @ figures.work
+    return float(done / (np.array(needed, np.float64)[figures.computed] @ figures.work))

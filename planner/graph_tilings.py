@@ -5,23 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import accumulate, product
+from itertools import product
 from math import prod
-from typing import Literal
+
+import numpy as np
 
 from znnpy.geometry import Interval
-from znnpy.graph_columns import GraphCover, StepPlanes, TurnedGraph
+from znnpy.graph_columns import GraphCover, TurnedGraph
 from znnpy.graph_operations import Operation, Region, shape_of
-from znnpy.kernels.contract import Footprint, Primitive, Variant
+from znnpy.kernels.contract import Footprint, Primitive, Scratch, Variant
 from znnpy.layer_shapes import LayerShape
-from znnpy.layers import Pad
+from znnpy.layers import Maxout, Pad
+from znnpy.many_intervals import Intervals, Numbers, needed_by_each, read_by_each
 from znnpy.patches import Box
-from znnpy.planner.layout import Tensor, aligned
+from znnpy.planner.graph_extents import Figures, Storage, Walk, Widths
+from znnpy.planner.layout import ALIGNMENT, Tensor
 from znnpy.shapes import FLOAT32, Vec3, turned_back
-
-# The place of a tensor: in the arena, during a step; in the arena, with planes kept beside it; or beside the arena,
-# where its planes stay from step to step.
-Storage = Literal["arena", "carried", "resident"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +38,11 @@ class GraphTiling:
         """Return whether columns keep planes from step to step."""
         return self.cover.column > 0
 
+    @property
+    def figures(self) -> Figures:
+        """What is the same in all sizes."""
+        return self.graph.remembered("figures", lambda: Figures.of(self.graph))
+
     @cached_property
     def patch_out(self) -> Vec3:
         """Most voxels of the first output in a step, axes (z, y, x)."""
@@ -52,7 +56,7 @@ class GraphTiling:
         return turned_back((size[0], size[1], size[2]), self.graph.axis)
 
     @cached_property
-    def _walk(self) -> Walk:
+    def walk(self) -> Walk:
         """The planes of the columns along their axis; equal for all tilings with the same columns and steps."""
         cover = self.cover
         begin, end = cover.periods[0][0], cover.periods[1][0]
@@ -69,24 +73,24 @@ class GraphTiling:
         return found[0], found[1]
 
     @property
-    def steps(self) -> tuple[StepPlanes, ...]:
-        """The steps of all columns along the axis."""
-        return self._walk.steps
+    def steps(self) -> int:
+        """The number of steps of all columns along the axis."""
+        return int(self.walk.planes.lo.shape[1])
 
     @property
     def new(self) -> tuple[Interval, ...]:
         """The most planes of each tensor that a step computes."""
-        return self._walk.new
+        return self.walk.new
 
     @property
     def held(self) -> tuple[int, ...]:
         """The most planes of each tensor that a step holds."""
-        return self._walk.held
+        return self.walk.held
 
     @property
     def kept(self) -> tuple[int, ...]:
         """The most planes of each tensor that a step finds already computed."""
-        return self._walk.kept
+        return self.walk.kept
 
     @property
     def across(self) -> tuple[tuple[Interval, ...], tuple[Interval, ...]]:
@@ -94,11 +98,11 @@ class GraphTiling:
         second, third = self._widths
         return second.widest, third.widest
 
-    @cached_property
-    def totals(self) -> tuple[int, ...]:
+    @property
+    def totals(self) -> Numbers:
         """Voxels of each tensor that are computed for the whole output."""
         second, third = self._widths
-        return tuple(z * y * x for z, y, x in zip(self._walk.totals, second.totals, third.totals, strict=True))
+        return self.walk.totals * second.totals * third.totals
 
     def region(self, tensor: int) -> Region:
         """Return the largest region of a tensor that a step computes."""
@@ -110,29 +114,33 @@ class GraphTiling:
 
     def shapes(self, operation: Operation) -> tuple[LayerShape, ...]:
         """Return all shapes of an operation: those at faces of the volume differ in padding and size."""
-        tensor, found = operation.tensor, []
+        geometry, tensor, found = self.graph.geometry, operation.tensor, []
         regions = (
-            [step.new[tensor] for step in self.steps],
-            *([self.graph.regions(along, *one)[tensor] for one in self.cover.ranges(along)] for along in (1, 2)),
+            self.walk.planes.row(tensor),
+            *(one.regions.row(tensor) for one in self._widths),
         )
         for along, intervals in enumerate(regions):
-            kinds = {self._kind(operation, along, one): one for one in intervals if one.size > 0}
-            found.append(list(kinds.values()))
-        geometry = self.graph.geometry
+            lo, hi = intervals.lo[intervals.size > 0], intervals.hi[intervals.size > 0]
+            kinds = self._kinds(operation, along, Intervals(lo, hi))
+            _, places = np.unique(kinds, axis=1, return_index=True)
+            found.append([Interval(int(lo[place]), int(hi[place])) for place in places])
         return tuple(dict.fromkeys(shape_of(geometry, operation, (z, y, x)) for z, y, x in product(*found)))
 
-    def _kind(self, operation: Operation, along: int, region: Interval) -> tuple[int, ...]:
-        """Return what distinguishes regions of an operation along an axis: regions of one kind have equal shapes."""
+    def _kinds(self, operation: Operation, along: int, regions: Intervals) -> Numbers:
+        """Return what distinguishes regions of an operation along an axis: a column for each region.
+
+        Regions with equal columns have equal shapes.
+        """
         axis, network = self.graph.geometry.axes[along], self.graph.network
         source, size = network.sources[operation.layer][0], axis.sizes[operation.tensor]
-        need = axis.needed(operation.layer, region, source)
+        need = needed_by_each(axis.layers[operation.layer], regions, axis.sizes[source])
         read = need.within(0, axis.sizes[source])
         layer = network.layers[operation.layer]
-        faces: tuple[int, ...] = ()
+        faces: tuple[Numbers, ...] = ()
         if isinstance(layer, Pad):  # how much of the padding the region holds
-            faces = min(region.lo, layer.before[along]), min(size - region.hi, layer.behind[along])
-        place = region.lo % axis.voxels(operation.tensor)
-        return region.size, read.size, read.lo - need.lo, need.hi - read.hi, place, *faces
+            faces = np.minimum(regions.lo, layer.before[along]), np.minimum(size - regions.hi, layer.behind[along])
+        place = regions.lo % axis.voxels(operation.tensor)
+        return np.stack((regions.size, read.size, read.lo - need.lo, need.hi - read.hi, place, *faces))
 
     def footprint(self, operation: Operation, primitive: Primitive, variant: Variant, threads: int) -> Footprint:
         """Return the bytes that a primitive needs at most, over all shapes of an operation."""
@@ -144,32 +152,48 @@ class GraphTiling:
             for part in one.scratch:
                 most[part.name] = max(most[part.name], part.nbytes)
         scratch = tuple(one._replace(nbytes=most[one.name]) for one in whole.scratch)
+        if copied := self._copied(operation):
+            scratch = (*scratch, Scratch(COPIED, copied, last=whole.stages - 1))
         return replace(whole, scratch=scratch, allowance=allowance)
+
+    def _copied(self, operation: Operation) -> int:
+        """Return the bytes of a copy of what an operation reads: a maxout takes no part of a larger tensor."""
+        if not isinstance(self.graph.network.layers[operation.layer], Maxout):
+            return 0
+        (read,) = operation.reads
+        for along, widths in enumerate(self._widths, 1):
+            axis, there = self.graph.geometry.axes[along], widths.regions.row(read.tensor)
+            mine = read_by_each(
+                axis, operation.layer, widths.regions.row(operation.tensor), axis.sources[operation.layer][0]
+            )
+            if (mine.lo + read.shift[along] != there.lo).any() or (mine.size != there.size).any():
+                return self.shape(operation).in_bytes
+        return 0
 
     def executions(self, operation: Operation) -> int:
         """Return how often that shape is computed for the whole output, rounded up."""
-        whole = prod(map(_size, self.region(operation.tensor)))
-        return max(1, -(-self.totals[operation.tensor] // max(1, whole)))
+        whole = prod(one.size for one in self.region(operation.tensor))
+        return max(1, -(-int(self.totals[operation.tensor]) // max(1, whole)))
 
     @cached_property
-    def _plane_bytes(self) -> tuple[int, ...]:
-        y, x = self.across
-        maps = self.graph.network.maps
-        return tuple(FLOAT32 * many * a.size * b.size for many, a, b in zip(maps, y, x, strict=True))
+    def _plane_bytes(self) -> Numbers:
+        second, third = self._widths
+        return FLOAT32 * self.figures.maps * second.most * third.most
 
     def plane_bytes(self, tensor: int) -> int:
         """Return the bytes of a plane of a tensor in memory."""
-        return self._plane_bytes[tensor]
+        return int(self._plane_bytes[tensor])
 
     def storage(self, tensor: int) -> Storage:
         """Return where a tensor lies. One that keeps as many planes as it gets stays: copying them would cost more."""
-        if not self.kept[tensor]:
-            return "arena"
-        return "resident" if self.kept[tensor] >= self.new[tensor].size else "carried"
+        return self.walk.storage[tensor]
 
-    def capacity(self, tensor: int) -> int:
-        """Return the planes for which a resident tensor has room: in every other step they need not be moved."""
-        return self.held[tensor] + self.new[tensor].size
+    def beside(self, tensor: int) -> int:
+        """Return the planes of a tensor for which there is room beside the arena.
+
+        A resident tensor has room for so many that in every other step they need not be moved.
+        """
+        return self.walk.beside[tensor]
 
     @property
     def stored(self) -> tuple[int, ...]:
@@ -179,12 +203,8 @@ class GraphTiling:
     @cached_property
     def carries(self) -> int:
         """Bytes beside the arena that stay from step to step."""
-        found = 0
-        for tensor in self.stored:
-            storage = self.storage(tensor)
-            planes = {"arena": 0, "carried": self.kept[tensor], "resident": self.capacity(tensor)}[storage]
-            found += planes * self.plane_bytes(tensor)
-        return found
+        stored = self.figures.stored
+        return int(np.array(self.walk.beside)[stored] @ self._plane_bytes[stored])
 
     def carry_traffic(self, tensor: int) -> int:
         """Return the bytes that are moved in a step to keep planes of a tensor."""
@@ -221,64 +241,27 @@ class GraphTiling:
             ]
         return tuple(found)
 
-    @cached_property
+    @property
     def live(self) -> tuple[int, ...]:
         """Bytes of tensors in the arena while each operation runs, its scratch not counted."""
-        change = [0] * (len(self.graph.operations) + 3)
-        for tensor, (first, last) in self.graph.lifetimes.items():
-            if self.storage(tensor) != "resident":
-                nbytes = aligned(self.held[tensor] * self._plane_bytes[tensor])
-                change[first] += nbytes
-                change[last + 1] -= nbytes
-        return tuple(accumulate(change))[1:-2]
+        return tuple(self._live().tolist())
+
+    @cached_property
+    def most_live(self) -> int:
+        """Most bytes of tensors that are in the arena while some operation runs."""
+        return int(self._live().max())
+
+    def _live(self) -> Numbers:
+        change = np.zeros(len(self.graph.operations) + 3, np.int64)
+        figures = self.figures
+        nbytes = self.walk.in_arena[figures.stored] * self._plane_bytes[figures.stored]
+        nbytes += -nbytes % ALIGNMENT
+        np.add.at(change, figures.first, nbytes)
+        np.subtract.at(change, figures.last + 1, nbytes)
+        return np.cumsum(change)[1:-2]
 
 
-@dataclass(frozen=True)
-class Walk:
-    """The planes of columns along their axis."""
-
-    steps: tuple[StepPlanes, ...]  # of all columns
-    new: tuple[Interval, ...]  # the most that a step computes, of each tensor
-    held: tuple[int, ...]  # the most planes in memory
-    kept: tuple[int, ...]  # the most planes that a step finds already computed
-    totals: tuple[int, ...]  # planes that are computed in all
-
-    @classmethod
-    def of(cls, cover: GraphCover, thick: int) -> Walk:
-        """Return the planes of the columns of a cover in steps of so many periods; 0: patches."""
-        steps = tuple(step for one in cover.ranges(0) for step in cover.graph.planes(*one, thick).steps)
-        news, helds = [step.new for step in steps], [step.held for step in steps]
-        by_tensor = list(zip(zip(*news, strict=True), zip(*helds, strict=True), strict=True))
-        return cls(
-            steps,
-            tuple(max(new, key=_size) for new, _ in by_tensor),
-            tuple(max(map(_size, held)) for _, held in by_tensor),
-            tuple(max(h.size - n.size for n, h in zip(new, held, strict=True)) for new, held in by_tensor),
-            tuple(sum(map(_size, new)) for new, _ in by_tensor),
-        )
-
-
-@dataclass(frozen=True)
-class Widths:
-    """The regions of columns along an axis that they do not walk."""
-
-    widest: tuple[Interval, ...]  # of each tensor
-    totals: tuple[int, ...]  # voxels in all columns
-
-    @classmethod
-    def of(cls, cover: GraphCover, along: int) -> Widths:
-        """Return the regions of the columns of a cover along an axis."""
-        by_tensor = list(zip(*(cover.graph.regions(along, *one) for one in cover.ranges(along)), strict=True))
-        return cls(
-            tuple(max(regions, key=_size) for regions in by_tensor),
-            tuple(sum(map(_size, regions)) for regions in by_tensor),
-        )
-
-
-def _size(interval: Interval) -> int:
-    return interval.size
-
-
+COPIED = "copied"  # the name of the scratch for a copy of an operation's input
 SPLITS = (
     1,
     2,

@@ -6,6 +6,7 @@ the topmost tensor placed first, reaches the lower bound, the peak of live bytes
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, NamedTuple
@@ -156,23 +157,23 @@ def place(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], int]:
     up to 10 layers 99 % reach the lower bound, the worst is 9 % above it (2026-11-20, tests/planner/test_layout.py).
     """
     bound = live_peak(tensors)
-    best: dict[str, Tensor] = {}
+    best: dict[str, int] = {}
     size = 0
     for key in _ORDERS:
         order = sorted(tensors, key=key)
         for _ in range(_ROUNDS):
-            placed = _best_fit(order)
-            top = max(placed.values(), key=lambda tensor: tensor.end, default=None)
-            end = aligned(top.end) if top else 0
+            offsets = _best_fit(order)
+            ends = [offset + tensor.nbytes for offset, tensor in zip(offsets, order, strict=True)]
+            end = aligned(max(ends, default=0))
             if not best or end < size:
-                best, size = placed, end
-            if size <= bound or top is None or order[0].name == top.name:
+                best, size = {tensor.name: offset for tensor, offset in zip(order, offsets, strict=True)}, end
+            if size <= bound or not order or (top := order[ends.index(max(ends))]) is order[0]:
                 break
             # The topmost tensor is placed first in the next round.
-            order.sort(key=lambda tensor: tensor.name != top.name)
+            order.sort(key=lambda tensor: tensor is not top)
         if size <= bound:
             break
-    return tuple(best[tensor.name] for tensor in tensors), size
+    return tuple(replace(tensor, offset=best[tensor.name]) for tensor in tensors), size
 
 
 _ORDERS: tuple[Callable[[Tensor], tuple[int, ...]], ...] = (
@@ -182,16 +183,24 @@ _ORDERS: tuple[Callable[[Tensor], tuple[int, ...]], ...] = (
 _ROUNDS = 20
 
 
-def _best_fit(ordered: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Place each tensor in turn into the smallest gap that holds it between placed tensors alive with it."""
-    placed: dict[str, Tensor] = {}
+def _best_fit(ordered: Sequence[Tensor]) -> list[int]:
+    """Place each tensor in turn into the smallest gap that holds it between placed ones alive with it: the offsets."""
+    found: list[int] = []
+    begins: list[int] = []  # offsets of placed tensors, in order, and for each the offset, its end, first and last tick
+    placed: list[tuple[int, int, int, int]] = []
     for tensor in ordered:
-        need = aligned(tensor.nbytes)
-        offset, smallest, end = None, 0, 0
-        for other in sorted((p for p in placed.values() if p.meets(tensor)), key=lambda p: p.offset):
-            gap = other.offset - end
-            if gap >= need and (offset is None or gap < smallest):
+        need, first, last = aligned(tensor.nbytes), tensor.first, tensor.last
+        offset, smallest, end = -1, 0, 0
+        for begin, stop, born, gone in placed:
+            if born > last or first > gone:
+                continue
+            gap = begin - end
+            if gap >= need and (offset < 0 or gap < smallest):
                 offset, smallest = end, gap
-            end = max(end, aligned(other.end))
-        placed[tensor.name] = replace(tensor, offset=end if offset is None else offset)
-    return placed
+            end = max(end, stop)
+        offset = end if offset < 0 else offset
+        at = bisect_right(begins, offset)
+        begins.insert(at, offset)
+        placed.insert(at, (offset, aligned(offset + tensor.nbytes), first, last))
+        found.append(offset)
+    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
@@ -30,6 +31,7 @@ from znnpy.layers import (
     Upsample,
 )
 from znnpy.lowering import lowered
+from znnpy.many_intervals import Intervals, frontiers, regions_of_each
 from znnpy.network import Network
 from znnpy.shapes import Vec3
 
@@ -52,7 +54,7 @@ def some(draw: Draw, size: int) -> range:
 
 
 @pytest.mark.slow
-@settings(max_examples=400, suppress_health_check=SLOW)
+@settings(max_examples=400, deadline=None, suppress_health_check=SLOW)
 @given(geometries())
 def test_sizes_are_those_of_the_definition(geometry: Geometry) -> None:
     for axis, along in enumerate(geometry.axes):
@@ -60,7 +62,7 @@ def test_sizes_are_those_of_the_definition(geometry: Geometry) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=400, suppress_health_check=SLOW)
+@settings(max_examples=400, deadline=None, suppress_health_check=SLOW)
 @given(geometries(), st.data(), st.integers(0, 2))
 def test_regions_hold_what_outputs_depend_on(geometry: Geometry, data: st.DataObject, axis: int) -> None:
     along = geometry.axes[axis]
@@ -72,6 +74,19 @@ def test_regions_hold_what_outputs_depend_on(geometry: Geometry, data: st.DataOb
         assert 0 <= region.lo <= region.hi <= along.sizes[tensor]
         if tight and needed:
             assert region == (min(needed), max(needed) + 1), (tensor, needed, region)
+
+
+@pytest.mark.slow
+@settings(max_examples=200, suppress_health_check=SLOW)
+@given(geometries(), st.data(), st.integers(0, 2))
+def test_regions_of_many_intervals_are_those_of_each(geometry: Geometry, data: st.DataObject, axis: int) -> None:
+    along, count = geometry.axes[axis], 5
+    wanted = [[some(data.draw, along.sizes[tensor]) for tensor in along.outputs] for _ in range(count)]
+    ends = np.array([[(own.start, own.stop) for own in one] for one in wanted])  # (count, outputs, 2)
+    found = regions_of_each(along, [Intervals(*ends[:, number].T) for number in range(len(along.outputs))])
+    for number, one in enumerate(wanted):
+        each = along.regions([Interval(own.start, own.stop) for own in one])
+        assert each == tuple(zip(found.lo[:, number].tolist(), found.hi[:, number].tolist(), strict=True))
 
 
 def _is_tight(layer: Layer) -> bool:
@@ -88,7 +103,7 @@ def _is_tight(layer: Layer) -> bool:
 
 
 @pytest.mark.slow
-@settings(max_examples=400, suppress_health_check=SLOW)
+@settings(max_examples=400, deadline=None, suppress_health_check=SLOW)
 @given(geometries(), st.data(), st.integers(0, 2))
 def test_frontiers_divide_regions_into_steps(geometry: Geometry, data: st.DataObject, axis: int) -> None:
     """Each step computes what is needed up to its end, of what steps before it computed or it computes itself."""
@@ -101,10 +116,10 @@ def test_frontiers_divide_regions_into_steps(geometry: Geometry, data: st.DataOb
         for i in range(30)
     ]
     ends = [[min(end, own.stop) for end, own in zip(known, wanted, strict=True)] for known in ends]
-    frontiers = [along.frontiers(known, regions) for known in ends]
-    for before, after in pairwise(frontiers):
+    found = [tuple(map(int, column)) for column in frontiers(along, np.array(ends).T, regions).T]
+    for before, after in pairwise(found):
         assert all(a <= b for a, b in zip(before, after, strict=True))
-    for known, frontier in zip(ends, frontiers, strict=True):
+    for known, frontier in zip(ends, found, strict=True):
         for tensor, end in zip(along.outputs, known, strict=True):
             assert frontier[tensor] >= end
         for index, sources in enumerate(along.sources):
@@ -112,11 +127,11 @@ def test_frontiers_divide_regions_into_steps(geometry: Geometry, data: st.DataOb
                 for source in sources:
                     assert all(needed < frontier[source] for needed in edges[index][voxel]), (index, voxel, known)
     if all(end == own.stop for end, own in zip(ends[-1], wanted, strict=True)):
-        assert frontiers[-1] == tuple(region.hi for region in regions)
+        assert found[-1] == tuple(region.hi for region in regions)
 
 
 @pytest.mark.slow
-@settings(max_examples=400, suppress_health_check=SLOW)
+@settings(max_examples=400, deadline=None, suppress_health_check=SLOW)
 @given(geometries(), st.integers(0, 2))
 def test_reach_is_the_largest_span_that_a_voxel_depends_on(geometry: Geometry, axis: int) -> None:
     """Along an axis that is long enough, some voxel has the whole of it before it, and none has more."""

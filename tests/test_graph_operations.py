@@ -9,6 +9,7 @@ import pytest
 from znnpy.formats.wiring import Given, network_of
 from znnpy.graph_columns import TurnedGraph
 from znnpy.layers import ONE, Add, Concat, Conv, Crop, Function, Upsample
+from znnpy.planner.graph_extents import Figures
 from znnpy.shapes import Vec3
 
 CONV = Conv((3, 3, 3), 2, padding=(ONE, ONE))
@@ -38,7 +39,8 @@ def test_a_residual_is_one_operation() -> None:
     assert computed(graph) == ["sum of input + input", "last of sum"]
     assert graph.stored == (0, 2, 3)
     assert graph.operations[0].sources == (0, 0)
-    assert graph.lifetimes == {0: (0, 1), 2: (1, 2), 3: (2, 3)}
+    figures = Figures.of(graph)
+    assert (figures.first.tolist(), figures.last.tolist()) == ([0, 1, 2], [1, 2, 3])
 
 
 @pytest.mark.parametrize("reads", [("one", "two"), ("two", "one")])

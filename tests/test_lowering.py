@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,7 @@ from znnpy.errors import ShapeError
 from znnpy.formats.weights import random_weights
 from znnpy.formats.wiring import Given, network_of
 from znnpy.kernels.whole import whole
-from znnpy.layers import Activate, Add, Conv, ConvTranspose, Crop, Layer, Pad, Scale
+from znnpy.layers import Activate, Add, Concat, Conv, ConvTranspose, Crop, Layer, Pad, Pool, Scale, Upsample
 from znnpy.lowering import lowered
 from znnpy.network import ConvWeights, Network
 from znnpy.shapes import Vec3
@@ -37,7 +38,7 @@ def outputs(network: Network, weights: Sequence[ConvWeights], size: Vec3) -> lis
 
 
 @pytest.mark.slow
-@settings(max_examples=200, suppress_health_check=SLOW)
+@settings(max_examples=200, deadline=None, suppress_health_check=SLOW)
 @given(graphs(), sizes(1, 6), st.integers(0, 99))
 def test_random_graphs_give_the_same_when_lowered(network: Network, size: Vec3, seed: int) -> None:
     try:
@@ -45,9 +46,9 @@ def test_random_graphs_give_the_same_when_lowered(network: Network, size: Vec3, 
     except ShapeError:
         reject()
     fewer, weights = lowered(network), few_digits(network, seed)
-    theirs = fewer.weights(weights)
-    assert sorted(theirs) == list(fewer.network.weighted)
-    got = outputs(fewer.network, [theirs[index] for index in fewer.network.weighted], volume)
+    theirs = [fewer.weights(index, weights) for index in range(len(fewer.network.layers))]
+    assert [index for index, one in enumerate(theirs) if one is not None] == list(fewer.network.weighted)
+    got = outputs(fewer.network, [one for one in theirs if one is not None], volume)
     for expected, given_ in zip(outputs(network, weights, volume), got, strict=True):
         assert given_.shape == expected.shape
         np.testing.assert_allclose(given_, expected, rtol=0, atol=1e-10 * max(1, np.abs(expected).max()))
@@ -72,6 +73,29 @@ def test_norm_and_function_become_part_of_the_convolution_before_them() -> None:
     assert merged == (("norm", ConvTranspose((2, 2, 2), 4, (2, 2, 2), groups=2)),)
     merged = names_of(Given(Add(), "sum", ("input", "input")), Given(Activate("relu"), "relu"))
     assert merged == (("relu", Add("relu")),)
+
+
+def test_1x1x1_convolutions_come_before_a_nearest_upsampling() -> None:
+    up, end = Upsample((2, 2, 2)), Given(Conv((3, 3, 3), 2), "end")
+    narrow = Given(ONE, "narrow"), Given(Activate("relu"), "relu")
+    moved = ("relu", replace(ONE, activation="relu")), ("up", up), ("end", end.layer)
+    assert names_of(Given(up, "up"), *narrow, end) == moved
+    again = names_of(Given(up, "up"), *narrow, Given(ONE, "again"), end)
+    assert [name for name, _ in again] == ["relu", "again", "up", "end"]
+    for other in (Upsample((2, 2, 2), how="linear"), Pool((2, 2, 2))):
+        assert names_of(Given(other, "up"), *narrow, end)[0] == ("up", other)
+    assert names_of(Given(up, "up"), *narrow)[0] == ("up", up), "the output keeps its name"
+    assert names_of(Given(up, "up"), *narrow, end, output=["up", "end"])[0] == ("up", up)
+
+
+def test_an_upsampling_whose_size_others_take_stays() -> None:
+    up, deep = Given(Upsample((2, 2, 2)), "up", ("down",)), Given(Conv((3, 3, 3), 2), "deep", ("down",))
+    cut = Given(Crop(like="up"), "cut", ("input",))
+    found = names_of(
+        Given(Pool((2, 2, 2)), "down"), up, Given(ONE, "narrow"), deep, cut, Given(Concat(), "both", ("narrow", "cut")),
+        Given(Conv((3, 3, 3), 2), "end"), output=["end", "deep"],
+    )  # fmt: skip
+    assert [name for name, _ in found] == ["down", "up", "narrow", "deep", "cut", "both", "end"]
 
 
 def test_what_is_read_elsewhere_or_is_an_output_stays() -> None:

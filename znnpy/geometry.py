@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from math import lcm
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from znnpy.layers import (
     AveragePool,
@@ -130,55 +130,64 @@ class AxisLayer(NamedTuple):
         What lies outside 0 .. n is padding. Values that padding repeats are included. n = None: as if the input went
         on without faces.
         """
+        return Interval(*self.ends_needed(lo, hi, n))
+
+    def ends_needed(self, lo: Any, hi: Any, n: int | None) -> tuple[Any, Any]:
+        """Return the ends of what `needed` gives, for one interval or for arrays of them."""
         layer, axis = self.layer, self.axis
         match layer:
             case Conv():
                 begin = lo * layer.stride[axis] - layer.padding[0][axis]
                 end = begin + (hi - 1 - lo) * layer.stride[axis] + layer.reach[axis]
-                return self._unpadded(layer.padding_mode, begin, end, n)
+                return _unpadded(layer.padding_mode, begin, end, n)
             case Pool() | AveragePool():
                 begin = lo * layer.step[axis] - layer.padding[0][axis]
-                return Interval(begin, begin + (hi - 1 - lo) * layer.step[axis] + layer.window[axis])
+                return begin, begin + (hi - 1 - lo) * layer.step[axis] + layer.window[axis]
             case MaxFilter():
-                return Interval(lo, hi + layer.window[axis] - 1)
+                return lo, hi + layer.window[axis] - 1
             case ConvTranspose():
                 stride, padding = layer.stride[axis], layer.padding[0][axis]
                 begin = -((layer.reach[axis] - 1 - lo - padding) // stride)
                 # At least one voxel, even if it contributes nothing: the last one that begins at `lo` or before.
-                begin, end = min(begin, (lo + padding) // stride), (hi - 1 + padding) // stride + 1
-                return Interval(begin if n is None else min(begin, n - 1), end)
+                begin, end = _least(begin, (lo + padding) // stride), (hi - 1 + padding) // stride + 1
+                return begin if n is None else _least(begin, n - 1), end
             case Upsample(factor=factor, how=how):
                 assert factor is not None, "resolved before"
                 f = factor[axis]
                 if how == "nearest" or f == 1:
-                    return Interval(lo // f, (hi - 1) // f + 1)
+                    return lo // f, (hi - 1) // f + 1
                 # between the voxels at floor((i + 0.5) / f - 0.5) and the next one
-                return Interval((2 * lo + 1 - f) // (2 * f), (2 * hi - 1 - f) // (2 * f) + 2)
+                return (2 * lo + 1 - f) // (2 * f), (2 * hi - 1 - f) // (2 * f) + 2
             case Crop():
-                return Interval(lo + layer.before[axis], hi + layer.before[axis])
+                return lo + layer.before[axis], hi + layer.before[axis]
             case Pad(how="zeros") if n is not None:  # at least one voxel, even if it contributes nothing
-                begin, end = lo - layer.before[axis], hi - layer.before[axis]
-                return Interval(min(begin, n - 1), max(end, 1))
+                return _least(lo - layer.before[axis], n - 1), _most(hi - layer.before[axis], 1)
             case Pad():
-                return self._unpadded(layer.how, lo - layer.before[axis], hi - layer.before[axis], n)
+                return _unpadded(layer.how, lo - layer.before[axis], hi - layer.before[axis], n)
             case _:
-                return Interval(lo, hi)
+                return lo, hi
 
-    @staticmethod
-    def _unpadded(how: PadMode, lo: int, hi: int, n: int | None) -> Interval:
-        """Return what the voxels lo .. hi - 1 need, counted from the first one that is no padding."""
-        found = Interval(lo, hi)
-        if how == "zeros" or hi <= lo or n is None:
-            return found
-        mirrored = how == "reflect"
-        if lo < 0:
-            last = -lo if mirrored else 0  # the farthest that is repeated
-            first = max(0, 1 - hi) if mirrored else 0
-            found = found.joined(Interval(first, last + 1))
-        if hi > n:
-            first = 2 * (n - 1) - (hi - 1) if mirrored else n - 1
-            found = found.joined(Interval(first, n))
-        return found
+
+def _least(a: Any, b: Any) -> Any:
+    """Return the smaller of two numbers, or of an array and numbers at each place."""
+    return min(a, b) if isinstance(a, int) else a.clip(max=b)
+
+
+def _most(a: Any, b: Any) -> Any:
+    """Return the larger of two numbers, or of an array and numbers at each place."""
+    return max(a, b) if isinstance(a, int) else a.clip(min=b)
+
+
+def _unpadded(how: PadMode, lo: Any, hi: Any, n: int | None) -> tuple[Any, Any]:
+    """Return what the voxels lo .. hi - 1 need, counted from the first one that is no padding.
+
+    Voxel -i repeats voxel i by reflection, and n - 1 + i voxel n - 1 - i; by replication they repeat 0 and n - 1.
+    """
+    if how == "zeros" or n is None:
+        return lo, hi
+    if how == "reflect":
+        return _least(lo, 2 * n - 1 - hi), _most(hi, 1 - lo)
+    return _least(lo, n - 1), _most(hi, 1)
 
 
 @dataclass(frozen=True)
@@ -224,29 +233,6 @@ class AxisGeometry:
         if region.size <= 0:
             return NOTHING
         return self.needed(index, region, source).within(0, self.sizes[source])
-
-    def frontiers(self, known: Sequence[int], regions: Sequence[Interval]) -> tuple[int, ...]:
-        """Return up to which voxel every tensor must be known for its outputs to be known up to `known`.
-
-        known    of each output, in the order of `outputs`; may lie before its region
-        regions  of the tensors in the whole column; a frontier never leaves its region
-
-        Frontiers grow with `known`, so that a column computes each voxel once.
-        """
-        none = -(2**62)
-        found = [none] * len(self.sizes)
-        for tensor, end in zip(self.outputs, known, strict=True):
-            found[tensor] = max(found[tensor], end)
-        for index in reversed(range(len(self.layers))):
-            end = found[index + 1]
-            if end == none:
-                continue
-            # A voxel before the region is none that is computed, and no face is near it.
-            begin, ahead = min(regions[index + 1].lo, end - 1), end <= regions[index + 1].lo
-            for source in self.sources[index]:
-                size = None if ahead else self.sizes[source]
-                found[source] = max(found[source], self.layers[index].needed(begin, end, size).hi)
-        return tuple(min(max(end, region.lo), region.hi) for end, region in zip(found, regions, strict=True))
 
 
 @dataclass(frozen=True)

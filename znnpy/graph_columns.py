@@ -10,22 +10,28 @@ that nothing is computed outside.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import pairwise
-from math import prod
-from typing import Any, TypeVar, overload
+from threading import RLock
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from znnpy.admissible import admissible
-from znnpy.geometry import AxisGeometry, Geometry, Interval
+from znnpy.geometry import Geometry, Interval
 from znnpy.graph_operations import Operation, Region, operations
 from znnpy.lowering import Lowered, lowered
 from znnpy.network import Network
-from znnpy.patches import Box, Column, Patch
+from znnpy.patches import Box, Column, Columns, Patch
 from znnpy.shapes import Vec3, turned, turned_back
 
+if TYPE_CHECKING:
+    from znnpy.column_planes import ColumnPlanes
+    from znnpy.many_intervals import Intervals
+
 T = TypeVar("T")
+
+KEPT_RESULTS = 16  # regions and planes of columns that are kept for what is asked next
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,27 +46,6 @@ class Area:
     region: Box
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlanes:
-    """The planes of every tensor in one step of a column.
-
-    new   planes that the step computes; of the input, those that it reads
-    held  planes that it needs in memory: kept ones and the new ones
-    """
-
-    new: tuple[Interval, ...]
-    held: tuple[Interval, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ColumnPlanes:
-    """The planes of every tensor in a column, along the axis that it walks."""
-
-    region: tuple[Interval, ...]  # of the whole column
-    steps: tuple[StepPlanes, ...]
-    outputs: tuple[tuple[Interval, ...], ...]  # per step, the planes of each output that it gives
-
-
 @dataclass(frozen=True)
 class TurnedGraph:
     """A lowered network over a volume, with the axis of columns first."""
@@ -70,8 +55,8 @@ class TurnedGraph:
     axis: int
     operations: tuple[Operation, ...]
     _facts: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
-    _columns: dict[tuple[int, int, int], ColumnPlanes] = field(default_factory=dict, repr=False, compare=False)
-    _regions: dict[tuple[int, int, int], tuple[Interval, ...]] = field(default_factory=dict, repr=False, compare=False)
+    _latest: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict, repr=False, compare=False)
+    _lock: RLock = field(default_factory=RLock, repr=False, compare=False)  # a reader asks while a session computes
 
     @staticmethod
     @lru_cache(maxsize=16)
@@ -90,21 +75,6 @@ class TurnedGraph:
     def stored(self) -> tuple[int, ...]:
         """The tensors in memory: the input, and what operations give."""
         return (0, *(operation.tensor for operation in self.operations))
-
-    @cached_property
-    def lifetimes(self) -> dict[int, tuple[int, int]]:
-        """The first and the last operation, counted from 1, during which each tensor in memory is there.
-
-        The input is there before the first operation, and an output of the network also after the last.
-        """
-        first, last = {0: 0}, {0: 0}
-        for number, operation in enumerate(self.operations, 1):
-            first[operation.tensor] = last[operation.tensor] = number
-            for tensor in operation.sources:
-                last[tensor] = number
-        for tensor in self.network.outputs:
-            last[tensor] = len(self.operations) + 1
-        return {tensor: (first[tensor], last[tensor]) for tensor in self.stored}
 
     def remembered(self, key: Hashable, work: Callable[[], T]) -> T:
         """Return what `work` gives; it is called once for each key."""
@@ -148,73 +118,37 @@ class TurnedGraph:
     def regions(self, along: int, begin: int, end: int) -> tuple[Interval, ...]:
         """Return the voxels of every tensor that the outputs of some periods along an axis need."""
         key = along, begin, end
-        found = self._regions.get(key)
-        if found is None:
-            found = self._regions[key] = self.geometry.axes[along].regions(self.wanted(along, begin, end))
-        return found
+        return self._recent(key, lambda: self.geometry.axes[along].regions(self.wanted(along, begin, end)))
+
+    def regions_of_each(self, along: int, ranges: Sequence[tuple[int, int]]) -> Intervals:
+        """Return what `regions` gives for many ranges of periods: a row for each tensor."""
+        from znnpy.column_planes import of_ranges
+
+        return of_ranges(self.geometry.axes[along], [self.wanted(along, begin, end) for begin, end in ranges])
 
     def planes(self, begin: int, end: int, thick: int) -> ColumnPlanes:
         """Return the planes of a column from period `begin` to `end` in steps of `thick` periods; 0: one step."""
-        key = begin, end, thick
-        found = self._columns.get(key)
-        if found is None:
-            found = self._columns[key] = self._planes(begin, end, thick)
-        return found
+        return self._recent((begin, end, thick, "planes"), lambda: self._planes(begin, end, thick))
 
     def _planes(self, begin: int, end: int, thick: int) -> ColumnPlanes:
-        axis, region = self.geometry.axes[0], self.regions(0, begin, end)
+        from znnpy.column_planes import of_column, of_one_step
+
+        region = self.regions(0, begin, end)
         if thick == 0:
-            step = StepPlanes(region, region)
-            return ColumnPlanes(region, (step,), (tuple(self.wanted(0, begin, end)),))
-        nothing = tuple(interval.lo for interval in region)
-        ends = [*range(begin + thick, end, thick), end]
-        known = [axis.frontiers(self._known(0, to), region) for to in ends]
-        before, ahead = begin, list[tuple[int, ...]]()
-        while (frontier := axis.frontiers(self._unclipped(before), region)) != nothing:
-            if not ahead or frontier != ahead[-1]:  # else the step would compute nothing
-                ahead.append(frontier)
-            before -= thick
-        frontiers = [nothing, *reversed(ahead), *known]
-        news = [
-            tuple(Interval(lo, hi) for lo, hi in zip(first, second, strict=True))
-            for first, second in pairwise(frontiers)
-        ]
-        wanted = self.wanted(0, begin, end)
-        upto = [[want.lo for want in wanted]] * (len(ahead) + 1) + [self._known(0, to) for to in ends]
-        given = [
-            tuple(Interval(lo, hi).within(*want) for lo, hi, want in zip(first, second, wanted, strict=True))
-            for first, second in pairwise(upto)
-        ]
-        held = self._held(axis, news, given)
-        return ColumnPlanes(region, tuple(held), tuple(given))
+            return of_one_step(region, self.wanted(0, begin, end))
+        voxels = [self.geometry.axes[0].voxels(tensor) for tensor in self.network.outputs]
+        known = [self._known(0, stop) for stop in (*range(begin + thick, end, thick), end)]
+        ahead = [begin * one for one in voxels], [thick * one for one in voxels]
+        return of_column(self.geometry.axes[0], self.operations, region, self.wanted(0, begin, end), known, *ahead)
 
-    def _unclipped(self, periods: int) -> list[int]:
-        """Return the voxel of each output at which a period begins, which may be before the first."""
-        return [periods * self.geometry.axes[0].voxels(tensor) for tensor in self.network.outputs]
-
-    def _held(
-        self, axis: AxisGeometry, news: Sequence[tuple[Interval, ...]], given: Sequence[tuple[Interval, ...]]
-    ) -> list[StepPlanes]:
-        """Return new and held planes of each step: from the first that it or a later step reads or gives."""
-        found: list[StepPlanes] = []
-        least = [new.hi for new in news[-1]]  # first plane of each tensor that is read from here on
-        for new, pieces in zip(reversed(news), reversed(given), strict=True):
-            least = [min(first, mine.lo) if mine.size else first for first, mine in zip(least, new, strict=True)]
-            for operation in self.operations:
-                mine = new[operation.tensor]
-                if mine.size > 0:
-                    source = self.network.sources[operation.layer][0]
-                    read = axis.read(operation.layer, mine, source)
-                    for one in operation.reads:
-                        least[one.tensor] = min(least[one.tensor], read.lo + one.shift[0])
-                    if (addend := operation.addend) is not None:
-                        least[addend.tensor] = min(least[addend.tensor], mine.lo + addend.shift[0])
-            for tensor, piece in zip(self.network.outputs, pieces, strict=True):
-                if piece.size > 0:
-                    least[tensor] = min(least[tensor], piece.lo)
-            held = tuple(Interval(min(first, mine.hi), mine.hi) for first, mine in zip(least, new, strict=True))
-            found.append(StepPlanes(new, held))
-        return found[::-1]
+    def _recent(self, key: Hashable, work: Callable[[], T]) -> T:
+        """Return what `work` gives; the latest few results are kept."""
+        with self._lock:
+            found: T = self._latest.pop(key) if key in self._latest else work()
+            self._latest[key] = found
+            if len(self._latest) > KEPT_RESULTS:
+                self._latest.popitem(last=False)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +162,7 @@ class GraphStep:
 
 
 @dataclass(frozen=True)
-class GraphCover(Sequence[Column]):
+class GraphCover(Columns):
     """Columns whose `write` boxes partition the predicted region. Each is made when it is requested.
 
     patch   periods of a step, with the axis of columns first
@@ -269,21 +203,8 @@ class GraphCover(Sequence[Column]):
         (begin, end), size = (self.periods[0][along], self.periods[1][along]), self.grid[along]
         return [(first, min(first + size, end)) for first in range(begin, end, size)]
 
-    def __len__(self) -> int:
-        return prod(self.counts)
-
-    @overload
-    def __getitem__(self, index: int) -> Column: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Column, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> Column | tuple[Column, ...]:
-        if isinstance(index, slice):
-            return tuple(self[i] for i in range(*index.indices(len(self))))
-        rest, x = divmod(range(len(self))[index], self.counts[2])  # IndexError beyond the end
-        z, y = divmod(rest, self.counts[1])
-        ranges = [self.ranges(along)[place] for along, place in enumerate((z, y, x))]
+    def _at(self, place: Vec3) -> Column:
+        ranges = [self.ranges(along)[number] for along, number in enumerate(place)]
         begin, end = (ranges[0][0], ranges[1][0], ranges[2][0]), (ranges[0][1], ranges[1][1], ranges[2][1])
         return Column(tuple(self._steps(begin, end)))
 
@@ -295,8 +216,9 @@ class GraphCover(Sequence[Column]):
         out = [graph.wanted(along, begin[along], end[along])[0] for along in (1, 2)]
         zero = (-self.region.lo[0], -self.region.lo[1], -self.region.lo[2])
         region = self.region.shifted(zero)
-        for number, (step, given) in enumerate(zip(planes.steps, planes.outputs, strict=True)):
-            source = self._box((step.new[0], read[0], read[1]))
+        for number, given in enumerate(planes.outputs):
+            new = Interval(int(planes.ends[0, number]), int(planes.ends[0, number + 1]))
+            source = self._box((new, read[0], read[1]))
             gives = self._box((given[0], out[0], out[1])).shifted(zero)
             here = GraphStep(begin, end, thick, number)
             yield Patch(source.lo, gives, gives.clipped(region), source.size, here)

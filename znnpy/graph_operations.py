@@ -1,8 +1,9 @@
 """The operations that compute a graph's layers, what each reads, and its shape for a region of its output.
 
 A crop is a view of what it crops, and a concatenation that only convolutions read is no operation: these read all its
-inputs. A convolution whose result is only added to another tensor adds it itself: the two layers are one operation.
-Every other layer is an operation, and its output a tensor in memory.
+inputs. Nor is an upsampling that repeats voxels for convolutions: they repeat them as they read. A convolution whose
+result is only added to another tensor adds it itself: the two layers are one operation. Every other layer is an
+operation, and its output a tensor in memory.
 """
 
 from __future__ import annotations
@@ -44,15 +45,17 @@ from znnpy.patches import Box
 from znnpy.shapes import MaxoutShape, Vec3, add
 
 Region = tuple[Interval, Interval, Interval]
+MAGNIFIED_MAPS = 16  # least maps of an upsampling, and of a convolution that reads it, for which it is a view
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One input of an operation: voxel i of its input is voxel i + `shift` of the tensor."""
+    """One input of an operation: voxel i of its input is voxel (i + `shift`) // `factor` of the tensor."""
 
     tensor: int
     shift: Vec3
     maps: int
+    factor: Vec3 = ONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +131,43 @@ def _is_view(network: Network, index: int) -> bool:
     if tensor in network.outputs:
         return False
     readers = [network.layers[reader] for reader in network.readers[tensor]]
+    if isinstance(layer, Upsample):
+        return _is_magnified(network, index)
     if isinstance(layer, Concat):
         return all(isinstance(reader, Conv) and reader.groups == 1 for reader in readers)
     return isinstance(layer, Crop) and not any(isinstance(reader, Crop) for reader in readers)
+
+
+def _is_magnified(network: Network, index: int) -> bool:
+    """Return whether all readers of an upsampling are convolutions that gain by repeating its voxels themselves.
+
+    Those transform its input instead of its output; with few maps other methods are faster, which need all voxels.
+    """
+    layer, tensor = network.layers[index], index + 1
+    if not isinstance(layer, Upsample) or layer.how != "nearest" or layer.factor is None:
+        return False
+    readers = set[int]()
+    for reader in network.readers[tensor]:
+        if isinstance(network.layers[reader], Concat):
+            others = [network.layers[source - 1] for source in network.sources[reader] if source not in (0, tensor)]
+            if not _is_view(network, reader) or any(isinstance(other, Upsample) for other in others):
+                return False
+            readers |= set(network.readers[reader + 1])
+        else:
+            readers.add(reader)
+    return network.maps[tensor] >= MAGNIFIED_MAPS and all(
+        _repeats(network.layers[reader], layer.factor) for reader in readers
+    )
+
+
+def _repeats(layer: Layer, factor: Vec3) -> bool:
+    """Return whether a layer is a convolution that can repeat voxels as it reads them, and gains by it."""
+    return (
+        isinstance(layer, Conv)
+        and (layer.stride, layer.dilation, layer.groups) == (ONE, ONE, 1)
+        and layer.out >= MAGNIFIED_MAPS
+        and all(times == 1 or (times == 2 and k >= 3 and k % 2) for times, k in zip(factor, layer.kernel, strict=True))
+    )
 
 
 def _reads(network: Network, views: set[int], tensor: int, shift: Vec3) -> list[Read]:
@@ -138,6 +175,10 @@ def _reads(network: Network, views: set[int], tensor: int, shift: Vec3) -> list[
     if tensor not in views:
         return [Read(tensor, shift, network.maps[tensor])]
     layer = network.layers[tensor - 1]
+    if isinstance(layer, Upsample):
+        assert layer.factor is not None, "resolved before"
+        source = network.sources[tensor - 1][0]
+        return [Read(source, shift, network.maps[source], layer.factor)]
     shift = add(shift, layer.before) if isinstance(layer, Crop) else shift
     return [read for source in network.sources[tensor - 1] for read in _reads(network, views, source, shift)]
 
@@ -149,10 +190,18 @@ def input_region(geometry: Geometry, operation: Operation, region: Region) -> Re
     return z, y, x
 
 
-def shifted(region: Region, by: Vec3) -> Box:
-    """Return a region as a box, moved."""
-    z, y, x = region
-    return Box((z.lo + by[0], y.lo + by[1], x.lo + by[2]), (z.hi + by[0], y.hi + by[1], x.hi + by[2]))
+def box_of(region: Region) -> Box:
+    """Return a region as a box."""
+    return Box(vector(along.lo for along in region), vector(along.hi for along in region))
+
+
+def voxels_of(read: Read, region: Region) -> Box:
+    """Return the voxels of its tensor that an input reads for a region of itself."""
+    box = box_of(region).shifted(read.shift)
+    return Box(
+        vector(at // factor for at, factor in zip(box.lo, read.factor, strict=True)),
+        vector(-(-at // factor) for at, factor in zip(box.hi, read.factor, strict=True)),
+    )
 
 
 def shape_of(geometry: Geometry, operation: Operation, region: Region) -> GraphShape | MaxoutShape:
@@ -170,9 +219,12 @@ def shape_of(geometry: Geometry, operation: Operation, region: Region) -> GraphS
         case Conv():
             end = layer if operation.added is None else network.layers[operation.added]
             assert isinstance(end, Conv | Add)
+            magnified = [one.factor for one in operation.reads if one.factor != ONE]
+            factors = tuple(one.factor for one in operation.reads) if magnified else ()
+            first = vector(there.lo % factor for there, factor in zip(read, (*magnified, ONE)[0], strict=True))
             return GraphConvShape(
                 fins, layer.out, n, layer.kernel, before, behind, layer.stride, layer.dilation, layer.groups,
-                end.activation, end.parameters, addend=operation.addend is not None,
+                end.activation, end.parameters, addend=operation.addend is not None, factors=factors, first=first,
             )  # fmt: skip
         case ConvTranspose():
             first = _first(region, read, layer.stride, layer.padding[0])

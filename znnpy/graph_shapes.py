@@ -26,6 +26,29 @@ class _OneImage(Sized):
 
 
 @dataclass(frozen=True, slots=True)
+class _MapByMap(_OneImage):
+    """Shapes of layers that give as many maps as they get."""
+
+    f: int
+    n: Vec3
+
+    @property
+    def in_shape(self) -> tuple[int, int, int, int, int]:
+        return 1, *self.n, self.f
+
+
+@dataclass(frozen=True, slots=True)
+class _Resampled(_MapByMap):
+    """Shapes of layers whose output has a size of its own."""
+
+    m: Vec3  # output size
+
+    @property
+    def out_shape(self) -> tuple[int, int, int, int, int]:
+        return 1, *self.m, self.f
+
+
+@dataclass(frozen=True, slots=True)
 class GraphConvShape(_OneImage):
     """One convolution of a graph, of the maps of all its inputs one after the other, with zeros as padding.
 
@@ -46,6 +69,21 @@ class GraphConvShape(_OneImage):
     precision: Precision = "fp32"
     kind: Literal["graph_conv"] = "graph_conv"
     addend: bool = False
+    factors: tuple[Vec3, ...] = ()  # how often each voxel of each input counts along each axis; (): once
+    first: Vec3 = ZERO  # voxels of magnified inputs that precede the first one of `n`
+
+    @property
+    def magnified(self) -> bool:
+        """Return whether an input has fewer voxels than `n` in memory, each of which counts several times."""
+        return any(factor != ONE for factor in self.factors)
+
+    def size_of(self, index: int) -> Vec3:
+        """Return the voxels of an input in memory."""
+        if not self.factors:
+            return self.n
+        axes = zip(self.n, self.first, self.factors[index], strict=True)
+        z, y, x = (n if factor == 1 else -(-(first + n) // factor) for n, first, factor in axes)
+        return z, y, x
 
     @property
     def fin(self) -> int:
@@ -70,7 +108,9 @@ class GraphConvShape(_OneImage):
 
     @property
     def in_bytes(self) -> int:
-        return FLOAT32 * prod(self.in_shape) + self.addend_bytes
+        """Bytes of all inputs."""
+        found = sum(maps * prod(self.size_of(index)) for index, maps in enumerate(self.fins))
+        return FLOAT32 * found + self.addend_bytes
 
     @property
     def addend_bytes(self) -> int:
@@ -94,6 +134,8 @@ class GraphConvShape(_OneImage):
         words += [f"stride {text(self.stride)}"] if self.stride != ONE else []
         words += [f"dilation {text(self.dilation)}"] if self.dilation != ONE else []
         words += [f"groups {self.groups}"] if self.groups > 1 else []
+        if self.magnified:
+            words += [f"magnified {'+'.join(map(text, self.factors))} from {text(self.first)}"]
         words += ["+ addend"] if self.addend else []
         return " ".join((*words, self.activation))
 
@@ -135,15 +177,13 @@ class TransposeShape(_OneImage):
 
 
 @dataclass(frozen=True, slots=True)
-class WindowPoolShape(_OneImage):
+class WindowPoolShape(_MapByMap):
     """One max- or average pooling with any stride.
 
     A maximum ignores padding. A mean divides by the window's voxels in the image, or with `count_padding` also by those
     in the padding, but never by those of `overhang`, where windows reach beyond the padding (ceil mode).
     """
 
-    f: int
-    n: Vec3
     window: Vec3
     stride: Vec3
     how: Literal["max", "average"] = "max"
@@ -153,10 +193,6 @@ class WindowPoolShape(_OneImage):
     count_padding: bool = True
     precision: Precision = "fp32"
     kind: Literal["window_pool"] = "window_pool"
-
-    @property
-    def in_shape(self) -> tuple[int, int, int, int, int]:
-        return 1, *self.n, self.f
 
     @property
     def out_shape(self) -> tuple[int, int, int, int, int]:
@@ -170,29 +206,18 @@ class WindowPoolShape(_OneImage):
 
 
 @dataclass(frozen=True, slots=True)
-class UpsampleShape(_OneImage):
+class UpsampleShape(_Resampled):
     """One upsampling: output voxel j lies at voxel j + `first` of the input magnified by `factor`.
 
     nearest  out[j] = in[(j + first) // factor]
     linear   out[j] is in at (j + first + 0.5) / factor - 0.5, between its voxels, clamped at its ends
     """
 
-    f: int
-    n: Vec3
-    m: Vec3  # output size
     factor: Vec3
     first: Vec3
     how: Literal["nearest", "linear"] = "nearest"
     precision: Precision = "fp32"
     kind: Literal["upsample"] = "upsample"
-
-    @property
-    def in_shape(self) -> tuple[int, int, int, int, int]:
-        return 1, *self.n, self.f
-
-    @property
-    def out_shape(self) -> tuple[int, int, int, int, int]:
-        return 1, *self.m, self.f
 
     def __str__(self) -> str:
         return f"upsample {self.how} {self.f} @{text(self.n)}->{text(self.m)} by {text(self.factor)}"
@@ -228,29 +253,18 @@ class PointShape(_OneImage):
 
 
 @dataclass(frozen=True, slots=True)
-class PadShape(_OneImage):
+class PadShape(_Resampled):
     """One padding: out[j] = in[j + first], with what lies outside `low` .. `high` as `how` says.
 
     The volume's voxels along an axis are `low` .. `high` - 1, counted from the first voxel of the input.
     """
 
-    f: int
-    n: Vec3
-    m: Vec3
     first: Vec3
     low: Vec3
     high: Vec3
     how: PadMode
     precision: Precision = "fp32"
     kind: Literal["pad"] = "pad"
-
-    @property
-    def in_shape(self) -> tuple[int, int, int, int, int]:
-        return 1, *self.n, self.f
-
-    @property
-    def out_shape(self) -> tuple[int, int, int, int, int]:
-        return 1, *self.m, self.f
 
     def __str__(self) -> str:
         return f"pad {self.how} {self.f} @{text(self.n)}->{text(self.m)}"

@@ -4,6 +4,7 @@
 * A function of each value becomes the last step of the layer before it.
 * A convolution that pads by reflection or replication becomes a padding and a valid convolution; likewise one that pads
   so far that a window would lie in the padding alone.
+* A 1x1x1 convolution of a nearest upsampling comes before it, where it computes each voxel once.
 
 A layer is merged with the one before only if nothing else reads what is between, and it is no output.
 """
@@ -15,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from znnpy.layers import (
     NO_PADDING,
+    ONE,
     Activate,
     Add,
     Conv,
@@ -40,16 +42,17 @@ class Lowered:
     origins: tuple[tuple[int, ...], ...]  # indices of the original's layers, in order
     original: Network
 
-    def weights(self, weights: Sequence[ConvWeights]) -> dict[int, ConvWeights]:
-        """Return the weights of those layers that have some, by index, from those of the original in order."""
+    def weights(self, index: int, weights: Sequence[ConvWeights]) -> ConvWeights | None:
+        """Return the weights of a layer, if it has any, from those of the original in order.
+
+        Those of a layer with scales merged into it are made here: whoever asks holds them beside the original's.
+        """
+        layer = self.network.layers[index]
+        if not has_weights(layer):
+            return None
         given = dict(zip(self.original.weighted, weights, strict=True))
-        found = {}
-        for index, (layer, origins) in enumerate(zip(self.network.layers, self.origins, strict=True)):
-            mine = [origin for origin in origins if origin in given]
-            if has_weights(layer):
-                first, *scales = mine
-                found[index] = _scaled(layer, given[first], [given[scale] for scale in scales])
-        return found
+        first, *scales = (given[origin] for origin in self.origins[index] if origin in given)
+        return _scaled(layer, first, scales)
 
 
 def lowered(network: Network) -> Lowered:
@@ -80,12 +83,38 @@ def lowered(network: Network) -> Lowered:
         sources.append(inputs)
         origins.append((index,))
         tensors.append(len(layers))
+    outputs = tuple(tensors[tensor] for tensor in network.outputs)
+    at = dict(zip(network.names, tensors[1:], strict=True))
+    fixed = {*outputs, *(at[layer.like] for layer in layers if isinstance(layer, Upsample | Crop) and layer.like in at)}
+    for index in range(len(layers)):
+        if (above := _repeating(layers, sources, fixed, index)) is not None:
+            layers[above], layers[index] = layers[index], layers[above]
+            names[above], names[index] = names[index], names[above]
+            origins[above], origins[index] = origins[index], origins[above]
     renamed = {old: names[tensor - 1] for old, tensor in zip(network.names, tensors[1:], strict=True)}
     layers = [_refers(layer, renamed) for layer in layers]
-    outputs = tuple(tensors[tensor] for tensor in network.outputs)
     wiring = Wiring(tuple(names), tuple(sources), outputs, network.pad_to_period)
     made = Network(network.name, network.input_channels, tuple(layers), network.normalise, wiring)
     return Lowered(made, tuple(origins), network)
+
+
+def _repeating(layers: Sequence[Layer], sources: Sequence[tuple[int, ...]], fixed: set[int], index: int) -> int | None:
+    """Return the nearest upsampling that a 1x1x1 convolution alone reads; None if there is none.
+
+    fixed  tensors that stay where they are: outputs, and those whose sizes others take
+    """
+    layer, before = layers[index], sources[index][0] - 1
+    if (
+        not isinstance(layer, Conv)
+        or (layer.reach, layer.stride, layer.padding) != (ONE, ONE, NO_PADDING)
+        or before < 0
+    ):
+        return None
+    above = layers[before]
+    if not isinstance(above, Upsample) or above.how != "nearest" or not {before + 1, index + 1}.isdisjoint(fixed):
+        return None
+    readers = sum(reads.count(before + 1) for reads in sources)
+    return before if readers == 1 else None
 
 
 def _repeats(layer: Conv) -> bool:
@@ -122,15 +151,17 @@ def _scaled(layer: Layer, weights: ConvWeights, scales: Sequence[ConvWeights]) -
 
     if not scales:
         return weights
-    kernels, bias = weights.weight.astype(np.float64), weights.bias.astype(np.float64)
-    for scale in scales:
-        factor = scale.weight.astype(np.float64)
+    factors, bias = [scale.weight.astype(np.float64) for scale in scales], weights.bias.astype(np.float64)
+    for factor, scale in zip(factors, scales, strict=True):
         bias = bias * factor + scale.bias
-        if isinstance(layer, ConvTranspose):  # (f, f' / groups, k): maps of a group are side by side
-            fin, per_group = kernels.shape[:2]
-            grouped = factor.reshape(layer.groups, 1, per_group, 1, 1, 1)
-            split = kernels.reshape(layer.groups, fin // layer.groups, *kernels.shape[1:])
-            kernels = (split * grouped).reshape(kernels.shape)
-        else:
-            kernels = kernels * factor.reshape(-1, 1, 1, 1, 1)
-    return ConvWeights(kernels.astype(np.float32), bias.astype(np.float32))
+    kernels = np.empty(weights.weight.shape, np.float32)
+    for number, kernel in enumerate(weights.weight):  # one at a time: in float64 all would take twice the memory
+        product = kernel.astype(np.float64)
+        for factor in factors:
+            if isinstance(layer, ConvTranspose):  # (f, f' / groups, k): maps of a group are side by side
+                group, per_group = number * layer.groups // len(kernels), len(kernel)
+                product = product * factor[group * per_group : (group + 1) * per_group, None, None, None]
+            else:
+                product = product * factor[number]
+        kernels[number] = product
+    return ConvWeights(kernels, bias.astype(np.float32))

@@ -6,6 +6,7 @@ view. If the output ends within the last step, the rest of that step is computed
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -85,8 +86,40 @@ class Column:
         return Column(tuple(step.shifted(by) for step in self.steps))
 
 
+class Columns(Sequence[Column]):
+    """Columns on a grid, the first axis slowest. Each is made when it is requested."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def counts(self) -> Vec3:
+        """Number of columns along each axis of the grid."""
+
+    @abstractmethod
+    def _at(self, place: Vec3) -> Column:
+        """Return the column at a place of the grid."""
+
+    def __len__(self) -> int:
+        return prod(self.counts)
+
+    @overload
+    def __getitem__(self, index: int) -> Column: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Column, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Column | tuple[Column, ...]:
+        if isinstance(index, slice):
+            return tuple(self[i] for i in range(*index.indices(len(self))))
+        _, rows, wide = self.counts
+        rest, x = divmod(range(len(self))[index], wide)  # IndexError beyond the end
+        z, y = divmod(rest, rows)
+        return self._at((z, y, x))
+
+
 @dataclass(frozen=True, slots=True)
-class Cover(Sequence[Column]):
+class Cover(Columns):
     """Columns whose `write` boxes partition the dense output [0, size). Each is made when it is requested.
 
     Columns lie on a grid, z slowest. The last column along an axis is moved inwards and writes only the remainder,
@@ -136,22 +169,8 @@ class Cover(Sequence[Column]):
         output = whole * (self.column // thick) - (-rest // thick)
         return len(self) // in_a_row * (output - in_a_row * (-ahead // thick))
 
-    def __len__(self) -> int:
-        return prod(self.counts)
-
-    @overload
-    def __getitem__(self, index: int) -> Column: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Column, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> Column | tuple[Column, ...]:
-        if isinstance(index, slice):
-            return tuple(self[i] for i in range(*index.indices(len(self))))
-        _, rows, wide = self.counts
-        rest, x = divmod(range(len(self))[index], wide)  # IndexError beyond the end
-        z, y = divmod(rest, rows)
-        write_lo, write_hi = self._corner((z, y, x)), self._corner((z + 1, y + 1, x + 1))
+    def _at(self, place: Vec3) -> Column:
+        write_lo, write_hi = self._corner(place), self._corner(add(place, (1, 1, 1)))
         write = Box(write_lo, write_hi).clipped(Box((0, 0, 0), self.size))
         lo = tuple(max(0, min(w, s - p)) for w, s, p in zip(write_lo, self.size, self.patch, strict=True))
         out_lo = (lo[0], lo[1], lo[2])

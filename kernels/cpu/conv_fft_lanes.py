@@ -39,6 +39,7 @@ from znnpy.kernels.cpu.epilogue import activate_output, overflow
 from znnpy.kernels.cpu.native.library import LANES, blocks, library, why_not
 from znnpy.kernels.cpu.tiles import tiles_worth
 from znnpy.layer_shapes import LayerShape
+from znnpy.layers import ONE
 from znnpy.machine import this_machine
 from znnpy.shapes import FLOAT32, ConvShape, Vec3, add, ceil_divide, subtract, valid
 
@@ -67,6 +68,7 @@ class Channels(ctypes.Structure):
     _fields_ = (
         ("x", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("plane", "row", "voxel", "lanes", "part", "parts", "maps")),
+        *((name, ctypes.c_int64) for name in ("magnified", "slot")),
     )
 
 
@@ -74,12 +76,14 @@ class Tiling(ctypes.Structure):
     """The arguments of a call: struct Tiling in tiled.hpp."""
 
     _fields_ = (
-        *((name, ctypes.c_int64 * 3) for name in ("n", "k", "p", "tile", "lead", "held", "step", "counts")),
-        *((name, ctypes.c_int64) for name in ("fin", "fout", "in_", "first", "tiles", "chunk")),
-        *((name, ctypes.c_int64) for name in ("column_pitch", "tile_pitch", "x_image", "out_image")),
+        *((name, ctypes.c_int64 * 3) for name in ("n", "k", "p", "tile", "lead", "held")),
+        *((name, ctypes.c_int64 * 3) for name in ("factor", "low_lead", "low_held", "skip", "step", "counts")),
+        *((name, ctypes.c_int64) for name in ("fin", "fout", "in_", "low_in", "low_from", "low_to")),
+        *((name, ctypes.c_int64) for name in ("first", "tiles", "chunk", "column_pitch", "tile_pitch")),
+        *((name, ctypes.c_int64) for name in ("low_column_pitch", "low_tile_pitch", "x_image", "out_image")),
         *((name, ctypes.c_int64) for name in ("relu", "kept", "stream", "carried", "before_image")),
         ("slope", ctypes.c_double),
-        *((name, ctypes.c_void_p) for name in ("channels", "before", "out", "spectra", "kernels", "bias")),
+        *((name, ctypes.c_void_p) for name in ("channels", "before", "out", "spectra", "low", "kernels", "bias")),
         ("ending", Ending),
     )
 
@@ -90,6 +94,27 @@ GROUP_BYTES = ctypes.sizeof(Tiling) + 3 * STAGE_BYTES  # arguments and counters 
 def _panels(count: int) -> int:
     """Return the number of panels for `count` blocks of output channels, as panel() in tiled.cpp."""
     return 2 if count == 4 else -(-count // 3)
+
+
+class Magnified(NamedTuple):
+    """The part of the input whose voxels are repeated along each axis."""
+
+    factor: Vec3 = ONE
+    first: int = 0  # the first of its maps
+    end: int = 0  # behind the last of them
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of channels."""
+        return blocks(self.end - self.first)
+
+    @property
+    def share(self) -> float:
+        """Voxels that are not repetitions, of all of them."""
+        return 1 / prod(self.factor)
+
+
+NOT_MAGNIFIED = Magnified()
 
 
 class _Sizes(NamedTuple):
@@ -103,6 +128,8 @@ class _Sizes(NamedTuple):
     columns: int  # frequencies (x, y)
     kernel_bytes: int  # kernel spectra of one column
     tile_pitch: int  # bytes from tile to tile of a column
+    low_columns: int  # of the part that is magnified
+    low_tile_pitch: int
     point_blocks: int  # blocks of a worker per point of a column: its input and a panel of results
     plane_bytes: int  # per worker, forward and inverse
     pool_bytes: int  # per worker, pooling
@@ -117,16 +144,20 @@ class _Sizes(NamedTuple):
 
 
 @lru_cache(maxsize=1)  # groups of several sizes are requested one after the other
-def _sizes(shape: ConvShape, tile: Vec3, fin: int) -> _Sizes:
-    """Return the sizes of an input of `fin` blocks of channels."""
+def _sizes(shape: ConvShape, tile: Vec3, fin: int, part: Magnified) -> _Sizes:
+    """Return the sizes of an input of `fin` blocks of channels, of which a part may be magnified."""
     tz, ty, tx = tile
     span = valid(tile, shape.k)
     mz, my, mx = span
     step = valid(span, shape.pool)
+    assert not any(size % factor for size, factor in zip(step, part.factor, strict=True)), "tiles begin on whole voxels"
+    plain = fin - part.blocks
+    transformed = plain + part.blocks * part.share  # blocks of the size of a tile
+    lz, ly, lx = (size // factor for size, factor in zip(tile, part.factor, strict=True))
     counts = ceil_divide(valid(shape.unpooled, shape.pool), step)
     tiles = shape.batch * prod(counts)
     fout = blocks(shape.fout)
-    half, lanes_in, lanes_out = tx // 2 + 1, LANES * fin, LANES * fout
+    half, lanes_in, lanes_out = tx // 2 + 1, LANES * transformed, LANES * fout
     columns = ty * half
     spectra = 2.0 * FLOAT32 * columns * tiles  # bytes of one plane of one channel
     forward = lanes_in * tz * (2.5 * ty * tx * log2(tx) + 5.0 * half * ty * log2(ty)) * tiles
@@ -143,7 +174,9 @@ def _sizes(shape: ConvShape, tile: Vec3, fin: int) -> _Sizes:
         tiles=tiles,
         columns=columns,
         kernel_bytes=tz * (shape.fin * fout + _panels(fout)) * BLOCK,
-        tile_pitch=max(tz * fin, mz * fout) * BLOCK,
+        tile_pitch=max(tz * plain, mz * fout) * BLOCK,
+        low_columns=ly * (lx // 2 + 1) if part.blocks else 0,
+        low_tile_pitch=lz * part.blocks * BLOCK,
         point_blocks=fin + min(fout, 3),
         plane_bytes=columns * BLOCK,
         pool_bytes=columns * BLOCK + pooling * LANES * FLOAT32 if shape.pools else 0,
@@ -167,12 +200,13 @@ class _Groups(NamedTuple):
     groups: int
     chunk: int  # tiles whose columns are multiplied at once
     column_pitch: int  # bytes
+    low_column_pitch: int
     column_bytes: int  # per worker, multiplying
 
 
 @lru_cache(maxsize=1)  # footprint and work of a variant are requested one after the other
 def _grouped(shape: ConvShape, variant: Variant, fin: int) -> _Groups:
-    s = _sizes(shape, variant.size("tile"), fin)
+    s = _sizes(shape, variant.size("tile"), fin, _part(variant))
     kept, tz = variant.count("kept") > 0, s.tile[0]
     groups = -(-s.tiles // variant.count("group"))
     group = -(-s.tiles // groups)
@@ -184,6 +218,7 @@ def _grouped(shape: ConvShape, variant: Variant, fin: int) -> _Groups:
         groups=groups,
         chunk=chunk,
         column_pitch=group * s.tile_pitch + BLOCK,  # an odd number of blocks: columns spread over the sets of a cache
+        low_column_pitch=group * s.low_tile_pitch + BLOCK,
         column_bytes=tz * (chunk * s.point_blocks + 2) * BLOCK + (0 if kept else s.kernel_bytes),
     )
 
@@ -240,14 +275,14 @@ class ConvFftLanes:
         return _Step(resident, as_conv(shape), variant, pool)
 
 
-def tiled_variants(shape: ConvShape) -> Sequence[Variant]:
+def tiled_variants(shape: ConvShape, part: Magnified = NOT_MAGNIFIED) -> Sequence[Variant]:
     """Return the tiles and groups worth trying."""
     found: dict[Variant, None] = {}
     for tile, count in tiles_worth(valid(shape.unpooled, shape.pool), _reach(shape), SIDES).items():
         tiles = shape.batch * count
         for group, kept in GROUPS:
             if group > 8 or tiles <= FEW_TILES:
-                found[_variant(tile, min(group, tiles), kept)] = None
+                found[tiled_variant(tile, min(group, tiles), kept, part)] = None
     return tuple(found)
 
 
@@ -260,6 +295,7 @@ def tiled_footprint(shape: ConvShape, variant: Variant, threads: int, fin: int) 
         resident=(s.columns * s.kernel_bytes if g.kept else s.along_x_bytes) + s.bias_bytes,
         scratch=(
             Scratch("spectra", s.columns * g.column_pitch),
+            *([Scratch("low", s.low_columns * g.low_column_pitch)] if s.low_columns else ()),
             Scratch("blocks", threads * max(s.plane_bytes, s.pool_bytes, g.column_bytes)),
         ),
         allowance=ALIGNMENT + threads * CALL_BYTES + TOGETHER * GROUP_BYTES + preparing,
@@ -283,13 +319,13 @@ def tiled_work(shape: ConvShape, variant: Variant, fin: int) -> Sequence[Work]:
 def tiled_kernels(weights: ConvWeights, variant: Variant, pool: ThreadPool) -> Resident:
     """Return the kernels transformed for the tiles of a variant."""
     fout, fin, kz, ky, kx = weights.weight.shape
-    tile = variant.size("tile")
+    tile, part = variant.size("tile"), _part(variant)
     # An image of one tile: the kernels do not depend on the images.
-    sizes = _sizes(ConvShape(1, fin, fout, tile, (kz, ky, kx)), tile, blocks(fin))
+    sizes = _sizes(ConvShape(1, fin, fout, tile, (kz, ky, kx)), tile, blocks(fin), NOT_MAGNIFIED)
     weight = np.ascontiguousarray(weights.weight)
     lib = library(this_machine().simd)
-    tiling = Tiling(fin=fin, fout=fout)
-    tiling.k[:], tiling.tile[:] = (kz, ky, kx), tile
+    tiling = Tiling(fin=fin, fout=fout, low_from=part.first, low_to=part.end)
+    tiling.k[:], tiling.tile[:], tiling.factor[:] = (kz, ky, kx), tile, part.factor
     along_x = aligned_bytes(_along_x_bytes(fin, fout, (kz, ky, kx), tile))
 
     def transform(lo: int, hi: int, worker: int) -> None:
@@ -325,8 +361,19 @@ def tiled_kernels(weights: ConvWeights, variant: Variant, pool: ThreadPool) -> R
 
 
 @cache
-def _variant(tile: Vec3, group: int, kept: int) -> Variant:
-    return Variant.of(tile=tile, group=group, kept=kept)
+def tiled_variant(tile: Vec3, group: int, kept: int, part: Magnified = NOT_MAGNIFIED) -> Variant:
+    """Return the variant with these tiles, `group` of them at a time, for an input of which a part is magnified."""
+    if not part.blocks:
+        return Variant.of(tile=tile, group=group, kept=kept)
+    return Variant.of(tile=tile, group=group, kept=kept, magnified=part.factor, from_map=part.first, to_map=part.end)
+
+
+@cache
+def _part(variant: Variant) -> Magnified:
+    """Return which part of the input a variant takes to be magnified."""
+    if not any(name == "magnified" for name, _ in variant.parameters):
+        return NOT_MAGNIFIED
+    return Magnified(variant.size("magnified"), variant.count("from_map"), variant.count("to_map"))
 
 
 def _reach(shape: ConvShape) -> Vec3:
@@ -343,8 +390,11 @@ def _address(array: Any) -> ctypes.c_void_p:
     return ctypes.c_void_p(array.ctypes.data)
 
 
-def input_blocks(x: Array, maps: int) -> list[Channels]:
-    """Return the blocks of channels of an array (.., z, y, x, f); only those of a voxel must be neighbours."""
+def input_blocks(x: Array, maps: int, slot: int = 0, *, magnified: bool = False) -> list[Channels]:
+    """Return the blocks of channels of an array (.., z, y, x, f); only those of a voxel must be neighbours.
+
+    slot  the number of the first among the blocks that are magnified, or among the others
+    """
     plane, row, voxel = (stride // FLOAT32 for stride in x.strides[-4:-1])
     count = blocks(maps)
     return [
@@ -357,6 +407,8 @@ def input_blocks(x: Array, maps: int) -> list[Channels]:
             part=block,
             parts=count,
             maps=maps,
+            magnified=magnified,
+            slot=slot + block,
         )
         for block in range(count)
     ]
@@ -370,7 +422,7 @@ class TiledConvolution:
 
     def __init__(self, resident: Resident, shape: ConvShape, variant: Variant, fin: int, pool: ThreadPool) -> None:
         self._shape, self._pool, self._resident = shape, pool, resident
-        g = _grouped(shape, variant, fin)
+        g, part = _grouped(shape, variant, fin), _part(variant)
         self._sizes = s = g.sizes
         self._library = library(this_machine().simd)
         self._groups = [(lo, hi - lo) for lo, hi in pairwise(s.tiles * i // g.groups for i in range(g.groups + 1))]
@@ -379,8 +431,13 @@ class TiledConvolution:
             fout=shape.fout,
             in_=fin,
             chunk=g.chunk,
+            low_in=part.blocks,
+            low_from=part.first,
+            low_to=part.end,
             column_pitch=g.column_pitch // FLOAT32,
             tile_pitch=s.tile_pitch // FLOAT32,
+            low_column_pitch=g.low_column_pitch // FLOAT32,
+            low_tile_pitch=s.low_tile_pitch // FLOAT32,
             relu=shape.activation == "relu",
             kept=g.kept,
             stream=s.columns * g.column_pitch > STREAM_BYTES,
@@ -388,7 +445,7 @@ class TiledConvolution:
             bias=resident.bias.ctypes.data,
         )
         t.n[:], t.k[:], t.p[:], t.tile[:], t.step[:] = shape.n, shape.k, shape.pool, s.tile, s.step
-        t.counts[:], t.held[:] = s.counts, shape.n
+        t.counts[:], t.held[:], t.factor[:] = s.counts, shape.n, part.factor
         tz = s.tile[0]
         lanes = LANES * fin * LANES * blocks(shape.fout)
         unit_flops = (
@@ -406,6 +463,7 @@ class TiledConvolution:
         s, pool, run = self._sizes, self._pool, self._library.znnpy_tiled_run
         channels = (Channels * len(inputs))(*inputs)
         t.channels, t.spectra = ctypes.addressof(channels), scratch["spectra"].ctypes.data
+        t.low = scratch["low"].ctypes.data if t.low_in else None
         t.out, t.out_image = out.ctypes.data, out.strides[0] // FLOAT32
         buffers = scratch["blocks"].reshape(pool.threads, -1)
         bad = (ctypes.c_int64 * pool.threads)()

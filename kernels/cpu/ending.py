@@ -15,8 +15,8 @@ import numpy as np
 
 from znnpy.kernels.cpu.activations import activate_rows, code_of, parameters_of, temporary_bytes
 from znnpy.kernels.cpu.epilogue import overflow, quiet
+from znnpy.kernels.cpu.graph_calls import is_past, pitches
 from znnpy.kernels.cpu.graph_layer import NUMPY_BYTES, block_at, block_counts, block_of, box
-from znnpy.kernels.cpu.native.library import STREAM_BYTES
 from znnpy.shapes import FLOAT32
 
 if TYPE_CHECKING:
@@ -50,10 +50,9 @@ class Ending(ctypes.Structure):
 def ending_of(shape: GraphConvShape | TransposeShape, addend: Array | None = None) -> Ending:
     """Return what follows the sums of a layer."""
     a, b = parameters_of(shape.activation, shape.parameters)
-    found = Ending(code_of(shape.activation), a, b, shape.out_bytes > STREAM_BYTES)
+    found = Ending(code_of(shape.activation), a, b, is_past(shape))
     if addend is not None:
-        plane, row, voxel = (stride // FLOAT32 for stride in addend.strides[:3])
-        found.addend = Addend(addend.ctypes.data, plane, row, voxel)
+        found.addend = Addend(addend.ctypes.data, *pitches(addend))
     return found
 
 

@@ -15,16 +15,15 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from znnpy.graph_shapes import GraphConvShape
 from znnpy.kernels.contract import Footprint, Kind, Scratch, Variant, Work
 from znnpy.kernels.cpu.ending import Ending, divided, ending_of
-from znnpy.kernels.cpu.epilogue import overflow
-from znnpy.kernels.cpu.graph_layer import GraphLayer, float_bytes, given, why_not_kind
-from znnpy.kernels.cpu.native.library import STREAM_BYTES, library, why_not
+from znnpy.kernels.cpu.graph_calls import compute_units, moved_bytes, pitches
+from znnpy.kernels.cpu.graph_convs import why_not_magnified
+from znnpy.kernels.cpu.graph_layer import GraphLayer, Kernels, float_bytes, given, kernels_of, why_not_kind
+from znnpy.kernels.cpu.native.library import library, why_not
 from znnpy.machine import this_machine
 from znnpy.shapes import FLOAT32
 
@@ -52,11 +51,6 @@ class _Depthwise(ctypes.Structure):
     )
 
 
-class _Resident(NamedTuple):
-    kernels: Array  # (z, y, x, f)
-    bias: Array
-
-
 def _lines(shape: GraphConvShape) -> int:
     """Return the lines of outputs computed together."""
     line = FLOAT32 * shape.n[2] * shape.fin
@@ -76,7 +70,7 @@ class GraphConvDepthwise(GraphLayer):
     source: str = "Howard et al. 2017"
 
     def why_not(self, shape: Sized, machine: Machine) -> str | None:
-        if reason := why_not_kind(shape, GraphConvShape, "convolutions of graphs"):
+        if reason := why_not_kind(shape, GraphConvShape, "convolutions of graphs") or why_not_magnified(shape):
             return reason
         shape = given(shape, GraphConvShape)
         if shape.groups != shape.fin or shape.fout != shape.fin or len(shape.fins) > 1:
@@ -99,13 +93,11 @@ class GraphConvDepthwise(GraphLayer):
         del variant
         shape = given(shape, GraphConvShape)
         products = float(prod(shape.out_shape) * prod(shape.k))
-        moved = shape.in_bytes + shape.out_bytes * (1 if shape.out_bytes > STREAM_BYTES else 2)
-        return (Work("lane_stream", 2 * LOADS * products, moved),)
+        return (Work("lane_stream", 2 * LOADS * products, moved_bytes(shape)),)
 
-    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> _Resident:
+    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> Kernels:
         del variant, pool
-        assert weights is not None
-        return _Resident(np.ascontiguousarray(weights.weight[:, 0].transpose(1, 2, 3, 0)), weights.bias)
+        return kernels_of(weights, (2, 3, 4, 1, 0))
 
     def bind(self, resident: Any, shape: Sized, variant: Variant, pool: ThreadPool) -> _Step:
         del variant
@@ -113,14 +105,14 @@ class GraphConvDepthwise(GraphLayer):
 
 
 class _Step:
-    def __init__(self, resident: _Resident, shape: GraphConvShape, pool: ThreadPool) -> None:
+    def __init__(self, resident: Kernels, shape: GraphConvShape, pool: ThreadPool) -> None:
         self._shape, self._pool, self._resident = shape, pool, resident
-        self._library = library(this_machine().simd)
+        self._compute = library(this_machine().simd).znnpy_depthwise
         unit_flops = 2.0 * _lines(shape) * shape.out[2] * shape.fout * prod(shape.k)
         self._most = max(1, int(CALL_FLOPS // unit_flops))
 
     def run(self, inputs: Sequence[Array], out: Array, scratch: Mapping[str, Bytes]) -> None:
-        shape, pool, lib = self._shape, self._pool, self._library
+        shape = self._shape
         (x,), addend = divided(shape, inputs)
         lines = _lines(shape)
         d = _Depthwise(
@@ -133,17 +125,7 @@ class _Step:
             out=out.ctypes.data,
         )
         d.n[:], d.m[:], d.k[:], d.stride[:], d.dilation[:] = shape.n, shape.out, shape.k, shape.stride, shape.dilation
-        d.before[:], d.pitch[:] = shape.before, [stride // FLOAT32 for stride in x.strides[:3]]
+        d.before[:], d.pitch[:] = shape.before, pitches(x)
         buffers = scratch["lines"].reshape(-1, float_bytes(shape.out[2] * shape.fout))
-        bad = [0] * pool.threads
-
-        def piece(lo: int, hi: int, worker: int) -> None:
-            buffer = ctypes.c_void_p(buffers[worker].ctypes.data)
-            for first in range(lo, hi, self._most):
-                pool.check()
-                last = ctypes.c_int64(min(hi, first + self._most))
-                bad[worker] += lib.znnpy_depthwise(ctypes.byref(d), buffer, ctypes.c_int64(first), last)
-
-        pool.each(piece, shape.out[0] * -(-shape.out[1] // lines))
-        if sum(bad):
-            raise overflow(sum(bad), prod(shape.out_shape))
+        units = shape.out[0] * -(-shape.out[1] // lines)
+        compute_units(self._compute, d, units, self._most, out, self._pool, buffers)

@@ -19,14 +19,22 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from znnpy.graph_shapes import GraphConvShape
-from znnpy.kernels.contract import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work
+from znnpy.kernels.contract import Footprint, Kind, Variant, Work
 from znnpy.kernels.cpu.ending import Ending, divided, ending_of
-from znnpy.kernels.cpu.epilogue import overflow
-from znnpy.kernels.cpu.graph_layer import GraphLayer, float_bytes, given, why_not_kind
-from znnpy.kernels.cpu.graph_panels import CALL_BYTES, CALL_FLOPS, MOST_TAPS, Panels, panels_of
-from znnpy.kernels.cpu.native.library import LANES, STREAM_BYTES, blocks, library, why_not
+from znnpy.kernels.cpu.graph_calls import moved_bytes, pitches
+from znnpy.kernels.cpu.graph_convs import why_not_magnified
+from znnpy.kernels.cpu.graph_layer import GraphLayer, given, why_not_kind
+from znnpy.kernels.cpu.graph_panels import (
+    ENDING_TAPS,
+    MOST_TAPS,
+    Panels,
+    compute_lines,
+    lane_count,
+    panels_footprint,
+    panels_of,
+)
+from znnpy.kernels.cpu.native.library import library, why_not
 from znnpy.machine import this_machine
-from znnpy.shapes import FLOAT32
 
 if TYPE_CHECKING:
     from znnpy.kernels.contract import Array, Bytes, ConvWeights
@@ -35,7 +43,6 @@ if TYPE_CHECKING:
     from znnpy.shapes import Sized
 
 MOST_INPUTS = 8  # as in strided.hpp
-ENDING_TAPS = 12  # taps that take as long as starting and ending a block of outputs
 RIM = 3.0  # time of an output whose taps reach into padding along x, relative to one of a block
 
 
@@ -72,7 +79,7 @@ class GraphConvStrided(GraphLayer):
     source: str = "ZNNi IV-A.1; register blocking after Goto, van de Geijn 2008"
 
     def why_not(self, shape: Sized, machine: Machine) -> str | None:
-        if reason := why_not_kind(shape, GraphConvShape, "convolutions of graphs"):
+        if reason := why_not_kind(shape, GraphConvShape, "convolutions of graphs") or why_not_magnified(shape):
             return reason
         shape = given(shape, GraphConvShape)
         if shape.groups > 1:
@@ -85,14 +92,7 @@ class GraphConvStrided(GraphLayer):
 
     def footprint(self, shape: Sized, variant: Variant, threads: int) -> Footprint:
         del variant
-        shape = given(shape, GraphConvShape)
-        taps, lanes = shape.fin * prod(shape.k), LANES * blocks(shape.fout)
-        workers = min(threads, shape.out[0] * shape.out[1])
-        return Footprint(
-            resident=FLOAT32 * lanes * (taps + 1),
-            scratch=(Scratch("lines", workers * float_bytes(shape.out[2] * lanes)),),
-            allowance=ALIGNMENT + workers * CALL_BYTES,
-        )
+        return panels_footprint(given(shape, GraphConvShape), threads)
 
     def work(self, shape: Sized, variant: Variant) -> Sequence[Work]:
         del variant
@@ -101,13 +101,11 @@ class GraphConvStrided(GraphLayer):
         taps = shape.fin * prod(shape.k) + ENDING_TAPS
         rim = sum(-(-pad // s) for pad, s in ((shape.before[2], shape.stride[2]), (shape.behind[2], shape.stride[2])))
         outputs = mx + (RIM - 1) * min(mx, rim)
-        moved = shape.in_bytes + shape.out_bytes * (1 if shape.out_bytes > STREAM_BYTES else 2)
-        return (Work("lane_stream", 2.0 * mz * my * outputs * LANES * blocks(shape.fout) * taps, moved),)
+        return (Work("lane_stream", 2.0 * mz * my * outputs * lane_count(shape) * taps, moved_bytes(shape)),)
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> Panels:
         del variant, pool
-        assert weights is not None
-        return panels_of(weights.weight.transpose(2, 3, 4, 1, 0), weights.bias)
+        return panels_of(weights, (2, 3, 4, 1, 0))
 
     def bind(self, resident: Any, shape: Sized, variant: Variant, pool: ThreadPool) -> _Step:
         del variant
@@ -117,12 +115,10 @@ class GraphConvStrided(GraphLayer):
 class _Step:
     def __init__(self, resident: Panels, shape: GraphConvShape, pool: ThreadPool) -> None:
         self._shape, self._pool, self._resident = shape, pool, resident
-        self._library = library(this_machine().simd)
-        unit_flops = 2.0 * shape.out[2] * LANES * blocks(shape.fout) * shape.fin * prod(shape.k)
-        self._most = max(1, int(CALL_FLOPS // unit_flops))
+        self._compute = library(this_machine().simd).znnpy_strided
 
     def run(self, inputs: Sequence[Array], out: Array, scratch: Mapping[str, Bytes]) -> None:
-        shape, pool, lib = self._shape, self._pool, self._library
+        shape = self._shape
         inputs, addend = divided(shape, inputs)
         s = _Strided(
             fin=shape.fin,
@@ -136,18 +132,5 @@ class _Step:
         s.n[:], s.m[:], s.k[:], s.stride[:], s.dilation[:] = shape.n, shape.out, shape.k, shape.stride, shape.dilation
         s.before[:] = shape.before
         for i, part in enumerate(inputs):
-            pitch = [stride // FLOAT32 for stride in part.strides[:3]]
-            s.from_[i] = _Part(part.ctypes.data, part.shape[3], (ctypes.c_int64 * 3)(*pitch))
-        buffers = scratch["lines"].reshape(-1, float_bytes(shape.out[2] * LANES * blocks(shape.fout)))
-        bad = [0] * pool.threads
-
-        def piece(lo: int, hi: int, worker: int) -> None:
-            buffer = ctypes.c_void_p(buffers[worker].ctypes.data)
-            for first in range(lo, hi, self._most):
-                pool.check()
-                last = ctypes.c_int64(min(hi, first + self._most))
-                bad[worker] += lib.znnpy_strided(ctypes.byref(s), buffer, ctypes.c_int64(first), last)
-
-        pool.each(piece, shape.out[0] * shape.out[1])
-        if sum(bad):
-            raise overflow(sum(bad), prod(shape.out_shape))
+            s.from_[i] = _Part(part.ctypes.data, part.shape[3], (ctypes.c_int64 * 3)(*pitches(part)))
+        compute_lines(self._compute, s, shape, prod(shape.k), out, scratch, self._pool)

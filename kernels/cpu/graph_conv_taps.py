@@ -26,14 +26,17 @@ from znnpy.kernels.cpu.blas import product_bytes
 from znnpy.kernels.cpu.ending import divided, end_block
 from znnpy.kernels.cpu.epilogue import Epilogue, quiet
 from znnpy.kernels.cpu.graph_columns import Taps, columns, is_by_tap, patch
+from znnpy.kernels.cpu.graph_convs import why_not_magnified
 from znnpy.kernels.cpu.graph_layer import (
     GraphLayer,
+    Kernels,
     block_at,
     block_counts,
     block_of,
     box,
     float_bytes,
     given,
+    kernels_of,
     lines_of,
     why_not_kind,
 )
@@ -107,11 +110,6 @@ def _products(shape: GraphConvShape, most: Vec3) -> Iterator[tuple[Vec3, Taps]]:
         yield (first[0], first[1], first[2]), Taps(from_place, (z, y, x), shape.dilation, shape.stride)
 
 
-class _Resident(NamedTuple):
-    kernels: Array  # (kz, ky, kx, f / groups, f')
-    bias: Array
-
-
 @dataclass(frozen=True, slots=True)
 class GraphConvTaps(GraphLayer):
     """Convolution through sgemm: any stride, dilation, groups and padding."""
@@ -124,7 +122,7 @@ class GraphConvTaps(GraphLayer):
 
     def why_not(self, shape: Sized, machine: Machine) -> str | None:
         del machine
-        return why_not_kind(shape, GraphConvShape, "convolutions of graphs")
+        return why_not_kind(shape, GraphConvShape, "convolutions of graphs") or why_not_magnified(shape)
 
     def footprint(self, shape: Sized, variant: Variant, threads: int) -> Footprint:
         del variant
@@ -156,10 +154,9 @@ class GraphConvTaps(GraphLayer):
             Work("copy", 0.0, gathered + copied + shape.in_bytes + shape.out_bytes),
         )
 
-    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> _Resident:
+    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> Kernels:
         del variant, pool
-        assert weights is not None
-        return _Resident(np.ascontiguousarray(weights.weight.transpose(2, 3, 4, 1, 0)), weights.bias)
+        return kernels_of(weights, (2, 3, 4, 1, 0))
 
     def bind(self, resident: Any, shape: Sized, variant: Variant, pool: ThreadPool) -> _Step:
         del variant
@@ -167,7 +164,7 @@ class GraphConvTaps(GraphLayer):
 
 
 class _Step:
-    def __init__(self, resident: _Resident, shape: GraphConvShape, pool: ThreadPool) -> None:
+    def __init__(self, resident: Kernels, shape: GraphConvShape, pool: ThreadPool) -> None:
         self._shape, self._pool, self._blocks = shape, pool, _blocks(shape)
         self._products = [
             (taps, self._matrices(resident.kernels[box(first, taps.count)]))

@@ -1,7 +1,8 @@
 """Convolutions of graphs by the convolutions of chains, over a copy of their inputs.
 
-Method   The maps of all inputs are copied side by side into one array with zeros around them, and a convolution of a
-         chain computes the rest. One input without padding, in C order, is not copied.
+Method   The maps of all inputs are copied side by side into one array with zeros around them, with the voxels of
+         magnified inputs repeated, and a convolution of a chain computes the rest. One input without padding, in C
+         order, is not copied.
 Memory   The copy, and what the other convolution needs.
 Bound    That of the other convolution; the copy takes one pass over memory.
 Source   ZNNi (SC16), III and IV, as the other convolution says.
@@ -23,6 +24,7 @@ from znnpy.kernels.cpu.ending import divided, end_graph, ending_bytes
 from znnpy.kernels.cpu.graph_convs import padded_conv, why_not_stride_1
 from znnpy.kernels.cpu.graph_layer import NUMPY_BYTES, given
 from znnpy.kernels.thread_pool import min_chunk
+from znnpy.layers import ONE
 from znnpy.shapes import ACTIVATIONS, FLOAT32, ConvShape
 
 if TYPE_CHECKING:
@@ -100,7 +102,7 @@ class Gathered:
 
 
 def _is_copied(shape: GraphConvShape) -> bool:
-    return len(shape.fins) > 1 or shape.padded != shape.n
+    return len(shape.fins) > 1 or shape.padded != shape.n or shape.magnified
 
 
 class _Step:
@@ -126,6 +128,7 @@ class _Step:
         """Copy the inputs side by side into `x`, and set what is around them to 0."""
         shape, (before, first_y, first_x) = self._shape, self._shape.before
         held, last_y, last_x = shape.n[0], first_y + shape.n[1], first_x + shape.n[2]
+        factors = shape.factors or (ONE,) * len(inputs)
 
         def piece(lo: int, hi: int, worker: int) -> None:
             del worker
@@ -138,8 +141,31 @@ class _Step:
                 plane[:first_y], plane[last_y:] = 0, 0
                 plane[first_y:last_y, :first_x], plane[first_y:last_y, last_x:] = 0, 0
                 start = 0
-                for source, maps in zip(inputs, shape.fins, strict=True):
-                    plane[first_y:last_y, first_x:last_x, start : start + maps] = source[z - before]
+                for source, maps, factor in zip(inputs, shape.fins, factors, strict=True):
+                    target = plane[first_y:last_y, first_x:last_x, start : start + maps]
+                    _magnify(
+                        target, source[_source(z - before, shape.first[0], factor[0])], shape.first[1:], factor[1:]
+                    )
                     start += maps
 
         self._pool.each(piece, len(x), least=min_chunk(x.nbytes, len(x)))
+
+
+def _source(voxel: int, first: int, factor: int) -> int:
+    """Return the voxel that a magnified one repeats; inputs with a factor of 1 begin with the first one of `n`."""
+    return (voxel + first) // factor if factor > 1 else voxel
+
+
+def _magnify(target: Array, source: Array, first: tuple[int, int], factor: tuple[int, int]) -> None:
+    """Copy a plane: voxel j of `target` is voxel (j + first) // factor of `source`, or j where the factor is 1."""
+    for y in range(factor[0]):
+        rows = _every(y, first[0], factor[0])
+        for x in range(factor[1]):
+            columns = _every(x, first[1], factor[1])
+            part = target[rows[0], columns[0]]
+            part[...] = source[rows[1], columns[1]][: part.shape[0], : part.shape[1]]
+
+
+def _every(offset: int, first: int, factor: int) -> tuple[slice, slice]:
+    """Return every `factor`-th voxel of a magnified line from `offset` on, and the voxels that they repeat."""
+    return slice(offset, None, factor), slice(_source(offset, first, factor), None)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import numpy as np
 
 from znnpy.kernels.contract import Variant
 from znnpy.shapes import FLOAT32
@@ -37,6 +39,19 @@ class WeightlessLayer(GraphLayer):
     def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> None:
         """Return None: there are no weights."""
         del weights, variant, pool
+
+
+class Kernels(NamedTuple):
+    """The weights of a convolution, its kernels in the order in which they are read."""
+
+    kernels: Array  # (z, y, x, maps, maps)
+    bias: Array
+
+
+def kernels_of(weights: ConvWeights | None, axes: tuple[int, int, int, int, int]) -> Kernels:
+    """Return weights with the axes of the kernels in this order."""
+    assert weights is not None
+    return Kernels(np.ascontiguousarray(weights.weight.transpose(axes)), weights.bias)
 
 
 def given(shape: Sized, kind: type[Shape]) -> Shape:

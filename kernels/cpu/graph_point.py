@@ -53,8 +53,23 @@ class Resident(NamedTuple):
     bias: Array
 
 
+def resident_bytes(shape: PointShape) -> int:
+    """Return the most bytes of a layer's weights."""
+    return 2 * FLOAT32 * shape.f if shape.how == "scale" or shape.activation == "prelu" else 0
+
+
+class PointLayer(GraphLayer):
+    """The common part of the primitives of layers voxel by voxel: weights are used as they are."""
+
+    __slots__ = ()
+
+    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> Resident | None:
+        del variant, pool
+        return None if weights is None else Resident(weights.weight, weights.bias)
+
+
 @dataclass(frozen=True, slots=True)
-class PointLines(GraphLayer):
+class PointLines(PointLayer):
     """Sums, products, concatenations, scales, and functions of each value."""
 
     name: str = "cpu.point.lines"
@@ -74,7 +89,7 @@ class PointLines(GraphLayer):
         workers = min(threads, prod(block_counts(shape.n, block)))
         slopes = 2 * FLOAT32 * prod(block) * shape.f if shape.activation == "prelu" else 0
         return Footprint(
-            resident=2 * FLOAT32 * shape.f if shape.how == "scale" or shape.activation == "prelu" else 0,
+            resident=resident_bytes(shape),
             allowance=workers * (NUMPY_BYTES + temporary_bytes(shape.activation, shape.f) + slopes),
         )
 
@@ -83,10 +98,6 @@ class PointLines(GraphLayer):
         shape = given(shape, PointShape)
         costly = 0.0 if shape.activation in ("none", "relu") else COSTLY_BYTES * shape.out_bytes / FLOAT32
         return (Work("copy", 0.0, shape.in_bytes + shape.out_bytes + costly),)
-
-    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> Resident | None:
-        del variant, pool
-        return None if weights is None else Resident(weights.weight, weights.bias)
 
     def bind(self, resident: Any, shape: Sized, variant: Variant, pool: ThreadPool) -> _Step:
         del variant

@@ -13,21 +13,20 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 from znnpy.graph_shapes import PointShape
 from znnpy.kernels.contract import Footprint, Kind, Variant, Work
 from znnpy.kernels.cpu.activations import code_of, parameters_of
-from znnpy.kernels.cpu.epilogue import overflow
-from znnpy.kernels.cpu.graph_layer import GraphLayer, given, why_not_kind
-from znnpy.kernels.cpu.graph_point import Resident
-from znnpy.kernels.cpu.native.library import STREAM_BYTES, library, why_not
+from znnpy.kernels.cpu.graph_calls import compute_units, is_past, moved_bytes
+from znnpy.kernels.cpu.graph_layer import given, why_not_kind
+from znnpy.kernels.cpu.graph_point import PointLayer, Resident, resident_bytes
+from znnpy.kernels.cpu.native.library import library, why_not
 from znnpy.machine import this_machine
 from znnpy.shapes import FLOAT32
 
 if TYPE_CHECKING:
-    from znnpy.kernels.contract import Array, Bytes, ConvWeights
+    from znnpy.kernels.contract import Array, Bytes
     from znnpy.kernels.thread_pool import ThreadPool
     from znnpy.machine import Machine
     from znnpy.shapes import Sized
@@ -59,7 +58,7 @@ class _Point(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class PointLanes(GraphLayer):
+class PointLanes(PointLayer):
     """Sums, products, concatenations, scales, and functions of each value, in one pass."""
 
     name: str = "cpu.point.lanes"
@@ -82,7 +81,7 @@ class PointLanes(GraphLayer):
         del variant
         shape = given(shape, PointShape)
         return Footprint(
-            resident=2 * FLOAT32 * shape.f if shape.how == "scale" or shape.activation == "prelu" else 0,
+            resident=resident_bytes(shape),
             allowance=min(threads, shape.n[0] * shape.n[1]) * CALL_BYTES,
         )
 
@@ -90,12 +89,7 @@ class PointLanes(GraphLayer):
         del variant
         shape = given(shape, PointShape)
         flops = 1.0 if shape.activation in ("none", "relu", "leaky_relu", "prelu", "clip") else FUNCTION_FLOPS
-        written = shape.out_bytes * (1 if shape.out_bytes > STREAM_BYTES else 2)
-        return (Work("lane_stream", flops * shape.out_bytes / FLOAT32, shape.in_bytes + written),)
-
-    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> Resident | None:
-        del variant, pool
-        return None if weights is None else Resident(weights.weight, weights.bias)
+        return (Work("lane_stream", flops * shape.out_bytes / FLOAT32, moved_bytes(shape)),)
 
     def bind(self, resident: Any, shape: Sized, variant: Variant, pool: ThreadPool) -> _Step:
         del variant
@@ -105,12 +99,12 @@ class PointLanes(GraphLayer):
 class _Step:
     def __init__(self, resident: Resident | None, shape: PointShape, pool: ThreadPool) -> None:
         self._shape, self._pool, self._resident = shape, pool, resident
-        self._library = library(this_machine().simd)
+        self._compute = library(this_machine().simd).znnpy_point
         self._most = max(1, CALL_LINES_BYTES // (FLOAT32 * shape.n[2] * shape.f))
 
     def run(self, inputs: Sequence[Array], out: Array, scratch: Mapping[str, Bytes]) -> None:
         del scratch
-        shape, pool, lib = self._shape, self._pool, self._library
+        shape = self._shape
         a, b = parameters_of(shape.activation, shape.parameters)
         p = _Point(
             f=shape.f,
@@ -119,7 +113,7 @@ class _Step:
             function=code_of(shape.activation),
             a=a,
             b=b,
-            past=shape.out_bytes > STREAM_BYTES,
+            past=is_past(shape),
             out=out.ctypes.data,
         )
         p.n[:] = shape.n
@@ -129,14 +123,4 @@ class _Step:
         for i, part in enumerate(inputs):
             z, y, voxel, _ = (stride // FLOAT32 for stride in part.strides)
             p.from_[i] = _Input(part.ctypes.data, part.shape[3], z, y, voxel)
-        bad = [0] * pool.threads
-
-        def piece(lo: int, hi: int, worker: int) -> None:
-            for first in range(lo, hi, self._most):
-                pool.check()
-                last = ctypes.c_int64(min(hi, first + self._most))
-                bad[worker] += lib.znnpy_point(ctypes.byref(p), ctypes.c_int64(first), last)
-
-        pool.each(piece, shape.n[0] * shape.n[1])
-        if sum(bad):
-            raise overflow(sum(bad), prod(shape.out_shape))
+        compute_units(self._compute, p, shape.n[0] * shape.n[1], self._most, out, self._pool)

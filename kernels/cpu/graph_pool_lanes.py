@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from znnpy.graph_shapes import WindowPoolShape
 from znnpy.kernels.contract import Footprint, Kind, Scratch, Variant, Work
+from znnpy.kernels.cpu.graph_calls import compute_units, is_past, moved_bytes, pitches
 from znnpy.kernels.cpu.graph_layer import WeightlessLayer, float_bytes, given, why_not_kind
 from znnpy.kernels.cpu.graph_pool import counts
-from znnpy.kernels.cpu.native.library import LANES, STREAM_BYTES, library, why_not
+from znnpy.kernels.cpu.native.library import LANES, library, why_not
 from znnpy.machine import this_machine
 from znnpy.shapes import FLOAT32
 
@@ -56,7 +57,6 @@ class _Runs(NamedTuple):
     run: int  # outputs along x
     lines: int  # lines of outputs
     units: int
-    past: bool
     worker_bytes: int
 
 
@@ -65,10 +65,9 @@ def _runs(shape: WindowPoolShape) -> _Runs:
     run = min(mx, max(1, (LINE_BYTES // voxel - shape.window[2]) // shape.stride[2] + 1))
     line = FLOAT32 * shape.n[2] * shape.f
     lines = min(my, max(1, (COLUMN_BYTES // (shape.window[0] * line) - shape.window[1]) // shape.stride[1] + 1))
-    past = shape.out_bytes > STREAM_BYTES
     read = (run - 1) * shape.stride[2] + shape.window[2]
     worker = float_bytes(shape.f * (read + run) + 2 * LANES)
-    return _Runs(run, lines, mz * -(-my // lines), past, worker)
+    return _Runs(run, lines, mz * -(-my // lines), worker)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +104,7 @@ class PoolLanes(WeightlessLayer):
         (mz, my, _), (wz, wy, wx) = shape.out, shape.window
         read = mz * my * shape.n[2] * shape.f * wz * wy
         runs = wx * prod(shape.out_shape) * (1 if shape.stride[2] == 1 else 1 + RUN_FLOATS / shape.f)
-        moved = shape.in_bytes + shape.out_bytes * (1 if _runs(shape).past else 2)
-        return (Work("lane_stream", 3.0 * (read + runs), moved),)
+        return (Work("lane_stream", 3.0 * (read + runs), moved_bytes(shape)),)
 
     def bind(self, resident: Any, shape: Sized, variant: Variant, pool: ThreadPool) -> _Step:
         del resident, variant
@@ -116,31 +114,23 @@ class PoolLanes(WeightlessLayer):
 class _Step:
     def __init__(self, shape: WindowPoolShape, pool: ThreadPool) -> None:
         self._shape, self._pool, self._runs = shape, pool, _runs(shape)
-        self._library = library(this_machine().simd)
+        self._compute = library(this_machine().simd).znnpy_window_pool
         self._counts = [counts(shape, axis) for axis in range(3)]
         self._most = max(1, int(CALL_INPUT_BYTES // (shape.in_bytes / self._runs.units * prod(shape.window))))
 
     def run(self, inputs: Sequence[Array], out: Array, scratch: Mapping[str, Bytes]) -> None:
-        shape, r, pool, lib, x = self._shape, self._runs, self._pool, self._library, inputs[0]
+        shape, r, x = self._shape, self._runs, inputs[0]
         t = _WindowPool(
             f=shape.f,
             lines=r.lines,
             run=r.run,
             average=shape.how == "average",
-            past=r.past,
+            past=is_past(shape),
             x=x.ctypes.data,
             out=out.ctypes.data,
         )
         t.n[:], t.m[:], t.window[:], t.stride[:] = shape.n, shape.out, shape.window, shape.stride
-        t.before[:], t.pitch[:] = shape.before, [stride // FLOAT32 for stride in x.strides[:3]]
+        t.before[:], t.pitch[:] = shape.before, pitches(x)
         t.counts[:] = [of_axis.ctypes.data for of_axis in self._counts]
         buffers = scratch["lines"].reshape(-1, r.worker_bytes)
-
-        def piece(lo: int, hi: int, worker: int) -> None:
-            buffer = ctypes.c_void_p(buffers[worker].ctypes.data)
-            for first in range(lo, hi, self._most):
-                pool.check()
-                last = ctypes.c_int64(min(hi, first + self._most))
-                lib.znnpy_window_pool(ctypes.byref(t), buffer, ctypes.c_int64(first), last)
-
-        pool.each(piece, r.units)
+        compute_units(self._compute, t, r.units, self._most, out, self._pool, buffers)

@@ -34,17 +34,20 @@ from znnpy.kernels.cpu.activations import (
 )
 from znnpy.kernels.cpu.blas import product_bytes
 from znnpy.kernels.cpu.epilogue import Epilogue, overflow, quiet
+from znnpy.kernels.cpu.graph_calls import is_past
 from znnpy.kernels.cpu.graph_columns import Taps, columns, patch
 from znnpy.kernels.cpu.graph_layer import (
     GraphLayer,
+    Kernels,
     block_at,
     block_counts,
     block_of,
     float_bytes,
     given,
+    kernels_of,
     why_not_kind,
 )
-from znnpy.kernels.cpu.native.library import STREAM_BYTES, library
+from znnpy.kernels.cpu.native.library import library
 from znnpy.machine import this_machine
 from znnpy.shapes import FLOAT32
 
@@ -177,11 +180,6 @@ class _Phases(ctypes.Structure):
     )
 
 
-class _Resident(NamedTuple):
-    weight: Array  # (kz, ky, kx, f, f' / groups)
-    bias: Array
-
-
 @dataclass(frozen=True, slots=True)
 class TransposePhases(GraphLayer):
     """Transposed convolution through sgemm, phase by phase."""
@@ -229,10 +227,9 @@ class TransposePhases(GraphLayer):
             Work("copy", 0.0, gathered + written + shape.in_bytes + 2.0 * shape.weight_bytes),
         )
 
-    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> _Resident:
+    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> Kernels:
         del variant, pool
-        assert weights is not None
-        return _Resident(np.ascontiguousarray(weights.weight.transpose(2, 3, 4, 0, 1)), weights.bias)
+        return kernels_of(weights, (2, 3, 4, 0, 1))
 
     def bind(self, resident: Any, shape: Sized, variant: Variant, pool: ThreadPool) -> _Step:
         del variant
@@ -240,8 +237,8 @@ class TransposePhases(GraphLayer):
 
 
 class _Step:
-    def __init__(self, resident: _Resident, shape: TransposeShape, pool: ThreadPool) -> None:
-        self._shape, self._pool, self._weight, self._blocks = shape, pool, resident.weight, _blocks(shape)
+    def __init__(self, resident: Kernels, shape: TransposeShape, pool: ThreadPool) -> None:
+        self._shape, self._pool, self._weight, self._blocks = shape, pool, resident.kernels, _blocks(shape)
         self._bias = resident.bias
         by_group = resident.bias.reshape(shape.groups, 1, -1)
         self._epilogues = [
@@ -324,7 +321,7 @@ class _Step:
             function=code_of(shape.activation),
             a=a,
             b=b,
-            past=shape.out_bytes > STREAM_BYTES,
+            past=is_past(shape),
             product=total.ctypes.data,
             bias=self._bias.ctypes.data,
             out=out.ctypes.data,

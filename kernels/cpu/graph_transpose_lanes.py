@@ -18,22 +18,27 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from znnpy.graph_shapes import TransposeShape
-from znnpy.kernels.contract import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work
+from znnpy.kernels.contract import Footprint, Kind, Variant, Work
 from znnpy.kernels.cpu.ending import Ending, ending_of
-from znnpy.kernels.cpu.epilogue import overflow
-from znnpy.kernels.cpu.graph_layer import GraphLayer, float_bytes, given, why_not_kind
-from znnpy.kernels.cpu.graph_panels import CALL_BYTES, CALL_FLOPS, MOST_TAPS, Panels, panels_of
-from znnpy.kernels.cpu.native.library import LANES, STREAM_BYTES, blocks, library, why_not
+from znnpy.kernels.cpu.graph_calls import moved_bytes, pitches
+from znnpy.kernels.cpu.graph_layer import GraphLayer, given, why_not_kind
+from znnpy.kernels.cpu.graph_panels import (
+    ENDING_TAPS,
+    MOST_TAPS,
+    Panels,
+    compute_lines,
+    lane_count,
+    panels_footprint,
+    panels_of,
+)
+from znnpy.kernels.cpu.native.library import library, why_not
 from znnpy.machine import this_machine
-from znnpy.shapes import FLOAT32
 
 if TYPE_CHECKING:
     from znnpy.kernels.contract import Array, Bytes, ConvWeights
     from znnpy.kernels.thread_pool import ThreadPool
     from znnpy.machine import Machine
     from znnpy.shapes import Sized
-
-ENDING_TAPS = 12  # taps that take as long as starting and ending a block of outputs
 
 
 class _Transpose(ctypes.Structure):
@@ -69,26 +74,17 @@ class TransposeLanes(GraphLayer):
 
     def footprint(self, shape: Sized, variant: Variant, threads: int) -> Footprint:
         del variant
-        shape = given(shape, TransposeShape)
-        taps, lanes = shape.fin * prod(shape.k), LANES * blocks(shape.fout)
-        workers = min(threads, shape.m[0] * shape.m[1])
-        return Footprint(
-            resident=FLOAT32 * lanes * (taps + 1),
-            scratch=(Scratch("lines", workers * float_bytes(shape.m[2] * lanes)),),
-            allowance=ALIGNMENT + workers * CALL_BYTES,
-        )
+        return panels_footprint(given(shape, TransposeShape), threads)
 
     def work(self, shape: Sized, variant: Variant) -> Sequence[Work]:
         del variant
         shape = given(shape, TransposeShape)
         taps = shape.fin * prod(k / s for k, s in zip(shape.k, shape.stride, strict=True)) + ENDING_TAPS
-        moved = shape.in_bytes + shape.out_bytes * (1 if shape.out_bytes > STREAM_BYTES else 2)
-        return (Work("lane_stream", 2.0 * prod(shape.m) * LANES * blocks(shape.fout) * taps, moved),)
+        return (Work("lane_stream", 2.0 * prod(shape.m) * lane_count(shape) * taps, moved_bytes(shape)),)
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> Panels:
         del variant, pool
-        assert weights is not None
-        return panels_of(weights.weight.transpose(2, 3, 4, 0, 1), weights.bias)
+        return panels_of(weights, (2, 3, 4, 0, 1))
 
     def bind(self, resident: Any, shape: Sized, variant: Variant, pool: ThreadPool) -> _Step:
         del variant
@@ -98,13 +94,10 @@ class TransposeLanes(GraphLayer):
 class _Step:
     def __init__(self, resident: Panels, shape: TransposeShape, pool: ThreadPool) -> None:
         self._shape, self._pool, self._resident = shape, pool, resident
-        self._library = library(this_machine().simd)
-        taps = prod(-(-k // s) for k, s in zip(shape.k, shape.stride, strict=True))
-        unit_flops = 2.0 * shape.m[2] * LANES * blocks(shape.fout) * shape.fin * taps
-        self._most = max(1, int(CALL_FLOPS // unit_flops))
+        self._compute = library(this_machine().simd).znnpy_transpose
 
     def run(self, inputs: Sequence[Array], out: Array, scratch: Mapping[str, Bytes]) -> None:
-        shape, pool, lib, x = self._shape, self._pool, self._library, inputs[0]
+        shape, x = self._shape, inputs[0]
         t = _Transpose(
             fin=shape.fin,
             fout=shape.fout,
@@ -115,17 +108,6 @@ class _Step:
             out=out.ctypes.data,
         )
         t.n[:], t.m[:], t.k[:], t.stride[:], t.dilation[:] = shape.n, shape.m, shape.k, shape.stride, shape.dilation
-        t.first[:], t.pitch[:] = shape.first, [stride // FLOAT32 for stride in x.strides[:3]]
-        buffers = scratch["lines"].reshape(-1, float_bytes(shape.m[2] * LANES * blocks(shape.fout)))
-        bad = [0] * pool.threads
-
-        def piece(lo: int, hi: int, worker: int) -> None:
-            buffer = ctypes.c_void_p(buffers[worker].ctypes.data)
-            for first in range(lo, hi, self._most):
-                pool.check()
-                last = ctypes.c_int64(min(hi, first + self._most))
-                bad[worker] += lib.znnpy_transpose(ctypes.byref(t), buffer, ctypes.c_int64(first), last)
-
-        pool.each(piece, shape.m[0] * shape.m[1])
-        if sum(bad):
-            raise overflow(sum(bad), prod(shape.out_shape))
+        t.first[:], t.pitch[:] = shape.first, pitches(x)
+        taps = prod(-(-k // s) for k, s in zip(shape.k, shape.stride, strict=True))  # that reach an output, at most
+        compute_lines(self._compute, t, shape, taps, out, scratch, self._pool)

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from znnpy.graph_shapes import UpsampleShape
 from znnpy.kernels.contract import Footprint, Kind, Scratch, Variant, Work
+from znnpy.kernels.cpu.graph_calls import compute_units, is_past, moved_bytes, pitches
 from znnpy.kernels.cpu.graph_layer import WeightlessLayer, float_bytes, given, why_not_kind
 from znnpy.kernels.cpu.graph_upsample import TABLE_BYTES, neighbours
-from znnpy.kernels.cpu.native.library import LANES, STREAM_BYTES, library, why_not
+from znnpy.kernels.cpu.native.library import LANES, library, why_not
 from znnpy.machine import this_machine
 from znnpy.shapes import FLOAT32
 
@@ -107,8 +108,7 @@ class UpsampleLanes(WeightlessLayer):
         del variant
         shape = given(shape, UpsampleShape)
         flops = (LINEAR_FLOPS if shape.how == "linear" else 1.0) * (1 + RUN_FLOATS / shape.f)
-        written = shape.out_bytes * (1 if shape.out_bytes > STREAM_BYTES else 2)
-        return (Work("lane_stream", flops * prod(shape.out_shape), shape.in_bytes + written),)
+        return (Work("lane_stream", flops * prod(shape.out_shape), moved_bytes(shape)),)
 
     def bind(self, resident: Any, shape: Sized, variant: Variant, pool: ThreadPool) -> _Step:
         del resident, variant
@@ -124,25 +124,17 @@ class _Step:
         self._most = max(1, CALL_OUTPUT_BYTES * self._runs.units // shape.out_bytes)
 
     def run(self, inputs: Sequence[Array], out: Array, scratch: Mapping[str, Bytes]) -> None:
-        shape, r, pool, x = self._shape, self._runs, self._pool, inputs[0]
+        shape, r, x = self._shape, self._runs, inputs[0]
         t = _Upsample(
             f=shape.f,
             lines=r.lines,
             run=r.run,
-            past=shape.out_bytes > STREAM_BYTES,
+            past=is_past(shape),
             x=x.ctypes.data,
             out=out.ctypes.data,
         )
         t.n[:], t.m[:], t.factor[:], t.first[:] = shape.n, shape.m, shape.factor, shape.first
-        t.pitch[:] = [stride // FLOAT32 for stride in x.strides[:3]]
+        t.pitch[:] = pitches(x)
         t.along[:] = [_Along(*(table.ctypes.data for table in axis)) for axis in self._axes]
         buffers = scratch["runs"].reshape(-1, r.worker_bytes)
-
-        def piece(lo: int, hi: int, worker: int) -> None:
-            buffer = ctypes.c_void_p(buffers[worker].ctypes.data)
-            for first in range(lo, hi, self._most):
-                pool.check()
-                last = ctypes.c_int64(min(hi, first + self._most))
-                self._compute(ctypes.byref(t), buffer, ctypes.c_int64(first), last)
-
-        pool.each(piece, r.units)
+        compute_units(self._compute, t, r.units, self._most, out, self._pool, buffers)

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from tests.support.graph_runs import (
+    CPU,
+    MACHINE,
     assert_equal,
     needed_at_once,
     planned,
@@ -20,9 +22,11 @@ from tests.support.graph_runs import (
 )
 from tests.support.seeded_graphs import Case, case, layers_in, weights_of
 from tests.support.tiers import one_in
+from znnpy import graph_operations
 from znnpy.admissible import lattices_of, period_of
 from znnpy.formats.wiring import Given, network_of
 from znnpy.graph_columns import GraphCover, TurnedGraph
+from znnpy.kernels.cpu.native.library import why_not
 from znnpy.layers import (
     JOINS,
     Activate,
@@ -93,6 +97,62 @@ def test_any_split_of_a_random_graph_equals_the_definition(seed: int) -> None:
         plan = some_plan(one, region, rng)
         found = ran(plan, one).out
         assert_equal(found, exact[(slice(None), *region.slices)], f"{plan.axis} {plan.patch_out} {region} of {one}")
+
+
+def decoder(rng: random.Random) -> Case:
+    """Return a graph in which convolutions read upsamplings, alone or beside skips, with paddings on any side."""
+    factor = rng.choice([(2, 2, 2), (1, 2, 2), (2, 1, 2), (2, 2, 1), (1, 1, 2)])
+    kernel = tuple(rng.choice([3, 5]) if by == 2 else rng.choice([1, 2, 3]) for by in factor)
+    k: Vec3 = (kernel[0], kernel[1], kernel[2])
+    before, behind = (tuple(rng.randint(0, extent - 1) for extent in k) for _ in range(2))
+    after = Conv(k, rng.choice([3, 17]), "relu", padding=(before, behind))  # type: ignore[arg-type]
+    layers = [
+        Given(same(rng.choice([2, 16])), "skip"),
+        Given(Pool(factor), "down"),
+        Given(same(rng.choice([1, 18])), "low"),
+    ]
+    layers.append(Given(Upsample(factor), "up"))
+    if rng.random() < 0.7:
+        layers.append(Given(Concat(), "joined", rng.choice([("skip", "up"), ("up", "skip"), ("skip", "up", "skip")])))
+    layers.append(Given(after, "after"))
+    if rng.random() < 0.5:
+        layers.append(Given(Conv((2, 1, 3), 2), "valid"))
+    size: Vec3 = (rng.randint(8, 20), rng.randint(8, 20), rng.randint(8, 20))
+    return made(layers, size, rng.randrange(100))
+
+
+@pytest.mark.parametrize("seed", one_in(6, range(120)))
+def test_convolutions_repeat_the_voxels_of_upsamplings(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_operations, "MAGNIFIED_MAPS", 1)
+    rng = random.Random(seed)
+    one = decoder(rng)
+    exact = reference(one)
+    for _ in range(SPLITS):
+        region = some_region(one.geometry.size(one.network.outputs[0]), rng)
+        plan = some_plan(one, region, rng)
+        graph = TurnedGraph.of(one.network, one.size, plan.axis)
+        assert any(read.factor != (1, 1, 1) for operation in graph.operations for read in operation.reads)
+        found = ran(plan, one).out
+        assert_equal(found, exact[(slice(None), *region.slices)], f"{plan.axis} {plan.patch_out} {region} of {one}")
+
+
+@pytest.mark.parametrize("method", ["fft_lanes", "direct_naive_gathered"])
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_a_unet_repeats_the_voxels_of_its_upsamplings(axis: int, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_operations, "MAGNIFIED_MAPS", 1)
+    if (reason := why_not(MACHINE)) and method == "fft_lanes":
+        pytest.skip(reason)
+    one, rng = unet((13, 22, 11)), random.Random(axis)
+    names = f"cpu.graph_conv.{method}", "cpu.graph_conv.taps"
+    table = tuple(primitive for primitive in CPU if primitive.kind != "graph_conv" or primitive.name in names)
+    exact, region = reference(one), whole_region(one)
+    graph = TurnedGraph.of(one.network, one.size, axis)
+    for _ in range(4):
+        patch = (rng.randint(1, 3), rng.randint(1, 3), rng.randint(1, 3))
+        column = rng.choice([0, up(graph.periods[0], patch[0])])
+        plan = planned(one.network, one.size, region, patch, axis=axis, column=column, table=table)
+        assert names[0] in {choice.primitive for choice in plan.choices}
+        assert_equal(ran(plan, one).out, exact, f"{plan.axis} {plan.patch_out}")
 
 
 def test_random_graphs_have_every_layer() -> None:

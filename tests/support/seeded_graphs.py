@@ -6,7 +6,7 @@ A number always gives the same case. Networks are small enough for the definitio
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal
@@ -25,7 +25,7 @@ from znnpy.patches import Box
 from znnpy.shapes import Vec3
 from znnpy.volume.source import predicted
 
-Family = Literal["same", "valid", "coarser", "finer"]
+Family = Literal["same", "valid", "coarser", "finer", "any"]  # what becomes of sizes; of `any`, few suit a volume
 FAMILIES: tuple[Family, ...] = ("same", "same", "valid", "coarser", "finer")
 MOST_VOXELS = 9000  # of a padded volume
 MOST_PERIOD = 12  # along an axis
@@ -69,7 +69,7 @@ def case(seed: int) -> Case:
     """Return the case of a number."""
     rng = random.Random(seed)
     while True:
-        network = _network(rng, seed)
+        network = random_network(rng, f"seed{seed}", FAMILIES)
         size = _size(rng, network) if network.meaning == "whole" else None
         if size is not None:
             break
@@ -80,11 +80,11 @@ def case(seed: int) -> Case:
     return Case(seed, network, weights_of(network, seed), values.integers(0, 256, shape, np.uint8))
 
 
-def _network(rng: random.Random, seed: int) -> Network:
-    """Return a random network, which may suit no volume."""
+def random_network(rng: random.Random, name: str, families: Sequence[Family]) -> Network:
+    """Return a random network of one of these families, which may suit no volume."""
     maps = rng.choice((1, 1, 2, 3))
-    graph = _Graph(rng, maps, rng.choice(FAMILIES))
-    return graph.built(f"seed{seed}")
+    graph = _Graph(rng, maps, rng.choice(families))
+    return graph.built(name)
 
 
 def _size(rng: random.Random, network: Network) -> Vec3 | None:
@@ -151,7 +151,7 @@ class _Graph:
 
     def built(self, name: str) -> Network:
         rng, builder = self.rng, self.builder
-        levels = rng.choice((1, 2, 2, 3, 3, 4))
+        levels = rng.choice((2, 2, 2, 2, 3) if self.family == "any" else (1, 2, 2, 3, 3, 4))
         strides = self._strides(levels - 1 if self.family != "coarser" else max(1, levels - 1))
         top, skips = 0, []
         for level in range(len(strides) + 1):
@@ -159,7 +159,7 @@ class _Graph:
                 top = self._block(top)
             if level < len(strides):
                 skips.append(top)
-                top = builder.down(top, strides[level], ceil=self.family != "valid" and rng.random() < 0.3)
+                top = self._down(top, strides[level])
         missing = rng.randint(1, len(strides)) if self.family == "coarser" else 0
         for skip, stride in list(zip(skips, strides, strict=True))[missing:][::-1]:
             top = self._block(self._risen(top, skip, stride))
@@ -172,6 +172,8 @@ class _Graph:
             outputs.append(builder.head(top))
         if rng.random() < 0.15 and top:
             outputs.insert(rng.randint(0, 1), top)  # a node that others read too
+        elif self.family == "any" and top > 1:
+            outputs.append(rng.randrange(1, top))
         normalise = None
         if rng.random() < 0.25:
             channels = builder.maps[0]
@@ -188,15 +190,22 @@ class _Graph:
                 return found
 
     def _block(self, top: int) -> int:
-        return self.builder.valid(top) if self.family == "valid" else self.builder.same(top)
+        family = self.rng.choice(("same", "valid")) if self.family == "any" else self.family
+        return self.builder.valid(top) if family == "valid" else self.builder.same(top)
+
+    def _down(self, top: int, stride: Vec3) -> int:
+        if self.family == "any":
+            return self.builder.any_down(top, stride)
+        return self.builder.down(top, stride, ceil=self.family != "valid" and self.rng.random() < 0.3)
 
     def _risen(self, below: int, skip: int, stride: Vec3) -> int:
         """Bring a level to the lattice of the one above, and join it with the skip."""
         rng, builder = self.rng, self.builder
-        up = builder.up(below, stride, skip)
-        if self.family == "valid":
+        up = builder.any_up(below, stride, skip) if self.family == "any" else builder.up(below, stride, skip)
+        cropped = rng.choice(("skip", "up", "none")) if self.family == "any" else "none"
+        if self.family == "valid" or cropped == "skip":
             skip = builder.put(Crop(like=builder.name(up)), skip)
-        elif builder.overhangs(up):
+        elif builder.overhangs(up) or cropped == "up":
             up = builder.put(Crop(like=builder.name(skip)), up)
         kind = rng.choice(("concat", "concat", "add", "multiply", "gate"))
         if kind == "concat":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from typing import Literal
 
 from znnpy.layers import (
     FUNCTIONS,
@@ -177,7 +178,7 @@ class Builder:
         """Add a layer to a lattice that is coarser by `stride`; n voxels become n / stride if that is whole."""
         rng = self.rng
         wide, sides = vector(3 if s > 1 else 1 for s in stride), vector(1 if s > 1 else 0 for s in stride)
-        out = rng.choice((2, 3, 4))
+        out = self.width()
         groups = self.groups(self.maps[top], out)
         counts = rng.random() < 0.5
         mode = rng.choice(PAD_MODES)
@@ -195,12 +196,40 @@ class Builder:
             self._overhanging.add(found)
         return found
 
+    def any_down(self, top: int, stride: Vec3) -> int:
+        """Add a layer to a lattice that is coarser by `stride`, with any number of voxels."""
+        rng, out, kernel = self.rng, self.width(), self.size(1, 2, 3)
+        side = vector(rng.randint(0, k // 2) for k in kernel)
+        ceil, counts, mode = rng.random() < 0.5, rng.random() < 0.5, rng.choice(PAD_MODES)
+        groups = self.groups(self.maps[top], out)
+        layers: tuple[Layer, ...] = (
+            Pool(stride),
+            Pool(kernel, stride, (side, side), ceil),
+            AveragePool(kernel, stride, (side, side), ceil, counts),
+            Conv(kernel, out, "relu", stride, self.size(1, 2), groups, (side, side), mode),
+        )
+        return self.put(rng.choice(layers), top)
+
+    def any_up(self, top: int, stride: Vec3, skip: int) -> int:
+        """Add a layer to a lattice that is finer by `stride`, with any number of voxels; `skip` is on that lattice."""
+        rng, out, kernel = self.rng, self.width(), self.size(1, 2, 3, 4)
+        padding = self.size(0, 1), self.size(0, 1)
+        more, groups = vector(rng.randrange(s) for s in stride), self.groups(self.maps[top], out)
+        how: Literal["nearest", "linear"] = rng.choice(("nearest", "linear"))
+        layers: tuple[Layer, ...] = (
+            ConvTranspose(stride, out, stride),
+            ConvTranspose(kernel, out, stride, padding, more, self.size(1, 2), groups),
+            Upsample(stride, how=how),
+            Upsample(like=self.name(skip), how=how),
+        )
+        return self.put(rng.choice(layers), top)
+
     def up(self, top: int, stride: Vec3, skip: int | None) -> int:
         """Add layers to a lattice that is finer by `stride`: n voxels become n * stride.
 
         skip  a tensor on that lattice, whose size may be referred to
         """
-        rng, out = self.rng, rng_even(self.rng)
+        rng, out = self.rng, self.width()
         maps = self.maps[top]
         how = rng.choice(("nearest", "linear", "like", "whole", "three", "four", "resized", "one"))
         if skip is None or self.family_of(top):
@@ -236,7 +265,3 @@ class Builder:
         """Add a last layer."""
         function: Function = self.rng.choice(("sigmoid", "none", "softmax", "tanh"))
         return self.put(Conv((1, 1, 1), self.rng.choice((1, 2, 3)), function), top)
-
-
-def rng_even(rng: random.Random) -> int:
-    return rng.choice((2, 3, 4))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from math import isfinite
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -151,16 +152,16 @@ Names = Annotated[tuple[str, ...], PlainValidator(_names)]
 FROM = "the name of a node or input, or a list of names"
 
 
-class LayerEntry(Entry):
+class LayerEntry(Entry, ABC):
     """Any layer: it has a type, and may have a name and the names of the nodes that it reads."""
 
     type: str
     name: NodeName | None = Field(None, description=NODE_NAME, examples=["conv1"])
     reads: Names | None = Field(None, alias="from", description=FROM, examples=["[conv1, conv2]"])
 
+    @abstractmethod
     def layer(self) -> Layer:
         """Return the layer; NetworkFileError if keys do not fit each other."""
-        raise NotImplementedError
 
 
 class _Ended(LayerEntry):

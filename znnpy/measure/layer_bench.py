@@ -75,8 +75,9 @@ def inputs_of(shape: GraphShape, x: npt.NDArray[np.float32]) -> list[npt.NDArray
     """Return the inputs (z, y, x, f) of a layer of a graph, one after the other in the memory of `x`."""
     fins = shape.fins if isinstance(shape, GraphConvShape | PointShape) else (shape.in_shape[4],)
     sizes = [(*shape.n, maps) for maps in fins]
-    if isinstance(shape, GraphConvShape) and shape.addend:
-        sizes.append((*shape.out, shape.fout))
+    if isinstance(shape, GraphConvShape):
+        sizes = [(*shape.size_of(index), maps) for index, maps in enumerate(fins)]
+        sizes += [(*shape.out, shape.fout)] if shape.addend else []
     flat, found, first = x.reshape(-1), list[npt.NDArray[np.float32]](), 0
     for size in sizes:
         found.append(flat[first : first + prod(size)].reshape(size))

@@ -7,6 +7,7 @@ arena, where its planes are moved to the front when there is no room behind them
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,10 +17,11 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from znnpy.column_planes import StepPlanes
 from znnpy.errors import ValuesOverflowError
 from znnpy.geometry import Interval
-from znnpy.graph_columns import GraphStep, StepPlanes
-from znnpy.graph_operations import Operation, Region, input_region, shape_of, shifted
+from znnpy.graph_columns import GraphStep
+from znnpy.graph_operations import Operation, Region, box_of, input_region, shape_of, voxels_of
 from znnpy.kernels.aligned import aligned_bytes, touch
 from znnpy.kernels.contract import ConvWeights, Primitive
 from znnpy.kernels.table import TABLE, find
@@ -27,18 +29,21 @@ from znnpy.kernels.thread_pool import ThreadPool, min_chunk
 from znnpy.layer_shapes import LayerShape
 from znnpy.layers import Conv, ConvTranspose
 from znnpy.network import Network
-from znnpy.planner.graph_tilings import GraphTiling
+from znnpy.patches import Box
+from znnpy.planner.graph_tilings import COPIED, GraphTiling
 from znnpy.planner.memory import BUFFERS
 from znnpy.planner.plan import Choice, Plan
 from znnpy.run.arena import Arena, host_arena
 from znnpy.run.backend import UNTRACED, Voxels
 from znnpy.run.voxels import load_voxels, store_voxels
-from znnpy.shapes import FLOAT32, Vec3, turn
+from znnpy.shapes import FLOAT32, turn
 
 if TYPE_CHECKING:
     from znnpy.run.trace import Trace
 
 Array = npt.NDArray[np.float32]
+
+KEPT_STEPS = 32  # shapes of an operation whose steps are kept: columns away from the faces have few
 
 
 class _Tensor:
@@ -47,10 +52,7 @@ class _Tensor:
     def __init__(self, tiling: GraphTiling, tensor: int, maps: int) -> None:
         self.storage = tiling.storage(tensor)
         self.maps = maps
-        self.kept = tiling.kept[tensor]
-        self.nbytes = {"arena": 0, "carried": self.kept, "resident": tiling.capacity(tensor)}[
-            self.storage
-        ] * tiling.plane_bytes(tensor)
+        self.nbytes = tiling.beside(tensor) * tiling.plane_bytes(tensor)
         self.beside: Array = np.empty(0, np.float32)  # what stays from step to step
         self.block: Array = np.empty(0, np.float32)  # where the planes of a step lie
         self.held = Interval(0, 0)
@@ -114,7 +116,7 @@ class _Bound:
     primitive: Primitive
     resident: Any
     scratch: Mapping[str, Any]
-    steps: dict[LayerShape, tuple[Any, Mapping[str, Any]]]  # and their scratch, by shape: few occur in a run
+    steps: OrderedDict[LayerShape, tuple[Any, Mapping[str, Any]]]  # the latest and their scratch, by shape
     name: str  # in traces
 
 
@@ -148,15 +150,24 @@ class GraphSession:
 
     def __enter__(self) -> Self:
         graph, plan = self._graph, self.plan
-        weights = graph.lowered.weights(self._weights)
         prepared = []
         for operation, choice in zip(graph.operations, plan.choices, strict=True):
             primitive = find(choice.primitive, self._table)
-            mine = _turned(weights.get(operation.layer), graph.axis, graph.network.layers[operation.layer])
+            weights = graph.lowered.weights(operation.layer, self._weights)
+            mine = _turned(weights, graph.axis, graph.network.layers[operation.layer])
             prepared.append((operation, choice, primitive, primitive.prepare(mine, choice.variant, self.pool)))
+            del weights, mine  # of one layer at a time
         arena = host_arena(self._block(plan.memory.last.arena), plan.stages[0].tensors)
         self._bound = tuple(
-            _Bound(operation, choice, primitive, resident, arena.scratch(index), {}, _name(choice, graph.network))
+            _Bound(
+                operation,
+                choice,
+                primitive,
+                resident,
+                arena.scratch(index),
+                OrderedDict(),
+                _name(choice, graph.network),
+            )
             for index, (operation, choice, primitive, resident) in enumerate(prepared)
         )
         for tensor in self._tiling.stored:
@@ -206,8 +217,8 @@ class GraphSession:
         column = self._graph.planes(step.begin[0], step.end[0], step.thick)
         if begins:
             self._begin(step, column.region)
-        planes = column.steps[step.number]
-        later = column.steps[step.number + 1].held if step.number + 1 < len(column.steps) else None
+        planes = column.step(step.number)
+        later = column.step(step.number + 1).held if step.number + 1 < column.steps else None
         self._advance(0, planes)
         if planes.new[0].size:
             with self._span("load"):
@@ -260,19 +271,20 @@ class GraphSession:
         operation, tensor = bound.operation, bound.operation.tensor
         region: Region = (planes.new[tensor], self._across[0][tensor], self._across[1][tensor])
         shape = shape_of(self._graph.geometry, operation, region)
-        bind = bound.steps.get(shape)
-        if bind is None:
-            bind = bound.steps[shape] = self._step(bound, shape)
+        bind = bound.steps.pop(shape, None) or self._step(bound, shape)
+        bound.steps[shape] = bind
+        if len(bound.steps) > KEPT_STEPS:
+            bound.steps.popitem(last=False)
         there = input_region(self._graph.geometry, operation, region)
-        inputs = [self._view(read.tensor, there, read.shift) for read in operation.reads]
+        inputs = [self._view(read.tensor, voxels_of(read, there)) for read in operation.reads]
         if (addend := operation.addend) is not None:
-            inputs.append(self._view(addend.tensor, region, addend.shift))
+            inputs.append(self._view(addend.tensor, voxels_of(addend, region)))
         out = self._tensors[tensor].planes[planes.new[tensor].lo - planes.held[tensor].lo :]
         with self._span(bound.name, layer=operation.layer):
             try:
                 primitive_step, scratch = bind
                 if shape.kind == "maxout":
-                    primitive_step.run(np.ascontiguousarray(inputs[0])[None], out[None], scratch)
+                    primitive_step.run(_contiguous(inputs[0], bound.scratch)[None], out[None], scratch)
                 else:
                     primitive_step.run(inputs, out, scratch)
             except ValuesOverflowError as error:
@@ -290,9 +302,8 @@ class GraphSession:
                 raise RuntimeError(f"{bound.name} needs {nbytes} bytes of {name} for {shape}, more than the plan holds")
         return step, {name: bound.scratch[name][:nbytes] for name, nbytes in needs.items()}
 
-    def _view(self, tensor: int, there: Region, shift: Vec3) -> Array:
-        """Return the voxels of a tensor that an operation reads."""
-        box = shifted(there, shift)
+    def _view(self, tensor: int, box: Box) -> Array:
+        """Return some voxels of a tensor."""
         held = self._tensors[tensor]
         begin = (held.held.lo, self._across[0][tensor].lo, self._across[1][tensor].lo)
         z, y, x = (slice(lo - at, hi - at) for lo, hi, at in zip(box.lo, box.hi, begin, strict=True))
@@ -304,7 +315,7 @@ class GraphSession:
         wanted = [self._graph.wanted(along, step.begin[along], step.end[along]) for along in (1, 2)]
         for number, tensor in enumerate(self._graph.network.outputs):
             region: Region = (given[number], wanted[0][number], wanted[1][number])
-            image = self._view(tensor, region, (0, 0, 0))
+            image = self._view(tensor, box_of(region))
             maps = image.shape[3]
             store_voxels(image, out[first : first + maps], self.pool)
             first += maps
@@ -329,6 +340,15 @@ class GraphSession:
     def wait(self, ticket: Any) -> None:
         """Do nothing: a step is done when it was submitted."""
         del ticket
+
+
+def _contiguous(x: Array, scratch: Mapping[str, Any]) -> Array:
+    """Return an array in C order: itself, or a copy in the scratch that the plan holds for it."""
+    if x.flags.c_contiguous:
+        return x
+    copy: Array = scratch[COPIED][: x.nbytes].view(np.float32).reshape(x.shape)
+    np.copyto(copy, x)
+    return copy
 
 
 def _name(choice: Choice, network: Network) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,11 @@ import numpy.typing as npt
 from znnpy.kernels.thread_pool import ThreadPool, min_chunk
 from znnpy.network import Normalise
 from znnpy.run.backend import Voxels, input_overflow, output_overflow
+from znnpy.shapes import FLOAT32
 
 Array = npt.NDArray[np.float32]
+
+BLOCK_BYTES = 2**18  # values that a thread converts at a time
 
 
 def load_voxels(raw: Voxels, x: Any, normalise: Normalise | None, pool: ThreadPool) -> None:
@@ -39,20 +43,24 @@ def load_voxels(raw: Voxels, x: Any, normalise: Normalise | None, pool: ThreadPo
 def store_voxels(image: Array, out: Voxels, pool: ThreadPool) -> None:
     """Convert an image (z, y, x, maps) to the dtype of `out` (maps, z, y, x), whose strides may be any.
 
-    float32 and float16 are rounded; uint8 is `round(255 * clip(x, 0, 1))`.
+    float32 and float16 are rounded; uint8 is `round(255 * clip(x, 0, 1))`. A thread takes a few rows at a time, so that
+    it holds no more than BLOCK_BYTES, or a row, besides.
     """
+    rows = max(1, BLOCK_BYTES // (FLOAT32 * max(1, prod(image.shape[2:]))))
 
     def piece(lo: int, hi: int, worker: int) -> None:
         del worker
         try:
             with np.errstate(over="raise"):
                 for plane in range(lo, hi):
-                    values = np.moveaxis(image[plane], 2, 0)
-                    if out.dtype == np.uint8:
-                        values = np.clip(values, 0, 1)
-                        np.multiply(values, np.float32(255), out=values)
-                        np.rint(values, out=values)
-                    np.copyto(out[:, plane], values, casting="unsafe")
+                    for first in range(0, image.shape[1], rows):
+                        there = slice(first, first + rows)
+                        values = np.moveaxis(image[plane, there], 2, 0)
+                        if out.dtype == np.uint8:
+                            values = np.clip(values, 0, 1)
+                            np.multiply(values, np.float32(255), out=values)
+                            np.rint(values, out=values)
+                        np.copyto(out[:, plane, there], values, casting="unsafe")
         except FloatingPointError:
             raise output_overflow(float(np.abs(image[lo:hi]).max()), out.dtype) from None
 

@@ -89,7 +89,7 @@ int64_t to_rows(float *image, const Rows &r) {
       const V bias = load(r.bias + half);
       Mask bad{};
       restore_real<N, 0, 1>(in, [&](auto i, V value) ALWAYS_LAMBDA {
-        if (i >= r.voxels) return;
+        if (i >= r.voxels || i < r.first) return;
         V v = value + bias;
         bad -= v * 0.0f != 0.0f;
         if constexpr (LEAKY) v = v > 0.0f ? v : v * r.slope;
@@ -120,8 +120,26 @@ constexpr Side side() {
           to_rows<N, true, true>};
 }
 
-const Side SIDES[] = {side<1>(),  side<4>(),  side<6>(),  side<8>(),  side<10>(), side<12>(), side<14>(),
-                      side<16>(), side<18>(), side<20>(), side<24>(), side<28>(), side<32>()};
+// Half the side of a tile: only what magnified blocks need.
+template <int N>
+constexpr Side half_side() {
+  return {N,
+          along<N, false, false, false>,
+          along<N, false, false, true>,
+          along<N, true, false, false>,
+          nullptr,
+          nullptr,
+          from_rows<N, false, false>,
+          from_rows<N, true, false>,
+          from_rows<N, true, true>,
+          nullptr,
+          nullptr,
+          nullptr};
+}
+
+const Side SIDES[] = {side<1>(),       half_side<2>(), half_side<3>(), side<4>(),  half_side<5>(), side<6>(),
+                      half_side<7>(),  side<8>(),      half_side<9>(), side<10>(), side<12>(),     side<14>(),
+                      side<16>(),      side<18>(),     side<20>(),     side<24>(), side<28>(),     side<32>()};
 
 }  // namespace
 
@@ -135,4 +153,4 @@ const Side *find(int64_t length) {
 using namespace znnpy;
 
 // Returns 1 if tiles may have sides of that length.
-EXPORT int64_t znnpy_tiled_side(int64_t length) { return find(length) != nullptr; }
+EXPORT int64_t znnpy_tiled_side(int64_t length) { return find(length) != nullptr && find(length)->to != nullptr; }

@@ -8,6 +8,10 @@
 // Every worker calls `run` and takes units of all stages of all groups until none is left.
 //
 // Spectra of a group of tiles are stored column by column: (x, y; tile, z, block of channels, re/im, lane).
+//
+// An array whose voxels are repeated twice along an axis is transformed at its own size, half the tile's. Had it zeros
+// between its voxels, its spectrum would be that transform, twice; the sum of neighbours that makes the repetition is
+// part of the kernels: 1 + exp(-i theta).
 #include <cmath>
 #include <cstring>
 #include <thread>
@@ -96,16 +100,37 @@ void products(const Tiling &t, const float *x, const float *w, float *y, ptrdiff
 // Returns how many of the `left` blocks of output channels are multiplied at once: 3, unless that leaves a single one.
 int panel(ptrdiff_t left) { return left == 4 ? 2 : left >= 3 ? 3 : (int)left; }
 
+// Multiplies a frequency of a kernel, at angle theta, by the spectrum of a repetition, 1 + exp(-i theta).
+ALWAYS void repeat(double theta, float &re, float &im) {
+  const double c = 1 + std::cos(theta), s = -std::sin(theta), before = re;
+  re = (float)(before * c - im * s);
+  im = (float)(before * s + im * c);
+}
+
+// Multiplies the frequencies along z of one kernel by the spectrum of a repetition.
+void repeat_along_z(const Tiling &t, float *spectrum, ptrdiff_t pitch) {
+  for (ptrdiff_t z = 0; z < t.tile[0]; z++) {
+    float c = 1, s = 0;
+    repeat(2 * PI * (double)z / (double)t.tile[0], c, s);
+    for (int lane = 0; lane < LANES; lane += W) {
+      float *const at = spectrum + z * pitch + lane;
+      const C h = load_complex(at);
+      store_complex(at, {h.re * c - h.im * s, h.re * s + h.im * c});
+    }
+  }
+}
+
 // Computes the kernels of one column of frequencies: panel by panel (z, fin, block, re/im, lane), conjugate.
 void kernel_column(const Tiling &t, ptrdiff_t column, float *target) {
   const Side &z = *find(t.tile[0]);
   const ptrdiff_t fx = column / t.tile[1], fy = column % t.tile[1];
   const ptrdiff_t kz = t.k[0], ky = t.k[1], blocks = blocks_of(t.fout);
-  float c[32], s[32], lines[32 * BLOCK];
+  float cosines[2][32], sines[2][32], lines[32 * BLOCK];  // of maps as they are, and of magnified ones
   for (ptrdiff_t y = 0; y < ky; y++) {
     const double angle = 2 * PI * (double)(fy * y % t.tile[1]) / (double)t.tile[1];
-    c[y] = (float)std::cos(angle);
-    s[y] = (float)std::sin(angle);
+    cosines[0][y] = cosines[1][y] = (float)std::cos(angle);
+    sines[0][y] = sines[1][y] = (float)std::sin(angle);
+    if (t.factor[1] > 1) repeat(2 * PI * (double)fy / (double)t.tile[1], cosines[1][y], sines[1][y]);
   }
   for (ptrdiff_t first = 0; first < blocks;) {
     const int width = panel(blocks - first);
@@ -113,6 +138,8 @@ void kernel_column(const Tiling &t, ptrdiff_t column, float *target) {
     for (int b = 0; b < width; b++) {
       const float *half = t.kernels + (fx * blocks + first + b) * t.fin * kz * ky * BLOCK;
       for (ptrdiff_t map = 0; map < t.fin; map++) {
+        const bool magnified = map >= t.low_from && map < t.low_to;
+        const float *const c = cosines[magnified], *const s = sines[magnified];
         for (ptrdiff_t z = 0; z < kz; z++) {
           for (int lane = 0; lane < LANES; lane += W) {
             V re{}, im{};
@@ -124,7 +151,9 @@ void kernel_column(const Tiling &t, ptrdiff_t column, float *target) {
             store_complex(lines + z * BLOCK + lane, {re, im});
           }
         }
-        z.kernels({lines, BLOCK, 0, target + (map * width + b) * BLOCK, pitch, 0, 1, (int)kz, (int)t.tile[0]});
+        float *const spectrum = target + (map * width + b) * BLOCK;
+        z.kernels({lines, BLOCK, 0, spectrum, pitch, 0, 1, (int)kz, (int)t.tile[0]});
+        if (magnified && t.factor[0] > 1) repeat_along_z(t, spectrum, pitch);
       }
     }
     target += t.tile[0] * pitch;
@@ -139,13 +168,34 @@ ptrdiff_t column_floats(const Tiling &t) {
   return t.tile[0] * (t.fin * blocks + panels) * BLOCK;
 }
 
-// Returns where a plane of the group's tiles begins, in voxels that are in memory: negative in the padding before them.
-Origin input_plane(const Tiling &t, ptrdiff_t unit) {
-  const Origin at = origin(t, t.first + unit / t.tile[0]);
-  return {at.image, at.z + unit % t.tile[0] - t.lead[0], at.y - t.lead[1], at.x - t.lead[2]};
-}
+// The blocks of the input that lie on one lattice: those that are magnified, or the others.
+struct Lattice {
+  const int64_t *lead, *held;
+  int64_t factor[3], tile[3];  // tile: on this lattice
+  int64_t in;                  // blocks
+  float *spectra;
+  int64_t column_pitch, tile_pitch;
 
-bool in_memory(const Tiling &t, const Origin &plane) { return plane.z >= 0 && plane.z < t.held[0]; }
+  ALWAYS ptrdiff_t half() const { return tile[2] / 2 + 1; }
+  ALWAYS bool holds(ptrdiff_t plane) const { return plane >= 0 && plane < held[0]; }
+
+  // Returns where a plane of the group's tiles begins, in voxels that are in memory: negative in the padding before.
+  ALWAYS Origin plane(const Tiling &t, ptrdiff_t unit) const {
+    const Origin at = origin(t, t.first + unit / t.tile[0]);
+    return {at.image, at.z / factor[0] + unit % t.tile[0] - lead[0], at.y / factor[1] - lead[1],
+            at.x / factor[2] - lead[2]};
+  }
+};
+
+Lattice lattice(const Tiling &t, bool magnified) {
+  Lattice found{t.lead, t.held, {1, 1, 1}, {t.tile[0], t.tile[1], t.tile[2]}, t.in - t.low_in, t.spectra,
+                t.column_pitch, t.tile_pitch};
+  if (!magnified) return found;
+  found.lead = t.low_lead, found.held = t.low_held, found.in = t.low_in, found.spectra = t.low;
+  found.column_pitch = t.low_column_pitch, found.tile_pitch = t.low_tile_pitch;
+  for (int axis = 0; axis < 3; axis++) found.factor[axis] = t.factor[axis], found.tile[axis] /= t.factor[axis];
+  return found;
+}
 
 // Returns the address of the first voxel of a plane that is in memory; rows and voxels before it may not be.
 const float *address(const Tiling &t, const Origin &at, ptrdiff_t block) {
@@ -161,6 +211,40 @@ ptrdiff_t first_held(ptrdiff_t from) { return from < 0 ? -from : 0; }
 // Returns how many of `length` positions from `from` on precede the end of the `held` in memory.
 ptrdiff_t until_held(ptrdiff_t from, ptrdiff_t length, ptrdiff_t held) { return least(length, held - from); }
 
+// Transforms a column of one tile along z: all blocks of the input, each frequency `pitch` floats after the one before.
+void column_along_z(const Tiling &t, ptrdiff_t column, ptrdiff_t tile, float *target, ptrdiff_t pitch) {
+  for (ptrdiff_t block = 0, end; block < t.in; block = end) {
+    const Channels &c = t.channels[block];
+    for (end = block + 1; end < t.in && t.channels[end].magnified == c.magnified;) end++;
+    const int lines = (int)(end - block);
+    float *const at = target + block * BLOCK;
+    if (!c.magnified) {
+      const float *source = t.spectra + column * t.column_pitch + tile * t.tile_pitch + c.slot * BLOCK;
+      find(t.tile[0])->forward({source, (t.in - t.low_in) * BLOCK, BLOCK, at, pitch, BLOCK, lines, 0, 0});
+      continue;
+    }
+    const Lattice l = lattice(t, true);
+    ptrdiff_t fx = column / t.tile[1] % l.tile[2], fy = column % t.tile[1] % l.tile[1];
+    const bool conjugate = fx > l.tile[2] / 2;  // the transform of real lines holds the other half
+    if (conjugate) fx = l.tile[2] - fx, fy = (l.tile[1] - fy) % l.tile[1];
+    const float *source = l.spectra + (fx * l.tile[1] + fy) * l.column_pitch + tile * l.tile_pitch + c.slot * BLOCK;
+    const Side &z = *find(l.tile[0]);
+    (conjugate ? z.inverse : z.forward)(
+        {source, l.in * BLOCK, BLOCK, at, pitch, BLOCK, lines, 0, (int)l.tile[0]});
+    for (ptrdiff_t k = 0; k < l.tile[0]; k++) {
+      for (ptrdiff_t f = 0; f < lines * BLOCK; f += BLOCK) {
+        for (int lane = 0; lane < LANES; lane += W) {
+          float *const here = at + k * pitch + f + lane;
+          C h = load_complex(here);
+          if (conjugate) h = conj(h), store_complex(here, h);
+          for (ptrdiff_t again = k + l.tile[0]; again < t.tile[0]; again += l.tile[0])
+            store_complex(here + (again - k) * pitch, h);
+        }
+      }
+    }
+  }
+}
+
 constexpr ptrdiff_t LATER_FLOATS = 5 << 13;  // part of a plane of spectra that is prefetched: larger ones gain nothing
 
 int64_t units_of(const Tiling &t, int stage) {
@@ -169,22 +253,23 @@ int64_t units_of(const Tiling &t, int stage) {
   return t.tiles * (pools(t) ? blocks_of(t.fout) : t.step[0]);
 }
 
-// Transforms lines of results of a block back, one by one, and ends them; `at` is the first voxel, `image` its output.
-// It is no part of its caller, whose other path would be slower.
+// Transforms lines of results of a block back, one by one, and ends them. `at` is the output `image`, the first one that
+// is stored: it is voxel `skipped` of a line. The function is no part of its caller, whose other path would be slower.
 __attribute__((noinline)) int64_t ended_lines(const Tiling &t, bool stream, float *planes, const Origin &at,
-                                              ptrdiff_t block, ptrdiff_t lines, ptrdiff_t voxels, float *image) {
+                                              ptrdiff_t block, ptrdiff_t lines, ptrdiff_t skipped, ptrdiff_t voxels,
+                                              float *image) {
   Ending ending = t.ending;
   ending.past = stream;
   const Side &along_x = *find(t.tile[2]);
-  const ptrdiff_t mx = t.n[2] - t.k[2] + 1, line = (t.tile[2] / 2 + 1) * BLOCK;
+  const ptrdiff_t mx = t.n[2] - t.k[2] + 1 - t.skip[2], line = (t.tile[2] / 2 + 1) * BLOCK, count = voxels - skipped;
   alignas(64) float sums[32 * LANES];
   int64_t bad = 0;
   for (ptrdiff_t y = 0; y < lines; y++) {
     const float *const addend = ending.addend.at(at.z, at.y + y, at.x, block * LANES);
-    for (ptrdiff_t i = 0; addend != nullptr && i < voxels; i++) __builtin_prefetch(addend + i * ending.addend.voxel);
+    for (ptrdiff_t i = 0; addend != nullptr && i < count; i++) __builtin_prefetch(addend + i * ending.addend.voxel);
     along_x.to(sums, {0, LANES, 1, (int)voxels, LANES, planes + y * line, t.bias + block * LANES, false});
-    bad += end_lanes(ending, {sums, voxels, LANES, addend, image + y * mx * t.fout + block * LANES}, t.fout,
-                     least(LANES, t.fout - block * LANES));
+    bad += end_lanes(ending, {sums + skipped * LANES, count, LANES, addend, image + y * mx * t.fout + block * LANES},
+                     t.fout, least(LANES, t.fout - block * LANES));
   }
   return bad;
 }
@@ -214,6 +299,7 @@ EXPORT void znnpy_tiled_kernels(const Tiling *tiling, const float *weight, float
   for (ptrdiff_t block = 0; block < blocks; block++) {
     const ptrdiff_t lanes = least(LANES, t.fout - block * LANES);
     for (ptrdiff_t map = lo; map < hi; map++) {
+      const bool magnified = map >= t.low_from && map < t.low_to && t.factor[2] > 1;
       for (ptrdiff_t row = 0; row < rows; row++) {
         std::memset(taps, 0, sizeof taps);
         for (ptrdiff_t lane = 0; lane < lanes; lane++)
@@ -224,7 +310,8 @@ EXPORT void znnpy_tiled_kernels(const Tiling *tiling, const float *weight, float
           std::memset(out, 0, BLOCK * sizeof(float));
           for (ptrdiff_t x = 0; x < kx; x++) {
             const double angle = 2 * PI * (double)(fx * x % t.tile[2]) / (double)t.tile[2];
-            const float c = (float)(scale * std::cos(angle)), s = (float)(scale * std::sin(angle));
+            float c = (float)(scale * std::cos(angle)), s = (float)(scale * std::sin(angle));
+            if (magnified) repeat(2 * PI * (double)fx / (double)t.tile[2], c, s);
             for (int lane = 0; lane < LANES; lane++) {
               out[lane] += taps[x * LANES + lane] * c;
               out[LANES + lane] += taps[x * LANES + lane] * s;
@@ -245,34 +332,40 @@ EXPORT void znnpy_tiled_spectra(const Tiling *tiling, float *target, int64_t lo,
 // Transforms planes [lo, hi) of the group's tiles, tile.z per tile.
 EXPORT void znnpy_tiled_forward(const Tiling *tiling, float *planes, int64_t lo, int64_t hi) {
   const Tiling &t = *tiling;
-  const Side &along_x = *find(t.tile[2]), &along_y = *find(t.tile[1]);
-  const ptrdiff_t half = t.tile[2] / 2 + 1, row = half * BLOCK;
   const bool stream = STREAMS && t.stream;
-  for (ptrdiff_t unit = lo; unit < hi; unit++) {
-    const ptrdiff_t tile = unit / t.tile[0], z = unit % t.tile[0];
-    const Origin plane = input_plane(t, unit), next = input_plane(t, unit + 1);
-    const bool later = unit + 1 < hi && in_memory(t, next);
-    const ptrdiff_t skipped = first_held(plane.x), voxels = until_held(plane.x, t.tile[2], t.held[2]);
-    const bool any = in_memory(t, plane) && skipped < voxels;
-    const ptrdiff_t above = any ? least(first_held(plane.y), t.tile[1]) : 0;
-    const ptrdiff_t below = any ? until_held(plane.y, t.tile[1], t.held[1]) : 0;
-    const ptrdiff_t rows = below > above ? below - above : 0;
-    for (ptrdiff_t block = 0; block < t.in; block++) {
-      const Channels &c = t.channels[block];
-      Rows r{c.row, c.voxel, (int)rows, (int)voxels, (int)c.lanes, planes + above * row, nullptr, false};
-      r.first = (int)skipped;
-      if (later) {
-        r.later = address(t, next, block - c.part) + above * c.row;
-        r.at = (int)(c.part * rows), r.passes = (int)c.parts;
+  for (const bool magnified : {false, true}) {
+    const Lattice l = lattice(t, magnified);
+    const Side &along_x = *find(l.tile[2]), &along_y = *find(l.tile[1]);
+    const ptrdiff_t row = l.half() * BLOCK;
+    for (ptrdiff_t unit = lo; unit < hi && l.in > 0; unit++) {
+      const ptrdiff_t tile = unit / t.tile[0], z = unit % t.tile[0];
+      if (z >= l.tile[0]) continue;
+      const Origin plane = l.plane(t, unit), next = l.plane(t, unit + 1);
+      const bool later = unit + 1 < hi && z + 1 < l.tile[0] && l.holds(next.z);
+      const ptrdiff_t skipped = first_held(plane.x), voxels = until_held(plane.x, l.tile[2], l.held[2]);
+      const bool any = l.holds(plane.z) && skipped < voxels;
+      const ptrdiff_t above = any ? least(first_held(plane.y), l.tile[1]) : 0;
+      const ptrdiff_t below = any ? until_held(plane.y, l.tile[1], l.held[1]) : 0;
+      const ptrdiff_t rows = below > above ? below - above : 0;
+      for (ptrdiff_t block = 0; block < t.in; block++) {
+        const Channels &c = t.channels[block];
+        if ((c.magnified != 0) != magnified) continue;
+        Rows r{c.row, c.voxel, (int)rows, (int)voxels, (int)c.lanes, planes + above * row, nullptr, false};
+        r.first = (int)skipped;
+        if (later) {
+          r.later = address(t, next, block - c.part) + above * c.row;
+          r.at = (int)(c.part * rows), r.passes = (int)c.parts;
+        }
+        const bool spaced = skipped > 0 || c.voxel > c.maps, part = voxels < l.tile[2] || c.lanes < LANES;
+        const From from = spaced ? along_x.from_spaced : part ? along_x.from_part : along_x.from;
+        from(address(t, plane, block) + above * c.row, r);
+        std::memset(planes, 0, (size_t)(above * row) * sizeof(float));
+        const ptrdiff_t left = l.tile[1] - above - rows;
+        std::memset(planes + (above + rows) * row, 0, (size_t)(left * row) * sizeof(float));
+        float *target = l.spectra + tile * l.tile_pitch + (z * l.in + c.slot) * BLOCK;
+        (stream ? along_y.forward_stream : along_y.forward)(
+            {planes, row, BLOCK, target, l.column_pitch, l.tile[1] * l.column_pitch, (int)l.half(), 0, 0});
       }
-      const bool spaced = skipped > 0 || c.voxel > c.maps, part = voxels < t.tile[2] || c.lanes < LANES;
-      const From from = spaced ? along_x.from_spaced : part ? along_x.from_part : along_x.from;
-      from(address(t, plane, block) + above * c.row, r);
-      std::memset(planes, 0, (size_t)(above * row) * sizeof(float));
-      std::memset(planes + (above + rows) * row, 0, (size_t)((t.tile[1] - above - rows) * row) * sizeof(float));
-      float *target = t.spectra + tile * t.tile_pitch + (z * t.in + block) * BLOCK;
-      (stream ? along_y.forward_stream : along_y.forward)(
-          {planes, row, BLOCK, target, t.column_pitch, t.tile[1] * t.column_pitch, (int)half, 0, 0});
     }
   }
   if (stream) fence();
@@ -294,8 +387,7 @@ EXPORT void znnpy_tiled_multiply(const Tiling *tiling, float *scratch, int64_t l
     for (ptrdiff_t first = 0; first < t.tiles; first += t.chunk) {
       const int tiles = (int)least(t.chunk, t.tiles - first);
       for (int tile = 0; tile < tiles; tile++)
-        along_z.forward({spectra + (first + tile) * t.tile_pitch, in * BLOCK, BLOCK, x + tile * in * BLOCK, before,
-                         BLOCK, (int)in, 0, 0});
+        column_along_z(t, column, first + tile, x + tile * in * BLOCK, before);
       const bool last = first + t.chunk >= t.tiles;  // followed by the next column's first tiles
       const float *next = last ? spectra + t.column_pitch : spectra + (first + t.chunk) * t.tile_pitch;
       const ptrdiff_t left = !last ? t.tiles - first - t.chunk : column + 1 < hi ? t.tiles : 0;
@@ -331,9 +423,12 @@ EXPORT int64_t znnpy_tiled_inverse(const Tiling *tiling, float *planes, int64_t 
   for (ptrdiff_t unit = lo; unit < hi; unit++) {
     const ptrdiff_t tile = unit / t.step[0], z = unit % t.step[0];
     const Origin at = origin(t, t.first + tile);
-    if (at.z + z >= mz) continue;
+    if (at.z + z >= mz || at.z + z < t.skip[0]) continue;
     const ptrdiff_t rows = least(t.step[1], my - at.y), voxels = least(t.step[2], mx - at.x);
-    float *image = t.out + at.image * t.out_image + (((at.z + z) * my + at.y) * mx + at.x) * t.fout;
+    const ptrdiff_t above = at.y == 0 ? t.skip[1] : 0, skipped = at.x == 0 ? t.skip[2] : 0;
+    const ptrdiff_t line = (mx - t.skip[2]) * t.fout;
+    float *image = t.out + at.image * t.out_image + ((at.z + z - t.skip[0]) * (my - t.skip[1]) + at.y - t.skip[1]) * line +
+                   (at.x - t.skip[2]) * t.fout;
     const ptrdiff_t next = (unit + 1) / t.step[0] * t.tile_pitch + (unit + 1) % t.step[0] * blocks * BLOCK;
     const float *const later = ahead && unit + 1 < hi ? t.spectra + next : nullptr;
     for (ptrdiff_t block = 0; block < blocks; block++) {
@@ -341,14 +436,16 @@ EXPORT int64_t znnpy_tiled_inverse(const Tiling *tiling, float *planes, int64_t 
       const float *source = t.spectra + tile * t.tile_pitch + (z * blocks + block) * BLOCK;
       along_y.inverse({source, t.column_pitch, t.tile[1] * t.column_pitch, planes, half * BLOCK, BLOCK, (int)half, 0,
                        (int)rows, BLOCK, later, (int)(block * half), (int)blocks});
-      if (ending.any()) {
-        bad += ended_lines(t, stream, planes, {at.image, at.z + z, at.y, at.x}, block, rows, voxels, image);
+      if (t.ending.any()) {
+        const Origin first{at.image, at.z + z - t.skip[0], at.y + above - t.skip[1], at.x + skipped - t.skip[2]};
+        bad += ended_lines(t, stream, planes + above * half * BLOCK, first, block, rows - above, skipped, voxels,
+                           image + above * line + skipped * t.fout);
         continue;
       }
-      const Rows r{mx * t.fout, t.fout,  (int)rows, (int)voxels, lanes, planes, t.bias + block * LANES,
-                   t.relu != 0, nullptr, 0, 1, stream, 0, (float)t.slope};
+      const Rows r{line, t.fout, (int)(rows - above), (int)voxels, lanes, planes + above * half * BLOCK,
+                   t.bias + block * LANES, t.relu != 0, nullptr, 0, 1, stream, (int)skipped, (float)t.slope};
       const To to = t.slope != 0 ? along_x.to_leaky : lanes < LANES ? along_x.to_part : along_x.to;
-      bad += to(image + block * LANES, r);
+      bad += to(image + above * line + block * LANES, r);
     }
   }
   if (stream) fence();

@@ -15,7 +15,7 @@ from tests.support.closeness import GUARD, MACHINE, aligned
 from znnpy.errors import ValuesOverflowError
 from znnpy.graph_shapes import GraphConvShape
 from znnpy.kernels import definition
-from znnpy.kernels.cpu import activations, conv_fft_lanes, ending, graph_conv_direct
+from znnpy.kernels.cpu import activations, conv_fft_lanes, graph_calls, graph_conv_direct
 from znnpy.kernels.cpu.graph_conv_table import GRAPH_CONVOLUTIONS
 from znnpy.kernels.cpu.graph_table import GRAPH_OPERATORS
 from znnpy.kernels.cpu.native import library
@@ -49,6 +49,7 @@ SHAPES = [
     GraphConvShape((6,), 12, (4, 5, 6), CUBE, ONE, ONE, groups=3),
     GraphConvShape((19,), 19, (4, 5, 9), CUBE, ONE, ONE, groups=19),
     GraphConvShape((200,), 6, (4, 5, 6), CUBE, ONE, ONE),  # several products by BLAS
+    GraphConvShape((3, 17), 19, (9, 30, 33), CUBE, (0, 1, 0), factors=(ONE, (2, 2, 2)), first=(1, 0, 1)),
 ]
 PLAIN = [shape for shape in SHAPES if shape.plain]
 
@@ -77,7 +78,7 @@ def weights_for(shape: GraphConvShape) -> ConvWeights:
 
 def inputs_for(shape: GraphConvShape) -> list[Array]:
     rng = np.random.default_rng(3)
-    arrays = [rng.standard_normal((*shape.n, maps), np.float32) for maps in shape.fins]
+    arrays = [rng.standard_normal((*shape.size_of(i), maps), np.float32) for i, maps in enumerate(shape.fins)]
     return [*arrays, rng.standard_normal(shape.out_shape[1:], np.float32)] if shape.addend else arrays
 
 
@@ -152,7 +153,7 @@ def test_large_outputs_are_written_past_the_caches(primitive: Primitive, functio
 
 @pytest.mark.parametrize("shape", SHAPES[6:10], ids=str)
 def test_any_line_is_written_past_the_caches(shape: GraphConvShape, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ending, "STREAM_BYTES", 0)
+    monkeypatch.setattr(graph_calls, "STREAM_BYTES", 0)
     for primitive in EVERY:
         if primitive.why_not(shape, MACHINE) is None:
             assert_exact(primitive, ended(shape, "silu"))

@@ -34,6 +34,17 @@ FFT, DIRECT = GRAPH_CONVOLUTIONS[:2]
 COMPILED = [simd for simd in ("avx512", "avx2") if library.path(simd)]
 RUNS_HERE = [simd for simd in COMPILED if simd == "avx2" or MACHINE.simd == "avx512"]
 
+ZERO, ONE, TWICE = (0, 0, 0), (1, 1, 1), (2, 2, 2)
+
+MAGNIFIED: list[tuple[Function, tuple[int, ...], tuple[Vec3, ...], Vec3, Vec3, Vec3, Vec3, Vec3]] = [
+    ("relu", (8, 16), (ONE, TWICE), ZERO, (6, 34, 30), (3, 3, 3), ONE, ONE),  # faces on all sides
+    ("none", (33,), (TWICE,), ONE, (7, 8, 9), (3, 3, 3), ZERO, ZERO),  # none, and halves at the ends
+    ("leaky_relu", (3, 17, 2), (ONE, TWICE, ONE), (1, 0, 1), (5, 16, 35), (3, 5, 3), (0, 2, 0), ZERO),
+    ("relu", (2, 5), ((1, 2, 2), ONE), (0, 1, 1), (4, 9, 41), (2, 3, 3), (1, 0, 0), (0, 1, 1)),
+    ("none", (4, 4), ((2, 1, 1), (2, 1, 1)), (1, 0, 0), (3, 1, 2), (3, 1, 2), ZERO, (2, 0, 1)),
+    ("elu", (1,), ((1, 1, 2),), ZERO, (1, 1, 2), (1, 1, 3), (0, 0, 1), (0, 0, 1)),
+]
+
 SHAPES = [
     GraphConvShape((1,), 1, (1, 1, 1), (1, 1, 1)),
     GraphConvShape((3,), 5, (4, 7, 9), (3, 3, 3), (1, 1, 1), (1, 1, 1), activation="relu"),
@@ -56,6 +67,10 @@ SHAPES = [
     GraphConvShape((70,), 65, (3, 17, 20), (2, 2, 2), (0, 1, 0), (1, 0, 1), activation="silu"),
     GraphConvShape((6,), 8, (1, 30, 31), (1, 5, 5), (0, 2, 2), (0, 2, 2), activation="sigmoid"),  # two-dimensional
     GraphConvShape((1,), 20, (40, 1, 1), (9, 1, 1), (4, 0, 0), (4, 0, 0), activation="tanh"),
+    *(
+        GraphConvShape(fins, 20, n, k, before, behind, activation=function, factors=factors, first=first)
+        for function, fins, factors, first, n, k, before, behind in MAGNIFIED
+    ),
 ]
 PAIRS = [(p, s) for p in GRAPH_CONVOLUTIONS for s in SHAPES if p.why_not(s, MACHINE) is None]
 
@@ -79,7 +94,7 @@ def weights_for(shape: GraphConvShape) -> ConvWeights:
 
 def inputs_for(shape: GraphConvShape, kind: str = "normal") -> list[Array]:
     rng = np.random.default_rng(3)
-    arrays = [rng.standard_normal((*shape.n, maps), np.float32) for maps in shape.fins]
+    arrays = [rng.standard_normal((*shape.size_of(i), maps), np.float32) for i, maps in enumerate(shape.fins)]
     for x in arrays:
         if kind == "relu":
             np.maximum(x, np.float32(0), out=x)
@@ -102,7 +117,9 @@ def cut_out(arrays: Sequence[Array]) -> list[Array]:
 
 
 def side_by_side(arrays: Sequence[Array]) -> list[Array]:
-    """Copy arrays into one that holds the maps of all."""
+    """Copy arrays into one that holds the maps of all, if their sizes are equal."""
+    if len({x.shape[:3] for x in arrays}) > 1:
+        return cut_out(arrays)
     whole = np.concatenate(arrays, axis=-1)
     ends = np.cumsum([x.shape[-1] for x in arrays])
     return [whole[..., end - x.shape[-1] : end] for end, x in zip(ends, arrays, strict=True)]
@@ -139,7 +156,7 @@ def assert_close(out: Array, shape: GraphConvShape, weights: ConvWeights, inputs
     assert np.isfinite(out).all(), f"{(~np.isfinite(out)).sum()} of {out.size} values not finite"
     exact = definition.convolve(shape, weights, inputs)
     sides = [*zip(shape.before, shape.behind, strict=True), (0, 0)]
-    x = np.ascontiguousarray(np.pad(np.concatenate(inputs, axis=-1), sides))
+    x = np.ascontiguousarray(np.pad(np.concatenate(definition.repeated(shape, inputs), axis=-1), sides))
     plain = twin(x[np.newaxis], weights, ConvShape(1, shape.fin, shape.fout, shape.padded, shape.k))[0]
     yardstick = definition.activate(shape.activation, shape.parameters, plain.astype(np.float64))
     limit = max(3 * rms(yardstick - exact), 1e-6 * rms(exact))
@@ -209,6 +226,25 @@ def test_every_library_pads_every_tile_size(simd: str, side: int, monkeypatch: p
     weights, inputs = weights_for(shape), cut_out(inputs_for(shape))
     variant = Variant.of(tile=(side, 4, side), group=3, kept=0)
     assert_close(run(FFT, shape, weights, inputs, variant, threads=2), shape, weights, inputs)
+
+
+@pytest.mark.parametrize("simd", RUNS_HERE)
+@pytest.mark.parametrize("side", conv_fft_lanes.SIDES)
+@pytest.mark.parametrize("kept", [0, 1])
+def test_every_library_repeats_voxels_in_every_tile_size(
+    simd: str, side: int, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles begin with whole voxels, so that some compute an output too many at their beginning."""
+    monkeypatch.setattr(conv_fft_lanes, "this_machine", lambda: replace(MACHINE, simd=simd))
+    for factor in ((2, 1, 2), (1, 2, 1), TWICE):
+        shape = GraphConvShape(
+            (17, 1), 3, (side, 2 * side - 3, side + 1), (3, 3, 3), (0, 0, 1), (0, 1, 0), factors=(ONE, factor),
+            first=(factor[0] - 1, factor[1] - 1, 0),
+        )  # fmt: skip
+        weights, inputs = weights_for(shape), cut_out(inputs_for(shape))
+        part = conv_fft_lanes.Magnified(factor, 17, 18)
+        variant = conv_fft_lanes.tiled_variant((side, side, side), 3, kept, part)
+        assert_close(run(FFT, shape, weights, inputs, variant, threads=2), shape, weights, inputs)
 
 
 @pytest.mark.parametrize("fout", [1, 8, 9, 16, 30, 48, 64])
@@ -294,7 +330,8 @@ def test_unsupported_shape_gets_a_reason(primitive: Primitive) -> None:
 
 def test_one_compiled_primitive_accepts_every_plain_convolution() -> None:
     for shape in SHAPES:
-        assert DIRECT.why_not(shape, MACHINE) is None
+        if sum(factor != ONE for factor in shape.factors) < 2:
+            assert (FFT if shape.magnified else DIRECT).why_not(shape, MACHINE) is None
     one, huge = replace(SHAPES[1], k=(1, 1, 1)), replace(SHAPES[1], n=(40, 40, 40), k=(33, 1, 1))
     assert "see cpu.graph_conv.direct_lanes" in (FFT.why_not(one, MACHINE) or "")
     assert "larger than the largest tile" in (FFT.why_not(huge, MACHINE) or "")

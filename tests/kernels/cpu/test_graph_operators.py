@@ -22,14 +22,7 @@ from znnpy.graph_shapes import (
     WindowPoolShape,
 )
 from znnpy.kernels import definition
-from znnpy.kernels.cpu import (
-    activations,
-    ending,
-    graph_point_lanes,
-    graph_pool_lanes,
-    graph_transpose,
-    graph_upsample_lanes,
-)
+from znnpy.kernels.cpu import activations, graph_calls, graph_transpose
 from znnpy.kernels.cpu.graph_table import GRAPH_OPERATORS
 from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.layers import FUNCTIONS
@@ -192,22 +185,7 @@ def inputs_for(shape: GraphShape, *, strided: bool = False) -> list[Array]:
 @cache
 def exact(shape: GraphShape) -> np.ndarray:
     """Return the definition of `inputs_for(shape)` and `weights_for(shape)`."""
-    weights, inputs = weights_for(shape), inputs_for(shape)
-    match shape:
-        case GraphConvShape():
-            assert weights is not None
-            return definition.convolve(shape, weights, inputs)
-        case TransposeShape():
-            assert weights is not None
-            return definition.transpose(shape, weights, inputs[0])
-        case WindowPoolShape():
-            return definition.pool(shape, inputs[0])
-        case UpsampleShape():
-            return definition.upsample(shape, inputs[0])
-        case PointShape():
-            return definition.point(shape, weights, inputs)
-        case PadShape():
-            return definition.pad(shape, inputs[0])
+    return definition.layer(shape, weights_for(shape), inputs_for(shape))
 
 
 def run(
@@ -249,15 +227,6 @@ def test_output_equals_the_definition(primitive: Primitive, shape: GraphShape, t
         np.testing.assert_array_equal(part, copy, err_msg="an input was modified")
 
 
-WRITERS = (
-    ending,
-    graph_point_lanes,
-    graph_pool_lanes,
-    graph_transpose,
-    graph_upsample_lanes,
-)
-
-
 @pytest.mark.parametrize(
     ("primitive", "shape"), [(p, s) for p, s in EACH if p.name.endswith((*NEED_LIBRARY, "phases"))], ids=ids
 )
@@ -266,8 +235,7 @@ def test_output_that_is_written_past_the_caches_is_the_same(
 ) -> None:
     weights, inputs = weights_for(shape), inputs_for(shape)
     expected = run(primitive, shape, weights, inputs)
-    for module in WRITERS:
-        monkeypatch.setattr(module, "STREAM_BYTES", 0)
+    monkeypatch.setattr(graph_calls, "STREAM_BYTES", 0)
     np.testing.assert_array_equal(run(primitive, shape, weights, inputs, 2), expected)
 
 
