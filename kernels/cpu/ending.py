@@ -36,7 +36,7 @@ class Addend(ctypes.Structure):
 
 
 class Ending(ctypes.Structure):
-    """What follows the sums: struct Ending in ending.hpp."""
+    """An addend and a function, which follow the sums: struct Ending in ending.hpp."""
 
     _fields_ = (
         ("function", ctypes.c_int64),

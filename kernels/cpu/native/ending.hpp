@@ -1,4 +1,4 @@
-// What follows the sums of a layer: an addend, a function, and the way to the output; see ending.py.
+// Declares what follows the sums of a layer: an addend, a function, and the way to the output; see ending.py.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -35,8 +35,8 @@ struct Results {
 // number before the function.
 int64_t end_line(const Ending &ending, const Results &r, ptrdiff_t f);
 
-// The same for `lanes` of f maps. They are whole vectors of the output if they are written past the caches. A softmax
-// needs all maps.
+// Does the same for `lanes` of f maps. These are whole vectors of the output if they are written past the caches. A
+// softmax needs all maps.
 int64_t end_lanes(const Ending &ending, const Results &r, ptrdiff_t f, ptrdiff_t lanes);
 
 }  // namespace znnpy

@@ -254,9 +254,12 @@ int64_t units_of(const Tiling &t, int stage) {
 }
 
 // Transforms lines of results of a block back, one by one, and ends them. `at` is the output `image`, the first one that
-// is stored: it is voxel `skipped` of a line.
-int64_t ended_lines(const Tiling &t, const Ending &ending, float *planes, const Origin &at, ptrdiff_t block,
-                    ptrdiff_t lines, ptrdiff_t skipped, ptrdiff_t voxels, float *image) {
+// is stored: it is voxel `skipped` of a line. The function is no part of its caller, whose other path would be slower.
+__attribute__((noinline)) int64_t ended_lines(const Tiling &t, bool stream, float *planes, const Origin &at,
+                                              ptrdiff_t block, ptrdiff_t lines, ptrdiff_t skipped, ptrdiff_t voxels,
+                                              float *image) {
+  Ending ending = t.ending;
+  ending.past = stream;
   const Side &along_x = *find(t.tile[2]);
   const ptrdiff_t mx = t.n[2] - t.k[2] + 1 - t.skip[2], line = (t.tile[2] / 2 + 1) * BLOCK, count = voxels - skipped;
   alignas(64) float sums[32 * LANES];
@@ -416,8 +419,6 @@ EXPORT int64_t znnpy_tiled_inverse(const Tiling *tiling, float *planes, int64_t 
   const ptrdiff_t half = t.tile[2] / 2 + 1, blocks = blocks_of(t.fout);
   const ptrdiff_t mz = t.n[0] - t.k[0] + 1, my = t.n[1] - t.k[1] + 1, mx = t.n[2] - t.k[2] + 1;
   const bool stream = STREAMS && streams_out(t), ahead = blocks * half * t.tile[1] * BLOCK <= LATER_FLOATS;
-  Ending ending = t.ending;
-  ending.past = stream;
   int64_t bad = 0;
   for (ptrdiff_t unit = lo; unit < hi; unit++) {
     const ptrdiff_t tile = unit / t.step[0], z = unit % t.step[0];
@@ -435,9 +436,9 @@ EXPORT int64_t znnpy_tiled_inverse(const Tiling *tiling, float *planes, int64_t 
       const float *source = t.spectra + tile * t.tile_pitch + (z * blocks + block) * BLOCK;
       along_y.inverse({source, t.column_pitch, t.tile[1] * t.column_pitch, planes, half * BLOCK, BLOCK, (int)half, 0,
                        (int)rows, BLOCK, later, (int)(block * half), (int)blocks});
-      if (ending.any()) {
+      if (t.ending.any()) {
         const Origin first{at.image, at.z + z - t.skip[0], at.y + above - t.skip[1], at.x + skipped - t.skip[2]};
-        bad += ended_lines(t, ending, planes + above * half * BLOCK, first, block, rows - above, skipped, voxels,
+        bad += ended_lines(t, stream, planes + above * half * BLOCK, first, block, rows - above, skipped, voxels,
                            image + above * line + skipped * t.fout);
         continue;
       }
