@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from znnpy.machine import Machine
 
-VERSION = 5  # as in vector.hpp: raised when a function or a structure of the libraries changes
+VERSION = 6  # as in vector.hpp: raised when a function or a structure of the libraries changes
 LANES = 16  # channels of a block, in every library, as in vector.hpp
 STREAM_BYTES = 2**23  # larger outputs are written past the caches, if all their lines are whole
 
