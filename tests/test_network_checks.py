@@ -128,7 +128,7 @@ def test_wrong_weights_are_refused_by_their_layer() -> None:
     ]
     for changed, said in wrong:
         with pytest.raises(NetworkFileError, match=rf"^node a \(conv 1x1x1 -> 4 none\): {said}"):
-            TrainedNetwork(network, (ConvWeights(changed, right[0].bias), *right[1:]))  # type: ignore[arg-type]
+            TrainedNetwork(network, (ConvWeights(changed, right[0].bias), *right[1:]))
     with pytest.raises(NetworkFileError, match=r"the bias is float32 of shape \(3,\), but must be float32"):
         TrainedNetwork(network, (ConvWeights(right[0].weight, right[0].bias[:3]), *right[1:]))
 
