@@ -89,7 +89,7 @@ WRONG: list[tuple[int, Layer, str]] = [
     (3, Upsample(None, "last"), "gets the size of last, which is no node before it; name an earlier one"),
     (3, Crop(like="gone"), "gets the size of gone, which is no node before it; name an earlier one"),
     (4, Scale(), "reads 2 nodes, a, up, but takes one; join them before it with concat, add or multiply"),
-    (5, Add(), "reads both alone, but joins two nodes or more; name them, for example from: [both, conv1]"),
+    (5, Add(), "reads both alone, but joins two nodes or more; name them, for example from: [both, OTHER]"),
 ]  # fmt: skip
 
 

@@ -149,18 +149,18 @@ def _is_magnified(network: Network, index: int) -> bool:
     readers = set[int]()
     for reader in network.readers[tensor]:
         if isinstance(network.layers[reader], Concat):
-            others = [network.layers[source - 1] for source in network.sources[reader] if source not in (0, tensor)]
-            if not _is_view(network, reader) or any(isinstance(other, Upsample) for other in others):
-                return False
+            parts = [network.layers[source - 1] for source in network.sources[reader] if source > 0]
+            if not _is_view(network, reader) or sum(isinstance(part, Upsample) for part in parts) > 1:
+                return False  # a convolution repeats the voxels of one input
             readers |= set(network.readers[reader + 1])
         else:
             readers.add(reader)
     return network.maps[tensor] >= MAGNIFIED_MAPS and all(
-        _repeats(network.layers[reader], layer.factor) for reader in readers
+        _may_repeat(network.layers[reader], layer.factor) for reader in readers
     )
 
 
-def _repeats(layer: Layer, factor: Vec3) -> bool:
+def _may_repeat(layer: Layer, factor: Vec3) -> bool:
     """Return whether a layer is a convolution that can repeat voxels as it reads them, and gains by it."""
     return (
         isinstance(layer, Conv)
@@ -221,6 +221,7 @@ def shape_of(geometry: Geometry, operation: Operation, region: Region) -> GraphS
             assert isinstance(end, Conv | Add)
             magnified = [one.factor for one in operation.reads if one.factor != ONE]
             factors = tuple(one.factor for one in operation.reads) if magnified else ()
+            assert len(magnified) < 2, "upsamplings of which a convolution would read two are operations"
             first = vector(there.lo % factor for there, factor in zip(read, (*magnified, ONE)[0], strict=True))
             return GraphConvShape(
                 fins, layer.out, n, layer.kernel, before, behind, layer.stride, layer.dilation, layer.groups,

@@ -41,7 +41,7 @@ def _inputs(layer: Layer, names: Sequence[str]) -> str | None:
     if joins and len(names) < 2:
         return (
             f"reads {_short(names[0])} alone, but joins two nodes or more; name them, for example from: "
-            f"[{_short(names[0])}, conv1]"
+            f"[{_short(names[0])}, OTHER]"
         )
     if not joins and len(names) > 1:
         return (

@@ -72,7 +72,7 @@ def lowered(network: Network) -> Lowered:
             names[before] = name
             tensors.append(inputs[0])
             continue
-        if isinstance(layer, Conv) and (_repeats(layer) or _reaches_beyond(layer)):
+        if isinstance(layer, Conv) and (_pads_with_values(layer) or _reaches_beyond(layer)):
             layers.append(Pad(*layer.padding, layer.padding_mode))
             names.append(f"{name} padding")
             sources.append(inputs)
@@ -87,7 +87,7 @@ def lowered(network: Network) -> Lowered:
     at = dict(zip(network.names, tensors[1:], strict=True))
     fixed = {*outputs, *(at[layer.like] for layer in layers if isinstance(layer, Upsample | Crop) and layer.like in at)}
     for index in range(len(layers)):
-        if (above := _repeating(layers, sources, fixed, index)) is not None:
+        if (above := _upsampling_before(layers, sources, fixed, index)) is not None:
             layers[above], layers[index] = layers[index], layers[above]
             names[above], names[index] = names[index], names[above]
             origins[above], origins[index] = origins[index], origins[above]
@@ -98,7 +98,9 @@ def lowered(network: Network) -> Lowered:
     return Lowered(made, tuple(origins), network)
 
 
-def _repeating(layers: Sequence[Layer], sources: Sequence[tuple[int, ...]], fixed: set[int], index: int) -> int | None:
+def _upsampling_before(
+    layers: Sequence[Layer], sources: Sequence[tuple[int, ...]], fixed: set[int], index: int
+) -> int | None:
     """Return the nearest upsampling that a 1x1x1 convolution alone reads; None if there is none.
 
     fixed  tensors that stay where they are: outputs, and those whose sizes others take
@@ -117,7 +119,7 @@ def _repeating(layers: Sequence[Layer], sources: Sequence[tuple[int, ...]], fixe
     return before if readers == 1 else None
 
 
-def _repeats(layer: Conv) -> bool:
+def _pads_with_values(layer: Conv) -> bool:
     """Return whether a convolution pads with values of the image."""
     return layer.padding_mode != "zeros" and layer.padding != NO_PADDING
 

@@ -189,9 +189,11 @@ REFUSED: list[tuple[str, str]] = [
     # the graph
     (net("- {name: a, type: pool, window: 1, from: c}\n- {name: b, type: pool, window: 1}\n"
          "- {name: c, type: pool, window: 1}"),
-     "the nodes a -> b -> c -> a form a cycle, in which each waits for the one before it; change what a reads"),
+     "the nodes a -> b -> c -> a form a cycle, in which each waits for the one before it; change what a reads "
+     "or takes its size from"),
     (net("- {name: a, type: pool, window: 1, from: a}"),
-     "the nodes a -> a form a cycle, in which each waits for the one before it; change what a reads"),
+     "the nodes a -> a form a cycle, in which each waits for the one before it; change what a reads "
+     "or takes its size from"),
     (net("- {name: enc1, type: pool, window: 1}\n- {name: cat, type: concat, from: [enc1, enc_1]}"),
      "node cat (concat) reads enc_1, which is not a node; did you mean enc1?"),
     (net("- {name: a, type: crop, like: inpt}"),
@@ -218,7 +220,7 @@ REFUSED: list[tuple[str, str]] = [
      "pad_to_period is 'mirror', but must be one of reflect, replicate, zeros, refuse; write for example "
      "pad_to_period: reflect"),
     (net("- {name: cat, type: concat}"),
-     "node cat (concat) reads input alone, but joins two nodes or more; name them, for example from: [input, conv1]"),
+     "node cat (concat) reads input alone, but joins two nodes or more; name them, for example from: [input, OTHER]"),
     (net("- {name: a, type: pool, window: 2}\n- {name: b, type: pool, window: 1, from: [a, input]}"),
      "node b (pool 1x1x1) reads 2 nodes, a, input, but takes one; join them before it with concat, add or multiply"),
     (net("- {name: a b, type: pool, window: 2}"),

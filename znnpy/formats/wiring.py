@@ -122,7 +122,7 @@ def _ordered(nodes: Sequence[Node]) -> list[Node]:
         around = [earlier for earlier, _ in networkx.find_cycle(graph)]
         raise NetworkFileError(
             f"the nodes {excerpt(' -> '.join((*around, around[0])))} form a cycle, in which each waits for the one "
-            f"before it; change what {_short(around[0])} reads"
+            f"before it; change what {_short(around[0])} reads or takes its size from"
         )
     places = {node.name: index for index, node in enumerate(nodes)}
     order = networkx.lexicographical_topological_sort(graph, key=places.__getitem__)
