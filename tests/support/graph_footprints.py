@@ -41,6 +41,8 @@ def random_graph_shape(kind: str, rng: np.random.Generator, n: Vec3) -> GraphSha
             before, behind = _less(rng, k), _less(rng, k)
             shape = GraphConvShape(fins, fout, n, k, before, behind, stride, dilation, groups, function)
             shape = replace(shape, addend=bool(rng.random() < 0.4))
+            if plain and rng.random() < 0.2:
+                shape = replace(shape, factors=(*([ONE] * (len(fins) - 1)), TWO))
             if min(shape.out) < 1:
                 raise ShapeError("the kernel is larger than the image")
             return shape
