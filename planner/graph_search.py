@@ -363,7 +363,15 @@ def plan_graph(request: PlanRequest, costs: CostModel, options: OptionTable | No
     if request.area is None:
         raise NoPlanError(f"{request.network.name} is computed whole, and the size of the volume is not known")
     search = GraphSearch(request, options or costs.options(request), request.area)
-    found = search.run()
+    try:
+        return _run_plan(search)
+    finally:
+        for graph in search.graphs.values():
+            graph.forget()  # they are kept, but not for the regions of the sizes that were tried
+
+
+def _run_plan(search: GraphSearch) -> RunPlan:
+    request, found = search.request, search.run()
     if not found:
         raise NoPlanError(_nearest(search))
     best, *others = found

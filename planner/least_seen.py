@@ -57,5 +57,4 @@ class LeastSeen:
 
 def _planes(tiling: GraphTiling) -> Numbers:
     """Return the most planes that a step computes, of each operation."""
-    new = tiling.new
-    return np.array([new[operation.tensor].size for operation in tiling.graph.operations], np.int64)
+    return tiling.walk.new.size[tiling.figures.computed]

@@ -180,7 +180,7 @@ class GraphSession:
         if found.storage == "resident":
             found.block = beside
         else:
-            nbytes = self._tiling.held[tensor] * self._tiling.plane_bytes(tensor)
+            nbytes = self._tiling.held(tensor) * self._tiling.plane_bytes(tensor)
             found.block, found.beside = arena.tensor(f"x{tensor}", (nbytes // FLOAT32,), np.float32), beside
         return found
 
@@ -237,7 +237,7 @@ class GraphSession:
                     self._tensors[tensor].keep(later[tensor].lo, self.pool)
         if out is not None:
             with self._span("store"):
-                self._store(column.outputs[step.number], step, out.reshape(-1))
+                self._store(column.outputs(step.number), step, out.reshape(-1))
         self._steps += 1
 
     @cached_property
