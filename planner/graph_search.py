@@ -319,13 +319,7 @@ class GraphSearch:
             for operation, run in zip(tiling.graph.operations, runs, strict=True)
         ]
         tensors, arena = place(tiling.tensors(footprints))
-        stage = StageMemory(
-            "cpu",
-            arena=arena,
-            carries=tiling.carries,
-            weights=sum(footprint.resident for footprint in footprints),
-            allowance=max(footprint.allowance for footprint in footprints),
-        )
+        stage = tiling.memory(footprints, arena)
         rates = self.options.rates
         memory = replace(around, stages=(stage,))
         return GraphSolution(tiling, tuple(chosen), tensors, memory, stage.prepared / rates.first_touch)

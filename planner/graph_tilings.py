@@ -12,7 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from znnpy.geometry import Interval
-from znnpy.graph_columns import Area, GraphCover, TurnedGraph
+from znnpy.column_planes import planes_bytes
+from znnpy.graph_columns import KEPT_PLANES, Area, GraphCover, TurnedGraph
+from znnpy.graph_shapes import GraphConvShape, TransposeShape
 from znnpy.graph_operations import Operation, Region, shape_of
 from znnpy.kernels.contract import Footprint, Primitive, Scratch, Variant
 from znnpy.layer_shapes import LayerShape
@@ -20,6 +22,7 @@ from znnpy.layers import Maxout, Pad
 from znnpy.many_intervals import Intervals, Numbers, needed_by_each, read_by_each
 from znnpy.planner.graph_extents import Figures, Storage, Walk, Widths, blocks_of
 from znnpy.planner.layout import ALIGNMENT, Tensor
+from znnpy.planner.memory import StageMemory
 from znnpy.shapes import FLOAT32, Vec3, turned_back
 
 
@@ -254,6 +257,37 @@ class GraphTiling:
                 for scratch in footprint.scratch
             ]
         return tuple(found)
+
+    def memory(self, footprints: Sequence[Footprint], arena: int) -> StageMemory:
+        """Return what operations with these footprints take, in an arena of so many bytes.
+
+        What a step needs beside the arena counts as allowance: planes of columns that are worked out, and what preparing
+        the weights takes more than all steps.
+        """
+        allowance = max(footprint.allowance for footprint in footprints) + self._planes_bytes()
+        weights = sum(footprint.resident for footprint in footprints)
+        stage = StageMemory("cpu", arena=arena, carries=self.carries, weights=weights, allowance=allowance)
+        return replace(stage, allowance=allowance + max(0, self._preparing_bytes(footprints) - stage.total))
+
+    def _planes_bytes(self) -> int:
+        """Return about the bytes of the planes of columns that a run keeps."""
+        columns = self.cover.counts[0]
+        kept, longest = min(KEPT_PLANES, columns), -(-self.steps // columns)
+        return kept * planes_bytes(len(self.graph.network.maps), len(self.graph.network.outputs), longest)
+
+    def _preparing_bytes(self, footprints: Sequence[Footprint]) -> int:
+        """Return the most bytes while weights are prepared: the arena and planes that stay are not there yet.
+
+        The weights of a layer are copied where scales are merged into them or axes turned, until they are prepared.
+        """
+        most, resident, graph = 0, 0, self.graph
+        for operation, footprint in zip(graph.operations, footprints, strict=True):
+            resident += footprint.resident
+            shape, copied = self.shape(operation), 0
+            if graph.lowered.copies(operation.layer, graph.axis) and isinstance(shape, GraphConvShape | TransposeShape):
+                copied = shape.weight_bytes
+            most = max(most, resident + copied + footprint.allowance)
+        return most
 
     @property
     def live(self) -> tuple[int, ...]:

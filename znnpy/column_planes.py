@@ -18,7 +18,8 @@ from znnpy.graph_operations import Operation
 from znnpy.many_intervals import NONE, Intervals, Numbers, frontiers, read_by_each
 
 NEVER = np.iinfo(np.int64).max  # a plane behind all others
-BLOCK_NUMBERS = 2**18  # of an array of a block: a graph of thousands of tensors needs no more for thousands of steps
+NUMBER_BYTES = 8  # of an int64
+BLOCK_NUMBERS = 2**17  # of an array of a block: a graph of thousands of tensors needs no more for thousands of steps
 FEWEST_STEPS = 64  # of a block: fewer would make arrays that cost more to call for than to fill
 KEPT_BLOCKS = 2  # of a column: that which is computed, and that which is read meanwhile
 
@@ -38,6 +39,13 @@ class StepPlanes:
 def block_of(tensors: int) -> int:
     """Return the steps or columns that are worked out at once."""
     return max(FEWEST_STEPS, BLOCK_NUMBERS // tensors)
+
+
+def planes_bytes(tensors: int, outputs: int, steps: int) -> int:
+    """Return the most bytes of the arrays of a column with so many steps."""
+    each = min(block_of(tensors), steps)
+    blocks = -(-steps // each)
+    return NUMBER_BYTES * (tensors * (blocks + min(KEPT_BLOCKS, blocks) * (2 * each + 1)) + 3 * outputs * steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,9 +190,7 @@ class ColumnPlanes:
     @property
     def nbytes(self) -> int:
         """The most bytes of its arrays."""
-        tensors, each = len(self.region), min(self._each, self.steps)
-        later, blocks = len(self._later), min(KEPT_BLOCKS, len(self._later))
-        return 8 * (tensors * (later + blocks * (2 * each + 1)) + 3 * self._made.known.size)
+        return planes_bytes(len(self.region), len(self._made.known), self.steps)
 
     def _block(self, number: int) -> StepBlock:
         """Return the block that holds a step."""

@@ -56,19 +56,19 @@ def test_storing_voxels_takes_a_few_rows_besides(dtype: type) -> None:
     np.testing.assert_array_equal(out, expected.astype(dtype))
 
 
-def test_weights_with_scales_merged_into_them_are_made_for_one_layer_at_a_time() -> None:
+@pytest.mark.parametrize("axis", range(3))
+def test_weights_with_scales_merged_into_them_are_made_for_one_layer_at_a_time(axis: int) -> None:
     maps, count = 64, 8
     entries = [Given(Conv((1, 1, 1), maps), "first")]
     for number in range(count):
         entries += [Given(Conv((3, 3, 3), maps, padding=ONES), f"conv{number}"), Given(Scale("relu"), f"norm{number}")]
     one = made(entries, (4, 4, 4))
-    plan = planned(one.network, one.size, whole_region(one), (4, 4, 4))
-    layer_bytes = 4 * 27 * maps * maps
+    plan = planned(one.network, one.size, whole_region(one), (4, 4, 4), axis=axis)
     with ThreadPool(1) as pool, traced() as peak:
         with GraphSession(plan, one.network, one.weights, pool):
             pass
         taken = peak()
-    assert taken - plan.memory.last.total < 3 * layer_bytes + OBJECTS
+    assert taken <= plan.memory.last.total + OBJECTS
 
 
 def test_the_copy_of_a_part_for_a_maxout_lies_in_the_arena() -> None:
