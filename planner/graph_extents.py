@@ -24,8 +24,7 @@ class Figures:
 
     maps         of each tensor
     stored       the tensors in memory: the input, and what operations give
-    first, last  the first and the last operation, counted from 1, during which each of these is there; the input is
-                 there before the first, and an output of the network also after the last
+    first, last  the first and the last operation during which each of these is there: see `TurnedGraph.spans`
     computed     the tensor that each operation gives
     work         products of each operation for a voxel, but for those that its kernel has
     """
@@ -41,19 +40,13 @@ class Figures:
     def of(cls, graph: TurnedGraph) -> Figures:
         """Return the figures of a graph."""
         maps, operations = graph.network.maps, graph.operations
-        first, last = {0: 0}, {0: 0}
-        for number, operation in enumerate(operations, 1):
-            first[operation.tensor] = last[operation.tensor] = number
-            for tensor in operation.sources:
-                last[tensor] = number
-        for tensor in graph.network.outputs:
-            last[tensor] = len(operations) + 1
+        first, last = np.array([graph.spans[tensor] for tensor in graph.stored], np.int64).T
         work = [maps[one.tensor] * sum(read.maps for read in one.reads) for one in operations]
         return cls(
             np.array(maps, np.int64),
             np.array(graph.stored, np.int64),
-            np.array([first[tensor] for tensor in graph.stored], np.int64),
-            np.array([last[tensor] for tensor in graph.stored], np.int64),
+            first,
+            last,
             np.array([operation.tensor for operation in operations], np.int64),
             np.array(work, np.float64),
         )
@@ -120,7 +113,7 @@ def blocks_of(cover: GraphCover, along: int) -> Iterator[tuple[Intervals, Number
 
 
 class _Most:
-    """What is gathered from blocks of intervals.
+    """The largest of many intervals, and their number and sizes, gathered block by block.
 
     count   intervals of each tensor
     widest  the largest of each, the first of those that are equally large

@@ -13,12 +13,12 @@ from math import ceil, inf, prod
 import numpy as np
 
 from znnpy.errors import NoPlanError
-from znnpy.graph_columns import Area, TurnedGraph
+from znnpy.graph_columns import Area, GraphCover, TurnedGraph
 from znnpy.graph_operations import Operation
 from znnpy.messages import option
 from znnpy.planner.described_graph import described
 from znnpy.planner.found_plan import choice_of
-from znnpy.planner.graph_tilings import GraphTiling, tilings
+from znnpy.planner.graph_tilings import MOST_STEPS, GraphTiling, tilings
 from znnpy.planner.layer_options import LayerContext, OptionTable
 from znnpy.planner.layer_search import MAX_COLUMN_SECONDS, MAX_LOG2_PRICE, PRICE_STEPS
 from znnpy.planner.layout import Tensor, place
@@ -192,7 +192,7 @@ class GraphSearch:
     def _tilings(self) -> Iterator[GraphTiling]:
         wanted = self.request.constraints
         area = self.area.volume, *(size for region in self.area.regions for size in (region.size, region.lo))
-        seen = set()
+        seen, whole = set(), (self.area.region, self.area.others)
         for axis in range(3):
             graph = self.graph(axis)
             alike = graph.lowered.original.layers, *(turned(size, axis) for size in area)
@@ -200,6 +200,11 @@ class GraphSearch:
                 continue
             seen.add(alike)
             patch = None if wanted.patch is None else self._periods(graph, wanted.patch)
+            if patch is not None and (most := max(GraphCover(graph, patch, 0, *whole).counts)) > MOST_STEPS:
+                raise NoPlanError(
+                    f"patches of {text(wanted.patch or patch)} are {most:,} along an axis, more than the "
+                    f"{MOST_STEPS:,} that can be planned; give a larger {option('patch')}"
+                )
             for streams in (True, False):
                 if (axis and not streams) or wanted.cover not in (None, "columns" if streams else "patches"):
                     continue
@@ -244,7 +249,7 @@ class GraphSearch:
         steps = tiling.steps
         reading = reading_bytes(network.input_channels, tiling.patch_in, request.itemsize_in, steps=steps)
         writing = writing_bytes(tiling.cover.values, (1, 1, 1), request.itemsize_out, steps=steps)
-        return Memory((StageMemory("cpu"),), request.baseline, reading, writing)
+        return Memory((StageMemory("cpu", allowance=tiling.kept_bytes),), request.baseline, reading, writing)
 
     def _draft(self, tiling: GraphTiling, below: float) -> Draft | None:
         """Return the seconds of the fastest primitives of one size, if their bytes fit before tensors are placed."""

@@ -238,17 +238,10 @@ class GraphTiling:
         for footprint in footprints:
             ticks.append((tick, tick + footprint.stages - 1))
             tick += footprint.stages
-        first, last = {0: 0}, {0: 0}
-        for operation, (begin, end) in zip(graph.operations, ticks, strict=True):
-            first[operation.tensor] = begin
-            last[operation.tensor] = max(last.get(operation.tensor, 0), end)
-            for tensor in operation.sources:
-                last[tensor] = max(last[tensor], end)
-        for tensor in graph.network.outputs:
-            last[tensor] = tick
+        begins, ends = [0, *(begin for begin, _ in ticks)], [0, *(end for _, end in ticks), tick]
         found = [
-            Tensor(f"x{tensor}", self.held(tensor) * self.plane_bytes(tensor), first[tensor], last[tensor])
-            for tensor in self.stored
+            Tensor(f"x{tensor}", self.held(tensor) * self.plane_bytes(tensor), begins[first], ends[last])
+            for tensor, (first, last) in graph.spans.items()
             if self.storage(tensor) != "resident"
         ]
         for index, (footprint, (begin, _)) in enumerate(zip(footprints, ticks, strict=True)):
@@ -264,13 +257,14 @@ class GraphTiling:
         What a step needs beside the arena counts as allowance: planes of columns that are worked out, and what preparing
         the weights takes more than all steps.
         """
-        allowance = max(footprint.allowance for footprint in footprints) + self._planes_bytes()
+        allowance = max(footprint.allowance for footprint in footprints) + self.kept_bytes
         weights = sum(footprint.resident for footprint in footprints)
         stage = StageMemory("cpu", arena=arena, carries=self.carries, weights=weights, allowance=allowance)
         return replace(stage, allowance=allowance + max(0, self._preparing_bytes(footprints) - stage.total))
 
-    def _planes_bytes(self) -> int:
-        """Return about the bytes of the planes of columns that a run keeps."""
+    @property
+    def kept_bytes(self) -> int:
+        """About the bytes of the planes of columns that a run keeps worked out."""
         columns = self.cover.counts[0]
         kept, longest = min(KEPT_PLANES, columns), -(-self.steps // columns)
         return kept * planes_bytes(len(self.graph.network.maps), len(self.graph.network.outputs), longest)
@@ -333,6 +327,7 @@ SPLITS = (
     192,
     256,
 )  # columns along an axis that are tried
+MOST_STEPS = 10**6  # steps or columns along an axis: more take too long to plan
 THICK = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # periods of a step that are tried
 
 
@@ -344,6 +339,7 @@ def tilings(graph: TurnedGraph, area: Area, *, streams: bool, patch: Vec3 | None
     if patch is not None:
         sizes = [[min(size, count)] for size, count in zip(patch, periods, strict=True)]
     thicks = [size for size in THICK if size < periods[0]] if streams and patch is None else sizes[0]
+    thicks = [size for size in thicks if -(-periods[0] // size) <= MOST_STEPS]
     if streams and patch is not None and patch[0] >= periods[0]:
         return
     for thick in thicks:

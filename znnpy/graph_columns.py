@@ -87,6 +87,21 @@ class TurnedGraph:
         """The tensors in memory: the input, and what operations give."""
         return (0, *(operation.tensor for operation in self.operations))
 
+    @cached_property
+    def spans(self) -> dict[int, tuple[int, int]]:
+        """The first and the last operation, counted from 1, during which each tensor in memory is there.
+
+        The input is there before the first, an output of the network also after the last.
+        """
+        found = {0: (0, 0)}
+        for number, operation in enumerate(self.operations, 1):
+            found[operation.tensor] = number, number
+            for tensor in operation.sources:
+                found[tensor] = found[tensor][0], number
+        for tensor in self.network.outputs:
+            found[tensor] = found[tensor][0], len(self.operations) + 1
+        return found
+
     def remembered(self, key: Hashable, work: Callable[[], T]) -> T:
         """Return what `work` gives; it is called once for each key, until `forget`."""
         try:

@@ -240,15 +240,10 @@ class GraphSession:
 
     @cached_property
     def _last_reads(self) -> list[list[int]]:
-        """The tensors that are not read any more after each operation of a step."""
-        last = dict.fromkeys(self._tensors, 0)
-        for index, operation in enumerate(self._graph.operations):
-            last[operation.tensor] = index
-            for tensor in operation.sources:
-                last[tensor] = index
+        """The tensors that no later operation of a step reads; outputs come with the last."""
         found: list[list[int]] = [[] for _ in self._graph.operations]
-        for tensor, index in last.items():
-            found[index].append(tensor)
+        for tensor, (_, last) in self._graph.spans.items():
+            found[min(max(0, last - 1), len(found) - 1)].append(tensor)
         return found
 
     @property
