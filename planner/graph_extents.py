@@ -20,7 +20,7 @@ Storage = Literal["arena", "carried", "resident"]
 
 @dataclass(frozen=True)
 class Figures:
-    """What is the same in all tilings of a graph.
+    """The figures that all tilings of a graph share.
 
     maps         of each tensor
     stored       the tensors in memory: the input, and what operations give

@@ -43,7 +43,7 @@ class GraphTiling:
 
     @property
     def figures(self) -> Figures:
-        """What is the same in all sizes."""
+        """The figures that all sizes share."""
         return self.graph.remembered("figures", lambda: Figures.of(self.graph))
 
     @cached_property

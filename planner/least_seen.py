@@ -18,7 +18,7 @@ Rates = npt.NDArray[np.float64]
 
 @dataclass
 class _Known:
-    """What is known of steps with the same planes: the least seen there, and how many sizes that takes into account."""
+    """The knowledge of steps with the same planes: the least seen there, and how many sizes that takes into account."""
 
     planes: Numbers  # of each operation in a step
     least: Rates

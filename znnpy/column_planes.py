@@ -69,7 +69,7 @@ class StepBlock:
 
 @dataclass(frozen=True, slots=True)
 class ColumnSteps:
-    """What the steps of a column follow from.
+    """The outputs and regions that the steps of a column follow from.
 
     region  of the whole column, of each tensor
     known   voxel up to which each output is known after each step, or NONE: a row for each output
