@@ -69,8 +69,8 @@ def described(tiling: GraphTiling) -> DescribedGraph:
     """Return the description of a graph with this size of patches or columns."""
     graph, cover = tiling.graph, tiling.cover
     geometry, axis = graph.geometry, graph.axis
-    columns = [graph.planes(*one, cover.patch[0] if cover.column else 0) for one in cover.ranges(0)]
-    silent = [sum(not any(piece.size for piece in given) for given in column.outputs) for column in columns]
+    columns = (graph.steps(*one, cover.patch[0] if cover.column else 0) for one in cover.ranges(0))
+    steps, silent = (max(each) for each in zip(*((one.count, one.silent) for one in columns), strict=True))
     names, heads = [INPUT, *node_names(graph.lowered)], [INPUT, *_heads(graph.lowered)]
     layers = _turned_back(graph.lowered.network, axis).layers
     nodes = [_node(tiling, 0, INPUT, INPUT, ())]
@@ -87,8 +87,8 @@ def described(tiling: GraphTiling) -> DescribedGraph:
         pad_to_period=graph.network.pad_to_period,
         level=_level(tiling, graph.output),
         period=turned_back(graph.voxels, axis),
-        steps=max(column.steps for column in columns),
-        silent=max(silent),
+        steps=steps,
+        silent=silent,
         nodes=tuple(nodes),
     )
 
@@ -127,7 +127,7 @@ def _words(read: Read, name: str, axis: int) -> str:
 
 def _node(tiling: GraphTiling, tensor: int, name: str, layer: str, reads: Sequence[str]) -> DescribedNode:
     level, nbytes = _level(tiling, tensor), tiling.beside(tensor) * tiling.plane_bytes(tensor)
-    return DescribedNode(name, layer, tuple(reads), level, tiling.kept[tensor], nbytes)
+    return DescribedNode(name, layer, tuple(reads), level, tiling.kept(tensor), nbytes)
 
 
 def _turned_back(network: Network, axis: int) -> Network:

@@ -13,12 +13,12 @@ from math import ceil, inf, prod
 import numpy as np
 
 from znnpy.errors import NoPlanError
-from znnpy.graph_columns import Area, TurnedGraph
+from znnpy.graph_columns import Area, GraphCover, TurnedGraph
 from znnpy.graph_operations import Operation
 from znnpy.messages import option
 from znnpy.planner.described_graph import described
 from znnpy.planner.found_plan import choice_of
-from znnpy.planner.graph_tilings import GraphTiling, tilings
+from znnpy.planner.graph_tilings import MOST_STEPS, GraphTiling, tilings
 from znnpy.planner.layer_options import LayerContext, OptionTable
 from znnpy.planner.layer_search import MAX_COLUMN_SECONDS, MAX_LOG2_PRICE, PRICE_STEPS
 from znnpy.planner.layout import Tensor, place
@@ -192,7 +192,7 @@ class GraphSearch:
     def _tilings(self) -> Iterator[GraphTiling]:
         wanted = self.request.constraints
         area = self.area.volume, *(size for region in self.area.regions for size in (region.size, region.lo))
-        seen = set()
+        seen, whole = set(), (self.area.region, self.area.others)
         for axis in range(3):
             graph = self.graph(axis)
             alike = graph.lowered.original.layers, *(turned(size, axis) for size in area)
@@ -200,6 +200,11 @@ class GraphSearch:
                 continue
             seen.add(alike)
             patch = None if wanted.patch is None else self._periods(graph, wanted.patch)
+            if patch is not None and (most := max(GraphCover(graph, patch, 0, *whole).counts)) > MOST_STEPS:
+                raise NoPlanError(
+                    f"patches of {text(wanted.patch or patch)} are {most:,} along an axis, more than the "
+                    f"{MOST_STEPS:,} that can be planned; give a larger {option('patch')}"
+                )
             for streams in (True, False):
                 if (axis and not streams) or wanted.cover not in (None, "columns" if streams else "patches"):
                     continue
@@ -244,7 +249,7 @@ class GraphSearch:
         steps = tiling.steps
         reading = reading_bytes(network.input_channels, tiling.patch_in, request.itemsize_in, steps=steps)
         writing = writing_bytes(tiling.cover.values, (1, 1, 1), request.itemsize_out, steps=steps)
-        return Memory((StageMemory("cpu"),), request.baseline, reading, writing)
+        return Memory((StageMemory("cpu", allowance=tiling.kept_bytes),), request.baseline, reading, writing)
 
     def _draft(self, tiling: GraphTiling, below: float) -> Draft | None:
         """Return the seconds of the fastest primitives of one size, if their bytes fit before tensors are placed."""
@@ -319,13 +324,7 @@ class GraphSearch:
             for operation, run in zip(tiling.graph.operations, runs, strict=True)
         ]
         tensors, arena = place(tiling.tensors(footprints))
-        stage = StageMemory(
-            "cpu",
-            arena=arena,
-            carries=tiling.carries,
-            weights=sum(footprint.resident for footprint in footprints),
-            allowance=max(footprint.allowance for footprint in footprints),
-        )
+        stage = tiling.memory(footprints, arena)
         rates = self.options.rates
         memory = replace(around, stages=(stage,))
         return GraphSolution(tiling, tuple(chosen), tensors, memory, stage.prepared / rates.first_touch)
@@ -363,7 +362,15 @@ def plan_graph(request: PlanRequest, costs: CostModel, options: OptionTable | No
     if request.area is None:
         raise NoPlanError(f"{request.network.name} is computed whole, and the size of the volume is not known")
     search = GraphSearch(request, options or costs.options(request), request.area)
-    found = search.run()
+    try:
+        return _run_plan(search)
+    finally:
+        for graph in search.graphs.values():
+            graph.forget()  # they are kept, but not for the regions of the sizes that were tried
+
+
+def _run_plan(search: GraphSearch) -> RunPlan:
+    request, found = search.request, search.run()
     if not found:
         raise NoPlanError(_nearest(search))
     best, *others = found

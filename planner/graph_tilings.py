@@ -9,16 +9,20 @@ from itertools import product
 from math import prod
 
 import numpy as np
+import numpy.typing as npt
 
 from znnpy.geometry import Interval
-from znnpy.graph_columns import Area, GraphCover, TurnedGraph
+from znnpy.column_planes import planes_bytes
+from znnpy.graph_columns import KEPT_PLANES, Area, GraphCover, TurnedGraph
+from znnpy.graph_shapes import GraphConvShape, TransposeShape
 from znnpy.graph_operations import Operation, Region, shape_of
 from znnpy.kernels.contract import Footprint, Primitive, Scratch, Variant
 from znnpy.layer_shapes import LayerShape
 from znnpy.layers import Maxout, Pad
 from znnpy.many_intervals import Intervals, Numbers, needed_by_each, read_by_each
-from znnpy.planner.graph_extents import Figures, Storage, Walk, Widths
+from znnpy.planner.graph_extents import Figures, Storage, Walk, Widths, blocks_of
 from znnpy.planner.layout import ALIGNMENT, Tensor
+from znnpy.planner.memory import StageMemory
 from znnpy.shapes import FLOAT32, Vec3, turned_back
 
 
@@ -39,7 +43,7 @@ class GraphTiling:
 
     @property
     def figures(self) -> Figures:
-        """What is the same in all sizes."""
+        """The figures that all sizes share."""
         return self.graph.remembered("figures", lambda: Figures.of(self.graph))
 
     @cached_property
@@ -51,57 +55,47 @@ class GraphTiling:
     @cached_property
     def patch_in(self) -> Vec3:
         """Most voxels that a step reads, axes (z, y, x)."""
-        size = (self.new[0].size, *(widest[0].size for widest in self.across))
-        return turned_back((size[0], size[1], size[2]), self.graph.axis)
+        z, y, x = (interval.size for interval in self.region(0))
+        return turned_back((z, y, x), self.graph.axis)
+
+    def _key(self, along: int) -> tuple[int, ...]:
+        """Return what decides about the regions of all steps or columns along an axis."""
+        cover = self.cover
+        thick = cover.patch[0] if along == 0 and self.streams else 0
+        return along, cover.periods[0][along], cover.periods[1][along], cover.grid[along], thick
 
     @cached_property
     def walk(self) -> Walk:
         """The planes of the columns along their axis; equal for all tilings with the same columns and steps."""
-        cover = self.cover
-        begin, end = cover.periods[0][0], cover.periods[1][0]
-        thick = cover.patch[0] if self.streams else 0
-        return self.graph.remembered(("walk", begin, end, cover.grid[0], thick), lambda: Walk.of(cover, thick))
+        return self.graph.remembered(("walk", *self._key(0)), lambda: Walk.of(self.cover))
 
     @cached_property
     def _widths(self) -> tuple[Widths, Widths]:
         """The regions of the columns along the other axes; equal for all tilings with columns as wide."""
-        cover, found = self.cover, []
-        for along in (1, 2):
-            key = "widths", along, cover.periods[0][along], cover.periods[1][along], cover.grid[along]
-            found.append(self.graph.remembered(key, partial(Widths.of, cover, along)))
-        return found[0], found[1]
+        second, third = (
+            self.graph.remembered(("widths", *self._key(along)), partial(Widths.of, self.cover, along))
+            for along in (1, 2)
+        )
+        return second, third
 
     @property
     def steps(self) -> int:
         """The number of steps of all columns along the axis."""
-        return int(self.walk.planes.lo.shape[1])
+        return self.walk.steps
+
+    def held(self, tensor: int) -> int:
+        """Return the most planes of a tensor that a step holds."""
+        return int(self.walk.held[tensor])
+
+    def kept(self, tensor: int) -> int:
+        """Return the most planes of a tensor that a step finds already computed."""
+        return int(self.walk.kept[tensor])
 
     @property
-    def new(self) -> tuple[Interval, ...]:
-        """The most planes of each tensor that a step computes."""
-        return self.walk.new
-
-    @property
-    def held(self) -> tuple[int, ...]:
-        """The most planes of each tensor that a step holds."""
-        return self.walk.held
-
-    @property
-    def kept(self) -> tuple[int, ...]:
-        """The most planes of each tensor that a step finds already computed."""
-        return self.walk.kept
-
-    @property
-    def across(self) -> tuple[tuple[Interval, ...], tuple[Interval, ...]]:
-        """The widest region of each tensor along the second axis and along the third."""
-        second, third = self._widths
-        return second.widest, third.widest
-
-    @property
-    def totals(self) -> Numbers:
+    def totals(self) -> npt.NDArray[np.float64]:
         """Voxels of each tensor that are computed for the whole output."""
         second, third = self._widths
-        return self.walk.totals * second.totals * third.totals
+        return self.walk.totals.astype(np.float64) * second.totals * third.totals
 
     @property
     def kinds(self) -> int:
@@ -111,7 +105,8 @@ class GraphTiling:
 
     def region(self, tensor: int) -> Region:
         """Return the largest region of a tensor that a step computes."""
-        return self.new[tensor], self.across[0][tensor], self.across[1][tensor]
+        z, y, x = (one.row(tensor) for one in (self.walk.new, *(widths.widest for widths in self._widths)))
+        return Interval(int(z.lo), int(z.hi)), Interval(int(y.lo), int(y.hi)), Interval(int(x.lo), int(x.hi))
 
     def shape(self, operation: Operation) -> LayerShape:
         """Return the shape of an operation in a step in which it computes the most."""
@@ -119,17 +114,33 @@ class GraphTiling:
 
     def shapes(self, operation: Operation) -> tuple[LayerShape, ...]:
         """Return all shapes of an operation: those at faces of the volume differ in padding and size."""
-        geometry, tensor, found = self.graph.geometry, operation.tensor, []
-        regions = (
-            self.walk.planes.row(tensor),
-            *(one.regions.row(tensor) for one in self._widths),
-        )
-        for along, intervals in enumerate(regions):
-            lo, hi = intervals.lo[intervals.size > 0], intervals.hi[intervals.size > 0]
-            kinds = self._kinds(operation, along, Intervals(lo, hi))
-            _, places = np.unique(kinds, axis=1, return_index=True)
-            found.append([Interval(int(lo[place]), int(hi[place])) for place in places])
+        found = (self._distinct(along)[operation.tensor] for along in range(3))
+        geometry = self.graph.geometry
         return tuple(dict.fromkeys(shape_of(geometry, operation, (z, y, x)) for z, y, x in product(*found)))
+
+    def _distinct(self, along: int) -> dict[int, list[Interval]]:
+        """Return one region along an axis for each kind that an operation has there, by its tensor."""
+        return self.graph.remembered(("distinct", *self._key(along)), partial(self._found_distinct, along))
+
+    def _found_distinct(self, along: int) -> dict[int, list[Interval]]:
+        found = {operation.tensor: Intervals(NOTHING, NOTHING) for operation in self.graph.operations}
+        for regions, _ in blocks_of(self.cover, along):
+            some = regions.size > 0
+            for operation in self.graph.operations:
+                tensor = operation.tensor
+                mine = (side[tensor][some[tensor]] for side in regions)
+                found[tensor] = self._one_of_each(
+                    operation, along, Intervals(*map(np.append, mine, found[tensor]))
+                )
+        return {
+            tensor: [Interval(lo, hi) for lo, hi in zip(*(side.tolist() for side in each), strict=True)]
+            for tensor, each in found.items()
+        }
+
+    def _one_of_each(self, operation: Operation, along: int, regions: Intervals) -> Intervals:
+        """Return the first region of each kind."""
+        _, places = np.unique(self._kinds(operation, along, regions), axis=1, return_index=True)
+        return Intervals(regions.lo[places], regions.hi[places])
 
     def _kinds(self, operation: Operation, along: int, regions: Intervals) -> Numbers:
         """Return what distinguishes regions of an operation along an axis: a column for each region.
@@ -166,13 +177,13 @@ class GraphTiling:
         if not isinstance(self.graph.network.layers[operation.layer], Maxout):
             return 0
         (read,) = operation.reads
-        for along, widths in enumerate(self._widths, 1):
-            axis, there = self.graph.geometry.axes[along], widths.regions.row(read.tensor)
-            mine = read_by_each(
-                axis, operation.layer, widths.regions.row(operation.tensor), axis.sources[operation.layer][0]
-            )
-            if (mine.lo + read.shift[along] != there.lo).any() or (mine.size != there.size).any():
-                return self.shape(operation).in_bytes
+        for along in (1, 2):
+            axis = self.graph.geometry.axes[along]
+            for regions, _ in blocks_of(self.cover, along):
+                there, source = regions.row(read.tensor), axis.sources[operation.layer][0]
+                mine = read_by_each(axis, operation.layer, regions.row(operation.tensor), source)
+                if (mine.lo + read.shift[along] != there.lo).any() or (mine.size != there.size).any():
+                    return self.shape(operation).in_bytes
         return 0
 
     def executions(self, operation: Operation) -> int:
@@ -180,14 +191,16 @@ class GraphTiling:
         whole = prod(one.size for one in self.region(operation.tensor))
         return max(1, -(-int(self.totals[operation.tensor]) // max(1, whole)))
 
-    @cached_property
-    def _plane_bytes(self) -> Numbers:
-        second, third = self._widths
-        return FLOAT32 * self.figures.maps * second.most * third.most
+    def _bytes(self, planes: Numbers) -> Numbers:
+        """Return the bytes of so many planes of the tensors in memory; more than any machine has are cut off."""
+        stored, (second, third) = self.figures.stored, self._widths
+        values = self.figures.maps[stored].astype(np.float64) * second.widest.size[stored] * third.widest.size[stored]
+        return np.minimum(FLOAT32 * values * planes[stored], MOST_BYTES).astype(np.int64)
 
     def plane_bytes(self, tensor: int) -> int:
         """Return the bytes of a plane of a tensor in memory."""
-        return int(self._plane_bytes[tensor])
+        _, y, x = self.region(tensor)
+        return FLOAT32 * self.graph.network.maps[tensor] * y.size * x.size
 
     def storage(self, tensor: int) -> Storage:
         """Return where a tensor lies. One that keeps as many planes as it gets stays: copying them would cost more."""
@@ -198,7 +211,7 @@ class GraphTiling:
 
         A resident tensor has room for so many that in every other step they need not be moved.
         """
-        return self.walk.beside[tensor]
+        return int(self.walk.beside[tensor])
 
     @property
     def stored(self) -> tuple[int, ...]:
@@ -208,13 +221,12 @@ class GraphTiling:
     @cached_property
     def carries(self) -> int:
         """Bytes beside the arena that stay from step to step."""
-        stored = self.figures.stored
-        return int(np.array(self.walk.beside)[stored] @ self._plane_bytes[stored])
+        return int(self._bytes(self.walk.beside).sum())
 
     def carry_traffic(self, tensor: int) -> int:
         """Return the bytes that are moved in a step to keep planes of a tensor."""
         traffic = {"arena": 0, "carried": 4, "resident": 1}[self.storage(tensor)]
-        return traffic * self.kept[tensor] * self.plane_bytes(tensor)
+        return traffic * self.kept(tensor) * self.plane_bytes(tensor)
 
     def tensors(self, footprints: Sequence[Footprint]) -> tuple[Tensor, ...]:
         """Return the tensors of a step in the arena, not yet placed: outputs of operations, and their scratch.
@@ -226,17 +238,10 @@ class GraphTiling:
         for footprint in footprints:
             ticks.append((tick, tick + footprint.stages - 1))
             tick += footprint.stages
-        first, last = {0: 0}, {0: 0}
-        for operation, (begin, end) in zip(graph.operations, ticks, strict=True):
-            first[operation.tensor] = begin
-            last[operation.tensor] = max(last.get(operation.tensor, 0), end)
-            for tensor in operation.sources:
-                last[tensor] = max(last[tensor], end)
-        for tensor in graph.network.outputs:
-            last[tensor] = tick
+        begins, ends = [0, *(begin for begin, _ in ticks)], [0, *(end for _, end in ticks), tick]
         found = [
-            Tensor(f"x{tensor}", self.held[tensor] * self.plane_bytes(tensor), first[tensor], last[tensor])
-            for tensor in self.stored
+            Tensor(f"x{tensor}", self.held(tensor) * self.plane_bytes(tensor), begins[first], ends[last])
+            for tensor, (first, last) in graph.spans.items()
             if self.storage(tensor) != "resident"
         ]
         for index, (footprint, (begin, _)) in enumerate(zip(footprints, ticks, strict=True)):
@@ -245,6 +250,38 @@ class GraphTiling:
                 for scratch in footprint.scratch
             ]
         return tuple(found)
+
+    def memory(self, footprints: Sequence[Footprint], arena: int) -> StageMemory:
+        """Return what operations with these footprints take, in an arena of so many bytes.
+
+        What a step needs beside the arena counts as allowance: planes of columns that are worked out, and what preparing
+        the weights takes more than all steps.
+        """
+        allowance = max(footprint.allowance for footprint in footprints) + self.kept_bytes
+        weights = sum(footprint.resident for footprint in footprints)
+        stage = StageMemory("cpu", arena=arena, carries=self.carries, weights=weights, allowance=allowance)
+        return replace(stage, allowance=allowance + max(0, self._preparing_bytes(footprints) - stage.total))
+
+    @property
+    def kept_bytes(self) -> int:
+        """About the bytes of the planes of columns that a run keeps worked out."""
+        columns = self.cover.counts[0]
+        kept, longest = min(KEPT_PLANES, columns), -(-self.steps // columns)
+        return kept * planes_bytes(len(self.graph.network.maps), len(self.graph.network.outputs), longest)
+
+    def _preparing_bytes(self, footprints: Sequence[Footprint]) -> int:
+        """Return the most bytes while weights are prepared: the arena and planes that stay are not there yet.
+
+        The weights of a layer are copied where scales are merged into them or axes turned, until they are prepared.
+        """
+        most, resident, graph = 0, 0, self.graph
+        for operation, footprint in zip(graph.operations, footprints, strict=True):
+            resident += footprint.resident
+            shape, copied = self.shape(operation), 0
+            if graph.lowered.copies(operation.layer, graph.axis) and isinstance(shape, GraphConvShape | TransposeShape):
+                copied = shape.weight_bytes
+            most = max(most, resident + copied + footprint.allowance)
+        return most
 
     @property
     def live(self) -> tuple[int, ...]:
@@ -259,13 +296,15 @@ class GraphTiling:
     def _live(self) -> Numbers:
         change = np.zeros(len(self.graph.operations) + 3, np.int64)
         figures = self.figures
-        nbytes = self.walk.in_arena[figures.stored] * self._plane_bytes[figures.stored]
+        nbytes = self._bytes(self.walk.in_arena)
         nbytes += -nbytes % ALIGNMENT
         np.add.at(change, figures.first, nbytes)
         np.subtract.at(change, figures.last + 1, nbytes)
         return np.cumsum(change)[1:-2]
 
 
+NOTHING = np.zeros(0, np.int64)
+MOST_BYTES = 2**50  # of a tensor that are counted
 COPIED = "copied"  # the name of the scratch for a copy of an operation's input
 SPLITS = (
     1,
@@ -288,6 +327,7 @@ SPLITS = (
     192,
     256,
 )  # columns along an axis that are tried
+MOST_STEPS = 10**6  # steps or columns along an axis: more take too long to plan
 THICK = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # periods of a step that are tried
 
 
@@ -299,6 +339,7 @@ def tilings(graph: TurnedGraph, area: Area, *, streams: bool, patch: Vec3 | None
     if patch is not None:
         sizes = [[min(size, count)] for size, count in zip(patch, periods, strict=True)]
     thicks = [size for size in THICK if size < periods[0]] if streams and patch is None else sizes[0]
+    thicks = [size for size in thicks if -(-periods[0] // size) <= MOST_STEPS]
     if streams and patch is not None and patch[0] >= periods[0]:
         return
     for thick in thicks:

@@ -18,7 +18,7 @@ Rates = npt.NDArray[np.float64]
 
 @dataclass
 class _Known:
-    """What is known of steps with the same planes: the least seen there, and how many sizes that takes into account."""
+    """The knowledge of steps with the same planes: the least seen there, and how many sizes that takes into account."""
 
     planes: Numbers  # of each operation in a step
     least: Rates
@@ -57,5 +57,4 @@ class LeastSeen:
 
 def _planes(tiling: GraphTiling) -> Numbers:
     """Return the most planes that a step computes, of each operation."""
-    new = tiling.new
-    return np.array([new[operation.tensor].size for operation in tiling.graph.operations], np.int64)
+    return tiling.walk.new.size[tiling.figures.computed]

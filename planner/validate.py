@@ -121,10 +121,11 @@ def _check_graph(plan: Plan, network: Network, machine: Machine, table: Sequence
     ]
     memory = plan.memory.stages[0]
     _check_tensors(plan.stages[0].tensors, tiling.tensors(footprints), memory.arena, "arena")
+    here = tiling.memory(footprints, memory.arena)
     for what, promised, needed in (
-        ("of weights", memory.weights, sum(footprint.resident for footprint in footprints)),
-        ("for the libraries", memory.allowance, max(footprint.allowance for footprint in footprints)),
-        ("for planes that stay", memory.carries, tiling.carries),
+        ("of weights", memory.weights, here.weights),
+        ("for the libraries", memory.allowance, here.allowance),
+        ("for planes that stay", memory.carries, here.carries),
     ):
         _check_promise(promised, needed, what)
 

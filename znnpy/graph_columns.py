@@ -27,12 +27,14 @@ from znnpy.patches import Box, Column, Columns, Patch, Piece
 from znnpy.shapes import Vec3, multiply, turned, turned_back
 
 if TYPE_CHECKING:
-    from znnpy.column_planes import ColumnPlanes
+    from znnpy.column_planes import ColumnPlanes, ColumnSteps
     from znnpy.many_intervals import Intervals
 
 T = TypeVar("T")
 
 KEPT_RESULTS = 16  # regions and planes of columns that are kept for what is asked next
+KEPT_PLANES = 2  # columns whose planes are kept even if they are large: that which is computed, and that which is read
+LARGE_BYTES = 2**22  # of the planes of all columns that are kept, beyond which they are large
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class TurnedGraph:
     operations: tuple[Operation, ...]
     _facts: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
     _latest: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict, repr=False, compare=False)
+    _planes: OrderedDict[Hashable, ColumnPlanes] = field(default_factory=OrderedDict, repr=False, compare=False)
     _lock: RLock = field(default_factory=RLock, repr=False, compare=False)  # a reader asks while a session computes
 
     @staticmethod
@@ -84,12 +87,34 @@ class TurnedGraph:
         """The tensors in memory: the input, and what operations give."""
         return (0, *(operation.tensor for operation in self.operations))
 
-    def remembered(self, key: Hashable, work: Callable[[], T]) -> T:
-        """Return what `work` gives; it is called once for each key."""
-        if key not in self._facts:
-            self._facts[key] = work()
-        found: T = self._facts[key]
+    @cached_property
+    def spans(self) -> dict[int, tuple[int, int]]:
+        """The first and the last operation, counted from 1, during which each tensor in memory is there.
+
+        The input is there before the first, an output of the network also after the last.
+        """
+        found = {0: (0, 0)}
+        for number, operation in enumerate(self.operations, 1):
+            found[operation.tensor] = number, number
+            for tensor in operation.sources:
+                found[tensor] = found[tensor][0], number
+        for tensor in self.network.outputs:
+            found[tensor] = found[tensor][0], len(self.operations) + 1
         return found
+
+    def remembered(self, key: Hashable, work: Callable[[], T]) -> T:
+        """Return what `work` gives; it is called once for each key, until `forget`."""
+        try:
+            found: T = self._facts[key]
+        except KeyError:
+            found = self._facts.setdefault(key, work())
+        return found
+
+    def forget(self) -> None:
+        """Forget what a search for a plan asked for: a run needs little of it."""
+        with self._lock:
+            for kept in (self._facts, self._latest, self._planes):
+                kept.clear()
 
     @property
     def output(self) -> int:
@@ -136,18 +161,33 @@ class TurnedGraph:
 
     def planes(self, begin: int, end: int, thick: int) -> ColumnPlanes:
         """Return the planes of a column from period `begin` to `end` in steps of `thick` periods; 0: one step."""
-        return self._recent((begin, end, thick, "planes"), lambda: self._planes(begin, end, thick))
+        from znnpy.column_planes import ColumnPlanes
 
-    def _planes(self, begin: int, end: int, thick: int) -> ColumnPlanes:
-        from znnpy.column_planes import of_column, of_one_step
+        key, kept = (begin, end, thick), self._planes
+        with self._lock:
+            found = kept.pop(key) if key in kept else ColumnPlanes(self.steps(begin, end, thick))
+            kept[key] = found
+            while len(kept) > KEPT_RESULTS or (
+                len(kept) > KEPT_PLANES and sum(one.nbytes for one in kept.values()) > LARGE_BYTES
+            ):
+                kept.popitem(last=False)
+        return found
 
-        region = self.regions(0, begin, end)
+    def steps(self, begin: int, end: int, thick: int) -> ColumnSteps:
+        """Return what the planes of such a column follow from."""
+        import numpy as np
+
+        from znnpy.column_planes import ColumnSteps, of_one_step
+
+        axis, region, wanted = self.geometry.axes[0], self.regions(0, begin, end), self.wanted(0, begin, end)
         if thick == 0:
-            return of_one_step(region, self.wanted(0, begin, end))
-        voxels = [self.geometry.axes[0].voxels(tensor) for tensor in self.network.outputs]
-        known = [self._known(0, stop) for stop in (*range(begin + thick, end, thick), end)]
+            return of_one_step(axis, self.operations, region, wanted)
+        voxels = [axis.voxels(tensor) for tensor in self.network.outputs]
+        sizes = np.array([axis.sizes[tensor] for tensor in self.network.outputs], np.int64)
+        stops = np.append(np.arange(begin + thick, end, thick, dtype=np.int64), end)
+        known = np.minimum(np.array(voxels, np.int64)[:, None] * stops, sizes[:, None])
         ahead = [begin * one for one in voxels], [thick * one for one in voxels]
-        return of_column(self.geometry.axes[0], self.operations, region, self.wanted(0, begin, end), known, *ahead)
+        return ColumnSteps.of(axis, self.operations, region, wanted, known, *ahead)
 
     def _recent(self, key: Hashable, work: Callable[[], T]) -> T:
         """Return what `work` gives; the latest few results are kept."""
@@ -238,10 +278,9 @@ class GraphCover(Columns):
         planes = graph.planes(begin[0], end[0], thick)
         read = [graph.regions(along, begin[along], end[along])[0] for along in (1, 2)]
         across = list(zip(*(graph.wanted(along, begin[along], end[along]) for along in (1, 2)), strict=True))
-        for number, given in enumerate(planes.outputs):
-            new = Interval(int(planes.ends[0, number]), int(planes.ends[0, number + 1]))
-            source = self._box((new, read[0], read[1]))
-            first, *others = map(self._piece, given, across, self.regions)
+        for number in range(planes.steps):
+            source = self._box((planes.new(0, number), read[0], read[1]))
+            first, *others = map(self._piece, planes.outputs(number), across, self.regions)
             here = GraphStep(begin, end, thick, number)
             yield Patch(source.lo, first.out, first.write, source.size, here, tuple(others))
 

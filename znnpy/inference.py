@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
-import resource
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -23,7 +20,7 @@ from znnpy.files import regular_file
 from znnpy.formats.networks import read_network
 from znnpy.job import arrays_of, attributes_of, job_of, roi_text, settings_of
 from znnpy.kernels.cpu.fft import Wisdom
-from znnpy.machine import Machine, this_machine
+from znnpy.machine import Machine, peak_bytes, this_machine
 from znnpy.measure.fftw_wisdom import wisdom_begun, wisdom_kept
 from znnpy.messages import option
 from znnpy.option_declarations import function_of
@@ -333,16 +330,3 @@ def _report(
         chunks=chunks,
         warnings=(*doubts, *lacking, *(done.sentences if done else ())),
     )
-
-
-def peak_bytes() -> int:
-    """Most resident memory this process ever had.
-
-    Linux's VmHWM where there is one: its getrusage also counts what the parent held when it started this process.
-    """
-    status = Path("/proc/self/status")
-    counted = re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE) if status.is_file() else None
-    if counted:
-        return 1024 * int(counted[1])
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB elsewhere

@@ -30,6 +30,7 @@ from znnpy.layers import (
     has_weights,
 )
 from znnpy.network import ConvWeights, Network, Wiring
+from znnpy.shapes import turn
 
 ENDED = (Conv, ConvTranspose, Add, Multiply, Scale)  # layers that may end with a function
 
@@ -42,17 +43,24 @@ class Lowered:
     origins: tuple[tuple[int, ...], ...]  # indices of the original's layers, in order
     original: Network
 
-    def weights(self, index: int, weights: Sequence[ConvWeights]) -> ConvWeights | None:
-        """Return the weights of a layer, if it has any, from those of the original in order.
+    def weights(self, index: int, weights: Sequence[ConvWeights], axis: int = 0) -> ConvWeights | None:
+        """Return the weights of a layer with `axis` as the first axis of its kernels, if it has any.
 
-        Those of a layer with scales merged into it are made here: whoever asks holds them beside the original's.
+        weights  those of the original in order, with the axes of kernels as they are
+
+        Those for which `copies` is true are made here: whoever asks holds them beside the original's.
         """
         layer = self.network.layers[index]
         if not has_weights(layer):
             return None
         given = dict(zip(self.original.weighted, weights, strict=True))
         first, *scales = (given[origin] for origin in self.origins[index] if origin in given)
-        return _scaled(layer, first, scales)
+        return _made(layer, first, scales, axis) if self.copies(index, axis) else first
+
+    def copies(self, index: int, axis: int = 0) -> bool:
+        """Return whether the weights of a layer are not those of the original: scaled, or with other axes."""
+        own = [origin for origin in self.origins[index] if origin in self.original.weighted]
+        return isinstance(self.network.layers[index], Conv | ConvTranspose) and (axis != 0 or len(own) > 1)
 
 
 def lowered(network: Network) -> Lowered:
@@ -147,23 +155,26 @@ def _refers(layer: Layer, renamed: dict[str, str]) -> Layer:
     return layer
 
 
-def _scaled(layer: Layer, weights: ConvWeights, scales: Sequence[ConvWeights]) -> ConvWeights:
-    """Return the weights of a layer followed by scales of its maps; products are rounded once."""
+def _made(layer: Layer, weights: ConvWeights, scales: Sequence[ConvWeights], axis: int) -> ConvWeights:
+    """Return the weights of a layer followed by scales of its maps, with `axis` first; products are rounded once.
+
+    Besides the result there is one kernel at a time: all of them in float64 would take twice the memory.
+    """
     import numpy as np
 
-    if not scales:
-        return weights
     factors, bias = [scale.weight.astype(np.float64) for scale in scales], weights.bias.astype(np.float64)
     for factor, scale in zip(factors, scales, strict=True):
         bias = bias * factor + scale.bias
-    kernels = np.empty(weights.weight.shape, np.float32)
-    for number, kernel in enumerate(weights.weight):  # one at a time: in float64 all would take twice the memory
+    count, per_kernel, *sizes = weights.weight.shape
+    order = (0, *(1 + along for along in turn(axis)))
+    kernels = np.empty((count, per_kernel, *(sizes[along] for along in turn(axis))), np.float32)
+    for number, kernel in enumerate(weights.weight):
         product = kernel.astype(np.float64)
         for factor in factors:
             if isinstance(layer, ConvTranspose):  # (f, f' / groups, k): maps of a group are side by side
-                group, per_group = number * layer.groups // len(kernels), len(kernel)
-                product = product * factor[group * per_group : (group + 1) * per_group, None, None, None]
+                group = number * layer.groups // count
+                product *= factor[group * per_kernel : (group + 1) * per_kernel, None, None, None]
             else:
-                product = product * factor[number]
-        kernels[number] = product
+                product *= factor[number]
+        kernels[number] = product.transpose(order)
     return ConvWeights(kernels, bias.astype(np.float32))

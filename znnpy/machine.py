@@ -11,6 +11,7 @@ import operator
 import os
 import platform
 import re
+import resource
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -194,6 +195,19 @@ def process_bytes() -> int:
     import psutil
 
     return int(psutil.Process().memory_info().rss)
+
+
+def peak_bytes() -> int:
+    """Most resident memory this process ever had.
+
+    Linux's VmHWM where there is one: its getrusage also counts what the parent held when it started this process.
+    """
+    status = Path("/proc/self/status")
+    counted = re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE) if status.is_file() else None
+    if counted:
+        return 1024 * int(counted[1])
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB elsewhere
 
 
 def give_back_memory() -> None:

@@ -110,10 +110,9 @@ def known(tiling: GraphTiling, chosen: tuple[tuple[Fake, Variant], ...]) -> Know
     ]
     _, arena = place(tiling.tensors(footprints))
     steps = tiling.steps
-    beside = BASELINE + tiling.carries
+    beside = BASELINE
     beside += reading_bytes(network.input_channels, tiling.patch_in, 1, steps=steps)
     beside += writing_bytes(network.output_channels, tiling.patch_out, 4, steps=steps)
-    beside += sum(one.resident for one in footprints) + max(one.allowance for one in footprints)
     spent = 0.0
     assumed = 0
     for operation, (fake, variant), footprint, live in zip(
@@ -123,7 +122,8 @@ def known(tiling: GraphTiling, chosen: tuple[tuple[Fake, Variant], ...]) -> Know
         once = seconds(fake.work(tiling.shape(operation), variant), CARRYING) + moved
         spent += tiling.executions(operation) * once
         assumed = max(assumed, live + sum(-(-one.nbytes // 64) * 64 for one in footprint.scratch))
-    return Known(beside + arena, beside + max(arena, assumed), spent, tiling.streams)
+    peak, most = (beside + tiling.memory(footprints, size).total for size in (arena, max(arena, assumed)))
+    return Known(peak, most, spent, tiling.streams)
 
 
 def request_of(name: str, ram: int, cover: Cover | None = None, patch: Vec3 | None = None) -> PlanRequest:

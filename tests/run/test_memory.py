@@ -106,7 +106,7 @@ def test_refusing_a_volume_takes_no_more_memory_than_running_it(tmp_path: Path) 
         "try:\n"
         "    znnpy.inference.infer(sys.argv[1], sys.argv[2], ram='1G', threads=1)\n"
         "except VolumeError as error:\n"
-        "    print(znnpy.inference.peak_bytes(), error)\n"
+        "    print(znnpy.machine.peak_bytes(), error)\n"
     )
     network, volume = thin(tmp_path), as_nan(tmp_path)
     command = [sys.executable, "-c", program, str(volume), str(network)]

@@ -8,7 +8,7 @@ from traceback import clear_frames
 
 from znnpy.errors import NoPlanError, PlanFileError, VramError
 from znnpy.graph_columns import Area, TurnedGraph
-from znnpy.machine import Limits, give_back_memory, parse_bytes, process_bytes
+from znnpy.machine import Limits, give_back_memory, parse_bytes, peak_bytes, process_bytes
 from znnpy.measure.calibrate import Calibration
 from znnpy.messages import excerpt, option
 from znnpy.network import Network
@@ -88,16 +88,19 @@ def choose(asked: RunOptions, work: Work, target: OpenTarget) -> RunPlan:
 
 
 def _graph_plan(target: OpenTarget, request: PlanRequest) -> RunPlan:
-    """Return the fastest plan of a graph, which counts what its search leaves behind in the process."""
-    before = process_bytes()
+    """Return the fastest plan of a graph, which counts what its search takes, and leaves behind in the process."""
+    before, earlier = process_bytes(), peak_bytes()
     made = Calibration().best_plan(target, request)
     TurnedGraph.of.cache_clear()  # the search kept regions of many sizes, which the run must not hold
     give_back_memory()
     grown = -(-max(0, process_bytes() - before - MARGIN_BYTES) // MIB) * MIB  # beyond what every plan allows for
-    counted = _with_baseline(made, made.memory.baseline + grown)
-    if counted.memory.peak <= request.limits.ram_bytes:
-        return counted
-    return Calibration().best_plan(target, replace(request, baseline=request.baseline + grown))
+    counted, limit = _with_baseline(made, made.memory.baseline + grown), request.limits.ram_bytes
+    if counted.memory.peak > limit:
+        counted = Calibration().best_plan(target, replace(request, baseline=request.baseline + grown))
+    most = peak_bytes()
+    if most > earlier and counted.memory.peak < most <= limit:  # planning took more than the run will
+        counted = _with_baseline(counted, counted.memory.baseline + most - counted.memory.peak)
+    return counted
 
 
 def _with_baseline(made: RunPlan, baseline: int) -> RunPlan:

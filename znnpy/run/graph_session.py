@@ -27,7 +27,6 @@ from znnpy.kernels.contract import ConvWeights, Primitive
 from znnpy.kernels.table import TABLE, find
 from znnpy.kernels.thread_pool import ThreadPool, min_chunk
 from znnpy.layer_shapes import LayerShape
-from znnpy.layers import Conv, ConvTranspose
 from znnpy.network import Network
 from znnpy.patches import Box
 from znnpy.planner.graph_tilings import COPIED, GraphTiling
@@ -153,10 +152,9 @@ class GraphSession:
         prepared = []
         for operation, choice in zip(graph.operations, plan.choices, strict=True):
             primitive = find(choice.primitive, self._table)
-            weights = graph.lowered.weights(operation.layer, self._weights)
-            mine = _turned(weights, graph.axis, graph.network.layers[operation.layer])
-            prepared.append((operation, choice, primitive, primitive.prepare(mine, choice.variant, self.pool)))
-            del weights, mine  # of one layer at a time
+            weights = graph.lowered.weights(operation.layer, self._weights, graph.axis)
+            prepared.append((operation, choice, primitive, primitive.prepare(weights, choice.variant, self.pool)))
+            del weights  # of one layer at a time
         arena = host_arena(self._block(plan.memory.last.arena), plan.stages[0].tensors)
         self._bound = tuple(
             _Bound(
@@ -180,7 +178,7 @@ class GraphSession:
         if found.storage == "resident":
             found.block = beside
         else:
-            nbytes = self._tiling.held[tensor] * self._tiling.plane_bytes(tensor)
+            nbytes = self._tiling.held(tensor) * self._tiling.plane_bytes(tensor)
             found.block, found.beside = arena.tensor(f"x{tensor}", (nbytes // FLOAT32,), np.float32), beside
         return found
 
@@ -237,20 +235,15 @@ class GraphSession:
                     self._tensors[tensor].keep(later[tensor].lo, self.pool)
         if out is not None:
             with self._span("store"):
-                self._store(column.outputs[step.number], step, out.reshape(-1))
+                self._store(column.outputs(step.number), step, out.reshape(-1))
         self._steps += 1
 
     @cached_property
     def _last_reads(self) -> list[list[int]]:
-        """The tensors that are not read any more after each operation of a step."""
-        last = dict.fromkeys(self._tensors, 0)
-        for index, operation in enumerate(self._graph.operations):
-            last[operation.tensor] = index
-            for tensor in operation.sources:
-                last[tensor] = index
+        """The tensors that no later operation of a step reads; outputs come with the last."""
         found: list[list[int]] = [[] for _ in self._graph.operations]
-        for tensor, index in last.items():
-            found[index].append(tensor)
+        for tensor, (_, last) in self._graph.spans.items():
+            found[min(max(0, last - 1), len(found) - 1)].append(tensor)
         return found
 
     @property
@@ -361,11 +354,3 @@ def _contiguous(x: Array, scratch: Mapping[str, Any]) -> Array:
 
 def _name(choice: Choice, network: Network) -> str:
     return f"{network.names[choice.layers[0]]} {choice.primitive}"
-
-
-def _turned(weights: ConvWeights | None, axis: int, layer: object) -> ConvWeights | None:
-    """Return weights with `axis` as the first axis of the kernels."""
-    if weights is None or axis == 0 or not isinstance(layer, Conv | ConvTranspose):
-        return weights
-    order = (0, 1, *(2 + along for along in turn(axis)))
-    return ConvWeights(np.ascontiguousarray(weights.weight.transpose(order)), weights.bias)
