@@ -11,11 +11,11 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
-from znnpy.geometry import Interval
 from znnpy.column_planes import planes_bytes
+from znnpy.geometry import Interval
 from znnpy.graph_columns import KEPT_PLANES, Area, GraphCover, TurnedGraph
-from znnpy.graph_shapes import GraphConvShape, TransposeShape
 from znnpy.graph_operations import Operation, Region, shape_of
+from znnpy.graph_shapes import GraphConvShape, TransposeShape
 from znnpy.kernels.contract import Footprint, Primitive, Scratch, Variant
 from znnpy.layer_shapes import LayerShape
 from znnpy.layers import Maxout, Pad
@@ -129,9 +129,7 @@ class GraphTiling:
             for operation in self.graph.operations:
                 tensor = operation.tensor
                 mine = (side[tensor][some[tensor]] for side in regions)
-                found[tensor] = self._one_of_each(
-                    operation, along, Intervals(*map(np.append, mine, found[tensor]))
-                )
+                found[tensor] = self._one_of_each(operation, along, Intervals(*map(np.append, mine, found[tensor])))
         return {
             tensor: [Interval(lo, hi) for lo, hi in zip(*(side.tolist() for side in each), strict=True)]
             for tensor, each in found.items()
