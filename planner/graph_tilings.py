@@ -252,8 +252,8 @@ class GraphTiling:
     def memory(self, footprints: Sequence[Footprint], arena: int) -> StageMemory:
         """Return what operations with these footprints take, in an arena of so many bytes.
 
-        What a step needs beside the arena counts as allowance: planes of columns that are worked out, and what preparing
-        the weights takes more than all steps.
+        What a step needs beside the arena counts as allowance: planes of columns that are worked out, and what
+        preparing the weights takes more than all steps.
         """
         allowance = max(footprint.allowance for footprint in footprints) + self.kept_bytes
         weights = sum(footprint.resident for footprint in footprints)
