@@ -209,6 +209,17 @@ class ColumnPlanes:
             self._blocks.popitem(last=False)
 
 
+def known_after_steps(voxels: Sequence[int], sizes: Sequence[int], begin: int, end: int, thick: int) -> Numbers:
+    """Return up to which voxel each output is known after each step that gives output: a row for each output.
+
+    voxels  of each output in a period, and its size
+    begin   the first period of the column; end: that behind its last; thick: periods of a step
+    """
+    stops = np.append(np.arange(begin + thick, end, thick, dtype=np.int64), end)
+    known: Numbers = np.minimum(np.array(voxels, np.int64)[:, None] * stops, np.array(sizes, np.int64)[:, None])
+    return known
+
+
 def of_one_step(
     axis: AxisGeometry, operations: Sequence[Operation], region: tuple[Interval, ...], wanted: Sequence[Interval]
 ) -> ColumnSteps:

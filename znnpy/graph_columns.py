@@ -175,17 +175,13 @@ class TurnedGraph:
 
     def steps(self, begin: int, end: int, thick: int) -> ColumnSteps:
         """Return what the planes of such a column follow from."""
-        import numpy as np
-
-        from znnpy.column_planes import ColumnSteps, of_one_step
+        from znnpy.column_planes import ColumnSteps, known_after_steps, of_one_step
 
         axis, region, wanted = self.geometry.axes[0], self.regions(0, begin, end), self.wanted(0, begin, end)
         if thick == 0:
             return of_one_step(axis, self.operations, region, wanted)
         voxels = [axis.voxels(tensor) for tensor in self.network.outputs]
-        sizes = np.array([axis.sizes[tensor] for tensor in self.network.outputs], np.int64)
-        stops = np.append(np.arange(begin + thick, end, thick, dtype=np.int64), end)
-        known = np.minimum(np.array(voxels, np.int64)[:, None] * stops, sizes[:, None])
+        known = known_after_steps(voxels, [axis.sizes[tensor] for tensor in self.network.outputs], begin, end, thick)
         ahead = [begin * one for one in voxels], [thick * one for one in voxels]
         return ColumnSteps.of(axis, self.operations, region, wanted, known, *ahead)
 
