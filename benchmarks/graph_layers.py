@@ -111,18 +111,18 @@ def layers(request: Request) -> Iterator[Answer]:
         timer = CpuTimer(pool)
         for choice in plan.main.choices:
             primitive = find(choice.primitive)
-            spent = [timer.seconds(primitive, choice.shape, choice.variant) for _ in range(REPEATS)]
+            spent = timer.seconds(primitive, choice.shape, choice.variant)
             nbytes, adds = choice.shape.in_bytes + choice.shape.out_bytes, least_multiply_adds(choice.shape)
             nbytes += getattr(choice.shape, "weight_bytes", 0)
             least = max(nbytes / copies, 2.0 * adds / sums)
             yield {
                 "shape": str(choice.shape),
                 "primitive": f"{choice.primitive} {choice.variant}",
-                "seconds": spent,
+                "seconds": (spent,),
                 "bytes": nbytes,
                 "multiply_adds": adds,
                 "copy_bytes_per_second": copies,
                 "sgemm_flops": sums,
-                "share": least / median(spent),
+                "share": least / spent,
                 "executions": choice.executions,
             }

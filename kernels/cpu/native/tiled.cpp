@@ -100,18 +100,20 @@ void products(const Tiling &t, const float *x, const float *w, float *y, ptrdiff
 // Returns how many of the `left` blocks of output channels are multiplied at once: 3, unless that leaves a single one.
 int panel(ptrdiff_t left) { return left == 4 ? 2 : left >= 3 ? 3 : (int)left; }
 
-// Multiplies a frequency of a kernel, at angle theta, by the spectrum of a repetition, 1 + exp(-i theta).
-ALWAYS void repeat(double theta, float &re, float &im) {
-  const double c = 1 + std::cos(theta), s = -std::sin(theta), before = re;
+// Multiplies a frequency of a kernel by the spectrum of a repetition along a side, 1 + exp(-i theta). That is zero at half
+// of the side; rounded sines would leave numbers there whose products are too small to be normal, and slow.
+ALWAYS void repeat(ptrdiff_t frequency, ptrdiff_t side, float &re, float &im) {
+  const bool zero = 2 * frequency == side;
+  const double theta = 2 * PI * (double)frequency / (double)side, before = re;
+  const double c = zero ? 0 : 1 + std::cos(theta), s = zero ? 0 : -std::sin(theta);
   re = (float)(before * c - im * s);
   im = (float)(before * s + im * c);
 }
 
-// Multiplies the frequencies along z of one kernel by the spectrum of a repetition.
-void repeat_along_z(const Tiling &t, float *spectrum, ptrdiff_t pitch) {
+// Multiplies the frequencies along z of one kernel by the spectrum of a repetition, given as real and imaginary parts.
+void repeat_along_z(const Tiling &t, const float *cosines, const float *sines, float *spectrum, ptrdiff_t pitch) {
   for (ptrdiff_t z = 0; z < t.tile[0]; z++) {
-    float c = 1, s = 0;
-    repeat(2 * PI * (double)z / (double)t.tile[0], c, s);
+    const float c = cosines[z], s = sines[z];
     for (int lane = 0; lane < LANES; lane += W) {
       float *const at = spectrum + z * pitch + lane;
       const C h = load_complex(at);
@@ -130,7 +132,12 @@ void kernel_column(const Tiling &t, ptrdiff_t column, float *target) {
     const double angle = 2 * PI * (double)(fy * y % t.tile[1]) / (double)t.tile[1];
     cosines[0][y] = cosines[1][y] = (float)std::cos(angle);
     sines[0][y] = sines[1][y] = (float)std::sin(angle);
-    if (t.factor[1] > 1) repeat(2 * PI * (double)fy / (double)t.tile[1], cosines[1][y], sines[1][y]);
+    if (t.factor[1] > 1) repeat(fy, t.tile[1], cosines[1][y], sines[1][y]);
+  }
+  float along_z[2][32];
+  for (ptrdiff_t k = 0; k < t.tile[0]; k++) {
+    along_z[0][k] = 1, along_z[1][k] = 0;
+    repeat(k, t.tile[0], along_z[0][k], along_z[1][k]);
   }
   for (ptrdiff_t first = 0; first < blocks;) {
     const int width = panel(blocks - first);
@@ -153,7 +160,7 @@ void kernel_column(const Tiling &t, ptrdiff_t column, float *target) {
         }
         float *const spectrum = target + (map * width + b) * BLOCK;
         z.kernels({lines, BLOCK, 0, spectrum, pitch, 0, 1, (int)kz, (int)t.tile[0]});
-        if (magnified && t.factor[0] > 1) repeat_along_z(t, spectrum, pitch);
+        if (magnified && t.factor[0] > 1) repeat_along_z(t, along_z[0], along_z[1], spectrum, pitch);
       }
     }
     target += t.tile[0] * pitch;
@@ -311,7 +318,7 @@ EXPORT void znnpy_tiled_kernels(const Tiling *tiling, const float *weight, float
           for (ptrdiff_t x = 0; x < kx; x++) {
             const double angle = 2 * PI * (double)(fx * x % t.tile[2]) / (double)t.tile[2];
             float c = (float)(scale * std::cos(angle)), s = (float)(scale * std::sin(angle));
-            if (magnified) repeat(2 * PI * (double)fx / (double)t.tile[2], c, s);
+            if (magnified) repeat(fx, t.tile[2], c, s);
             for (int lane = 0; lane < LANES; lane++) {
               out[lane] += taps[x * LANES + lane] * c;
               out[LANES + lane] += taps[x * LANES + lane] * s;

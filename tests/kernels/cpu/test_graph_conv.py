@@ -21,6 +21,7 @@ from znnpy.kernels.contract import Variant
 from znnpy.kernels.cpu import conv_fft_lanes, graph_conv_direct
 from znnpy.kernels.cpu.graph_conv_table import GRAPH_CONVOLUTIONS
 from znnpy.kernels.cpu.native import library
+from znnpy.kernels.cpu.native.library import LANES
 from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.network import ConvWeights
 from znnpy.shapes import ConvShape
@@ -335,6 +336,18 @@ def test_one_compiled_primitive_accepts_every_plain_convolution() -> None:
     one, huge = replace(SHAPES[1], k=(1, 1, 1)), replace(SHAPES[1], n=(40, 40, 40), k=(33, 1, 1))
     assert "see cpu.graph_conv.direct_lanes" in (FFT.why_not(one, MACHINE) or "")
     assert "larger than the largest tile" in (FFT.why_not(huge, MACHINE) or "")
+
+
+@pytest.mark.skipif(not RUNS_HERE, reason="the compiled kernels are not built")
+def test_kernels_of_a_magnified_input_hold_no_number_too_small_to_be_normal() -> None:
+    """Processors compute with such numbers a hundred times slower; rounded sines of half a turn would leave some."""
+    small = 1e-4 * np.random.default_rng(1).standard_normal((2, 3, 3, 3, 3), np.float32)
+    weights = ConvWeights(small, np.zeros(2, np.float32))
+    variant = conv_fft_lanes.tiled_variant((6, 10, 12), 64, 1, conv_fft_lanes.Magnified((2, 2, 2), 1, 3))
+    with ThreadPool(1) as pool:
+        kernels = conv_fft_lanes.tiled_kernels(weights, variant, pool).kernels
+    sizes = np.abs(kernels.reshape(-1, 3 + 1, 2 * LANES)[:, :3])  # of each frequency: the input maps, then a gap
+    assert not ((sizes > 0) & (sizes < np.finfo(np.float32).tiny)).any()
 
 
 @pytest.mark.parametrize(("primitive", "shape"), PAIRS, ids=ids)
