@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from znnpy.geometry import vector
@@ -72,6 +73,7 @@ def _skipped(shape: GraphConvShape) -> Vec3:
     return z, y, x
 
 
+@lru_cache(maxsize=1)  # the variants of one shape are requested one after the other
 def _tiled_conv(shape: GraphConvShape) -> ConvShape:
     """Return the convolution that tiles cover."""
     padded = padded_conv(shape)
@@ -119,8 +121,9 @@ class GraphConvFftLanes:
     def footprint(self, shape: Sized, variant: Variant, threads: int) -> Footprint:
         shape = given(shape, GraphConvShape)
         found = conv_fft_lanes.tiled_footprint(_tiled_conv(shape), variant, threads, _input_blocks(shape))
-        softmax = temporary_bytes("softmax", shape.fout) if shape.activation == "softmax" else 0
-        return replace(found, allowance=found.allowance + threads * softmax)
+        if shape.activation != "softmax":
+            return found
+        return replace(found, allowance=found.allowance + threads * temporary_bytes("softmax", shape.fout))
 
     def work(self, shape: Sized, variant: Variant) -> Sequence[Work]:
         shape = given(shape, GraphConvShape)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import inf, log
 from statistics import geometric_mean
 from typing import TYPE_CHECKING
@@ -173,6 +174,12 @@ class LayerKey:
 
 def layer_key(primitive: Primitive, shape: LayerShape, variant: Variant) -> LayerKey:
     """Return the key of a measurement of `primitive` on `shape`."""
+    return LayerKey(primitive.name, primitive.version, variant, *_kind_of_layer(shape))
+
+
+@lru_cache(maxsize=1)  # the variants of one shape are requested one after the other
+def _kind_of_layer(shape: LayerShape) -> tuple[str, tuple[int, int], tuple[int, ...], tuple[int, ...], str, str]:
+    """Return what a key says of a shape."""
     pool: tuple[int, ...] = ()
     activation = ""
     window: tuple[int, ...]
@@ -196,17 +203,7 @@ def layer_key(primitive: Primitive, shape: LayerShape, variant: Variant) -> Laye
         case "pad":
             window, activation = (), shape.how
     maps = shape.in_shape[4], shape.out_shape[4]
-    return LayerKey(
-        primitive.name,
-        primitive.version,
-        variant,
-        shape.kind,
-        maps,
-        tuple(sorted(window)),
-        tuple(sorted(pool)),
-        activation,
-        shape.precision,
-    )
+    return shape.kind, maps, tuple(sorted(window)), tuple(sorted(pool)), activation, shape.precision
 
 
 @dataclass(frozen=True, slots=True)
