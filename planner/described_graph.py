@@ -71,16 +71,16 @@ def described(tiling: GraphTiling) -> DescribedGraph:
     geometry, axis = graph.geometry, graph.axis
     columns = (graph.steps(*one, cover.patch[0] if cover.column else 0) for one in cover.ranges(0))
     steps, silent = (max(each) for each in zip(*((one.count, one.silent) for one in columns), strict=True))
-    names, heads = [INPUT, *node_names(graph.lowered)], [INPUT, *_heads(graph.lowered)]
+    names, own_names = [INPUT, *node_names(graph.lowered)], [INPUT, *_own_names(graph.lowered)]
     layers = _turned_back(graph.lowered.network, axis).layers
     nodes = [_node(tiling, 0, INPUT, INPUT, ())]
     for operation in graph.operations:
         name, layer = names[operation.layer + 1], layers[operation.layer]
-        reads, more = tuple(_words(read, heads[read.tensor], axis) for read in operation.reads), ""
+        reads, more = tuple(_words(read, own_names[read.tensor], axis) for read in operation.reads), ""
         if operation.added is not None and operation.addend is not None:
             name = " + ".join((name, *_kinds(graph.lowered, graph.lowered.origins[operation.added])))
-            heads[operation.tensor] = heads[operation.layer + 1]
-            layer, more = _with_function(layer, layers[operation.added]), f" + {heads[operation.addend.tensor]}"
+            own_names[operation.tensor] = own_names[operation.layer + 1]
+            layer, more = _with_function(layer, layers[operation.added]), f" + {own_names[operation.addend.tensor]}"
         nodes.append(_node(tiling, operation.tensor, name, f"{layer}{more}", reads))
     return DescribedGraph(
         padded=turned_back(geometry.volume, axis),
@@ -96,8 +96,8 @@ def described(tiling: GraphTiling) -> DescribedGraph:
 def node_names(lowered: Lowered) -> tuple[str, ...]:
     """Return the name of every layer of a lowered network, followed by the kinds of those that were merged into it."""
     return tuple(
-        " + ".join((head, *_kinds(lowered, origins[1:])))
-        for head, origins in zip(_heads(lowered), lowered.origins, strict=True)
+        " + ".join((own, *_kinds(lowered, origins[1:])))
+        for own, origins in zip(_own_names(lowered), lowered.origins, strict=True)
     )
 
 
@@ -114,7 +114,7 @@ def _with_function(layer: Layer, end: Layer) -> Layer:
     return replace(layer, activation=end.activation, parameters=end.parameters)
 
 
-def _heads(lowered: Lowered) -> list[str]:
+def _own_names(lowered: Lowered) -> list[str]:
     """Return the name of every layer of a lowered network without those that were merged into it."""
     names = zip(lowered.network.names, lowered.origins, strict=True)
     return [excerpt(lowered.original.names[origins[0]] if origins else name, LONGEST) for name, origins in names]
@@ -122,7 +122,7 @@ def _heads(lowered: Lowered) -> list[str]:
 
 def _words(read: Read, name: str, axis: int) -> str:
     """Return what an operation reads, in words."""
-    return name if read.factor == ONE else f"{name} magnified {text(turned_back(read.factor, axis))}"
+    return name if read.factor == ONE else f"{name} upsampled {text(turned_back(read.factor, axis))}"
 
 
 def _node(tiling: GraphTiling, tensor: int, name: str, layer: str, reads: Sequence[str]) -> DescribedNode:

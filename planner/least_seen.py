@@ -31,7 +31,9 @@ class LeastSeen:
 
     least: Rates | None = None
     _seen: list[tuple[int, Numbers, Rates]] = field(default_factory=list)  # axis, planes of steps, and seconds
-    _known: dict[int, _Known] = field(default_factory=dict)  # by the identity of a walk, which its graph keeps
+    _known: dict[int, _Known] = field(
+        default_factory=dict
+    )  # by the identity of the planes along the axis, which its graph keeps
 
     def note(self, tiling: GraphTiling, seconds: Rates) -> None:
         """Remember the seconds per voxel of every operation in a size."""
@@ -42,10 +44,10 @@ class LeastSeen:
         """Return a lower bound on the seconds of all operations of a size, if FASTER and AS_FAST hold."""
         if self.least is None:
             return 0.0
-        known = self._known.get(id(tiling.walk))
+        known = self._known.get(id(tiling.along_axis))
         if known is None:
             planes = _planes(tiling)
-            known = self._known[id(tiling.walk)] = _Known(planes, np.full(len(planes), np.inf))
+            known = self._known[id(tiling.along_axis)] = _Known(planes, np.full(len(planes), np.inf))
         for axis, planes, seconds in self._seen[known.counted :]:
             if axis == tiling.graph.axis:
                 alike = known.planes == planes
@@ -57,4 +59,4 @@ class LeastSeen:
 
 def _planes(tiling: GraphTiling) -> Numbers:
     """Return the most planes that a step computes, of each operation."""
-    return tiling.walk.new.size[tiling.figures.computed]
+    return tiling.along_axis.new.size[tiling.figures.computed]

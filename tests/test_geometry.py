@@ -250,11 +250,11 @@ def test_volume_that_does_not_divide_grows_or_is_refused() -> None:
         admissible(UNET, (1, 1, 4))
 
 
-def test_what_a_voxel_sees_is_found_in_bounded_time_where_voxels_are_magnified_by_thousands() -> None:
+def test_what_a_voxel_sees_is_found_in_bounded_time_where_voxels_are_upsampled_by_thousands() -> None:
     """Voxels of a period are taken together: one by one, four thousand of them took seconds."""
     layers = [Given(same(3, 1), "first"), Given(Upsample((1, 1, 4000)), "up")]
     layers += [Given(same(3, 1), f"after{number}") for number in range(40)]
-    network = network_of("magnified", 1, layers)
+    network = network_of("upsampled", 1, layers)
     began = process_time()
     assert seen_by_one(network) == (83, 83, 4)
     assert process_time() - began < 3

@@ -45,7 +45,7 @@ from znnpy.patches import Box
 from znnpy.shapes import MaxoutShape, Vec3, add
 
 Region = tuple[Interval, Interval, Interval]
-MAGNIFIED_MAPS = 16  # least maps of an upsampling, and of a convolution that reads it, for which it is a view
+UPSAMPLED_MAPS = 16  # least maps of an upsampling, and of a convolution that reads it, for which it is a view
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,13 +132,13 @@ def _is_view(network: Network, index: int) -> bool:
         return False
     readers = [network.layers[reader] for reader in network.readers[tensor]]
     if isinstance(layer, Upsample):
-        return _is_magnified(network, index)
+        return _is_upsampled(network, index)
     if isinstance(layer, Concat):
         return all(isinstance(reader, Conv) and reader.groups == 1 for reader in readers)
     return isinstance(layer, Crop) and not any(isinstance(reader, Crop) for reader in readers)
 
 
-def _is_magnified(network: Network, index: int) -> bool:
+def _is_upsampled(network: Network, index: int) -> bool:
     """Return whether all readers of an upsampling are convolutions that gain by repeating its voxels themselves.
 
     Those transform its input instead of its output; with few maps other methods are faster, which need all voxels.
@@ -155,7 +155,7 @@ def _is_magnified(network: Network, index: int) -> bool:
             readers |= set(network.readers[reader + 1])
         else:
             readers.add(reader)
-    return network.maps[tensor] >= MAGNIFIED_MAPS and all(
+    return network.maps[tensor] >= UPSAMPLED_MAPS and all(
         _may_repeat(network.layers[reader], layer.factor) for reader in readers
     )
 
@@ -165,7 +165,7 @@ def _may_repeat(layer: Layer, factor: Vec3) -> bool:
     return (
         isinstance(layer, Conv)
         and (layer.stride, layer.dilation, layer.groups) == (ONE, ONE, 1)
-        and layer.out >= MAGNIFIED_MAPS
+        and layer.out >= UPSAMPLED_MAPS
         and all(times == 1 or (times == 2 and k >= 3 and k % 2) for times, k in zip(factor, layer.kernel, strict=True))
     )
 
@@ -219,10 +219,10 @@ def shape_of(geometry: Geometry, operation: Operation, region: Region) -> GraphS
         case Conv():
             end = layer if operation.added is None else network.layers[operation.added]
             assert isinstance(end, Conv | Add)
-            magnified = [one.factor for one in operation.reads if one.factor != ONE]
-            factors = tuple(one.factor for one in operation.reads) if magnified else ()
-            assert len(magnified) < 2, "upsamplings of which a convolution would read two are operations"
-            first = vector(there.lo % factor for there, factor in zip(read, (*magnified, ONE)[0], strict=True))
+            upsampled = [one.factor for one in operation.reads if one.factor != ONE]
+            factors = tuple(one.factor for one in operation.reads) if upsampled else ()
+            assert len(upsampled) < 2, "upsamplings of which a convolution would read two are operations"
+            first = vector(there.lo % factor for there, factor in zip(read, (*upsampled, ONE)[0], strict=True))
             return GraphConvShape(
                 fins, layer.out, n, layer.kernel, before, behind, layer.stride, layer.dilation, layer.groups,
                 end.activation, end.parameters, addend=operation.addend is not None, factors=factors, first=first,

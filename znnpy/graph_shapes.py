@@ -70,10 +70,10 @@ class GraphConvShape(_OneImage):
     kind: Literal["graph_conv"] = "graph_conv"
     addend: bool = False
     factors: tuple[Vec3, ...] = ()  # how often each voxel of each input counts along each axis; (): once
-    first: Vec3 = ZERO  # voxels of magnified inputs that precede the first one of `n`
+    first: Vec3 = ZERO  # voxels of upsampled inputs that precede the first one of `n`
 
     @property
-    def magnified(self) -> bool:
+    def upsampled(self) -> bool:
         """Return whether an input has fewer voxels than `n` in memory, each of which counts several times."""
         return any(factor != ONE for factor in self.factors)
 
@@ -134,8 +134,8 @@ class GraphConvShape(_OneImage):
         words += [f"stride {text(self.stride)}"] if self.stride != ONE else []
         words += [f"dilation {text(self.dilation)}"] if self.dilation != ONE else []
         words += [f"groups {self.groups}"] if self.groups > 1 else []
-        if self.magnified:
-            words += [f"magnified {'+'.join(map(text, self.factors))} from {text(self.first)}"]
+        if self.upsampled:
+            words += [f"upsampled {'+'.join(map(text, self.factors))} from {text(self.first)}"]
         words += ["+ addend"] if self.addend else []
         return " ".join((*words, self.activation))
 
@@ -207,7 +207,7 @@ class WindowPoolShape(_MapByMap):
 
 @dataclass(frozen=True, slots=True)
 class UpsampleShape(_Resampled):
-    """One upsampling: output voxel j lies at voxel j + `first` of the input magnified by `factor`.
+    """One upsampling: output voxel j lies at voxel j + `first` of the input upsampled by `factor`.
 
     nearest  out[j] = in[(j + first) // factor]
     linear   out[j] is in at (j + first + 0.5) / factor - 0.5, between its voxels, clamped at its ends

@@ -76,7 +76,7 @@ class Resident(NamedTuple):
 
 
 def panels(count: int) -> Iterator[tuple[int, int]]:
-    """Yield the panels of `count` blocks of channels: (first block, blocks); as panel() in direct.cpp."""
+    """Yield the panels of `count` blocks of channels: (first block, blocks); as panel() in vector.hpp."""
     first = 0
     while first < count:
         left = count - first

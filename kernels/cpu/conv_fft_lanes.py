@@ -25,7 +25,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import pairwise
 from math import log2, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,20 +37,23 @@ from znnpy.kernels.contract import ALIGNMENT, Footprint, Kind, Scratch, Variant,
 from znnpy.kernels.cpu.ending import Ending
 from znnpy.kernels.cpu.epilogue import activate_output, overflow
 from znnpy.kernels.cpu.native.library import LANES, blocks, library, why_not
-from znnpy.kernels.cpu.tiles import tiles_worth
+from znnpy.kernels.cpu.tiled_variants import (
+    NOT_UPSAMPLED,
+    SIDES,
+    Upsampled,
+    part_of,
+    reach_of,
+    tiled_variants,
+)
 from znnpy.layer_shapes import LayerShape
-from znnpy.layers import ONE
 from znnpy.machine import this_machine
-from znnpy.shapes import FLOAT32, ConvShape, Vec3, add, ceil_divide, subtract, valid
+from znnpy.shapes import FLOAT32, ConvShape, Vec3, ceil_divide, valid
 
 if TYPE_CHECKING:
     from znnpy.kernels.contract import Array, Bytes, ConvWeights
     from znnpy.kernels.thread_pool import ThreadPool
     from znnpy.machine import Machine
 
-SIDES = (4, 6, 8, 10, 12, 14, 16, 18, 20, 24, 28, 32)  # lengths for which tiled.cpp has straight-line code, besides 1
-GROUPS = ((32, 0), (128, 0), (512, 0), (8, 1), (64, 1))  # (tiles that share one pass over the kernels, kept)
-FEW_TILES = 16  # above this, groups of 8 would wait for kept spectra, which are read again for each group
 CHUNK = 512  # points along z, over all tiles, multiplied at once: they and the kernels of a column stay in L2
 BLOCK = 2 * LANES * FLOAT32  # bytes of a block of complex numbers
 STREAM_BYTES = 2**23  # larger spectra are written past the caches
@@ -68,7 +71,7 @@ class Channels(ctypes.Structure):
     _fields_ = (
         ("x", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("plane", "row", "voxel", "lanes", "part", "parts", "maps")),
-        *((name, ctypes.c_int64) for name in ("magnified", "slot")),
+        *((name, ctypes.c_int64) for name in ("upsampled", "slot")),
     )
 
 
@@ -92,29 +95,8 @@ GROUP_BYTES = ctypes.sizeof(Tiling) + 3 * STAGE_BYTES  # arguments and counters 
 
 
 def _panels(count: int) -> int:
-    """Return the number of panels for `count` blocks of output channels, as panel() in tiled.cpp."""
+    """Return the number of panels for `count` blocks of output channels, as panel() in vector.hpp."""
     return 2 if count == 4 else -(-count // 3)
-
-
-class Magnified(NamedTuple):
-    """The part of the input whose voxels are repeated along each axis."""
-
-    factor: Vec3 = ONE
-    first: int = 0  # the first of its maps
-    end: int = 0  # behind the last of them
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of channels."""
-        return blocks(self.end - self.first)
-
-    @property
-    def share(self) -> float:
-        """Voxels that are not repetitions, of all of them."""
-        return 1 / prod(self.factor)
-
-
-NOT_MAGNIFIED = Magnified()
 
 
 class _Sizes(NamedTuple):
@@ -128,7 +110,7 @@ class _Sizes(NamedTuple):
     columns: int  # frequencies (x, y)
     kernel_bytes: int  # kernel spectra of one column
     tile_pitch: int  # bytes from tile to tile of a column
-    low_columns: int  # of the part that is magnified
+    low_columns: int  # of the part that is upsampled
     low_tile_pitch: int
     point_blocks: int  # blocks of a worker per point of a column: its input and a panel of results
     plane_bytes: int  # per worker, forward and inverse
@@ -144,8 +126,8 @@ class _Sizes(NamedTuple):
 
 
 @lru_cache(maxsize=1)  # groups of several sizes are requested one after the other
-def _sizes(shape: ConvShape, tile: Vec3, fin: int, part: Magnified) -> _Sizes:
-    """Return the sizes of an input of `fin` blocks of channels, of which a part may be magnified."""
+def _sizes(shape: ConvShape, tile: Vec3, fin: int, part: Upsampled) -> _Sizes:
+    """Return the sizes of an input of `fin` blocks of channels, of which a part may be upsampled."""
     tz, ty, tx = tile
     span = valid(tile, shape.k)
     mz, my, mx = span
@@ -206,7 +188,7 @@ class _Groups(NamedTuple):
 
 @lru_cache(maxsize=1)  # footprint and work of a variant are requested one after the other
 def _grouped(shape: ConvShape, variant: Variant, fin: int) -> _Groups:
-    s = _sizes(shape, variant.size("tile"), fin, _part(variant))
+    s = _sizes(shape, variant.size("tile"), fin, part_of(variant))
     kept, tz = variant.count("kept") > 0, s.tile[0]
     groups = -(-s.tiles // variant.count("group"))
     group = -(-s.tiles // groups)
@@ -249,8 +231,8 @@ class ConvFftLanes:
             return f"a kernel of {max(shape.k)} is larger than the largest tile of {SIDES[-1]}: see cpu.conv.fft_data"
         if shape.pools and shape.activation == "softmax":
             return "softmax needs all maps of a voxel before the maxima of the windows are taken"
-        if max(_reach(shape)) > SIDES[-1]:
-            return f"kernel and window reach {max(_reach(shape))}, beyond the largest tile of {SIDES[-1]}"
+        if max(reach_of(shape)) > SIDES[-1]:
+            return f"kernel and window reach {max(reach_of(shape))}, beyond the largest tile of {SIDES[-1]}"
         return why_not_fp32(shape) or why_not(machine)
 
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
@@ -273,17 +255,6 @@ class ConvFftLanes:
 
     def bind(self, resident: Any, shape: LayerShape, variant: Variant, pool: ThreadPool) -> _Step:
         return _Step(resident, as_conv(shape), variant, pool)
-
-
-def tiled_variants(shape: ConvShape, part: Magnified = NOT_MAGNIFIED) -> Sequence[Variant]:
-    """Return the tiles and groups worth trying."""
-    found: dict[Variant, None] = {}
-    for tile, count in tiles_worth(valid(shape.unpooled, shape.pool), _reach(shape), SIDES).items():
-        tiles = shape.batch * count
-        for group, kept in GROUPS:
-            if group > 8 or tiles <= FEW_TILES:
-                found[tiled_variant(tile, min(group, tiles), kept, part)] = None
-    return tuple(found)
 
 
 def tiled_footprint(shape: ConvShape, variant: Variant, threads: int, fin: int) -> Footprint:
@@ -319,9 +290,9 @@ def tiled_work(shape: ConvShape, variant: Variant, fin: int) -> Sequence[Work]:
 def tiled_kernels(weights: ConvWeights, variant: Variant, pool: ThreadPool) -> Resident:
     """Return the kernels transformed for the tiles of a variant."""
     fout, fin, kz, ky, kx = weights.weight.shape
-    tile, part = variant.size("tile"), _part(variant)
+    tile, part = variant.size("tile"), part_of(variant)
     # An image of one tile: the kernels do not depend on the images.
-    sizes = _sizes(ConvShape(1, fin, fout, tile, (kz, ky, kx)), tile, blocks(fin), NOT_MAGNIFIED)
+    sizes = _sizes(ConvShape(1, fin, fout, tile, (kz, ky, kx)), tile, blocks(fin), NOT_UPSAMPLED)
     weight = np.ascontiguousarray(weights.weight)
     lib = library(this_machine().simd)
     tiling = Tiling(fin=fin, fout=fout, low_from=part.first, low_to=part.end)
@@ -360,27 +331,6 @@ def tiled_kernels(weights: ConvWeights, variant: Variant, pool: ThreadPool) -> R
     return Resident(kept.view(np.float32), bias)
 
 
-@cache
-def tiled_variant(tile: Vec3, group: int, kept: int, part: Magnified = NOT_MAGNIFIED) -> Variant:
-    """Return the variant with these tiles, `group` of them at a time, for an input of which a part is magnified."""
-    if not part.blocks:
-        return Variant.of(tile=tile, group=group, kept=kept)
-    return Variant.of(tile=tile, group=group, kept=kept, magnified=part.factor, from_map=part.first, to_map=part.end)
-
-
-@cache
-def _part(variant: Variant) -> Magnified:
-    """Return which part of the input a variant takes to be magnified."""
-    if not any(name == "magnified" for name, _ in variant.parameters):
-        return NOT_MAGNIFIED
-    return Magnified(variant.size("magnified"), variant.count("from_map"), variant.count("to_map"))
-
-
-def _reach(shape: ConvShape) -> Vec3:
-    """Return the extent of inputs that one output depends on along each axis."""
-    return subtract(add(shape.k, shape.pool), (1, 1, 1))
-
-
 def _along_x_bytes(fin: int, fout: int, k: Vec3, tile: Vec3) -> int:
     """Return the bytes of the kernels transformed along x: (x, block, fin, kz, ky) blocks."""
     return (tile[2] // 2 + 1) * blocks(fout) * fin * k[0] * k[1] * BLOCK
@@ -390,10 +340,10 @@ def _address(array: Any) -> ctypes.c_void_p:
     return ctypes.c_void_p(array.ctypes.data)
 
 
-def input_blocks(x: Array, maps: int, slot: int = 0, *, magnified: bool = False) -> list[Channels]:
+def input_blocks(x: Array, maps: int, slot: int = 0, *, upsampled: bool = False) -> list[Channels]:
     """Return the blocks of channels of an array (.., z, y, x, f); only those of a voxel must be neighbours.
 
-    slot  the number of the first among the blocks that are magnified, or among the others
+    slot  the number of the first among the blocks that are upsampled, or among the others
     """
     plane, row, voxel = (stride // FLOAT32 for stride in x.strides[-4:-1])
     count = blocks(maps)
@@ -407,7 +357,7 @@ def input_blocks(x: Array, maps: int, slot: int = 0, *, magnified: bool = False)
             part=block,
             parts=count,
             maps=maps,
-            magnified=magnified,
+            upsampled=upsampled,
             slot=slot + block,
         )
         for block in range(count)
@@ -422,7 +372,7 @@ class TiledConvolution:
 
     def __init__(self, resident: Resident, shape: ConvShape, variant: Variant, fin: int, pool: ThreadPool) -> None:
         self._shape, self._pool, self._resident = shape, pool, resident
-        g, part = _grouped(shape, variant, fin), _part(variant)
+        g, part = _grouped(shape, variant, fin), part_of(variant)
         self._sizes = s = g.sizes
         self._library = library(this_machine().simd)
         self._groups = [(lo, hi - lo) for lo, hi in pairwise(s.tiles * i // g.groups for i in range(g.groups + 1))]

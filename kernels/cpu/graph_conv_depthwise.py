@@ -21,7 +21,7 @@ from znnpy.graph_shapes import GraphConvShape
 from znnpy.kernels.contract import Footprint, Kind, Scratch, Variant, Work
 from znnpy.kernels.cpu.ending import Ending, divided, ending_of
 from znnpy.kernels.cpu.graph_calls import compute_units, moved_bytes, pitches
-from znnpy.kernels.cpu.graph_convs import why_not_magnified
+from znnpy.kernels.cpu.graph_convs import why_not_upsampled
 from znnpy.kernels.cpu.graph_layer import GraphLayer, Kernels, float_bytes, given, kernels_of, why_not_kind
 from znnpy.kernels.cpu.native.library import library, why_not
 from znnpy.machine import this_machine
@@ -70,7 +70,7 @@ class GraphConvDepthwise(GraphLayer):
     source: str = "Howard et al. 2017"
 
     def why_not(self, shape: Sized, machine: Machine) -> str | None:
-        if reason := why_not_kind(shape, GraphConvShape, "convolutions of graphs") or why_not_magnified(shape):
+        if reason := why_not_kind(shape, GraphConvShape, "convolutions of graphs") or why_not_upsampled(shape):
             return reason
         shape = given(shape, GraphConvShape)
         if shape.groups != shape.fin or shape.fout != shape.fin or len(shape.fins) > 1:

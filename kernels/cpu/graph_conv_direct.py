@@ -33,7 +33,7 @@ from znnpy.kernels.cpu.conv_direct_lanes import (
 )
 from znnpy.kernels.cpu.ending import Ending, divided, ending_of
 from znnpy.kernels.cpu.epilogue import overflow
-from znnpy.kernels.cpu.graph_convs import padded_conv, slope, why_not_magnified, why_not_stride_1
+from znnpy.kernels.cpu.graph_convs import padded_conv, slope, why_not_stride_1, why_not_upsampled
 from znnpy.kernels.cpu.graph_layer import GraphLayer, float_bytes, given
 from znnpy.kernels.cpu.native.library import LANES, blocks, library, streams, why_not
 from znnpy.machine import this_machine
@@ -106,7 +106,7 @@ class GraphConvDirectLanes(GraphLayer):
     source: str = "ZNNi IV-A.1; register blocking after Goto, van de Geijn 2008"
 
     def why_not(self, shape: Sized, machine: Machine) -> str | None:
-        return why_not_stride_1(shape) or why_not_magnified(shape) or why_not(machine)
+        return why_not_stride_1(shape) or why_not_upsampled(shape) or why_not(machine)
 
     def footprint(self, shape: Sized, variant: Variant, threads: int) -> Footprint:
         shape = given(shape, GraphConvShape)

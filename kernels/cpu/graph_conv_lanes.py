@@ -3,9 +3,9 @@
 Method   That of conv_fft_lanes.py. The first tiles begin in the padding; what a tile reads outside the arrays is zero
          and is stored nowhere. Each array has blocks of LANES channels of its own, so that none straddles two; the last
          of them may be in part empty, which costs transforms but no products. Arrays may be cut out of larger ones.
-         A magnified array, each voxel of which counts twice along an axis, is transformed at its own size: the spectrum
-         of an array with zeros between its voxels is that of the array, repeated, and the sum of neighbours that fills
-         the zeros is part of the kernels.
+         An upsampled array, each voxel of which counts twice along an axis, is transformed at its own size. The
+         spectrum of an array with zeros between its voxels is that of the array, repeated, and the sum of neighbours
+         that fills the zeros is part of the kernels.
 Memory   As there.
 Ending   A line of results of a tile gets its addend and its function while it is in L1. Softmax needs all maps of a
          voxel, and takes one more pass over the output.
@@ -27,10 +27,8 @@ from znnpy.kernels.contract import Footprint, Kind, Variant, Work
 from znnpy.kernels.cpu import conv_fft_lanes
 from znnpy.kernels.cpu.activations import activate_graph, code_of, temporary_bytes
 from znnpy.kernels.cpu.conv_fft_lanes import (
-    NOT_MAGNIFIED,
     Channels,
     ConvFftLanes,
-    Magnified,
     TiledConvolution,
     Tiling,
     input_blocks,
@@ -39,6 +37,7 @@ from znnpy.kernels.cpu.ending import divided, ending_of
 from znnpy.kernels.cpu.graph_convs import padded_conv, slope, why_not_stride_1
 from znnpy.kernels.cpu.graph_layer import given
 from znnpy.kernels.cpu.native.library import blocks
+from znnpy.kernels.cpu.tiled_variants import NOT_UPSAMPLED, Upsampled, tiled_variants
 from znnpy.layers import ONE
 from znnpy.shapes import ConvShape, Vec3, add
 
@@ -53,21 +52,21 @@ def _input_blocks(shape: GraphConvShape) -> int:
     return sum(map(blocks, shape.fins))
 
 
-def _part(shape: GraphConvShape) -> Magnified:
-    """Return which of the maps are magnified: those of one input at most."""
-    if not shape.magnified:
-        return NOT_MAGNIFIED
-    index = _magnified_inputs(shape)[0]
+def _part(shape: GraphConvShape) -> Upsampled:
+    """Return which of the maps are upsampled: those of one input at most."""
+    if not shape.upsampled:
+        return NOT_UPSAMPLED
+    index = _upsampled_inputs(shape)[0]
     first = sum(shape.fins[:index])
-    return Magnified(shape.factors[index], first, first + shape.fins[index])
+    return Upsampled(shape.factors[index], first, first + shape.fins[index])
 
 
-def _magnified_inputs(shape: GraphConvShape) -> list[int]:
+def _upsampled_inputs(shape: GraphConvShape) -> list[int]:
     return [index for index, factor in enumerate(shape.factors) if factor != ONE]
 
 
 def _skipped(shape: GraphConvShape) -> Vec3:
-    """Return the outputs before the first along each axis that make tiles begin with a whole magnified voxel."""
+    """Return the outputs before the first along each axis that make tiles begin with a whole upsampled voxel."""
     axes = zip(shape.first, shape.before, _part(shape).factor, strict=True)
     z, y, x = ((first - before) % factor for first, before, factor in axes)
     return z, y, x
@@ -80,9 +79,9 @@ def _tiled_conv(shape: GraphConvShape) -> ConvShape:
     return replace(padded, n=add(padded.n, _skipped(shape)))
 
 
-def _why_not_magnified(shape: GraphConvShape) -> str | None:
-    """Return None if inputs are magnified as this primitive can read them, else a reason."""
-    which = _magnified_inputs(shape)
+def _why_not_upsampled(shape: GraphConvShape) -> str | None:
+    """Return None if inputs are upsampled as this primitive can read them, else a reason."""
+    which = _upsampled_inputs(shape)
     if len(which) > 1:
         return f"repeats the voxels of one input at most, not of {len(which)}"
     for times, k in zip(shape.factors[which[0]] if which else (), shape.k, strict=False):
@@ -111,12 +110,12 @@ class GraphConvFftLanes:
         shape = given(shape, GraphConvShape)
         if shape.k == (1, 1, 1):
             return "a 1x1x1 kernel is one matrix product: see cpu.graph_conv.direct_lanes"
-        return _why_not_magnified(shape) or ConvFftLanes().why_not(_tiled_conv(shape), machine)
+        return _why_not_upsampled(shape) or ConvFftLanes().why_not(_tiled_conv(shape), machine)
 
     def variants(self, shape: Sized, machine: Machine) -> Sequence[Variant]:
         del machine
         shape = given(shape, GraphConvShape)
-        return conv_fft_lanes.tiled_variants(_tiled_conv(shape), _part(shape))
+        return tiled_variants(_tiled_conv(shape), _part(shape))
 
     def footprint(self, shape: Sized, variant: Variant, threads: int) -> Footprint:
         shape = given(shape, GraphConvShape)
@@ -151,7 +150,7 @@ class _Step:
         if t.low_in:
             axes = zip(t.lead, shape.first, t.factor, strict=True)
             t.low_lead[:] = vector((lead - first) // times for lead, first, times in axes)
-            t.low_held[:] = shape.size_of(_magnified_inputs(shape)[0])
+            t.low_held[:] = shape.size_of(_upsampled_inputs(shape)[0])
         t.relu, t.slope = factor == 0, factor if factor not in (None, 1.0) else 0.0
 
     def run(self, inputs: Sequence[Array], out: Array, scratch: Mapping[str, Bytes]) -> None:
@@ -163,9 +162,9 @@ class _Step:
             t.ending.function = code_of("none")
         channels, slots = list[Channels](), {False: 0, True: 0}
         for index, (x, maps) in enumerate(zip(inputs, shape.fins, strict=True)):
-            magnified = shape.magnified and shape.factors[index] != ONE
-            channels += input_blocks(x, maps, slots[magnified], magnified=magnified)
-            slots[magnified] += blocks(maps)
+            upsampled = shape.upsampled and shape.factors[index] != ONE
+            channels += input_blocks(x, maps, slots[upsampled], upsampled=upsampled)
+            slots[upsampled] += blocks(maps)
         self._tiles.run(t, channels, out, scratch)
         if shape.activation == "softmax":
             activate_graph("softmax", (), out, self._pool)

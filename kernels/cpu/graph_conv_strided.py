@@ -22,7 +22,7 @@ from znnpy.graph_shapes import GraphConvShape
 from znnpy.kernels.contract import Footprint, Kind, Variant, Work
 from znnpy.kernels.cpu.ending import Ending, divided, ending_of
 from znnpy.kernels.cpu.graph_calls import moved_bytes, pitches
-from znnpy.kernels.cpu.graph_convs import why_not_magnified
+from znnpy.kernels.cpu.graph_convs import why_not_upsampled
 from znnpy.kernels.cpu.graph_layer import GraphLayer, given, why_not_kind
 from znnpy.kernels.cpu.graph_panels import (
     ENDING_TAPS,
@@ -79,7 +79,7 @@ class GraphConvStrided(GraphLayer):
     source: str = "ZNNi IV-A.1; register blocking after Goto, van de Geijn 2008"
 
     def why_not(self, shape: Sized, machine: Machine) -> str | None:
-        if reason := why_not_kind(shape, GraphConvShape, "convolutions of graphs") or why_not_magnified(shape):
+        if reason := why_not_kind(shape, GraphConvShape, "convolutions of graphs") or why_not_upsampled(shape):
             return reason
         shape = given(shape, GraphConvShape)
         if shape.groups > 1:

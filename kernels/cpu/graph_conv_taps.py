@@ -26,7 +26,7 @@ from znnpy.kernels.cpu.blas import product_bytes
 from znnpy.kernels.cpu.ending import divided, end_block
 from znnpy.kernels.cpu.epilogue import Epilogue, quiet
 from znnpy.kernels.cpu.graph_columns import Taps, columns, is_by_tap, patch
-from znnpy.kernels.cpu.graph_convs import why_not_magnified
+from znnpy.kernels.cpu.graph_convs import why_not_upsampled
 from znnpy.kernels.cpu.graph_layer import (
     GraphLayer,
     Kernels,
@@ -122,7 +122,7 @@ class GraphConvTaps(GraphLayer):
 
     def why_not(self, shape: Sized, machine: Machine) -> str | None:
         del machine
-        return why_not_kind(shape, GraphConvShape, "convolutions of graphs") or why_not_magnified(shape)
+        return why_not_kind(shape, GraphConvShape, "convolutions of graphs") or why_not_upsampled(shape)
 
     def footprint(self, shape: Sized, variant: Variant, threads: int) -> Footprint:
         del variant

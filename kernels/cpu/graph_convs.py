@@ -21,9 +21,9 @@ def why_not_stride_1(shape: Sized) -> str | None:
     return None if shape.plain else "computes stride 1, dilation 1 and one group: see cpu.graph_conv.taps"
 
 
-def why_not_magnified(shape: Sized) -> str | None:
-    """Return None unless an input of a convolution of a graph is magnified."""
-    if isinstance(shape, GraphConvShape) and shape.magnified:
+def why_not_upsampled(shape: Sized) -> str | None:
+    """Return None unless an input of a convolution of a graph is upsampled."""
+    if isinstance(shape, GraphConvShape) and shape.upsampled:
         return "its inputs have all voxels in memory, and none counts several times: see cpu.graph_conv.fft_lanes"
     return None
 

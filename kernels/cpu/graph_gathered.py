@@ -1,7 +1,7 @@
 """Convolutions of graphs by the convolutions of chains, over a copy of their inputs.
 
 Method   The maps of all inputs are copied side by side into one array with zeros around them, with the voxels of
-         magnified inputs repeated, and a convolution of a chain computes the rest. One input without padding, in C
+         upsampled inputs repeated, and a convolution of a chain computes the rest. One input without padding, in C
          order, is not copied.
 Memory   The copy, and what the other convolution needs.
 Bound    That of the other convolution; the copy takes one pass over memory.
@@ -102,7 +102,7 @@ class Gathered:
 
 
 def _is_copied(shape: GraphConvShape) -> bool:
-    return len(shape.fins) > 1 or shape.padded != shape.n or shape.magnified
+    return len(shape.fins) > 1 or shape.padded != shape.n or shape.upsampled
 
 
 class _Step:
@@ -143,7 +143,7 @@ class _Step:
                 start = 0
                 for source, maps, factor in zip(inputs, shape.fins, factors, strict=True):
                     target = plane[first_y:last_y, first_x:last_x, start : start + maps]
-                    _magnify(
+                    _upsample_lines(
                         target, source[_source(z - before, shape.first[0], factor[0])], shape.first[1:], factor[1:]
                     )
                     start += maps
@@ -152,11 +152,11 @@ class _Step:
 
 
 def _source(voxel: int, first: int, factor: int) -> int:
-    """Return the voxel that a magnified one repeats; inputs with a factor of 1 begin with the first one of `n`."""
+    """Return the voxel that an upsampled one repeats; inputs with a factor of 1 begin with the first one of `n`."""
     return (voxel + first) // factor if factor > 1 else voxel
 
 
-def _magnify(target: Array, source: Array, first: tuple[int, int], factor: tuple[int, int]) -> None:
+def _upsample_lines(target: Array, source: Array, first: tuple[int, int], factor: tuple[int, int]) -> None:
     """Copy a plane: voxel j of `target` is voxel (j + first) // factor of `source`, or j where the factor is 1."""
     for y in range(factor[0]):
         rows = _every(y, first[0], factor[0])
@@ -167,5 +167,5 @@ def _magnify(target: Array, source: Array, first: tuple[int, int], factor: tuple
 
 
 def _every(offset: int, first: int, factor: int) -> tuple[slice, slice]:
-    """Return every `factor`-th voxel of a magnified line from `offset` on, and the voxels that they repeat."""
+    """Return every `factor`-th voxel of an upsampled line from `offset` on, and the voxels that they repeat."""
     return slice(offset, None, factor), slice(_source(offset, first, factor), None)

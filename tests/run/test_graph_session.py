@@ -131,7 +131,7 @@ def decoder(rng: random.Random) -> Case:
 
 @pytest.mark.parametrize("seed", one_in(6, range(120)))
 def test_convolutions_repeat_the_voxels_of_upsamplings(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_operations, "MAGNIFIED_MAPS", 1)
+    monkeypatch.setattr(graph_operations, "UPSAMPLED_MAPS", 1)
     rng = random.Random(seed)
     one = decoder(rng)
     exact = reference(one)
@@ -148,7 +148,7 @@ def test_convolutions_repeat_the_voxels_of_upsamplings(seed: int, monkeypatch: p
 @pytest.mark.parametrize("method", ["fft_lanes", "direct_naive_gathered"])
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_a_unet_repeats_the_voxels_of_its_upsamplings(axis: int, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_operations, "MAGNIFIED_MAPS", 1)
+    monkeypatch.setattr(graph_operations, "UPSAMPLED_MAPS", 1)
     if (reason := why_not(MACHINE)) and method == "fft_lanes":
         pytest.skip(reason)
     one, rng = unet((13, 22, 11)), random.Random(axis)

@@ -156,7 +156,7 @@ def _is_not_gathered(primitive: Primitive, shape: LayerShape) -> bool:
     """Return whether a primitive would copy a view of this input, but not the input itself, as it is measured here."""
     if not (primitive.name.endswith("_gathered") and isinstance(shape, GraphConvShape)):
         return False
-    return len(shape.fins) == 1 and shape.padded == shape.n and not shape.magnified
+    return len(shape.fins) == 1 and shape.padded == shape.n and not shape.upsampled
 
 
 def random_case(primitive: Primitive, threads: int, most_bytes: int, rng: np.random.Generator) -> Case | None:

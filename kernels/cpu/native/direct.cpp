@@ -204,9 +204,6 @@ void scatter(const Direct &d, const Windows &w, float *out, bool streams) {
   }
 }
 
-// Returns the blocks of channels in the next panel of `left` blocks: 3, unless that leaves a single one.
-int panel(ptrdiff_t left) { return left == 4 ? 2 : left >= 3 ? 3 : (int)left; }
-
 }  // namespace
 }  // namespace znnpy
 

@@ -120,7 +120,7 @@ constexpr Side side() {
           to_rows<N, true, true>};
 }
 
-// Half the side of a tile: only what magnified blocks need.
+// Half the side of a tile: only what upsampled blocks need.
 template <int N>
 constexpr Side half_side() {
   return {N,

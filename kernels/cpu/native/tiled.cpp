@@ -97,9 +97,6 @@ void products(const Tiling &t, const float *x, const float *w, float *y, ptrdiff
   }
 }
 
-// Returns how many of the `left` blocks of output channels are multiplied at once: 3, unless that leaves a single one.
-int panel(ptrdiff_t left) { return left == 4 ? 2 : left >= 3 ? 3 : (int)left; }
-
 // Multiplies a frequency of a kernel by the spectrum of a repetition along a side, 1 + exp(-i theta). That is zero at half
 // of the side; rounded sines would leave numbers there whose products are too small to be normal, and slow.
 ALWAYS void repeat(ptrdiff_t frequency, ptrdiff_t side, float &re, float &im) {
@@ -127,7 +124,7 @@ void kernel_column(const Tiling &t, ptrdiff_t column, float *target) {
   const Side &z = *find(t.tile[0]);
   const ptrdiff_t fx = column / t.tile[1], fy = column % t.tile[1];
   const ptrdiff_t kz = t.k[0], ky = t.k[1], blocks = blocks_of(t.fout);
-  float cosines[2][32], sines[2][32], lines[32 * BLOCK];  // of maps as they are, and of magnified ones
+  float cosines[2][32], sines[2][32], lines[32 * BLOCK];  // of maps as they are, and of upsampled ones
   for (ptrdiff_t y = 0; y < ky; y++) {
     const double angle = 2 * PI * (double)(fy * y % t.tile[1]) / (double)t.tile[1];
     cosines[0][y] = cosines[1][y] = (float)std::cos(angle);
@@ -145,8 +142,8 @@ void kernel_column(const Tiling &t, ptrdiff_t column, float *target) {
     for (int b = 0; b < width; b++) {
       const float *half = t.kernels + (fx * blocks + first + b) * t.fin * kz * ky * BLOCK;
       for (ptrdiff_t map = 0; map < t.fin; map++) {
-        const bool magnified = map >= t.low_from && map < t.low_to;
-        const float *const c = cosines[magnified], *const s = sines[magnified];
+        const bool upsampled = map >= t.low_from && map < t.low_to;
+        const float *const c = cosines[upsampled], *const s = sines[upsampled];
         for (ptrdiff_t z = 0; z < kz; z++) {
           for (int lane = 0; lane < LANES; lane += W) {
             V re{}, im{};
@@ -160,7 +157,7 @@ void kernel_column(const Tiling &t, ptrdiff_t column, float *target) {
         }
         float *const spectrum = target + (map * width + b) * BLOCK;
         z.kernels({lines, BLOCK, 0, spectrum, pitch, 0, 1, (int)kz, (int)t.tile[0]});
-        if (magnified && t.factor[0] > 1) repeat_along_z(t, along_z[0], along_z[1], spectrum, pitch);
+        if (upsampled && t.factor[0] > 1) repeat_along_z(t, along_z[0], along_z[1], spectrum, pitch);
       }
     }
     target += t.tile[0] * pitch;
@@ -175,7 +172,7 @@ ptrdiff_t column_floats(const Tiling &t) {
   return t.tile[0] * (t.fin * blocks + panels) * BLOCK;
 }
 
-// The blocks of the input that lie on one lattice: those that are magnified, or the others.
+// The blocks of the input that lie on one lattice: those that are upsampled, or the others.
 struct Lattice {
   const int64_t *lead, *held;
   int64_t factor[3], tile[3];  // tile: on this lattice
@@ -194,10 +191,10 @@ struct Lattice {
   }
 };
 
-Lattice lattice(const Tiling &t, bool magnified) {
+Lattice lattice(const Tiling &t, bool upsampled) {
   Lattice found{t.lead, t.held, {1, 1, 1}, {t.tile[0], t.tile[1], t.tile[2]}, t.in - t.low_in, t.spectra,
                 t.column_pitch, t.tile_pitch};
-  if (!magnified) return found;
+  if (!upsampled) return found;
   found.lead = t.low_lead, found.held = t.low_held, found.in = t.low_in, found.spectra = t.low;
   found.column_pitch = t.low_column_pitch, found.tile_pitch = t.low_tile_pitch;
   for (int axis = 0; axis < 3; axis++) found.factor[axis] = t.factor[axis], found.tile[axis] /= t.factor[axis];
@@ -222,10 +219,10 @@ ptrdiff_t until_held(ptrdiff_t from, ptrdiff_t length, ptrdiff_t held) { return 
 void column_along_z(const Tiling &t, ptrdiff_t column, ptrdiff_t tile, float *target, ptrdiff_t pitch) {
   for (ptrdiff_t block = 0, end; block < t.in; block = end) {
     const Channels &c = t.channels[block];
-    for (end = block + 1; end < t.in && t.channels[end].magnified == c.magnified;) end++;
+    for (end = block + 1; end < t.in && t.channels[end].upsampled == c.upsampled;) end++;
     const int lines = (int)(end - block);
     float *const at = target + block * BLOCK;
-    if (!c.magnified) {
+    if (!c.upsampled) {
       const float *source = t.spectra + column * t.column_pitch + tile * t.tile_pitch + c.slot * BLOCK;
       find(t.tile[0])->forward({source, (t.in - t.low_in) * BLOCK, BLOCK, at, pitch, BLOCK, lines, 0, 0});
       continue;
@@ -306,7 +303,7 @@ EXPORT void znnpy_tiled_kernels(const Tiling *tiling, const float *weight, float
   for (ptrdiff_t block = 0; block < blocks; block++) {
     const ptrdiff_t lanes = least(LANES, t.fout - block * LANES);
     for (ptrdiff_t map = lo; map < hi; map++) {
-      const bool magnified = map >= t.low_from && map < t.low_to && t.factor[2] > 1;
+      const bool upsampled = map >= t.low_from && map < t.low_to && t.factor[2] > 1;
       for (ptrdiff_t row = 0; row < rows; row++) {
         std::memset(taps, 0, sizeof taps);
         for (ptrdiff_t lane = 0; lane < lanes; lane++)
@@ -318,7 +315,7 @@ EXPORT void znnpy_tiled_kernels(const Tiling *tiling, const float *weight, float
           for (ptrdiff_t x = 0; x < kx; x++) {
             const double angle = 2 * PI * (double)(fx * x % t.tile[2]) / (double)t.tile[2];
             float c = (float)(scale * std::cos(angle)), s = (float)(scale * std::sin(angle));
-            if (magnified) repeat(fx, t.tile[2], c, s);
+            if (upsampled) repeat(fx, t.tile[2], c, s);
             for (int lane = 0; lane < LANES; lane++) {
               out[lane] += taps[x * LANES + lane] * c;
               out[LANES + lane] += taps[x * LANES + lane] * s;
@@ -340,8 +337,8 @@ EXPORT void znnpy_tiled_spectra(const Tiling *tiling, float *target, int64_t lo,
 EXPORT void znnpy_tiled_forward(const Tiling *tiling, float *planes, int64_t lo, int64_t hi) {
   const Tiling &t = *tiling;
   const bool stream = STREAMS && t.stream;
-  for (const bool magnified : {false, true}) {
-    const Lattice l = lattice(t, magnified);
+  for (const bool upsampled : {false, true}) {
+    const Lattice l = lattice(t, upsampled);
     const Side &along_x = *find(l.tile[2]), &along_y = *find(l.tile[1]);
     const ptrdiff_t row = l.half() * BLOCK;
     for (ptrdiff_t unit = lo; unit < hi && l.in > 0; unit++) {
@@ -356,7 +353,7 @@ EXPORT void znnpy_tiled_forward(const Tiling *tiling, float *planes, int64_t lo,
       const ptrdiff_t rows = below > above ? below - above : 0;
       for (ptrdiff_t block = 0; block < t.in; block++) {
         const Channels &c = t.channels[block];
-        if ((c.magnified != 0) != magnified) continue;
+        if ((c.upsampled != 0) != upsampled) continue;
         Rows r{c.row, c.voxel, (int)rows, (int)voxels, (int)c.lanes, planes + above * row, nullptr, false};
         r.first = (int)skipped;
         if (later) {

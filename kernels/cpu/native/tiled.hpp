@@ -3,7 +3,7 @@
 //
 // The input has `n` voxels, of which `held` are in memory, from voxel `lead` on; the others are zero (padding).
 //
-// Some of its blocks may be of arrays that are magnified: along each axis every voxel counts `factor` times. Of these
+// Some of its blocks may be of arrays that are upsampled: along each axis every voxel counts `factor` times. Of these
 // `low_held` voxels are in memory, from voxel `low_lead` on, both on their own lattice. Every tile begins with a whole
 // voxel of them; for that the first tiles compute `skip` outputs too many, which are stored nowhere.
 #pragma once
@@ -19,8 +19,8 @@ struct Channels {  // one block of channels of the input
   int64_t lanes;              // channels of the block
   int64_t part, parts;        // which of the blocks of its array it is, and how many these are
   int64_t maps;               // channels of its array
-  int64_t magnified;          // whether its voxels are repeated
-  int64_t slot;               // its number among the blocks that are magnified, or among the others
+  int64_t upsampled;          // whether its voxels are repeated
+  int64_t slot;               // its number among the blocks that are upsampled, or among the others
 };
 
 struct Tiling {
@@ -30,13 +30,13 @@ struct Tiling {
   int64_t step[3];              // outputs of a whole tile: tile - k + 1, less p - 1
   int64_t counts[3];            // tiles of an image along each axis
   int64_t fin, fout;
-  int64_t in, low_in;     // blocks of channels of the input, and of them those that are magnified
-  int64_t low_from, low_to;  // the channels that are magnified
+  int64_t in, low_in;     // blocks of channels of the input, and of them those that are upsampled
+  int64_t low_from, low_to;  // the channels that are upsampled
   int64_t first, tiles;   // tiles of the group
   int64_t chunk;          // tiles whose columns are multiplied at once
   int64_t column_pitch;   // floats from column to column of the spectra
   int64_t tile_pitch;     // floats from tile to tile of a column
-  int64_t low_column_pitch, low_tile_pitch;  // the same of magnified blocks
+  int64_t low_column_pitch, low_tile_pitch;  // the same of upsampled blocks
   int64_t x_image, out_image;  // floats from image to image
   int64_t relu, kept, stream;
   int64_t carried, before_image;  // planes that precede those of x, and floats from image to image of these planes
@@ -44,7 +44,7 @@ struct Tiling {
   const Channels *channels;
   const float *before;  // only if all blocks are of one array
   float *out;
-  float *spectra, *low;   // low: of magnified blocks
+  float *spectra, *low;   // low: of upsampled blocks
   const float *kernels;  // kept: spectra, column by column; else transformed along x alone
   const float *bias;     // padded to whole blocks
   znnpy::Ending ending;  // what follows besides relu and slope; its addend is one image

@@ -95,6 +95,9 @@ ALWAYS void store_complex(float *p, C c) {
   store(p + LANES, c.im);
 }
 
+// Returns how many of the `left` blocks of output channels are computed at once: 3, unless that leaves a single one.
+ALWAYS int panel(ptrdiff_t left) { return left == 4 ? 2 : left >= 3 ? 3 : (int)left; }
+
 // Calls f(integral_constant<int, 0>), .., f(integral_constant<int, N - 1>): a loop whose index is a constant.
 template <class F, int... I>
 ALWAYS void unroll(F f, std::integer_sequence<int, I...>) {

@@ -18,7 +18,7 @@ from znnpy.errors import Stopped, ValuesOverflowError
 from znnpy.graph_shapes import GraphConvShape, PadShape
 from znnpy.kernels import definition
 from znnpy.kernels.contract import Variant
-from znnpy.kernels.cpu import conv_fft_lanes, graph_conv_direct
+from znnpy.kernels.cpu import conv_fft_lanes, graph_conv_direct, tiled_variants
 from znnpy.kernels.cpu.graph_conv_table import GRAPH_CONVOLUTIONS
 from znnpy.kernels.cpu.native import library
 from znnpy.kernels.cpu.native.library import LANES
@@ -37,7 +37,7 @@ RUNS_HERE = [simd for simd in COMPILED if simd == "avx2" or MACHINE.simd == "avx
 
 ZERO, ONE, TWICE = (0, 0, 0), (1, 1, 1), (2, 2, 2)
 
-MAGNIFIED: list[tuple[Function, tuple[int, ...], tuple[Vec3, ...], Vec3, Vec3, Vec3, Vec3, Vec3]] = [
+UPSAMPLED: list[tuple[Function, tuple[int, ...], tuple[Vec3, ...], Vec3, Vec3, Vec3, Vec3, Vec3]] = [
     ("relu", (8, 16), (ONE, TWICE), ZERO, (6, 34, 30), (3, 3, 3), ONE, ONE),  # faces on all sides
     ("none", (33,), (TWICE,), ONE, (7, 8, 9), (3, 3, 3), ZERO, ZERO),  # none, and halves at the ends
     ("leaky_relu", (3, 17, 2), (ONE, TWICE, ONE), (1, 0, 1), (5, 16, 35), (3, 5, 3), (0, 2, 0), ZERO),
@@ -70,7 +70,7 @@ SHAPES = [
     GraphConvShape((1,), 20, (40, 1, 1), (9, 1, 1), (4, 0, 0), (4, 0, 0), activation="tanh"),
     *(
         GraphConvShape(fins, 20, n, k, before, behind, activation=function, factors=factors, first=first)
-        for function, fins, factors, first, n, k, before, behind in MAGNIFIED
+        for function, fins, factors, first, n, k, before, behind in UPSAMPLED
     ),
 ]
 PAIRS = [(p, s) for p in GRAPH_CONVOLUTIONS for s in SHAPES if p.why_not(s, MACHINE) is None]
@@ -217,7 +217,7 @@ def test_random_shapes_equal_the_definition(shape: GraphConvShape, data: st.Data
 
 
 @pytest.mark.parametrize("simd", RUNS_HERE)
-@pytest.mark.parametrize("side", conv_fft_lanes.SIDES)
+@pytest.mark.parametrize("side", tiled_variants.SIDES)
 def test_every_library_pads_every_tile_size(simd: str, side: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first tile begins in the padding, and the last reaches beyond it; some maps fill no block."""
     monkeypatch.setattr(conv_fft_lanes, "this_machine", lambda: replace(MACHINE, simd=simd))
@@ -230,7 +230,7 @@ def test_every_library_pads_every_tile_size(simd: str, side: int, monkeypatch: p
 
 
 @pytest.mark.parametrize("simd", RUNS_HERE)
-@pytest.mark.parametrize("side", conv_fft_lanes.SIDES)
+@pytest.mark.parametrize("side", tiled_variants.SIDES)
 @pytest.mark.parametrize("kept", [0, 1])
 def test_every_library_repeats_voxels_in_every_tile_size(
     simd: str, side: int, kept: int, monkeypatch: pytest.MonkeyPatch
@@ -243,8 +243,8 @@ def test_every_library_repeats_voxels_in_every_tile_size(
             first=(factor[0] - 1, factor[1] - 1, 0),
         )  # fmt: skip
         weights, inputs = weights_for(shape), cut_out(inputs_for(shape))
-        part = conv_fft_lanes.Magnified(factor, 17, 18)
-        variant = conv_fft_lanes.tiled_variant((side, side, side), 3, kept, part)
+        part = tiled_variants.Upsampled(factor, 17, 18)
+        variant = tiled_variants.tiled_variant((side, side, side), 3, kept, part)
         assert_close(run(FFT, shape, weights, inputs, variant, threads=2), shape, weights, inputs)
 
 
@@ -332,18 +332,18 @@ def test_unsupported_shape_gets_a_reason(primitive: Primitive) -> None:
 def test_one_compiled_primitive_accepts_every_plain_convolution() -> None:
     for shape in SHAPES:
         if sum(factor != ONE for factor in shape.factors) < 2:
-            assert (FFT if shape.magnified else DIRECT).why_not(shape, MACHINE) is None
+            assert (FFT if shape.upsampled else DIRECT).why_not(shape, MACHINE) is None
     one, huge = replace(SHAPES[1], k=(1, 1, 1)), replace(SHAPES[1], n=(40, 40, 40), k=(33, 1, 1))
     assert "see cpu.graph_conv.direct_lanes" in (FFT.why_not(one, MACHINE) or "")
     assert "larger than the largest tile" in (FFT.why_not(huge, MACHINE) or "")
 
 
 @pytest.mark.skipif(not RUNS_HERE, reason="the compiled kernels are not built")
-def test_kernels_of_a_magnified_input_hold_no_number_too_small_to_be_normal() -> None:
+def test_kernels_of_an_upsampled_input_hold_no_number_too_small_to_be_normal() -> None:
     """Processors compute with such numbers a hundred times slower; rounded sines of half a turn would leave some."""
     small = 1e-4 * np.random.default_rng(1).standard_normal((2, 3, 3, 3, 3), np.float32)
     weights = ConvWeights(small, np.zeros(2, np.float32))
-    variant = conv_fft_lanes.tiled_variant((6, 10, 12), 64, 1, conv_fft_lanes.Magnified((2, 2, 2), 1, 3))
+    variant = tiled_variants.tiled_variant((6, 10, 12), 64, 1, tiled_variants.Upsampled((2, 2, 2), 1, 3))
     with ThreadPool(1) as pool:
         kernels = conv_fft_lanes.tiled_kernels(weights, variant, pool).kernels
     sizes = np.abs(kernels.reshape(-1, 3 + 1, 2 * LANES)[:, :3])  # of each frequency: the input maps, then a gap

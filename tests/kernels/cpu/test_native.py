@@ -16,7 +16,7 @@ from znnpy.costs.model import Rates, seconds
 from znnpy.errors import ValuesOverflowError
 from znnpy.kernels import reference
 from znnpy.kernels.contract import Variant
-from znnpy.kernels.cpu import conv_direct_lanes, conv_fft_lanes, pool_lanes
+from znnpy.kernels.cpu import conv_direct_lanes, conv_fft_lanes, pool_lanes, tiled_variants
 from znnpy.kernels.cpu.native import library
 from znnpy.kernels.table import find
 from znnpy.layer_shapes import LayerShape
@@ -44,7 +44,7 @@ def test_kernels_are_compiled_if_a_compiler_exists() -> None:
 @pytest.mark.parametrize("simd", RUNS_HERE)
 def test_every_library_has_the_tile_sizes_that_python_offers(simd: str) -> None:
     lib = library.library(simd)
-    assert [n for n in range(1, 100) if lib.znnpy_tiled_side(n)] == [1, *conv_fft_lanes.SIDES]
+    assert [n for n in range(1, 100) if lib.znnpy_tiled_side(n)] == [1, *tiled_variants.SIDES]
 
 
 @pytest.mark.parametrize("kept", [0, 1])
@@ -53,7 +53,7 @@ def test_every_library_has_the_tile_sizes_that_python_offers(simd: str) -> None:
     "tile",
     [
         pytest.param(tile, marks=[pytest.mark.long] * (min(tile) > 20))
-        for tile in [*((n, n, n) for n in conv_fft_lanes.SIDES), (1, 8, 12), (20, 1, 1), (32, 16, 18)]
+        for tile in [*((n, n, n) for n in tiled_variants.SIDES), (1, 8, 12), (20, 1, 1), (32, 16, 18)]
     ],
 )
 def test_every_library_computes_every_tile_size(
