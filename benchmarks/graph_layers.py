@@ -1,5 +1,7 @@
 """Time each operation of a graph's plan by itself, and say what share of the machine it reaches.
 
+The time is the median of a few runs after one that does not count, of operations above a quarter of a second of two.
+
 The least time of an operation is that of moving its input and output once at the bandwidth of a copy, or that of the
 fewest multiply-adds of any method at the rate of a large matrix product, whichever is longer. Methods are the direct
 one and the FFT by tiles with its transforms, for the best of the tiles with sides up to SIDE.

@@ -75,14 +75,23 @@ def layers_table(results: Results) -> str:
                 (row.case, row.subject.split()[0], f"{1e3 * row.median:,.1f}", f"{facts['bytes'] / 2**20:,.0f}",
                  f"{facts['multiply_adds'] / 1e9:,.1f}", f"{facts['share']:.0%}")
             )  # fmt: skip
-        first = next((row.facts for row in result.of_group("layers") if row.values), None)
-        rates = "" if first is None else (
-            f"*copy {first['copy_bytes_per_second'] / 1e9:,.0f} GB/s, matrix product {first['sgemm_flops'] / 1e9:,.0f} "
-            "GFLOP/s; share: the least time at these rates over the measured one*"
-        )  # fmt: skip
+        rates = (
+            f"*{_rates(result)}. Share: the least time at these rates over the measured one; it is above 100 % where "
+            "an operation moves memory faster than the copy, which reads each line that it writes*"
+        )
         head = ("layer", "primitive", "ms", "MiB", "Gmultiply-adds", "share")
         parts.append(f"{markdown.table(head, rows, left=2)}\n\n{rates}")
     return markdown.sections(found, parts, COMMAND, ("layers",))
+
+
+def _rates(result: Result) -> str:
+    """Return the rates that were measured before the layers of each network."""
+    measured = {row.case.split()[0]: row.facts for row in result.of_group("layers") if row.values}
+    return "; ".join(
+        f"{name}: copy {facts['copy_bytes_per_second'] / 1e9:,.0f} GB/s, matrix product "
+        f"{facts['sgemm_flops'] / 1e9:,.0f} GFLOP/s"
+        for name, facts in measured.items()
+    )
 
 
 def headline(result: Result) -> str:

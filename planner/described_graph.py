@@ -96,8 +96,8 @@ def described(tiling: GraphTiling) -> DescribedGraph:
 def node_names(lowered: Lowered) -> tuple[str, ...]:
     """Return the name of every layer of a lowered network, followed by the kinds of those that were merged into it."""
     return tuple(
-        " + ".join((own, *_kinds(lowered, origins[1:])))
-        for own, origins in zip(_own_names(lowered), lowered.origins, strict=True)
+        " + ".join((own_name, *_kinds(lowered, origins[1:])))
+        for own_name, origins in zip(_own_names(lowered), lowered.origins, strict=True)
     )
 
 

@@ -53,7 +53,7 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class AlongAxis:
+class AxisPlanes:
     """The planes of columns along their axis: an entry for each tensor.
 
     steps     of all columns
@@ -78,7 +78,7 @@ class AlongAxis:
     sizes: Numbers
 
     @classmethod
-    def of(cls, cover: GraphCover) -> AlongAxis:
+    def of(cls, cover: GraphCover) -> AxisPlanes:
         """Return the planes of the columns of a cover."""
         most = _Most(cover, 0)
         held, kept = np.zeros_like(most.totals), np.zeros_like(most.totals)
@@ -159,7 +159,7 @@ def _storage(kept: int, new: int) -> Storage:
 
 @dataclass(frozen=True)
 class Widths:
-    """The regions of columns along an axis across theirs: an entry for each tensor.
+    """The extents of columns along an axis other than the one that they follow: an entry for each tensor.
 
     widest  the largest
     totals  voxels in all columns

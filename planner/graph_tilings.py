@@ -20,7 +20,7 @@ from znnpy.kernels.contract import Footprint, Primitive, Scratch, Variant
 from znnpy.layer_shapes import LayerShape
 from znnpy.layers import Maxout, Pad
 from znnpy.many_intervals import Intervals, Numbers, needed_by_each, read_by_each
-from znnpy.planner.graph_extents import AlongAxis, Figures, Storage, Widths, blocks_of
+from znnpy.planner.graph_extents import AxisPlanes, Figures, Storage, Widths, blocks_of
 from znnpy.planner.layout import ALIGNMENT, Tensor
 from znnpy.planner.memory import StageMemory
 from znnpy.shapes import FLOAT32, Vec3, turned_back
@@ -65,9 +65,9 @@ class GraphTiling:
         return along, cover.periods[0][along], cover.periods[1][along], cover.grid[along], thick
 
     @cached_property
-    def along_axis(self) -> AlongAxis:
+    def axis_planes(self) -> AxisPlanes:
         """The planes of the columns along their axis; equal for all tilings with the same columns and steps."""
-        return self.graph.remembered(("along axis", *self._key(0)), lambda: AlongAxis.of(self.cover))
+        return self.graph.remembered(("axis planes", *self._key(0)), lambda: AxisPlanes.of(self.cover))
 
     @cached_property
     def _widths(self) -> tuple[Widths, Widths]:
@@ -81,31 +81,31 @@ class GraphTiling:
     @property
     def steps(self) -> int:
         """The number of steps of all columns along the axis."""
-        return self.along_axis.steps
+        return self.axis_planes.steps
 
     def held(self, tensor: int) -> int:
         """Return the most planes of a tensor that a step holds."""
-        return int(self.along_axis.held[tensor])
+        return int(self.axis_planes.held[tensor])
 
     def kept(self, tensor: int) -> int:
         """Return the most planes of a tensor that a step finds already computed."""
-        return int(self.along_axis.kept[tensor])
+        return int(self.axis_planes.kept[tensor])
 
     @property
     def totals(self) -> npt.NDArray[np.float64]:
         """Voxels of each tensor that are computed for the whole output."""
         second, third = self._widths
-        return self.along_axis.totals.astype(np.float64) * second.totals * third.totals
+        return self.axis_planes.totals.astype(np.float64) * second.totals * third.totals
 
     @property
     def kinds(self) -> int:
         """About how many shapes all operations have together: of each, sizes along every axis in all combinations."""
         second, third = self._widths
-        return int((self.along_axis.sizes * second.sizes * third.sizes)[self.figures.computed].sum())
+        return int((self.axis_planes.sizes * second.sizes * third.sizes)[self.figures.computed].sum())
 
     def region(self, tensor: int) -> Region:
         """Return the largest region of a tensor that a step computes."""
-        z, y, x = (one.row(tensor) for one in (self.along_axis.new, *(widths.widest for widths in self._widths)))
+        z, y, x = (one.row(tensor) for one in (self.axis_planes.new, *(widths.widest for widths in self._widths)))
         return Interval(int(z.lo), int(z.hi)), Interval(int(y.lo), int(y.hi)), Interval(int(x.lo), int(x.hi))
 
     def shape(self, operation: Operation) -> LayerShape:
@@ -202,14 +202,14 @@ class GraphTiling:
 
     def storage(self, tensor: int) -> Storage:
         """Return where a tensor lies. One that keeps as many planes as it gets stays: copying them would cost more."""
-        return self.along_axis.storage[tensor]
+        return self.axis_planes.storage[tensor]
 
     def beside(self, tensor: int) -> int:
         """Return the planes of a tensor for which there is room beside the arena.
 
         A resident tensor has room for so many that in every other step they need not be moved.
         """
-        return int(self.along_axis.beside[tensor])
+        return int(self.axis_planes.beside[tensor])
 
     @property
     def stored(self) -> tuple[int, ...]:
@@ -219,7 +219,7 @@ class GraphTiling:
     @cached_property
     def carries(self) -> int:
         """Bytes beside the arena that stay from step to step."""
-        return int(self._bytes(self.along_axis.beside).sum())
+        return int(self._bytes(self.axis_planes.beside).sum())
 
     def carry_traffic(self, tensor: int) -> int:
         """Return the bytes that are moved in a step to keep planes of a tensor."""
@@ -294,7 +294,7 @@ class GraphTiling:
     def _live(self) -> Numbers:
         change = np.zeros(len(self.graph.operations) + 3, np.int64)
         figures = self.figures
-        nbytes = self._bytes(self.along_axis.in_arena)
+        nbytes = self._bytes(self.axis_planes.in_arena)
         nbytes += -nbytes % ALIGNMENT
         np.add.at(change, figures.first, nbytes)
         np.subtract.at(change, figures.last + 1, nbytes)

@@ -31,9 +31,8 @@ class LeastSeen:
 
     least: Rates | None = None
     _seen: list[tuple[int, Numbers, Rates]] = field(default_factory=list)  # axis, planes of steps, and seconds
-    _known: dict[int, _Known] = field(
-        default_factory=dict
-    )  # by the identity of the planes along the axis, which its graph keeps
+    # The keys are the identities of AxisPlanes, which their graph keeps alive.
+    _known: dict[int, _Known] = field(default_factory=dict)
 
     def note(self, tiling: GraphTiling, seconds: Rates) -> None:
         """Remember the seconds per voxel of every operation in a size."""
@@ -44,10 +43,10 @@ class LeastSeen:
         """Return a lower bound on the seconds of all operations of a size, if FASTER and AS_FAST hold."""
         if self.least is None:
             return 0.0
-        known = self._known.get(id(tiling.along_axis))
+        known = self._known.get(id(tiling.axis_planes))
         if known is None:
             planes = _planes(tiling)
-            known = self._known[id(tiling.along_axis)] = _Known(planes, np.full(len(planes), np.inf))
+            known = self._known[id(tiling.axis_planes)] = _Known(planes, np.full(len(planes), np.inf))
         for axis, planes, seconds in self._seen[known.counted :]:
             if axis == tiling.graph.axis:
                 alike = known.planes == planes
@@ -59,4 +58,4 @@ class LeastSeen:
 
 def _planes(tiling: GraphTiling) -> Numbers:
     """Return the most planes that a step computes, of each operation."""
-    return tiling.along_axis.new.size[tiling.figures.computed]
+    return tiling.axis_planes.new.size[tiling.figures.computed]

@@ -62,7 +62,7 @@ def _resolved(layer: Layer, n: Vec3, like: Vec3, name: str, ratio: Sequence[Frac
     if any(shifts) and max(factors) > 1:
         raise ShapeError(
             f"node {name} ({layer}) gets {text(n)} voxels, and {layer.like} has {text(like)}: it would repeat a voxel "
-            "along one axis and magnify along another; use two layers"
+            "along one axis and upsample along another; use two layers"
         )
     if any(shifts):
         return Pad(vector(shifts), (0, 0, 0), "replicate")

@@ -98,7 +98,7 @@ class GraphConvFftLanes:
 
     name: str = "cpu.graph_conv.fft_lanes"
     kind: Kind = "graph_conv"
-    version: int = 1
+    version: int = 2
     summary: str = (
         "kernels of 2 or more, stride 1: the tiled FFT with channels in SIMD lanes (needs the compiled kernels)"
     )

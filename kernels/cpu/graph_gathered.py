@@ -143,7 +143,7 @@ class _Step:
                 start = 0
                 for source, maps, factor in zip(inputs, shape.fins, factors, strict=True):
                     target = plane[first_y:last_y, first_x:last_x, start : start + maps]
-                    _upsample_lines(
+                    _upsample_plane(
                         target, source[_source(z - before, shape.first[0], factor[0])], shape.first[1:], factor[1:]
                     )
                     start += maps
@@ -156,7 +156,7 @@ def _source(voxel: int, first: int, factor: int) -> int:
     return (voxel + first) // factor if factor > 1 else voxel
 
 
-def _upsample_lines(target: Array, source: Array, first: tuple[int, int], factor: tuple[int, int]) -> None:
+def _upsample_plane(target: Array, source: Array, first: tuple[int, int], factor: tuple[int, int]) -> None:
     """Copy a plane: voxel j of `target` is voxel (j + first) // factor of `source`, or j where the factor is 1."""
     for y in range(factor[0]):
         rows = _every(y, first[0], factor[0])

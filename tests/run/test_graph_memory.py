@@ -21,7 +21,7 @@ from znnpy.graph_columns import KEPT_RESULTS, GraphCover, TurnedGraph
 from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.layers import Add, Conv, Crop, Maxout, Scale
 from znnpy.patches import Box
-from znnpy.planner.graph_extents import AlongAxis
+from znnpy.planner.graph_extents import AxisPlanes
 from znnpy.planner.graph_search import GraphSearch, waste
 from znnpy.planner.request import Constraints
 from znnpy.run import graph_session
@@ -137,15 +137,15 @@ def test_planes_that_are_worked_out_in_blocks_are_the_same(monkeypatch: pytest.M
     monkeypatch.setattr(column_planes, "BLOCK_NUMBERS", numbers)
     monkeypatch.setattr(column_planes, "FEWEST_STEPS", 7)
     columns = [ColumnPlanes(cover.graph.steps(begin, end, 1)) for begin, end in cover.ranges(0)]
-    walk, steps = AlongAxis.of(cover), [column.step(number) for column in columns for number in range(column.steps)]
+    planes, steps = AxisPlanes.of(cover), [column.step(number) for column in columns for number in range(column.steps)]
     monkeypatch.undo()
     whole = [ColumnPlanes(cover.graph.steps(begin, end, 1)) for begin, end in cover.ranges(0)]
     assert steps == [column.step(number) for column in whole for number in range(column.steps)]
-    for name, found in vars(AlongAxis.of(cover)).items():
-        np.testing.assert_array_equal(getattr(walk, name), found, err_msg=name)
-    for tensor in range(len(walk.held)):
-        assert walk.held[tensor] == max(step.held[tensor].size for step in steps)
-        assert walk.totals[tensor] == sum(step.new[tensor].size for step in steps)
+    for name, found in vars(AxisPlanes.of(cover)).items():
+        np.testing.assert_array_equal(getattr(planes, name), found, err_msg=name)
+    for tensor in range(len(planes.held)):
+        assert planes.held[tensor] == max(step.held[tensor].size for step in steps)
+        assert planes.totals[tensor] == sum(step.new[tensor].size for step in steps)
 
 
 @pytest.mark.slow

@@ -28,13 +28,13 @@ struct Line {  // one panel of the outputs of a line
   float slope;
 };
 
-// Returns the pointer; the compiler does not know that. Else it would keep the distance of each voxel from the first, more
-// numbers than there are registers.
+// Returns p, but hides from the compiler that it does. Otherwise the compiler would keep the distance of each voxel from
+// the first, which are more numbers than there are registers.
 ALWAYS const float *further(const float *p) {
   asm("" : "+r"(p));
   return p;
 }
-constexpr int NEAR = 4;  // voxels read by their distances from one pointer
+constexpr int NEAR = 4;  // voxels read from one pointer before it moves on
 
 // Adds the products of taps [first, last) to the sums of VOXELS outputs; `x` is the first input of the first of them,
 // `w` the kernels of the panel for the first of these taps. Returns the kernels of the next.

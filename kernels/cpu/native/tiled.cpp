@@ -97,8 +97,9 @@ void products(const Tiling &t, const float *x, const float *w, float *y, ptrdiff
   }
 }
 
-// Multiplies a frequency of a kernel by the spectrum of a repetition along a side, 1 + exp(-i theta). That is zero at half
-// of the side; rounded sines would leave numbers there whose products are too small to be normal, and slow.
+// Multiplies a frequency of a kernel by the spectrum of a repetition along a side, 1 + exp(-i theta). The spectrum is zero
+// at half of the side. Rounded sines would leave 1e-16; products of several of these are subnormal numbers, with which
+// processors compute slowly.
 ALWAYS void repeat(ptrdiff_t frequency, ptrdiff_t side, float &re, float &im) {
   const bool zero = 2 * frequency == side;
   const double theta = 2 * PI * (double)frequency / (double)side, before = re;
@@ -108,9 +109,9 @@ ALWAYS void repeat(ptrdiff_t frequency, ptrdiff_t side, float &re, float &im) {
 }
 
 // Multiplies the frequencies along z of one kernel by the spectrum of a repetition, given as real and imaginary parts.
-void repeat_along_z(const Tiling &t, const float *cosines, const float *sines, float *spectrum, ptrdiff_t pitch) {
+void repeat_along_z(const Tiling &t, const float *re, const float *im, float *spectrum, ptrdiff_t pitch) {
   for (ptrdiff_t z = 0; z < t.tile[0]; z++) {
-    const float c = cosines[z], s = sines[z];
+    const float c = re[z], s = im[z];
     for (int lane = 0; lane < LANES; lane += W) {
       float *const at = spectrum + z * pitch + lane;
       const C h = load_complex(at);
@@ -131,10 +132,10 @@ void kernel_column(const Tiling &t, ptrdiff_t column, float *target) {
     sines[0][y] = sines[1][y] = (float)std::sin(angle);
     if (t.factor[1] > 1) repeat(fy, t.tile[1], cosines[1][y], sines[1][y]);
   }
-  float along_z[2][32];
-  for (ptrdiff_t k = 0; k < t.tile[0]; k++) {
-    along_z[0][k] = 1, along_z[1][k] = 0;
-    repeat(k, t.tile[0], along_z[0][k], along_z[1][k]);
+  float repetition[2][32];  // the spectrum of one along z: real and imaginary parts
+  for (ptrdiff_t frequency = 0; t.factor[0] > 1 && frequency < t.tile[0]; frequency++) {
+    repetition[0][frequency] = 1, repetition[1][frequency] = 0;
+    repeat(frequency, t.tile[0], repetition[0][frequency], repetition[1][frequency]);
   }
   for (ptrdiff_t first = 0; first < blocks;) {
     const int width = panel(blocks - first);
@@ -157,7 +158,7 @@ void kernel_column(const Tiling &t, ptrdiff_t column, float *target) {
         }
         float *const spectrum = target + (map * width + b) * BLOCK;
         z.kernels({lines, BLOCK, 0, spectrum, pitch, 0, 1, (int)kz, (int)t.tile[0]});
-        if (upsampled && t.factor[0] > 1) repeat_along_z(t, along_z[0], along_z[1], spectrum, pitch);
+        if (upsampled && t.factor[0] > 1) repeat_along_z(t, repetition[0], repetition[1], spectrum, pitch);
       }
     }
     target += t.tile[0] * pitch;

@@ -1,4 +1,4 @@
-// Vectors of W floats, and complex numbers of them. W is 16 with AVX-512 and 8 with AVX2. Arrays are laid out in blocks
+// Vectors of W floats, complex numbers of them, and the panels of channels that are computed at once. W is 16 with AVX-512 and 8 with AVX2. Arrays are laid out in blocks
 // of LANES channels, whatever W is.
 #pragma once
 #include <cstddef>

@@ -338,15 +338,17 @@ def test_one_compiled_primitive_accepts_every_plain_convolution() -> None:
     assert "larger than the largest tile" in (FFT.why_not(huge, MACHINE) or "")
 
 
-@pytest.mark.skipif(not RUNS_HERE, reason="the compiled kernels are not built")
-def test_kernels_of_an_upsampled_input_hold_no_number_too_small_to_be_normal() -> None:
-    """Processors compute with such numbers a hundred times slower; rounded sines of half a turn would leave some."""
+@pytest.mark.parametrize("simd", RUNS_HERE)
+def test_kernels_of_an_upsampled_input_hold_no_subnormal_number(simd: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processors compute slowly with such numbers; rounded sines of half a turn would leave some."""
+    monkeypatch.setattr(conv_fft_lanes, "this_machine", lambda: replace(MACHINE, simd=simd))
     small = 1e-4 * np.random.default_rng(1).standard_normal((2, 3, 3, 3, 3), np.float32)
     weights = ConvWeights(small, np.zeros(2, np.float32))
     variant = tiled_variants.tiled_variant((6, 10, 12), 64, 1, tiled_variants.Upsampled((2, 2, 2), 1, 3))
     with ThreadPool(1) as pool:
         kernels = conv_fft_lanes.tiled_kernels(weights, variant, pool).kernels
     sizes = np.abs(kernels.reshape(-1, 3 + 1, 2 * LANES)[:, :3])  # of each frequency: the input maps, then a gap
+    assert 1e-7 < sizes.max() < 1.0
     assert not ((sizes > 0) & (sizes < np.finfo(np.float32).tiny)).any()
 
 
