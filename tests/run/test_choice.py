@@ -17,7 +17,7 @@ from znnpy.machine import process_bytes, this_machine
 from znnpy.measure import calibrate
 from znnpy.option_values import COVERS, Cover
 from znnpy.options import RunOptions
-from znnpy.planner.memory import MARGIN_BYTES, reading_bytes, writing_bytes
+from znnpy.planner.memory import MARGIN_BYTES, MIB, reading_bytes, writing_bytes
 from znnpy.planner.modes import make_plan
 from znnpy.planner.request import CostModel, PlanRequest
 from znnpy.planner.run_plan import RunPlan
@@ -89,6 +89,20 @@ def test_given_plan_keeps_its_limit(place: Place, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(choice, "baseline_bytes", lambda: plan.memory.baseline + GIB)
     with pytest.raises(PlanFileError, match=r"1,073,741,824 more than the limit allows"):
         chosen(place, "u1", tight)
+
+
+def test_plan_counts_what_its_search_leaves_in_the_process(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[np.ndarray] = []
+    search = calibrate.Calibration.best_plan
+    before = chosen(place, "u1").main.memory.baseline
+
+    def best_plan(calibration: calibrate.Calibration, target: OpenTarget, request: PlanRequest) -> RunPlan:
+        kept.append(np.ones(60 * MIB, np.uint8))
+        return search(calibration, target, request)
+
+    monkeypatch.setattr(calibrate.Calibration, "best_plan", best_plan)
+    counted = chosen(place, "u1").main.memory.baseline - before
+    assert 60 * MIB - MARGIN_BYTES <= counted <= 80 * MIB  # the process itself may have grown meanwhile
 
 
 def test_result_in_memory_is_charged(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

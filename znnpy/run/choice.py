@@ -77,7 +77,7 @@ def choose(asked: RunOptions, work: Work, target: OpenTarget) -> RunPlan:
         return _known_to_run(given, asked, work, target)
     request = request_for(asked, work, target, target.limits(asked.ram, asked.threads, asked.vram))
     try:
-        return Calibration().best_plan(target, request) if work.area is None else _graph_plan(target, request)
+        return _counted_plan(target, request)
     except NoPlanError as error:
         if not work.unpacking_bytes:
             raise
@@ -87,10 +87,12 @@ def choose(asked: RunOptions, work: Work, target: OpenTarget) -> RunPlan:
         ) from None
 
 
-def _graph_plan(target: OpenTarget, request: PlanRequest) -> RunPlan:
-    """Return the fastest plan of a graph, which counts what its search takes, and leaves behind in the process."""
+def _counted_plan(target: OpenTarget, request: PlanRequest) -> RunPlan:
+    """Return the fastest plan, which counts what its search takes, and leaves behind in the process."""
     before, earlier = process_bytes(), peak_bytes()
     made = Calibration().best_plan(target, request)
+    if made.device == "gpu":  # what CUDA is allowed in the process is far more than a search takes
+        return made
     TurnedGraph.of.cache_clear()  # the search kept regions of many sizes, which the run must not hold
     give_back_memory()
     grown = -(-max(0, process_bytes() - before - MARGIN_BYTES) // MIB) * MIB  # beyond what every plan allows for
