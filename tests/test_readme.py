@@ -12,10 +12,11 @@ from pathlib import Path
 import click
 import h5py
 import numpy as np
+import onnx
 import pytest
 
 from znnpy.cli import main
-from znnpy.formats.networks import read_network
+from znnpy.network_files import read_network
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DOCS = sorted((REPOSITORY / "docs").rglob("*.md"))
@@ -48,17 +49,28 @@ def blocks_of(page: Path) -> list[Block]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Make a folder with a small volume, and the weights of the network that README.md describes."""
+    """Make a folder with a small volume, the weights of the network that README.md describes, and an ONNX model."""
     with h5py.File(tmp_path / "volume.h5", "w") as file:
         file["raw"] = np.random.default_rng(0).integers(0, 256, (40, 41, 42), np.uint8)
     rng = np.random.default_rng(1)
     arrays: dict[str, np.ndarray] = {}
-    for index, kernel in enumerate([(8, 1, 3, 3, 3), (8, 8, 1, 5, 5), (1, 8, 1, 1, 1)]):
+    for index, kernel in enumerate([(8, 1, 3, 3, 3), (1, 8, 1, 5, 5)]):
         arrays[f"conv{index}_weight"] = rng.uniform(-0.2, 0.2, kernel).astype(np.float32)
         arrays[f"conv{index}_bias"] = np.zeros(kernel[0], np.float32)
     with (tmp_path / "my_network.npz").open("wb") as file:
         np.savez(file, allow_pickle=False, **arrays)
+    onnx.save(_model(), tmp_path / "model.onnx")
     return tmp_path
+
+
+def _model() -> onnx.ModelProto:
+    """Make an ONNX model of one convolution for volumes of any size."""
+    volume = onnx.helper.make_tensor_value_info("volume", onnx.TensorProto.FLOAT, [1, 1, "z", "y", "x"])
+    output = onnx.helper.make_tensor_value_info("output", onnx.TensorProto.FLOAT, [1, 1, "z", "y", "x"])
+    weight = onnx.numpy_helper.from_array(np.full((1, 1, 3, 3, 3), 0.1, np.float32), "weight")
+    conv = onnx.helper.make_node("Conv", ["volume", "weight"], ["output"], "conv", pads=[1] * 6)
+    graph = onnx.helper.make_graph([conv], "model", [volume], [output], [weight])
+    return onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)])
 
 
 def test_readme_is_short_and_holds_both_set_up_commands() -> None:
@@ -121,61 +133,29 @@ def test_picture_exists_and_is_small() -> None:
     assert 10_000 < (REPOSITORY / path).stat().st_size < 300_000
 
 
-@pytest.fixture(scope="module")
-def export() -> str:
-    """Return the script that writes a network file and weights from a PyTorch model."""
-    (block,) = (block for block in blocks_of(REPOSITORY / "docs" / "network_format.md") if block.needs_torch)
-    return block.code
+MODULE = """
+import numpy as np
+import torch
+import znnpy
+from torch import nn
+
+module = nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.BatchNorm3d(4), nn.ReLU(), nn.Conv3d(4, 1, 1), nn.Sigmoid())
+volume = np.random.default_rng(0).standard_normal((20, 21, 22), np.float32)
+"""
+COMPARED = """
+with torch.no_grad():
+    expected = module(torch.from_numpy(volume)[None, None])[0].numpy()
+assert np.abs(prediction - expected).max() < 1e-6
+for file in ("net.pt2", "net.onnx"):
+    assert np.abs(znnpy.load_network(file)(volume) - expected).max() < 1e-6
+"""
 
 
 @pytest.mark.torch
-def test_export_from_pytorch_folds_batch_norm(export: str, tmp_path: Path) -> None:
-    """The script itself compares znnpy with PyTorch; here the files are looked at."""
-    import torch
-    from torch import nn
-
-    norm = nn.BatchNorm3d(8)
-    norm.running_mean, norm.running_var = torch.linspace(-0.5, 0.5, 8), torch.linspace(0.5, 2, 8)
-    layers = [
-        nn.Conv3d(1, 8, (3, 5, 5), bias=False),
-        norm,
-        nn.ReLU(),
-        nn.MaxPool3d(2),
-        nn.Dropout3d(),
-        nn.Conv3d(8, 2, 3),
-    ]
-    torch.save(nn.Sequential(*layers, nn.Sigmoid()), tmp_path / "my_network.pt")
-    _succeeds([sys.executable, "-c", export], tmp_path)
-    network = read_network(tmp_path / "my_network.yaml").network
-    assert network.field_of_view == (8, 10, 10)
-    with np.load(tmp_path / "my_network.npz") as arrays:
-        shapes = {name: arrays[name].shape for name in arrays}
-    assert shapes == {
-        "conv0_weight": (8, 1, 3, 5, 5),
-        "conv0_bias": (8,),
-        "conv1_weight": (2, 8, 3, 3, 3),
-        "conv1_bias": (2,),
-    }
-
-
-@pytest.mark.torch
-@pytest.mark.parametrize(
-    ("layers", "error"),
-    [
-        ("nn.Conv3d(1, 8, 3, padding=1)", "no stride, padding, dilation or groups"),
-        ("nn.Conv3d(1, 8, 3, dilation=2)", "no stride, padding, dilation or groups"),
-        ("nn.Conv3d(1, 8, 3), nn.MaxPool3d(3, stride=2)", "stride must be the window"),
-        ("nn.Conv3d(1, 8, 3), nn.LeakyReLU()", "znnpy cannot run this layer here: LeakyReLU"),
-        ("nn.Conv3d(1, 8, 3), nn.ReLU(), nn.BatchNorm3d(8)", "batch-norm must follow a convolution directly"),
-    ],
-)
-def test_export_from_pytorch_refuses_unsupported_layers(layers: str, error: str, export: str, tmp_path: Path) -> None:
-    from torch import nn, save
-
-    save(nn.Sequential(*eval(f"[{layers}]", {"nn": nn})), tmp_path / "my_network.pt")
-    done = subprocess.run([sys.executable, "-c", export], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert f"AssertionError: {error}" in done.stderr
-    assert not (tmp_path / "my_network.npz").exists()
+def test_examples_with_pytorch_give_what_it_gives(tmp_path: Path) -> None:
+    codes = [block.code for block in blocks_of(REPOSITORY / "docs" / "importing.md") if block.kind == "python"]
+    assert len(codes) == 3  # compile, export, and an operator of the reader's
+    _succeeds([sys.executable, "-c", MODULE + "".join(codes) + COMPARED], tmp_path)
 
 
 def test_invalid_arguments_are_value_errors() -> None:

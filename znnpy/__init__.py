@@ -5,6 +5,7 @@
     prediction = net(array)                     # (z, y, x) or (c, z, y, x) numpy array -> (maps, z, y, x) float32
     plan = znnpy.plan("network.yaml", ram="16G", shape=(512, 512, 512))
     report = znnpy.infer("volume.h5", network="network.yaml", out="prediction.h5", ram="16G")
+    fast = znnpy.compile(module.eval())         # a PyTorch module; also znnpy.load_network("model.onnx")
     y = znnpy.ops.relu(x)                       # single operations on arrays
 
 Each public name is imported when it is first used: `import znnpy` alone loads no numpy.
@@ -18,6 +19,7 @@ TYPE_CHECKING = False  # true for type checkers; `typing` takes longer to import
 
 __all__ = [
     "ArraySession",
+    "CompiledModule",
     "Considered",
     "Conv",
     "ConvShape",
@@ -58,8 +60,10 @@ __all__ = [
     "VramError",
     "ZnnpyError",
     "apply",
+    "compile",
     "explain",
     "find_gpu",
+    "from_torch",
     "infer",
     "load_network",
     "ops",
@@ -105,6 +109,7 @@ if TYPE_CHECKING:
     from znnpy.report.run_report import Report
     from znnpy.run.pipeline import Event
     from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape
+    from znnpy.torch_modules import CompiledModule, compile, from_torch
     from znnpy.trained import TrainedNetwork, load_network
 else:
     _HOMES = {  # module -> its public names
@@ -131,6 +136,7 @@ else:
         "znnpy.run.pipeline": "Event",
         "znnpy.measure.budget": "Progress",
         "znnpy.shapes": "ConvShape FilterShape MaxoutShape PoolShape",
+        "znnpy.torch_modules": "CompiledModule compile from_torch",
         "znnpy.trained": "TrainedNetwork load_network",
     }
     _MODULES = {name: module for module, names in _HOMES.items() for name in names.split()}

@@ -35,6 +35,7 @@ from znnpy.units import human_bytes
 from znnpy.volume.array import ArrayVolume, why_unwritable
 from znnpy.volume.sample import sample_of
 from znnpy.volume.source import Source
+from znnpy.volume.statistics import with_statistics
 
 _log = logging.getLogger(__name__)
 
@@ -176,6 +177,7 @@ class ArraySession:
         if out is not None and np.may_share_memory(array, out):
             raise ShapeError("`out` shares memory with the array, which is read meanwhile; give separate memory")
         with self._turn:
+            self._normalise_by(volume)
             target, plan = self._running()
             self._look_once(volume)
             source = self._source_of(volume)
@@ -209,6 +211,15 @@ class ArraySession:
         for sentence in wisdom.sentences:
             log_once(sentence)
         self._plan, self._sessions, self._ended = plan, sessions, False
+
+    def _normalise_by(self, volume: ArrayVolume) -> None:
+        """Prepare the network anew where its normalisation follows from each array, and this one has another."""
+        target, plan = self._running()
+        network = with_statistics(self._network, volume)
+        if network != self._network:
+            self._forget()
+            self._network = network
+            self._prepare(target, plan)
 
     def _forget(self) -> None:
         """Release all that was prepared."""

@@ -30,8 +30,9 @@ from znnpy.command_runtime import (
 )
 from znnpy.errors import OutputError, ResumeError, ZnnpyError
 from znnpy.files import Inputs, regular_file, write_asked
-from znnpy.formats.networks import read_network
+from znnpy.import_command import import_model
 from znnpy.machine import processor
+from znnpy.network_files import read_network
 from znnpy.option_declarations import option
 from znnpy.options import DemoOptions, InferOptions, MeasureOptions, PlanningOptions, PlanOptions, VerifyOptions
 from znnpy.plot_commands import graph, timeline
@@ -59,6 +60,7 @@ def main() -> None:
 
 
 main.add_command(graph)
+main.add_command(import_model)
 main.add_command(timeline)
 
 

@@ -17,12 +17,12 @@ import numpy as np
 from znnpy.costs.store import CostStore
 from znnpy.errors import OutputError, VramError
 from znnpy.files import regular_file
-from znnpy.formats.networks import read_network
 from znnpy.job import arrays_of, attributes_of, job_of, roi_text, settings_of
 from znnpy.kernels.cpu.fft import Wisdom
 from znnpy.machine import Machine, peak_bytes, this_machine
 from znnpy.measure.fftw_wisdom import wisdom_begun, wisdom_kept
 from znnpy.messages import option
+from znnpy.network_files import read_network
 from znnpy.option_declarations import function_of
 from znnpy.option_values import Device
 from znnpy.options import InferOptions, RunOptions
@@ -33,7 +33,15 @@ from znnpy.run import pipeline
 from znnpy.run.asked import devices_asked
 from znnpy.run.choice import Work, choose, forgetful, given_plan, smaller_plan
 from znnpy.run.preparing import Preparing
-from znnpy.run.resume import check_options, device_begun, limits_taken, plan_begun, plan_finished, smaller_plan_begun
+from znnpy.run.resume import (
+    check_options,
+    device_begun,
+    limits_taken,
+    plan_begun,
+    plan_finished,
+    smaller_plan_begun,
+    statistics_kept,
+)
 from znnpy.run.target import OpenTarget, Targets, check_here
 from znnpy.run.trace import Trace
 from znnpy.run.workers import Sessions, sessions_of, workers_of
@@ -53,6 +61,7 @@ from znnpy.volume.registry import store_for
 from znnpy.volume.sample import sample_of
 from znnpy.volume.sliceable import BlockOutput, SliceVolume, open_given
 from znnpy.volume.source import Source, parse_roi
+from znnpy.volume.statistics import with_statistics
 
 _log = logging.getLogger(__name__)
 
@@ -103,6 +112,9 @@ def infer_as_asked(asked: InferOptions) -> Report:
         inputs["source of the volume"] = opened.files
         log_phase("opened", f"{opened}: {text(opened.size)} voxels of {opened.dtype}, network {trained.network.name}")
         region = parse_roi(roi, opened.size) if roi else None
+        if trained.network.statistics is not None:
+            kept = statistics_kept(destination) if asked.resume else None
+            trained = replace(trained, network=with_statistics(trained.network, opened, kept))
         source = Source(opened, roi=region, border=asked.border, network=trained.network, allow_nan=asked.allow_nan)
         sample = sample_of(opened)
         doubts = sample.doubts(trained.network)

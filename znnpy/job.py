@@ -22,6 +22,7 @@ from znnpy.volume.journal import Settings
 from znnpy.volume.output_names import OUTPUTS
 from znnpy.volume.sample import Sample
 from znnpy.volume.source import Predicted, Source
+from znnpy.volume.statistics import statistics_record
 from znnpy.volume.store import OutputArray
 
 
@@ -48,6 +49,7 @@ def job_of(
         "output_dtype": output_dtype,
         "allow_nan": allow_nan,
         **filled,
+        **statistics_record(trained.network),
     }
 
 

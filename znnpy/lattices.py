@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from math import floor, lcm
+from math import floor, lcm, prod
 
 from znnpy.admissible import LatticeError, check_axis, lattices_of
 from znnpy.errors import ShapeError
-from znnpy.geometry import AXES, AxisLayer, Interval
+from znnpy.geometry import AXES, NOTHING, AxisLayer, Interval, vector
 from znnpy.layers import (
     JOINS,
     AveragePool,
@@ -18,6 +18,7 @@ from znnpy.layers import (
     MaxFilter,
     NonLocal,
     Pool,
+    Sides,
     Upsample,
 )
 from znnpy.messages import excerpt
@@ -98,6 +99,48 @@ def reaches_of(network: Network) -> tuple[Vec3, ...]:
     """Return for each tensor how many voxels of the input along each axis one of its voxels depends on, at most."""
     z, y, x = (_reaches_along(network, axis) for axis in range(3))
     return tuple(zip(z, y, x, strict=True))
+
+
+def context_of(network: Network) -> Sides:
+    """Return the voxels of the input that one period of output depends on before it, and behind it.
+
+    The output begins at a multiple of the period. Where layers cut off faces, as in networks without padding, both are
+    counted from the place of the output in the input.
+    """
+    before, behind = zip(*(_context_along(network, axis) for axis in range(3)), strict=True)
+    return vector(before), vector(behind)
+
+
+def _context_along(network: Network, axis: int) -> tuple[int, int]:
+    """Take the interval of one period from the outputs back to the input."""
+    steps = [step[axis] for step in lattices_of(network)]
+    period = lcm(*(step.numerator for step in steps))
+    needed: dict[int, Interval] = {}
+    for tensor in network.outputs:
+        end = max(1, int(period / steps[tensor]))
+        needed[tensor] = needed.get(tensor, NOTHING).joined(Interval(0, end))
+    for index in reversed(range(len(network.layers))):
+        layer, sources = network.layers[index], network.sources[index]
+        if index + 1 not in needed:
+            continue
+        step = steps[index + 1] / steps[sources[0]]
+        one = AxisLayer(_alone(layer, max(1, round(1 / step))), axis)
+        for source in sources:
+            needed[source] = needed.get(source, NOTHING).joined(one.needed(*needed[index + 1], None))
+    return -needed[0].lo, needed[0].hi - period
+
+
+def multiply_adds(network: Network) -> float:
+    """Return the multiply-adds of all convolutions for each voxel of the input, computed by their definition."""
+    total = 0.0
+    for index, layer in enumerate(network.layers):
+        source = network.sources[index][0]
+        if isinstance(layer, Conv | ConvTranspose):
+            # A transposed convolution works for each voxel that it reads, and a convolution for each that it gives.
+            voxels = source if isinstance(layer, ConvTranspose) else index + 1
+            volume = prod(float(step) for step in lattices_of(network)[voxels])
+            total += prod(layer.kernel) * network.maps[source] // layer.groups * layer.out / volume
+    return total
 
 
 def _reaches_along(network: Network, axis: int) -> list[int]:

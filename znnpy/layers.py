@@ -265,6 +265,8 @@ class NonLocal:
     """A layer of which each voxel depends on the whole image, such as a norm over space. No meaning computes it yet."""
 
     kind: Literal["instance_norm", "group_norm", "layer_norm", "global_pool"]
+    epsilon: float = 1e-5
+    groups: int = 1  # of a group norm
     type: Literal["non_local"] = "non_local"
 
     def __str__(self) -> str:

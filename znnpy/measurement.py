@@ -14,7 +14,6 @@ from rich.table import Table
 from znnpy.costs.cost_file import Costs
 from znnpy.costs.model import Rate, Rates
 from znnpy.costs.store import read_stored, stored_path, write_costs
-from znnpy.formats.networks import read_network
 from znnpy.kernels.contract import Unit
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Limits
@@ -23,6 +22,7 @@ from znnpy.measure.layer_timer import timer_on
 from znnpy.measure.survey import SURVEY_SHARE, Survey, rate_words, sample_tasks, units_of
 from znnpy.messages import option
 from znnpy.network import Network
+from znnpy.network_files import read_network
 from znnpy.options import MeasureOptions
 from znnpy.planner.memory import baseline_bytes
 from znnpy.planner.request import PlanRequest

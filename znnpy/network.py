@@ -22,6 +22,8 @@ from znnpy.layers import Maxout as Maxout
 from znnpy.layers import Pool as Pool
 from znnpy.layers import has_weights, maps_after, parameter_count
 from znnpy.messages import excerpt, option
+from znnpy.normalisation import Normalise as Normalise
+from znnpy.normalisation import VolumeStatistics
 from znnpy.option_values import Meaning
 from znnpy.shapes import (
     ACTIVATIONS,
@@ -63,14 +65,6 @@ class ConvWeights:
 
     def __repr__(self) -> str:
         return f"<ConvWeights {self.weight.shape}>"
-
-
-@dataclass(frozen=True, slots=True)
-class Normalise:
-    """Normalisation of the input, x = (grey - mean) / std, with one value per input channel."""
-
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
 
 
 INPUT = "input"  # name of the network's input
@@ -142,6 +136,7 @@ class Network:
     """A graph of layers in an order in which each comes after those it reads; without wiring, a chain.
 
     Sizes are (z, y, x). `asked_meaning` is one that was asked for, instead of the usual one of such a graph.
+    `statistics` are those of the volume that `normalise` follows from; it is None until there is a volume.
     """
 
     name: str
@@ -150,6 +145,7 @@ class Network:
     normalise: Normalise | None = None
     wiring: Wiring | None = None
     asked_meaning: Meaning | None = None
+    statistics: VolumeStatistics | None = None
 
     def __post_init__(self) -> None:
         if self.input_channels < 1:
@@ -321,10 +317,11 @@ class Network:
     @cached_property
     def sha256(self) -> str:
         """Digest of layers, maps and normalisation. Networks with equal digests and weights compute the same."""
+        given = {"mean": self.normalise.mean, "std": self.normalise.std} if self.normalise else None
         what: dict[str, Any] = {
             "input_channels": self.input_channels,
             "layers": [_described(layer) for layer in self.layers],
-            "normalise": {"mean": self.normalise.mean, "std": self.normalise.std} if self.normalise else None,
+            "normalise": given if self.statistics is None else self.statistics.described,
         }
         if self.meaning == "whole":
             what |= {"sources": self.sources, "outputs": self.outputs, "pad_to_period": self.pad_to_period}

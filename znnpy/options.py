@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from znnpy.formats.networks import DEFAULT
+from znnpy.network_files import DEFAULT
 from znnpy.option_declarations import Checked, needed, option
 from znnpy.option_values import (
     BORDERS,

@@ -14,7 +14,6 @@ from znnpy.admissible import admissible
 from znnpy.costs.model import Rates, assumed_rates
 from znnpy.costs.store import CostStore
 from znnpy.errors import NoPlanError, ShapeError
-from znnpy.formats.networks import read_network
 from znnpy.graph_columns import Area
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Limits, this_machine
@@ -22,6 +21,7 @@ from znnpy.measure.calibrate import Calibration
 from znnpy.measure.rigor import RigorMeasurement, rigor_of
 from znnpy.messages import option
 from znnpy.network import Network
+from znnpy.network_files import read_network
 from znnpy.option_declarations import function_of
 from znnpy.option_values import COVERS
 from znnpy.options import PlanOptions

@@ -87,7 +87,7 @@ def _show_network(
     as_json: bool,
 ) -> None:
     """Print the nodes of a network, or draw them."""
-    from znnpy.formats.networks import read_network
+    from znnpy.network_files import read_network
     from znnpy.plots import network_graph
     from znnpy.plots.figures import require_matplotlib
     from znnpy.report.network_table import graph_json, graph_table, lines_of, rows_of

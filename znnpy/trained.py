@@ -10,17 +10,18 @@ import numpy.typing as npt
 
 from znnpy.array_session import ArraySession
 from znnpy.errors import NetworkFileError, NoPlanError
-from znnpy.formats.networks import DEFAULT, SHIPPED, NetworkFile, read_network
 from znnpy.formats.weights import check_weights, read_weights
 from znnpy.machine import limits_of, this_machine
 from znnpy.messages import excerpt, option
 from znnpy.network import ConvWeights, Network
+from znnpy.network_files import DEFAULT, SHIPPED, NetworkFile, read_network
 from znnpy.option_declarations import method_of
 from znnpy.option_values import Meaning
 from znnpy.options import CallOptions, SessionOptions
 from znnpy.shapes import FLOAT32
 from znnpy.units import mebibytes
 from znnpy.volume.array import ArrayVolume
+from znnpy.volume.statistics import with_statistics
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,9 @@ class TrainedNetwork:
         VolumeError for a dtype or values that cannot be used.
         """
         array = asked.array
-        ArrayVolume(array)  # refuses an object that is no volume before its shape is used
-        with ArraySession(self.network, self.weights, array.shape, array.dtype, asked.border, asked) as run:
+        volume = ArrayVolume(array)  # refuses an object that is no volume before its shape is used
+        network = with_statistics(self.network, volume)
+        with ArraySession(network, self.weights, array.shape, array.dtype, asked.border, asked) as run:
             return run(array, progress=asked.progress)
 
     @method_of(SessionOptions)
@@ -98,6 +100,8 @@ def load_trained(file: NetworkFile, weights: str | Path | None = None, ram: int 
     memory: a small compressed file may unpack to any number of weights.
     """
     path = Path(weights) if weights is not None else file.weights
+    if path is None and file.held is not None:
+        return TrainedNetwork(file.network, file.held)
     if path is not None:
         needed, allowed = FLOAT32 * file.network.parameters, limits_of(this_machine(), ram).ram_bytes
         if needed > allowed:

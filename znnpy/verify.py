@@ -15,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from znnpy.errors import VerifyError, ZnnpyError
-from znnpy.formats.networks import read_network, shipped
 from znnpy.formats.weights import sha256
 from znnpy.graph_voxels import GraphVoxels
 from znnpy.job import arrays_of
 from znnpy.kernels.reference import dense_by_sliding
 from znnpy.messages import excerpt, option
 from znnpy.network import Network
+from znnpy.network_files import read_network, shipped
 from znnpy.option_declarations import function_of
 from znnpy.option_values import Meaning
 from znnpy.options import VerifyOptions
@@ -34,6 +34,7 @@ from znnpy.volume.hdf5_store import DATASET
 from znnpy.volume.provenance import JobClaim, Provenance, array_names
 from znnpy.volume.registry import HDF5, open_volume
 from znnpy.volume.source import Source, parse_roi
+from znnpy.volume.statistics import normalise_of
 
 # Largest allowed difference of a voxel, by precision: for fp32 its rounding, for the others ten times the rms
 # error that a layer may have.
@@ -295,7 +296,21 @@ def _trained(origin: Provenance, output: Path, asked: VerifyOptions) -> TrainedN
                 f"{output} was predicted with other {what}: digest {made[what][:12]} against {given[:12]} of what is "
                 f"given; give the files that made it as {option('network')} and {option('weights')}"
             )
-    return trained
+    return _normalised_as_before(trained, origin.job, output)
+
+
+def _normalised_as_before(trained: TrainedNetwork, job: JobClaim, output: Path) -> TrainedNetwork:
+    """Return the network with the statistics of the volume that the output states, if it has such."""
+    network = trained.network
+    if network.statistics is None:
+        return trained
+    made = normalise_of(network, job.statistics)
+    if made is None:
+        raise VerifyError(
+            f"{output} does not state the statistics of its volume by which {excerpt(network.name, 60)} normalises; "
+            f"predict it again with {option('overwrite', True)}"
+        )
+    return replace(trained, network=replace(network, normalise=made))
 
 
 def _check_volume(job: JobClaim, volume: Volume, output: Path) -> None:

@@ -18,9 +18,9 @@ from tests.support.fake_plans import changed, sharing_of
 from znnpy import inference
 from znnpy.costs.model import Rates, assumed_rates
 from znnpy.errors import DeviceError, NoPlanError, PlanFileError, ResumeError, VramError
-from znnpy.formats.networks import read_network
 from znnpy.inference import infer
 from znnpy.machine import Limits, Machine, this_machine
+from znnpy.network_files import read_network
 from znnpy.planner import modes
 from znnpy.planner.request import CostModel, PlanRequest, Target
 from znnpy.planner.run_plan import RunPlan

@@ -172,7 +172,7 @@ def test_a_child_that_dies_is_told(child: str) -> None:
 
 @pytest.mark.parametrize("name", ["n337", "n537", "n726", "n926"])
 def test_networks_are_those_that_ship(name: str, tmp_path: Path) -> None:
-    from znnpy.formats.networks import read_network
+    from znnpy.network_files import read_network
 
     ours = read_network(inputs.network_file(tmp_path, name)).network
     shipped = read_network(name).network

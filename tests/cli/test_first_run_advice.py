@@ -9,8 +9,8 @@ import pytest
 
 from tests.support.cli import Place
 from tests.support.messages import assert_holds
-from znnpy.formats.networks import shipped
 from znnpy.kernels.cpu.native import library
+from znnpy.network_files import shipped
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ import pytest
 from tests.support.cli import Place
 from tests.support.forked_commands import ForkedRuns
 from tests.support.infer_process import infer
-from znnpy.formats.networks import read_network
 from znnpy.formats.weights import random_weights
 from znnpy.kernels.whole import grown_by, whole
 from znnpy.network import Network
+from znnpy.network_files import read_network
 
 Layers = list[dict[str, Any]]
 GRAIN = 4 * 2**20  # what the process takes without the plan is rounded up to it
@@ -170,7 +170,8 @@ def test_what_planning_a_deep_graph_leaves_behind_is_promised(place: Place) -> N
         "cpu",
     ]
     promised, peak = infer(place.volume, *words, "--out", str(place.out))
-    assert peak <= promised <= 1.15 * peak, f"promised {promised:,}, peak {peak:,}"
+    margin = 12 * 2**20  # of every plan: for threads and allocators, and up to the next 4 MiB
+    assert peak <= promised <= 1.1 * peak + margin, f"promised {promised:,}, peak {peak:,}"
 
 
 # --- bad input ---

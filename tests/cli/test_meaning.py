@@ -14,10 +14,10 @@ import znnpy
 from tests.cli.test_graph_infer import UNET, graph
 from tests.support.cli import Place
 from znnpy.errors import NetworkFileError, ShapeError
-from znnpy.formats.networks import read_network
 from znnpy.formats.weights import random_weights
 from znnpy.kernels.whole import whole
 from znnpy.network import Conv, MaxFilter, Maxout, Network, Pool
+from znnpy.network_files import read_network
 from znnpy.verify import verify
 
 CHAINS = {

@@ -9,7 +9,6 @@ import pytest
 from tests.formats.test_networks import refusal, write
 from znnpy.admissible import period_of
 from znnpy.errors import ShapeError
-from znnpy.formats.networks import read_network
 from znnpy.layers import (
     Activate,
     Add,
@@ -29,6 +28,7 @@ from znnpy.layers import (
     Upsample,
 )
 from znnpy.network import Network, Wiring
+from znnpy.network_files import read_network
 
 SIZE = "a whole number from 1 to 1000000 or three of them, [z, y, x]"
 SIZE_OR_ZERO = "a whole number from 0 to 1000000 or three of them, [z, y, x]"
@@ -114,8 +114,8 @@ LAYERS: list[tuple[str, Layer]] = [
     ("{type: activation, function: leaky_relu}", Activate("leaky_relu", (0.01,))),
     ("{type: activation, function: elu, alpha: 2}", Activate("elu", (2.0,))),
     ("{type: activation, function: prelu}", Activate("prelu")),
-    ("{type: instance_norm}", NonLocal("instance_norm")),
-    ("{type: group_norm, groups: 2, epsilon: 1e-5}", NonLocal("group_norm")),
+    ("{type: instance_norm, epsilon: 1e-3}", NonLocal("instance_norm", 1e-3)),
+    ("{type: group_norm, groups: 2}", NonLocal("group_norm", 1e-5, 2)),
     ("{type: layer_norm}", NonLocal("layer_norm")),
     ("{type: global_pool, how: max}", NonLocal("global_pool")),
 ]  # fmt: skip

@@ -9,8 +9,8 @@ import pytest
 
 from tests.support.messages import assert_holds
 from znnpy.errors import NetworkFileError
-from znnpy.formats.networks import read_network
 from znnpy.network import Conv, MaxFilter, Maxout, Network, Pool
+from znnpy.network_files import read_network
 from znnpy.shapes import Vec3
 
 CONTRADICTS_ITSELF = "VD2d3d-MP-p3.znni"

@@ -17,9 +17,9 @@ from znnpy.admissible import period_of
 from znnpy.errors import NetworkFileError
 from znnpy.formats import network_yaml
 from znnpy.formats.layer_entries import ENTRIES
-from znnpy.formats.networks import DEFAULT, LARGEST_FILE, read_network, shipped
 from znnpy.lattices import reaches_of
 from znnpy.network import Conv, MaxFilter, Maxout, Network, Normalise, Pool
+from znnpy.network_files import DEFAULT, LARGEST_FILE, read_network, shipped
 from znnpy.shapes import ACTIVATIONS
 
 POOL = "input_channels: 1\nlayers:\n- {type: pool, window: 2}\n"  # a network to which a test adds its mistake
@@ -121,10 +121,6 @@ def test_only_regular_files_are_opened(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("net.pt", "PyTorch"),
-        ("net.PTH", "PyTorch"),
-        ("net.pt2", "PyTorch"),
-        ("net.onnx", "ONNX"),
         ("net.h5", "HDF5 or Keras"),
         ("net.keras", "HDF5 or Keras"),
         ("net.pb", "TensorFlow"),
@@ -134,7 +130,15 @@ def test_network_files_of_other_tools_are_refused_with_advice(name: str, kind: s
     path = write(tmp_path, b"PK\x03\x04", name)
     with pytest.raises(NetworkFileError) as caught:
         read_network(path)
-    assert_holds(caught.value, f"{path} is a file of {kind}", "U-Net", ".yaml", ".npz", "README")
+    assert_holds(caught.value, f"{path} is a file of {kind}", "tf2onnx", ".onnx")
+
+
+@pytest.mark.parametrize("name", ["net.pt", "net.PTH", "net.ckpt", "net.torchscript"])
+def test_network_files_of_pytorch_are_refused_with_the_lines_that_convert_them(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path, b"\x80\x02}q\x00.", name)
+    with pytest.raises(NetworkFileError) as caught:
+        read_network(path)
+    assert_holds(caught.value, f"{path} ", "torch.export.save(", "weights_only=True")
 
 
 def test_weights_file_as_network_is_refused(tmp_path: Path) -> None:
@@ -347,7 +351,9 @@ def test_missing_file_suggests_near_names(tmp_path: Path) -> None:
 
 
 def test_file_without_text_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(NetworkFileError, match=r"is a folder, not a network file; no \.yaml or \.yml or \.znni file"):
+    with pytest.raises(
+        NetworkFileError, match=r"is a folder, not a network file; no \.yaml or \.yml or \.znni or \.onnx or \.pt2 file"
+    ):
         read_network(tmp_path)
     hdf5 = write(tmp_path, b"\x89HDF\r\n", "net.yml")
     with pytest.raises(NetworkFileError, match="is not text: byte 0x89 at position 0 is not UTF-8"):
@@ -359,7 +365,8 @@ def test_file_without_text_is_refused(tmp_path: Path) -> None:
         read_network(large)
     other = write(tmp_path, POOL, "net.json")
     with pytest.raises(
-        NetworkFileError, match=r"name of a network file ends in \.yaml or \.yml or \.znni, but .*net\.json does not"
+        NetworkFileError,
+        match=r"name of a network file ends in \.yaml or \.yml or \.znni or \.onnx or \.pt2, but .*net\.json does not",
     ):
         read_network(other)
     with pytest.raises(NetworkFileError, match=r"cannot read x+: File name too long; check"):

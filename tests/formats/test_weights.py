@@ -20,9 +20,9 @@ import safetensors.numpy
 
 from tests.support.messages import assert_holds
 from znnpy.errors import MissingExtraError, NetworkFileError
-from znnpy.formats.networks import read_network
 from znnpy.formats.weights import random_weights, read_weights, sha256
 from znnpy.network import Conv, ConvWeights, Maxout, Network, Pool
+from znnpy.network_files import read_network
 
 Arrays = dict[str, npt.NDArray[Any]]
 

@@ -29,11 +29,11 @@ from tests.support.fake_plans import MIXED, WIDE, in_parts, patches, walking
 from tests.support.fake_primitives import FAKES, MACHINE, WITH_GPU
 from znnpy.costs.cost_file import Costs, Measurement
 from znnpy.costs.samples import samples
-from znnpy.formats.networks import SHIPPED, read_network
 from znnpy.formats.weights import random_weights, read_weights
 from znnpy.kernels.table import IN_HOST_RAM, TABLE
 from znnpy.machine import Machine
 from znnpy.network import Conv, Network, Pool
+from znnpy.network_files import SHIPPED, read_network
 from znnpy.option_values import DeviceKind
 from znnpy.planner.run_plan import RunPlan
 from znnpy.planner.validate import check_runs

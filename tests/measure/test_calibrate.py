@@ -19,7 +19,6 @@ from tests.support.flat_requests import request_of
 from znnpy.costs.cost_file import Costs
 from znnpy.costs.model import Rates, assumed_rates
 from znnpy.costs.store import NO_CALIBRATION, CostStore, read_stored, stored_path
-from znnpy.formats.networks import read_network
 from znnpy.kernels.contract import Primitive, Variant
 from znnpy.layer_shapes import LayerShape
 from znnpy.machine import Limits, this_machine
@@ -28,6 +27,7 @@ from znnpy.measure.budget import bytes_of
 from znnpy.measure.calibrate import LAYER_SECONDS, Calibration, calibration_tasks
 from znnpy.measure.survey import Survey
 from znnpy.network import Conv, Network, Pool
+from znnpy.network_files import read_network
 from znnpy.planner.memory import MARGIN_BYTES
 from znnpy.planner.modes import make_plan
 from znnpy.planner.request import CostModel, PlanRequest

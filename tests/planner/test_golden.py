@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from znnpy.formats.networks import read_network
 from znnpy.kernels.cpu.native import library as native
 from znnpy.machine import Gpu, Limits, Machine
+from znnpy.network_files import read_network
 from znnpy.planner.modes import make_plan
 from znnpy.planner.request import PlanRequest, Target
 from znnpy.planner.run_plan import RunPlan

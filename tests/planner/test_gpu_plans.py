@@ -32,9 +32,9 @@ from tests.support.fake_primitives import (
 )
 from tests.support.flat_requests import make_plan
 from znnpy.errors import NoPlanError, PlanFileError, ShapeError
-from znnpy.formats.networks import read_network
 from znnpy.machine import Limits
 from znnpy.network import Conv, Network, Pool
+from znnpy.network_files import read_network
 from znnpy.planner.memory import MIB, Memory, context_bytes, reading_bytes, staging_bytes, writing_bytes
 from znnpy.planner.run_plan import RunPlan
 from znnpy.planner.validate import check_runs

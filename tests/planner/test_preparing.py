@@ -13,9 +13,9 @@ from tests.support.fake_plans import changed
 from tests.support.fake_primitives import BOTH, CARRYING, FAST, FILTER, MACHINE, POOL, SLOW, Fake, on_gpu
 from tests.support.flat_requests import make_plan
 from znnpy.costs.model import CPU_FIRST_TOUCH, assumed_rates
-from znnpy.formats.networks import read_network
 from znnpy.machine import Limits
 from znnpy.network import Network
+from znnpy.network_files import read_network
 from znnpy.planner.pareto import LayerOption, fastest_within, total_seconds
 from znnpy.planner.run_plan import RunPlan
 from znnpy.planner.search import ALIKE

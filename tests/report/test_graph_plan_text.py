@@ -12,10 +12,10 @@ from rich.console import Console
 
 from tests.support.small_unet import SIZE, network, written
 from znnpy.errors import PlanFileError
-from znnpy.formats.networks import read_network
 from znnpy.kernels.table import TABLE
 from znnpy.machine import this_machine
 from znnpy.network import Network
+from znnpy.network_files import read_network
 from znnpy.option_values import Cover
 from znnpy.planner.run_plan import RunPlan
 from znnpy.planner.validate import check_runs

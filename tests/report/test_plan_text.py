@@ -13,10 +13,10 @@ from rich.console import Console
 from tests.support.fake_plans import changed
 from tests.support.fake_primitives import FAKES, MACHINE, RATES, WITH_GPU, limits, on_gpu
 from tests.support.flat_requests import make_plan
-from znnpy.formats.networks import read_network
 from znnpy.layer_shapes import with_batch
 from znnpy.machine import Limits, Machine
 from znnpy.network import Conv, Network, Pool
+from znnpy.network_files import read_network
 from znnpy.planner.memory import READER_BYTES, WRITER_BYTES
 from znnpy.planner.run_plan import RunnerUp, RunPlan
 from znnpy.report.plan_text import plan_renderable

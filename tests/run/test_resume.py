@@ -20,8 +20,8 @@ import znnpy
 from tests.support.cli import Place
 from tests.support.odd_networks import MACHINE, Ways, planned
 from znnpy.errors import ResumeError
-from znnpy.formats.networks import read_network
 from znnpy.inference import infer
+from znnpy.network_files import read_network
 from znnpy.planner.run_plan import FORMAT, RunPlan
 from znnpy.report.run_report import Report
 from znnpy.run.pipeline import Event

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from znnpy.formats.networks import read_network
 from znnpy.network import Network
+from znnpy.network_files import read_network
 
 LAYERS: list[dict[str, Any]] = [
     {"name": "enter", "type": "conv", "kernel": 3, "out": 4, "padding": "same"},

@@ -88,8 +88,8 @@ def _foreign(suffix: str, what: str) -> str | None:
             "README shows"
         )
     return (
-        f"{kind}, which is not read yet: write its layers into a .yaml file, a chain or a graph such as a U-Net, and "
-        "its weights into an .npz file, as 'Your network' in the README shows"
+        f"{kind}, which is not read as a network: convert it to ONNX (networks of Keras and TensorFlow with tf2onnx), "
+        "and give the .onnx file"
     )
 
 

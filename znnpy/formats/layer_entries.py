@@ -356,24 +356,24 @@ class _ActivationEntry(LayerEntry):
 
 
 class _InstanceNormEntry(LayerEntry):
-    """A norm over space. Nothing computes it yet, so its settings are read and not kept, as those of the next ones."""
+    """A norm over space, which nothing computes yet."""
 
     epsilon: Positive = _EPSILON
 
     def layer(self) -> Layer:
-        return NonLocal("instance_norm")
+        return NonLocal("instance_norm", self.epsilon)
 
 
 class _LayerNormEntry(_InstanceNormEntry):
     def layer(self) -> Layer:
-        return NonLocal("layer_norm")
+        return NonLocal("layer_norm", self.epsilon)
 
 
 class _GroupNormEntry(_InstanceNormEntry):
     groups: Count = Field(description=COUNT, examples=["8"])
 
     def layer(self) -> Layer:
-        return NonLocal("group_norm")
+        return NonLocal("group_norm", self.epsilon, self.groups)
 
 
 class _GlobalPoolEntry(LayerEntry):

@@ -8,12 +8,13 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BeforeValidator, Field
 
 from znnpy.errors import NetworkFileError
-from znnpy.formats.entries import ONE_LINE, SIZE, Count, Entry, Finite, Positive, Size, Words, check
+from znnpy.formats.entries import ONE_LINE, SIZE, Count, Entry, Finite, Percentile, Positive, Size, Words, check
 from znnpy.formats.files import COUNT, shown
 from znnpy.formats.layer_entries import Names, read_layer
 from znnpy.formats.wiring import network_of
 from znnpy.formats.yaml12 import read_yaml
 from znnpy.network import PAD_TO_PERIOD, Network, Normalise, PadToPeriod, slides
+from znnpy.normalisation import EPSILON, STATISTICS, StatisticsOf, VolumeStatistics
 from znnpy.option_values import MEANINGS, Meaning
 from znnpy.shapes import Vec3
 
@@ -40,11 +41,20 @@ class _NormaliseEntry(Entry):
     )
 
 
+class _StatisticsEntry(Entry):
+    of_volume: StatisticsOf = Field(description=f"one of {', '.join(STATISTICS)}", examples=["mean_and_std"])
+    jointly: bool = Field(False, description="true or false", examples=["true"])
+    percentiles: Annotated[tuple[Percentile, Percentile], BeforeValidator(_sequence)] = Field(
+        (0.0, 100.0), description="two numbers from 0 to 100, [low, high]", examples=["[1, 99.8]"]
+    )
+    epsilon: Positive = Field(EPSILON, description="a finite number above 0", examples=["1.0e-6"])
+
+
 class _NetworkEntry(Entry):
     name: Words | None = Field(None, description=ONE_LINE, examples=["my_network"])
     description: str = Field("", description="text", examples=["what it was trained for"])
     input_channels: Count = Field(description=COUNT, examples=["1"])
-    normalise: Any = None  # a _NormaliseEntry or empty, checked separately
+    normalise: Any = None  # a _NormaliseEntry, a _StatisticsEntry or empty, checked separately
     weights: Words | None = Field(None, description=f"the path of a file, as {ONE_LINE}", examples=["my_network.npz"])
     layers: list[Any] = Field(  # each entry is checked separately
         min_length=1,
@@ -72,7 +82,8 @@ def parse(content: str, name: str) -> Parsed:
     entry = check(_NetworkEntry, raw, "")
     name = entry.name or name
     layers = [read_layer(index, layer) for index, layer in enumerate(entry.layers)]
-    normalise = _normalise(entry.normalise, entry.input_channels)
+    statistics = _statistics(entry.normalise)
+    normalise = None if statistics else _normalise(entry.normalise, entry.input_channels)
     named = any(one.name is not None or one.reads is not None for one in layers)
     if named or entry.output or entry.pad_to_period or not all(slides(one.layer) for one in layers):
         network = network_of(name, entry.input_channels, layers, normalise, entry.output, entry.pad_to_period)
@@ -82,7 +93,19 @@ def parse(content: str, name: str) -> Parsed:
         raise NetworkFileError(
             f"meaning is sliding, but {network.why_not_sliding}; delete the line, so that it is computed whole"
         )
-    return Parsed(replace(network, asked_meaning=entry.meaning), entry.weights, entry.field_of_view)
+    network = replace(network, asked_meaning=entry.meaning, statistics=statistics)
+    return Parsed(network, entry.weights, entry.field_of_view)
+
+
+def _statistics(raw: object) -> VolumeStatistics | None:
+    """Return the statistics of the volume that the normalisation follows from; None if it is another one."""
+    if not isinstance(raw, dict) or "of_volume" not in raw:
+        return None
+    entry = check(_StatisticsEntry, raw, "normalise: ")
+    low, high = entry.percentiles
+    if low >= high:
+        raise NetworkFileError(f"normalise: percentiles are {low:g} and {high:g}; write the low one first")
+    return VolumeStatistics(entry.of_volume, entry.jointly, (low, high), entry.epsilon)
 
 
 def _normalise(raw: object, channels: int) -> Normalise | None:

@@ -9,8 +9,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from znnpy.admissible import admissible, lattices_of
-from znnpy.lattices import period_along, reaches_of
+from znnpy.admissible import admissible, lattices_of, refuse_non_local
+from znnpy.errors import ShapeError
+from znnpy.lattices import context_of, multiply_adds, period_along, reaches_of
 from znnpy.layers import parameter_count
 from znnpy.network import INPUT, Network
 from znnpy.report.wide_table import SENTENCE, WideOrNarrow, columns_for, indented
@@ -70,18 +71,33 @@ def lines_of(network: Network) -> list[str]:
     outputs = ", ".join((INPUT, *network.names)[tensor] for tensor in network.outputs)
     lines = [
         f"network     {network.name}: {len(network.layers)} nodes, {network.parameters:,} parameters",
+        *_normalisation(network),
         f"output      {outputs}",
         f"period      {text(period_along(network))} voxels",
+        f"work        {2 * multiply_adds(network) / 1000:,.1f} kFLOP for each voxel of the input, by definition",
     ]
     if network.meaning == "sliding":
         return [
             *lines,
             "meaning     sliding: each output voxel is what the network gives on the field of view around it",
         ]
+    try:
+        refuse_non_local(network)
+    except ShapeError as error:
+        return [*lines, f"meaning     none: {error}"]
+    before, behind = context_of(network)
+    lines.append(f"context     {text(before)} voxels before and {text(behind)} behind one period of output (z, y, x)")
     lines.append("meaning     whole: the output is what the network gives on the whole volume")
     if network.pad_to_period == "refuse":
         return [*lines, "padding     refuse: a volume whose size does not suit the period is refused"]
     return [*lines, f"padding     {network.pad_to_period}, beyond the far faces, for a volume whose size does not suit"]
+
+
+def _normalisation(network: Network) -> list[str]:
+    """Say how grey values are normalised where that follows from the volume."""
+    if network.statistics is None:
+        return []
+    return [f"normalise   by the whole volume: {network.statistics}"]
 
 
 def graph_table(rows: list[Row]) -> RenderableType:

@@ -6,6 +6,8 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+from pydantic_core import from_json
+
 from znnpy.errors import DeviceError, PlanFileError, ResumeError, VramError
 from znnpy.machine import Machine, parse_bytes
 from znnpy.messages import excerpt, option
@@ -19,7 +21,8 @@ from znnpy.run.choice import Work, given_plan, smaller_plan
 from znnpy.run.target import DRIVER, OpenTarget
 from znnpy.shapes import Vec3, text
 from znnpy.units import human_bytes, mebibytes
-from znnpy.volume.journal import JournalHeader, Settings
+from znnpy.volume.journal import JournalHeader, Settings, read_header
+from znnpy.volume.registry import WRITTEN_SUFFIXES, store_for
 
 
 def plan_begun(
@@ -104,6 +107,24 @@ def plan_finished(path: Path, plan: object) -> RunPlan:
             f"{path} is complete, but what it says of how it was made cannot be read: {_why(error)}; use it as it is, "
             f"or start again with {option('overwrite', True)}"
         ) from None
+
+
+def statistics_kept(path: Path) -> object:
+    """Return the statistics of its volume that an unfinished or finished output keeps; None if it keeps none."""
+    if path.suffix not in WRITTEN_SUFFIXES:
+        return None
+    try:
+        begun = read_header(path)
+    except OSError:  # entering the output explains it
+        return None
+    if begun is not None:
+        return begun.job.get("statistics")
+    text = store_for(path).attributes_of(path).get("job")
+    try:
+        job = from_json(text) if isinstance(text, str) else None
+    except ValueError:
+        return None
+    return job.get("statistics") if isinstance(job, dict) else None
 
 
 def _why(error: PlanFileError) -> str:

@@ -103,6 +103,11 @@ class Volume(ABC):
         return 0
 
     @property
+    def chunk_size(self) -> Vec3:
+        """Size of the parts that are stored together, (1, 1, 1) if every voxel is stored by itself."""
+        return 1, 1, 1
+
+    @property
     def chunks(self) -> Chunks:
         """Number of chunks of the expected box, and of those that are missing, as far as it is known."""
         return Chunks()

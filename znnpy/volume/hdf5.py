@@ -18,9 +18,11 @@ import numpy.typing as npt
 from znnpy.errors import VolumeError, ZnnpyError
 from znnpy.extras import install
 from znnpy.files import open_regular
+from znnpy.geometry import vector
 from znnpy.messages import excerpt, option
 from znnpy.patches import Box
 from znnpy.planner.memory import READER_BYTES
+from znnpy.shapes import Vec3
 from znnpy.volume.base import Chunks, MissingVoxels, Volume, pick
 from znnpy.volume.hdf5_compressed import CompressedChunks
 from znnpy.volume.hdf5_links import (
@@ -97,6 +99,11 @@ class Hdf5Volume(Volume):
     @property
     def files(self) -> Collection[Path]:
         return self._sources.files
+
+    @property
+    def chunk_size(self) -> Vec3:
+        chunk = self._own.chunk if self._own else ()
+        return vector(chunk[-3:] or (1, 1, 1))
 
     @property
     def chunks(self) -> Chunks:

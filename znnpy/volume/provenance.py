@@ -54,6 +54,7 @@ class JobClaim(_Checked):
     roi: Annotated[str, Field(pattern=r"^([0-9]{1,18}:[0-9]{1,18}(,[0-9]{1,18}:[0-9]{1,18}){2})?$")]
     border: Border
     output_dtype: OutputDtype
+    statistics: dict[str, Any] | None = None  # of the volume, where the network normalises by them
 
 
 @dataclass(frozen=True, slots=True)

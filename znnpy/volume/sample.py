@@ -63,7 +63,7 @@ class Sample:
 
     def doubts(self, network: Network) -> tuple[str, ...]:
         """Return a sentence for each channel whose grey values do not have the scale that `normalise` expects."""
-        if network.normalise is None:
+        if network.normalise is None or network.statistics is not None:  # statistics are on no other scale
             return ()
         expected = zip(self.channels, network.normalise.mean, network.normalise.std, strict=True)
         return tuple(

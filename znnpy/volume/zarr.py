@@ -14,9 +14,11 @@ import numpy.typing as npt
 
 from znnpy.errors import MissingExtraError, ThreadError, VolumeError, ZnnpyError
 from znnpy.extras import install
+from znnpy.geometry import vector
 from znnpy.messages import excerpt
 from znnpy.patches import Box
 from znnpy.planner.memory import READER_BYTES
+from znnpy.shapes import Vec3
 from znnpy.volume.base import Chunks, MissingVoxels, Volume, pick, why_not
 from znnpy.volume.decompression import ChunkTooLargeError
 from znnpy.volume.regions import Region, pieces
@@ -69,6 +71,10 @@ class ZarrVolume(Volume):
     @property
     def files(self) -> Collection[Path]:
         return (self.path, self.path / self.dataset)
+
+    @property
+    def chunk_size(self) -> Vec3:
+        return vector(self._node.chunk[-3:])
 
     @property
     def chunks(self) -> Chunks:

@@ -1,4 +1,4 @@
-"""Read networks from `network.yaml`, from ZNNi's `.znni`, and from the package itself.
+"""Read networks from `network.yaml`, ZNNi's `.znni`, files of ONNX and PyTorch, and from the package itself.
 
 Every mistake in a file is a NetworkFileError of one sentence: where it is, what was read, what is accepted, what to do.
 """
@@ -7,32 +7,42 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from znnpy.errors import NetworkFileError, ShapeError
 from znnpy.files import read_regular
 from znnpy.formats import network_yaml, network_znni
 from znnpy.formats.files import LARGEST, cannot_read, require_file
 from znnpy.messages import excerpt
-from znnpy.network import Network
+from znnpy.network import ConvWeights, Network
 from znnpy.option_values import Meaning
 from znnpy.shapes import Vec3, text
 
-DEFAULT = "fib25_boundary"
-SHIPPED = (
-    Path(__file__).parent.parent / "networks"
-)  # real files, not importlib.resources: numpy and safetensors need them
+if TYPE_CHECKING:
+    from znnpy.importing.finish import Wishes
+    from znnpy.importing.imported import Imported
 
-SUFFIXES = (".yaml", ".yml", ".znni")
+DEFAULT = "fib25_boundary"
+SHIPPED = Path(__file__).parent / "networks"  # real files, not importlib.resources: numpy and safetensors need them
+
+SUFFIXES = (".yaml", ".yml", ".znni", ".onnx", ".pt2")
+IMPORTED = (".onnx", ".pt2")  # files that hold layers and weights of another framework
+RENAME = "is an exported program, whose name ends in .pt2; rename it"
+FOREIGN = (".pt", ".pth", ".ckpt", ".torchscript")  # of PyTorch: to read what they hold may run any code
 LARGEST_FILE = 2**18  # bytes; the largest network that is allowed is smaller
 
 
 @dataclass(frozen=True)
 class NetworkFile:
-    """A network, the weights file that it names (`plan` does not need it to exist), and the file it was read from."""
+    """A network, the weights file that it names (`plan` does not need it to exist), and the file it was read from.
+
+    held  weights that the file itself holds, in the order of the layers
+    """
 
     network: Network
     weights: Path | None
     path: Path
+    held: tuple[ConvWeights, ...] | None = None
 
 
 def shipped() -> tuple[str, ...]:
@@ -51,11 +61,42 @@ def read_network(where: str | Path, meaning: Meaning | None = None) -> NetworkFi
     return file if meaning is None else replace(file, network=replace(file.network, asked_meaning=meaning))
 
 
+def read_model(path: Path, wishes: Wishes, name: str | None = None) -> Imported:
+    """Read a network file of another framework, .onnx or .pt2, or a model description of bioimage.io.
+
+    wishes  what the file does not say; name: of the network, None: that of the file
+
+    NetworkFileError for whatever is wrong with the file; MissingExtraError if a package is missing.
+    """
+    from znnpy.importing.description import is_described  # the readers load numpy, as the command line does not
+    from znnpy.importing.files import imported_file
+    from znnpy.importing.torch_files import why_not_pt2
+
+    try:
+        if path.suffix.lower() in FOREIGN and path.is_file():
+            raise NetworkFileError(f"{path} {why_not_pt2(path) or RENAME}")
+        _refuse_zip(path)
+        if not is_described(path):
+            require_file(path, "model", IMPORTED)
+        return imported_file(path, wishes, name)
+    except OSError as error:
+        raise cannot_read(path, error) from error
+
+
 def _read(where: str | Path) -> NetworkFile:
+    from znnpy.importing.description import description_in, is_described
+    from znnpy.importing.finish import Wishes
+
     path = Path(where)
     try:
         if not path.is_file() and str(where) in shipped():
             path = SHIPPED / f"{where}.yaml"
+        _refuse_zip(path)
+        if path.is_dir():
+            path = description_in(path) or path
+        if (path.suffix.lower() in (*IMPORTED, *FOREIGN) and path.is_file()) or is_described(path):
+            made = read_model(path, Wishes())
+            return NetworkFile(made.network, None, path, made.weights)
         require_file(path, "network", SUFFIXES, also=shipped())
         content = _read_text(path)
     except OSError as error:
@@ -72,6 +113,14 @@ def _read(where: str | Path) -> NetworkFile:
         raise error.with_context(str(path)) from None
     except ShapeError as error:
         raise NetworkFileError(f"{path}: {error}") from None
+
+
+def _refuse_zip(path: Path) -> None:
+    if path.suffix.lower() == ".zip" and path.is_file():
+        raise NetworkFileError(
+            f"{path} is an archive, and files are read where they are; unpack it with `unzip`, and give the folder or "
+            "the rdf.yaml in it"
+        )
 
 
 def _check_field_of_view(network: Network, said: Vec3 | None) -> None:

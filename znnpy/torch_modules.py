@@ -1,0 +1,139 @@
+"""PyTorch modules as networks of znnpy: `from_torch` and `compile`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from znnpy.errors import VolumeError
+from znnpy.importing.finish import Wishes
+from znnpy.messages import excerpt
+from znnpy.network import Normalise, PadToPeriod
+from znnpy.option_values import Meaning
+from znnpy.trained import TrainedNetwork
+
+if TYPE_CHECKING:
+    import torch
+
+
+def from_torch(
+    module: torch.nn.Module,
+    example: Any = None,
+    *,
+    name: str | None = None,
+    outputs: Sequence[str] | None = None,
+    normalise: Normalise | None = None,
+    pad_to_period: PadToPeriod | None = None,
+    description: str | Path | None = None,
+    meaning: Meaning | None = None,
+) -> TrainedNetwork:
+    """Return a PyTorch module in evaluation mode as a network with its weights.
+
+    module         takes one array, (1, channels, z, y, x) float32; or (1, channels, y, x), which is computed for each z
+    example        an array that the module takes; None: its size is found by trial, without computing anything
+    name           of the network; None: the name of the module's class
+    outputs        names of outputs, or of nodes, that are the network's output; None: all outputs of the module
+    normalise      of the grey values, before the module; None: the module gets them as they are
+    pad_to_period  what lies beyond the far faces of a volume whose size does not suit; None: "reflect"
+    description    of bioimage.io (rdf.yaml), for what is done before and behind the module; its weights are not read
+    meaning        "sliding" or "whole": what an output voxel is; None: sliding if the network supports it
+
+    NetworkFileError: torch.export makes no graph of the module, or an operator is not supported, or its result depends
+    on the size of the volume; the message names it. MissingExtraError without PyTorch.
+    """
+    from znnpy.importing.from_torch import imported_module
+
+    wishes = Wishes(None if outputs is None else tuple(outputs), normalise, pad_to_period)
+    described = None
+    if description is not None:
+        from znnpy.importing.description import read_description
+
+        described = read_description(Path(description), wishes)
+        wishes, name = described.wishes, name or described.name
+    made = imported_module(module, example, wishes, name or type(module).__name__)
+    if described is not None:
+        described.check_order(made.order, "the module")
+    network = made.network if meaning is None else replace(made.network, asked_meaning=meaning)
+    return TrainedNetwork(network, made.weights)
+
+
+@dataclass(frozen=True)
+class CompiledModule:
+    """A PyTorch module that znnpy computes. Calling it takes and gives what the module does.
+
+    network  layers and weights
+    words    names of the module's outputs: numbers if it gives one array or several, keys if it gives a dictionary
+    planar   the module is over images, (batch, channels, y, x)
+    options  of each call, such as `ram` and `threads`
+    """
+
+    network: TrainedNetwork
+    words: tuple[str, ...]
+    planar: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, volume: Any) -> Any:
+        """Return what the module gives for a volume.
+
+        volume  (z, y, x), (channels, z, y, x) or (batch, channels, z, y, x), and (batch, channels, y, x) for a module
+                over images: a tensor of PyTorch, or anything that numpy makes an array of, such as a Zarr array
+
+        Returns float32 of as many dimensions, with maps in place of channels: a tensor on the device of the input for a
+        tensor, and else a numpy array. For a volume larger than memory use `znnpy.infer`.
+
+        ShapeError, NoPlanError, VolumeError: as from TrainedNetwork.
+        """
+        given = volume.detach().cpu().numpy() if _is_tensor(volume) else np.asarray(volume)
+        if given.ndim not in (3, 4, 5):
+            raise VolumeError(
+                f"the volume has the shape {excerpt(given.shape)}; give (batch, channels, z, y, x), or fewer"
+            )
+        found = self._computed(given)
+        if _is_tensor(volume):
+            import torch
+
+            found = [torch.from_numpy(one).to(volume.device) for one in found]
+        if self.words == ("0",):
+            return found[0]
+        if all(word.isdecimal() for word in self.words):
+            return tuple(found)
+        return dict(zip(self.words, found, strict=True))
+
+    def _computed(self, given: npt.NDArray[Any]) -> list[npt.NDArray[np.float32]]:
+        """Return each output for an array of any of the shapes."""
+        if self.planar and given.ndim == 4:  # (batch, channels, y, x): each image is a plane of a volume
+            return [np.moveaxis(one, 0, 1) for one in self._parts(np.moveaxis(given, 0, 1))]
+        if given.ndim == 5:
+            by_volume = [self._parts(one) for one in given]
+            return [np.stack(parts) for parts in zip(*by_volume, strict=True)]
+        return self._parts(given)
+
+    def _parts(self, volume: npt.NDArray[Any]) -> list[npt.NDArray[np.float32]]:
+        found = self.network(np.ascontiguousarray(volume), **self.options)
+        ends = np.cumsum([0, *self.network.network.output_maps]).tolist()
+        return [found[begin:end] for begin, end in pairwise(ends)]
+
+
+def _is_tensor(volume: Any) -> bool:
+    return type(volume).__module__.partition(".")[0] == "torch"
+
+
+def compile(module: torch.nn.Module, example: Any = None, **options: Any) -> CompiledModule:
+    """Return a drop-in for a PyTorch module in evaluation mode that znnpy computes.
+
+    module   as `from_torch` takes it, and `example`
+    options  of each call, as `TrainedNetwork` takes them, such as ram="16G", threads=8, device="cpu"
+
+    The errors are those of `from_torch`.
+    """
+    from znnpy.importing.from_torch import imported_module
+
+    made = imported_module(module, example, Wishes(), type(module).__name__)
+    network = replace(made.network, asked_meaning="whole")  # of which a chain would give another result than the module
+    return CompiledModule(TrainedNetwork(network, made.weights), made.words, made.planar, options)
