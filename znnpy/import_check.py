@@ -17,6 +17,7 @@ from znnpy.extras import install
 from znnpy.files import open_regular
 from znnpy.formats.npy import read_npy_header
 from znnpy.geometry import vector
+from znnpy.importing.aten_walk import IGNORED
 from znnpy.importing.imported import Imported
 from znnpy.importing.processing import Processing
 from znnpy.importing.program import Program, Ref
@@ -35,6 +36,7 @@ LARGEST_SIZE = 400  # voxels along each axis of a volume that is tried
 ALLOWED = 1e-5  # of the largest value of an output
 ALLOWED_TESTED = 1e-3  # where the arrays are of other machines and versions
 MOST_TESTED = 2**27  # values of an array of a test
+_WORDS = {"dtype", "layout", "memory_format"}  # arguments that programs have as words
 _PAD_MODES = {"reflect": "reflect", "replicate": "edge", "zeros": "constant"}
 
 
@@ -236,9 +238,15 @@ def run_program(program: Program, words: Sequence[str], *, planar: bool) -> Run:
         with torch.no_grad():
             for call in program.calls:
                 operator, overload = call.target.removeprefix("aten.").split(".")
-                result = getattr(getattr(torch.ops.aten, operator), overload)(
-                    **{key: given(value) for key, value in call.arguments.items()}
-                )
+                if operator in IGNORED:
+                    continue
+                arguments = {key: given(value) for key, value in call.arguments.items() if key != "pin_memory"}
+                if "device" in arguments:
+                    arguments["device"] = torch.device("cpu")
+                for key in _WORDS & arguments.keys():
+                    if isinstance(word := arguments[key], str):
+                        arguments[key] = getattr(torch, word.removeprefix("torch."))
+                result = getattr(getattr(torch.ops.aten, operator), overload)(**arguments)
                 many = result if isinstance(result, list | tuple) else [result]
                 values.update(zip(call.results, many, strict=False))
         return [_unbatched(values[program.outputs[word]].numpy(), planar) for word in words]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from znnpy.formats.entries import FLOAT32_MAX
-from znnpy.importing.aten_walk import Arguments, aten
+from znnpy.importing.aten_walk import Arguments, aten, tensor
 from znnpy.importing.builder import Builder
 from znnpy.importing.tensors import Tensor, kinds
 from znnpy.layers import Function
@@ -174,3 +174,35 @@ def _pow(builder: Builder, a: Arguments) -> Tensor:
     if exponent not in (1, 2):
         raise builder.error(f"raises to the power {exponent}, and only 1 and 2 are supported")
     return builder.multiply(a["self"], a["self"]) if exponent == 2 else a["self"]
+
+
+@aten("maximum")
+def _maximum(builder: Builder, a: Arguments) -> Tensor:
+    if not isinstance(a["self"], Tensor) or not isinstance(a["other"], Tensor):
+        raise builder.error("compares with known values, and only with another array or, as clamp, with a number")
+    return builder.maximum(a["self"], a["other"])
+
+
+@aten("max")
+def _max(builder: Builder, a: Arguments) -> Any:
+    if "other" in a:
+        return _maximum(builder, a)
+    if "dim" not in a:
+        raise builder.error("is the maximum of all values, which depends on the whole volume")
+    return [builder.largest_map(a["self"], a["dim"], keep=bool(a.get("keepdim", False))), None]
+
+
+@aten("minimum")
+def _minimum(builder: Builder, a: Arguments) -> Tensor:
+    negative = {key: _affine_in_place(builder, tensor(a[key]), -1.0, 0.0) for key in ("self", "other")}
+    return _affine_in_place(builder, builder.maximum(negative["self"], negative["other"]), -1.0, 0.0)
+
+
+@aten("ones_like")
+def _ones(builder: Builder, a: Arguments) -> Tensor:
+    return _affine_in_place(builder, a["self"], 0.0, 1.0)
+
+
+@aten("zeros_like", "full_like")
+def _full(builder: Builder, a: Arguments) -> Tensor:
+    return _affine_in_place(builder, a["self"], 0.0, float(a.get("fill_value", 0.0)))

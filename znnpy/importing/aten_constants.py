@@ -48,6 +48,11 @@ def _expanded(a: Mapping[str, Any]) -> Array:
     return np.broadcast_to(x, tuple(n if want == -1 else want for n, want in zip(own, size, strict=True)))
 
 
+def _filled(value: float) -> Callable[[Mapping[str, Any]], Array]:
+    """Return how an array of one value is made, which takes the memory of that value."""
+    return lambda a: np.broadcast_to(np.float32(value), tuple(a["size"]))
+
+
 _BROADCAST = ("add", "sub", "mul", "div")
 KNOWN: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "add": lambda a: a["self"] + a.get("alpha", 1) * a["other"],
@@ -75,4 +80,7 @@ KNOWN: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "var": _variance,
     "std": lambda a: np.sqrt(_variance(a)),
     "_weight_norm": _weight_norm,
+    "zeros": _filled(0.0),
+    "ones": _filled(1.0),
+    "full": lambda a: np.broadcast_to(np.float32(a["fill_value"]), tuple(a["size"])),
 }

@@ -16,11 +16,13 @@ from znnpy.importing.tensors import Tensor
 
 @aten("cat", "concat", "concatenate")
 def _cat(builder: Builder, a: Arguments) -> Tensor:
-    parts = a["tensors"]
-    for part in parts:
-        if not isinstance(part, Tensor):
-            raise builder.error(f"joins maps with known values of shape {part.shape}, which is not supported")
-    return builder.concat(parts, a.get("dim", 0))
+    return builder.joined(a["tensors"], a.get("dim", 0))
+
+
+@aten("stack")
+def _stack(builder: Builder, a: Arguments) -> Tensor:
+    parts = [tensor(part) for part in a["tensors"]]
+    return builder.stacked(parts, a.get("dim", 0) % (len(parts[0].dims) + 1))
 
 
 def _ends(n: int, begin: int | None, end: int | None) -> tuple[int, int]:

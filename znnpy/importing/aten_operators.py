@@ -169,12 +169,30 @@ def _adaptive_max(builder: Builder, a: Arguments) -> list[Any]:
     return [_adaptive(builder, a), None]
 
 
-@aten("mean", "amax")
-def _over_space(builder: Builder, a: Arguments) -> Tensor:
+@aten("mean", "sum")
+def _mean(builder: Builder, a: Arguments) -> Tensor:
     x, dims = a["self"], [d % len(a["self"].dims) for d in many(a.get("dim"))]
+    keep, mean = bool(a.get("keepdim", False)), "aten.mean" in builder.here
+    if len(dims) == 1 and set(kinds(x.dims[dims[0]])) <= {"c"}:
+        return builder.over_maps(x, dims[0], 1 / x.shape[dims[0]] if mean else 1.0, keep=keep)
+    return _over_space(builder, x, dims, keep=keep)
+
+
+@aten("amax")
+def _amax(builder: Builder, a: Arguments) -> Tensor:
+    x, dims = a["self"], [d % len(a["self"].dims) for d in many(a.get("dim"))]
+    keep = bool(a.get("keepdim", False))
+    if dims == [1]:
+        return builder.largest_map(x, 1, keep=keep)
+    return _over_space(builder, x, dims, keep=keep)
+
+
+def _over_space(builder: Builder, x: Tensor, dims: list[int], *, keep: bool) -> Tensor:
     if sorted(dims) != list(range(2, len(x.dims))):
-        raise builder.error(f"is over the dimensions {dims} of {x.shape}, and only one over all of space is known")
-    return builder.global_pool(x, keep=bool(a.get("keepdim", False)))
+        raise builder.error(
+            f"is over the dimensions {dims} of {x.shape}, and only one over all of space, or over maps, is known"
+        )
+    return builder.global_pool(x, keep=keep)
 
 
 def _upsample(builder: Builder, a: Arguments, how: Literal["nearest", "linear"]) -> Tensor:

@@ -16,23 +16,31 @@ import numpy as np
 import numpy.typing as npt
 
 from znnpy.geometry import vector
-from znnpy.importing.arranged import Arranged
 from znnpy.importing.drafts import planar_dims
-from znnpy.importing.tensors import AXES, Axis, Dimension, Factor, LayoutError, Tensor, combinations, kinds, whole
+from znnpy.importing.joins import Joins
+from znnpy.importing.tensors import (
+    AXES,
+    Dimension,
+    Factor,
+    LayoutError,
+    Tensor,
+    combinations,
+    in_order,
+    kinds,
+    order_of,
+    whole,
+)
 from znnpy.layers import (
     NO_PADDING,
     ONE,
     ZERO,
     Activate,
-    Add,
     AveragePool,
-    Concat,
     Conv,
     ConvTranspose,
     Crop,
     Function,
     Layer,
-    Multiply,
     NonLocal,
     Pad,
     PadMode,
@@ -49,7 +57,7 @@ NonLocalKind = Literal["instance_norm", "group_norm", "layer_norm"]
 
 
 @dataclass
-class Builder(Arranged):
+class Builder(Joins):
     """The layers so far, and a method for each operator that adds some."""
 
     # --- operators with weights ---
@@ -179,28 +187,6 @@ class Builder(Arranged):
             raise self.error(f"is over dimension {dimension} of {x.shape}, and only softmax over the maps is local")
         return self._emit(Activate("softmax"), (x,), like=x)
 
-    def add(self, first: Tensor, second: Tensor) -> Tensor:
-        """Add two arrays, of which one may have a single map."""
-        return self._join(Add(), first, second)
-
-    def multiply(self, first: Tensor, second: Tensor) -> Tensor:
-        """Multiply two arrays value by value, of which one may have a single map."""
-        return self._join(Multiply(), first, second)
-
-    def concat(self, parts: Sequence[Tensor], dimension: int) -> Tensor:
-        """Put arrays one behind the other along the dimension of the maps."""
-        at = dimension % len(parts[0].dims)
-        if len(parts) == 1:
-            return parts[0]
-        found = [self._with_maps_at(part, at) for part in parts]
-        if len({part.size for part in found}) > 1:
-            sizes = " and ".join(dict.fromkeys(text(part.size) for part in found))
-            raise LayoutError(
-                f"{self.here} joins {sizes} voxels along dimension {dimension}, and only maps can be joined"
-            )
-        made = self._emit(Concat(), found)
-        return replace(made, dims=_in_order(made, _order(parts[0].dims, at)))
-
     def pool(
         self,
         x: Tensor,
@@ -265,7 +251,7 @@ class Builder(Arranged):
         if len(x.dims[at]) != 1 or own[0] not in AXES or x.shape[at] != x.size[AXES.index(own[0])]:
             raise LayoutError(f"{self.here} takes a part of dimension {dimension} of {x.shape}, which is no whole axis")
         axis = AXES.index(own[0])
-        order = _order(x.dims, next((i for i, dim in enumerate(x.dims) if kinds(dim) == ["c"]), -1))
+        order = order_of(x.dims, next((i for i, dim in enumerate(x.dims) if kinds(dim) == ["c"]), -1))
         x = self._with_maps_at(x, None)
         before, behind = [0, 0, 0], [0, 0, 0]
         before[axis], behind[axis] = begin, x.size[axis] - end
@@ -278,7 +264,7 @@ class Builder(Arranged):
                 (made,),
                 ConvWeights(np.ones((made.maps, 1, 1, 1, 1), np.float32), np.zeros(made.maps, np.float32)),
             )
-        return replace(made, dims=_in_order(made, order))
+        return replace(made, dims=in_order(made, order))
 
     def crop(self, x: Tensor, before: Vec3, behind: Vec3) -> Tensor:
         """Cut voxels off a tensor with maps over a volume. Crops of several dimensions that follow become one."""
@@ -324,26 +310,6 @@ class Builder(Arranged):
         maps: Dimension = (Factor("c", x.maps),) if x.maps > 1 else ()
         return replace(made, dims=((), maps, *([()] * (rank - 2 if keep else 0))))
 
-    def _join(self, layer: Add | Multiply, first: Tensor, second: Tensor) -> Tensor:
-        """Join two arrays value by value, with broadcasting."""
-        if any(f.of == "copies" for dim in (*first.dims, *second.dims) for f in dim):
-            first, second = self.canonical(first), self.canonical(second)
-        many = max(len(first.dims), len(second.dims))
-        one, two = ([()] * (many - len(t.dims)) + list(t.dims) for t in (first, second))
-        shape = tuple(max(prod(f.size for f in a), prod(f.size for f in b)) for a, b in zip(one, two, strict=True))
-        widest = first if prod(first.shape) >= prod(second.shape) else second
-        for a, b in zip(one, two, strict=True):
-            if a and b and a != b:
-                raise LayoutError(f"{self.here} joins arrays of shapes {first.shape} and {second.shape}")
-        if prod(widest.shape) != prod(shape):
-            raise self.error(f"joins arrays of shapes {first.shape} and {second.shape}, neither of which has {shape}")
-        for t in (first, second):
-            if t.size not in (widest.size, ONE) or t.maps not in (widest.maps, 1):
-                raise LayoutError(f"{self.here} joins arrays of shapes {first.shape} and {second.shape}")
-        if widest.dims != tuple(one) and widest.dims != tuple(two):
-            raise LayoutError(f"{self.here} joins arrays of shapes {first.shape} and {second.shape}")
-        return self._emit(layer, (first, second), like=widest)
-
     # --- the parts of layers ---
 
     def _kernel(self, weight: npt.NDArray[np.generic]) -> tuple[npt.NDArray[np.generic], int]:
@@ -362,17 +328,6 @@ class Builder(Arranged):
         if len(values) != 3:
             raise self.error(f"has {len(values)} sizes for {depth} dimensions")
         return values[0], values[1], values[2]
-
-
-def _order(dims: Sequence[Dimension], at: int) -> list[Axis | None]:
-    """Return which axis each dimension of an array is, with the maps in dimension `at`; None for size 1."""
-    return ["c" if i == at else next(iter(kinds(dim)), None) for i, dim in enumerate(dims)]
-
-
-def _in_order(x: Tensor, order: Sequence[Axis | None]) -> tuple[Dimension, ...]:
-    """Return the dimensions of a tensor in an order of axes."""
-    sizes = dict(zip(("c", *AXES), (x.maps, *x.size), strict=True))
-    return tuple((Factor(of, sizes[of]),) if of is not None and sizes.get(of, 1) > 1 else () for of in order)
 
 
 def _resized(dims: Sequence[Dimension], was: Vec3, size: Vec3) -> tuple[Dimension, ...]:

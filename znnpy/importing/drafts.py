@@ -15,7 +15,7 @@ from znnpy.formats.entries import LONGEST_LINE
 from znnpy.formats.files import LARGEST
 from znnpy.geometry import AxisLayer, vector
 from znnpy.importing.tensors import Dimension, LayoutError, Tensor, whole
-from znnpy.layers import Concat, Conv, ConvTranspose, Layer, NonLocal
+from znnpy.layers import Layer, NonLocal, maps_after
 from znnpy.messages import excerpt
 from znnpy.network import INPUT, ConvWeights
 from znnpy.shapes import Vec3, text
@@ -156,13 +156,7 @@ class Drafts:
                 size = vector(AxisLayer(layer, axis).size(size[axis]) for axis in range(3))
         if min(size) < 1:
             raise LayoutError(f"{self.here} gets {text(first.size)} voxels, which are too few for one output")
-        match layer:
-            case Conv() | ConvTranspose():
-                maps = layer.out
-            case Concat():
-                maps = sum(t.maps for t in reads)
-            case _:
-                maps = max(t.maps for t in reads)
+        maps = maps_after(layer, tuple(t.maps for t in reads))
         if maps > LARGEST:
             raise self.error(f"gives {maps} maps, and {LARGEST} at most are computed")
         draft = Draft(name, tuple(options) or (layer,), tuple(t.node for t in reads), weights)

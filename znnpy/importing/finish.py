@@ -16,9 +16,9 @@ from znnpy.importing.drafts import Draft
 from znnpy.importing.imported import Imported
 from znnpy.importing.processing import Processing
 from znnpy.importing.simplify import read_by_outputs, simplified
-from znnpy.importing.tensors import AXES, Tensor, kinds
+from znnpy.importing.tensors import AXES, LayoutError, Tensor, kinds
 from znnpy.lattices import period_along
-from znnpy.layers import has_weights
+from znnpy.layers import NonLocal, has_weights
 from znnpy.messages import excerpt
 from znnpy.network import INPUT, ConvWeights, Network, Normalise, PadToPeriod
 from znnpy.normalisation import VolumeStatistics
@@ -123,7 +123,7 @@ def _outputs(walk: Walk, wanted: Sequence[str] | None) -> list[str]:
     for one in names:
         if one in walk.outputs:
             builder.at(f"{one}", "output")
-            found.append(builder.canonical(_maps_first(walk.outputs[one])).node)
+            found.append(_canonical(builder, walk.outputs[one]).node)
         elif one in nodes:
             found.append(one)
         else:
@@ -134,6 +134,20 @@ def _outputs(walk: Walk, wanted: Sequence[str] | None) -> list[str]:
     if len(set(found)) < len(found):
         raise NetworkFileError(f"the outputs {', '.join(map(excerpt, names))} are not all different; name each once")
     return found
+
+
+def _canonical(builder: Builder, tensor: Tensor) -> Tensor:
+    """Return an output as maps over the volume. NetworkFileError: it is one answer for a whole volume."""
+    try:
+        return builder.canonical(_maps_first(tensor))
+    except LayoutError as error:
+        pooled = [draft.name for draft in builder.drafts if draft.layer == NonLocal("global_pool")]
+        if not pooled:
+            raise
+        raise builder.error(
+            f"has the shape {tensor.shape}: after node {excerpt(pooled[-1], 60)} (global_pool) the network gives one "
+            "answer for a whole volume, and only those with one for each voxel can be computed"
+        ) from error
 
 
 def _maps_first(tensor: Tensor) -> Tensor:

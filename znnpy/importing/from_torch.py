@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -92,7 +94,7 @@ def _found_shape(module: torch.nn.Module) -> tuple[int, ...]:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), warnings.catch_warnings():
+    with _silent(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for shape in _shapes(module):
             try:
@@ -113,6 +115,18 @@ def _found_shape(module: torch.nn.Module) -> tuple[int, ...]:
         f"{type(module).__name__} takes no array of up to {LARGEST_SIZE} voxels along each axis: "
         f"{excerpt(_first_line(refused) if refused else 'it has no convolutions')}; give an example of its input"
     )
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Keep PyTorch from reporting shapes that do not suit, which are expected."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _shapes(module: torch.nn.Module) -> Iterator[tuple[int, ...]]:

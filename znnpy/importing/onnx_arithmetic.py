@@ -144,15 +144,20 @@ def _power(site: Site) -> Value:
 @operator("Min", "Max")
 def _limit(site: Site) -> Value:
     tensors = [at for at, value in enumerate(site.given) if not isinstance(value, np.ndarray)]
-    if len(tensors) != 1:
-        raise site.error(f"compares {len(tensors)} arrays that depend on the image, and only one with a number can be")
     numbers = [site.number(at, 0.0) for at in range(len(site.given)) if at not in tensors]
-    x = site.tensor(tensors[0])
+    x, *others = (site.tensor(at) for at in tensors)
+    largest = site.step.kind == "Max"
+    for other in others:
+        x = site.builder.maximum(x, other) if largest else _smaller(site, x, other)
     if not numbers:
         return x
-    return (
-        _clipped(site, x, max(numbers), np.inf) if site.step.kind == "Max" else _clipped(site, x, -np.inf, min(numbers))
-    )
+    return _clipped(site, x, max(numbers), np.inf) if largest else _clipped(site, x, -np.inf, min(numbers))
+
+
+def _smaller(site: Site, first: Tensor, second: Tensor) -> Tensor:
+    """Take the smaller of two arrays at each value."""
+    one, two = (scaled(site, x, _number(-1), _number(0)) for x in (first, second))
+    return scaled(site, site.builder.maximum(one, two), _number(-1), _number(0))
 
 
 @operator("Clip")

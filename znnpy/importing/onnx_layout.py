@@ -179,8 +179,9 @@ def _concat(site: Site) -> Value:
     repeated = _repeated(site, axis)
     if repeated is not None:
         return repeated
-    parts = [site.tensor(at) for at in range(len(site.given))]
-    return site.builder.concat(parts, site.axis(axis, len(parts[0].dims)))
+    parts = [value if isinstance(value, np.ndarray) else site.tensor(at) for at, value in enumerate(site.given)]
+    rank = next(len(part.dims) for part in parts if isinstance(part, Tensor))
+    return site.builder.joined(parts, site.axis(axis, rank))
 
 
 def _repeated(site: Site, axis: int) -> Tensor | None:

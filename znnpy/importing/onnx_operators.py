@@ -162,12 +162,16 @@ def _reduce(site: Site) -> Value:
     axes = [site.axis(axis, rank) for axis in given or range(rank)]
     rest = [at for at in range(rank) if at not in axes]
     over = {axis for at in axes for axis in kinds(x.dims[at])}
+    keep = bool(site.count("keepdims", 1))
+    if len(axes) == 1 and over == {"c"}:
+        if site.step.kind == "ReduceMean":
+            return site.builder.over_maps(x, axes[0], 1 / x.shape[axes[0]], keep=keep)
+        return site.builder.largest_map(x, axes[0], keep=keep)
     if len(rest) != 2 or x.shape[rest[0]] != 1 or not over <= set(AXES):
         raise site.error(
             f"is over the dimensions {axes} of {x.shape}, and only a mean or maximum over the whole volume can be read"
         )
     order = [*rest, *sorted(axes)]
-    keep = bool(site.count("keepdims", 1))
     made = site.builder.global_pool(x.transposed(order), keep=keep)
     return made.transposed([order.index(at) for at in range(rank)]) if keep else made
 

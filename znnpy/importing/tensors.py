@@ -82,6 +82,10 @@ class Tensor:
             dims.append(_merged(dim))
         return replace(self, dims=tuple(dims))
 
+    def without(self, dimension: int) -> Tensor:
+        """Return the array without a dimension of size 1."""
+        return replace(self, dims=self.dims[:dimension] + self.dims[dimension + 1 :])
+
     def expanded(self, shape: Sequence[int]) -> Tensor:
         """Return the array broadcast to a shape, whose last dimensions are its own; -1 keeps a size."""
         added = len(shape) - len(self.dims)
@@ -149,3 +153,14 @@ def _mixes(was: tuple[int, ...], to: Sequence[int]) -> LayoutError:
 def kinds(dim: Dimension) -> list[Axis]:
     """Return the axes that a dimension has parts of, in order."""
     return [of for of, _ in groupby(factor.of for factor in dim)]
+
+
+def order_of(dims: Sequence[Dimension], at: int) -> list[Axis | None]:
+    """Return which axis each dimension of an array is, with the maps in dimension `at`; None for size 1."""
+    return ["c" if i == at else next(iter(kinds(dim)), None) for i, dim in enumerate(dims)]
+
+
+def in_order(x: Tensor, order: Sequence[Axis | None]) -> tuple[Dimension, ...]:
+    """Return the dimensions of a tensor in an order of axes."""
+    sizes = dict(zip(("c", *AXES), (x.maps, *x.size), strict=True))
+    return tuple((Factor(of, sizes[of]),) if of is not None and sizes.get(of, 1) > 1 else () for of in order)
