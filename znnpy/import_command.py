@@ -42,6 +42,11 @@ PAD_TO_PERIOD = ("reflect", "replicate", "zeros", "refuse")
     help="Grey values become (grey - MEAN) / STD before the network [default: they stay, unless the file says so].",
 )
 @click.option(
+    "--axes",
+    type=click.Choice(("nczyx", "nzyxc", "ncyx", "nyxc")),
+    help="Order of the dimensions of the file's input, n being the batch [default: the order in which it can be read].",
+)
+@click.option(
     "--pad-to-period",
     type=click.Choice(PAD_TO_PERIOD),
     help="What lies beyond the far faces of a volume whose size does not suit [default: reflect].",
@@ -55,6 +60,7 @@ def import_model(
     name: str | None,
     outputs: tuple[str, ...],
     normalise: str | None,
+    axes: str | None,
     pad_to_period: str | None,
     overwrite: bool,
     as_json: bool,
@@ -74,7 +80,7 @@ def import_model(
     from znnpy.network_files import read_model
     from znnpy.report.network_table import graph_json, graph_table, lines_of, rows_of
 
-    wishes = Wishes(outputs or None, _normalise(normalise), pad_to_period)  # type: ignore[arg-type]
+    wishes = Wishes(outputs or None, _normalise(normalise), pad_to_period, order=axes)  # type: ignore[arg-type]
     with working():
         made = read_model(model, wishes, name)
     targets = (

@@ -49,6 +49,9 @@ MOST_THREADS = 2**12
 MEASURE_MINUTES = 2.0
 
 
+NETWORK = "network file (.yaml, .znni, .onnx, .pt2, rdf.yaml), or the name of a network that ships"
+
+
 @dataclass(frozen=True, kw_only=True)
 class MachineOptions(Checked):
     """Options that say how much of the machine is used."""
@@ -232,7 +235,10 @@ class PlanOptions(RegionOptions, PlanningOptions):
     """The options of `znnpy.plan`."""
 
     network: str | Path = option(
-        DEFAULT, "network file (.yaml, .znni), or the name of a network that ships", "text", argument=True
+        DEFAULT,
+        "network file (.yaml, .znni, .onnx, .pt2, rdf.yaml), or the name of a network that ships",
+        "text",
+        argument=True,
     )
     _: KW_ONLY
     volume: str | Path | None = option(
@@ -287,7 +293,9 @@ class InferOptions(RegionOptions, RunOptions):
         "box by box, by one thread at a time. A memory map takes memory beyond `ram`: give the path of its file",
         "path",
     )
-    network: str | Path = option(DEFAULT, "network file (.yaml, .znni), or the name of a network that ships", "text")
+    network: str | Path = option(
+        DEFAULT, "network file (.yaml, .znni, .onnx, .pt2, rdf.yaml), or the name of a network that ships", "text"
+    )
     _: KW_ONLY
     weights: str | Path | None = option(
         None, "weights file, .npz or .safetensors", "path", unset="the one that the network file names"

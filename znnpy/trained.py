@@ -83,7 +83,7 @@ def load_network(
 ) -> TrainedNetwork:
     """Read a network and its weights.
 
-    where    network file (.yaml, .znni), or the name of a network that ships.
+    where    network file (.yaml, .znni, .onnx, .pt2, rdf.yaml), or the name of a network that ships.
     weights  weights file, .npz or .safetensors; None: the one that the network file names.
     meaning  "sliding" or "whole": what an output voxel is; None: what the network file says, or sliding if the network
              supports it.

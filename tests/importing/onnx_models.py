@@ -109,7 +109,7 @@ def assert_same(
     back = expected.transpose([order[1:].index(letter) for letter in own])
     back = back if "z" in order else back[:, None]
     network = TrainedNetwork(found.network, found.weights)
-    result = network(image, calibrate=False, ram="500M", threads=1)
+    result = network(image, calibrate=False, ram="4G", threads=1)
     assert result.shape == back.shape
     np.testing.assert_allclose(result, back, rtol=1e-4, atol=1e-4)
     return found

@@ -52,7 +52,7 @@ def image(*shape: int) -> Any:
 
 
 def fast(net: Any, example: Any = None) -> Any:
-    return znnpy.compile(net, example, threads=1, ram="1G", calibrate=False)
+    return znnpy.compile(net, example, threads=1, ram="4G", calibrate=False)
 
 
 def given_by(net: Any, x: Any) -> Any:
@@ -193,7 +193,7 @@ def test_outputs_of_several_sizes_are_refused_and_one_can_be_asked_for() -> None
         fast(net)(image(1, 1, 8, 8, 8))
     fine = znnpy.from_torch(net, outputs=["fine"])
     x = image(1, 1, 8, 8, 8)
-    assert_close(fine(x.numpy()[0], calibrate=False, threads=1, ram="1G"), given_by(net, x)["fine"][0])
+    assert_close(fine(x.numpy()[0], calibrate=False, threads=1, ram="4G"), given_by(net, x)["fine"][0])
     with pytest.raises(NetworkFileError) as caught:
         znnpy.from_torch(net, outputs=["medium"])
     assert "fine" in str(caught.value)
@@ -207,7 +207,7 @@ def test_names_and_normalisation_are_those_asked_for() -> None:
     import torch
 
     exact = given_by(net, torch.from_numpy((grey.astype(np.float32) - 100) / 20)[None, None])
-    assert_close(made(grey, calibrate=False, threads=1, ram="1G"), exact[0])
+    assert_close(made(grey, calibrate=False, threads=1, ram="4G"), exact[0])
     assert znnpy.from_torch(net).network.name == "Net"
 
 
@@ -377,7 +377,7 @@ def test_size_of_the_example_is_found_where_few_sizes_suit() -> None:
 
 
 def test_result_that_depends_on_the_size_of_the_volume_is_refused() -> None:
-    """Also where only a number differs, and not the layers."""
+    """The layers may be the same, and only a number differ."""
     import torch
 
     net = module(lambda net: setattr(net, "conv", conv()), lambda net, x: net.conv(x) * x.shape[2])

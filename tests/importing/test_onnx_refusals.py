@@ -57,7 +57,6 @@ REFUSED: Mapping[str, tuple[Nodes, Mapping[str, Array], tuple[str, ...]]] = {
         ("maps of each voxel",),
     ),
     "softmax of space": ([node("Softmax", "x")], {}, ("dimension 4",)),
-    "mean of maps": ([node("ReduceMean", "x a")], {"a": whole(1)}, ("[1]", "(1, 2, 6, 8, 10)")),
     "indices": (
         [node("MaxPool", "x", "a i", kernel_shape=[2, 2, 2]), node("Relu", "i")],
         {},

@@ -74,6 +74,11 @@ def imported(
     NetworkFileError: an operator is not supported, or depends on the size of the volume.
     """
     first = walk(size)
+    if wishes.order is not None and wishes.order != first.order:
+        raise NetworkFileError(
+            f"the network's input has its dimensions in the order {first.order}, and {wishes.order} was asked for; "
+            "leave that out, or export the network for such arrays"
+        )
     wanted = wishes.outputs if wishes.processing is None else wishes.processing.names(list(first.outputs))
     names = _outputs(first, wanted)
     if not fixed:

@@ -19,7 +19,7 @@ LONGEST_PATH = 120  # characters of a path in a line of Python
 _MODEL = re.compile(r"models/[^/]+\.json")
 _OLD_WEIGHTS = re.compile(r"data/weights/[^/]+\.pt")
 _STATE_DICT = b"X\x0a\x00\x00\x00state_dict"  # the text as a pickle holds it
-_MODULE = b"_modules"  # an attribute of every module
+_MODULE = b"X\x08\x00\x00\x00_modules"  # the name of an attribute of every module
 
 
 def why_not_pt2(path: Path) -> str | None:
