@@ -134,6 +134,7 @@ def test_picture_exists_and_is_small() -> None:
 
 
 MODULE = """
+import h5py
 import numpy as np
 import torch
 import znnpy
@@ -141,11 +142,15 @@ from torch import nn
 
 module = nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.BatchNorm3d(4), nn.ReLU(), nn.Conv3d(4, 1, 1), nn.Sigmoid())
 volume = np.random.default_rng(0).standard_normal((20, 21, 22), np.float32)
+with h5py.File("volume.h5", "w") as file:
+    file["raw"] = volume
 """
 COMPARED = """
 with torch.no_grad():
     expected = module(torch.from_numpy(volume)[None, None])[0].numpy()
 assert np.abs(prediction - expected).max() < 1e-6
+with h5py.File("prediction.h5") as file:
+    assert np.abs(file["prediction"][()] - expected).max() < 1e-6
 for file in ("net.pt2", "net.onnx"):
     assert np.abs(znnpy.load_network(file)(volume) - expected).max() < 1e-6
 """

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from znnpy.errors import NetworkFileError, ShapeError
 from znnpy.files import read_regular
@@ -32,16 +32,27 @@ FOREIGN = (".pt", ".pth", ".ckpt", ".torchscript")  # of PyTorch: to read what t
 LARGEST_FILE = 2**18  # bytes; the largest network that is allowed is smaller
 
 
+class Trained(Protocol):
+    """A network with its weights, as `load_network` and `from_torch` give it."""
+
+    @property
+    def network(self) -> Network: ...
+
+    @property
+    def weights(self) -> tuple[ConvWeights, ...]: ...
+
+
 @dataclass(frozen=True)
 class NetworkFile:
     """A network, the weights file that it names (`plan` does not need it to exist), and the file it was read from.
 
-    held  weights that the file itself holds, in the order of the layers
+    path  None: it was given with its weights, and not read
+    held  weights that came with it, in the order of the layers
     """
 
     network: Network
     weights: Path | None
-    path: Path
+    path: Path | None
     held: tuple[ConvWeights, ...] | None = None
 
 
@@ -50,14 +61,14 @@ def shipped() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in SHIPPED.glob("*.yaml")))
 
 
-def read_network(where: str | Path, meaning: Meaning | None = None) -> NetworkFile:
-    """Read a .yaml, .yml or .znni file, or the network of the package that `where` names.
+def read_network(where: str | Path | Trained, meaning: Meaning | None = None) -> NetworkFile:
+    """Read a network file, or the network of the package that `where` names; or take one with its weights as it is.
 
     meaning  meaning over a volume; None: the one that the file names, or the usual one of such a network
 
     NetworkFileError for whatever is wrong with the file; ShapeError if the network does not have that meaning.
     """
-    file = _read(where)
+    file = _read(where) if isinstance(where, str | Path) else NetworkFile(where.network, None, None, where.weights)
     return file if meaning is None else replace(file, network=replace(file.network, asked_meaning=meaning))
 
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from znnpy.measure.budget import LayerTimer, Progress
+    from znnpy.network_files import Trained
     from znnpy.planner.run_plan import RunPlan
     from znnpy.report.memory_sweep import Point
     from znnpy.report.rejected import Considered
@@ -50,6 +51,7 @@ MEASURE_MINUTES = 2.0
 
 
 NETWORK = "network file (.yaml, .znni, .onnx, .pt2, rdf.yaml), or the name of a network that ships"
+WITH_WEIGHTS = "or a TrainedNetwork, such as znnpy.from_torch gives"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,12 +236,7 @@ def ignore(progress: Progress) -> None:
 class PlanOptions(RegionOptions, PlanningOptions):
     """The options of `znnpy.plan`."""
 
-    network: str | Path = option(
-        DEFAULT,
-        "network file (.yaml, .znni, .onnx, .pt2, rdf.yaml), or the name of a network that ships",
-        "text",
-        argument=True,
-    )
+    network: str | Path | Trained = option(DEFAULT, NETWORK, "text", argument=True, in_python=WITH_WEIGHTS)
     _: KW_ONLY
     volume: str | Path | None = option(
         None, "volume to plan for; without a volume or a shape, 1024^3 voxels are assumed", "path"
@@ -293,9 +290,7 @@ class InferOptions(RegionOptions, RunOptions):
         "box by box, by one thread at a time. A memory map takes memory beyond `ram`: give the path of its file",
         "path",
     )
-    network: str | Path = option(
-        DEFAULT, "network file (.yaml, .znni, .onnx, .pt2, rdf.yaml), or the name of a network that ships", "text"
-    )
+    network: str | Path | Trained = option(DEFAULT, NETWORK, "text", in_python=WITH_WEIGHTS)
     _: KW_ONLY
     weights: str | Path | None = option(
         None, "weights file, .npz or .safetensors", "path", unset="the one that the network file names"
@@ -375,7 +370,7 @@ class SessionOptions(_BorderOption, RunOptions):
 class MeasureOptions(MachineOptions, _MeaningOption):
     """The options of `znnpy measure`."""
 
-    network: str | Path | None = option(
+    network: str | Path | Trained | None = option(
         None,
         "network file, or the name of a network that ships: the layers of its best plans within `ram`, and within "
         "parts of it, are measured too",
@@ -407,8 +402,12 @@ class VerifyOptions(Checked):
     output: str | Path = needed("output of `znnpy infer`", "path")
     volume: str | Path = needed("volume that it was predicted from", "path")
     _: KW_ONLY
-    network: str | Path | None = option(
-        None, "network file", "text", unset="the network that ships under the name in the output"
+    network: str | Path | Trained | None = option(
+        None,
+        NETWORK,
+        "text",
+        unset="the network that ships under the name in the output",
+        in_python=WITH_WEIGHTS,
     )
     weights: str | Path | None = option(None, "weights file", "path", unset="the one that the network file names")
     meaning: Meaning | None = option(

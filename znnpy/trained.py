@@ -114,6 +114,7 @@ def load_trained(file: NetworkFile, weights: str | Path | None = None, ram: int 
         return TrainedNetwork(file.network, read_weights(path, file.network))
     if not file.network.weighted:
         return TrainedNetwork(file.network, ())
+    assert file.path is not None, "what was not read came with its weights"
     if file.path.parent == SHIPPED:
         raise NetworkFileError(
             f"the network {file.network.name} ships for planning only and has no weights; give its own with "

@@ -445,6 +445,7 @@ def test_networks_of_table_iii_have_the_original_layers(name: str, original: str
 def test_default_network_is_the_trained_one(shared_data: Path) -> None:
     read = read_network(DEFAULT)
     assert read.network.parameters == 42_609
+    assert read.path is not None
     assert read.weights is not None
     for ours in (read.path, read.weights):
         assert ours.read_bytes() == (shared_data / ours.name).read_bytes()
