@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from znnpy.errors import NetworkFileError
+from znnpy.admissible import geometry_of
+from znnpy.errors import NetworkFileError, ShapeError
 from znnpy.formats.wiring import Given, network_of
 from znnpy.geometry import vector
 from znnpy.importing.builder import Builder
@@ -26,6 +27,7 @@ from znnpy.shapes import Vec3, add, text
 
 LIKELY_SIZES = (64, 96, 128, 192, 256)  # voxels along each axis: most networks take one of these
 LARGEST_SIZE = 320  # that is tried
+MOST_BETWEEN = 2  # sizes that are no multiple of the period at which a network is looked at
 PERIODS = (1, 2, 3, 4, 6, 8, 12, 16, 32)  # by which a second size is larger, if the double does not suit
 
 
@@ -86,6 +88,9 @@ def imported(
         period = period_along(_network(name, first.builder.input_maps, drafts, names, Wishes()))
         second = _larger(walk, size, (0, *period[1:]) if first.planar else period)
         _agree(first, second, names, read_by_outputs(second.builder.drafts, _outputs(second, wanted)))
+        drafts = simplified(read_by_outputs(first.builder.drafts, names), names, Counter())
+        for other in _between(walk, first, _network(name, first.builder.input_maps, drafts, names, Wishes())):
+            _agree(first, other, names, read_by_outputs(other.builder.drafts, _outputs(other, wanted)))
     if wishes.processing is not None:
         names = wishes.processing.surround(first.builder, names)
     folded = Counter(first.builder.folded)
@@ -172,6 +177,25 @@ def _network(name: str, maps: int, drafts: Sequence[Draft], outputs: Sequence[st
         normalise = Normalise(normalise.mean * maps, normalise.std * maps)
     network = network_of(name, maps, given, normalise, outputs, wishes.pad_to_period)
     return replace(network, statistics=wishes.statistics)
+
+
+def _between(walk: Callable[[Vec3], Walk], first: Walk, network: Network) -> Iterator[Walk]:
+    """Yield walks at sizes that are no multiple of the period, if the network and its framework take such.
+
+    Paddings that are worked out from the size, as TensorFlow's, differ there.
+    """
+    tried = 0
+    for more in range(1, max(period_along(network))):
+        size = add(first.size, (0 if first.planar else more, more, more))
+        try:
+            geometry_of(network, size)
+            found = walk(size)
+        except (ShapeError, NetworkFileError):
+            continue
+        yield found
+        tried += 1
+        if tried == MOST_BETWEEN:
+            return
 
 
 def _agree(first: Walk, second: Walk, outputs: Sequence[str], others: Sequence[Draft]) -> None:
