@@ -59,6 +59,7 @@ def test_excerpt_is_never_longer_than_the_limit(content: str) -> None:
 NAMED_THERE = {
     "cli.py",
     "plot_commands.py",
+    "import_command.py",
     "command_options.py",
     "command_runtime.py",
     "messages.py",

@@ -339,4 +339,5 @@ def test_kernels_are_not_requested_on_another_processor(place: Place, monkeypatc
 
 def test_commands_are_click_commands() -> None:
     assert isinstance(cli.main, click.Group)
-    assert set(cli.main.commands) == {"plan", "infer", "verify", "demo", "primitives", "graph", "timeline", "measure"}
+    expected = {"plan", "infer", "verify", "demo", "primitives", "graph", "import", "timeline", "measure"}
+    assert set(cli.main.commands) == expected
