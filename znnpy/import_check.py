@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -23,7 +24,7 @@ from znnpy.importing.processing import Processing
 from znnpy.importing.program import Program, Ref
 from znnpy.importing.pt2_file import read_pt2
 from znnpy.lattices import period_along
-from znnpy.messages import excerpt
+from znnpy.messages import excerpt, option
 from znnpy.network import Network
 from znnpy.shapes import Vec3, text
 from znnpy.trained import TrainedNetwork
@@ -224,7 +225,7 @@ def run_program(program: Program, words: Sequence[str], *, planar: bool) -> Run:
     try:
         import torch
     except ImportError:
-        raise MissingExtraError(f"--check of a .pt2 file needs PyTorch; `{install('torch')}`") from None
+        raise MissingExtraError(f"{option('check')} of a .pt2 file needs PyTorch; `{install('torch')}`") from None
 
     def run(volume: Array) -> list[Array]:
         values: dict[str, Any] = {name: torch.from_numpy(np.array(a)) for name, a in program.constants.items()}
@@ -259,10 +260,13 @@ def run_onnx(path: Path, made: Imported) -> Run:
     try:
         import onnxruntime
     except ImportError:
-        raise MissingExtraError(f"--check of an .onnx file needs onnxruntime; `{install('onnxruntime')}`") from None
+        raise MissingExtraError(
+            f"{option('check')} of an .onnx file needs onnxruntime; `{install('onnxruntime')}`"
+        ) from None
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    options.log_severity_level = 4  # errors are raised too
+    with _runtime_errors(path):
+        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     (first,) = session.get_inputs()
     if "float16" in first.type:
         raise NetworkFileError(f"{path} takes float16, which is not compared; save it with float32")
@@ -271,11 +275,24 @@ def run_onnx(path: Path, made: Imported) -> Run:
         last = made.order.endswith("c")
         batches = _batched(volume, made.planar)
         given = [x[None] for x in (np.moveaxis(batches, 1, -1) if last else batches)]  # files may be for a batch of 1
-        parts = [session.run(list(made.words), {first.name: x}) for x in given]
+        with _runtime_errors(path):
+            parts = [session.run(list(made.words), {first.name: x}) for x in given]
         found = [np.concatenate(of) for of in zip(*parts, strict=True)]
         return [_unbatched(np.moveaxis(one, -1, 1) if last else one, made.planar) for one in found]
 
     return run
+
+
+@contextmanager
+def _runtime_errors(path: Path) -> Iterator[None]:
+    """Turn the errors of onnxruntime, which have no class of their own, into a NetworkFileError."""
+    try:
+        yield
+    except Exception as error:
+        raise NetworkFileError(
+            f"{path} cannot be compared, since onnxruntime does not run it ({excerpt(error, 200)}); import it without "
+            f"{option('check')}, and compare with the framework that it comes from"
+        ) from error
 
 
 def _batched(volume: Array, planar: bool) -> Array:

@@ -56,6 +56,7 @@ def from_torch(
 
         described = read_description(Path(description), wishes)
         wishes, name = described.wishes, name or described.name
+    wishes = replace(wishes, order=None)  # compared below, in the words of the description
     made = imported_module(module, example, wishes, name or type(module).__name__)
     if described is not None:
         described.check_order(made.order, "the module")
@@ -129,6 +130,9 @@ def compile(module: torch.nn.Module, example: Any = None, **options: Any) -> Com
 
     module   as `from_torch` takes it, and `example`
     options  of each call, as `TrainedNetwork` takes them, such as ram="16G", threads=8, device="cpu"
+
+    A volume whose size does not suit the network's period is padded by reflection, and the result is cut: also where
+    the module takes such a size as it is, and gives other values for it.
 
     The errors are those of `from_torch`.
     """

@@ -145,3 +145,17 @@ def test_check_compares_with_onnxruntime(tmp_path: Path) -> None:
     lines = [line for line in result.stdout.splitlines() if line.startswith("check")]
     assert len(lines) == 2
     assert all("equal but for rounding" in line and "onnxruntime" in line for line in lines)
+
+
+@pytest.mark.torch
+def test_model_that_onnxruntime_does_not_run_is_an_error_of_one_sentence(tmp_path: Path) -> None:
+    node = helper.make_node("Conv", ["x", "w"], ["o"], "conv", auto_pad="SAME_UPPER", dilations=[2, 2, 2])
+    values = [helper.make_tensor_value_info(key, onnx.TensorProto.FLOAT, [1, 1, "z", "y", "x"]) for key in ("x", "o")]
+    weight = numpy_helper.from_array(np.ones((1, 1, 3, 3, 3), np.float32), "w")
+    graph = helper.make_graph([node], "net", values[:1], values[1:], [weight])
+    path = tmp_path / "net.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path)
+    result = run("import", path, "--check")
+    assert result.exit_code == 1
+    assert "Traceback" not in result.stderr
+    assert all(word in result.stderr for word in (str(path), "Dilation", "without --check"))

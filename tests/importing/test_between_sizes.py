@@ -1,4 +1,4 @@
-"""A network whose layers differ between sizes that it takes is refused: sizes between multiples of periods are tried."""
+"""A network whose layers differ between sizes that it takes is refused: sizes between periods are tried."""
 
 from __future__ import annotations
 

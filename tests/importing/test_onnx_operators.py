@@ -9,9 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.importing.onnx_models import Array, assert_same, floats, layers, model_of, node, one, random, walked, whole
+from tests.importing.onnx_models import (
+    Array,
+    assert_same,
+    floats,
+    layers,
+    model_of,
+    node,
+    one,
+    random,
+    read,
+    walked,
+    whole,
+)
 from znnpy.importing.builder import Builder
 from znnpy.importing.tensors import LayoutError
+from znnpy.trained import TrainedNetwork
 
 KERNEL = random(3, 2, 3, 3, 3)
 TRANSPOSED = random(2, 3, 2, 3, 4)
@@ -256,7 +269,7 @@ def test_network_of_images_is_exact(tmp_path: Path) -> None:
 def test_channels_last_network_is_exact(tmp_path: Path) -> None:
     nodes = [
         node("Transpose", "x", "a", perm=[0, 4, 1, 2, 3]),
-        node("Conv", "a w", "b", auto_pad="SAME_UPPER", strides=[2, 2, 2]),
+        node("Conv", "a w", "b", auto_pad="SAME_UPPER"),
         node("Transpose", "b", perm=[0, 2, 3, 4, 1]),
     ]
     model = model_of(nodes, {"w": KERNEL}, dims=(None, None, None, None, 2))
@@ -415,3 +428,12 @@ def test_layers_have_the_names_of_nodes(tmp_path: Path) -> None:
     made = walked(model_of([node("Relu", "x", "a"), node("Sigmoid", "a", "y")]), tmp_path)
     assert [draft.name for draft in made.builder.drafts] == ["Relu_a", "Sigmoid_y"]
     assert isinstance(made.builder, Builder)
+
+
+def test_nearest_to_fewer_leaves_out_what_is_behind_the_last_whole_block(tmp_path: Path) -> None:
+    nodes = [node("Resize", "x - s", coordinate_transformation_mode="asymmetric", nearest_mode="floor")]
+    model = model_of(nodes, {"s": floats(1, 1, 0.5, 1, 0.5)})
+    found = read(model, tmp_path)
+    image = random(2, 7, 8, 5)
+    result = TrainedNetwork(found.network, found.weights)(image, calibrate=False, ram="4G", threads=1)
+    np.testing.assert_array_equal(result, image[:, :6:2, :, :4:2])

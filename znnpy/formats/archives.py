@@ -85,17 +85,17 @@ def open_archive(path: Path) -> Iterator[Archive]:
     MissingExtraError for .safetensors if that package is missing.
     """
     kind = _open_npz if path.suffix.lower() == ".npz" else _open_safetensors
-    with open_regular(path) as raw, _Cautious(cast(io.RawIOBase, raw)) as file, kind(path, file) as archive:
+    with open_regular(path) as raw, BoundedFile(cast(io.RawIOBase, raw)) as file, kind(path, file) as archive:
         yield archive
 
 
-class _Cautious(io.BufferedReader):
+class BoundedFile(io.BufferedReader):
     """A file that limits the size of a read: zipfile reads a list of members of any size at once."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         most = MOST_LISTED if size is None or size < 0 else size
         if most > MOST_LISTED:
-            raise ValueError(f"its list of arrays has {most:,} bytes, more than the {MOST_LISTED:,} that are read")
+            raise ValueError(f"its list of members has {most:,} bytes, more than the {MOST_LISTED:,} that are read")
         return super().read(most)
 
 

@@ -17,12 +17,14 @@ from znnpy.layers import ONE, Conv, ConvTranspose, Upsample
 from znnpy.network import ConvWeights
 from znnpy.shapes import Vec3
 
-MOST_MADE = 2**26  # weights of a kernel of ones and zeros
+MOST_MADE = 2**25  # weights of all kernels of ones and zeros of a network: a small file can ask for many
 
 
 @dataclass
 class Arranged(Drafts):
     """Layers, and arrays as maps over a volume: an array that has them otherwise costs layers that move values."""
+
+    _made: int = 0  # weights of kernels of ones and zeros so far
 
     def canonical(self, x: Tensor, depth: int | None = None) -> Tensor:
         """Return an array (1, maps, ...) over `depth` spatial dimensions, with layers for what rearranges values.
@@ -130,9 +132,11 @@ class Arranged(Drafts):
 
     def _zeros(self, *shape: int) -> Real:
         """Return zeros for a kernel that moves values; LayoutError if there are too many."""
-        if prod(shape) > MOST_MADE:
+        self._made += prod(shape)
+        if self._made > MOST_MADE:
             raise LayoutError(
-                f"{self.here} would move values by a kernel of {prod(shape)} weights, and {MOST_MADE} at most are made"
+                f"{self.here} would move values by a kernel of {prod(shape)} weights, which with others are more than "
+                f"the {MOST_MADE} that are made; use fewer maps there"
             )
         return np.zeros(shape, np.float32)
 

@@ -14,6 +14,8 @@ from znnpy.layers import Function
 
 # --- functions of each value ---
 
+LEAST_THRESHOLD = 17  # from here on, softplus is its argument in float32
+
 PLAIN: tuple[Function, ...] = ("relu", "selu", "silu", "sigmoid", "tanh", "hardswish")  # as PyTorch calls them
 
 
@@ -37,7 +39,16 @@ def _prelu(builder: Builder, a: Arguments) -> Tensor:
     return builder.prelu(a["self"], a["weight"])
 
 
-@aten("elu", "celu")
+@aten("celu")
+def _celu(builder: Builder, a: Arguments) -> Tensor:
+    alpha = float(a.get("alpha", 1.0))
+    if alpha == 1:
+        return builder.activation(a["self"], "elu", 1.0)
+    divided = builder.activation(_affine_in_place(builder, a["self"], 1 / alpha, 0.0), "elu", 1.0)
+    return _affine_in_place(builder, divided, alpha, 0.0)
+
+
+@aten("elu")
 def _elu(builder: Builder, a: Arguments) -> Tensor:
     if a.get("scale", 1) != 1 or a.get("input_scale", 1) != 1:
         raise builder.error(
@@ -55,6 +66,8 @@ def _gelu(builder: Builder, a: Arguments) -> Tensor:
 def _softplus(builder: Builder, a: Arguments) -> Tensor:
     if a.get("beta", 1) != 1:
         raise builder.error(f"has beta {a['beta']}, and only 1 is supported")
+    if a.get("threshold", 20) < LEAST_THRESHOLD:
+        raise builder.error(f"has threshold {a['threshold']}, and only the usual 20 is supported")
     return builder.activation(a["self"], "softplus")
 
 
@@ -160,7 +173,10 @@ def _div(builder: Builder, a: Arguments) -> Tensor:
     x, other = a["self"], a["other"]
     if isinstance(other, Tensor) or a.get("rounding_mode") is not None:
         raise builder.error("divides by an array that depends on the input, or rounds, which is not supported")
-    return _affine_in_place(builder, x, 1 / per_map(builder, x, other), 0.0)
+    divisor = np.asarray(per_map(builder, x, other))
+    if not divisor.all():
+        raise builder.error("divides by 0; correct the module")
+    return _affine_in_place(builder, x, 1 / divisor, 0.0)
 
 
 @aten("neg")
@@ -171,6 +187,8 @@ def _neg(builder: Builder, a: Arguments) -> Tensor:
 @aten("pow", "square")
 def _pow(builder: Builder, a: Arguments) -> Tensor:
     exponent = a.get("exponent", 2)
+    if isinstance(exponent, Tensor | np.ndarray):
+        raise builder.error("raises to a power that is an array, and only 1 and 2 are supported")
     if exponent not in (1, 2):
         raise builder.error(f"raises to the power {exponent}, and only 1 and 2 are supported")
     return builder.multiply(a["self"], a["self"]) if exponent == 2 else a["self"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -10,19 +11,40 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
-MOST_VALUES = 2**26  # of an array that is made
+MOST_VALUES = 2**26  # that are made, besides some for each value that a program stores
+EACH = 16  # values that are made for each stored one: several operators compute a weight from others
+FLOAT32 = ("float32", "torch.float32", "7")  # as programs write it
 
 
-def evaluated(operator: str, arguments: Mapping[str, Any]) -> Array | None:
-    """Return what an operator gives for arrays; None: it is not one that is known, or would make too large an array."""
-    known = KNOWN.get(operator)
-    shapes = [value.shape for value in arguments.values() if isinstance(value, np.ndarray)]
-    wanted = arguments.get("size") if operator in ("expand", "view", "reshape") else None
-    if known is None or (wanted and prod(abs(n) for n in wanted) > MOST_VALUES):
-        return None
-    if prod(np.broadcast_shapes(*shapes) if operator in _BROADCAST else ()) > MOST_VALUES:
-        return None
-    return np.asarray(known(arguments))
+@dataclass
+class Evaluation:
+    """Evaluates operators of a program, and counts the values that it makes.
+
+    left  how many it may still make
+    """
+
+    left: int
+
+    @classmethod
+    def of(cls, constants: Mapping[str, Array]) -> Evaluation:
+        """Return one that may make as many values as suit the arrays that a program stores."""
+        return cls(MOST_VALUES + EACH * sum(array.size for array in constants.values()))
+
+    def evaluated(self, operator: str, arguments: Mapping[str, Any]) -> Array | None:
+        """Return what an operator gives for arrays; None: it is not known, or would make too many values."""
+        known = KNOWN.get(operator)
+        rounded = arguments.get("rounding_mode") is not None
+        if known is None or rounded or str(arguments.get("dtype") or FLOAT32[0]) not in FLOAT32:
+            return None
+        arrays = [value for value in arguments.values() if isinstance(value, np.ndarray)]
+        try:
+            counts = [prod(abs(n) for n in arguments.get("size") or ()), *(array.size for array in arrays)]
+            if operator in _BROADCAST:
+                counts.append(prod(np.broadcast_shapes(*(array.shape for array in arrays))))
+            self.left -= max(counts)
+            return None if self.left < 0 else np.asarray(known(arguments))
+        except (ValueError, TypeError, KeyError, IndexError, ArithmeticError):  # an argument that it does not take
+            return None
 
 
 def _dims(a: Mapping[str, Any]) -> tuple[int, ...] | None:
@@ -40,6 +62,12 @@ def _weight_norm(a: Mapping[str, Any]) -> Array:
     v, g, dim = a["v"], a["g"], int(a.get("dim", 0))
     others = tuple(i for i in range(v.ndim) if i != dim)
     return np.asarray(v * (g / np.sqrt((v.astype(np.float64) ** 2).sum(others, keepdims=True))), v.dtype)
+
+
+def _squeezed(a: Mapping[str, Any]) -> Array:
+    x, dims = a["self"], _dims(a)
+    asked = range(x.ndim) if dims is None else [dim % x.ndim for dim in dims]
+    return np.asarray(x.reshape([n for dim, n in enumerate(x.shape) if n != 1 or dim not in asked]))
 
 
 def _expanded(a: Mapping[str, Any]) -> Array:
@@ -71,7 +99,7 @@ KNOWN: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "permute": lambda a: a["self"].transpose(a["dims"]),
     "transpose": lambda a: np.swapaxes(a["self"], a["dim0"], a["dim1"]),
     "unsqueeze": lambda a: np.expand_dims(a["self"], a["dim"]),
-    "squeeze": lambda a: np.squeeze(a["self"], _dims(a)),
+    "squeeze": _squeezed,
     "expand": _expanded,
     "mean": lambda a: np.mean(
         a["self"], axis=_dims(a), keepdims=bool(a.get("keepdim", False)), dtype=np.float64

@@ -39,7 +39,8 @@ def _slice(builder: Builder, a: Arguments) -> Tensor:
 
 @aten("narrow")
 def _narrow(builder: Builder, a: Arguments) -> Tensor:
-    return builder.cut(a["self"], a["dim"], a["start"], a["start"] + a["length"])
+    begin = a["start"] % a["self"].shape[a["dim"]]
+    return builder.cut(a["self"], a["dim"], begin, begin + a["length"])
 
 
 @aten("select")
@@ -145,7 +146,7 @@ def _expand(builder: Builder, a: Arguments) -> Tensor:
 def _repeat(builder: Builder, a: Arguments) -> Tensor:
     x, times = tensor(a["self"]), many(a.get("repeats", a.get("dims")))
     wider = x.reshaped([1] * (len(times) - len(x.dims)) + list(x.shape))
-    return wider.tiled(times)
+    return wider.tiled([1] * (len(x.dims) - len(times)) + times)  # `tile` takes fewer
 
 
 @aten("pixel_shuffle")

@@ -9,7 +9,7 @@ import numpy as np
 
 from znnpy.importing.aten_walk import Arguments, aten, many, tensor
 from znnpy.importing.builder import Builder
-from znnpy.importing.tensors import AXES, Tensor, kinds
+from znnpy.importing.tensors import AXES, LayoutError, Tensor, kinds
 from znnpy.layers import PadMode
 
 # --- convolutions ---
@@ -201,8 +201,18 @@ def _upsample(builder: Builder, a: Arguments, how: Literal["nearest", "linear"])
     if sizes is None:
         if factors is None:
             raise builder.error("has neither a size nor a factor")
-        sizes = [int(n * f) for n, f in zip(x.shape[2:], factors, strict=True)]
+        sizes = [_scaled_size(builder, n, float(f)) for n, f in zip(x.shape[2:], factors, strict=True)]
     return builder.upsample(x, how, many(sizes), align_corners=bool(a.get("align_corners", False)))
+
+
+def _scaled_size(builder: Builder, n: int, factor: float) -> int:
+    """Return how many voxels a factor makes of n. LayoutError if it is cut off: then values lie as the factor says."""
+    found = int(n * factor)
+    if found != n * factor:
+        raise LayoutError(
+            f"{builder.here} scales {n} voxels by {factor:g}, which gives {n * factor:g}; use a factor that is whole"
+        )
+    return found
 
 
 @aten("upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d")

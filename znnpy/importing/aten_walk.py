@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from znnpy.errors import NetworkFileError
-from znnpy.importing.aten_constants import evaluated
+from znnpy.importing.aten_constants import FLOAT32, Evaluation
 from znnpy.importing.builder import Builder
 from znnpy.importing.finish import Walk
+from znnpy.importing.in_place import references
 from znnpy.importing.program import Call, Program, Ref
 from znnpy.importing.tensors import LayoutError, Tensor
 from znnpy.messages import excerpt
@@ -22,7 +23,6 @@ from znnpy.shapes import Vec3
 Arguments = Mapping[str, Any]
 Handler = Callable[[Builder, Arguments], Any]
 HANDLERS: dict[str, Handler] = {}
-FLOAT32 = ("float32", "torch.float32", "7")  # as programs write it
 COPIES = ("clone", "lift_fresh_copy", "_to_copy")
 IGNORED = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size", "_assert_async")
 
@@ -54,24 +54,29 @@ def walked(program: Program, size: Vec3) -> Walk:
     order = "ncyx" if len(shape) == 4 else "nczyx"
     values = {key: _Box(array) for key, array in program.constants.items()}
     values[name] = _Box(builder.input(shape[1], size, order))
+    evaluation = Evaluation.of(program.constants)
     for call in program.calls:
-        _call(builder, call, values)
+        _call(builder, evaluation, call, values)
     outputs = {}
     for word, value in program.outputs.items():
         found = values[value].value
         if not isinstance(found, Tensor):
-            raise NetworkFileError(f"output {excerpt(word, 60)} of the network does not depend on its input")
+            what = "is the indices of maxima" if found is None else "does not depend on its input"
+            raise NetworkFileError(f"output {excerpt(word, 60)} of the network {what}; leave it out and export again")
         outputs[word] = found
     return Walk(size, builder, outputs, order)
 
 
-def _call(builder: Builder, call: Call, values: dict[str, _Box]) -> None:
+def _call(builder: Builder, evaluation: Evaluation, call: Call, values: dict[str, _Box]) -> None:
     operator = call.target.split(".")[1] if call.target.count(".") else call.target
     if operator in IGNORED:
         return
     builder.at(call.name, call.target)
     in_place = operator.endswith("_") and not operator.endswith("__")
     operator = operator.rstrip("_") if in_place else operator
+    for name in references(call.arguments.values()):
+        if values[name].value is None:
+            raise builder.error(f"reads {excerpt(name, 60)}, indices of maxima, which are not computed; leave them out")
     arguments = {key: _resolved(value, values) for key, value in call.arguments.items()}
     if operator in IDENTITY:
         first = next(value for value in call.arguments.values() if isinstance(value, Ref))
@@ -84,7 +89,7 @@ def _call(builder: Builder, call: Call, values: dict[str, _Box]) -> None:
         else:
             values[call.results[0]] = values[first.name]
         return
-    result = _result(builder, operator, call, arguments)
+    result = _result(builder, evaluation, operator, arguments)
     if in_place:
         first = next(value for value in call.arguments.values() if isinstance(value, Ref))
         values[first.name].value = result
@@ -95,9 +100,9 @@ def _call(builder: Builder, call: Call, values: dict[str, _Box]) -> None:
         values[key] = _Box(value)
 
 
-def _result(builder: Builder, operator: str, call: Call, arguments: Mapping[str, Any]) -> Any:
+def _result(builder: Builder, evaluation: Evaluation, operator: str, arguments: Mapping[str, Any]) -> Any:
     if not any(isinstance(value, Tensor) for value in _flat(arguments.values())):
-        array = evaluated(operator, arguments)
+        array = evaluation.evaluated(operator, arguments)
         if array is None:
             raise builder.error("makes an array that does not depend on the input, which is not supported here")
         return array

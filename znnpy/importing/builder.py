@@ -266,6 +266,16 @@ class Builder(Joins):
             )
         return replace(made, dims=in_order(made, order))
 
+    def every(self, x: Tensor, steps: Sequence[int]) -> Tensor:
+        """Take the first voxel of each block; voxels behind the last whole block are left out."""
+        depth = len(steps)
+        x = self.canonical(x, depth)
+        block = self._vector(steps, depth, 1)
+        weight = self._zeros(x.maps, 1, *block)
+        weight[:, :, 0, 0, 0] = 1
+        layer = Conv(block, x.maps, stride=block, groups=x.maps)
+        return self._emit(layer, (x,), ConvWeights(weight, np.zeros(x.maps, np.float32)), dimensions=depth + 2)
+
     def crop(self, x: Tensor, before: Vec3, behind: Vec3) -> Tensor:
         """Cut voxels off a tensor with maps over a volume. Crops of several dimensions that follow become one."""
         last, read = self._drafts_by_name.get(x.node), x

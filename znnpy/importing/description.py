@@ -129,7 +129,7 @@ class Description:
                 advice = why.replace("{path}", repr(excerpt(self.path.name, 60)))
                 raise NetworkFileError(f"the weights ({kind}) are {advice}")
         known = [*_READ, *_NOT_READ]
-        found = excerpt(", ".join(map(str, weights)), 60) or "nothing"
+        found = excerpt(", ".join(str(kind) for kind, entry in weights.items() if entry is not None), 60) or "nothing"
         raise NetworkFileError(f"weights names {found}, which is not known; {suggestion(found, known)}")
 
     def check_order(self, order: str, of: str) -> None:

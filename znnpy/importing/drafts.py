@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from math import prod
 
 import numpy as np
@@ -21,6 +22,8 @@ from znnpy.network import INPUT, ConvWeights
 from znnpy.shapes import Vec3, text
 
 Real = npt.NDArray[np.float32]
+MOST_DRAFTS = 10_000  # layers before some are joined
+MOST_OF_SIZE = 64  # nodes of a size that another may be given the size of
 STORED = ("float16", "float32")  # types of weights that are float32 values exactly
 
 
@@ -128,8 +131,8 @@ class Drafts:
         return found
 
     def _of_size(self, size: Vec3) -> list[str]:
-        """Return the nodes of a size, the latest first."""
-        return [name for name, own in reversed(self._sizes.items()) if own == size]
+        """Return the latest nodes of a size, the latest first."""
+        return list(islice((name for name, own in reversed(self._sizes.items()) if own == size), MOST_OF_SIZE))
 
     def _emit(
         self,
@@ -148,6 +151,8 @@ class Drafts:
         size        of the result; None: as the layer gives it
         dimensions  of the result's array
         """
+        if len(self.drafts) == MOST_DRAFTS:
+            raise self.error(f"is one layer more than the {MOST_DRAFTS:,} that are read; split the network")
         name = self._unused()
         first = reads[0]
         if size is None:

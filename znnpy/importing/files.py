@@ -38,7 +38,10 @@ def imported_file(path: Path, wishes: Wishes, name: str | None = None) -> Import
 def _described(path: Path, wishes: Wishes, name: str | None) -> Imported:
     """Return the network of a description of bioimage.io."""
     description = read_description(path, wishes)
-    model = description.model()
+    try:
+        model = description.model()
+    except NetworkFileError as error:
+        raise error.with_context(str(description.path)) from None
     made = imported_file(model, description.wishes, name or description.name or excerpt(path.parent.name) or "network")
     description.check_order(made.order, model.name)
     return replace(

@@ -87,10 +87,10 @@ def imported(
         drafts = simplified(read_by_outputs(first.builder.drafts, names), names, Counter())
         period = period_along(_network(name, first.builder.input_maps, drafts, names, Wishes()))
         second = _larger(walk, size, (0, *period[1:]) if first.planar else period)
-        _agree(first, second, names, read_by_outputs(second.builder.drafts, _outputs(second, wanted)))
+        _agree(first, second, names, _outputs(second, wanted))
         drafts = simplified(read_by_outputs(first.builder.drafts, names), names, Counter())
         for other in _between(walk, first, _network(name, first.builder.input_maps, drafts, names, Wishes())):
-            _agree(first, other, names, read_by_outputs(other.builder.drafts, _outputs(other, wanted)))
+            _agree(first, other, names, _outputs(other, wanted))
     if wishes.processing is not None:
         names = wishes.processing.surround(first.builder, names)
     folded = Counter(first.builder.folded)
@@ -110,14 +110,14 @@ def imported(
 def _larger(walk: Callable[[Vec3], Walk], size: Vec3, period: Vec3) -> Walk:
     """Return the walk of a volume that is larger by periods: about twice as large, or as the framework takes it.
 
-    Twice, since what depends on a part of the size, such as n // 8, does not differ one period later; and by an odd
-    number of periods, since halves may differ.
+    Twice, since what depends on a part of the size, such as n // 8, does not differ one period later; by an odd number
+    of periods, since halves may differ; and by another number along each axis, since axes may be mistaken for another.
     """
     double = 2 * max(n // (2 * p) if p else 0 for n, p in zip(size, period, strict=True)) + 1
     refused: NetworkFileError | None = None
     for times in dict.fromkeys((double, *PERIODS)):
         try:
-            return walk(add(size, vector(times * n for n in period)))
+            return walk(add(size, vector((times + 2 * axis) * n for axis, n in enumerate(period))))
         except NetworkFileError as error:
             refused = refused or error
     assert refused is not None, "at least one size was tried"
@@ -198,8 +198,11 @@ def _between(walk: Callable[[Vec3], Walk], first: Walk, network: Network) -> Ite
             return
 
 
-def _agree(first: Walk, second: Walk, outputs: Sequence[str], others: Sequence[Draft]) -> None:
-    """Keep of the options of each layer those that it has at both sizes; NetworkFileError if there is none."""
+def _agree(first: Walk, second: Walk, outputs: Sequence[str], others: Sequence[str]) -> None:
+    """Keep of the options of each layer those that it has at both sizes; NetworkFileError if there is none.
+
+    outputs, others  nodes that are outputs at the first size and at the second
+    """
     by_name = {draft.name: draft for draft in second.builder.drafts}
     differing = {}
     for one in first.builder.drafts:
@@ -209,6 +212,8 @@ def _agree(first: Walk, second: Walk, outputs: Sequence[str], others: Sequence[D
             differing[one.name] = "not there" if other is None else str(other.layer)
         elif other is not None and not _same_weights(one.weights, other.weights):
             differing[one.name] = f"{other.layer} with other weights"
+        elif other is not None and one.reads != other.reads:
+            differing[one.name] = f"{other.layer} of {_words(other.reads)} in place of {_words(one.reads)}"
         one.options = both or one.options
     for one in read_by_outputs(first.builder.drafts, outputs):
         if one.name in differing:
@@ -218,12 +223,21 @@ def _agree(first: Walk, second: Walk, outputs: Sequence[str], others: Sequence[D
                 "so that it cannot be computed in pieces; write it so that sizes follow from strides and factors alone"
             )
     names = {draft.name for draft in first.builder.drafts}
-    for other in others:
+    for other in read_by_outputs(second.builder.drafts, others):
         if other.name not in names:
             raise NetworkFileError(
                 f"node {excerpt(other.name, 60)} ({other.layer}) is in a volume of {text(second.size)} voxels and not "
                 f"in one of {text(first.size)}: the network depends on the size of the volume"
             )
+    if list(outputs) != list(others):
+        raise NetworkFileError(
+            f"the outputs are {_words(outputs)} in a volume of {text(first.size)} voxels and {_words(others)} in one "
+            f"of {text(second.size)}: the network depends on the size of the volume; write it so that it does not"
+        )
+
+
+def _words(names: Sequence[str]) -> str:
+    return " and ".join(excerpt(name, 60) for name in names)
 
 
 def _same_weights(one: ConvWeights | None, other: ConvWeights | None) -> bool:

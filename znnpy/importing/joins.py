@@ -105,7 +105,7 @@ class Joins(Arranged):
             raise LayoutError(f"{self.here} is over dimension {dimension} of {x.shape}, which are not maps alone")
         summed = [c["c"] for c in combinations(x.dims[at], ("c",))]
         kept = [c["c"] for c in combinations(tuple(rest), ("c",))]
-        matrix = np.zeros((len(kept), x.maps), np.float32)
+        matrix = self._zeros(len(kept), x.maps)
         for row, base in enumerate(kept):
             matrix[row, [base + one for one in summed]] = weight
         made = self._pointwise(self._whole(x), matrix, None)
@@ -121,12 +121,15 @@ class Joins(Arranged):
     def constant_maps(self, like: Tensor, values: npt.NDArray[np.generic]) -> Tensor:
         """Return maps over the volume of an array, each of which has one value everywhere."""
         x = self.canonical(like)
-        made = self._pointwise(x, np.zeros((values.size, x.maps), np.float32), values)
+        made = self._pointwise(x, self._zeros(values.size, x.maps), values)
         return replace(made, dims=planar_dims(made, made.maps)) if len(like.dims) == 4 else made
 
     def _join(self, layer: Add | Multiply, first: Tensor, second: Tensor) -> Tensor:
         """Join two arrays value by value, with broadcasting."""
-        if any(f.of == "copies" for dim in (*first.dims, *second.dims) for f in dim):
+        shuffled = any(a and b and a != b for a, b in zip(first.dims, second.dims, strict=False))
+        if any(f.of == "copies" for dim in (*first.dims, *second.dims) for f in dim) or (
+            shuffled and len(first.dims) == len(second.dims) == 5
+        ):
             first, second = self.canonical(first), self.canonical(second)
         many = max(len(first.dims), len(second.dims))
         one, two = ([()] * (many - len(t.dims)) + list(t.dims) for t in (first, second))

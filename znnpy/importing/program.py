@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -40,11 +40,9 @@ class Program:
     inputs     names and shapes of the arrays that a caller gives
     constants  parameters, buffers and other arrays by the names of their values
     outputs    names of the values that are given back, by the words for them: a key of a dictionary, or 0, 1, ..
-    training   names of modules that were in training mode, if that is known
     """
 
     calls: Sequence[Call]
     inputs: Sequence[tuple[str, tuple[int, ...]]]
     constants: Mapping[str, npt.NDArray[np.generic]]
     outputs: Mapping[str, str]
-    training: Sequence[str] = field(default=())

@@ -30,14 +30,14 @@ from pydantic_core import from_json
 
 from znnpy.errors import NetworkFileError
 from znnpy.files import open_regular
-from znnpy.formats.archives import MOST_LISTED, PART_BYTES, undamaged
+from znnpy.formats.archives import PART_BYTES, BoundedFile, undamaged
 from znnpy.importing import pt2_json
 from znnpy.importing.exported import EXPORT, ONNX, widened
 from znnpy.messages import excerpt
 
 SHOWN = 60  # characters of a name in a message
 MOST_JSON = 2**25  # bytes of a JSON document; a node of a graph takes one or two thousand
-MOST_REPEATED = 2**24  # values of an array that repeats the bytes that it is stored in
+MOST_REPEATED = 2**24  # values of all arrays that repeat the bytes that they are stored in
 MOST_DIMENSIONS = 16
 STRIDED = 7  # number of the usual layout of an array
 
@@ -56,22 +56,12 @@ class UnreadableError(ValueError):
     """An array is of a type that numpy does not know; the argument is the type's word."""
 
 
-class _Bounded(io.BufferedReader):
-    """A file that limits the size of a read: zipfile reads the list of members, of any size, at once."""
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        most = MOST_LISTED if size is None or size < 0 else size
-        if most > MOST_LISTED:
-            raise ValueError(f"its list of members has {most:,} bytes, more than the {MOST_LISTED:,} that are read")
-        return super().read(most)
-
-
 @contextmanager
 def opened_zip(path: Path) -> Iterator[zipfile.ZipFile]:
     """Open a zip file, of which nothing was checked yet. NetworkFileError if it is damaged, OSError if it cannot be."""
     with (
         open_regular(path) as raw,
-        _Bounded(cast(io.RawIOBase, raw)) as file,
+        BoundedFile(cast(io.RawIOBase, raw)) as file,
         undamaged(),
         zipfile.ZipFile(file) as archive,
     ):
@@ -117,6 +107,7 @@ class Pt2Archive:
     _archive: zipfile.ZipFile
     members: dict[str, zipfile.ZipInfo]
     _storages: dict[tuple[str, str], npt.NDArray[Any]] = field(default_factory=dict)
+    _repeated: int = 0  # values of arrays so far that have more than are stored
 
     def member(self, name: str) -> zipfile.ZipInfo:
         """Return a member; NetworkFileError if there is none of this name."""
@@ -169,7 +160,13 @@ class Pt2Archive:
         sizes = pt2_json.static_sizes(meta, "sizes", name)
         strides = pt2_json.static_sizes(meta, "strides", name)
         offset = pt2_json.static_int(meta.get("storage_offset"), f"storage_offset of {name}")
-        return _part(self._storage(f"{folder}/{path}", TYPES[number]), sizes, strides, offset, shown)
+        storage, count = self._storage(f"{folder}/{path}", TYPES[number]), prod(max(1, size) for size in sizes)
+        self._repeated += count if count > storage.size else 0
+        if self._repeated > MOST_REPEATED:
+            raise ValueError(
+                f"{shown} has the sizes {excerpt(list(sizes), SHOWN)}, and {storage.size} values are stored"
+            )
+        return _part(storage, sizes, strides, offset, shown)
 
     def _storage(self, name: str, dtype: str) -> npt.NDArray[Any]:
         """Return all values of a member, of one type, as a one-dimensional array."""
@@ -211,8 +208,6 @@ def _part(
     if len(sizes) != len(strides) or len(sizes) > MOST_DIMENSIONS:
         raise ValueError(f"{shown} has {len(sizes)} sizes and {len(strides)} strides")
     count = prod(sizes)
-    if prod(max(1, size) for size in sizes) > max(storage.size, MOST_REPEATED):
-        raise ValueError(f"{shown} has the sizes {excerpt(list(sizes), SHOWN)}, and {storage.size} values are stored")
     last = offset + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) if count else 0
     if offset < 0 or last >= max(1, storage.size) or (count and not storage.size):
         raise ValueError(f"{shown} reaches from value {offset} to {last}, and {storage.size} values are stored")
