@@ -19,6 +19,7 @@ from znnpy.files import open_regular
 from znnpy.formats.npy import read_npy_header
 from znnpy.geometry import vector
 from znnpy.importing.aten_walk import IGNORED
+from znnpy.importing.finish import RefusedSizeError
 from znnpy.importing.imported import Imported
 from znnpy.importing.processing import Processing
 from znnpy.importing.program import Program, Ref
@@ -75,7 +76,10 @@ def check_model(path: Path, made: Imported) -> tuple[Vec3, list[Difference]]:
     run = run_program(read_pt2(path), made.words, planar=made.planar) if pt2 else run_onnx(path, made)
     if made.processing is not None:
         run = _processed(run, made.processing)
-    size, found = compared(made, run, made.fixed)
+    try:
+        size, found = compared(made, run, made.fixed)
+    except RefusedSizeError:  # of an odd size, as where voxels become maps: then a whole number of periods
+        size, found = compared(made, run, vector(4 * n for n in period_along(made.network)))
     return size, [*found, *compared_tested(made)]
 
 
@@ -88,6 +92,8 @@ def compared(made: Imported, run: Run, size: Vec3 | None = None, seed: int = 0) 
     ShapeError: the network is one that no meaning computes, or no small volume suits it.
     """
     network = replace(made.network, asked_meaning="whole")  # what frameworks compute
+    if network.wiring is not None and network.pad_to_period == "refuse":
+        network = replace(network, wiring=replace(network.wiring, pad_to_period="reflect"))
     size = odd_size(network) if size is None else size
     volume = np.random.default_rng(seed).standard_normal((network.input_channels, *size), np.float32)
     net = TrainedNetwork(network, made.weights)
@@ -285,11 +291,15 @@ def run_onnx(path: Path, made: Imported) -> Run:
 
 @contextmanager
 def _runtime_errors(path: Path) -> Iterator[None]:
-    """Turn the errors of onnxruntime, which have no class of their own, into a NetworkFileError."""
+    """Turn the errors of onnxruntime, which have no class in common, into a NetworkFileError."""
+    from onnxruntime.capi import onnxruntime_pybind11_state as state
+
+    known = [one for one in vars(state).values() if isinstance(one, type) and issubclass(one, Exception)]
+    errors: tuple[type[Exception], ...] = (RuntimeError, ValueError, *known)
     try:
         yield
-    except Exception as error:
-        raise NetworkFileError(
+    except errors as error:
+        raise RefusedSizeError(
             f"{path} cannot be compared, since onnxruntime does not run it ({excerpt(error, 200)}); import it without "
             f"{option('check')}, and compare with the framework that it comes from"
         ) from error

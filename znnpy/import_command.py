@@ -111,6 +111,7 @@ def import_model(
             [
                 f"source      {made.source}",
                 *lines_of(made.network),
+                *_fixed(made),
                 *_folded(made),
                 *_said(size, differences, made.file or model),
             ]
@@ -142,6 +143,18 @@ def _normalise(given: str | None) -> Normalise | None:
             f"--normalise takes a finite mean, and a standard deviation above 0, not {excerpt(given, 60)}"
         )
     return Normalise((mean,), (std,))
+
+
+def _fixed(made: Imported) -> list[str]:
+    """Say that a file is for one size, so that nobody can see what depends on the size of the volume."""
+    if made.fixed is None:
+        return []
+    from znnpy.shapes import text
+
+    return [
+        f"size        the file is for {text(made.fixed)} voxels alone: whether something in it depends on the size "
+        "cannot be seen; export it with open sizes, or use znnpy.from_torch, to be sure"
+    ]
 
 
 def _folded(made: Imported) -> list[str]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from znnpy.errors import VolumeError
+from znnpy.errors import NetworkFileError, VolumeError
 from znnpy.importing.finish import Wishes
 from znnpy.messages import excerpt
 from znnpy.network import Normalise, PadToPeriod
@@ -125,19 +125,26 @@ def _is_tensor(volume: Any) -> bool:
     return type(volume).__module__.partition(".")[0] == "torch"
 
 
-def compile(module: torch.nn.Module, example: Any = None, **options: Any) -> CompiledModule:
+def compile(
+    module: torch.nn.Module, example: Any = None, *, pad_to_period: PadToPeriod = "refuse", **options: Any
+) -> CompiledModule:
     """Return a drop-in for a PyTorch module in evaluation mode that znnpy computes.
 
-    module   as `from_torch` takes it, and `example`
-    options  of each call, as `TrainedNetwork` takes them, such as ram="16G", threads=8, device="cpu"
+    module         as `from_torch` takes it, and `example`
+    pad_to_period  what lies beyond the far faces of a volume whose size does not suit the network: "reflect",
+                   "replicate" or "zeros". By default such a volume is a ShapeError, since a module that takes it gives
+                   other values for it
+    options        of each call, as `TrainedNetwork` takes them, such as ram="16G", threads=8, device="cpu"
 
-    A volume whose size does not suit the network's period is padded by reflection, and the result is cut: also where
-    the module takes such a size as it is, and gives other values for it.
-
-    The errors are those of `from_torch`.
+    The errors are those of `from_torch`; NetworkFileError also for a module that gives nested outputs.
     """
     from znnpy.importing.from_torch import imported_module
 
-    made = imported_module(module, example, Wishes(), type(module).__name__)
+    made = imported_module(module, example, Wishes(pad_to_period=pad_to_period), type(module).__name__)
+    if any("." in word and word.replace(".", "").isdecimal() for word in made.words):
+        raise NetworkFileError(
+            f"{type(module).__name__} gives nested outputs ({excerpt(', '.join(made.words), 60)}); return one array, a "
+            "flat tuple or a dictionary, or choose outputs by name with znnpy.from_torch"
+        )
     network = replace(made.network, asked_meaning="whole")  # of which a chain would give another result than the module
     return CompiledModule(TrainedNetwork(network, made.weights), made.words, made.planar, options)

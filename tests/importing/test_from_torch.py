@@ -51,8 +51,8 @@ def image(*shape: int) -> Any:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(5))
 
 
-def fast(net: Any, example: Any = None) -> Any:
-    return znnpy.compile(net, example, threads=1, ram="4G", calibrate=False)
+def fast(net: Any, example: Any = None, **options: Any) -> Any:
+    return znnpy.compile(net, example, threads=1, ram="4G", calibrate=False, **options)
 
 
 def given_by(net: Any, x: Any) -> Any:
@@ -145,7 +145,31 @@ def test_volume_of_odd_size_is_padded_and_the_output_is_cut() -> None:
     net = unet()
     x = image(1, 1, 7, 9, 11)
     padded = torch.nn.functional.pad(x, (0, 1, 0, 1, 0, 1), mode="reflect")
-    assert_close(fast(net)(x), given_by(net, padded)[:, :, :7, :9, :11])
+    assert_close(fast(net, pad_to_period="reflect")(x), given_by(net, padded)[:, :, :7, :9, :11])
+
+
+def test_volume_of_odd_size_is_refused_unless_it_may_be_padded() -> None:
+    """A module that upsamples to the size of a skip connection takes it, and gives other values for it."""
+    with pytest.raises(ShapeError) as caught:
+        fast(unet())(image(1, 1, 7, 9, 11))
+    assert "7x9x11" in str(caught.value)
+    assert "8x10x12" in str(caught.value)
+
+
+def test_nested_outputs_are_refused() -> None:
+    import torch
+
+    class Nested(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = torch.nn.Conv3d(1, 2, 1)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+            y = self.conv(x)
+            return y, [y.relu(), y.sigmoid()]
+
+    with pytest.raises(NetworkFileError, match="nested outputs"):
+        fast(Nested().eval())
 
 
 def test_images_are_planes() -> None:

@@ -169,10 +169,18 @@ def _adaptive_max(builder: Builder, a: Arguments) -> list[Any]:
     return [_adaptive(builder, a), None]
 
 
-@aten("mean", "sum")
+@aten("mean")
 def _mean(builder: Builder, a: Arguments) -> Tensor:
-    x, dims = a["self"], [d % len(a["self"].dims) for d in many(a.get("dim"))]
-    keep, mean = bool(a.get("keepdim", False)), "aten.mean" in builder.here
+    return _summed(builder, a, mean=True)
+
+
+@aten("sum")
+def _sum(builder: Builder, a: Arguments) -> Tensor:
+    return _summed(builder, a, mean=False)
+
+
+def _summed(builder: Builder, a: Arguments, *, mean: bool) -> Tensor:
+    x, dims, keep = a["self"], [d % len(a["self"].dims) for d in many(a.get("dim"))], bool(a.get("keepdim", False))
     if len(dims) == 1 and set(kinds(x.dims[dims[0]])) <= {"c"}:
         return builder.over_maps(x, dims[0], 1 / x.shape[dims[0]] if mean else 1.0, keep=keep)
     return _over_space(builder, x, dims, keep=keep)

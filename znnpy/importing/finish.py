@@ -31,6 +31,10 @@ MOST_BETWEEN = 2  # sizes that are no multiple of the period at which a network 
 PERIODS = (1, 2, 3, 4, 6, 8, 12, 16, 32)  # by which a second size is larger, if the double does not suit
 
 
+class RefusedSizeError(NetworkFileError):
+    """A framework does not run a network on a volume of a size."""
+
+
 @dataclass
 class Walk:
     """The layers that a graph of a framework gives for a volume of one size, and its outputs by name."""
@@ -190,8 +194,13 @@ def _between(walk: Callable[[Vec3], Walk], first: Walk, network: Network) -> Ite
         try:
             geometry_of(network, size)
             found = walk(size)
-        except (ShapeError, NetworkFileError):
+        except (ShapeError, RefusedSizeError):
             continue
+        except NetworkFileError as error:
+            raise NetworkFileError(
+                f"{error}, in a volume of {text(size)} voxels, which the network takes as well as one of "
+                f"{text(first.size)}: the network depends on the size of the volume"
+            ) from error
         yield found
         tried += 1
         if tried == MOST_BETWEEN:

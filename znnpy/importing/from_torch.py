@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from znnpy.errors import MissingExtraError, NetworkFileError
 from znnpy.extras import install
 from znnpy.importing.aten_program import walked
-from znnpy.importing.finish import LARGEST_SIZE, LIKELY_SIZES, Walk, Wishes, imported
+from znnpy.importing.finish import LARGEST_SIZE, LIKELY_SIZES, RefusedSizeError, Walk, Wishes, imported
 from znnpy.importing.imported import Imported
 from znnpy.messages import excerpt
 from znnpy.shapes import Vec3, text
@@ -76,7 +76,7 @@ def _exported(module: torch.nn.Module, shape: tuple[int, ...]) -> Any:
         try:
             program = torch.export.export(module, (example,))
         except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError, AssertionError) as error:
-            raise NetworkFileError(
+            raise RefusedSizeError(
                 f"torch.export cannot make a graph of {type(module).__name__} for an array of {text(shape)}: "
                 f"{excerpt(_first_line(error))}; give an example that the module takes, and write control flow that "
                 "depends on values without it"
