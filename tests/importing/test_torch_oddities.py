@@ -44,6 +44,8 @@ def test_axes_that_are_mistaken_for_another_are_refused() -> None:
     forwards = (
         lambda net, x: net.one(x).reshape(1, 3, x.shape[3], x.shape[2], x.shape[4]),
         lambda net, x: interpolate(max_pool3d(net.one(x), 2), size=(x.shape[2],) * 3),
+        lambda net, x: net.one(x)[:, :, : x.shape[3]],
+        lambda net, x: net.one(x)[..., : x.shape[2]],
     )
     for forward in forwards:
         with pytest.raises(NetworkFileError):
@@ -125,3 +127,28 @@ def test_shuffled_maps_are_added_to_others() -> None:
         net.one, net.two = conv(1, 4), conv(4, 4)
 
     assert_same(module(make, forward))
+
+
+def test_absolute_values_and_gates_are_computed() -> None:
+    import torch
+
+    def forward(net: Any, x: Any) -> Any:
+        return torch.nn.functional.glu(net.one(x), 1) - net.one(x).abs()[:, :1]
+
+    def parts(net: Any) -> None:
+        net.one = conv(1, 4)
+
+    assert_same(module(parts, forward))
+
+
+def test_pixels_that_become_maps_are_computed() -> None:
+    import torch
+
+    chain = torch.nn.Sequential(
+        torch.nn.PixelUnshuffle(2), torch.nn.Conv2d(4, 8, 3, padding=1), torch.nn.PixelShuffle(2)
+    )
+    x = torch.randn(3, 1, 12, 16)
+    with torch.no_grad():
+        expected = chain.eval()(x)
+    found = znnpy.compile(chain.eval(), threads=1, ram="4G", calibrate=False)(x)
+    assert float((found - expected).abs().max()) <= 1e-6

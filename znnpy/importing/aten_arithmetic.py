@@ -224,3 +224,22 @@ def _ones(builder: Builder, a: Arguments) -> Tensor:
 @aten("zeros_like", "full_like")
 def _full(builder: Builder, a: Arguments) -> Tensor:
     return _affine_in_place(builder, a["self"], 0.0, float(a.get("fill_value", 0.0)))
+
+
+@aten("abs")
+def _abs(builder: Builder, a: Arguments) -> Tensor:
+    """Return relu(x) + relu(-x), of which one is 0."""
+    x = tensor(a["self"])
+    negative = builder.activation(_affine_in_place(builder, x, -1.0, 0.0), "relu")
+    return builder.add(builder.activation(x, "relu"), negative)
+
+
+@aten("glu")
+def _glu(builder: Builder, a: Arguments) -> Tensor:
+    x = tensor(a["self"])
+    dim = a.get("dim", -1) % len(x.dims)
+    half = x.shape[dim] // 2
+    if x.shape[dim] % 2:
+        raise builder.error(f"halves dimension {dim} of {x.shape}, which is odd")
+    first, second = builder.cut(x, dim, 0, half), builder.cut(x, dim, half, 2 * half)
+    return builder.multiply(first, builder.activation(second, "sigmoid"))

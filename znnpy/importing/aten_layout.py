@@ -156,6 +156,17 @@ def _pixel_shuffle(builder: Builder, a: Arguments) -> Tensor:
     return x.reshaped([n, c // r**2, r, r, y, w]).transposed([0, 1, 4, 2, 5, 3]).reshaped([n, c // r**2, y * r, w * r])
 
 
+@aten("pixel_unshuffle")
+def _pixel_unshuffle(builder: Builder, a: Arguments) -> Tensor:
+    x, r = tensor(a["self"]), a["downscale_factor"]
+    n, c, y, w = x.shape
+    if y % r or w % r:
+        raise builder.error(f"makes blocks of {r} voxels of {y} x {w}, which do not divide")
+    return (
+        x.reshaped([n, c, y // r, r, w // r, r]).transposed([0, 1, 3, 5, 2, 4]).reshaped([n, c * r**2, y // r, w // r])
+    )
+
+
 @aten("channel_shuffle")
 def _channel_shuffle(builder: Builder, a: Arguments) -> Tensor:
     x, groups = tensor(a["self"]), a["groups"]

@@ -90,8 +90,9 @@ def imported(
     if not fixed:
         drafts = simplified(read_by_outputs(first.builder.drafts, names), names, Counter())
         period = period_along(_network(name, first.builder.input_maps, drafts, names, Wishes()))
-        second = _larger(walk, size, (0, *period[1:]) if first.planar else period)
-        _agree(first, second, names, _outputs(second, wanted))
+        for growing in ((0, 1, 2), (2, 1, 0)):
+            second = _larger(walk, size, (0, *period[1:]) if first.planar else period, growing)
+            _agree(first, second, names, _outputs(second, wanted))
         drafts = simplified(read_by_outputs(first.builder.drafts, names), names, Counter())
         for other in _between(walk, first, _network(name, first.builder.input_maps, drafts, names, Wishes())):
             _agree(first, other, names, _outputs(other, wanted))
@@ -111,17 +112,18 @@ def imported(
     return Imported(network, weights, words, first.planar, only, first.order, folded, source)
 
 
-def _larger(walk: Callable[[Vec3], Walk], size: Vec3, period: Vec3) -> Walk:
+def _larger(walk: Callable[[Vec3], Walk], size: Vec3, period: Vec3, growing: Vec3) -> Walk:
     """Return the walk of a volume that is larger by periods: about twice as large, or as the framework takes it.
 
     Twice, since what depends on a part of the size, such as n // 8, does not differ one period later; by an odd number
-    of periods, since halves may differ; and by another number along each axis, since axes may be mistaken for another.
+    of periods, since halves may differ; and by another number along each axis, since axes may be mistaken for another,
+    of which `growing` says how much more it is along each.
     """
     double = 2 * max(n // (2 * p) if p else 0 for n, p in zip(size, period, strict=True)) + 1
     refused: NetworkFileError | None = None
     for times in dict.fromkeys((double, *PERIODS)):
         try:
-            return walk(add(size, vector((times + 2 * axis) * n for axis, n in enumerate(period))))
+            return walk(add(size, vector((times + 2 * more) * n for more, n in zip(growing, period, strict=True))))
         except NetworkFileError as error:
             refused = refused or error
     assert refused is not None, "at least one size was tried"

@@ -71,7 +71,11 @@ def _exported(module: torch.nn.Module, shape: tuple[int, ...]) -> Any:
 
     like = next(chain(module.parameters(), module.buffers()), torch.empty(0))
     example = torch.zeros(shape, dtype=torch.float32, device=like.device)
-    with warnings.catch_warnings(), torch.no_grad():  # in which such blocks of a module make no graphs of their own
+    with (
+        _silent(),
+        warnings.catch_warnings(),
+        torch.no_grad(),
+    ):  # in which such blocks of a module make no graphs of their own
         warnings.simplefilter("ignore")  # of PyTorch about itself
         try:
             program = torch.export.export(module, (example,))

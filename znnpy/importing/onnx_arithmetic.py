@@ -141,6 +141,14 @@ def _power(site: Site) -> Value:
     return site.builder.multiply(x, x)
 
 
+@operator("Abs")
+def _abs(site: Site) -> Value:
+    """Return relu(x) + relu(-x), of which one is 0."""
+    x = site.tensor()
+    negative = site.builder.activation(scaled(site, x, _number(-1), _number(0)), "relu")
+    return site.builder.add(site.builder.activation(x, "relu"), negative)
+
+
 @operator("Min", "Max")
 def _limit(site: Site) -> Value:
     tensors = [at for at, value in enumerate(site.given) if not isinstance(value, np.ndarray)]
