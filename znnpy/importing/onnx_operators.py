@@ -304,9 +304,14 @@ def _resize(site: Site) -> Value:
         raise site.error(f"goes from {was} to {to} voxels; give a larger size")
     if was == to:
         return x
+    blocks = [n // m if n % m == 0 else 0 for n, m in zip(was, to, strict=True)]
+    nearest = site.word("mode", "nearest") == "nearest"
     if scales is not None and sizes is None:
-        _check_exact(site, was, to, [float(dict(zip(axes, scales, strict=True)).get(at, 1)) for at in range(2, rank)])
-    return _nearest(site, x, was, to) if site.word("mode", "nearest") == "nearest" else _linear(site, x, was, to)
+        given = [float(dict(zip(axes, scales, strict=True)).get(at, 1)) for at in range(2, rank)]
+        blocks = [round(1 / scale) if abs(1 / scale - round(1 / scale)) < 1e-6 else 0 for scale in given]
+        if not nearest or not all(blocks):
+            _check_exact(site, was, to, given)
+    return _nearest(site, x, was, to, blocks) if nearest else _linear(site, x, was, to)
 
 
 def _check_exact(site: Site, was: Sequence[int], to: Sequence[int], scales: Sequence[float]) -> None:
@@ -316,14 +321,15 @@ def _check_exact(site: Site, was: Sequence[int], to: Sequence[int], scales: Sequ
             raise site.error(f"goes from {n} voxels by {scale:g}, which gives {n * scale:g}; use a whole factor")
 
 
-def _nearest(site: Site, x: Tensor, was: Sequence[int], to: Sequence[int]) -> Tensor:
+def _nearest(site: Site, x: Tensor, was: Sequence[int], to: Sequence[int], blocks: Sequence[int]) -> Tensor:
+    """Interpolate; `blocks` are the voxels of which one is taken along each axis, 0 where that is no whole number."""
     position = site.word("coordinate_transformation_mode", "half_pixel")
     rounding = site.word("nearest_mode", "round_prefer_floor")
     grows = all(m % n == 0 for n, m in zip(was, to, strict=True))
     middle = ("half_pixel", "pytorch_half_pixel", "half_pixel_symmetric")
     if position == "asymmetric" and rounding == "floor":
-        if all(n % m == 0 for n, m in zip(was, to, strict=True)):
-            return site.builder.every(x, [n // m for n, m in zip(was, to, strict=True)])
+        if all(blocks):
+            return site.builder.every(x, blocks)
         return site.builder.upsample(x, "nearest", to)
     if position in middle and rounding in ("round_prefer_floor", "round_prefer_ceil") and grows:
         return site.builder.upsample(x, "nearest", to)
