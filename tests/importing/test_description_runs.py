@@ -276,9 +276,9 @@ def test_commands_take_a_description(tmp_path: Path) -> None:
     np.testing.assert_array_equal(read(out), run(tmp_path / "net.yaml", voxels()))
 
 
+@pytest.mark.torch  # and with it onnxruntime
 @pytest.mark.parametrize("version", ["0.4", "0.5"])
 def test_the_arrays_of_a_description_are_compared(version: str, tmp_path: Path) -> None:
-    pytest.importorskip("onnxruntime")
     given = voxels()[None, :, :16, :32, :32].astype(np.float32)
     expected = 1 / (1 + np.exp(-convolved((given[0] - given.mean()) / (given.std() + 1e-6))))[None]
     np.save(tmp_path / "in.npy", given)
@@ -300,8 +300,8 @@ def test_the_arrays_of_a_description_are_compared(version: str, tmp_path: Path) 
     assert "the import is wrong" in result.output
 
 
+@pytest.mark.torch
 def test_a_check_covers_several_channels_last_and_images(tmp_path: Path) -> None:
-    pytest.importorskip("onnxruntime")
     pre = [step("scale_linear", gain=[0.5, -2.0], axis="channel"), step("clip", min=-1.0)]
     for index, (axes, maps, net) in enumerate((("bzyxc", 2, model("bzyxc", 2)), ("bcyx", 1, planar_model()))):
         folder = tmp_path / str(index)

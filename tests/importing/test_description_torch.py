@@ -16,13 +16,15 @@ pytestmark = pytest.mark.torch
 
 
 def module() -> Any:
-    torch = pytest.importorskip("torch")
+    import torch
+
     torch.manual_seed(0)
     return torch.nn.Conv3d(1, 2, 3, padding=1).eval()
 
 
 def test_a_module_gets_the_steps_of_a_description(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     pre = [step("scale_range", axes=["z", "y", "x"], min_percentile=1, max_percentile=99), step("clip", min=0, max=1)]
     weights = {"pytorch_state_dict": {"source": "weights.pt"}}
     path = written(new(pre=pre, post=[step("sigmoid")], weights=weights), tmp_path)
