@@ -13,6 +13,7 @@ from znnpy.errors import NetworkFileError, ShapeError
 from znnpy.files import read_regular
 from znnpy.formats import network_yaml, network_znni
 from znnpy.formats.files import LARGEST, cannot_read, require_file
+from znnpy.importing.recognised import description_in, is_described
 from znnpy.messages import excerpt
 from znnpy.network import ConvWeights, Network
 from znnpy.option_values import Meaning
@@ -79,8 +80,7 @@ def read_model(path: Path, wishes: Wishes, name: str | None = None) -> Imported:
 
     NetworkFileError for whatever is wrong with the file; MissingExtraError if a package is missing.
     """
-    from znnpy.importing.description import is_described  # the readers load numpy, as the command line does not
-    from znnpy.importing.files import imported_file
+    from znnpy.importing.files import imported_file  # the readers take memory and time, which others do not pay
     from znnpy.importing.torch_files import why_not_pt2
 
     try:
@@ -95,9 +95,6 @@ def read_model(path: Path, wishes: Wishes, name: str | None = None) -> Imported:
 
 
 def _read(where: str | Path) -> NetworkFile:
-    from znnpy.importing.description import description_in, is_described
-    from znnpy.importing.finish import Wishes
-
     path = Path(where)
     try:
         if not path.is_file() and str(where) in shipped():
@@ -106,6 +103,8 @@ def _read(where: str | Path) -> NetworkFile:
         if path.is_dir():
             path = description_in(path) or path
         if (path.suffix.lower() in (*IMPORTED, *FOREIGN) and path.is_file()) or is_described(path):
+            from znnpy.importing.finish import Wishes
+
             made = read_model(path, Wishes())
             return NetworkFile(made.network, None, path, made.weights)
         require_file(path, "network", SUFFIXES, also=shipped())

@@ -24,13 +24,10 @@ from znnpy.importing.description_steps import Layout, postprocessing, preprocess
 from znnpy.importing.finish import Wishes
 from znnpy.importing.imported import Tested
 from znnpy.importing.processing import OutputSteps, Processing
+from znnpy.importing.recognised import LARGEST_DESCRIPTION, description_in
 from znnpy.messages import excerpt
 
-LARGEST_DESCRIPTION = 2**20  # bytes
 READ_BYTES = 2**20  # of a file whose digest is computed
-_NAMES = ("rdf.yaml", "bioimageio.yaml", "rdf.yml", "bioimageio.yml")
-_ENDINGS = (".bioimageio.yaml", ".rdf.yaml")
-_VERSION_LINE = re.compile(rb"""^(\{\s*["']?|["']?|\s+["'])format_version["']?\s*:""", re.MULTILINE)  # YAML, or JSON
 _VERSION = re.compile(r"0\.(4|5)\.\d{1,3}")
 _LETTERS = {"b": "n", "c": "c", "z": "z", "y": "y", "x": "x"}  # of axes in format 0.4
 _ORDERS = ("nczyx", "nzyxc", "ncyx", "nyxc")
@@ -166,30 +163,6 @@ class Description:
                 "download it again"
             )
         return path
-
-
-def is_description(path: Path, content: bytes) -> bool:
-    """Return whether a YAML file is a description, by its name or by a key that no other network file has."""
-    return path.name in _NAMES or path.name.endswith(_ENDINGS) or _VERSION_LINE.search(content) is not None
-
-
-def description_in(folder: Path) -> Path | None:
-    """Return the description in a folder; None if there is none. NetworkFileError if there are several."""
-    names = sorted(path.name for path in folder.iterdir() if path.name in _NAMES or path.name.endswith(_ENDINGS))
-    if len(names) > 1:
-        raise NetworkFileError(
-            f"{folder} holds {len(names)} descriptions ({excerpt(', '.join(names))}); give the path of one"
-        )
-    return folder / names[0] if names else None
-
-
-def is_described(path: Path) -> bool:
-    """Return whether a path is that of a description, or of a folder with one; OSError if it cannot be read."""
-    if path.is_dir():
-        return description_in(path) is not None
-    if path.suffix.lower() not in (".yaml", ".yml") or not path.is_file():
-        return False
-    return is_description(path, read_regular(path, LARGEST_DESCRIPTION))
 
 
 def read_description(path: Path, wishes: Wishes) -> Description:

@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from znnpy.errors import NetworkFileError, ShapeError
-from znnpy.importing.description import is_described, read_description
+from znnpy.importing.description import read_description
 from znnpy.importing.finish import Wishes
 from znnpy.importing.imported import Imported
+from znnpy.importing.recognised import is_described
 from znnpy.messages import excerpt
 
 
