@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
+from znnpy.errors import ZnnpyError
+
 INTERRUPTED, TERMINATED = 130, 143  # 128 + the signal's number, as shells report it
 SENTENCES = {signal.SIGINT: "interrupted", signal.SIGTERM: "stopped by SIGTERM"}
 SHOW_CURSOR = b"\x1b[?25h"  # a progress bar hides it
@@ -40,12 +42,19 @@ def leave_when_stopped() -> None:
 def working() -> Iterator[None]:
     """Make SIGINT raise KeyboardInterrupt and SIGTERM raise Terminated in this block, in the calling (main) thread.
 
-    A second signal ends a process of the command line at once.
+    A library in which that happens may turn it into an error of its own: then it is raised again. A second signal ends
+    a process of the command line at once.
     """
     _ASKED.clear()
     before = {number: signal.signal(number, _raise) for number in SENTENCES if _heeded(number)}
     try:
         yield
+    except (KeyboardInterrupt, ZnnpyError):
+        raise
+    except BaseException as error:
+        if _ASKED:
+            raise _error(_ASKED[0]) from error
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

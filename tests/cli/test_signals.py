@@ -209,3 +209,24 @@ def test_stopped_run_reports_finished_columns(place: Place, monkeypatch: pytest.
     assert result.exit_code == 143
     (line,) = (line for line in result.stderr.splitlines() if line.startswith("stopped by SIGTERM"))
     assert_holds(line, " of 80 columns", "--resume")
+
+
+@pytest.mark.parametrize(("number", "kind"), [(signal.SIGTERM, Terminated), (signal.SIGINT, KeyboardInterrupt)])
+def test_stop_that_a_library_wraps_is_raised_again(number: signal.Signals, kind: type[KeyboardInterrupt]) -> None:
+    """The compiled part of pydantic does so where a signal arrives while it builds a model."""
+
+    def wrap() -> None:
+        try:
+            signal.raise_signal(number)
+        except KeyboardInterrupt as error:
+            raise RuntimeError("a library's own error") from error
+
+    with pytest.raises(kind) as caught, working():
+        wrap()
+    assert type(caught.value) is kind
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_error_without_a_stop_is_left_as_it_is() -> None:
+    with pytest.raises(RuntimeError, match="own"), working():
+        raise RuntimeError("its own")
