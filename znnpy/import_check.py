@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from znnpy.admissible import admissible
+from znnpy.admissible import admissible, refuse_non_local
 from znnpy.errors import MissingExtraError, NetworkFileError, ShapeError
 from znnpy.extras import install
 from znnpy.files import open_regular
@@ -99,11 +99,10 @@ def compared(made: Imported, run: Run, size: Vec3 | None = None, seed: int = 0) 
     net = TrainedNetwork(network, made.weights)
     ours = net(volume, calibrate=False)
     network, given = with_statistics(network, ArrayVolume(volume)), volume
-    if network.meaning == "whole":
-        padded = admissible(network, size).volume
+    padded = admissible(network, size).volume
+    if padded != size:
         width = [(0, 0), *((0, p - n) for p, n in zip(padded, size, strict=True))]
-        if padded != size:
-            given = np.pad(given, width, _PAD_MODES[network.pad_to_period])  # type: ignore[call-overload]
+        given = np.pad(given, width, _PAD_MODES[network.pad_to_period])  # type: ignore[call-overload]
     found = []
     ends = np.cumsum([0, *network.output_maps]).tolist()
     results = run(np.ascontiguousarray(_normalised(network, given)))
@@ -195,20 +194,17 @@ def _normalised(network: Network, volume: Array) -> Array:
 
 def odd_size(network: Network) -> Vec3:
     """Return a small size, odd along each axis, for which the network gives a few voxels."""
-    period = period_along(network)
-    for n in range(2 * max(period) + 9, LARGEST_SIZE, 2):
+    refuse_non_local(network)
+    refused: ShapeError | None = None
+    for n in range(2 * max(period_along(network)) + 9, LARGEST_SIZE, 2):
         size = vector(n + 2 * axis for axis in range(3))
         try:
-            if network.meaning == "sliding":
-                network.dense_size(size)
-            else:
-                admissible(network, size)
+            admissible(network, size)
         except ShapeError as error:
-            if n + 2 >= LARGEST_SIZE or "depends on" in str(error):
-                raise
+            refused = refused or error
         else:
             return size
-    raise ShapeError(f"the network takes no volume of up to {LARGEST_SIZE} voxels along each axis")
+    raise refused or ShapeError(f"the network takes no volume of up to {LARGEST_SIZE} voxels along each axis")
 
 
 def run_module(module: Any, words: Sequence[str], *, planar: bool) -> Run:

@@ -13,6 +13,7 @@ from znnpy.command_runtime import Command, print_json, print_lines, print_table
 from znnpy.errors import NetworkFileError, VerifyError
 from znnpy.files import regular_file, write_asked
 from znnpy.messages import excerpt
+from znnpy.network import PAD_TO_PERIOD
 from znnpy.stopping import working
 
 if TYPE_CHECKING:
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from znnpy.importing.imported import Imported
     from znnpy.network import Normalise
     from znnpy.shapes import Vec3
-
-PAD_TO_PERIOD = ("reflect", "replicate", "zeros", "refuse")
 
 
 @click.command(name="import", cls=Command)

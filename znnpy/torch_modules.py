@@ -86,7 +86,8 @@ class CompiledModule:
                 over images: a tensor of PyTorch, or anything that numpy makes an array of, such as a Zarr array
 
         Returns float32 of as many dimensions, with maps in place of channels: a tensor on the device of the input for a
-        tensor, and else a numpy array. For a volume larger than memory use `znnpy.infer`.
+        tensor, and else a numpy array. Each call makes a plan: for many of one shape, keep a session of `network`.
+        For a volume larger than memory use `znnpy.infer`.
 
         ShapeError, NoPlanError, VolumeError: as from TrainedNetwork.
         """
@@ -112,7 +113,7 @@ class CompiledModule:
             return [np.moveaxis(one, 0, 1) for one in self._parts(np.moveaxis(given, 0, 1))]
         if given.ndim == 5:
             by_volume = [self._parts(one) for one in given]
-            return [np.stack(parts) for parts in zip(*by_volume, strict=True)]
+            return [parts[0][None] if len(parts) == 1 else np.stack(parts) for parts in zip(*by_volume, strict=True)]
         return self._parts(given)
 
     def _parts(self, volume: npt.NDArray[Any]) -> list[npt.NDArray[np.float32]]:

@@ -351,9 +351,7 @@ def test_missing_file_suggests_near_names(tmp_path: Path) -> None:
 
 
 def test_file_without_text_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        NetworkFileError, match=r"is a folder, not a network file; no \.yaml or \.yml or \.znni or \.onnx or \.pt2 file"
-    ):
+    with pytest.raises(NetworkFileError, match=r"is a folder, not a network file; no \.yaml or .* or \.pt2 file"):
         read_network(tmp_path)
     hdf5 = write(tmp_path, b"\x89HDF\r\n", "net.yml")
     with pytest.raises(NetworkFileError, match="is not text: byte 0x89 at position 0 is not UTF-8"):

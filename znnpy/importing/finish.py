@@ -1,4 +1,4 @@
-"""Make a network of the layers that importers collected at one size of the volume or at two."""
+"""Make a network of the layers that importers collected at one size of the volume or at several."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def imported(
 ) -> Imported:
     """Return the network that a graph describes.
 
-    walk   walks the graph for a volume of a size; it is called for `size`, and for one that is larger by periods, since
-           what differs then depends on the place in the volume
+    walk   walks the graph for a volume of a size; it is called for `size`, for two that are larger by periods and
+           different along each axis, and for some between, since what differs depends on the size of the volume
     fixed  the graph is for this size only
 
     NetworkFileError: an operator is not supported, or depends on the size of the volume.

@@ -1,4 +1,4 @@
-"""Make a network of a PyTorch module, by exporting it as a graph at two sizes of the volume."""
+"""Make a network of a PyTorch module, by exporting it as a graph at several sizes of the volume."""
 
 from __future__ import annotations
 
