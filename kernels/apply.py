@@ -10,6 +10,7 @@ import numpy as np
 from znnpy.errors import ShapeError, ValuesOverflowError
 from znnpy.kernels.aligned import aligned_bytes
 from znnpy.kernels.contract import Variant
+from znnpy.kernels.dtypes import kept_dtype
 from znnpy.kernels.gpu.device import Device, find_gpu
 from znnpy.kernels.table import find
 from znnpy.kernels.thread_pool import ThreadPool
@@ -78,16 +79,18 @@ def apply(
     with ThreadPool(threads or machine.cores) as pool:
         step = primitive.bind(primitive.prepare(weights, chosen, pool), shape, chosen, pool)
         buffers = primitive.footprint(shape, chosen, pool.threads).scratch
-        out = aligned_bytes(shape.out_bytes).view(np.float32).reshape(shape.out_shape)
-        step.run(x, out, {scratch.name: aligned_bytes(scratch.nbytes) for scratch in buffers})
-    return out
+        out = aligned_bytes(shape.out_bytes).view(kept_dtype(shape.precision)).reshape(shape.out_shape)
+        step.run(
+            x.astype(out.dtype, copy=False), out, {scratch.name: aligned_bytes(scratch.nbytes) for scratch in buffers}
+        )
+    return out.astype(np.float32, copy=False)
 
 
 def _on_gpu(
     primitive: Primitive, shape: LayerShape, x: Array, weights: ConvWeights | None, variant: Variant, device: Device
 ) -> Array:
     footprint = primitive.footprint(shape, variant, 1)
-    kept = np.float16 if shape.precision == "fp16" else np.float32
+    kept = kept_dtype(shape.precision)
     largest = np.abs(x).max()
     if largest > np.finfo(kept).max:
         raise ValuesOverflowError(f"{shape} received values up to {largest:.6g}, beyond float16; choose fp32 or tf32")

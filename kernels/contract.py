@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from znnpy.layer_shapes import LayerShape
 from znnpy.network import ConvWeights as ConvWeights
-from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape
+from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape, Sized
 
 if TYPE_CHECKING:
     import numpy as np
@@ -330,9 +330,9 @@ def why_not_maxout(shape: LayerShape) -> str | None:
     return None if isinstance(shape, MaxoutShape) else f"computes maxouts, not {shape.kind}"
 
 
-def why_not_fp32(shape: LayerShape) -> str | None:
-    """Return None if `shape` is in fp32, else a reason: for primitives that compute in fp32 only."""
-    return None if shape.precision == "fp32" else f"computes in fp32, not in {shape.precision}"
+def why_not_fp32(shape: LayerShape | Sized) -> str | None:
+    """Return None if fp32 is exact enough for `shape` and its values are float32, else a reason."""
+    return None if shape.precision in ("fp32", "bf16x2") else f"computes in fp32, not in {shape.precision}"
 
 
 def why_not_plain(shape: LayerShape, pooling: str = "cpu.conv.fft_lanes") -> str | None:

@@ -215,7 +215,9 @@ class GraphSearch:
     def graph(self, axis: int) -> TurnedGraph:
         """Return the graph with an axis first."""
         if axis not in self.graphs:
-            self.graphs[axis] = TurnedGraph.of(self.request.network, self.area.volume, axis)
+            self.graphs[axis] = TurnedGraph.of(
+                self.request.network, self.area.volume, axis, self.request.target.cpu_precision
+            )
         return self.graphs[axis]
 
     @staticmethod

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from znnpy.column_planes import planes_bytes
 from znnpy.geometry import Interval
 from znnpy.graph_columns import KEPT_PLANES, Area, GraphCover, TurnedGraph
-from znnpy.graph_operations import Operation, Region, shape_of
+from znnpy.graph_operations import Operation, Region
 from znnpy.graph_shapes import GraphConvShape, TransposeShape
 from znnpy.kernels.contract import Footprint, Primitive, Scratch, Variant
 from znnpy.layer_shapes import LayerShape
@@ -23,7 +23,7 @@ from znnpy.many_intervals import Intervals, Numbers, needed_by_each, read_by_eac
 from znnpy.planner.graph_extents import AxisPlanes, Figures, Storage, Widths, blocks_of
 from znnpy.planner.layout import ALIGNMENT, Tensor
 from znnpy.planner.memory import StageMemory
-from znnpy.shapes import FLOAT32, Vec3, turned_back
+from znnpy.shapes import Vec3, itemsize_of, turned_back
 
 
 @dataclass(frozen=True)
@@ -110,13 +110,12 @@ class GraphTiling:
 
     def shape(self, operation: Operation) -> LayerShape:
         """Return the shape of an operation in a step in which it computes the most."""
-        return shape_of(self.graph.geometry, operation, self.region(operation.tensor))
+        return self.graph.shape_of(operation, self.region(operation.tensor))
 
     def shapes(self, operation: Operation) -> tuple[LayerShape, ...]:
         """Return all shapes of an operation: those at faces of the volume differ in padding and size."""
         found = (self._distinct(along)[operation.tensor] for along in range(3))
-        geometry = self.graph.geometry
-        return tuple(dict.fromkeys(shape_of(geometry, operation, (z, y, x)) for z, y, x in product(*found)))
+        return tuple(dict.fromkeys(self.graph.shape_of(operation, (z, y, x)) for z, y, x in product(*found)))
 
     def _distinct(self, along: int) -> dict[int, list[Interval]]:
         """Return one region along an axis for each kind that an operation has there, by its tensor."""
@@ -193,12 +192,12 @@ class GraphTiling:
         """Return the bytes of so many planes of the tensors in memory; more than any machine has are cut off."""
         stored, (second, third) = self.figures.stored, self._widths
         values = self.figures.maps[stored].astype(np.float64) * second.widest.size[stored] * third.widest.size[stored]
-        return np.minimum(FLOAT32 * values * planes[stored], MOST_BYTES).astype(np.int64)
+        return np.minimum(itemsize_of(self.graph.precision) * values * planes[stored], MOST_BYTES).astype(np.int64)
 
     def plane_bytes(self, tensor: int) -> int:
         """Return the bytes of a plane of a tensor in memory."""
         _, y, x = self.region(tensor)
-        return FLOAT32 * self.graph.network.maps[tensor] * y.size * x.size
+        return itemsize_of(self.graph.precision) * self.graph.network.maps[tensor] * y.size * x.size
 
     def storage(self, tensor: int) -> Storage:
         """Return where a tensor lies. One that keeps as many planes as it gets stays: copying them would cost more."""

@@ -322,7 +322,7 @@ class Plan:
     def graph_cover(self, network: Network) -> GraphCover:
         """Return the columns that cover the output of a graph that is computed whole."""
         assert self.area is not None, "plans of such graphs have it"
-        graph = TurnedGraph.of(network, self.area.volume, self.axis)
+        graph = TurnedGraph.of(network, self.area.volume, self.axis, self.precision)
         voxels = turned(self.patch_out, self.axis)
         patch = tuple(size // each for size, each in zip(voxels, graph.voxels, strict=True))
         column = self.column_planes // graph.voxels[0]

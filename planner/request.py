@@ -18,7 +18,7 @@ from znnpy.network import Network
 from znnpy.option_values import AskedMode, Cover, DeviceKind, RigorLevel
 from znnpy.planner.layer_options import OptionTable
 from znnpy.planner.memory import CONTEXT_BYTES, baseline_bytes, context_bytes
-from znnpy.shapes import Precision, Vec3
+from znnpy.shapes import CPU_PRECISIONS, Precision, Vec3
 
 KnownRates = Mapping[DeviceKind, Rates]  # the CPU's are for all threads that a run may have
 
@@ -29,7 +29,7 @@ class Target:
 
     device         where all layers run, or in modes of two devices the GPU
     devices        how many equal GPUs compute together
-    precision      the least precision that will do; a CPU computes everything in fp32
+    precision      the least precision that will do
     context_bytes  what CUDA took of the GPU when it was opened; the planner adds a margin for CUDA's libraries
     mode           how the devices share the work; "auto": whichever is the fastest in a long run
     """
@@ -40,6 +40,11 @@ class Target:
     precision: Precision = "fp32"
     context_bytes: int = CONTEXT_BYTES
     mode: AskedMode = "auto"
+
+    @property
+    def cpu_precision(self) -> Precision:
+        """The precision in which a CPU computes: fp32 where that of a GPU is asked for."""
+        return self.precision if self.precision in CPU_PRECISIONS else "fp32"
 
     @property
     def cuda_bytes(self) -> int:

@@ -74,7 +74,7 @@ def _check_graph(plan: Plan, network: Network, machine: Machine, table: Sequence
     """Raise PlanFileError unless the plan of a graph runs here as it stands."""
     assert plan.area is not None, "plans of graphs have it"
     try:
-        graph = TurnedGraph.of(network, plan.area.volume, plan.axis)
+        graph = TurnedGraph.of(network, plan.area.volume, plan.axis, plan.precision)
     except ShapeError as error:
         raise PlanFileError(f"the plan does not fit its network: {error}") from None
     voxels, step, outputs = graph.voxels, turned(plan.patch_out, plan.axis), graph.network.outputs

@@ -270,10 +270,11 @@ def test_fingerprint_is_stable_and_depends_on_every_field() -> None:
         "blas": "openblas Zen",
         "versions": (("numpy", "2.2"), ("pyfftw", "0.15")),
         "gpu": GPU,
+        "bf16": ("amx",),
     }
     assert others.keys() == {field.name for field in fields(Machine)}
     prints = {replace(MACHINE, **{name: value}).fingerprint for name, value in others.items()}
-    assert len(prints | {MACHINE.fingerprint}) == 8
+    assert len(prints | {MACHINE.fingerprint}) == 9
     newer = replace(MACHINE, gpu=replace(GPU, driver=13010))
     assert newer.fingerprint != replace(MACHINE, gpu=GPU).fingerprint
 

@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from znnpy.admissible import admissible
 from znnpy.geometry import Geometry, Interval, vector
-from znnpy.graph_operations import Operation, Region, operations
+from znnpy.graph_operations import Operation, Region, operations, shape_of
+from znnpy.layer_shapes import LayerShape
 from znnpy.lowering import Lowered, lowered
 from znnpy.network import Network
 from znnpy.patches import Box, Column, Columns, Patch, Piece
-from znnpy.shapes import Vec3, multiply, turned, turned_back
+from znnpy.shapes import Precision, Vec3, multiply, turned, turned_back
 
 if TYPE_CHECKING:
     from znnpy.column_planes import ColumnPlanes, ColumnSteps
@@ -64,6 +65,7 @@ class TurnedGraph:
     geometry: Geometry
     axis: int
     operations: tuple[Operation, ...]
+    precision: Precision = "fp32"
     _facts: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
     _latest: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict, repr=False, compare=False)
     _planes: OrderedDict[Hashable, ColumnPlanes] = field(default_factory=OrderedDict, repr=False, compare=False)
@@ -71,11 +73,15 @@ class TurnedGraph:
 
     @staticmethod
     @lru_cache(maxsize=16)
-    def of(network: Network, volume: Vec3, axis: int) -> TurnedGraph:
+    def of(network: Network, volume: Vec3, axis: int, precision: Precision = "fp32") -> TurnedGraph:
         """Return the graph of a network over a volume, padded to what the network admits."""
         made = lowered(network.turned(axis))
         geometry = admissible(made.network, turned(volume, axis))
-        return TurnedGraph(made, geometry, axis, operations(geometry.network))
+        return TurnedGraph(made, geometry, axis, operations(geometry.network), precision)
+
+    def shape_of(self, operation: Operation, region: Region) -> LayerShape:
+        """Return the shape of an operation for a region of its output."""
+        return shape_of(self.geometry, operation, region, self.precision)
 
     @property
     def network(self) -> Network:

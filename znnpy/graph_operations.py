@@ -8,7 +8,7 @@ operation, and its output a tensor in memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from znnpy.geometry import Geometry, Interval, vector
@@ -42,7 +42,7 @@ from znnpy.layers import (
 )
 from znnpy.network import Network
 from znnpy.patches import Box
-from znnpy.shapes import MaxoutShape, Vec3, add
+from znnpy.shapes import MaxoutShape, Precision, Vec3, add
 
 Region = tuple[Interval, Interval, Interval]
 UPSAMPLED_MAPS = 16  # least maps of an upsampling, and of a convolution that reads it, for which it is a view
@@ -204,8 +204,15 @@ def voxels_of(read: Read, region: Region) -> Box:
     )
 
 
-def shape_of(geometry: Geometry, operation: Operation, region: Region) -> GraphShape | MaxoutShape:
+def shape_of(
+    geometry: Geometry, operation: Operation, region: Region, precision: Precision = "fp32"
+) -> GraphShape | MaxoutShape:
     """Return the shape of an operation for a region of its output."""
+    shape = _shape_of(geometry, operation, region)
+    return shape if precision == "fp32" else replace(shape, precision=precision)
+
+
+def _shape_of(geometry: Geometry, operation: Operation, region: Region) -> GraphShape | MaxoutShape:
     network, index = geometry.network, operation.layer
     layer, source = network.layers[index], network.sources[index][0]
     read = input_region(geometry, operation, region)

@@ -1,6 +1,6 @@
 """The shapes of layers of a graph over a part of a volume: all that determines their cost, memory and result.
 
-An image is one part of a volume, (z, y, x, f) float32. What a layer needs beyond a face of the volume is not in its
+An image is one part of a volume, (z, y, x, f) float32 or, in bf16, bfloat16. What a layer needs beyond a face of the volume is not in its
 input: `before` and `behind` say how many voxels of padding there are on each side, 0 away from the faces.
 """
 
@@ -15,7 +15,7 @@ from znnpy.shapes import FLOAT32, Precision, Sized, Vec3, text
 
 
 class _OneImage(Sized):
-    """Shapes of one image in float32."""
+    """Shapes of one image."""
 
     __slots__ = ()
 
@@ -110,7 +110,7 @@ class GraphConvShape(_OneImage):
     def in_bytes(self) -> int:
         """Bytes of all inputs."""
         found = sum(maps * prod(self.size_of(index)) for index, maps in enumerate(self.fins))
-        return FLOAT32 * found + self.addend_bytes
+        return self.itemsize * found + self.addend_bytes
 
     @property
     def addend_bytes(self) -> int:
@@ -137,7 +137,7 @@ class GraphConvShape(_OneImage):
         if self.upsampled:
             words += [f"upsampled {'+'.join(map(text, self.factors))} from {text(self.first)}"]
         words += ["+ addend"] if self.addend else []
-        return " ".join((*words, self.activation))
+        return " ".join((*words, self.activation)) + self._in_precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ class TransposeShape(_OneImage):
 
     def __str__(self) -> str:
         size = f"@{text(self.n)}->{text(self.m)} k{text(self.k)} stride {text(self.stride)}"
-        return f"conv_transpose {self.fin}->{self.fout} {size} {self.activation}"
+        return f"conv_transpose {self.fin}->{self.fout} {size} {self.activation}{self._in_precision}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +202,7 @@ class WindowPoolShape(_MapByMap):
 
     def __str__(self) -> str:
         size = f"@{text(self.n)} window {text(self.window)} stride {text(self.stride)}"
-        return f"pool {self.how} {self.f} {size}"
+        return f"pool {self.how} {self.f} {size}{self._in_precision}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +220,9 @@ class UpsampleShape(_Resampled):
     kind: Literal["upsample"] = "upsample"
 
     def __str__(self) -> str:
-        return f"upsample {self.how} {self.f} @{text(self.n)}->{text(self.m)} by {text(self.factor)}"
+        return (
+            f"upsample {self.how} {self.f} @{text(self.n)}->{text(self.m)} by {text(self.factor)}{self._in_precision}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +251,7 @@ class PointShape(_OneImage):
         return 1, *self.n, self.f
 
     def __str__(self) -> str:
-        return f"{self.how} {'+'.join(map(str, self.fins))} @{text(self.n)} {self.activation}"
+        return f"{self.how} {'+'.join(map(str, self.fins))} @{text(self.n)} {self.activation}{self._in_precision}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +269,7 @@ class PadShape(_Resampled):
     kind: Literal["pad"] = "pad"
 
     def __str__(self) -> str:
-        return f"pad {self.how} {self.f} @{text(self.n)}->{text(self.m)}"
+        return f"pad {self.how} {self.f} @{text(self.n)}->{text(self.m)}{self._in_precision}"
 
 
 GraphShape = GraphConvShape | TransposeShape | WindowPoolShape | UpsampleShape | PointShape | PadShape

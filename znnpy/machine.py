@@ -31,6 +31,8 @@ CGROUPS = Path("/sys/fs/cgroup")
 _FEWEST = 2.0**20  # bytes: a smaller number without a unit lacks the unit by mistake
 _LARGEST = 2.0**60  # bytes: longer numbers are mistakes
 _DEFAULT_SHARE = 0.75  # share of the machine's memory; the rest is for the file cache and other programs
+AMX, AVX512_BF16 = "amx", "avx512_bf16"
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # Linux on x86-64: asm/unistd_64.h, asm/prctl.h
 _DEFAULT_VRAM_SHARE = 0.9  # share of the card's free memory; the rest is for the programs that draw the screen
 
 
@@ -61,11 +63,12 @@ class Machine:
     blas: str  # kernels that BLAS runs, e.g. "openblas SkylakeX"
     versions: tuple[tuple[str, str], ...]  # versions of the libraries that determine speed and rounding
     gpu: Gpu | None = None  # the GPU that this run may use; None: it was not asked for, or there is none
+    bf16: tuple[str, ...] = ()  # what multiplies matrices of bfloat16, the fastest first: amx | avx512_bf16
 
     @property
     def fingerprint(self) -> str:
-        """Digest of all fields but a GPU that is None. Plans and measured costs belong to one fingerprint."""
-        said = {name: value for name, value in asdict(self).items() if name != "gpu" or value is not None}
+        """Digest of all fields but what the machine lacks. Plans and measured costs belong to one fingerprint."""
+        said = {name: value for name, value in asdict(self).items() if name not in ("gpu", "bf16") or value}
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
@@ -107,6 +110,7 @@ def this_machine() -> Machine:
         ram_bytes=_ram_bytes(),
         blas=blas_kernels(),
         versions=tuple((name, importlib.metadata.version(name)) for name in ("numpy", "pyfftw")),
+        bf16=_bf16(),
     )
 
 
@@ -302,3 +306,17 @@ def _simd() -> str:
     avx2 = {"avx2", "fma"}
     avx512 = avx2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
     return "avx512" if avx512 <= flags else "avx2" if avx2 <= flags else "other"
+
+
+def _bf16() -> tuple[str, ...]:
+    """Return the units that multiply matrices of bfloat16 here, the fastest first."""
+    flags = set(_cpu_info("flags").split())
+    if _simd() != "avx512" or "avx512_bf16" not in flags:
+        return ()
+    return (AMX, AVX512_BF16) if {"amx_tile", "amx_bf16"} <= flags and _may_use_amx() else (AVX512_BF16,)
+
+
+def _may_use_amx() -> bool:
+    """Ask the system for the registers of AMX, for all threads of this process, and return whether it gives them."""
+    library = ctypes.CDLL(None, use_errno=True)
+    return bool(library.syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0)

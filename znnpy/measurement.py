@@ -29,7 +29,7 @@ from znnpy.planner.request import PlanRequest
 from znnpy.run.asked import AskedDevices
 from znnpy.run.target import OpenTarget, Targets
 from znnpy.run_log import log_phase
-from znnpy.shapes import FLOAT32, PRECISIONS, Precision, Vec3
+from znnpy.shapes import CPU_PRECISIONS, FLOAT32, GPU_PRECISIONS, Precision, Vec3
 from znnpy.units import human_seconds
 
 SHAPE: Vec3 = (1024, 1024, 1024)  # size of the volume for which the plans of a network are made
@@ -151,8 +151,8 @@ def _joined(old: Costs | None, new: Costs) -> Costs:
 
 def _precisions(target: OpenTarget, asked: Precision | None) -> tuple[Precision, ...]:
     if target.device == "cpu":
-        return ("fp32",)
-    return PRECISIONS if asked is None else (asked,)
+        return CPU_PRECISIONS if target.machine.bf16 and asked is None else (target.precision,)
+    return GPU_PRECISIONS if asked is None else (asked,)
 
 
 def _clock(

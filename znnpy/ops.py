@@ -40,7 +40,7 @@ from znnpy.errors import ShapeError
 from znnpy.kernels.cpu import ops as on_cpu
 from znnpy.kernels.gpu import ops as on_gpu
 from znnpy.network import ConvWeights
-from znnpy.shapes import ACTIVATIONS, PRECISIONS, Activation, Precision, Sliding, Vec3, text
+from znnpy.shapes import ACTIVATIONS, GPU_PRECISIONS, Activation, Precision, Sliding, Vec3, text
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -213,7 +213,7 @@ def convolve(
         ("activation", activation, ACTIVATIONS),
         ("mode", mode, get_args(Mode)),
         ("method", method, get_args(Method)),
-        ("precision", precision, PRECISIONS),
+        ("precision", precision, GPU_PRECISIONS),
     ):
         _check_choice(word, given, known)
     _check(x, device)

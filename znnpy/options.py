@@ -79,8 +79,9 @@ class MachineOptions(Checked):
     )
     precision: Precision | None = option(
         None,
-        "precision on a GPU, with the relative error of one layer: fp32, 1e-6; tf32, 1e-3; fp16, 5e-3 and half the "
-        "memory. The CPU always computes in fp32",
+        "precision, with the relative error of one layer: fp32, 1e-6; on a GPU tf32, 1e-3, and fp16, 5e-3 and half the "
+        "memory; on a CPU with AMX or AVX512-BF16 bf16x2, 1e-5, and bf16, 5e-3 and half the memory. A CPU computes in "
+        "fp32 where tf32 or fp16 is asked for",
         "text",
         unset="fp32",
         values=PRECISIONS,
@@ -431,7 +432,7 @@ class VerifyOptions(Checked):
     seed: int = option(0, "seed of the random choice of voxels", "whole", least=0)
     precision: Precision | None = option(
         None,
-        "precision whose errors are allowed: 1e-5, 1e-2 in tf32, 5e-2 in fp16",
+        "precision whose errors are allowed: 1e-5, 1e-4 in bf16x2, 1e-2 in tf32, 5e-2 in fp16 and bf16",
         "text",
         unset="fp32, even if the output names another precision",
         values=PRECISIONS,

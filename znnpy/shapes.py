@@ -3,7 +3,7 @@
 These conventions hold in the whole project:
 
 * Axes are (z, y, x), x fastest. Activations are `(S, z, y, x, f)`: channels last, C order, float32
-  (float16 in precision fp16).
+  (float16 in precision fp16, bfloat16 in precision bf16).
 * "Convolution" is cross-correlation: `out[i] = bias + sum over d of in[i + d] * w[d]`. "Valid": no padding.
 * Max-pooling fragments: fragment `o = (oz * py + oy) * px + ox` of image `s` is image `s * P + o` of the output,
   P = pz * py * px; its voxel `i` is the maximum of the window that starts at `i * p + o`.
@@ -25,12 +25,16 @@ Vec3: TypeAlias = tuple[int, int, int]
 Activation = Literal["none", "relu", "tanh", "sigmoid", "softmax"]
 ACTIVATIONS: tuple[Activation, ...] = ("none", "relu", "tanh", "sigmoid", "softmax")
 
-# fp32; tf32: stored in float32, products may have an rms error of up to 1e-3; fp16: stored in float16 too.
-Precision = Literal["fp32", "tf32", "fp16"]
-PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "fp16")
+# fp32; tf32: stored in float32, products may have an rms error of up to 1e-3; fp16: stored in float16 too. On a CPU:
+# bf16x2: stored in float32, factors of products in two bfloat16 each, with an rms error of up to 1e-5; bf16: stored in
+# bfloat16, sums in float32.
+Precision = Literal["fp32", "tf32", "fp16", "bf16x2", "bf16"]
+PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "fp16", "bf16x2", "bf16")
+GPU_PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "fp16")
+CPU_PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16x2", "bf16")
 
 FLOAT32 = 4  # bytes
-FLOAT16 = 2
+FLOAT16 = 2  # of float16 and of bfloat16
 COMPLEX64 = 8  # bytes
 
 
@@ -140,6 +144,11 @@ def _check_positive(shape: object, **counts: int) -> None:
             raise ShapeError(f"{name} must be at least 1, not {count} ({shape})")
 
 
+def itemsize_of(precision: Precision) -> int:
+    """Return the bytes of a value between layers."""
+    return FLOAT16 if precision in ("fp16", "bf16") else FLOAT32
+
+
 class Sized(ABC):
     """Properties that follow from `in_shape`, `out_shape` and `precision`."""
 
@@ -159,7 +168,7 @@ class Sized(ABC):
     @property
     def itemsize(self) -> int:
         """Bytes of one value of input and output."""
-        return FLOAT16 if self.precision == "fp16" else FLOAT32
+        return itemsize_of(self.precision)
 
     @property
     def in_bytes(self) -> int:

@@ -38,7 +38,7 @@ from znnpy.volume.statistics import normalise_of
 
 # Largest allowed difference of a voxel, by precision: for fp32 its rounding, for the others ten times the rms
 # error that a layer may have.
-TOLERANCES = {"fp32": 1e-5, "tf32": 1e-2, "fp16": 5e-2}
+TOLERANCES = {"fp32": 1e-5, "tf32": 1e-2, "fp16": 5e-2, "bf16x2": 1e-4, "bf16": 5e-2}
 BLOCK = 2**14  # samples judged at a time, so that memory does not grow with their number
 HOW: Mapping[Meaning, str] = {
     "sliding": "by sliding the window",

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
-from znnpy.kernels.contract import Variant
-from znnpy.shapes import FLOAT32
+from znnpy.kernels.contract import Variant, why_not_fp32
+from znnpy.shapes import FLOAT32, Sized
 
 if TYPE_CHECKING:
     from znnpy.kernels.contract import Array, ConvWeights
     from znnpy.kernels.thread_pool import ThreadPool
     from znnpy.machine import Machine
-    from znnpy.shapes import Sized, Vec3
+    from znnpy.shapes import Vec3
 
 Shape = TypeVar("Shape")
 NUMPY_BYTES = 128 * 1024  # upper bound of what numpy's iterators and views allocate, per thread
@@ -65,7 +65,7 @@ def why_not_kind(shape: Sized, kind: type[Shape], what: str) -> str | None:
     """Return None if `shape` is of this kind and in fp32, else a reason; `what` it computes, in words."""
     if not isinstance(shape, kind):
         return f"computes {what}, not {shape}"
-    return None if shape.precision == "fp32" else f"computes in fp32, not in {shape.precision}"
+    return why_not_fp32(shape)
 
 
 def block_of(m: Vec3, voxels: int) -> Vec3:

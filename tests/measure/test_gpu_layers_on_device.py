@@ -15,11 +15,11 @@ from znnpy.measure import gpu_layers
 from znnpy.measure.gpu_layers import measured_rates
 from znnpy.measure.layer_timer import LONG_SECONDS
 from znnpy.network import Conv, Network, Pool
-from znnpy.shapes import PRECISIONS, Precision
+from znnpy.shapes import GPU_PRECISIONS, Precision
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", GPU_PRECISIONS)
 def test_layers_on_a_real_device(
     cuda_device: Any, precision: Precision, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -31,7 +31,7 @@ from znnpy.option_values import COVERS, Cover, DeviceKind
 from znnpy.planner.modes import make_plan
 from znnpy.planner.request import Constraints, CostModel
 from znnpy.planner.run_plan import RunPlan
-from znnpy.shapes import PRECISIONS, ConvShape
+from znnpy.shapes import GPU_PRECISIONS, ConvShape
 
 LIMITS = Limits(2**34, 2, 2**34)
 FAKES = (SLOW, FAST, POOL)
@@ -66,7 +66,7 @@ def timer(clock: Clock, seconds: float = 1e9, tell: Callable[[Progress], None] =
 
 def tasks(device: DeviceKind = "cpu", table: Sequence[Primitive] = TABLE, room: int = 2**34) -> list[LayerTask]:
     machine = MACHINE if device == "cpu" else WITH_GPU
-    precisions = PRECISIONS if device == "gpu" else PRECISIONS[:1]
+    precisions = GPU_PRECISIONS if device == "gpu" else GPU_PRECISIONS[:1]
     return sample_tasks(machine, device, precisions, LIMITS, room, table)
 
 
@@ -76,7 +76,7 @@ def test_every_unit_that_a_primitive_names_is_measured(device: DeviceKind) -> No
     machine = MACHINE if device == "cpu" else replace(WITH_GPU, gpu=replace(GPU, capability=(9, 0)))
     named = {
         work.unit
-        for precision in (PRECISIONS if device == "gpu" else PRECISIONS[:1])
+        for precision in (GPU_PRECISIONS if device == "gpu" else GPU_PRECISIONS[:1])
         for shape in samples(device, precision)
         for primitive in TABLE
         if device_of(primitive.name) == device and primitive.kind == shape.kind

@@ -18,7 +18,7 @@ from znnpy.planner.modes import make_plan
 from znnpy.planner.request import PlanRequest, Target
 from znnpy.planner.run_plan import RunPlan
 from znnpy.planner.validate import check_runs
-from znnpy.shapes import PRECISIONS, Precision, text
+from znnpy.shapes import GPU_PRECISIONS, Precision, text
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "plans.txt"
 MACHINE = Machine("made up", "avx512", 2, 2**40, "openblas SkylakeX", ())
@@ -30,7 +30,7 @@ CASES = [
 ]
 GPU_CASES: list[tuple[str, int, str, Precision]] = [
     *((name, 512, "120G", "tf32") for name in ("n337", "n537", "n726", "n926")),
-    *(("n537", 512, "120G", precision) for precision in PRECISIONS if precision != "tf32"),
+    *(("n537", 512, "120G", precision) for precision in GPU_PRECISIONS if precision != "tf32"),
     ("n926", 512, "10G", "fp32"),
     ("fib25_boundary", 224, "2G", "fp16"),
 ]

@@ -38,7 +38,7 @@ from znnpy.network_files import read_network
 from znnpy.planner.memory import MIB, Memory, context_bytes, reading_bytes, staging_bytes, writing_bytes
 from znnpy.planner.run_plan import RunPlan
 from znnpy.planner.validate import check_runs
-from znnpy.shapes import PRECISIONS, ConvShape, Precision
+from znnpy.shapes import GPU_PRECISIONS, ConvShape, Precision
 from znnpy.units import mebibytes
 
 MakeNetwork = Callable[..., Network]
@@ -140,7 +140,7 @@ def test_gpu_run_has_three_host_buffers_and_two_device_buffers() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", GPU_PRECISIONS)
 def test_plan_uses_one_device_and_one_precision(precision: Precision) -> None:
     """A table of both devices gives plans of one; plans for a CPU are in fp32."""
     there = planned_on_gpu(MIXED, (20, 11, 8), PLENTY, PLENTY, table=EVERY, precision=precision)
@@ -157,7 +157,7 @@ def test_plan_uses_one_device_and_one_precision(precision: Precision) -> None:
 def test_activations_in_float16_take_half_the_bytes(plan: RunPlan) -> None:
     same = {"table": EVERY, "patch": plan.patch_out, "columns": False, "only": ["gpu.conv.slow"]}
     sizes = {}
-    for precision in PRECISIONS:
+    for precision in GPU_PRECISIONS:
         made = planned_on_gpu(MIXED, (20, 11, 8), PLENTY, PLENTY, precision=precision, **same)
         sizes[precision] = {t.name: t.nbytes for t in made.main.stages[0].tensors}
     assert sizes["fp32"] == sizes["tf32"] == {name: 2 * nbytes for name, nbytes in sizes["fp16"].items()}
@@ -191,7 +191,7 @@ def test_hand_edited_device_is_refused(plan: RunPlan) -> None:
         ((*CHOICES_AT, 0, "primitive"), "cpu.conv.fast", "layer 0 of the plan runs cpu.conv.fast on the GPU, and all"),
         ((*CHOICES_AT, 0, "device"), "tpu", "damaged: .*stages.0.choices.0.device"),
         ((*CHOICES_AT, 3, "shape", "precision"), "tf32", "entry 3 of the plan is layer 3"),
-        ((*CHOICES_AT, 3, "shape", "precision"), "bf16", "damaged: .*stages.0.choices.3.shape"),
+        ((*CHOICES_AT, 3, "shape", "precision"), "int4", "damaged: .*stages.0.choices.3.shape"),
         (("memory", "stages", 0, "device"), "tpu", "damaged: .*memory.stages.0.device"),
         (("memory", "stages", 0, "device"), "cpu", "memory is promised for stages on"),
         (("stages", 0, "device"), "cpu", "memory is promised for stages on"),

@@ -21,7 +21,7 @@ from znnpy.costs.size_trend import SIZES
 from znnpy.json_file import SHOWN, JsonFile
 from znnpy.kernels.contract import Primitive, Unit, Variant, device_of
 from znnpy.layer_shapes import LayerShape
-from znnpy.machine import Machine
+from znnpy.machine import AMX, AVX512_BF16, Machine
 from znnpy.messages import excerpt
 from znnpy.option_values import DeviceKind
 from znnpy.shapes import PRECISIONS
@@ -46,6 +46,8 @@ def _checked_machine(machine: Machine) -> Machine:
         raise ValueError("a machine has cores, memory and a bandwidth above 0")
     if machine.simd not in ("avx512", "avx2", "other"):
         raise ValueError(f"vector instructions are avx512, avx2 or other, not {machine.simd!r}")
+    if not set(machine.bf16) <= {AMX, AVX512_BF16}:
+        raise ValueError(f"bfloat16 is multiplied by {AMX} or {AVX512_BF16}, not by {excerpt(machine.bf16)}")
     return machine
 
 
@@ -311,6 +313,8 @@ def _facts(machine: Machine, device: DeviceKind, threads: int, primitives: Mappi
 def _of_cpu(machine: Machine, threads: int) -> Iterator[tuple[str, str]]:
     yield "the processor", machine.processor
     yield "the width of vectors", machine.simd
+    if machine.bf16:
+        yield "what multiplies bfloat16", " and ".join(machine.bf16)
     yield "the number of cores", str(machine.cores)
     yield "the number of threads", str(threads)
     yield "BLAS", machine.blas

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from znnpy.layer_shapes import LayerShape
     from znnpy.machine import Gpu, Machine
     from znnpy.option_values import DeviceKind
+    from znnpy.shapes import Precision
 
 _THREADS = 2  # threads of the runs that the CPU rates come from
 _SHARED = 0.8  # traffic grows with threads to this power: 14 GB/s of copies with 1 thread, 25 with 2
@@ -203,7 +204,12 @@ def _kind_of_layer(shape: LayerShape) -> tuple[str, tuple[int, int], tuple[int, 
         case "pad":
             window, activation = (), shape.how
     maps = shape.in_shape[4], shape.out_shape[4]
-    return shape.kind, maps, tuple(sorted(window)), tuple(sorted(pool)), activation, shape.precision
+    return shape.kind, maps, tuple(sorted(window)), tuple(sorted(pool)), activation, _costed(shape)
+
+
+def _costed(shape: LayerShape) -> Precision:
+    """Return the precision that decides how long a variant takes: bf16x2 only admits more variants than fp32."""
+    return "fp32" if shape.precision == "bf16x2" else shape.precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,7 +353,7 @@ class Rates:
 
 def method(primitive: Primitive, shape: LayerShape) -> str:
     """Return the name that factors by size are kept under, as "cpu.conv.direct fp32"."""
-    return f"{primitive.name} {shape.precision}"
+    return f"{primitive.name} {_costed(shape)}"
 
 
 def assumed_rates(machine: Machine, threads: int, device: DeviceKind = "cpu") -> Rates:

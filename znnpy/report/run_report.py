@@ -25,6 +25,8 @@ PRECISION_WORDS: Mapping[Precision, str] = {
     "fp32": "fp32, 32-bit floating point",
     "tf32": "tf32, 32-bit floating point rounded to 11 significant bits in products",
     "fp16": "fp16, 16-bit floating point",
+    "bf16x2": "bf16x2, 32-bit floating point rounded to two bfloat16, or 16 significant bits, in products",
+    "bf16": "bf16, 16-bit floating point with 8 significant bits",
 }
 
 

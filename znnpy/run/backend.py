@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from znnpy.errors import ValuesOverflowError
+from znnpy.kernels.dtypes import kept_dtype
 from znnpy.layer_shapes import LayerShape
 from znnpy.messages import option
 from znnpy.network import Network
@@ -113,7 +114,7 @@ class Backend(Protocol):
 
 def dtype_of(shape: LayerShape) -> np.dtype[Any]:
     """Return the dtype of a layer's input and output."""
-    return np.dtype(np.float16 if shape.precision == "fp16" else np.float32)
+    return kept_dtype(shape.precision)
 
 
 def layer_of(plan: Plan, network: Network, index: int) -> str:

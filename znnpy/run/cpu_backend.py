@@ -162,7 +162,7 @@ class CpuBackend:
 
         def piece(lo: int, hi: int, worker: int) -> None:
             del worker
-            part = fragments[:, lo:hi]
+            part = fragments[:, lo:hi].astype(np.float32, copy=False)
             if out.dtype == np.uint8:
                 np.clip(part, 0, 1, out=part)
                 np.multiply(part, np.float32(255), out=part)

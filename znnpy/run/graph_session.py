@@ -21,9 +21,10 @@ from znnpy.column_planes import StepPlanes
 from znnpy.errors import ValuesOverflowError
 from znnpy.geometry import Interval
 from znnpy.graph_columns import GraphStep
-from znnpy.graph_operations import Operation, Region, box_of, input_region, shape_of, voxels_of
+from znnpy.graph_operations import Operation, Region, box_of, input_region, voxels_of
 from znnpy.kernels.aligned import aligned_bytes, touch
 from znnpy.kernels.contract import ConvWeights, Primitive
+from znnpy.kernels.dtypes import kept_dtype
 from znnpy.kernels.table import TABLE, find
 from znnpy.kernels.thread_pool import ThreadPool, min_chunk
 from znnpy.layer_shapes import LayerShape
@@ -35,12 +36,12 @@ from znnpy.planner.plan import Choice, Plan
 from znnpy.run.arena import Arena, host_arena
 from znnpy.run.backend import UNTRACED, Voxels
 from znnpy.run.voxels import load_voxels, store_voxels
-from znnpy.shapes import FLOAT32, turn, turned_back
+from znnpy.shapes import turn, turned_back
 
 if TYPE_CHECKING:
     from znnpy.run.trace import Trace
 
-Array = npt.NDArray[np.float32]
+Array = npt.NDArray[Any]  # float32, or bfloat16 in bf16
 
 KEPT_STEPS = 32  # shapes of an operation whose steps are kept: columns away from the faces have few
 
@@ -52,10 +53,11 @@ class _Tensor:
         self.storage = tiling.storage(tensor)
         self.maps = maps
         self.nbytes = tiling.beside(tensor) * tiling.plane_bytes(tensor)
-        self.beside: Array = np.empty(0, np.float32)  # what stays from step to step
-        self.block: Array = np.empty(0, np.float32)  # where the planes of a step lie
+        self.dtype = kept_dtype(tiling.graph.precision)
+        self.beside: Array = np.empty(0, self.dtype)  # what stays from step to step
+        self.block: Array = np.empty(0, self.dtype)  # where the planes of a step lie
         self.held = Interval(0, 0)
-        self.planes: Array = np.empty((0, 0, 0, maps), np.float32)  # those of `held`
+        self.planes: Array = np.empty((0, 0, 0, maps), self.dtype)  # those of `held`
         self._size = (0, 0)  # y, x
         self._first = 0  # plane at the front of a resident block
 
@@ -93,7 +95,7 @@ def _move(target: Array, source: Array, pool: ThreadPool) -> None:
     """Copy with all threads; where the two overlap, `target` begins before `source`."""
     overlap = np.may_share_memory(target, source)
     if overlap:
-        distance = (source.ctypes.data - target.ctypes.data) // FLOAT32
+        distance = (source.ctypes.data - target.ctypes.data) // source.itemsize
         for first in range(0, target.size, distance) if distance else ():  # parts that do not overlap their sources
             end = min(first + distance, target.size)
             _move(target[first:end], source[first:end], pool)
@@ -174,12 +176,15 @@ class GraphSession:
 
     def _allocated(self, tensor: int, arena: Arena) -> _Tensor:
         found = _Tensor(self._tiling, tensor, self._graph.network.maps[tensor])
-        beside = self._block(found.nbytes).view(np.float32)
+        beside = self._block(found.nbytes).view(found.dtype)
         if found.storage == "resident":
             found.block = beside
         else:
             nbytes = self._tiling.held(tensor) * self._tiling.plane_bytes(tensor)
-            found.block, found.beside = arena.tensor(f"x{tensor}", (nbytes // FLOAT32,), np.float32), beside
+            found.block, found.beside = (
+                arena.tensor(f"x{tensor}", (nbytes // found.dtype.itemsize,), found.dtype),
+                beside,
+            )
         return found
 
     def _block(self, nbytes: int) -> npt.NDArray[np.uint8]:
@@ -268,7 +273,7 @@ class GraphSession:
     def _run(self, index: int, bound: _Bound, planes: StepPlanes, region: Region) -> None:
         """Compute the new planes of one operation."""
         operation, tensor = bound.operation, bound.operation.tensor
-        shape = shape_of(self._graph.geometry, operation, region)
+        shape = self._graph.shape_of(operation, region)
         bind = bound.steps.pop(shape, None) or self._step(bound, shape)
         bound.steps[shape] = bind
         if len(bound.steps) > KEPT_STEPS:
@@ -347,7 +352,7 @@ def _contiguous(x: Array, scratch: Mapping[str, Any]) -> Array:
     """Return an array in C order: itself, or a copy in the scratch that the plan holds for it."""
     if x.flags.c_contiguous:
         return x
-    copy: Array = scratch[COPIED][: x.nbytes].view(np.float32).reshape(x.shape)
+    copy: Array = scratch[COPIED][: x.nbytes].view(x.dtype).reshape(x.shape)
     np.copyto(copy, x)
     return copy
 

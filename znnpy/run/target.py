@@ -14,6 +14,7 @@ from znnpy.costs.cost_file import Costs
 from znnpy.costs.model import Rates
 from znnpy.costs.store import CostStore
 from znnpy.errors import DeviceError, NoPlanError, PlanFileError
+from znnpy.kernels.cpu.native.library import why_not_bf16
 from znnpy.kernels.gpu.device import Device, find_gpu, find_gpus
 from znnpy.machine import Gpu, Limits, Machine, limits_of, process_bytes, this_machine
 from znnpy.measure.gpu_layers import MOST_SECONDS, measured_rates
@@ -24,7 +25,7 @@ from znnpy.planner.memory import CONTEXT_BYTES, context_bytes
 from znnpy.planner.request import KnownRates, Target
 from znnpy.planner.run_plan import RunPlan
 from znnpy.run.asked import AskedDevices
-from znnpy.shapes import Precision
+from znnpy.shapes import CPU_PRECISIONS, GPU_PRECISIONS, Precision
 from znnpy.units import human_bytes
 
 DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the last: under Windows
@@ -158,7 +159,7 @@ class OpenTarget:
     def planned(self, mode: AskedMode) -> Target:
         """Return these devices as the planner sees them."""
         if self.device == "cpu":
-            return Target(self.machine, mode=mode)
+            return Target(self.machine, precision=self.precision, mode=mode)
         return Target(self.machine, "gpu", self.devices, self.precision, self.context_bytes, mode)
 
     def known_rates(self, network: Network, limits: Limits, mode: AskedMode) -> KnownRates:
@@ -232,7 +233,12 @@ class Targets:
         asked = self._asked
         if asked.device == "cpu" and asked.gpus != 1:
             raise DeviceError(f"GPUs were asked for, and the run is on the CPU: leave {option('gpus')} out")
-        self._gpu = None if asked.device == "cpu" else self._found()
+        on_cpu = asked.precision in CPU_PRECISIONS and asked.precision not in GPU_PRECISIONS
+        if on_cpu and (asked.device == "gpu" or asked.gpus != 1):
+            raise DeviceError(
+                f"{option('precision', asked.precision)} is for the CPU; a GPU computes in {_listed(GPU_PRECISIONS)}"
+            )
+        self._gpu = None if asked.device == "cpu" or on_cpu else self._found()
         if self._gpu is not None:
             with self.attempt():
                 opened = self._open.enter_context(_opened(self._gpu, asked.precision or "fp32", asked.gpus))
@@ -241,6 +247,7 @@ class Targets:
         self._gpu = self._on = None
         yield OpenTarget(
             machine=this_machine(),
+            precision=_on_cpu(asked.precision, this_machine()),
             sentences=(*self._why, *_unused(asked.vram, asked.precision)),
             costs=self._costs,
         )
@@ -308,7 +315,9 @@ def elsewhere(costs: CostStore, asked: AskedDevices) -> OpenTarget:
     if gpu is None and asked.gpus != 1:
         raise PlanFileError(f"{costs.file} is of the CPU of {named.name}: leave {option('gpus')} out")
     if gpu is None:
-        return OpenTarget(machine=named.machine, sentences=tuple(_unused(None, asked.precision)), costs=costs)
+        precision = _on_cpu(asked.precision, named.machine)
+        sentences = tuple(_unused(None, asked.precision))
+        return OpenTarget(machine=named.machine, precision=precision, sentences=sentences, costs=costs)
     if asked.gpus is None:
         raise PlanFileError(f"{costs.file} does not say how many GPUs {named.name} has: give {option('gpus')} a number")
     return OpenTarget(
@@ -319,6 +328,19 @@ def elsewhere(costs: CostStore, asked: AskedDevices) -> OpenTarget:
         context_bytes=CONTEXT_BYTES,
         costs=costs,
     )
+
+
+def _on_cpu(asked: Precision | None, machine: Machine) -> Precision:
+    """Return the precision in which a CPU computes; DeviceError where it lacks what multiplies bfloat16."""
+    if asked is None or asked == "fp32" or asked not in CPU_PRECISIONS:
+        return "fp32"
+    if reason := why_not_bf16(machine):
+        raise DeviceError(f"{option('precision', asked)} {reason}; choose {option('precision', 'fp32')}")
+    return asked
+
+
+def _listed(precisions: tuple[Precision, ...]) -> str:
+    return " and ".join((", ".join(precisions[:-1]), precisions[-1]))
 
 
 def check_here(plan: RunPlan) -> None:
@@ -384,6 +406,6 @@ def _unused(vram: int | str | None, precision: Precision | None) -> list[str]:
     sentences = []
     if vram is not None:
         sentences.append(f"{option('vram')} limits nothing on the CPU")
-    if precision not in (None, "fp32"):
+    if precision is not None and precision not in CPU_PRECISIONS:
         sentences.append(f"the CPU computes in fp32, more exactly than the {precision} that is asked for")
     return sentences

@@ -13,26 +13,42 @@ from znnpy.network import Normalise
 from znnpy.run.backend import Voxels, input_overflow, output_overflow
 from znnpy.shapes import FLOAT32
 
-Array = npt.NDArray[np.float32]
+Array = npt.NDArray[Any]  # float32, or bfloat16 in bf16
 
 BLOCK_BYTES = 2**18  # values that a thread converts at a time
 
 
 def load_voxels(raw: Voxels, x: Any, normalise: Normalise | None, pool: ThreadPool) -> None:
-    """Normalise raw voxels (c, z, y, x) of any real dtype and strides into `x` (z, y, x, c) float32."""
+    """Normalise raw voxels (c, z, y, x) of any real dtype and strides into `x` (z, y, x, c), float32 or bfloat16.
+
+    A thread takes a few rows at a time where it needs memory for them, so that it holds no more than BLOCK_BYTES, or a
+    row, besides.
+    """
     wide = raw.dtype.itemsize > 2 and raw.dtype != np.float32  # float32 would round before the mean is subtracted
     dtype = np.float64 if wide else np.float32
+    rows = max(1, BLOCK_BYTES // (FLOAT32 * x.shape[2])) if x.dtype != np.float32 else x.shape[1]
+
+    def normalised(source: Voxels, target: Array, channel: int) -> None:
+        if normalise is None:
+            np.copyto(target, source, casting="unsafe")
+            return
+        mean, std = dtype(normalise.mean[channel]), dtype(normalise.std[channel])
+        wanted = target if x.dtype == np.float32 else np.empty(target.shape, np.float32)
+        np.subtract(source, mean, out=wanted, dtype=dtype, casting="unsafe")
+        np.divide(wanted, np.float32(std), out=wanted)
+        if wanted is not target:
+            np.copyto(target, wanted, casting="unsafe")
 
     @np.errstate(over="raise")
     def piece(lo: int, hi: int, worker: int) -> None:
         for channel in range(raw.shape[0]):
-            target = x[lo:hi, ..., channel]
-            if normalise is None:
-                np.copyto(target, raw[channel, lo:hi], casting="unsafe")
+            if rows == x.shape[1]:
+                normalised(raw[channel, lo:hi], x[lo:hi, ..., channel], channel)
                 continue
-            mean, std = dtype(normalise.mean[channel]), dtype(normalise.std[channel])
-            np.subtract(raw[channel, lo:hi], mean, out=target, dtype=dtype, casting="unsafe")
-            np.divide(target, np.float32(std), out=target)
+            for plane in range(lo, hi):
+                for first in range(0, x.shape[1], rows):
+                    there = slice(first, first + rows)
+                    normalised(raw[channel, plane, there], x[plane, there, :, channel], channel)
 
     try:
         pool.each(piece, x.shape[0], least=min_chunk(x.nbytes, x.shape[0]))
@@ -55,7 +71,7 @@ def store_voxels(image: Array, out: Voxels, pool: ThreadPool) -> None:
                 for plane in range(lo, hi):
                     for first in range(0, image.shape[1], rows):
                         there = slice(first, first + rows)
-                        values = np.moveaxis(image[plane, there], 2, 0)
+                        values = np.moveaxis(image[plane, there].astype(np.float32, copy=False), 2, 0)
                         if out.dtype == np.uint8:
                             values = np.clip(values, 0, 1)
                             np.multiply(values, np.float32(255), out=values)

@@ -12,11 +12,14 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from znnpy.machine import AMX, AVX512_BF16
+
 if TYPE_CHECKING:
     from znnpy.machine import Machine
 
 VERSION = 6  # as in vector.hpp: raised when a function or a structure of the libraries changes
 LANES = 16  # channels of a block, in every library, as in vector.hpp
+UNITS = {AMX: "AMX that the system lets programs use", AVX512_BF16: "AVX512-BF16"}
 STREAM_BYTES = 2**23  # larger outputs are written past the caches, if all their lines are whole
 
 
@@ -32,6 +35,24 @@ def why_not(machine: Machine) -> str | None:
     return _fault(machine.simd)
 
 
+def why_not_bf16(machine: Machine, unit: str | None = None) -> str | None:
+    """Return None if a unit of the processor multiplies bfloat16, and its kernels run; else what is missing.
+
+    unit  AMX or AVX512_BF16 of znnpy.machine; None: whichever there is
+    """
+    if unit is None:
+        reasons = [why_not_bf16(machine, one) for one in (AMX, AVX512_BF16)]
+        return None if None in reasons else reasons[1]
+    if unit not in machine.bf16:
+        return f"needs a processor with {UNITS[unit]}, and {machine.processor} has none"
+    if path(unit) is None:
+        return (
+            f"needs kernels for {UNITS[unit]}, which were not compiled when znnpy was installed; "
+            "reinstall it where there is a C++ compiler that knows these instructions (g++ 11, clang++ 12)"
+        )
+    return _fault(unit)
+
+
 @cache
 def _fault(simd: str) -> str | None:
     """Return None if the library for `simd` loads and has this version of the sources, else a reason."""
@@ -45,7 +66,7 @@ def _fault(simd: str) -> str | None:
 
 @cache
 def path(simd: str) -> Path | None:
-    """Return the path of the library for "avx2" or "avx512"; None if it was not compiled."""
+    """Return the path of the library for "avx2", "avx512" or a unit for bfloat16; None if it was not compiled."""
     for suffix in EXTENSION_SUFFIXES:
         found = Path(__file__).with_name(f"_{simd}{suffix}")
         if found.exists():

@@ -19,7 +19,7 @@ import pytest
 from tests.support.closeness import MACHINE, random_weights
 from tests.support.emulator import EMULATED_GPU
 from znnpy.kernels.table import of_kind
-from znnpy.shapes import PRECISIONS, ConvShape
+from znnpy.shapes import GPU_PRECISIONS, ConvShape
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -56,7 +56,7 @@ def cases() -> list[Case]:
     machine = replace(MACHINE, gpu=EMULATED_GPU)
     found: list[Case] = []
     for primitive in CONVOLUTIONS:
-        for precision in PRECISIONS:
+        for precision in GPU_PRECISIONS:
             shape = replace(SHAPE, precision=precision)
             if primitive.why_not(shape, machine):
                 found.append((primitive, precision, None))

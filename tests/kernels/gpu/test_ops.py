@@ -293,7 +293,7 @@ def test_unsupported_precision_is_refused(device: Any) -> None:
     with pytest.raises(ValueError, match="fp16 is for method='implicit_gemm' on a device"):
         ops.convolve(host, weights, precision="fp16", **gemm)
     with pytest.raises(ValueError, match="precision is 'bf16'; it may be fp32, tf32, fp16"):
-        ops.convolve(x, weights, precision="bf16", device=device, **gemm)  # type: ignore[arg-type]
+        ops.convolve(x, weights, precision="bf16", device=device, **gemm)
 
 
 MULTIPROCESSORS = 3
