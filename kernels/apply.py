@@ -34,6 +34,8 @@ _FLOP: dict[Unit, float] = {
     "lane_product": 0.8,
     "lane_fft": 1.3,
     "lane_stream": 0.8,
+    "amx_product": 0.1,
+    "bf16_product": 0.5,
 }
 _BYTE = 16.0
 

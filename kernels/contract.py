@@ -40,6 +40,8 @@ Unit = Literal[
     "lane_product",
     "lane_fft",
     "lane_stream",
+    "amx_product",  # products of bfloat16
+    "bf16_product",
     "gpu_fft16",  # transforms of the fused tiled FFT, by the longest side of a tile
     "gpu_fft24",
     "gpu_fft32",

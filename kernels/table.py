@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from typing import Any, Protocol
 
 from znnpy.kernels.contract import Kind, Primitive, Variant
+from znnpy.kernels.cpu.bf16_conv import BF16_CONVOLUTIONS
 from znnpy.kernels.cpu.conv_direct import ConvDirect
 from znnpy.kernels.cpu.conv_direct_lanes import ConvDirectLanes, ConvFirst
 from znnpy.kernels.cpu.conv_direct_naive import ConvDirectNaive
@@ -89,6 +90,7 @@ TABLE: tuple[Primitive, ...] = (
     GpuMaxFilter(),
     GpuMaxoutDirect(),
     *GRAPH_CONVOLUTIONS,
+    *BF16_CONVOLUTIONS,
     *GRAPH_OPERATORS,
 )
 

@@ -1,7 +1,8 @@
 """The shapes of layers of a graph over a part of a volume: all that determines their cost, memory and result.
 
-An image is one part of a volume, (z, y, x, f) float32 or, in bf16, bfloat16. What a layer needs beyond a face of the volume is not in its
-input: `before` and `behind` say how many voxels of padding there are on each side, 0 away from the faces.
+An image is one part of a volume, (z, y, x, f) float32 or, in bf16, bfloat16. What a layer needs beyond a face of the
+volume is not in its input: `before` and `behind` say how many voxels of padding there are on each side, 0 away from the
+faces.
 """
 
 from __future__ import annotations

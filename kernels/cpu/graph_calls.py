@@ -12,9 +12,9 @@ from znnpy.shapes import FLOAT32
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from znnpy.graph_shapes import GraphShape
     from znnpy.kernels.contract import Array, Bytes
     from znnpy.kernels.thread_pool import ThreadPool
+    from znnpy.shapes import Sized
 
 
 def compute_units(
@@ -51,11 +51,11 @@ def pitches(x: Array) -> list[int]:
     return [stride // FLOAT32 for stride in x.strides[:3]]
 
 
-def is_past(shape: GraphShape) -> bool:
+def is_past(shape: Sized) -> bool:
     """Return whether outputs are written past the caches."""
     return shape.out_bytes > STREAM_BYTES
 
 
-def moved_bytes(shape: GraphShape) -> int:
+def moved_bytes(shape: Sized) -> int:
     """Return the bytes that are moved: an output that is written through the caches is read first."""
     return shape.in_bytes + shape.out_bytes * (1 if is_past(shape) else 2)

@@ -62,6 +62,8 @@ CPU_RATES: Mapping[Unit, Rate] = {
     "lane_product": Rate(flops=450e9, nbytes=28e9),
     "lane_fft": Rate(flops=300e9, nbytes=40e9),
     "lane_stream": Rate(flops=500e9, nbytes=42e9),
+    "amx_product": Rate(flops=4e12, nbytes=42e9),
+    "bf16_product": Rate(flops=800e9, nbytes=42e9),
 }
 CPU_FIRST_TOUCH = 2.0**30  # assumed bytes per second of first writes: a virtual machine asks its host for each page
 CPU_STAGE_SECONDS = 5e-5  # to hand one stage to the threads and to wait for the last of them

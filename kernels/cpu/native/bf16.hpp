@@ -56,4 +56,15 @@ ALWAYS void store_part(Bf16 *p, V v, int count) {
   for (int i = 0; i < count; i++) p[i].bits = h[i];
 }
 
+// A full store that neither reads the line first nor keeps it in the cache; the compiler joins two that fill a line.
+ALWAYS void stream(Bf16 *p, V v) {
+#if defined(__AVX512F__)
+  _mm256_stream_si256((__m256i *)p, (__m256i)narrow(v));
+#elif defined(__AVX2__)
+  _mm_stream_si128((__m128i *)p, (__m128i)narrow(v));
+#else
+  store(p, v);
+#endif
+}
+
 }  // namespace znnpy

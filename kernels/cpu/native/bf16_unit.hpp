@@ -41,21 +41,22 @@ template <int T>
 inline void tile_store(void *to, ptrdiff_t pitch) {
   for (int row = 0; row < 16; row++) std::memcpy((char *)to + row * pitch, tiles[T].bytes[row], 64);
 }
-// Adds the product of tiles A and B to tile C: pair after pair, the second value of a pair first.
+// Adds the product of tiles A and B to tile T, as the instruction is described: the first and the second values of pairs
+// are summed by themselves.
 template <int T, int A, int B>
 inline void tile_multiply() {
   for (int row = 0; row < 16; row++) {
-    float sums[LANES];
-    std::memcpy(sums, tiles[T].bytes[row], 64);
+    float sums[LANES][2] = {}, total[LANES];
     for (int pair = 0; pair < STEP / 2; pair++) {
       Bf16 a[2], b[LANES][2];
       std::memcpy(a, tiles[A].bytes[row] + 4 * pair, sizeof a);
       std::memcpy(b, tiles[B].bytes[pair], sizeof b);
       for (int lane = 0; lane < LANES; lane++)
-        for (int word = 1; word >= 0; word--)
-          sums[lane] = __builtin_fmaf(widen(a[word]), widen(b[lane][word]), sums[lane]);
+        for (int i = 0; i < 2; i++) sums[lane][i] = __builtin_fmaf(widen(a[i]), widen(b[lane][i]), sums[lane][i]);
     }
-    std::memcpy(tiles[T].bytes[row], sums, 64);
+    std::memcpy(total, tiles[T].bytes[row], 64);
+    for (int lane = 0; lane < LANES; lane++) total[lane] += sums[lane][0] + sums[lane][1];
+    std::memcpy(tiles[T].bytes[row], total, 64);
   }
 }
 inline void unit_begin() {}
@@ -69,21 +70,22 @@ struct alignas(64) TileSizes {  // what LDTILECFG reads
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
+// Compilers' own functions for these instructions take no number of a tile that is a parameter of a template.
 template <int T>
 ALWAYS void tile_zero() {
-  _tile_zero(T);
+  asm volatile("tilezero %%tmm%c0" ::"i"(T));
 }
 template <int T>
 ALWAYS void tile_load(const void *from, ptrdiff_t pitch) {
-  _tile_loadd(T, from, pitch);
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(pitch), "i"(T) : "memory");
 }
 template <int T>
 ALWAYS void tile_store(void *to, ptrdiff_t pitch) {
-  _tile_stored(T, to, pitch);
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(pitch), "i"(T) : "memory");
 }
 template <int T, int A, int B>
 ALWAYS void tile_multiply() {
-  _tile_dpbf16ps(T, A, B);
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(T), "i"(A), "i"(B));
 }
 inline void unit_begin() {
   const TileSizes sizes;

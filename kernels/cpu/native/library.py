@@ -58,7 +58,7 @@ def _fault(simd: str) -> str | None:
     """Return None if the library for `simd` loads and has this version of the sources, else a reason."""
     advice = "reinstall znnpy where there is a C++ compiler"
     try:
-        found = int(library(simd).znnpy_version())
+        found = int((unit_library(simd) if simd in UNITS else library(simd)).znnpy_version())
     except (OSError, AttributeError) as error:
         return f"the compiled kernels for {simd} are damaged ({error}); {advice}"
     return None if found == VERSION else f"the compiled kernels for {simd} are of another version; {advice}"
@@ -96,6 +96,22 @@ def library(simd: str) -> ctypes.CDLL:
         getattr(loaded, f"znnpy_{function}").restype = None
     for function in ("point", "depthwise", "strided", "phases", "transpose"):
         getattr(loaded, f"znnpy_{function}").restype = ctypes.c_int64
+    return loaded
+
+
+@cache
+def unit_library(unit: str) -> ctypes.CDLL:
+    """Load the library for a unit that multiplies bfloat16; call `why_not_bf16` first."""
+    found = path(unit)
+    if found is None:
+        raise OSError(f"no kernels for {unit} were compiled")
+    return loaded_unit(found)
+
+
+def loaded_unit(file: Path) -> ctypes.CDLL:
+    """Load the library of a unit from a file. Its functions release Python's global lock."""
+    loaded = ctypes.CDLL(str(file))
+    loaded.znnpy_bf16_conv.restype = ctypes.c_int64
     return loaded
 
 

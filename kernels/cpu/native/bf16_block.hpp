@@ -1,0 +1,136 @@
+// Sums of a block of places: up to ROWS places times one or two panels of maps, over all taps, steps and products of
+// words. Of values divided into words the products are those of words 0 and 0, 0 and 1, 1 and 0, and with three words
+// also 1 and 1, 0 and 2, 2 and 0.
+#pragma once
+#include "bf16_unit.hpp"
+
+namespace znnpy {
+
+struct Sums {
+  const char *const *taps;  // where the inputs of the first place begin, for each tap
+  ptrdiff_t count, steps;
+  ptrdiff_t voxel, step, word;  // bytes from place to place, from step to step and from word to word of a place
+  const char *kernels;
+  const float *bias;
+  float *out;  // (ROWS, PANELS * LANES)
+};
+
+constexpr ptrdiff_t PANEL_BYTES = 2 * PANEL;
+constexpr int WIDTH = PANELS * LANES;
+
+#if defined(__AMX_BF16__) || defined(ZNNPY_TWIN_AMX)
+
+// Tiles 0 to 3 are sums, 4 and 5 inputs, 6 and 7 kernels.
+template <int TILES, int COUNT, int WORDS>
+void sum_block(const Sums &s) {
+  tile_load<0>(s.bias, 0);
+  if constexpr (COUNT > 1) tile_load<1>(s.bias + LANES, 0);
+  if constexpr (TILES > 1) tile_load<2>(s.bias, 0);
+  if constexpr (TILES > 1 && COUNT > 1) tile_load<3>(s.bias + LANES, 0);
+  const char *kernels = s.kernels;
+  for (ptrdiff_t step = 0; step < s.steps; step++) {
+    for (ptrdiff_t tap = 0; tap < s.count; tap++, kernels += WORDS * COUNT * PANEL_BYTES) {
+      const char *const x = s.taps[tap] + step * s.step;
+      unroll<WORDS>([&](auto a) ALWAYS_LAMBDA {
+        const char *const word = x + a * s.word;
+        unroll<WORDS - a>([&](auto b) ALWAYS_LAMBDA {
+          const char *const panel = kernels + b * COUNT * PANEL_BYTES;
+          if constexpr (b == 0) tile_load<4>(word, s.voxel);
+          tile_load<6>(panel, 64);
+          tile_multiply<0, 4, 6>();
+          if constexpr (COUNT > 1) {
+            tile_load<7>(panel + PANEL_BYTES, 64);
+            tile_multiply<1, 4, 7>();
+          }
+          if constexpr (TILES > 1) {
+            if constexpr (b == 0) tile_load<5>(word + 16 * s.voxel, s.voxel);
+            tile_multiply<2, 5, 6>();
+            if constexpr (COUNT > 1) tile_multiply<3, 5, 7>();
+          }
+        });
+      });
+    }
+  }
+  tile_store<0>(s.out, 4 * WIDTH);
+  if constexpr (COUNT > 1) tile_store<1>(s.out + LANES, 4 * WIDTH);
+  if constexpr (TILES > 1) tile_store<2>(s.out + 16 * WIDTH, 4 * WIDTH);
+  if constexpr (TILES > 1 && COUNT > 1) tile_store<3>(s.out + 16 * WIDTH + LANES, 4 * WIDTH);
+}
+
+template <int COUNT, int WORDS>
+ALWAYS void sum_rows(const Sums &s, ptrdiff_t rows) {
+  if (rows > 16) sum_block<2, COUNT, WORDS>(s);
+  else sum_block<1, COUNT, WORDS>(s);
+}
+
+#else
+
+// Returns p, but hides from the compiler that it does, which would keep the distance of each row in a register.
+ALWAYS const char *moved(const char *p) {
+  asm("" : "+r"(p));
+  return p;
+}
+constexpr int CHUNK_STEPS = 8;  // longer sums would round more than those of other methods
+constexpr int NEAR_ROWS = 4;  // rows read from one pointer before it moves on
+
+template <int NUMBER, int COUNT>
+ALWAYS void add_pairs(Lanes (&sums)[NUMBER][COUNT], const char *x, ptrdiff_t voxel, const char *kernels) {
+  for (int pair = 0; pair < STEP / 2; pair++, x += 4, kernels += 4 * LANES) {
+    Pairs right[COUNT];
+    for (int c = 0; c < COUNT; c++) right[c] = *(const UnalignedPairs *)(kernels + c * PANEL_BYTES);
+    const char *at = x;
+    unroll<NUMBER>([&](auto row) ALWAYS_LAMBDA {
+      if (row > 0 && row % NEAR_ROWS == 0) at = moved(at + NEAR_ROWS * voxel);
+      uint32_t value;
+      std::memcpy(&value, at + row % NEAR_ROWS * voxel, sizeof value);
+      const Pairs left = value - Pairs{};
+      for (int c = 0; c < COUNT; c++) sums[row][c] = multiply_pairs(sums[row][c], left, right[c]);
+    });
+  }
+}
+
+template <int NUMBER, int COUNT, int WORDS>
+void sum_block(const Sums &s) {
+  Lanes sums[NUMBER][COUNT];
+  for (int row = 0; row < NUMBER; row++)
+    for (int c = 0; c < COUNT; c++) std::memcpy(&sums[row][c], s.bias + c * LANES, sizeof(Lanes));
+  Lanes totals[NUMBER][COUNT] = {};  // sums of whole chunks, of values in several words; not in registers
+  const auto total = [&]() ALWAYS_LAMBDA {
+    for (int row = 0; row < NUMBER; row++) {
+      for (int c = 0; c < COUNT; c++) {
+        totals[row][c] += sums[row][c];
+        sums[row][c] = Lanes{};
+      }
+    }
+  };
+  const char *kernels = s.kernels;
+  int left = CHUNK_STEPS;
+  for (ptrdiff_t step = 0; step < s.steps; step++) {
+    for (ptrdiff_t tap = 0; tap < s.count; tap++, kernels += WORDS * COUNT * PANEL_BYTES) {
+      if (WORDS > 1 && left-- == 0) {
+        total();
+        left = CHUNK_STEPS - 1;
+      }
+      const char *const x = s.taps[tap] + step * s.step;
+      for (int a = 0; a < WORDS; a++)
+        for (int b = 0; a + b < WORDS; b++)
+          add_pairs(sums, x + a * s.word, s.voxel, kernels + b * COUNT * PANEL_BYTES);
+    }
+  }
+  if (WORDS > 1) total();
+  const auto &found = WORDS > 1 ? totals : sums;
+  for (int row = 0; row < NUMBER; row++)
+    for (int c = 0; c < COUNT; c++) std::memcpy(s.out + row * WIDTH + c * LANES, &found[row][c], sizeof(Lanes));
+}
+
+template <int COUNT, int WORDS, int NUMBER = ROWS>
+ALWAYS void sum_rows(const Sums &s, ptrdiff_t rows) {
+  if constexpr (NUMBER > 1) {
+    if (rows < NUMBER) return sum_rows<COUNT, WORDS, NUMBER - 1>(s, rows);
+  }
+  sum_block<NUMBER, COUNT, WORDS>(s);
+}
+
+#endif
+
+}  // namespace znnpy

@@ -1,0 +1,54 @@
+// Arguments that bf16_conv.py passes to the direct convolution on the unit for bfloat16. Sizes are in voxels unless they
+// say otherwise; the last axis of an image is its maps.
+//
+// Outputs lie on a grid of places q. A tap reads the input at q * stride + its position - lead, and what is outside the
+// arrays is zero. A phase is a convolution of its own, whose result at q is output q * step + its `at`: a transposed
+// convolution has several, others have one.
+#pragma once
+#include "ending.hpp"
+
+struct Bf16Input {  // one of the arrays whose maps, one after the other, are the input
+  const void *x;                     // its first voxel in memory
+  int64_t image, plane, row, voxel;  // values from image to image, plane to plane, row to row, voxel to voxel
+  int64_t maps;
+  int64_t factor[3], first[3];       // voxel i of the input is voxel (i + first) / factor of the array
+};
+
+struct Bf16Phase {
+  const int64_t *taps;    // (count, 2): planes, and bytes in a plane, from a place's first input to that of the tap
+  int64_t count;          // of taps; 0: its outputs are the bias
+  const void *kernels;    // two panels after two panels (step, tap, word, panel, pair, lane, 2)
+  int64_t at[3];          // where its outputs begin
+  int64_t lo[3], hi[3];   // the places whose outputs are wanted
+};
+
+struct Bf16Conv {
+  int64_t images, places[3], stride[3], lead[3], held[3];  // held: voxels of the input in memory
+  int64_t step[3];                                         // outputs from place to place
+  int64_t depth;             // planes that a place reads: they are packed one after the other, in a ring of so many
+  int64_t steps, words;      // steps of a tap, words of a value
+  int64_t fin, fout;
+  int64_t windows[3];        // positions of the window of a pooling into fragments; without one, the places
+  int64_t pool[3];           // that window
+  int64_t unit[3];           // windows of a unit of work: it computes pool - 1 places more
+  int64_t sides[2];          // lattices of packed voxels along y and x: with strides taps read only some of them
+  int64_t side[2][16];       // where each begins
+  int64_t height, pitch;     // rows of a packed lattice, and voxels of a row
+  int64_t slot;              // bytes of a packed plane
+  int64_t flat;              // whether blocks of places go on from row to row
+  int64_t fold;              // whether all taps are one: their inputs are gathered place by place
+  int64_t window[3], dilation_y;  // of such a convolution: kernel, and distance of its rows
+  int64_t floats;            // whether values in memory are float32, else bfloat16
+  int64_t before_pool;       // bytes of scratch before what a pooling needs
+  int64_t past;              // whether outputs are written past the caches
+  int64_t out_image, out_plane, out_row;  // values
+  int64_t inputs, phases;
+  const Bf16Input *from;
+  const Bf16Phase *phase;
+  const float *bias;         // padded to whole panels
+  void *out;
+  int64_t function;          // as in activations.hpp
+  double a, b;               // its parameters
+  const void *addend;        // an array that is added to the results, or null
+  int64_t add_plane, add_row, add_voxel;  // values
+};

@@ -1,0 +1,43 @@
+"""Compile the kernels of the units for bfloat16 with plain C++ in place of the units' instructions."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import TYPE_CHECKING
+
+from znnpy.kernels.cpu.native import library
+from znnpy.machine import AMX, AVX512_BF16, this_machine
+
+if TYPE_CHECKING:
+    import ctypes
+
+SOURCES = ("bf16_conv.cpp", "activations.cpp")
+DEFINES = {AMX: "-DZNNPY_TWIN_AMX", AVX512_BF16: "-DZNNPY_TWIN_AVX512_BF16"}
+VECTORS = {
+    "avx512": ("-mfma", "-mavx2", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
+    "avx2": ("-mfma", "-mavx2"),
+}
+
+
+def compiler() -> str | None:
+    """Return a C++ compiler; None if there is none."""
+    return next((found for name in ("g++", "clang++", "c++") if (found := shutil.which(name))), None)
+
+
+@cache
+def twin(unit: str) -> ctypes.CDLL:
+    """Return the library of a unit without its instructions; it is compiled once for each process of the tests."""
+    found = compiler()
+    assert found is not None, "ask `compiler` first"
+    folder, sources = Path(mkdtemp(prefix="znnpy-twin-")), Path(library.__file__).parent
+    target = folder / f"{unit}.so"
+    flags = ("-O2", "-std=gnu++17", "-fno-exceptions", "-fno-rtti", "-fPIC", "-shared")
+    command = [found, *flags, *VECTORS[this_machine().simd], DEFINES[unit]]
+    subprocess.run([*command, *(str(sources / name) for name in SOURCES), "-o", str(target)], check=True)
+    loaded = library.loaded_unit(target)
+    shutil.rmtree(folder)  # what is loaded stays
+    return loaded
