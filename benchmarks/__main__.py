@@ -1,4 +1,4 @@
-"""Run a benchmark: `python -m benchmarks layers|networks|graphs|planner|io|papers|tables`."""
+"""Run a benchmark: `python -m benchmarks layers|networks|graphs|units|planner|io|papers|tables`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ PROGRAMS = {
     "networks": "How fast is a whole network, in every mode and in PyTorch? How exact?",
     "graphs": "How fast are U-Nets over a volume, within memory, and in PyTorch?",
     "planner": "Are predictions and choices of the planner right, and how long does planning take?",
+    "units": "How fast are convolutions on AMX and AVX512-BF16, and in PyTorch?",
     "io": "How fast are volumes read and written?",
     "papers": "What did the papers measure, and how fast is it here?",
     "tables": "Fill the tables in README.md and docs/ from results/current.",
