@@ -1,8 +1,9 @@
 """Measure convolutions on AMX and AVX512-BF16, beside float32 methods and PyTorch, with the share of the unit's peak.
 
-All subjects of a case run in interleaved rounds, and each round measures the peak of the unit too: blocks of a product
-whose factors lie in L1. On a virtual machine other guests may use the same cores, which slows what reads the caches two
-to four times for seconds: the cores that are the fastest at that moment are chosen, and the peak of each round is kept.
+All subjects of a case run in interleaved rounds, and each round measures the peak of the unit too: products in
+registers alone, and products of factors that lie in L1. On a virtual machine other guests may use the same cores, which
+slows what reads the caches up to four times for seconds: the cores that are the fastest at that moment are chosen, and
+the peaks of each round are kept.
 
 PyTorch computes by oneDNN, channels last. With `--unit avx512_bf16` oneDNN is kept from AMX too.
 """
@@ -11,9 +12,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -41,8 +43,10 @@ from znnpy.shapes import CPU_PRECISIONS, Precision
 
 ROUNDS = 7
 PEERS: tuple[Precision, ...] = ("bf16", "fp32")
-PEAK_TIMES = 5000  # blocks of 8 products: some milliseconds
-MEMORY = 24 * 2**10  # bytes that the peak is measured with
+PEAK_TIMES = 100_000  # blocks: some milliseconds
+MEMORY = 40 * 2**10  # bytes that the peaks are measured with
+FACTS = ("gflops", "share_of_peak", "share_of_products")
+LIMITS = {"peak": "peak of {}", "products": "products of {} in L1"}
 FAR = 2.0  # methods that look so many times slower than the fastest are left out
 FP32_VARIANTS = 4  # of a float32 method, those that look the fastest
 Layer = GraphConvShape | TransposeShape
@@ -72,6 +76,9 @@ QUICK: tuple[Layer, ...] = (
 )
 
 
+_VALUES = threading.local()
+
+
 @dataclass
 class Bench:
     """Measures layers on one unit with some threads."""
@@ -80,23 +87,30 @@ class Bench:
     pool: ThreadPool
     peers: bool
     rounds: int
+    _flops: dict[str, float] = field(default_factory=dict)
 
     def rows(self, shape: Layer) -> Iterator[Row]:
         """Yield the rows of one layer, all subjects interleaved."""
-        entries, precisions = [Entry("peak", self._peak, WallClock())], dict[str, Precision]()
+        entries, precisions = (
+            [Entry(name, partial(self._limit, name), WallClock()) for name in LIMITS],
+            dict[str, Precision](),
+        )
         for name, precision, run in self._runs(shape):
             run()
             entries.append(Entry(name, run, WallClock()))
             precisions[name] = precision
         interleave(entries, self.rounds, Budget(10))
-        peak, *others = entries
-        peaks = [self._peak_flops / spent for spent in peak.seconds]
+        limits, others = entries[: len(LIMITS)], entries[len(LIMITS) :]
         voxels, flops = prod(shape.out_shape[1:4]), _flops(shape)
-        yield Row("layers", str(shape), f"peak of {self.unit}", "GFLOP/s", tuple(one / 1e9 for one in peaks))
+        found = {entry.name: [self._flops[entry.name] / spent for spent in entry.seconds] for entry in limits}
+        for name, speeds in found.items():
+            subject = LIMITS[name].format(self.unit)
+            yield Row("layers", str(shape), subject, "GFLOP/s", tuple(speed / 1e9 for speed in speeds))
         for entry in others:
             facts = {
                 "gflops": flops / median(entry.seconds) / 1e9,
-                "share_of_peak": flops / median(entry.seconds) / median(peaks),
+                "share_of_peak": flops / median(entry.seconds) / median(found["peak"]),
+                "share_of_products": flops / median(entry.seconds) / median(found["products"]),
                 "bytes": replace(shape, precision=precisions[entry.name]).in_bytes
                 + replace(shape, precision=precisions[entry.name]).out_bytes,
             }
@@ -159,17 +173,24 @@ class Bench:
         scratch = {one.name: aligned_bytes(one.nbytes) for one in footprint.scratch}
         return lambda: step.run([source], out, scratch) or out
 
-    def _peak(self) -> None:
-        compute = unit_library(self.unit).znnpy_bf16_peak
+    def _limit(self, name: str) -> None:
+        """Run one of the limits on all threads, and keep its operations."""
+        compute = getattr(unit_library(self.unit), f"znnpy_bf16_{name}")
         operations = [0] * self.pool.threads
 
         def piece(lo: int, hi: int, worker: int) -> None:
-            memory = aligned_bytes(MEMORY)
-            memory.view(np.uint16)[...] = 0x3F80
-            operations[worker] = (hi - lo) * compute(ctypes.c_void_p(memory.ctypes.data), ctypes.c_int64(PEAK_TIMES))
+            del lo, hi
+            operations[worker] = compute(_finite_values(), ctypes.c_int64(PEAK_TIMES))
 
         self.pool.each(piece, self.pool.threads)
-        self._peak_flops = float(sum(operations))
+        self._flops[name] = float(sum(operations))
+
+
+def _finite_values() -> ctypes.c_void_p:
+    """Return the memory of a limit."""
+    memory = _VALUES.__dict__.setdefault("memory", aligned_bytes(MEMORY))
+    memory.view(np.uint16)[...] = 0x3F80
+    return ctypes.c_void_p(memory.ctypes.data)
 
 
 def _flops(shape: Layer) -> float:
@@ -220,14 +241,12 @@ def errors(unit: str, pool: ThreadPool) -> Iterator[Row]:
 def quiet_cores(unit: str, count: int) -> list[int]:
     """Return the cores of this process where the unit is the fastest now, and run on these alone."""
     allowed, speeds = sorted(os.sched_getaffinity(0)), {}
-    compute = unit_library(unit).znnpy_bf16_peak
-    memory = aligned_bytes(MEMORY)
-    memory.view(np.uint16)[...] = 0x3F80
+    compute = unit_library(unit).znnpy_bf16_products
     for core in allowed:
         os.sched_setaffinity(0, {core})
-        for times in (100, PEAK_TIMES):
+        for times in (PEAK_TIMES // 10, PEAK_TIMES):
             begin = time.perf_counter()
-            compute(ctypes.c_void_p(memory.ctypes.data), ctypes.c_int64(times))
+            compute(_finite_values(), ctypes.c_int64(times))
             speeds[core] = times / (time.perf_counter() - begin)
     chosen = sorted(allowed, key=lambda core: -speeds[core])[:count]
     os.sched_setaffinity(0, chosen)
@@ -271,7 +290,7 @@ def command(out: Path | None, quick: bool, unit: str | None, threads: int, peers
                 continue
             for row in bench.rows(shape):
                 result.add([row])
-                share = f"{row.facts['gflops']:8.0f} GFLOP/s, {row.facts['share_of_peak']:.2f}" if row.facts else ""
-                click.echo(f"{row.case}  {row.subject:28} {row.median:10.1f} {row.unit} {share}")
+                shares = (f" {row.facts[name]:.2f}" for name in FACTS if name in row.facts)
+                click.echo(f"{row.case}  {row.subject:28} {row.median:10.1f} {row.unit}{''.join(shares)}")
     if out is not None or not quick:
         click.echo(f"wrote {result.write(out)}")

@@ -24,6 +24,8 @@ WIDTH = 32  # maps of a block: two panels
 STEP_CYCLES = {AMX: 2.0, AVX512_BF16: 16.0}  # of a core, for a step of one place of a block
 PACK_CYCLES = {1: 4.0, 2: 12.0, 3: 18.0}  # to pack the words of a step of a voxel
 PIECE_CYCLES = 2.0  # to gather neighbours along x for a place
+ROW_CYCLES = 150.0  # to begin a packed row: memory is read ahead within rows alone
+PLANE_CYCLES = 1000.0  # to begin a plane of a unit
 RING_BYTES = 512 * 1024  # of the packed planes of a thread: they stay in L2 beside kernels
 MOST_ROWS, MOST_RUN = 32, 128  # places of a unit of work along y and x
 MOST_TAPS = 4096  # of a phase, as in bf16_conv.cpp
@@ -250,9 +252,11 @@ def _division(problem: Problem, words: int, fold: bool, unit: str, threads: int,
     read = units * depth + (computed - units) * min(sz, depth)  # planes
     if fold:
         pieces = problem.k[0] * problem.k[1] * -(-2 * problem.k[2] * problem.fin // STEP)
-        packed = read * height * pitch * PACK_CYCLES[words] / 4 + computed * high * wide * pieces * PIECE_CYCLES * words
+        packed = read * height * (pitch * PACK_CYCLES[words] / 4 + ROW_CYCLES)
+        packed += computed * high * wide * pieces * PIECE_CYCLES * words
     else:
-        packed = read * lattices * height * pitch * steps * PACK_CYCLES[words]
+        packed = read * lattices * height * (pitch * steps * PACK_CYCLES[words] + ROW_CYCLES)
+    packed += computed * PLANE_CYCLES
     pooled = (high * wide + pz * rows * run) * problem.fout * (FLOAT16 if words == 1 else FLOAT32)
     before_pool = -(-(depth * slot + gathered + size * voxel + 64) // 64) * 64
     multiplied = float(computed) * blocks * size * steps * (1 if fold else problem.taps) * problem.width / WIDTH

@@ -21,35 +21,63 @@ constexpr int WIDTH = PANELS * LANES;
 #if defined(__AMX_BF16__) || defined(ZNNPY_TWIN_AMX)
 
 // Tiles 0 to 3 are sums, 4 and 5 inputs, 6 and 7 kernels.
+template <int TILES>
+ALWAYS void load_inputs(const char *x, ptrdiff_t voxel) {
+  tile_load<4>(x, voxel);
+  if constexpr (TILES > 1) tile_load<5>(x + 16 * voxel, voxel);
+}
+
+template <int COUNT>
+ALWAYS void load_kernels(const char *panels) {
+  tile_load<6>(panels, 64);
+  if constexpr (COUNT > 1) tile_load<7>(panels + PANEL_BYTES, 64);
+}
+
+struct Factors {  // of one tap and step
+  const char *x, *kernels;
+};
+
+// Multiplies the words of one tap and step. The factors of the first product are loaded; those of each further product,
+// and those of `next` behind the last, are loaded as soon as the tiles have been read: a processor that runs two threads
+// on a core has few spare tiles, and waits for loads that are used at once.
+template <int TILES, int COUNT, int WORDS, bool LAST>
+ALWAYS void multiply_words(const Sums &s, const Factors &now, const Factors &next) {
+  unroll<WORDS>([&](auto a) ALWAYS_LAMBDA {
+    unroll<WORDS - a>([&](auto b) ALWAYS_LAMBDA {
+      constexpr bool end = a + 1 == WORDS, other = b + 1 == WORDS - a;  // of the products; of the inputs' word
+      constexpr bool loads = !(end && LAST);
+      const char *const x = end ? next.x : now.x + (a + 1) * s.word;
+      const char *const panels = end ? next.kernels : now.kernels + (other ? 0 : b + 1) * COUNT * PANEL_BYTES;
+      tile_multiply<0, 4, 6>();
+      if constexpr (COUNT > 1) tile_multiply<1, 4, 7>();
+      if constexpr (loads && other) tile_load<4>(x, s.voxel);
+      if constexpr (TILES > 1) tile_multiply<2, 5, 6>();
+      if constexpr (loads) tile_load<6>(panels, 64);
+      if constexpr (TILES > 1 && COUNT > 1) tile_multiply<3, 5, 7>();
+      if constexpr (loads && other && TILES > 1) tile_load<5>(x + 16 * s.voxel, s.voxel);
+      if constexpr (loads && COUNT > 1) tile_load<7>(panels + PANEL_BYTES, 64);
+    });
+  });
+}
+
 template <int TILES, int COUNT, int WORDS>
 void sum_block(const Sums &s) {
   tile_load<0>(s.bias, 0);
   if constexpr (COUNT > 1) tile_load<1>(s.bias + LANES, 0);
   if constexpr (TILES > 1) tile_load<2>(s.bias, 0);
   if constexpr (TILES > 1 && COUNT > 1) tile_load<3>(s.bias + LANES, 0);
-  const char *kernels = s.kernels;
-  for (ptrdiff_t step = 0; step < s.steps; step++) {
-    for (ptrdiff_t tap = 0; tap < s.count; tap++, kernels += WORDS * COUNT * PANEL_BYTES) {
-      const char *const x = s.taps[tap] + step * s.step;
-      unroll<WORDS>([&](auto a) ALWAYS_LAMBDA {
-        const char *const word = x + a * s.word;
-        unroll<WORDS - a>([&](auto b) ALWAYS_LAMBDA {
-          const char *const panel = kernels + b * COUNT * PANEL_BYTES;
-          if constexpr (b == 0) tile_load<4>(word, s.voxel);
-          tile_load<6>(panel, 64);
-          tile_multiply<0, 4, 6>();
-          if constexpr (COUNT > 1) {
-            tile_load<7>(panel + PANEL_BYTES, 64);
-            tile_multiply<1, 4, 7>();
-          }
-          if constexpr (TILES > 1) {
-            if constexpr (b == 0) tile_load<5>(word + 16 * s.voxel, s.voxel);
-            tile_multiply<2, 5, 6>();
-            if constexpr (COUNT > 1) tile_multiply<3, 5, 7>();
-          }
-        });
-      });
+  if (s.count > 0) {
+    Factors now{s.taps[0], s.kernels};
+    load_inputs<TILES>(now.x, s.voxel);
+    load_kernels<COUNT>(now.kernels);
+    ptrdiff_t tap = 0, step = 0;
+    for (ptrdiff_t left = s.count * s.steps - 1; left > 0; left--) {
+      if (++tap == s.count) tap = 0, step++;
+      const Factors next{s.taps[tap] + step * s.step, now.kernels + WORDS * COUNT * PANEL_BYTES};
+      multiply_words<TILES, COUNT, WORDS, false>(s, now, next);
+      now = next;
     }
+    multiply_words<TILES, COUNT, WORDS, true>(s, now, now);
   }
   tile_store<0>(s.out, 4 * WIDTH);
   if constexpr (COUNT > 1) tile_store<1>(s.out + LANES, 4 * WIDTH);

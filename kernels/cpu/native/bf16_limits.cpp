@@ -1,41 +1,53 @@
-// Upper bound for the speed of convolutions on the unit for bfloat16: only for benchmarks/units.py.
+// Upper bounds for the speed of convolutions on the unit for bfloat16: only for benchmarks/units.py.
 #include "bf16_block.hpp"
 
 using namespace znnpy;
 
-// Multiplies one block of places by two panels `times` times and returns the operations. All that it reads lies in L1:
-// `memory` holds 24 KiB of finite values, aligned to cache lines.
+// Multiplies a block of places by two panels `times` times, in registers alone, and returns the operations. `memory`
+// holds 64 bytes of finite values, aligned to cache lines, and is overwritten.
 EXPORT int64_t znnpy_bf16_peak(char *memory, int64_t times) {
-  constexpr ptrdiff_t TAPS = 8;
-  alignas(64) float sums[ROWS * WIDTH] = {};
-  const float bias[WIDTH] = {};
   unit_begin();
 #if defined(__AMX_BF16__) || defined(ZNNPY_TWIN_AMX)
-  tile_load<0>(bias, 0);
-  tile_load<1>(bias, 0);
-  tile_load<2>(bias, 0);
-  tile_load<3>(bias, 0);
-  for (int64_t i = 0; i < times * TAPS; i++) {
-    tile_load<4>(memory, 64);
-    tile_load<6>(memory + 2048, 64);
+  unroll<8>([&](auto tile) ALWAYS_LAMBDA { tile_load<tile>(memory, 0); });
+  for (int64_t i = 0; i < times; i++) {
     tile_multiply<0, 4, 6>();
-    tile_load<7>(memory + 2048 + PANEL_BYTES, 64);
     tile_multiply<1, 4, 7>();
-    tile_load<5>(memory + 1024, 64);
     tile_multiply<2, 5, 6>();
     tile_multiply<3, 5, 7>();
   }
-  tile_store<0>(sums, 4 * WIDTH);
+  alignas(64) char sums[16 * 64];
+  tile_store<0>(sums, 64);
+  std::memcpy(memory, sums, 64);
 #else
+  Lanes sums[ROWS * PANELS] = {};
+  Pairs left, right;
+  std::memcpy(&left, memory, sizeof left);
+  right = left;
+  for (int64_t i = 0; i < times; i++) {
+    for (int pair = 0; pair < STEP / 2; pair++) {
+      unroll<ROWS * PANELS>([&](auto c) ALWAYS_LAMBDA { sums[c] = multiply_pairs(sums[c], left, right); });
+      asm volatile("" : "+v"(left), "+v"(right));  // the compiler may not merge sums that it knows to be equal
+    }
+  }
+  for (const Lanes &sum : sums) std::memcpy(memory, &sum, sizeof sum);
+#endif
+  unit_end();
+  return times * 2 * STEP * ROWS * WIDTH;
+}
+
+// Does the same with factors that are read from L1: `memory` holds 40 KiB.
+EXPORT int64_t znnpy_bf16_products(char *memory, int64_t times) {
+  constexpr ptrdiff_t TAPS = 16;
+  alignas(64) float sums[ROWS * WIDTH];
+  const float bias[WIDTH] = {};
   const char *taps[TAPS];
   for (const char *&tap : taps) tap = memory;
   const Sums s{taps, TAPS, 1, 64, 0, 0, memory + 2048, bias, sums};
-  for (int64_t i = 0; i < times; i++) {
-    sum_block<ROWS, PANELS, 1>(s);
+  unit_begin();
+  for (int64_t i = 0; i < times; i += TAPS) {
+    sum_rows<PANELS, 1>(s, ROWS);
     asm volatile("" ::: "memory");  // the compiler may not reuse the sums
   }
-#endif
   unit_end();
-  store(reinterpret_cast<float *>(memory + 4096), load(sums));  // sums are used, so the compiler keeps them
-  return times * TAPS * 2 * STEP * ROWS * WIDTH;
+  return (times + TAPS - 1) / TAPS * TAPS * 2 * STEP * ROWS * WIDTH;
 }

@@ -140,27 +140,35 @@ void pack_plane(const Bf16Conv &c, const Unit &u, ptrdiff_t z, char *slot) {
   }
 }
 
-// Copies so many bytes in pieces of SIZE, and up to a piece more.
+// Copies one piece of each place of a line: `bytes` bytes, and up to SIZE - 1 more behind them.
 template <int SIZE>
-ALWAYS void copy_pieces(const char *from, char *to, ptrdiff_t bytes) {
-  for (ptrdiff_t i = 0; i < bytes; i += SIZE) std::memcpy(to + i, from + i, SIZE);
+ALWAYS void copy_pieces(const char *from, ptrdiff_t next, char *to, ptrdiff_t voxel, ptrdiff_t places, ptrdiff_t bytes) {
+  for (ptrdiff_t i = 0; i < places; i++, from += next, to += voxel)
+    for (ptrdiff_t at = 0; at < bytes; at += SIZE) std::memcpy(to + at, from + at, SIZE);
 }
 
-// Gathers the inputs of all taps of the places of a plane, place by place: (word, z, y, x, map), with zeros behind.
+// Gathers the inputs of all taps of the places of a plane, place by place: (word, z, y, x, map), with zeros behind. Line
+// by line each row of the kernel is copied for all places; what is written too much is written over by the next row.
 template <int SIZE>
 void gather_taps(const Bf16Conv &c, const Unit &u, const char *const *planes, char *to) {
   const ptrdiff_t line = 2 * c.pitch * c.fin, piece = 2 * c.window[2] * c.fin, word = 2 * c.steps * STEP;
-  const ptrdiff_t zeros = word - piece * c.window[0] * c.window[1];
+  const ptrdiff_t voxel = c.words * word, next = 2 * c.stride[2] * c.fin, rows = c.window[0] * c.window[1];
   for (ptrdiff_t r = 0; r < u.count[1]; r++) {
-    for (ptrdiff_t i = 0; i < u.count[2]; i++) {
-      for (int w = 0; w < c.words; w++) {
-        char *at = to + ((r * u.count[2] + i) * c.words + w) * word;
-        for (ptrdiff_t z = 0; z < c.window[0]; z++) {
-          const char *from = planes[z] + (r * c.stride[1] * c.words + w) * line + i * c.stride[2] * 2 * c.fin;
-          for (ptrdiff_t y = 0; y < c.window[1]; y++, at += piece, from += c.dilation_y * c.words * line)
-            copy_pieces<SIZE>(from, at, piece);
-        }
-        std::memset(at, 0, zeros);
+    for (int w = 0; w < c.words; w++) {
+      char *const first = to + r * u.count[2] * voxel + w * word;
+      for (ptrdiff_t number = 0; number < rows; number++) {
+        const ptrdiff_t z = number / c.window[1], y = number % c.window[1];
+        const char *const from = planes[z] + ((r * c.stride[1] + y * c.dilation_y) * c.words + w) * line;
+        char *const at = first + number * piece;
+        if (number * piece + (piece + SIZE - 1) / SIZE * SIZE <= word)
+          copy_pieces<SIZE>(from, next, at, voxel, u.count[2], piece);
+        else copy_pieces<2>(from, next, at, voxel, u.count[2], piece);  // no byte more
+      }
+      for (ptrdiff_t i = 0; i < u.count[2]; i++) {
+        char *const place = first + i * voxel;
+        ptrdiff_t zero = rows * piece;
+        for (; zero % 16; zero += 2) std::memset(place + zero, 0, 2);
+        for (; zero < word; zero += 16) std::memset(place + zero, 0, 16);
       }
     }
   }

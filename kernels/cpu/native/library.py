@@ -112,7 +112,8 @@ def loaded_unit(file: Path) -> ctypes.CDLL:
     """Load the library of a unit from a file. Its functions release Python's global lock."""
     loaded = ctypes.CDLL(str(file))
     loaded.znnpy_bf16_conv.restype = ctypes.c_int64
-    loaded.znnpy_bf16_peak.restype = ctypes.c_int64
+    for limit in ("peak", "products"):
+        getattr(loaded, f"znnpy_bf16_{limit}").restype = ctypes.c_int64
     return loaded
 
 
