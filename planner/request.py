@@ -18,7 +18,7 @@ from znnpy.network import Network
 from znnpy.option_values import AskedMode, Cover, DeviceKind, RigorLevel
 from znnpy.planner.layer_options import OptionTable
 from znnpy.planner.memory import CONTEXT_BYTES, baseline_bytes, context_bytes
-from znnpy.shapes import CPU_PRECISIONS, Precision, Vec3
+from znnpy.shapes import Precision, Vec3, cpu_precision
 
 KnownRates = Mapping[DeviceKind, Rates]  # the CPU's are for all threads that a run may have
 
@@ -44,7 +44,7 @@ class Target:
     @property
     def cpu_precision(self) -> Precision:
         """The precision in which a CPU computes: fp32 where that of a GPU is asked for."""
-        return self.precision if self.precision in CPU_PRECISIONS else "fp32"
+        return cpu_precision(self.precision)
 
     @property
     def cuda_bytes(self) -> int:

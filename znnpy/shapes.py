@@ -144,6 +144,11 @@ def _check_positive(shape: object, **counts: int) -> None:
             raise ShapeError(f"{name} must be at least 1, not {count} ({shape})")
 
 
+def cpu_precision(asked: Precision | None) -> Precision:
+    """Return the precision in which a CPU computes: fp32 where that of a GPU is asked for, or none."""
+    return asked if asked is not None and asked in CPU_PRECISIONS else "fp32"
+
+
 def itemsize_of(precision: Precision) -> int:
     """Return the bytes of a value between layers."""
     return FLOAT16 if precision in ("fp16", "bf16") else FLOAT32

@@ -19,7 +19,7 @@ from znnpy.planner.request import Constraints, PlanRequest
 from znnpy.planner.run_plan import RunPlan
 from znnpy.planner.validate import check_runs
 from znnpy.run.target import OpenTarget
-from znnpy.shapes import Vec3, text
+from znnpy.shapes import Precision, Vec3, cpu_precision, text
 from znnpy.units import human_bytes
 
 
@@ -146,7 +146,7 @@ def _known_to_run(given: RunPlan, asked: RunOptions, work: Work, target: OpenTar
         ("depth_first", not asked.depth_first),
         ("device", asked.device not in ("auto", given.device)),
         ("mode", asked.mode not in ("auto", given.mode)),
-        ("precision", given.device == "gpu" and asked.precision not in (None, given.precision)),
+        ("precision", asked.precision is not None and meant_precision(asked.precision, given) != given.precision),
         ("costs", asked.costs is not None),
     )
     if named := [option(word, False if word == "depth_first" else None) for word, is_given in words if is_given]:
@@ -181,6 +181,11 @@ def _known_to_run(given: RunPlan, asked: RunOptions, work: Work, target: OpenTar
     check_runs(here, network, target.machine, ram_bytes=ram_bytes, vram_bytes=vram_bytes)
     target.check_free(here)
     return here
+
+
+def meant_precision(precision: Precision, plan: RunPlan) -> Precision:
+    """Return the precision that is meant where a plan runs."""
+    return precision if plan.device == "gpu" else cpu_precision(precision)
 
 
 def _described(area: Area) -> str:

@@ -17,7 +17,7 @@ from znnpy.options import RunOptions
 from znnpy.planner.plan import Choice
 from znnpy.planner.run_plan import AGAIN, RunPlan
 from znnpy.planner.validate import check_runs
-from znnpy.run.choice import Work, given_plan, smaller_plan
+from znnpy.run.choice import Work, given_plan, meant_precision, smaller_plan
 from znnpy.run.target import DRIVER, OpenTarget
 from znnpy.shapes import Vec3, text
 from znnpy.units import human_bytes, mebibytes
@@ -152,7 +152,7 @@ def check_options(asked: RunOptions, begun: JournalHeader, plan: RunPlan) -> Non
         ("cover", "columns" if plan.main.streams else "patches", asked.cover),
         ("device", plan.device, None if asked.device == "auto" else asked.device),
         ("mode", plan.mode, None if asked.mode == "auto" else asked.mode),
-        ("precision", plan.precision, asked.precision if plan.device == "gpu" else None),
+        ("precision", plan.precision, asked.precision and meant_precision(asked.precision, plan)),
         ("only", chosen, tuple(sorted(asked.names)) or None),
     ):
         if now is not None and before != now:

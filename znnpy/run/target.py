@@ -25,7 +25,7 @@ from znnpy.planner.memory import CONTEXT_BYTES, context_bytes
 from znnpy.planner.request import KnownRates, Target
 from znnpy.planner.run_plan import RunPlan
 from znnpy.run.asked import AskedDevices
-from znnpy.shapes import CPU_PRECISIONS, GPU_PRECISIONS, Precision
+from znnpy.shapes import CPU_PRECISIONS, GPU_PRECISIONS, Precision, cpu_precision
 from znnpy.units import human_bytes
 
 DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the last: under Windows
@@ -332,11 +332,10 @@ def elsewhere(costs: CostStore, asked: AskedDevices) -> OpenTarget:
 
 def _on_cpu(asked: Precision | None, machine: Machine) -> Precision:
     """Return the precision in which a CPU computes; DeviceError where it lacks what multiplies bfloat16."""
-    if asked is None or asked == "fp32" or asked not in CPU_PRECISIONS:
-        return "fp32"
-    if reason := why_not_bf16(machine):
-        raise DeviceError(f"{option('precision', asked)} {reason}; choose {option('precision', 'fp32')}")
-    return asked
+    found = cpu_precision(asked)
+    if found != "fp32" and (reason := why_not_bf16(machine)):
+        raise DeviceError(f"{option('precision', found)} {reason}; choose {option('precision', 'fp32')}")
+    return found
 
 
 def _listed(precisions: tuple[Precision, ...]) -> str:
