@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from znnpy.layer_shapes import LayerShape
 from znnpy.network import ConvWeights as ConvWeights
-from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape, Sized
+from znnpy.shapes import CPU_PRECISIONS, ConvShape, FilterShape, MaxoutShape, PoolShape, Sized
 
 if TYPE_CHECKING:
     import numpy as np
@@ -333,6 +333,13 @@ def why_not_maxout(shape: LayerShape) -> str | None:
 def why_not_fp32(shape: LayerShape | Sized) -> str | None:
     """Return None if fp32 is exact enough for `shape` and its values are float32, else a reason."""
     return None if shape.precision in ("fp32", "bf16x2") else f"computes in fp32, not in {shape.precision}"
+
+
+def why_not_fp32_or_bf16(shape: LayerShape | Sized) -> str | None:
+    """Return None if the values of `shape` are float32 or bfloat16 and no less exact arithmetic is needed."""
+    if shape.precision in CPU_PRECISIONS:
+        return None
+    return f"computes in fp32 and bf16, not in {shape.precision}"
 
 
 def why_not_plain(shape: LayerShape, pooling: str = "cpu.conv.fft_lanes") -> str | None:

@@ -6,8 +6,8 @@
 namespace znnpy {
 namespace {
 
-template <int FUNCTION>
-void all(V a, V b, float *x, ptrdiff_t count) {
+template <int FUNCTION, class E>
+void all(V a, V b, E *x, ptrdiff_t count) {
   ptrdiff_t i = 0;
   for (; i + 2 * W <= count; i += 2 * W) {
     const V one = apply<FUNCTION>(load(x + i), a, b), other = apply<FUNCTION>(load(x + i + W), a, b);
@@ -38,10 +38,11 @@ ALWAYS float sum_of_lanes(V v) {
 constexpr ptrdiff_t FEW = 2 * W;  // maps
 
 // Applies softmax to up to W voxels of few maps: map by map, a voxel in each lane.
-void softmax_of_few(float *x, ptrdiff_t voxels, ptrdiff_t maps) {
+template <class E>
+void softmax_of_few(E *x, ptrdiff_t voxels, ptrdiff_t maps) {
   float turned[FEW][W];
   for (ptrdiff_t map = 0; map < maps; map++)
-    for (ptrdiff_t voxel = 0; voxel < W; voxel++) turned[map][voxel] = voxel < voxels ? x[voxel * maps + map] : 0.0f;
+    for (ptrdiff_t voxel = 0; voxel < W; voxel++) turned[map][voxel] = voxel < voxels ? widen(x[voxel * maps + map]) : 0.0f;
   V most = load(turned[0]), sum{};
   for (ptrdiff_t map = 1; map < maps; map++) most = larger(load(turned[map]), most);
   for (ptrdiff_t map = 0; map < maps; map++) {
@@ -52,12 +53,13 @@ void softmax_of_few(float *x, ptrdiff_t voxels, ptrdiff_t maps) {
   const V factor = 1.0f / sum;
   for (ptrdiff_t map = 0; map < maps; map++) store(turned[map], load(turned[map]) * factor);
   for (ptrdiff_t map = 0; map < maps; map++)
-    for (ptrdiff_t voxel = 0; voxel < least(voxels, W); voxel++) x[voxel * maps + map] = turned[map][voxel];
+    for (ptrdiff_t voxel = 0; voxel < least(voxels, W); voxel++) put(x + voxel * maps + map, turned[map][voxel]);
 }
 
 }  // namespace
 
-void activate(int64_t function, float a, float b, float *x, ptrdiff_t count) {
+template <class E>
+void activate(int64_t function, float a, float b, E *x, ptrdiff_t count) {
   const V va = broadcast(a), vb = broadcast(b);
   switch (function) {
     case RELU: return all<RELU>(va, vb, x, count);
@@ -76,43 +78,55 @@ void activate(int64_t function, float a, float b, float *x, ptrdiff_t count) {
   }
 }
 
-void softmax(float *x, ptrdiff_t voxels, ptrdiff_t maps) {
+template <class E>
+void softmax(E *x, ptrdiff_t voxels, ptrdiff_t maps) {
   if (maps <= FEW) {
     for (ptrdiff_t voxel = 0; voxel < voxels; voxel += W) softmax_of_few(x + voxel * maps, voxels - voxel, maps);
     return;
   }
+  constexpr bool keep = std::is_same<E, float>::value;  // else powers would be rounded before they are divided
   for (ptrdiff_t voxel = 0; voxel < voxels; voxel++, x += maps) {
     V most = broadcast(-__builtin_inff());
     ptrdiff_t i = 0;
     for (; i + W <= maps; i += W) most = larger(load(x + i), most);
     float top = largest_lane(most);
-    for (; i < maps; i++) top = x[i] > top ? x[i] : top;
+    for (; i < maps; i++) top = widen(x[i]) > top ? widen(x[i]) : top;
     const V shift = broadcast(top);
     V sums{};
     for (i = 0; i + W <= maps; i += W) {
       const V e = exponential(load(x + i) - shift);
       sums += e;
-      store(x + i, e);
+      if (keep) store(x + i, e);
     }
-    if (i < maps) {
-      const int left = (int)(maps - i);
+    const int left = (int)(maps - i);
+    if (left > 0) {
       V e = exponential(load_part(x + i, left) - shift);
-      store_part(x + i, e, left);
+      if (keep) store_part(x + i, e, left);
       for (int lane = left; lane < W; lane++) e[lane] = 0;
       sums += e;
     }
     const float factor = 1.0f / sum_of_lanes(sums);
-    for (i = 0; i + W <= maps; i += W) store(x + i, load(x + i) * factor);
-    for (; i < maps; i++) x[i] *= factor;
+    const auto power = [&](V v) ALWAYS_LAMBDA { return keep ? v : exponential(v - shift); };
+    for (i = 0; i + W <= maps; i += W) store(x + i, power(load(x + i)) * factor);
+    if (left > 0) store_part(x + i, power(load_part(x + i, left)) * factor, left);
   }
 }
+
+template void activate(int64_t, float, float, float *, ptrdiff_t);
+template void activate(int64_t, float, float, Bf16 *, ptrdiff_t);
+template void softmax(float *, ptrdiff_t, ptrdiff_t);
+template void softmax(Bf16 *, ptrdiff_t, ptrdiff_t);
 
 }  // namespace znnpy
 
 using namespace znnpy;
 
-// Applies a function with parameters `a` and `b` to `count` voxels of `maps` values, in place.
-EXPORT void znnpy_activate(int64_t function, double a, double b, float *x, int64_t count, int64_t maps) {
-  if (function == SOFTMAX) softmax(x, count, maps);
-  else activate(function, (float)a, (float)b, x, count * maps);
+// Applies a function with parameters `a` and `b` to `count` voxels of `maps` values, in place; `bf16`: whether these
+// are bfloat16, else floats.
+EXPORT void znnpy_activate(int64_t function, double a, double b, void *x, int64_t count, int64_t maps, int64_t bf16) {
+  with_type(bf16, [&](auto type) {
+    auto *const values = static_cast<decltype(type) *>(x);
+    if (function == SOFTMAX) softmax(values, count, maps);
+    else activate(function, (float)a, (float)b, values, count * maps);
+  });
 }

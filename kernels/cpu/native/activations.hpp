@@ -1,6 +1,6 @@
 // Functions of vectors of values, and the code of each function as activations.py passes it.
 #pragma once
-#include "vector.hpp"
+#include "bf16.hpp"
 
 namespace znnpy {
 
@@ -113,10 +113,12 @@ ALWAYS V apply(V x, V a, V b) {
   }
 }
 
-// Applies a function to `count` values in place; not softmax, and not prelu.
-void activate(int64_t function, float a, float b, float *x, ptrdiff_t count);
+// Applies a function to `count` values in place; not softmax, and not prelu. E: float or Bf16.
+template <class E>
+void activate(int64_t function, float a, float b, E *x, ptrdiff_t count);
 
 // Applies softmax over the maps of each voxel, in place.
-void softmax(float *x, ptrdiff_t voxels, ptrdiff_t maps);
+template <class E>
+void softmax(E *x, ptrdiff_t voxels, ptrdiff_t maps);
 
 }  // namespace znnpy

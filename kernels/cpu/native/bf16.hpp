@@ -46,14 +46,86 @@ ALWAYS void store(Bf16 *p, V v) { *reinterpret_cast<UnalignedHalf *>(p) = narrow
 ALWAYS V load_part(const Bf16 *p, int count) {
   if (count >= W) return load(p);
   Half h{};
+#if defined(__AVX512F__)
+  h = (Half)_mm256_maskz_loadu_epi16((__mmask16)((1u << (count < 0 ? 0 : count)) - 1), p);
+#else
   for (int i = 0; i < count; i++) h[i] = p[i].bits;
+#endif
   return widen(h);
 }
 
 ALWAYS void store_part(Bf16 *p, V v, int count) {
   if (count >= W) return store(p, v);
   const Half h = narrow(v);
+#if defined(__AVX512F__)
+  _mm256_mask_storeu_epi16(p, (__mmask16)((1u << (count < 0 ? 0 : count)) - 1), (__m256i)h);
+#else
   for (int i = 0; i < count; i++) p[i].bits = h[i];
+#endif
+}
+
+// As `stream` of floats; the address is a multiple of the bytes that are written.
+ALWAYS void stream(Bf16 *p, Half h) {
+#if defined(__AVX512F__)
+  _mm256_stream_si256(reinterpret_cast<__m256i *>(p), (__m256i)h);
+#elif defined(__AVX2__)
+  _mm_stream_si128(reinterpret_cast<__m128i *>(p), (__m128i)h);
+#else
+  *reinterpret_cast<UnalignedHalf *>(p) = h;
+#endif
+}
+ALWAYS void stream(Bf16 *p, V v) { stream(p, narrow(v)); }
+
+// Writes values that the type holds, such as the largest of some: nothing is rounded.
+ALWAYS Half upper_half(V v) { return __builtin_convertvector((Bits)v >> 16, Half); }
+ALWAYS void store_exact(float *p, V v) { store(p, v); }
+ALWAYS void store_exact(Bf16 *p, V v) { *reinterpret_cast<UnalignedHalf *>(p) = upper_half(v); }
+ALWAYS void stream_exact(float *p, V v) { stream(p, v); }
+ALWAYS void stream_exact(Bf16 *p, V v) { stream(p, upper_half(v)); }
+
+// Returns the value at p in every lane.
+ALWAYS V broadcast_at(const float *p) { return broadcast(*p); }
+ALWAYS V broadcast_at(const Bf16 *p) {
+#if defined(__AVX512F__)
+  return (V)((Bits)_mm512_set1_epi16((short)p->bits) << 16);
+#elif defined(__AVX2__)
+  return (V)((Bits)_mm256_set1_epi16((short)p->bits) << 16);
+#else
+  return broadcast(widen(*p));
+#endif
+}
+
+// Single values of either type.
+ALWAYS float widen(float value) { return value; }
+ALWAYS void put(float *p, float value) { *p = value; }
+ALWAYS void put(Bf16 *p, float value) { *p = narrow(value); }
+
+// Copies a value, or the values of a vector. Between arrays of one type no bit changes.
+ALWAYS void copy_value(const float *source, Bf16 *target) { *target = narrow(*source); }
+ALWAYS void copy_value(const Bf16 *source, float *target) { *target = widen(*source); }
+template <class E>
+ALWAYS void copy_value(const E *source, E *target) {
+  *target = *source;
+}
+template <class S, class T>
+ALWAYS void copy_vector(const S *source, T *target) {
+  store(target, load(source));
+}
+ALWAYS void copy_vector(const Bf16 *source, Bf16 *target) {
+  *reinterpret_cast<UnalignedHalf *>(target) = *reinterpret_cast<const UnalignedHalf *>(source);
+}
+template <class S, class T>
+ALWAYS void stream_vector(const S *source, T *target) {
+  stream(target, load(source));
+}
+ALWAYS void stream_vector(const Bf16 *source, Bf16 *target) {
+  stream(target, (Half) * reinterpret_cast<const UnalignedHalf *>(source));
+}
+
+// Calls f(Bf16{}) or f(float{}): what depends on the type of an array's elements is written once.
+template <class F>
+ALWAYS auto with_type(int64_t bf16, F f) {
+  return bf16 ? f(Bf16{}) : f(float{});
 }
 
 }  // namespace znnpy
