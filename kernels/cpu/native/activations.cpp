@@ -6,18 +6,25 @@
 namespace znnpy {
 namespace {
 
-template <int FUNCTION, class E>
-void all(V a, V b, E *x, ptrdiff_t count) {
-  ptrdiff_t i = 0;
-  for (; i + 2 * W <= count; i += 2 * W) {
-    const V one = apply<FUNCTION>(load(x + i), a, b), other = apply<FUNCTION>(load(x + i + W), a, b);
-    store(x + i, one);
-    store(x + i + W, other);
-  }
-  for (; i < count; i += W) {
-    const int left = (int)(count - i);
-    store_part(x + i, apply<FUNCTION>(load_part(x + i, left), a, b), left);
-  }
+template <int FUNCTION, class S, class T>
+void all(V a, V b, const S *x, T *to, ptrdiff_t count, bool past) {
+  const auto cached = [&](ptrdiff_t i, ptrdiff_t end) {
+    for (; i + 2 * W <= end; i += 2 * W) {
+      const V one = apply<FUNCTION>(load(x + i), a, b), other = apply<FUNCTION>(load(x + i + W), a, b);
+      store(to + i, one);
+      store(to + i + W, other);
+    }
+    for (; i < end; i += W) {
+      const int left = (int)(end - i);
+      store_part(to + i, apply<FUNCTION>(load_part(x + i, left), a, b), left);
+    }
+  };
+  if (!past) return cached(0, count);
+  constexpr ptrdiff_t line = 64 / sizeof(T);
+  const ptrdiff_t before = before_line(to, count), end = before + (count - before) / line * line;
+  cached(0, before);
+  for (ptrdiff_t i = before; i < end; i += W) stream(to + i, apply<FUNCTION>(load(x + i), a, b));
+  cached(end, count);
 }
 
 ALWAYS float largest_lane(V v) {
@@ -58,23 +65,23 @@ void softmax_of_few(E *x, ptrdiff_t voxels, ptrdiff_t maps) {
 
 }  // namespace
 
-template <class E>
-void activate(int64_t function, float a, float b, E *x, ptrdiff_t count) {
+template <class S, class T>
+void activate(int64_t function, float a, float b, const S *x, T *to, ptrdiff_t count, bool past) {
   const V va = broadcast(a), vb = broadcast(b);
   switch (function) {
-    case RELU: return all<RELU>(va, vb, x, count);
-    case LEAKY_RELU: return all<LEAKY_RELU>(va, vb, x, count);
-    case ELU: return all<ELU>(va, vb, x, count);
-    case SELU: return all<SELU>(va, vb, x, count);
-    case GELU: return all<GELU>(va, vb, x, count);
-    case GELU_TANH: return all<GELU_TANH>(va, vb, x, count);
-    case SILU: return all<SILU>(va, vb, x, count);
-    case SOFTPLUS: return all<SOFTPLUS>(va, vb, x, count);
-    case SIGMOID: return all<SIGMOID>(va, vb, x, count);
-    case TANH: return all<TANH>(va, vb, x, count);
-    case HARDSWISH: return all<HARDSWISH>(va, vb, x, count);
-    case CLIP: return all<CLIP>(va, vb, x, count);
-    default: return;
+    case RELU: return all<RELU>(va, vb, x, to, count, past);
+    case LEAKY_RELU: return all<LEAKY_RELU>(va, vb, x, to, count, past);
+    case ELU: return all<ELU>(va, vb, x, to, count, past);
+    case SELU: return all<SELU>(va, vb, x, to, count, past);
+    case GELU: return all<GELU>(va, vb, x, to, count, past);
+    case GELU_TANH: return all<GELU_TANH>(va, vb, x, to, count, past);
+    case SILU: return all<SILU>(va, vb, x, to, count, past);
+    case SOFTPLUS: return all<SOFTPLUS>(va, vb, x, to, count, past);
+    case SIGMOID: return all<SIGMOID>(va, vb, x, to, count, past);
+    case TANH: return all<TANH>(va, vb, x, to, count, past);
+    case HARDSWISH: return all<HARDSWISH>(va, vb, x, to, count, past);
+    case CLIP: return all<CLIP>(va, vb, x, to, count, past);
+    default: return all<NONE>(va, vb, x, to, count, past);
   }
 }
 
@@ -112,8 +119,9 @@ void softmax(E *x, ptrdiff_t voxels, ptrdiff_t maps) {
   }
 }
 
-template void activate(int64_t, float, float, float *, ptrdiff_t);
-template void activate(int64_t, float, float, Bf16 *, ptrdiff_t);
+template void activate(int64_t, float, float, const float *, float *, ptrdiff_t, bool);
+template void activate(int64_t, float, float, const float *, Bf16 *, ptrdiff_t, bool);
+template void activate(int64_t, float, float, const Bf16 *, Bf16 *, ptrdiff_t, bool);
 template void softmax(float *, ptrdiff_t, ptrdiff_t);
 template void softmax(Bf16 *, ptrdiff_t, ptrdiff_t);
 
@@ -125,8 +133,9 @@ using namespace znnpy;
 // are bfloat16, else floats.
 EXPORT void znnpy_activate(int64_t function, double a, double b, void *x, int64_t count, int64_t maps, int64_t bf16) {
   with_type(bf16, [&](auto type) {
-    auto *const values = static_cast<decltype(type) *>(x);
+    using E = decltype(type);
+    E *const values = static_cast<E *>(x);
     if (function == SOFTMAX) softmax(values, count, maps);
-    else activate(function, (float)a, (float)b, values, count * maps);
+    else activate<E, E>(function, (float)a, (float)b, values, values, count * maps);
   });
 }

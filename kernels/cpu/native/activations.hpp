@@ -113,11 +113,12 @@ ALWAYS V apply(V x, V a, V b) {
   }
 }
 
-// Applies a function to `count` values in place; not softmax, and not prelu. E: float or Bf16.
-template <class E>
-void activate(int64_t function, float a, float b, E *x, ptrdiff_t count);
+// Applies a function to `count` values; not softmax, and not prelu. `x` and `to` may be one array. `past`: whether `to`
+// is written past the caches. Types: float and float, float and Bf16, Bf16 and Bf16.
+template <class S, class T>
+void activate(int64_t function, float a, float b, const S *x, T *to, ptrdiff_t count, bool past = false);
 
-// Applies softmax over the maps of each voxel, in place.
+// Applies softmax over the maps of each voxel, in place. E: float or Bf16.
 template <class E>
 void softmax(E *x, ptrdiff_t voxels, ptrdiff_t maps);
 

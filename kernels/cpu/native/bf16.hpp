@@ -13,15 +13,41 @@ typedef uint16_t Half __attribute__((vector_size(2 * W)));
 typedef uint16_t UnalignedHalf __attribute__((vector_size(2 * W), aligned(2), may_alias));
 typedef uint32_t Bits __attribute__((vector_size(4 * W)));
 
-ALWAYS V widen(Half h) { return (V)(__builtin_convertvector(h, Bits) << 16); }
+// Conversions between vectors are instructions of their own: what compilers make of __builtin_convertvector takes twice
+// as many.
+ALWAYS V widen(Half h) {
+#if defined(__AVX512F__)
+  return (V)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)h), 16);
+#elif defined(__AVX2__)
+  return (V)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)h), 16);
+#else
+  return (V)(__builtin_convertvector(h, Bits) << 16);
+#endif
+}
 
+// Returns the upper halves of all lanes: the values themselves, where these are such of bfloat16.
+ALWAYS Half upper_half(Bits bits) {
+#if defined(__AVX512F__)
+  return (Half)_mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)bits, 16));
+#elif defined(__AVX2__)
+  const __m256i words = _mm256_srli_epi32((__m256i)bits, 16);
+  return (Half)_mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packus_epi32(words, words), 0xd8));
+#else
+  return __builtin_convertvector(bits >> 16, Half);
+#endif
+}
+
+// Rounds; what arithmetic gives where there is no number stays no number.
 ALWAYS Half narrow(V v) {
 #if defined(__AVX512BF16__)
   return (Half)_mm512_cvtneps_pbh((__m512)v);
+#elif defined(__AVX512F__)
+  const __m512i bits = (__m512i)v, odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __mmask16 number = _mm512_cmp_ps_mask((__m512)v, (__m512)v, _CMP_ORD_Q);
+  return upper_half((Bits)_mm512_mask_add_epi32(bits, number, bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))));
 #else
-  const Bits bits = (Bits)v, odd = bits >> 16 & 1, quiet = bits >> 16 | 0x40;
-  const Bits nan = (Bits)(v != v);  // all ones where a value is not a number
-  return __builtin_convertvector((nan & quiet) | (~nan & (bits + 0x7fff + odd) >> 16), Half);
+  const Bits bits = (Bits)v, odd = bits >> 16 & 1, number = (Bits)(v == v);  // number: all ones, or zero for NaN
+  return upper_half(bits + ((odd + 0x7fff) & number));
 #endif
 }
 
@@ -64,7 +90,7 @@ ALWAYS void store_part(Bf16 *p, V v, int count) {
 #endif
 }
 
-// As `stream` of floats; the address is a multiple of the bytes that are written.
+// Writes past the caches, as with floats; the address is a multiple of the bytes that are written.
 ALWAYS void stream(Bf16 *p, Half h) {
 #if defined(__AVX512F__)
   _mm256_stream_si256(reinterpret_cast<__m256i *>(p), (__m256i)h);
@@ -77,11 +103,10 @@ ALWAYS void stream(Bf16 *p, Half h) {
 ALWAYS void stream(Bf16 *p, V v) { stream(p, narrow(v)); }
 
 // Writes values that the type holds, such as the largest of some: nothing is rounded.
-ALWAYS Half upper_half(V v) { return __builtin_convertvector((Bits)v >> 16, Half); }
 ALWAYS void store_exact(float *p, V v) { store(p, v); }
-ALWAYS void store_exact(Bf16 *p, V v) { *reinterpret_cast<UnalignedHalf *>(p) = upper_half(v); }
+ALWAYS void store_exact(Bf16 *p, V v) { *reinterpret_cast<UnalignedHalf *>(p) = upper_half((Bits)v); }
 ALWAYS void stream_exact(float *p, V v) { stream(p, v); }
-ALWAYS void stream_exact(Bf16 *p, V v) { stream(p, upper_half(v)); }
+ALWAYS void stream_exact(Bf16 *p, V v) { stream(p, upper_half((Bits)v)); }
 
 // Returns the value at p in every lane.
 ALWAYS V broadcast_at(const float *p) { return broadcast(*p); }

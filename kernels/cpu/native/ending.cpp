@@ -63,9 +63,10 @@ int64_t end_values(const Ending &e, const Results &r, ptrdiff_t f) {
   else if (addend)
     for (ptrdiff_t i = 0; i < r.voxels; i++) add_maps(addend + i * e.addend.voxel, r.sums + i * f, f);
   const int64_t bad = not_finite(r.sums, floats);
+  E *const out = static_cast<E *>(r.out);
   if (e.function == SOFTMAX) softmax(r.sums, r.voxels, f);
-  else if (e.function != NONE) activate(e.function, (float)e.a, (float)e.b, r.sums, floats);
-  copy_out(r.sums, static_cast<E *>(r.out), floats, e.past);
+  if (e.function == NONE || e.function == SOFTMAX) copy_out(r.sums, out, floats, e.past);
+  else activate<float, E>(e.function, (float)e.a, (float)e.b, r.sums, out, floats, e.past);
   return bad;
 }
 

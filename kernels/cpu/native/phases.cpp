@@ -14,7 +14,7 @@ ALWAYS int64_t finish(const Phases &p, float *line, ptrdiff_t voxels) {
   const ptrdiff_t floats = voxels * p.fout;
   const int64_t bad = not_finite(line, floats);
   if (p.function == SOFTMAX) softmax(line, voxels, p.fout);
-  else if (p.function != NONE) activate(p.function, (float)p.a, (float)p.b, line, floats);
+  else if (p.function != NONE) activate<float, float>(p.function, (float)p.a, (float)p.b, line, line, floats);
   return bad;
 }
 

@@ -30,26 +30,39 @@ ALWAYS void copy_values(const S *source, T *target, ptrdiff_t count) {
   for (; i < count; i++) copy_value(source + i, target + i);
 }
 
+// Returns how many of `count` values precede the first whole cache line.
+template <class E>
+ALWAYS ptrdiff_t before_line(const E *x, ptrdiff_t count) {
+  return least(count, (ptrdiff_t)(-(uintptr_t)x % 64 / sizeof(E)));
+}
+
 // Copies past the caches, by whole lines of the target as far as possible.
 template <class S, class T>
 ALWAYS void copy_past(const S *source, T *target, ptrdiff_t count) {
   constexpr ptrdiff_t line = 64 / sizeof(T);
-  const ptrdiff_t before = least(count, (ptrdiff_t)(-(uintptr_t)target % 64 / sizeof(T)));
-  copy_values(source, target, before);
-  ptrdiff_t i = before;
+  ptrdiff_t i = before_line(target, count);
+  copy_values(source, target, i);
   for (; i + line <= count; i += line)
     for (ptrdiff_t v = 0; v < line; v += W) stream_vector(source + i + v, target + i + v);
   copy_values(source + i, target + i, count - i);
 }
 
+ALWAYS float sum_of(V v) {
+  float sum = 0;
+  for (int lane = 0; lane < W; lane++) sum += v[lane];
+  return sum;
+}
+
 // Returns how many values are infinite or not a number.
 ALWAYS int64_t not_finite(const float *x, ptrdiff_t floats) {
-  V sums{};
+  V sums[4] = {};  // one sum would wait for the one before
   ptrdiff_t i = 0;
   float rest = 0;
-  for (; i + W <= floats; i += W) sums += load(x + i) * 0.0f;
+  for (; i + 4 * W <= floats; i += 4 * W)
+    for (int v = 0; v < 4; v++) sums[v] += load(x + i + v * W) * 0.0f;
+  for (; i + W <= floats; i += W) sums[0] += load(x + i) * 0.0f;
   for (; i < floats; i++) rest += x[i] * 0.0f;
-  for (int lane = 0; lane < W; lane++) rest += sums[lane];
+  rest += sum_of(sums[0] + sums[1] + (sums[2] + sums[3]));
   int64_t bad = 0;
   for (i = 0; rest != 0.0f && i < floats; i++) bad += x[i] * 0.0f != 0.0f;
   return bad;
