@@ -147,10 +147,15 @@ ALWAYS void stream_vector(const Bf16 *source, Bf16 *target) {
   stream(target, (Half) * reinterpret_cast<const UnalignedHalf *>(source));
 }
 
-// Calls f(Bf16{}) or f(float{}): what depends on the type of an array's elements is written once.
+// Calls f(Bf16{}) or f(float{}): what depends on the type of an array's elements is written once. Each call is a
+// function of its own, since compilers run out of registers where loops for both types share one.
+template <class F, class E>
+__attribute__((noinline)) auto call_with(F f, E type) {
+  return f(type);
+}
 template <class F>
 ALWAYS auto with_type(int64_t bf16, F f) {
-  return bf16 ? f(Bf16{}) : f(float{});
+  return bf16 ? call_with(f, Bf16{}) : call_with(f, 0.0f);
 }
 
 }  // namespace znnpy

@@ -29,27 +29,12 @@ void gather(const PointInput &in, const E *x, ptrdiff_t count, ptrdiff_t f, floa
   }
 }
 
-// Sets to[i] to both(a[i], b[i], i). Returns whether all results are finite.
+// Sets to[i] to both(a[i], b[i]).
 template <class A, class B, class JOIN>
-ALWAYS bool join(const A *a, const B *b, float *to, ptrdiff_t floats, JOIN both) {
-  V sums[2] = {};  // stay zero while all results are finite
-  const auto vector = [&](ptrdiff_t at, V &sum) ALWAYS_LAMBDA {
-    const V found = both(load(a + at), load(b + at), at);
-    store(to + at, found);
-    sum += found * 0.0f;
-  };
+ALWAYS void join(const A *a, const B *b, float *to, ptrdiff_t floats, JOIN both) {
   ptrdiff_t i = 0;
-  float rest = 0;
-  for (; i + 2 * W <= floats; i += 2 * W) {
-    vector(i, sums[0]);
-    vector(i + W, sums[1]);
-  }
-  for (; i + W <= floats; i += W) vector(i, sums[0]);
-  for (; i < floats; i++) {
-    to[i] = both(broadcast_at(a + i), broadcast_at(b + i), i)[0];
-    rest += to[i] * 0.0f;
-  }
-  return rest + sum_of(sums[0] + sums[1]) == 0.0f;
+  for (; i + W <= floats; i += W) store(to + i, both(load(a + i), load(b + i)));
+  for (; i < floats; i++) to[i] = both(broadcast_at(a + i), broadcast_at(b + i))[0];
 }
 
 ALWAYS void repeat(const float *maps, ptrdiff_t f, float *row, ptrdiff_t count, ptrdiff_t step) {
@@ -90,8 +75,8 @@ int64_t copied_lines(const Point &p, int64_t lo, int64_t hi) {
 template <class E>
 int64_t lines(const Point &p, int64_t lo, int64_t hi) {
   const ptrdiff_t f = p.f, step = most(1, AT_ONCE / f);
-  alignas(64) float joined[ROOM], other[ROOM], factors[ROOM], offsets[ROOM + W];
-  const bool slopes = p.function == PRELU, softmaxes = p.function == SOFTMAX;
+  alignas(64) float joined[ROOM], other[ROOM], factors[ROOM], offsets[ROOM];
+  const bool slopes = p.function == PRELU, arithmetic = p.how != CONCAT && p.how != FUNCTION_ALONE;
   if (p.how == SCALE || slopes) repeat(p.weight, f, factors, step, !slopes || p.slopes > 1);
   if (p.how == SCALE) repeat(p.bias, f, offsets, step, 1);
   int64_t bad = 0;
@@ -99,7 +84,6 @@ int64_t lines(const Point &p, int64_t lo, int64_t hi) {
     const ptrdiff_t z = unit / p.n[1], y = unit % p.n[1];
     for (ptrdiff_t first = 0; first < p.n[2]; first += step) {
       const ptrdiff_t count = least(step, p.n[2] - first), floats = count * f;
-      bool finite = true;  // what arithmetic gives
       // Calls use(values) for an input whose voxels are neighbours with f maps: in place, or copied to `buffer`.
       const auto with_input = [&](ptrdiff_t i, float *buffer, auto use) ALWAYS_LAMBDA {
         const PointInput &in = p.from[i];
@@ -110,9 +94,8 @@ int64_t lines(const Point &p, int64_t lo, int64_t hi) {
       };
       const auto joined_with = [&](const auto *one, ptrdiff_t i) ALWAYS_LAMBDA {
         with_input(i, other, [&](const auto *two) ALWAYS_LAMBDA {
-          const auto sum = [](V a, V b, ptrdiff_t) ALWAYS_LAMBDA { return a + b; };
-          const auto product = [](V a, V b, ptrdiff_t) ALWAYS_LAMBDA { return a * b; };
-          finite = p.how == ADD ? join(one, two, joined, floats, sum) : join(one, two, joined, floats, product);
+          if (p.how == ADD) join(one, two, joined, floats, [](V a, V b) ALWAYS_LAMBDA { return a + b; });
+          else join(one, two, joined, floats, [](V a, V b) ALWAYS_LAMBDA { return a * b; });
         });
       };
       if (p.how == CONCAT) {
@@ -120,8 +103,10 @@ int64_t lines(const Point &p, int64_t lo, int64_t hi) {
       } else {
         with_input(0, joined, [&](const auto *one) ALWAYS_LAMBDA {
           if (p.how == SCALE) {
-            const auto scaled = [&](V a, V b, ptrdiff_t i) ALWAYS_LAMBDA { return a * b + load(offsets + i); };
-            finite = join(one, factors, joined, floats, scaled);
+            for (ptrdiff_t i = 0; i < floats; i += W) {  // the buffers have room for whole vectors
+              const int left = (int)(floats - i);
+              store(joined + i, load_part(one + i, left) * load(factors + i) + load(offsets + i));
+            }
           } else if (p.inputs > 1) {
             joined_with(one, 1);
           } else if ((const void *)one != joined) {
@@ -130,12 +115,13 @@ int64_t lines(const Point &p, int64_t lo, int64_t hi) {
         });
         for (ptrdiff_t i = 2; i < p.inputs; i++) joined_with(static_cast<const float *>(joined), i);
       }
-      if (!finite) bad += not_finite(joined, floats);
+      if (arithmetic) bad += not_finite(joined, floats);
       E *const out = static_cast<E *>(p.out) + (unit * p.n[2] + first) * f;
       if (slopes)
-        join(joined, factors, joined, floats, [](V a, V b, ptrdiff_t) ALWAYS_LAMBDA { return a < 0.0f ? a * b : a; });
-      if (softmaxes) softmax(joined, count, f);
-      if (slopes || softmaxes) copy_out(joined, out, floats, p.past);
+        join(joined, factors, joined, floats, [](V a, V b) ALWAYS_LAMBDA { return a < 0.0f ? a * b : a; });
+      else if (p.function == SOFTMAX)
+        softmax(joined, count, f);
+      if (slopes || p.function == SOFTMAX || p.function == NONE) copy_out(joined, out, floats, p.past);
       else activate<float, E>(p.function, (float)p.a, (float)p.b, joined, out, floats, p.past);
     }
   }

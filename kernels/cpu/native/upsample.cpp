@@ -24,18 +24,27 @@ ALWAYS void between(const float *a, const float *b, float part, float *to, ptrdi
   store(to + last, load(a + last) * rest + load(b + last) * part);
 }
 
-// Sets to[i] to the values between four lines; `z` and `y` are the parts.
+// Sets `to` to outputs [first, first + count) of a line; `voxels` are those that they lie between. It is a function of
+// its own, so that all that its loop needs is in registers.
+__attribute__((noinline)) void between_voxels(const Along &along, ptrdiff_t first, ptrdiff_t count, ptrdiff_t f,
+                                              const float *voxels, float *to) {
+  const ptrdiff_t begin = along.low[first];
+  for (ptrdiff_t i = first; i < first + count; i++, to += f)
+    between(voxels + (along.low[i] - begin) * f, voxels + (along.high[i] - begin) * f, along.part[i], to, f);
+}
+
+// Sets to[i] to the values between four lines; `z` and `y` are the parts. Writes whole vectors.
 template <class E>
 ALWAYS void between_lines(const E *const lines[4], float z, float y, float *to, ptrdiff_t floats) {
   const float factors[4] = {(1.0f - z) * (1.0f - y), (1.0f - z) * y, z * (1.0f - y), z * y};
   ptrdiff_t i = 0;
-  for (; i + W <= floats; i += W) {
-    const V before = load(lines[0] + i) * factors[0] + load(lines[1] + i) * factors[1];
-    store(to + i, before + (load(lines[2] + i) * factors[2] + load(lines[3] + i) * factors[3]));
-  }
-  for (; i < floats; i++)
-    to[i] = widen(lines[0][i]) * factors[0] + widen(lines[1][i]) * factors[1] +
-            (widen(lines[2][i]) * factors[2] + widen(lines[3][i]) * factors[3]);
+  const auto sum = [&](auto get) ALWAYS_LAMBDA {
+    const V before = get(lines[0]) * factors[0] + get(lines[1]) * factors[1];
+    return before + (get(lines[2]) * factors[2] + get(lines[3]) * factors[3]);
+  };
+  for (; i + W <= floats; i += W) store(to + i, sum([&](const E *line) ALWAYS_LAMBDA { return load(line + i); }));
+  const int left = (int)(floats - i);
+  if (left > 0) store(to + i, sum([&](const E *line) ALWAYS_LAMBDA { return load_part(line + i, left); }));
 }
 
 template <class E>
@@ -83,9 +92,7 @@ void linear(const Upsample &t, float *scratch, int64_t lo, int64_t hi) {
                                      planes[1] + high + at};
           between_lines(lines, t.along[0].part[z], t.along[1].part[y], voxels + i * f, floats);
         }
-        for (ptrdiff_t i = 0; i < count; i++)
-          between(voxels + (along.low[first + i] - begin) * f, voxels + (along.high[first + i] - begin) * f,
-                  along.part[first + i], scratch + i * f, f);
+        between_voxels(along, first, count, f, voxels, scratch);
         copy_out(scratch, static_cast<E *>(t.out) + ((z * t.m[1] + y) * t.m[2] + first) * f, count * f, t.past);
       }
     }
