@@ -72,7 +72,12 @@ MORE: list[Any] = [
     UpsampleShape(64, (3, 4, 5), (6, 8, 10), (2, 2, 2), (0, 0, 0)),
 ]
 SHAPES = [in_bf16(operators.with_parameters(shape)) for shape in (*operators.SHAPES, *MORE)]
-CHAINS = [in_bf16(shape) for shape in pools.SHAPES]
+WHOLE_LINES = [  # of the cache: every voxel fills some
+    PoolShape(2, 32, (5, 8, 11), (2, 3, 4)),
+    PoolShape(1, 64, (4, 6, 8), (2, 3, 2), fragments=False),
+    FilterShape(2, 96, (3, 4, 5), (2, 1, 3)),
+]
+CHAINS: list[Any] = [in_bf16(shape) for shape in (*pools.SHAPES, *WHOLE_LINES)]
 ENDED = [
     in_bf16(addends.ended(shape, addends.ENDS[number % len(addends.ENDS)]))
     for number, shape in enumerate((*addends.SHAPES[:11], *addends.SHAPES[6:10]))
