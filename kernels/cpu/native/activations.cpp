@@ -49,7 +49,8 @@ template <class E>
 void softmax_of_few(E *x, ptrdiff_t voxels, ptrdiff_t maps) {
   float turned[FEW][W];
   for (ptrdiff_t map = 0; map < maps; map++)
-    for (ptrdiff_t voxel = 0; voxel < W; voxel++) turned[map][voxel] = voxel < voxels ? widen(x[voxel * maps + map]) : 0.0f;
+    for (ptrdiff_t voxel = 0; voxel < W; voxel++)
+      turned[map][voxel] = voxel < voxels ? widen(x[voxel * maps + map]) : 0.0f;
   V most = load(turned[0]), sum{};
   for (ptrdiff_t map = 1; map < maps; map++) most = larger(load(turned[map]), most);
   for (ptrdiff_t map = 0; map < maps; map++) {

@@ -14,12 +14,16 @@ typedef uint16_t UnalignedHalf __attribute__((vector_size(2 * W), aligned(2), ma
 typedef uint32_t Bits __attribute__((vector_size(4 * W)));
 
 // Conversions between vectors are instructions of their own: what compilers make of __builtin_convertvector takes twice
-// as many.
+// as many. They have a mask of all lanes because g++ warns of those without one.
+#if defined(__AVX512F__)
+constexpr __mmask16 ALL = (__mmask16)-1;
+#endif
+
 ALWAYS V widen(Half h) {
 #if defined(__AVX512F__)
-  return (V)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)h), 16);
+  return (V)((Bits)_mm512_maskz_cvtepu16_epi32(ALL, (__m256i)h) << 16);
 #elif defined(__AVX2__)
-  return (V)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)h), 16);
+  return (V)((Bits)_mm256_cvtepu16_epi32((__m128i)h) << 16);
 #else
   return (V)(__builtin_convertvector(h, Bits) << 16);
 #endif
@@ -28,9 +32,9 @@ ALWAYS V widen(Half h) {
 // Returns the upper halves of all lanes: the values themselves, where these are such of bfloat16.
 ALWAYS Half upper_half(Bits bits) {
 #if defined(__AVX512F__)
-  return (Half)_mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)bits, 16));
+  return (Half)_mm512_maskz_cvtepi32_epi16(ALL, (__m512i)(bits >> 16));
 #elif defined(__AVX2__)
-  const __m256i words = _mm256_srli_epi32((__m256i)bits, 16);
+  const __m256i words = (__m256i)(bits >> 16);
   return (Half)_mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packus_epi32(words, words), 0xd8));
 #else
   return __builtin_convertvector(bits >> 16, Half);
@@ -42,9 +46,10 @@ ALWAYS Half narrow(V v) {
 #if defined(__AVX512BF16__)
   return (Half)_mm512_cvtneps_pbh((__m512)v);
 #elif defined(__AVX512F__)
-  const __m512i bits = (__m512i)v, odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const Bits bits = (Bits)v, odd = bits >> 16 & 1;
+  const __m512i all = (__m512i)bits, half = (__m512i)(odd + 0x7fff);
   const __mmask16 number = _mm512_cmp_ps_mask((__m512)v, (__m512)v, _CMP_ORD_Q);
-  return upper_half((Bits)_mm512_mask_add_epi32(bits, number, bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))));
+  return upper_half((Bits)_mm512_mask_add_epi32(all, number, all, half));
 #else
   const Bits bits = (Bits)v, odd = bits >> 16 & 1, number = (Bits)(v == v);  // number: all ones, or zero for NaN
   return upper_half(bits + ((odd + 0x7fff) & number));

@@ -19,8 +19,8 @@ struct Line {
 // Sums OUTPUTS neighbours over taps [first, last) of all lines, for VECTORS vectors of maps; `at` is the input of the
 // first output's first tap.
 template <int OUTPUTS, int VECTORS, class E, class LOAD, class STORE>
-ALWAYS void sum(const Depthwise &d, const Line<E> *lines, ptrdiff_t count, ptrdiff_t at, ptrdiff_t first, ptrdiff_t last,
-                ptrdiff_t map, float *out, LOAD get, STORE put) {
+ALWAYS void sum(const Depthwise &d, const Line<E> *lines, ptrdiff_t count, ptrdiff_t at, ptrdiff_t first,
+                ptrdiff_t last, ptrdiff_t map, float *out, LOAD get, STORE put) {
   V sums[OUTPUTS][VECTORS];
   for (int v = 0; v < VECTORS; v++)
     for (int i = 0; i < OUTPUTS; i++) sums[i][v] = get(d.bias + map + v * W);

@@ -74,8 +74,8 @@ void columns(const Pooling &t, E *scratch, int64_t lo, int64_t hi) {
         }
         const ptrdiff_t fragments = ((image * t.into[0] + z % t.into[0]) * t.into[1] + y % t.into[1]) * t.into[2];
         for (ptrdiff_t o = 0; o < least(t.into[2], width); o++) {
-          E *out = static_cast<E *>(t.out) + (fragments + o) * t.out_image + z / t.into[0] * out_plane + y / t.into[1] * out_row +
-                       first_x / t.into[2] * f;
+          E *out = static_cast<E *>(t.out) + (fragments + o) * t.out_image + z / t.into[0] * out_plane +
+                   y / t.into[1] * out_row + first_x / t.into[2] * f;
           const ptrdiff_t voxels = (width - o + t.into[2] - 1) / t.into[2];
           const E *source = lines + o * f;
           const ptrdiff_t spacing = t.into[2] * t.step[2];
