@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from znnpy.layer_shapes import LayerShape
 from znnpy.network import ConvWeights as ConvWeights
-from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape, Sized
+from znnpy.shapes import CPU_PRECISIONS, ConvShape, FilterShape, MaxoutShape, PoolShape, Sized
 
 if TYPE_CHECKING:
     import numpy as np
@@ -164,12 +164,12 @@ class Step(Protocol):
     """A primitive bound to one shape: ready to run on any arrays of that shape."""
 
     def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes]) -> None:
-        """Compute the layer.
+        """Compute the layer. Arrays are of float32, or of bfloat16 if the shape's precision is bf16.
 
-        x        `shape.in_shape` float32; not modified, except that it may share memory with `out` if the footprint has
+        x        `shape.in_shape`; not modified, except that it may share memory with `out` if the footprint has
                  output_from > input_until. C order within an image; the batch axis may have any stride. Images are
-                 aligned to a float only: planes that a column carries may precede them.
-        out      `shape.out_shape` float32; overwritten; strides as for `x`. Its previous contents are undefined.
+                 aligned to a value only: planes that a column carries may precede them.
+        out      `shape.out_shape`; overwritten; strides as for `x`. Its previous contents are undefined.
         scratch  one array of bytes per Scratch of the footprint, aligned to ALIGNMENT; contents undefined.
 
         Raises ValuesOverflowError if a convolution's result is infinite or not a number.
@@ -191,13 +191,13 @@ class GraphStep(Protocol):
     """A primitive bound to one shape of `znnpy/graph_shapes.py`: ready to run on one image."""
 
     def run(self, inputs: Sequence[Array], out: Array, scratch: Mapping[str, Bytes]) -> None:
-        """Compute the layer.
+        """Compute the layer. Arrays are of float32, or of bfloat16 if the shape's precision is bf16.
 
-        inputs   one array (z, y, x, f) float32 per input of the layer, of the shape's size `n`; not modified. The maps
-                 of a voxel are contiguous; other strides are multiples of a float, and arrays are aligned to a float.
+        inputs   one array (z, y, x, f) per input of the layer, of the shape's size `n`; not modified. The maps of a
+                 voxel are contiguous; other strides are multiples of a value, and arrays are aligned to a value.
                  The addend of a convolution comes last and is as large as `out`. An input never shares memory with
                  `out`.
-        out      (z, y, x, f') float32 in C order, the shape's `out_shape` without the batch; overwritten. Its previous
+        out      (z, y, x, f') in C order, the shape's `out_shape` without the batch; overwritten. Its previous
                  contents are undefined.
         scratch  one array of bytes per Scratch of the footprint, aligned to ALIGNMENT; contents undefined.
 
@@ -335,6 +335,13 @@ def why_not_maxout(shape: LayerShape) -> str | None:
 def why_not_fp32(shape: LayerShape | Sized) -> str | None:
     """Return None if fp32 is exact enough for `shape` and its values are float32, else a reason."""
     return None if shape.precision in ("fp32", "bf16x2") else f"computes in fp32, not in {shape.precision}"
+
+
+def why_not_fp32_or_bf16(shape: LayerShape | Sized) -> str | None:
+    """Return None if the values of `shape` are float32 or bfloat16 and no less exact arithmetic is needed."""
+    if shape.precision in CPU_PRECISIONS:
+        return None
+    return f"computes in fp32 and bf16, not in {shape.precision}"
 
 
 def why_not_plain(shape: LayerShape, pooling: str = "cpu.conv.fft_lanes") -> str | None:

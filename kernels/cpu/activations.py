@@ -41,7 +41,7 @@ TAIL = (
 
 def temporary_bytes(function: Function, maps: int) -> int:
     """Return the most bytes that `activate_rows` allocates for voxels of so many maps."""
-    return max(ROWS_BYTES, 3 * FLOAT32 * maps) if function not in ("none", "relu") else 0
+    return max(ROWS_BYTES, 4 * FLOAT32 * maps) if function not in ("none", "relu") else 0
 
 
 def code_of(function: Function) -> int:
@@ -62,11 +62,11 @@ def compiled() -> bool:
 
 
 def activate_graph(function: Function, parameters: Sequence[float], out: Array, pool: ThreadPool) -> None:
-    """Apply a function to all of `out` (z, y, x, f), in C order, in place."""
+    """Apply a function to all of `out` (z, y, x, f), float32 or bfloat16 in C order, in place."""
     if function == "none":
         return
     voxels = out.reshape(-1, out.shape[-1], copy=False)
-    block = max(1, BLOCK_BYTES // (FLOAT32 * voxels.shape[1]))
+    block = max(1, BLOCK_BYTES // (out.itemsize * voxels.shape[1]))
 
     def piece(lo: int, hi: int, worker: int) -> None:
         del worker
@@ -78,14 +78,21 @@ def activate_graph(function: Function, parameters: Sequence[float], out: Array, 
 
 
 def activate_rows(function: Function, parameters: Sequence[float], voxels: Array) -> None:
-    """Apply a function in place to voxels (count, f) in C order, with the library where it is compiled."""
+    """Apply a function in place to voxels (count, f), float32 or bfloat16 in C order: compiled, if the library is."""
     if function == "none":
         return
     if compiled() and function != "prelu":
         a, b = map(ctypes.c_double, parameters_of(function, parameters))
-        count, maps = map(ctypes.c_int64, voxels.shape)
+        count, maps, bf16 = map(ctypes.c_int64, (*voxels.shape, voxels.dtype != np.float32))
         address = ctypes.c_void_p(voxels.ctypes.data)
-        library(this_machine().simd).znnpy_activate(ctypes.c_int64(code_of(function)), a, b, address, count, maps)
+        library(this_machine().simd).znnpy_activate(ctypes.c_int64(code_of(function)), a, b, address, count, maps, bf16)
+        return
+    if voxels.dtype != np.float32:
+        step = max(1, PIECE // 2 // voxels.shape[1])  # a copy, and temporaries of its size
+        for first in range(0, len(voxels), step):
+            rows = voxels[first : first + step].astype(np.float32)
+            activate_rows(function, parameters, rows)
+            voxels[first : first + step] = rows
         return
     parameters = parameters_of(function, parameters)
     with quiet():

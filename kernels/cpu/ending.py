@@ -15,7 +15,7 @@ import numpy as np
 
 from znnpy.kernels.cpu.activations import activate_rows, code_of, parameters_of, temporary_bytes
 from znnpy.kernels.cpu.epilogue import overflow, quiet
-from znnpy.kernels.cpu.graph_calls import is_past, pitches
+from znnpy.kernels.cpu.graph_calls import is_bf16, is_past, pitches
 from znnpy.kernels.cpu.graph_layer import NUMPY_BYTES, block_at, block_counts, block_of, box
 from znnpy.shapes import FLOAT32
 
@@ -43,6 +43,7 @@ class Ending(ctypes.Structure):
         ("a", ctypes.c_double),
         ("b", ctypes.c_double),
         ("past", ctypes.c_int64),
+        ("bf16", ctypes.c_int64),
         ("addend", Addend),
     )
 
@@ -50,7 +51,7 @@ class Ending(ctypes.Structure):
 def ending_of(shape: GraphConvShape | TransposeShape, addend: Array | None = None) -> Ending:
     """Return what follows the sums of a layer."""
     a, b = parameters_of(shape.activation, shape.parameters)
-    found = Ending(code_of(shape.activation), a, b, is_past(shape))
+    found = Ending(code_of(shape.activation), a, b, is_past(shape), is_bf16(shape))
     if addend is not None:
         found.addend = Addend(addend.ctypes.data, *pitches(addend))
     return found

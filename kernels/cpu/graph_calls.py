@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from znnpy.kernels.cpu.epilogue import overflow
 from znnpy.kernels.cpu.native.library import STREAM_BYTES
-from znnpy.shapes import FLOAT32
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,8 +46,13 @@ def compute_units(
 
 
 def pitches(x: Array) -> list[int]:
-    """Return the floats from one voxel of an image to the next along each axis."""
-    return [stride // FLOAT32 for stride in x.strides[:3]]
+    """Return the values from one voxel of an image to the next along each axis."""
+    return [stride // x.itemsize for stride in x.strides[:3]]
+
+
+def is_bf16(shape: Sized) -> bool:
+    """Return whether a layer's inputs and output are bfloat16, as structures of the library say it."""
+    return shape.precision == "bf16"
 
 
 def is_past(shape: Sized) -> bool:

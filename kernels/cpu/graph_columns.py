@@ -39,11 +39,11 @@ class Taps:
 def patch(inputs: Sequence[Array], low: Vec3, size: Vec3, store: Bytes | None) -> Array:
     """Return the box (z, y, x, all maps) of the inputs that begins at `low`, with zeros where there are no voxels.
 
-    It is a view if there is one input that has them all; else it is written to `store`.
+    It is a view if there is one input that has them all, in float32; else it is written to `store`.
     """
     n = inputs[0].shape[:3]
     inside = all(at >= 0 and at + count <= most for at, count, most in zip(low, size, n, strict=True))
-    if inside and len(inputs) == 1:
+    if inside and len(inputs) == 1 and inputs[0].dtype == np.float32:
         return inputs[0][box(low, size)]
     whole = np.ndarray((*size, sum(part.shape[3] for part in inputs)), np.float32, store)
     if not inside:

@@ -25,7 +25,6 @@ from znnpy.kernels.cpu.graph_convs import why_not_upsampled
 from znnpy.kernels.cpu.graph_layer import GraphLayer, Kernels, float_bytes, given, kernels_of, why_not_kind
 from znnpy.kernels.cpu.native.library import library, why_not
 from znnpy.machine import this_machine
-from znnpy.shapes import FLOAT32
 
 if TYPE_CHECKING:
     from znnpy.kernels.contract import Array, Bytes, ConvWeights
@@ -53,7 +52,7 @@ class _Depthwise(ctypes.Structure):
 
 def _lines(shape: GraphConvShape) -> int:
     """Return the lines of outputs computed together."""
-    line = FLOAT32 * shape.n[2] * shape.fin
+    line = shape.itemsize * shape.n[2] * shape.fin
     reach = shape.dilation[1] * (shape.k[1] - 1) + 1
     fitting = (COLUMN_BYTES // (shape.k[0] * line) - reach) // shape.stride[1] + 1
     return min(shape.out[1], max(1, fitting))
@@ -70,7 +69,9 @@ class GraphConvDepthwise(GraphLayer):
     source: str = "Howard et al. 2017"
 
     def why_not(self, shape: Sized, machine: Machine) -> str | None:
-        if reason := why_not_kind(shape, GraphConvShape, "convolutions of graphs") or why_not_upsampled(shape):
+        if reason := why_not_kind(shape, GraphConvShape, "convolutions of graphs", bf16=True) or why_not_upsampled(
+            shape
+        ):
             return reason
         shape = given(shape, GraphConvShape)
         if shape.groups != shape.fin or shape.fout != shape.fin or len(shape.fins) > 1:

@@ -79,7 +79,9 @@ class GraphConvStrided(GraphLayer):
     source: str = "ZNNi IV-A.1; register blocking after Goto, van de Geijn 2008"
 
     def why_not(self, shape: Sized, machine: Machine) -> str | None:
-        if reason := why_not_kind(shape, GraphConvShape, "convolutions of graphs") or why_not_upsampled(shape):
+        if reason := why_not_kind(shape, GraphConvShape, "convolutions of graphs", bf16=True) or why_not_upsampled(
+            shape
+        ):
             return reason
         shape = given(shape, GraphConvShape)
         if shape.groups > 1:

@@ -62,10 +62,11 @@ class _Blocks(NamedTuple):
     patch_bytes: int  # 0: blocks are read in place
     rows_bytes: int
     sums_bytes: int
+    rounded_bytes: int  # in bf16: the outputs before they are rounded
 
     @property
     def worker_bytes(self) -> int:
-        return self.patch_bytes + self.rows_bytes + self.sums_bytes
+        return self.patch_bytes + self.rows_bytes + self.sums_bytes + self.rounded_bytes
 
 
 def _blocks(shape: GraphConvShape) -> _Blocks:
@@ -81,7 +82,8 @@ def _blocks(shape: GraphConvShape) -> _Blocks:
     m = shape.out
     size = block_of(m, max(1, BLOCK_BYTES // (FLOAT32 * row)))
     reads = _reads(shape, size)
-    copied = len(shape.fins) > 1 or shape.padded != shape.n
+    rounds = shape.precision == "bf16"
+    copied = len(shape.fins) > 1 or shape.padded != shape.n or rounds
     outputs = prod(size)
     return _Blocks(
         size,
@@ -90,6 +92,7 @@ def _blocks(shape: GraphConvShape) -> _Blocks:
         float_bytes(prod(reads) * shape.fin) if copied else 0,
         float_bytes(outputs * row),
         float_bytes(outputs * shape.fout) if taps != shape.k else 0,
+        float_bytes(outputs * shape.fout) if rounds else 0,
     )
 
 
@@ -122,7 +125,7 @@ class GraphConvTaps(GraphLayer):
 
     def why_not(self, shape: Sized, machine: Machine) -> str | None:
         del machine
-        return why_not_kind(shape, GraphConvShape, "convolutions of graphs") or why_not_upsampled(shape)
+        return why_not_kind(shape, GraphConvShape, "convolutions of graphs", bf16=True) or why_not_upsampled(shape)
 
     def footprint(self, shape: Sized, variant: Variant, threads: int) -> Footprint:
         del variant
@@ -188,9 +191,14 @@ class _Step:
             for unit in range(lo, hi):
                 pool.check()
                 first, size = block_at(unit, shape.out, b.size)
-                block = box(first, size)
-                self._compute(inputs, out[block], first, stores[worker])
-                end_block(shape, None if addend is None else addend[block], out[block])
+                block, store = box(first, size), stores[worker]
+                target = out[block]
+                if b.rounded_bytes:
+                    target = np.ndarray(target.shape, np.float32, store, b.worker_bytes - b.rounded_bytes)
+                self._compute(inputs, target, first, store)
+                end_block(shape, None if addend is None else addend[block], target)
+                if b.rounded_bytes:
+                    out[block] = target
 
         pool.each(piece, prod(block_counts(shape.out, b.size)))
 

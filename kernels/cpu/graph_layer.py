@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
-from znnpy.kernels.contract import Variant, why_not_fp32
+from znnpy.kernels.contract import Variant, why_not_fp32, why_not_fp32_or_bf16
 from znnpy.shapes import FLOAT32, Sized
 
 if TYPE_CHECKING:
@@ -61,11 +61,11 @@ def given(shape: Sized, kind: type[Shape]) -> Shape:
     return shape
 
 
-def why_not_kind(shape: Sized, kind: type[Shape], what: str) -> str | None:
-    """Return None if `shape` is of this kind and in fp32, else a reason; `what` it computes, in words."""
+def why_not_kind(shape: Sized, kind: type[Shape], what: str, *, bf16: bool = False) -> str | None:
+    """Return None if `shape` is of this kind and in fp32, or with `bf16` in bf16, else a reason; `what`: in words."""
     if not isinstance(shape, kind):
         return f"computes {what}, not {shape}"
-    return why_not_fp32(shape)
+    return why_not_fp32_or_bf16(shape) if bf16 else why_not_fp32(shape)
 
 
 def block_of(m: Vec3, voxels: int) -> Vec3:
@@ -102,6 +102,6 @@ def lines_of(voxels: Array) -> Array:
     return voxels.reshape(*voxels.shape[:2], prod(voxels.shape[2:]), copy=False)
 
 
-def float_bytes(count: int) -> int:
-    """Return the bytes of so many float32, rounded up to whole cache lines."""
-    return -(-FLOAT32 * count // 64) * 64
+def float_bytes(count: int, itemsize: int = FLOAT32) -> int:
+    """Return the bytes of so many float32, or of values of `itemsize`, rounded up to whole cache lines."""
+    return -(-itemsize * count // 64) * 64

@@ -74,7 +74,7 @@ class PadCopy(WeightlessLayer):
 
     def why_not(self, shape: Sized, machine: Machine) -> str | None:
         del machine
-        return why_not_kind(shape, PadShape, "paddings")
+        return why_not_kind(shape, PadShape, "paddings", bf16=True)
 
     def footprint(self, shape: Sized, variant: Variant, threads: int) -> Footprint:
         del variant

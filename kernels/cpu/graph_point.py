@@ -80,23 +80,25 @@ class PointLines(PointLayer):
 
     def why_not(self, shape: Sized, machine: Machine) -> str | None:
         del machine
-        return why_not_kind(shape, PointShape, "layers voxel by voxel")
+        return why_not_kind(shape, PointShape, "layers voxel by voxel", bf16=True)
 
     def footprint(self, shape: Sized, variant: Variant, threads: int) -> Footprint:
         del variant
         shape = given(shape, PointShape)
         block = _block(shape)
         workers = min(threads, prod(block_counts(shape.n, block)))
-        slopes = 2 * FLOAT32 * prod(block) * shape.f if shape.activation == "prelu" else 0
+        block_bytes = FLOAT32 * prod(block) * shape.f
+        slopes = 2 * block_bytes if shape.activation == "prelu" else 0
+        rounded = 2 * block_bytes if shape.precision == "bf16" else 0  # the output, and an input
         return Footprint(
             resident=resident_bytes(shape),
-            allowance=workers * (NUMPY_BYTES + temporary_bytes(shape.activation, shape.f) + slopes),
+            allowance=workers * (NUMPY_BYTES + temporary_bytes(shape.activation, shape.f) + slopes + rounded),
         )
 
     def work(self, shape: Sized, variant: Variant) -> Sequence[Work]:
         del variant
         shape = given(shape, PointShape)
-        costly = 0.0 if shape.activation in ("none", "relu") else COSTLY_BYTES * shape.out_bytes / FLOAT32
+        costly = 0.0 if shape.activation in ("none", "relu") else COSTLY_BYTES * prod(shape.out_shape)
         return (Work("copy", 0.0, shape.in_bytes + shape.out_bytes + costly),)
 
     def bind(self, resident: Any, shape: Sized, variant: Variant, pool: ThreadPool) -> _Step:
@@ -111,7 +113,7 @@ class _Step:
     def run(self, inputs: Sequence[Array], out: Array, scratch: Mapping[str, Bytes]) -> None:
         del scratch
         shape, pool = self._shape, self._pool
-        size = _block(shape)
+        size, rounds = _block(shape), shape.precision == "bf16"
 
         @quiet()
         def piece(lo: int, hi: int, worker: int) -> None:
@@ -119,7 +121,10 @@ class _Step:
             for unit in range(lo, hi):
                 pool.check()
                 block = box(*block_at(unit, shape.n, size))
-                self._compute([part[block] for part in inputs], out[block])
+                found = np.empty(out[block].shape, np.float32) if rounds else out[block]
+                self._compute([part[block] for part in inputs], found)
+                if rounds:
+                    out[block] = found
 
         pool.each(piece, prod(block_counts(shape.n, size)))
 
@@ -128,7 +133,7 @@ class _Step:
         match shape.how:
             case "add" | "multiply":
                 join = np.add if shape.how == "add" else np.multiply
-                join(inputs[0], inputs[1], out=out)
+                join(inputs[0], inputs[1], out=out, dtype=np.float32)
                 for other in inputs[2:]:
                     join(out, other, out=out)
             case "concat":

@@ -13,17 +13,17 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from znnpy.graph_shapes import PointShape
 from znnpy.kernels.contract import Footprint, Kind, Variant, Work
 from znnpy.kernels.cpu.activations import code_of, parameters_of
-from znnpy.kernels.cpu.graph_calls import compute_units, is_past, moved_bytes
+from znnpy.kernels.cpu.graph_calls import compute_units, is_bf16, is_past, moved_bytes, pitches
 from znnpy.kernels.cpu.graph_layer import given, why_not_kind
 from znnpy.kernels.cpu.graph_point import PointLayer, Resident, resident_bytes
 from znnpy.kernels.cpu.native.library import library, why_not
 from znnpy.machine import this_machine
-from znnpy.shapes import FLOAT32
 
 if TYPE_CHECKING:
     from znnpy.kernels.contract import Array, Bytes
@@ -51,7 +51,7 @@ class _Point(ctypes.Structure):
         ("n", ctypes.c_int64 * 3),
         *((name, ctypes.c_int64) for name in ("f", "how", "inputs", "function")),
         *((name, ctypes.c_double) for name in ("a", "b")),
-        *((name, ctypes.c_int64) for name in ("slopes", "past")),
+        *((name, ctypes.c_int64) for name in ("slopes", "past", "bf16")),
         *((name, ctypes.c_void_p) for name in ("weight", "bias", "out")),
         ("from_", _Input * MOST_INPUTS),
     )
@@ -68,7 +68,7 @@ class PointLanes(PointLayer):
     source: str = "definition"
 
     def why_not(self, shape: Sized, machine: Machine) -> str | None:
-        if reason := why_not_kind(shape, PointShape, "layers voxel by voxel"):
+        if reason := why_not_kind(shape, PointShape, "layers voxel by voxel", bf16=True):
             return reason
         shape = given(shape, PointShape)
         if len(shape.fins) > MOST_INPUTS:
@@ -89,7 +89,7 @@ class PointLanes(PointLayer):
         del variant
         shape = given(shape, PointShape)
         flops = 1.0 if shape.activation in ("none", "relu", "leaky_relu", "prelu", "clip") else FUNCTION_FLOPS
-        return (Work("lane_stream", flops * shape.out_bytes / FLOAT32, moved_bytes(shape)),)
+        return (Work("lane_stream", flops * prod(shape.out_shape), moved_bytes(shape)),)
 
     def bind(self, resident: Any, shape: Sized, variant: Variant, pool: ThreadPool) -> _Step:
         del variant
@@ -100,7 +100,7 @@ class _Step:
     def __init__(self, resident: Resident | None, shape: PointShape, pool: ThreadPool) -> None:
         self._shape, self._pool, self._resident = shape, pool, resident
         self._compute = library(this_machine().simd).znnpy_point
-        self._most = max(1, CALL_LINES_BYTES // (FLOAT32 * shape.n[2] * shape.f))
+        self._most = max(1, CALL_LINES_BYTES // (shape.itemsize * shape.n[2] * shape.f))
 
     def run(self, inputs: Sequence[Array], out: Array, scratch: Mapping[str, Bytes]) -> None:
         del scratch
@@ -114,6 +114,7 @@ class _Step:
             a=a,
             b=b,
             past=is_past(shape),
+            bf16=is_bf16(shape),
             out=out.ctypes.data,
         )
         p.n[:] = shape.n
@@ -121,6 +122,5 @@ class _Step:
             p.weight, p.bias = self._resident.weight.ctypes.data, self._resident.bias.ctypes.data
             p.slopes = self._resident.weight.size
         for i, part in enumerate(inputs):
-            z, y, voxel, _ = (stride // FLOAT32 for stride in part.strides)
-            p.from_[i] = _Input(part.ctypes.data, part.shape[3], z, y, voxel)
+            p.from_[i] = _Input(part.ctypes.data, part.shape[3], *pitches(part))
         compute_units(self._compute, p, shape.n[0] * shape.n[1], self._most, out, self._pool)

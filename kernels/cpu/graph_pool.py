@@ -38,7 +38,8 @@ CALL_BYTES = 35_000  # cost of a numpy call
 class _Lines(NamedTuple):
     block: int  # lines of outputs at a time
     over_planes: int  # bytes of a worker's results over planes
-    worker_bytes: int  # these, and the results over planes and lines
+    over_lines: int  # bytes of these and of the results over planes and lines
+    worker_bytes: int  # of these, and in bf16 of the outputs before they are rounded
 
 
 def _lines(shape: WindowPoolShape) -> _Lines:
@@ -46,7 +47,9 @@ def _lines(shape: WindowPoolShape) -> _Lines:
     block = min(shape.out[1], max(1, LINES_BYTES // (FLOAT32 * line * shape.stride[1])))
     read = min(shape.n[1], (block - 1) * shape.stride[1] + shape.window[1])
     over_planes = float_bytes(read * line)
-    return _Lines(block, over_planes, over_planes + float_bytes(block * line))
+    over_lines = over_planes + float_bytes(block * line)
+    rounded = float_bytes(block * shape.out[2] * shape.f) if shape.precision == "bf16" else 0
+    return _Lines(block, over_planes, over_lines, over_lines + rounded)
 
 
 def counts(shape: WindowPoolShape, axis: int) -> Array:
@@ -71,7 +74,7 @@ class PoolWindows(WeightlessLayer):
 
     def why_not(self, shape: Sized, machine: Machine) -> str | None:
         del machine
-        return why_not_kind(shape, WindowPoolShape, "poolings of graphs")
+        return why_not_kind(shape, WindowPoolShape, "poolings of graphs", bf16=True)
 
     def footprint(self, shape: Sized, variant: Variant, threads: int) -> Footprint:
         del variant
@@ -134,13 +137,17 @@ class _Step:
         over_lines[...] = self._start
         for target, source in self._places(1, first, len(out), top, bottom):
             self._join(over_lines[target], over_planes[source], out=over_lines[target])
-        out[...] = self._start
+        rounds = shape.precision == "bf16"
+        found = np.ndarray(out.shape, np.float32, store, self._lines.over_lines) if rounds else out
+        found[...] = self._start
         for target, source in self._places(2, 0, out.shape[1], 0, nx):
-            self._join(out[:, target], over_lines[:, source], out=out[:, target])
+            self._join(found[:, target], over_lines[:, source], out=found[:, target])
         if shape.how == "average":
             along_z, along_y, along_x = self._counts
-            out /= along_x[:, np.newaxis]
-            out /= (along_z[z] * along_y[first : first + len(out)])[:, np.newaxis, np.newaxis]
+            found /= along_x[:, np.newaxis]
+            found /= (along_z[z] * along_y[first : first + len(out)])[:, np.newaxis, np.newaxis]
+        if rounds:
+            out[...] = found
 
     def _places(self, axis: int, first: int, count: int, low: int, high: int) -> Iterator[tuple[slice, slice]]:
         """Yield for each voxel of the window the outputs that it is in the image for, and the inputs `low` .. there.

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from znnpy.graph_shapes import WindowPoolShape
 from znnpy.kernels.contract import Footprint, Kind, Scratch, Variant, Work
-from znnpy.kernels.cpu.graph_calls import compute_units, is_past, moved_bytes, pitches
+from znnpy.kernels.cpu.graph_calls import compute_units, is_bf16, is_past, moved_bytes, pitches
 from znnpy.kernels.cpu.graph_layer import WeightlessLayer, float_bytes, given, why_not_kind
 from znnpy.kernels.cpu.graph_pool import counts
 from znnpy.kernels.cpu.native.library import LANES, library, why_not
@@ -46,7 +46,7 @@ class _WindowPool(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64 * 3) for name in ("n", "m", "window", "stride", "before", "pitch")),
-        *((name, ctypes.c_int64) for name in ("f", "lines", "run", "average", "past")),
+        *((name, ctypes.c_int64) for name in ("f", "lines", "run", "average", "past", "bf16")),
         ("counts", ctypes.c_void_p * 3),
         ("x", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
@@ -61,9 +61,9 @@ class _Runs(NamedTuple):
 
 
 def _runs(shape: WindowPoolShape) -> _Runs:
-    (mz, my, mx), voxel = shape.out, FLOAT32 * shape.f
-    run = min(mx, max(1, (LINE_BYTES // voxel - shape.window[2]) // shape.stride[2] + 1))
-    line = FLOAT32 * shape.n[2] * shape.f
+    mz, my, mx = shape.out
+    run = min(mx, max(1, (LINE_BYTES // (FLOAT32 * shape.f) - shape.window[2]) // shape.stride[2] + 1))
+    line = shape.itemsize * shape.n[2] * shape.f
     lines = min(my, max(1, (COLUMN_BYTES // (shape.window[0] * line) - shape.window[1]) // shape.stride[1] + 1))
     read = (run - 1) * shape.stride[2] + shape.window[2]
     worker = float_bytes(shape.f * (read + run) + 2 * LANES)
@@ -81,7 +81,7 @@ class PoolLanes(WeightlessLayer):
     source: str = "definition"
 
     def why_not(self, shape: Sized, machine: Machine) -> str | None:
-        if reason := why_not_kind(shape, WindowPoolShape, "poolings of graphs"):
+        if reason := why_not_kind(shape, WindowPoolShape, "poolings of graphs", bf16=True):
             return reason
         z, y, _ = given(shape, WindowPoolShape).window
         if z * y > MOST_LINES:
@@ -126,6 +126,7 @@ class _Step:
             run=r.run,
             average=shape.how == "average",
             past=is_past(shape),
+            bf16=is_bf16(shape),
             x=x.ctypes.data,
             out=out.ctypes.data,
         )

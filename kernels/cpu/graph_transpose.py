@@ -25,7 +25,6 @@ import numpy as np
 from znnpy.graph_shapes import TransposeShape
 from znnpy.kernels.contract import Footprint, Kind, Scratch, Variant, Work
 from znnpy.kernels.cpu.activations import (
-    activate_graph,
     activate_rows,
     code_of,
     compiled,
@@ -34,7 +33,7 @@ from znnpy.kernels.cpu.activations import (
 )
 from znnpy.kernels.cpu.blas import product_bytes
 from znnpy.kernels.cpu.epilogue import Epilogue, overflow, quiet
-from znnpy.kernels.cpu.graph_calls import is_past
+from znnpy.kernels.cpu.graph_calls import is_bf16, is_past
 from znnpy.kernels.cpu.graph_columns import Taps, columns, patch
 from znnpy.kernels.cpu.graph_layer import (
     GraphLayer,
@@ -174,7 +173,7 @@ class _Phases(ctypes.Structure):
         *((name, ctypes.c_int64 * 3) for name in ("size", "count", "m", "stride")),
         *((name, ctypes.c_int64) for name in ("fout", "side_by_side", "function")),
         *((name, ctypes.c_double) for name in ("a", "b")),
-        ("past", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("past", "bf16")),
         ("first", ctypes.c_void_p * 3),
         *((name, ctypes.c_void_p) for name in ("product", "bias", "out")),
     )
@@ -192,7 +191,7 @@ class TransposePhases(GraphLayer):
 
     def why_not(self, shape: Sized, machine: Machine) -> str | None:
         del machine
-        return why_not_kind(shape, TransposeShape, "transposed convolutions")
+        return why_not_kind(shape, TransposeShape, "transposed convolutions", bf16=True)
 
     def footprint(self, shape: Sized, variant: Variant, threads: int) -> Footprint:
         del variant
@@ -202,6 +201,7 @@ class TransposePhases(GraphLayer):
         columns_most = max(prod(p.phases) for p in b.products) * shape.fout // shape.groups
         rows_most = max(p.count for p in b.products) * shape.fin // shape.groups
         library = product_bytes(rows_most, columns_most, FLOAT32) + temporary_bytes(shape.activation, shape.fout)
+        library += FLOAT32 * prod(b.size) * shape.fout if shape.activation == "softmax" else 0  # a phase
         epilogues = sum(Epilogue.nbytes(shape.fout * prod(p.phases), "none", b.size[2]) for p in b.products)
         return Footprint(
             resident=shape.weight_bytes + epilogues,
@@ -247,7 +247,7 @@ class _Step:
         ]
 
     def run(self, inputs: Sequence[Array], out: Array, scratch: Mapping[str, Bytes]) -> None:
-        shape, b, pool = self._shape, self._blocks, self._pool
+        b, pool = self._blocks, self._pool
         stores = scratch["blocks"].reshape(-1, b.worker_bytes)
         kernels = scratch["kernels"].view(np.float32)
         matrices = [self._matrices(p, kernels[p.kernel :]) for p in b.products]
@@ -260,8 +260,6 @@ class _Step:
                 self._compute(inputs, out, (first, size), matrices, stores[worker])
 
         pool.each(piece, prod(block_counts(b.places, b.size)))
-        if shape.activation == "softmax" and not _ends_compiled(shape):  # a voxel's maps may be apart in the products
-            activate_graph(shape.activation, shape.parameters, out, pool)
 
     def _matrices(self, p: _Product, store: Array) -> Array:
         """Return the kernels of a product (groups, taps * f / groups, phases * f' / groups), written to `store`."""
@@ -322,6 +320,7 @@ class _Step:
             a=a,
             b=b,
             past=is_past(shape),
+            bf16=is_bf16(shape),
             product=total.ctypes.data,
             bias=self._bias.ctypes.data,
             out=out.ctypes.data,
@@ -345,5 +344,9 @@ class _Step:
                 source.append(slice(skipped, max(skipped, count)))
                 target.append(slice(j + skipped * stride, m, stride))
             part = total[(*source, slice(None), *at)]
+            if shape.activation == "softmax":  # a voxel's maps are apart in the product of groups
+                rows = part.reshape(-1, shape.fout, copy=True)
+                activate_rows(shape.activation, shape.parameters, rows)
+                part = rows.reshape(part.shape)
             z, y, x = target
             np.copyto(targets[z, y, x][: part.shape[0], : part.shape[1], : part.shape[2]], part)

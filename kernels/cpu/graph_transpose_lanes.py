@@ -63,7 +63,7 @@ class TransposeLanes(GraphLayer):
     source: str = "Dumoulin, Visin 2016; register blocking after Goto, van de Geijn 2008"
 
     def why_not(self, shape: Sized, machine: Machine) -> str | None:
-        if reason := why_not_kind(shape, TransposeShape, "transposed convolutions"):
+        if reason := why_not_kind(shape, TransposeShape, "transposed convolutions", bf16=True):
             return reason
         shape = given(shape, TransposeShape)
         if shape.groups > 1:

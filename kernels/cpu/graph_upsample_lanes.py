@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from znnpy.graph_shapes import UpsampleShape
 from znnpy.kernels.contract import Footprint, Kind, Scratch, Variant, Work
-from znnpy.kernels.cpu.graph_calls import compute_units, is_past, moved_bytes, pitches
+from znnpy.kernels.cpu.graph_calls import compute_units, is_bf16, is_past, moved_bytes, pitches
 from znnpy.kernels.cpu.graph_layer import WeightlessLayer, float_bytes, given, why_not_kind
 from znnpy.kernels.cpu.graph_upsample import TABLE_BYTES, neighbours
 from znnpy.kernels.cpu.native.library import LANES, library, why_not
@@ -51,7 +51,7 @@ class _Upsample(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64 * 3) for name in ("n", "m", "factor", "first", "pitch")),
-        *((name, ctypes.c_int64) for name in ("f", "lines", "run", "past")),
+        *((name, ctypes.c_int64) for name in ("f", "lines", "run", "past", "bf16")),
         ("along", _Along * 3),
         ("x", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
@@ -66,11 +66,12 @@ class _Runs(NamedTuple):
 
 
 def _runs(shape: UpsampleShape) -> _Runs:
-    (mz, my, mx), voxel = shape.m, FLOAT32 * shape.f
-    run = min(mx, max(1, RUN_BYTES // voxel))
+    (mz, my, mx), voxel = shape.m, shape.itemsize * shape.f
     if shape.how == "nearest":
+        run = min(mx, max(1, RUN_BYTES // voxel))
         planes, rows = ((m - 1 + first) // s - first // s + 1 for m, first, s in _axes(shape))
-        return _Runs(run, 1, planes * rows, float_bytes(run * shape.f + LANES))
+        return _Runs(run, 1, planes * rows, float_bytes(run * shape.f + LANES, shape.itemsize))
+    run = min(mx, max(1, RUN_BYTES // (FLOAT32 * shape.f)))
     lines = min(my, max(1, COLUMN_BYTES // (2 * shape.n[2] * voxel) * shape.factor[1]))
     read = min(shape.n[2], (run - 1) // shape.factor[2] + 3)
     return _Runs(run, lines, mz * -(-my // lines), float_bytes((run + read) * shape.f + 2 * LANES))
@@ -92,7 +93,7 @@ class UpsampleLanes(WeightlessLayer):
     source: str = "definition"
 
     def why_not(self, shape: Sized, machine: Machine) -> str | None:
-        return why_not_kind(shape, UpsampleShape, "upsamplings") or why_not(machine)
+        return why_not_kind(shape, UpsampleShape, "upsamplings", bf16=True) or why_not(machine)
 
     def footprint(self, shape: Sized, variant: Variant, threads: int) -> Footprint:
         del variant
@@ -130,6 +131,7 @@ class _Step:
             lines=r.lines,
             run=r.run,
             past=is_past(shape),
+            bf16=is_bf16(shape),
             x=x.ctypes.data,
             out=out.ctypes.data,
         )

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -29,9 +30,11 @@ from znnpy.kernels.contract import (
     as_windowed,
     why_not_filter,
     why_not_fp32,
+    why_not_fp32_or_bf16,
     why_not_maxout,
     why_not_pooling,
 )
+from znnpy.kernels.cpu.epilogue import quiet
 from znnpy.layer_shapes import LayerShape
 from znnpy.shapes import FLOAT32, MaxoutShape, PoolShape, Vec3
 
@@ -245,7 +248,7 @@ class MaxoutDirect:
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
         del machine
-        return why_not_maxout(shape) or why_not_fp32(shape)
+        return why_not_maxout(shape) or why_not_fp32_or_bf16(shape)
 
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
         del shape, machine
@@ -258,7 +261,7 @@ class MaxoutDirect:
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
         del variant
-        maxima = max(1, shape.of - 1) * shape.out_bytes / FLOAT32 if isinstance(shape, MaxoutShape) else 0.0
+        maxima = max(1, shape.of - 1) * prod(shape.out_shape) if isinstance(shape, MaxoutShape) else 0.0
         return (Work("pool", 0.0, shape.in_bytes + shape.out_bytes + GATHERED_BYTES * maxima),)
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> None:
@@ -280,6 +283,7 @@ class _MaxoutStep:
         del scratch
         of, pool, planes = self._shape.of, self._pool, self._shape.n[0]
 
+        @quiet()  # the largest of bfloat16 warns of NaN
         def piece(lo: int, hi: int, worker: int) -> None:
             del worker
             for unit in range(lo, hi):

@@ -29,9 +29,10 @@ from znnpy.kernels.contract import (
     Work,
     as_windowed,
     why_not_filter,
-    why_not_fp32,
+    why_not_fp32_or_bf16,
     why_not_pooling,
 )
+from znnpy.kernels.cpu.graph_calls import is_bf16
 from znnpy.kernels.cpu.native.library import LANES, STREAM_BYTES, blocks, library, why_not
 from znnpy.layer_shapes import LayerShape
 from znnpy.machine import this_machine
@@ -56,7 +57,7 @@ class _Pooling(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64 * 3) for name in ("n", "p", "step", "into", "m")),
-        *((name, ctypes.c_int64) for name in ("f", "x_image", "out_image", "lines", "run", "ready", "past")),
+        *((name, ctypes.c_int64) for name in ("f", "x_image", "out_image", "lines", "run", "ready", "past", "bf16")),
         *((name, ctypes.c_void_p) for name in ("x", "out")),
     )
 
@@ -81,13 +82,13 @@ def _columns(shape: Windowed) -> _Columns:
     if isinstance(shape, PoolShape):
         into, step = (p, one) if shape.fragments else (one, p)
     windows = (n[0] - p[0]) // step[0] + 1, (n[1] - p[1]) // step[1] + 1, (n[2] - p[2]) // step[2] + 1
-    voxel = FLOAT32 * shape.f
+    voxel = shape.itemsize * shape.f
     fitting = (RING_BYTES // ((p[1] + 1) * voxel) - p[2]) // step[2] + 1
     run = min(windows[2], max(1, fitting // into[2]) * into[2])
     line_bytes = ((run - 1) * step[2] + p[2]) * voxel
     lines = min(windows[1], max(1, (COLUMN_BYTES // (p[0] * line_bytes) - p[1]) // step[1] + 1))
     columns = shape.batch * -(-windows[1] // lines) * -(-windows[2] // run)
-    past = 0 if shape.out_bytes <= STREAM_BYTES else ANY_LINES if shape.f % LANES else WHOLE_LINES
+    past = 0 if shape.out_bytes <= STREAM_BYTES else ANY_LINES if voxel % ALIGNMENT else WHOLE_LINES
     ready_bytes = line_bytes * (p[1] + 1 if p[1] > 1 else 1 if p[0] > 1 else 0)
     worker_bytes = ready_bytes + (-(-run // into[2]) * voxel if past == ANY_LINES else 0)
     worker_bytes = -(-worker_bytes // ALIGNMENT) * ALIGNMENT
@@ -116,11 +117,10 @@ class _Maxima:
         t, p = _columns(shape), shape.p
         rims = (1 + (p[1] - t.step[1]) / (t.step[1] * t.lines)) * (1 + (p[2] - t.step[2]) / (t.step[2] * t.run))
         moved = rims * shape.in_bytes + shape.out_bytes * (1 if t.past else 2)
-        lines = shape.batch * t.windows[0] * t.windows[1] * FLOAT32 * shape.f
-        loads = rims * lines * shape.n[2] * (t.step[1] * p[0] + p[1]) + p[2] * shape.out_bytes * _scatter_slowdown(
-            shape, t
-        )
-        return (Work("lane_stream", LOADS * loads, moved),)
+        lines = shape.batch * t.windows[0] * t.windows[1] * shape.f
+        over_lines = rims * lines * shape.n[2] * (t.step[1] * p[0] + p[1])
+        loads = over_lines + p[2] * prod(shape.out_shape) * _scatter_slowdown(shape, t)
+        return (Work("lane_stream", LOADS * FLOAT32 * loads, moved),)
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> None:
         """Return None: there are no weights."""
@@ -150,7 +150,7 @@ class PoolMaxLanes(_Maxima):
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
         reason = why_not_pooling(shape, fragments=False, other="cpu.pool.fragments_lanes")
-        return reason or why_not_fp32(shape) or why_not(machine)
+        return reason or why_not_fp32_or_bf16(shape) or why_not(machine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class PoolFragmentsLanes(_Maxima):
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
         reason = why_not_pooling(shape, fragments=True, other="cpu.pool.max_lanes")
-        return reason or why_not_fp32(shape) or why_not(machine)
+        return reason or why_not_fp32_or_bf16(shape) or why_not(machine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ class MaxFilterLanes(_Maxima):
     source: str = "definition, separable"
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
-        return why_not_filter(shape) or why_not_fp32(shape) or why_not(machine)
+        return why_not_filter(shape) or why_not_fp32_or_bf16(shape) or why_not(machine)
 
 
 class _Step:
@@ -191,11 +191,13 @@ class _Step:
 
     def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes]) -> None:
         shape, t, pool, lib = self._shape, self._columns, self._pool, self._library
-        pooling = _Pooling(f=shape.f, lines=t.lines, run=t.run, x=x.ctypes.data, out=out.ctypes.data)
+        pooling = _Pooling(
+            f=shape.f, lines=t.lines, run=t.run, bf16=is_bf16(shape), x=x.ctypes.data, out=out.ctypes.data
+        )
         pooling.n[:], pooling.p[:], pooling.step[:] = shape.n, shape.p, t.step
         pooling.into[:], pooling.m[:] = t.into, t.windows
-        pooling.x_image, pooling.out_image = x.strides[0] // FLOAT32, out.strides[0] // FLOAT32
-        pooling.ready, pooling.past = t.ready_bytes // FLOAT32, t.past
+        pooling.x_image, pooling.out_image = x.strides[0] // x.itemsize, out.strides[0] // x.itemsize
+        pooling.ready, pooling.past = t.ready_bytes // x.itemsize, t.past
         if t.past == WHOLE_LINES and (pooling.out | out.strides[0]) % ALIGNMENT:
             pooling.past = 0
         buffers = scratch["lines"].reshape(-1, t.worker_bytes) if "lines" in scratch else None

@@ -1,6 +1,7 @@
 """Measures whether primitives of the CPU keep to their footprints: what the system counts while one runs.
 
-    python -m tests.support.footprint_promise --only NAME [--shapes 3] [--threads 1 3] [--most-mib 80] --out RESULT.json
+    python -m tests.support.footprint_promise --only NAME [--precision bf16] [--shapes 3] [--threads 1 3]
+        [--most-mib 80] --out RESULT.json
 
 For every primitive of the table, random shapes that it takes, each with a random variant, in a process of its own:
 input, output and scratch lie in an arena as in a run, placed as a plan places them. Measured is how far the resident
@@ -28,7 +29,7 @@ import statistics
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,6 +42,7 @@ from znnpy.errors import ShapeError
 from znnpy.graph_shapes import GraphConvShape, GraphShape
 from znnpy.kernels.aligned import aligned_bytes
 from znnpy.kernels.contract import ConvWeights, device_of
+from znnpy.kernels.dtypes import kept_dtype
 from znnpy.kernels.table import TABLE
 from znnpy.kernels.thread_pool import CHUNKS_PER_THREAD, ThreadPool, chunks
 from znnpy.layer_shapes import LayerShape
@@ -48,7 +50,15 @@ from znnpy.machine import this_machine
 from znnpy.measure.layer_bench import Values, inputs_of
 from znnpy.planner.layout import chain, place
 from znnpy.run.arena import host_arena
-from znnpy.shapes import ACTIVATIONS, FLOAT32, ConvShape, FilterShape, MaxoutShape, PoolShape
+from znnpy.shapes import (
+    ACTIVATIONS,
+    CPU_PRECISIONS,
+    ConvShape,
+    FilterShape,
+    MaxoutShape,
+    PoolShape,
+    Precision,
+)
 
 if TYPE_CHECKING:
     from znnpy.kernels.contract import Primitive, Variant
@@ -159,13 +169,15 @@ def _is_not_gathered(primitive: Primitive, shape: LayerShape) -> bool:
     return len(shape.fins) == 1 and shape.padded == shape.n and not shape.upsampled
 
 
-def random_case(primitive: Primitive, threads: int, most_bytes: int, rng: np.random.Generator) -> Case | None:
+def random_case(
+    primitive: Primitive, threads: int, most_bytes: int, rng: np.random.Generator, precision: Precision
+) -> Case | None:
     """Return a shape and a variant that the primitive takes and that are worth measuring, or None."""
     machine = this_machine()
     rates = assumed_rates(machine, threads)
     for _ in range(MOST_TRIES):
         try:
-            shape = random_shape(primitive.kind, rng)
+            shape = replace(random_shape(primitive.kind, rng), precision=precision)
         except ShapeError:
             continue
         if not LEAST_BYTES / 8 < shape.in_bytes + shape.out_bytes < most_bytes:
@@ -197,8 +209,9 @@ def run(case: Case, weights: ConvWeights | None) -> None:
         resident = case.primitive.prepare(weights, case.variant, pool)
         step = case.primitive.bind(resident, case.shape, case.variant, pool)
         arena = host_arena(aligned_bytes(nbytes), tensors)
-        x = arena.tensor("x0", (case.shape.in_bytes // FLOAT32,), np.float32)
-        out = arena.tensor("x1", case.shape.out_shape, np.float32)
+        kept = kept_dtype(case.shape.precision)
+        x = arena.tensor("x0", (case.shape.in_bytes // kept.itemsize,), kept)
+        out = arena.tensor("x1", case.shape.out_shape, kept)
         x[...] = 0.5
         if isinstance(case.shape, GraphShape):
             step.run(inputs_of(case.shape, x), out[0], arena.scratch(0))
@@ -206,8 +219,8 @@ def run(case: Case, weights: ConvWeights | None) -> None:
             step.run(x.reshape(case.shape.in_shape), out, arena.scratch(0))
 
 
-def smallest(primitive: Primitive) -> Case:
-    """Return a case of a few voxels."""
+def smallest(primitive: Primitive, precision: Precision) -> Case | None:
+    """Return a case of a few voxels; None if the primitive takes none in this precision."""
     machine = this_machine()
     shapes: tuple[LayerShape, ...] = (
         ConvShape(1, 2, 2, (9, 9, 9), (2, 2, 2), "tanh"),
@@ -218,9 +231,11 @@ def smallest(primitive: Primitive) -> Case:
         MaxoutShape(1, 4, (5, 5, 5), 2),
         *SMALLEST,
     )
-    shapes = tuple(shape for shape in shapes if shape.kind == primitive.kind)
-    shape = next(shape for shape in shapes if primitive.why_not(shape, machine) is None)
-    return Case(primitive, shape, primitive.variants(shape, machine)[0], 1)
+    for one in shapes:
+        shape = replace(one, precision=precision)
+        if shape.kind == primitive.kind and primitive.why_not(shape, machine) is None:
+            return Case(primitive, shape, primitive.variants(shape, machine)[0], 1)
+    return None
 
 
 def status(field: str) -> int:
@@ -233,7 +248,8 @@ def status(field: str) -> int:
 def measure_here(case: Case, pipe: Connection) -> None:
     """Send from a child the bytes that the run took, or what went wrong."""
     try:
-        first = smallest(case.primitive)
+        first = smallest(case.primitive, case.shape.precision)
+        assert first is not None, f"{case.primitive.name} takes no small shape"
         run(first, prepared(first))
         weights = prepared(case)
         gc.collect()
@@ -281,6 +297,7 @@ def main() -> None:
     parser.add_argument("--shapes", type=int, default=30)
     parser.add_argument("--threads", type=int, nargs="*", default=[1, 2, 16])
     parser.add_argument("--only", nargs="*", help="these primitives")
+    parser.add_argument("--precision", choices=CPU_PRECISIONS, default="fp32")
     parser.add_argument("--most-mib", type=int, default=400, help="that a shape may take")
     parser.add_argument("--seed", type=int, default=20261121)
     parser.add_argument("--out", type=Path, required=True)
@@ -292,7 +309,8 @@ def main() -> None:
             continue
         for threads in options.threads:
             rng = np.random.default_rng([options.seed, threads, *primitive.name.encode()])
-            found = [case for _ in range(options.shapes) if (case := random_case(primitive, threads, most, rng))]
+            cases = (random_case(primitive, threads, most, rng, options.precision) for _ in range(options.shapes))
+            found = [case for case in cases if case is not None]
             if not found:
                 print(f"{primitive.name:24}{threads:3} threads  takes no shape here")
                 continue

@@ -1,6 +1,6 @@
 // Functions of vectors of values, and the code of each function as activations.py passes it.
 #pragma once
-#include "vector.hpp"
+#include "bf16.hpp"
 
 namespace znnpy {
 
@@ -113,10 +113,13 @@ ALWAYS V apply(V x, V a, V b) {
   }
 }
 
-// Applies a function to `count` values in place; not softmax, and not prelu.
-void activate(int64_t function, float a, float b, float *x, ptrdiff_t count);
+// Applies a function to `count` values; not softmax, and not prelu. `x` and `to` may be one array. `past`: whether `to`
+// is written past the caches. Types: float and float, float and Bf16, Bf16 and Bf16.
+template <class S, class T>
+void activate(int64_t function, float a, float b, const S *x, T *to, ptrdiff_t count, bool past = false);
 
-// Applies softmax over the maps of each voxel, in place.
-void softmax(float *x, ptrdiff_t voxels, ptrdiff_t maps);
+// Applies softmax over the maps of each voxel, in place. E: float or Bf16.
+template <class E>
+void softmax(E *x, ptrdiff_t voxels, ptrdiff_t maps);
 
 }  // namespace znnpy

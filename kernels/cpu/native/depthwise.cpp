@@ -10,21 +10,24 @@ namespace {
 constexpr int BLOCK_OUTPUTS = 4;  // outputs along x that are summed at once
 constexpr int MOST_LINES = 512;   // lines of a kernel, as in graph_conv_depthwise.py
 
+template <class E>
 struct Line {
-  const float *x, *kernel;  // the line of the input, and of the kernel
+  const E *x;           // the line of the input
+  const float *kernel;  // and of the kernel
 };
 
 // Sums OUTPUTS neighbours over taps [first, last) of all lines, for VECTORS vectors of maps; `at` is the input of the
 // first output's first tap.
-template <int OUTPUTS, int VECTORS, class LOAD, class STORE>
-ALWAYS void sum(const Depthwise &d, const Line *lines, ptrdiff_t count, ptrdiff_t at, ptrdiff_t first, ptrdiff_t last,
-                ptrdiff_t map, float *out, LOAD get, STORE put) {
+template <int OUTPUTS, int VECTORS, class E, class LOAD, class STORE>
+ALWAYS void sum(const Depthwise &d, const Line<E> *lines, ptrdiff_t count, ptrdiff_t at, ptrdiff_t first,
+                ptrdiff_t last, ptrdiff_t map, float *out, LOAD get, STORE put) {
   V sums[OUTPUTS][VECTORS];
   for (int v = 0; v < VECTORS; v++)
     for (int i = 0; i < OUTPUTS; i++) sums[i][v] = get(d.bias + map + v * W);
   const ptrdiff_t next = d.stride[2] * d.pitch[2], tap = d.dilation[2] * d.pitch[2];
   for (ptrdiff_t j = 0; j < count; j++) {
-    const float *x = lines[j].x + at * d.pitch[2] + first * tap + map, *w = lines[j].kernel + first * d.f + map;
+    const E *x = lines[j].x + at * d.pitch[2] + first * tap + map;
+    const float *w = lines[j].kernel + first * d.f + map;
     for (ptrdiff_t dx = first; dx < last; dx++, x += tap, w += d.f) {
       V kernel[VECTORS];
       for (int v = 0; v < VECTORS; v++) kernel[v] = get(w + v * W);
@@ -37,8 +40,8 @@ ALWAYS void sum(const Depthwise &d, const Line *lines, ptrdiff_t count, ptrdiff_
 }
 
 // Computes some maps of a line of outputs.
-template <int VECTORS, class LOAD, class STORE>
-ALWAYS void some_maps(const Depthwise &d, const Line *lines, ptrdiff_t count, ptrdiff_t map, float *out, LOAD get,
+template <int VECTORS, class E, class LOAD, class STORE>
+ALWAYS void some_maps(const Depthwise &d, const Line<E> *lines, ptrdiff_t count, ptrdiff_t map, float *out, LOAD get,
                       STORE put) {
   const ptrdiff_t mx = d.m[2];
   for (ptrdiff_t i = 0; i < mx;) {
@@ -54,8 +57,9 @@ ALWAYS void some_maps(const Depthwise &d, const Line *lines, ptrdiff_t count, pt
   }
 }
 
-void line(const Depthwise &d, const Line *lines, ptrdiff_t count, float *out) {
-  const auto get = [](const float *p) ALWAYS_LAMBDA { return load(p); };
+template <class E>
+void line(const Depthwise &d, const Line<E> *lines, ptrdiff_t count, float *out) {
+  const auto get = [](const auto *p) ALWAYS_LAMBDA { return load(p); };
   const auto put = [](float *p, V v) ALWAYS_LAMBDA { store(p, v); };
   ptrdiff_t map = 0;
   for (; map + 2 * W <= d.f; map += 2 * W) some_maps<2>(d, lines, count, map, out, get, put);
@@ -63,17 +67,14 @@ void line(const Depthwise &d, const Line *lines, ptrdiff_t count, float *out) {
   if (map == d.f) return;
   if (d.f >= W) return some_maps<1>(d, lines, count, d.f - W, out, get, put);  // some maps are computed twice
   const int few = (int)d.f;
-  some_maps<1>(d, lines, count, 0, out, [few](const float *p) ALWAYS_LAMBDA { return load_part(p, few); },
+  some_maps<1>(d, lines, count, 0, out, [few](const auto *p) ALWAYS_LAMBDA { return load_part(p, few); },
                [few](float *p, V v) ALWAYS_LAMBDA { store_part(p, v, few); });
 }
 
-}  // namespace
-
-// Computes units [lo, hi): (block of lines, plane) of outputs. `scratch` holds a line of outputs. Returns how many
-// values are infinite or not a number before the function.
-EXPORT int64_t znnpy_depthwise(const Depthwise *depthwise, float *scratch, int64_t lo, int64_t hi) {
-  const Depthwise &d = *depthwise;
-  Line lines[MOST_LINES];
+template <class E>
+int64_t units(const Depthwise &d, float *scratch, int64_t lo, int64_t hi) {
+  const E *const x = static_cast<const E *>(d.x);
+  Line<E> lines[MOST_LINES];
   int64_t bad = 0;
   for (ptrdiff_t unit = lo; unit < hi; unit++) {
     const ptrdiff_t z = unit % d.m[0], block = unit / d.m[0] * d.lines;
@@ -85,14 +86,23 @@ EXPORT int64_t znnpy_depthwise(const Depthwise *depthwise, float *scratch, int64
         for (ptrdiff_t dy = rows.first; dy < rows.last; dy++) {
           const ptrdiff_t plane = z * d.stride[0] - d.before[0] + dz * d.dilation[0];
           const ptrdiff_t row = y * d.stride[1] - d.before[1] + dy * d.dilation[1];
-          lines[count++] = {d.x + plane * d.pitch[0] + row * d.pitch[1], d.kernels + (dz * d.k[1] + dy) * d.k[2] * d.f};
+          lines[count++] = {x + plane * d.pitch[0] + row * d.pitch[1], d.kernels + (dz * d.k[1] + dy) * d.k[2] * d.f};
         }
       }
       line(d, lines, count, scratch);
-      float *const out = d.out + (z * d.m[1] + y) * d.m[2] * d.f;
-      bad += end_line(d.ending, {scratch, d.m[2], d.f, d.ending.addend.at(z, y, 0), out}, d.f);
+      E *const out = static_cast<E *>(d.out) + (z * d.m[1] + y) * d.m[2] * d.f;
+      bad += end_line(d.ending, {scratch, d.m[2], d.f, d.ending.addend.at<E>(z, y, 0), out}, d.f);
     }
   }
   if (d.ending.past) fence();
   return bad;
+}
+
+}  // namespace
+
+// Computes units [lo, hi): (block of lines, plane) of outputs. `scratch` holds a line of outputs. Returns how many
+// values are infinite or not a number before the function.
+EXPORT int64_t znnpy_depthwise(const Depthwise *depthwise, float *scratch, int64_t lo, int64_t hi) {
+  return with_type(depthwise->ending.bf16,
+                   [&](auto type) { return units<decltype(type)>(*depthwise, scratch, lo, hi); });
 }

@@ -6,11 +6,12 @@
 namespace znnpy {
 
 struct Addend {  // an array that is added to the results
-  const float *x;             // null: none
-  int64_t plane, row, voxel;  // floats from plane to plane, row to row, voxel to voxel
+  const void *x;              // null: none
+  int64_t plane, row, voxel;  // values from plane to plane, row to row, voxel to voxel
 
-  const float *at(ptrdiff_t z, ptrdiff_t y, ptrdiff_t voxels, ptrdiff_t map = 0) const {
-    return x == nullptr ? nullptr : x + z * plane + y * row + voxels * voxel + map;
+  template <class E = float>
+  const E *at(ptrdiff_t z, ptrdiff_t y, ptrdiff_t voxels, ptrdiff_t map = 0) const {
+    return x == nullptr ? nullptr : static_cast<const E *>(x) + z * plane + y * row + voxels * voxel + map;
   }
 };
 
@@ -18,6 +19,7 @@ struct Ending {
   int64_t function;  // as in activations.hpp
   double a, b;       // its parameters
   int64_t past;      // whether the output is written past the caches
+  int64_t bf16;      // whether the output and the addend are bfloat16, else float
   Addend addend;
 
   bool any() const { return function != 0 || addend.x != nullptr; }
@@ -27,8 +29,8 @@ struct Ending {
 struct Results {
   float *sums;  // overwritten
   ptrdiff_t voxels, width;  // width: floats from voxel to voxel, at least whole vectors of maps
-  const float *addend;      // what is added to the first, or null
-  float *out;
+  const void *addend;       // what is added to the first, or null; of the type of the output
+  void *out;
 };
 
 // Ends voxels of `f` maps, which lie one after the other in the output. Returns how many values are infinite or not a

@@ -14,7 +14,7 @@ ALWAYS int64_t finish(const Phases &p, float *line, ptrdiff_t voxels) {
   const ptrdiff_t floats = voxels * p.fout;
   const int64_t bad = not_finite(line, floats);
   if (p.function == SOFTMAX) softmax(line, voxels, p.fout);
-  else if (p.function != NONE) activate(p.function, (float)p.a, (float)p.b, line, floats);
+  else if (p.function != NONE) activate<float, float>(p.function, (float)p.a, (float)p.b, line, line, floats);
   return bad;
 }
 
@@ -26,7 +26,8 @@ ALWAYS void add_bias(const Phases &p, const float *source, float *to) {
 }
 
 // Handles one line of places and one phase along z and y; `source` is its first place, and `out` the line of outputs.
-int64_t line(const Phases &p, const float *source, ptrdiff_t pitch, float *scratch, float *out) {
+template <class E>
+int64_t line(const Phases &p, const float *source, ptrdiff_t pitch, float *scratch, E *out) {
   const ptrdiff_t f = p.fout, step = p.stride[2], mx = p.m[2];
   if (p.side_by_side) {
     const ptrdiff_t at = p.first[2][0], begin = most(0, at), end = least(mx, at + p.size[2] * step);
@@ -57,12 +58,8 @@ int64_t line(const Phases &p, const float *source, ptrdiff_t pitch, float *scrat
   return bad;
 }
 
-}  // namespace
-
-// Writes a product to its outputs, if there are such; `scratch` holds a line of outputs. Returns how many values are
-// infinite or not a number before the function.
-EXPORT int64_t znnpy_phases(const Phases *phases, float *scratch) {
-  const Phases &p = *phases;
+template <class E>
+int64_t lines(const Phases &p, float *scratch) {
   const ptrdiff_t pitch = p.count[0] * p.count[1] * p.count[2] * p.fout;
   int64_t bad = 0;
   for (ptrdiff_t z = 0; z < p.size[0]; z++) {
@@ -74,11 +71,19 @@ EXPORT int64_t znnpy_phases(const Phases *phases, float *scratch) {
           const ptrdiff_t jy = p.first[1][b] + y * p.stride[1];
           if (jy < 0 || jy >= p.m[1]) continue;
           const float *source = p.product + (z * p.size[1] + y) * p.size[2] * pitch + (a * p.count[1] + b) * p.count[2] * p.fout;
-          bad += line(p, source, pitch, scratch, p.out + (jz * p.m[1] + jy) * p.m[2] * p.fout);
+          bad += line(p, source, pitch, scratch, static_cast<E *>(p.out) + (jz * p.m[1] + jy) * p.m[2] * p.fout);
         }
       }
     }
   }
   if (p.past) fence();
   return bad;
+}
+
+}  // namespace
+
+// Writes a product to its outputs, if there are such; `scratch` holds a line of outputs. Returns how many values are
+// infinite or not a number before the function.
+EXPORT int64_t znnpy_phases(const Phases *phases, float *scratch) {
+  return with_type(phases->bf16, [&](auto type) { return lines<decltype(type)>(*phases, scratch); });
 }

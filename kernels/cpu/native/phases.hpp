@@ -12,8 +12,9 @@ struct Phases {  // some phases of a block of places, as a product gives them
   int64_t function;      // as in activations.hpp
   double a, b;           // its parameters
   int64_t past;          // whether the output is written past the caches
+  int64_t bf16;          // whether the output is bfloat16, else float
   const int64_t *first[3];  // output of the first place, of each phase along each axis; may be negative
   const float *product;     // (z, y, x, phases, fout)
   const float *bias;
-  float *out;
+  void *out;
 };

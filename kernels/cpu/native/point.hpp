@@ -6,9 +6,9 @@ enum { MOST_INPUTS = 8 };
 enum { ADD, MULTIPLY, CONCAT, SCALE, FUNCTION_ALONE };
 
 struct PointInput {
-  const float *x;
+  const void *x;
   int64_t f;
-  int64_t z, y, voxel;  // floats from plane to plane, line to line, voxel to voxel
+  int64_t z, y, voxel;  // values from plane to plane, line to line, voxel to voxel
 };
 
 struct Point {
@@ -20,7 +20,8 @@ struct Point {
   double a, b;       // parameters of the function
   int64_t slopes;    // of a prelu: 1 or f
   int64_t past;      // whether the output is written past the caches
+  int64_t bf16;      // whether inputs and output are bfloat16, else float
   const float *weight, *bias;  // factors and offsets of a scale, or slopes
-  float *out;
+  void *out;
   PointInput from[MOST_INPUTS];
 };

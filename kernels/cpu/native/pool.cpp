@@ -13,8 +13,8 @@ constexpr int AT_ONCE = 4;  // vectors, since one maximum waits for the one befo
 
 // Sets target[i] to the maximum of `count` arrays source[i], source[pitch + i], ..; AHEAD: the array after them is used
 // soon.
-template <bool STREAM, bool AHEAD>
-ALWAYS void over(const float *source, ptrdiff_t pitch, ptrdiff_t count, float *target, ptrdiff_t floats) {
+template <bool STREAM, bool AHEAD, class E>
+ALWAYS void over(const E *source, ptrdiff_t pitch, ptrdiff_t count, E *target, ptrdiff_t values) {
   const auto vectors = [&](auto number, ptrdiff_t at) ALWAYS_LAMBDA {
     V most[number];
     for (int v = 0; v < number; v++) {
@@ -24,37 +24,30 @@ ALWAYS void over(const float *source, ptrdiff_t pitch, ptrdiff_t count, float *t
     for (ptrdiff_t j = 1; j < count; j++)
       for (int v = 0; v < number; v++) most[v] = larger_or_nan(most[v], load(source + j * pitch + at + v * W));
     for (int v = 0; v < number; v++) {
-      if (STREAM) stream(target + at + v * W, most[v]);
-      else store(target + at + v * W, most[v]);
+      if (STREAM) stream_exact(target + at + v * W, most[v]);
+      else store_exact(target + at + v * W, most[v]);
     }
   };
   ptrdiff_t i = 0;
-  for (; i + AT_ONCE * W <= floats; i += AT_ONCE * W) vectors(std::integral_constant<int, AT_ONCE>{}, i);
-  for (; i + W <= floats; i += W) vectors(std::integral_constant<int, 1>{}, i);
-  if (i == floats) return;
-  const int left = (int)(floats - i);
+  for (; i + AT_ONCE * W <= values; i += AT_ONCE * W) vectors(std::integral_constant<int, AT_ONCE>{}, i);
+  for (; i + W <= values; i += W) vectors(std::integral_constant<int, 1>{}, i);
+  if (i == values) return;
+  const int left = (int)(values - i);
   V most = load_part(source + i, left);
   for (ptrdiff_t j = 1; j < count; j++) most = larger_or_nan(most, load_part(source + j * pitch + i, left));
   store_part(target + i, most, left);
 }
 
 // Handles one voxel after the other, `spacing` voxels from one to the next in the source, neighbours in the target.
-template <bool STREAM>
-void spread(const float *source, ptrdiff_t spacing, ptrdiff_t window, float *target, ptrdiff_t voxels, ptrdiff_t f) {
+template <bool STREAM, class E>
+void spread(const E *source, ptrdiff_t spacing, ptrdiff_t window, E *target, ptrdiff_t voxels, ptrdiff_t f) {
   if (spacing == 1) return over<STREAM, false>(source, f, window, target, voxels * f);
   for (ptrdiff_t i = 0; i < voxels; i++)
     over<STREAM, false>(source + i * spacing * f, f, window, target + i * f, f);
 }
 
-}  // namespace
-}  // namespace znnpy
-
-using namespace znnpy;
-
-// Computes columns [lo, hi): (image, block of lines, run of voxels). `scratch` holds p.y lines of the input of `run`
-// windows, their maximum, and from `ready` on the output of a line.
-EXPORT void znnpy_pool(const Pooling *pooling, float *scratch, int64_t lo, int64_t hi) {
-  const Pooling &t = *pooling;
+template <class E>
+void columns(const Pooling &t, E *scratch, int64_t lo, int64_t hi) {
   const ptrdiff_t f = t.f, row = t.n[2] * f, plane = t.n[1] * row;
   const ptrdiff_t blocks = (t.m[1] + t.lines - 1) / t.lines, runs = (t.m[2] + t.run - 1) / t.run;
   const ptrdiff_t out_row = t.m[2] / t.into[2] * f, out_plane = t.m[1] / t.into[1] * out_row;
@@ -63,33 +56,33 @@ EXPORT void znnpy_pool(const Pooling *pooling, float *scratch, int64_t lo, int64
     const ptrdiff_t first_x = unit % runs * t.run, first_y = unit / runs % blocks * t.lines;
     const ptrdiff_t image = unit / (runs * blocks);
     const ptrdiff_t width = least(t.run, t.m[2] - first_x), last_y = least(first_y + t.lines, t.m[1]);
-    const ptrdiff_t floats = ((width - 1) * t.step[2] + t.p[2]) * f;
+    const ptrdiff_t values = ((width - 1) * t.step[2] + t.p[2]) * f;
     for (ptrdiff_t z = 0; z < t.m[0]; z++) {
-      const float *x = t.x + image * t.x_image + z * t.step[0] * plane + first_x * t.step[2] * f;
+      const E *x = static_cast<const E *>(t.x) + image * t.x_image + z * t.step[0] * plane + first_x * t.step[2] * f;
       ptrdiff_t given = first_y * t.step[1];  // lines whose maximum over planes is in the ring
       for (ptrdiff_t y = first_y; y < last_y; y++) {
-        const float *lines = scratch;
+        const E *lines = scratch;
         if (t.p[1] == 1 && t.p[0] == 1) {
           lines = x + y * t.step[1] * row;
         } else {
           for (; given < y * t.step[1] + t.p[1]; given++)
-            over<false, true>(x + given * row, plane, t.p[0], scratch + given % t.p[1] * pitch, floats);
+            over<false, true>(x + given * row, plane, t.p[0], scratch + given % t.p[1] * pitch, values);
           if (t.p[1] > 1) {
-            over<false, false>(scratch, pitch, t.p[1], scratch + t.p[1] * pitch, floats);
+            over<false, false>(scratch, pitch, t.p[1], scratch + t.p[1] * pitch, values);
             lines = scratch + t.p[1] * pitch;
           }
         }
         const ptrdiff_t fragments = ((image * t.into[0] + z % t.into[0]) * t.into[1] + y % t.into[1]) * t.into[2];
         for (ptrdiff_t o = 0; o < least(t.into[2], width); o++) {
-          float *out = t.out + (fragments + o) * t.out_image + z / t.into[0] * out_plane + y / t.into[1] * out_row +
-                       first_x / t.into[2] * f;
+          E *out = static_cast<E *>(t.out) + (fragments + o) * t.out_image + z / t.into[0] * out_plane +
+                   y / t.into[1] * out_row + first_x / t.into[2] * f;
           const ptrdiff_t voxels = (width - o + t.into[2] - 1) / t.into[2];
-          const float *source = lines + o * f;
+          const E *source = lines + o * f;
           const ptrdiff_t spacing = t.into[2] * t.step[2];
           if (t.past == WHOLE_LINES) {
             spread<true>(source, spacing, t.p[2], out, voxels, f);
           } else if (t.past == ANY_LINES) {
-            float *const ready = scratch + t.ready;
+            E *const ready = scratch + t.ready;
             spread<false>(source, spacing, t.p[2], ready, voxels, f);
             copy_past(ready, out, voxels * f);
           } else {
@@ -100,4 +93,15 @@ EXPORT void znnpy_pool(const Pooling *pooling, float *scratch, int64_t lo, int64
     }
   }
   if (t.past) fence();
+}
+
+}  // namespace
+}  // namespace znnpy
+
+using namespace znnpy;
+
+// Computes columns [lo, hi): (image, block of lines, run of voxels). `scratch` holds p.y lines of the input of `run`
+// windows, their maximum, and from `ready` on the output of a line, all of the type of the input.
+EXPORT void znnpy_pool(const Pooling *pooling, void *scratch, int64_t lo, int64_t hi) {
+  with_type(pooling->bf16, [&](auto type) { columns(*pooling, static_cast<decltype(type) *>(scratch), lo, hi); });
 }

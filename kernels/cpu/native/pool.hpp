@@ -11,11 +11,12 @@ struct Pooling {
   int64_t into[3];     // fragments along each axis: neighbouring windows go to different ones
   int64_t m[3];        // windows of an image, over all fragments: z, y, x
   int64_t f;
-  int64_t x_image, out_image;  // floats from image to image
+  int64_t x_image, out_image;  // values from image to image
   int64_t lines;     // windows along y computed together
   int64_t run;       // windows along x computed together; a multiple of into[2]
-  int64_t ready;     // floats before the place where a line of output is assembled
+  int64_t ready;     // values before the place where a line of output is assembled
   int64_t past;      // whether and how the output is written past the caches
-  const float *x;
-  float *out;
+  int64_t bf16;      // whether input, output and scratch are bfloat16, else float
+  const void *x;
+  void *out;
 };

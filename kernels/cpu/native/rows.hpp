@@ -1,8 +1,9 @@
-// Copies and maxima of runs of floats, for layers that are limited by memory.
+// Copies and maxima of runs of values, for layers that are limited by memory. Arrays are of floats or of bfloat16.
 #pragma once
 #include <cstring>
+#include <type_traits>
 
-#include "vector.hpp"
+#include "bf16.hpp"
 
 namespace znnpy {
 
@@ -22,41 +23,67 @@ ALWAYS V larger_or_nan(V a, V b) {
   return (V)((Mask)one | (Mask)other);
 }
 
-// Copies past the caches, by whole lines of the target as far as possible.
-ALWAYS void copy_past(const float *source, float *target, ptrdiff_t floats) {
+template <class S, class T>
+ALWAYS void copy_values(const S *source, T *target, ptrdiff_t count) {
   ptrdiff_t i = 0;
-  for (; i < floats && (uintptr_t)(target + i) % 64; i++) target[i] = source[i];
-  for (; i + LANES <= floats; i += LANES)
-    for (int v = 0; v < LANES; v += W) stream(target + i + v, load(source + i + v));
-  for (; i < floats; i++) target[i] = source[i];
+  for (; i + W <= count; i += W) copy_vector(source + i, target + i);
+  for (; i < count; i++) copy_value(source + i, target + i);
+}
+
+// Returns how many of `count` values precede the first whole cache line.
+template <class E>
+ALWAYS ptrdiff_t before_line(const E *x, ptrdiff_t count) {
+  return least(count, (ptrdiff_t)(-(uintptr_t)x % 64 / sizeof(E)));
+}
+
+// Copies past the caches, by whole lines of the target as far as possible.
+template <class S, class T>
+ALWAYS void copy_past(const S *source, T *target, ptrdiff_t count) {
+  constexpr ptrdiff_t line = 64 / sizeof(T);
+  ptrdiff_t i = before_line(target, count);
+  copy_values(source, target, i);
+  for (; i + line <= count; i += line)
+    for (ptrdiff_t v = 0; v < line; v += W) stream_vector(source + i + v, target + i + v);
+  copy_values(source + i, target + i, count - i);
+}
+
+ALWAYS float sum_of(V v) {
+  float sum = 0;
+  for (int lane = 0; lane < W; lane++) sum += v[lane];
+  return sum;
 }
 
 // Returns how many values are infinite or not a number.
 ALWAYS int64_t not_finite(const float *x, ptrdiff_t floats) {
-  V sums{};
+  V sums[4] = {};  // one sum would wait for the one before
   ptrdiff_t i = 0;
   float rest = 0;
-  for (; i + W <= floats; i += W) sums += load(x + i) * 0.0f;
+  for (; i + 4 * W <= floats; i += 4 * W)
+    for (int v = 0; v < 4; v++) sums[v] += load(x + i + v * W) * 0.0f;
+  for (; i + W <= floats; i += W) sums[0] += load(x + i) * 0.0f;
   for (; i < floats; i++) rest += x[i] * 0.0f;
-  for (int lane = 0; lane < W; lane++) rest += sums[lane];
+  rest += sum_of(sums[0] + sums[1] + (sums[2] + sums[3]));
   int64_t bad = 0;
   for (i = 0; rest != 0.0f && i < floats; i++) bad += x[i] * 0.0f != 0.0f;
   return bad;
 }
 
-// Copies a few floats without a call.
-ALWAYS void copy_maps(const float *source, float *target, ptrdiff_t floats) {
-  if (floats < W) {
-    for (ptrdiff_t i = 0; i < floats; i++) target[i] = source[i];
+// Copies a few values without a call.
+template <class S, class T>
+ALWAYS void copy_maps(const S *source, T *target, ptrdiff_t count) {
+  if (count < W) {
+    for (ptrdiff_t i = 0; i < count; i++) copy_value(source + i, target + i);
     return;
   }
-  for (ptrdiff_t i = 0; i + W < floats; i += W) store(target + i, load(source + i));
-  store(target + floats - W, load(source + floats - W));  // some floats are copied twice
+  for (ptrdiff_t i = 0; i + W < count; i += W) copy_vector(source + i, target + i);
+  copy_vector(source + count - W, target + count - W);  // some values are copied twice
 }
 
-ALWAYS void copy_out(const float *source, float *target, ptrdiff_t floats, bool past) {
-  if (past) copy_past(source, target, floats);
-  else std::memcpy(target, source, floats * sizeof(float));
+template <class S, class T>
+ALWAYS void copy_out(const S *source, T *target, ptrdiff_t count, bool past) {
+  if (past) copy_past(source, target, count);
+  else if (std::is_same<S, T>::value) std::memcpy(target, source, count * sizeof(T));
+  else copy_values(source, target, count);
 }
 
 }  // namespace znnpy

@@ -5,9 +5,9 @@
 enum { MOST_PARTS = 8 };
 
 struct Part {  // one input
-  const float *x;
+  const void *x;         // of the type of the output
   int64_t f;
-  int64_t pitch[3];      // floats from plane to plane, line to line, voxel to voxel
+  int64_t pitch[3];      // values from plane to plane, line to line, voxel to voxel
 };
 
 struct Strided {
@@ -19,6 +19,6 @@ struct Strided {
   znnpy::Ending ending;
   const float *kernels;  // panel by panel: (z, y, x, fin, lane)
   const float *bias;     // padded to whole panels
-  float *out;
+  void *out;
   Part from[MOST_PARTS];
 };

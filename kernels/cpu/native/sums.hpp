@@ -10,14 +10,16 @@ constexpr int VECTORS = LANES / W;
 constexpr int OUTPUTS = W == LANES ? 14 : 6;  // outputs that are summed at once, limited by the number of registers
 constexpr ptrdiff_t CHUNK = 256;  // products: longer sums would round more than those of other methods
 
+template <class E>
 struct Run {  // neighbouring inputs of an output, and the kernels that they are multiplied by
-  const float *x, *kernel;  // for output 0, and panel 0
-  ptrdiff_t length, next;   // next: floats from an output's inputs to those of the next
+  const E *x;               // for output 0
+  const float *kernel;      // for panel 0
+  ptrdiff_t length, next;   // next: values from an output's inputs to those of the next
 };
 
 // Sums outputs [first, first + NUMBER) over all runs; `panel` is the distance of their kernels from those of panel 0.
-template <int NUMBER>
-ALWAYS void sum(const Run *runs, ptrdiff_t count, ptrdiff_t first, ptrdiff_t panel, const float *bias, float *out,
+template <int NUMBER, class E>
+ALWAYS void sum(const Run<E> *runs, ptrdiff_t count, ptrdiff_t first, ptrdiff_t panel, const float *bias, float *out,
                 ptrdiff_t width) {
   V sums[NUMBER][VECTORS];
   V totals[NUMBER][VECTORS] = {};  // sums of whole chunks; not in registers
@@ -25,14 +27,15 @@ ALWAYS void sum(const Run *runs, ptrdiff_t count, ptrdiff_t first, ptrdiff_t pan
     for (int i = 0; i < NUMBER; i++) sums[i][v] = load(bias + v * W);
   ptrdiff_t products = 0;
   bool chunks = false;
-  for (const Run *run = runs; run < runs + count; run++) {
+  for (const Run<E> *run = runs; run < runs + count; run++) {
     const ptrdiff_t next = run->next;
-    const float *x = run->x + first * next, *const end = x + run->length, *w = run->kernel + panel;
+    const E *x = run->x + first * next, *const end = x + run->length;
+    const float *w = run->kernel + panel;
     for (; x < end; x++, w += LANES) {
       V kernel[VECTORS];
       for (int v = 0; v < VECTORS; v++) kernel[v] = load(w + v * W);
       for (int i = 0; i < NUMBER; i++) {
-        const V value = broadcast(x[i * next]);
+        const V value = broadcast_at(x + i * next);
         for (int v = 0; v < VECTORS; v++) sums[i][v] += value * kernel[v];
       }
     }
@@ -50,8 +53,8 @@ ALWAYS void sum(const Run *runs, ptrdiff_t count, ptrdiff_t first, ptrdiff_t pan
     for (int v = 0; v < VECTORS; v++) store(out + i * width + v * W, chunks ? sums[i][v] + totals[i][v] : sums[i][v]);
 }
 
-template <int NUMBER>
-void some_sums(const Run *runs, ptrdiff_t count, ptrdiff_t first, ptrdiff_t panel, const float *bias, float *out,
+template <int NUMBER, class E>
+void some_sums(const Run<E> *runs, ptrdiff_t count, ptrdiff_t first, ptrdiff_t panel, const float *bias, float *out,
                ptrdiff_t width, ptrdiff_t number) {
   if constexpr (NUMBER > 1) {
     if (number < NUMBER) return some_sums<NUMBER - 1>(runs, count, first, panel, bias, out, width, number);
@@ -67,8 +70,9 @@ struct Panels {  // the channels of all outputs
 };
 
 // Computes outputs [begin, end), all channels, `width` floats from one to the next; `out` is output 0.
-inline void all_sums(const Panels &panels, const Run *runs, ptrdiff_t count, ptrdiff_t begin, ptrdiff_t end, float *out,
-                     ptrdiff_t width) {
+template <class E>
+void all_sums(const Panels &panels, const Run<E> *runs, ptrdiff_t count, ptrdiff_t begin, ptrdiff_t end, float *out,
+              ptrdiff_t width) {
   const ptrdiff_t parts = (end - begin + OUTPUTS - 1) / OUTPUTS;
   for (ptrdiff_t panel = 0; panel < panels.count; panel++) {
     for (ptrdiff_t part = 0; part < parts; part++) {  // near-equal, because few sums would wait for each other

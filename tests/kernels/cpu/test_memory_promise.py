@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.support.footprint_promise import smallest
 from znnpy.kernels.table import TABLE
 from znnpy.machine import this_machine
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from znnpy.kernels.contract import Primitive
+    from znnpy.shapes import Precision
 
 pytestmark = [
     pytest.mark.slow,
@@ -24,14 +26,18 @@ pytestmark = [
 
 
 ON_CPU = [primitive for primitive in TABLE if primitive.name.startswith("cpu.")]
+PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
+EACH = [(p, precision) for p in ON_CPU for precision in PRECISIONS if precision == "fp32" or smallest(p, precision)]
 
 
-@pytest.mark.parametrize("primitive", ON_CPU, ids=lambda primitive: primitive.name)
-def test_system_counts_no_more_bytes_than_the_footprint(primitive: Primitive, repository: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("primitive", "precision"), EACH, ids=lambda value: getattr(value, "name", value))
+def test_system_counts_no_more_bytes_than_the_footprint(
+    primitive: Primitive, precision: Precision, repository: Path, tmp_path: Path
+) -> None:
     """Random shapes of 24 MiB and more run with one and three threads, each in its own process."""
     out = tmp_path / "memory.json"
     words = ["--shapes", "3", "--threads", "1", "3", "--only", primitive.name, "--most-mib", "80", "--out", str(out)]
-    command = [sys.executable, "-m", "tests.support.footprint_promise", *words]
+    command = [sys.executable, "-m", "tests.support.footprint_promise", "--precision", precision, *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=repository)
     assert done.returncode == 0, done.stderr
     rows = json.loads(out.read_text())["rows"]

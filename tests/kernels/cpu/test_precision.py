@@ -1,4 +1,4 @@
-"""CPUs compute in float32 whatever less would do: plans for them are in fp32."""
+"""CPUs compute in the precisions of CPUs alone: in fp32, and some primitives in bf16."""
 
 from __future__ import annotations
 
@@ -43,10 +43,13 @@ CPU = [p for p in TABLE if p.name.startswith("cpu.")]
 
 
 @pytest.mark.parametrize("primitive", CPU, ids=lambda p: p.name)
-def test_cpu_primitives_compute_in_fp32_only(primitive: Primitive) -> None:
+def test_cpu_primitives_refuse_precisions_of_gpus(primitive: Primitive) -> None:
     machine = this_machine()
     applying = [s for s in SHAPES if s.kind == primitive.kind and primitive.why_not(s, machine) is None]
     for shape in applying:
-        assert primitive.why_not(replace(shape, precision="tf32"), machine) == "computes in fp32, not in tf32"
-        assert primitive.why_not(replace(shape, precision="fp16"), machine) == "computes in fp32, not in fp16"
+        refused = primitive.why_not(replace(shape, precision="bf16"), machine)
+        assert refused in (None, "computes in fp32, not in bf16")
+        computes = "computes in fp32" if refused else "computes in fp32 and bf16"
+        assert primitive.why_not(replace(shape, precision="tf32"), machine) == f"{computes}, not in tf32"
+        assert primitive.why_not(replace(shape, precision="fp16"), machine) == f"{computes}, not in fp16"
     assert applying or not_compiled(machine), f"no shape here is for {primitive.name}"
