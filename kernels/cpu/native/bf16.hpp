@@ -163,15 +163,4 @@ ALWAYS auto with_type(int64_t bf16, F f) {
   return bf16 ? call_with(f, Bf16{}) : call_with(f, 0.0f);
 }
 
-// A full store that neither reads the line first nor keeps it in the cache; the compiler joins two that fill a line.
-ALWAYS void stream(Bf16 *p, V v) {
-#if defined(__AVX512F__)
-  _mm256_stream_si256((__m256i *)p, (__m256i)narrow(v));
-#elif defined(__AVX2__)
-  _mm_stream_si128((__m128i *)p, (__m128i)narrow(v));
-#else
-  store(p, v);
-#endif
-}
-
 }  // namespace znnpy
