@@ -33,6 +33,7 @@ from znnpy.volume.array import ArrayVolume
 from znnpy.volume.source import Source
 
 MACHINE = this_machine()
+HERE = Target(MACHINE, mode="cpu")
 CPU = tuple(primitive for primitive in TABLE if primitive.name.startswith("cpu."))
 POISON = 0xFF  # four of these are a NaN
 CLOSE = 1e-5  # of the largest value
@@ -71,10 +72,10 @@ def searched(
     threads: int = 2,
     ram: int = 2**34,
     others: tuple[Box, ...] = (),
+    target: Target = HERE,
 ) -> GraphSearch:
     """Return a search for plans of a region of the output, and others of further outputs."""
     area = Area(volume, region, others)
-    target = Target(MACHINE, mode="cpu")
     request = PlanRequest(network, region.size, Limits(ram, threads), target, area=area)
     return GraphSearch(request, CostModel(table=tuple(table)).options(request), area)
 
@@ -90,26 +91,27 @@ def planned(
     table: Sequence[Primitive] = CPU,
     threads: int = 2,
     others: tuple[Box, ...] = (),
+    target: Target = HERE,
 ) -> Plan:
     """Return the plan with steps of `patch` periods and columns of `column` periods, the axis of columns first."""
-    search = searched(network, volume, region, table, threads, others=others)
+    search = searched(network, volume, region, table, threads, others=others, target=target)
     found = search.solve(GraphTiling(GraphCover(search.graph(axis), patch, column, region, others)))
     assert found is not None
     plan = plan_of(search, found)
-    check_plan(plan, network, MACHINE, tuple(table))
+    check_plan(plan, network, target.machine, tuple(table))
     return plan
 
 
-def some_plan(case: Case, region: Box, rng: random.Random, others: tuple[Box, ...] = ()) -> Plan:
+def some_plan(case: Case, region: Box, rng: random.Random, others: tuple[Box, ...] = (), target: Target = HERE) -> Plan:
     """Return a plan with any split into patches, or columns along any axis, of any primitives."""
     axis = rng.randrange(3)
-    search = searched(case.network, case.size, region, others=others)
+    search = searched(case.network, case.size, region, others=others, target=target)
     begin, end = GraphCover(search.graph(axis), (1, 1, 1), 0, region, others).periods
     counts = [b - a for a, b in zip(begin, end, strict=True)]
     z, y, x = (rng.randint(1, count) for count in counts)
     column = z * rng.randint(1, -(-counts[0] // z)) if rng.random() < 0.7 else 0
     table = [primitive for primitive in CPU if rng.random() < 0.7]
-    split: Any = {"axis": axis, "column": column, "threads": rng.choice((1, 2)), "others": others}
+    split: Any = {"axis": axis, "column": column, "threads": rng.choice((1, 2)), "others": others, "target": target}
     try:
         return planned(case.network, case.size, region, (z, y, x), table=table, **split)
     except NoPlanError:
@@ -184,15 +186,17 @@ def whole_region(case: Case) -> Box:
     return Box((0, 0, 0), case.geometry.size(case.network.outputs[0]))
 
 
-def assert_equal(found: npt.NDArray[Any], exact: npt.NDArray[Any], what: object, largest: float = 0.0) -> None:
-    """Fail unless two arrays are equal to CLOSE of the largest value, and finite.
+def assert_equal(
+    found: npt.NDArray[Any], exact: npt.NDArray[Any], what: object, largest: float = 0.0, close: float = CLOSE
+) -> None:
+    """Fail unless two arrays are equal to `close` of the largest value, and finite.
 
     largest  a value of the whole output, which may be larger than those of a part of it
     """
     assert found.shape == exact.shape, (found.shape, exact.shape, str(what))
     assert np.isfinite(found).all(), f"{np.isnan(found).sum()} of {found.size} values are missing: {what}"
     worst, most = np.abs(found - exact).max(), max(largest, np.abs(exact).max())
-    assert worst <= CLOSE * max(most, 1e-3), f"differs by {worst} of {most}: {what}"
+    assert worst <= close * max(most, 1e-3), f"differs by {worst} of {most}: {what}"
 
 
 def needed_at_once(plan: Plan, network: Network) -> list[int]:
