@@ -21,7 +21,7 @@ CORNER = (48, 64, 64)  # output voxels that are compared with PyTorch
 def run_znnpy(request: Request) -> Answer:
     """Predict a volume of noise from file to file, and compare a part with PyTorch.
 
-    The request has folder, network, size, ram and threads.
+    The request has folder, network, size, ram, threads and precision.
     """
     import znnpy
 
@@ -30,7 +30,14 @@ def run_znnpy(request: Request) -> Answer:
     volume = volume_file(folder, size)
     out = folder / "prediction.h5"
     report = znnpy.infer(
-        volume, path, out=out, overwrite=True, ram=request["ram"], threads=request["threads"], device="cpu"
+        volume,
+        path,
+        out=out,
+        overwrite=True,
+        ram=request["ram"],
+        threads=request["threads"],
+        device="cpu",
+        precision=request["precision"],
     )
     summary = report.as_json()
     with h5py.File(out) as file:
@@ -58,7 +65,14 @@ def plan_znnpy(request: Request) -> Answer:
     folder, net = Path(request["folder"]), NETS[request["network"]]
     size = request["size"][0], request["size"][1], request["size"][2]
     begin = time.perf_counter()
-    plan = znnpy.plan(graph_file(folder, net), shape=size, ram=request["ram"], threads=request["threads"], device="cpu")
+    plan = znnpy.plan(
+        graph_file(folder, net),
+        shape=size,
+        ram=request["ram"],
+        threads=request["threads"],
+        device="cpu",
+        precision=request["precision"],
+    )
     return {
         "seconds": time.perf_counter() - begin,
         "promised_bytes": plan.memory.peak,

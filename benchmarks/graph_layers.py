@@ -106,7 +106,14 @@ def layers(request: Request) -> Iterator[Answer]:
 
     folder, net = Path(request["folder"]), NETS[request["network"]]
     size = request["size"][0], request["size"][1], request["size"][2]
-    plan = znnpy.plan(graph_file(folder, net), shape=size, ram=request["ram"], threads=request["threads"], device="cpu")
+    plan = znnpy.plan(
+        graph_file(folder, net),
+        shape=size,
+        ram=request["ram"],
+        threads=request["threads"],
+        device="cpu",
+        precision=request["precision"],
+    )
     sums = product_rate(request["threads"])
     with ThreadPool(request["threads"]) as pool:
         copies = copy_rate(pool)

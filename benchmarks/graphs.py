@@ -24,6 +24,7 @@ from benchmarks.harness.machine import header, machine_name
 from benchmarks.harness.merging import merge
 from benchmarks.harness.options import OUT, QUICK
 from benchmarks.harness.results import Result, Row
+from znnpy.shapes import CPU_PRECISIONS
 
 CHILDREN = "benchmarks.graph_children"
 SIDES = (96, 128, 160)  # of PyTorch's windows
@@ -52,10 +53,12 @@ def with_halo(net: GraphNet, size: Vec3) -> tuple[int, Vec3]:
 class Bench:
     """The measurements of one network."""
 
-    def __init__(self, net: GraphNet, folder: Path, threads: int, size: Vec3, rounds: int) -> None:
-        self._net, self._size, self._rounds = net, size, rounds
+    def __init__(
+        self, net: GraphNet, folder: Path, threads: int, size: Vec3, rounds: int, precision: str = "fp32"
+    ) -> None:
+        self._net, self._size, self._rounds, self._subject = net, size, rounds, f"znnpy {precision}"
         self._request: dict[str, Any] = {
-            "folder": str(folder), "network": net.name, "size": size, "threads": threads
+            "folder": str(folder), "network": net.name, "size": size, "threads": threads, "precision": precision
         }  # fmt: skip
 
     def runs(self, rams: Sequence[str]) -> Iterator[Row]:
@@ -69,14 +72,14 @@ class Bench:
             values = tuple(answer["voxels"] / answer["seconds"] for answer in answers)
             facts = answers[-1] if answers else {}
             reason = None if values else failure or "no run ended"
-            yield Row("runs", f"{self._net.name} within {ram}", "znnpy fp32", "voxels/s", values, reason, facts)
+            yield Row("runs", f"{self._net.name} within {ram}", self._subject, "voxels/s", values, reason, facts)
 
     def layers(self, ram: str) -> Iterator[Row]:
         """Yield the seconds of each operation of a plan, and the share of the machine that it reaches."""
         request = {**self._request, "ram": ram}
         outcome = run_child("benchmarks.graph_layers:layers", request, seconds=RUN_SECONDS)
         if outcome.failure is not None:
-            yield Row("layers", self._net.name, "znnpy fp32", "s", (), outcome.failure)
+            yield Row("layers", self._net.name, self._subject, "s", (), outcome.failure)
         for number, answer in enumerate(outcome.answers):
             case = f"{self._net.name} {number}: {answer['shape']}"
             yield Row("layers", case, answer["primitive"], "s", tuple(answer["seconds"]), None, answer)
@@ -87,7 +90,7 @@ class Bench:
             outcome = run_child(f"{CHILDREN}:plan_znnpy", {**self._request, "ram": ram}, seconds=RUN_SECONDS)
             values = (outcome.answer["voxels_per_second"],) if outcome.failure is None else ()
             yield Row(
-                "plans", f"{self._net.name} within {ram}", "znnpy fp32", "voxels/s", values, outcome.failure,
+                "plans", f"{self._net.name} within {ram}", self._subject, "voxels/s", values, outcome.failure,
                 outcome.answer,
             )  # fmt: skip
 
@@ -124,7 +127,7 @@ class Bench:
         outcome = run_child(f"{CHILDREN}:compare_with_torch", self._request, seconds=RUN_SECONDS)
         values = (max(outcome.answer["difference"], 1e-12),) if outcome.failure is None else ()
         yield Row(
-            "exactness", self._net.name, "znnpy fp32", "difference from PyTorch fp32", values, outcome.failure,
+            "exactness", self._net.name, self._subject, "difference from PyTorch fp32", values, outcome.failure,
             outcome.answer,
         )  # fmt: skip
 
@@ -134,6 +137,7 @@ class Bench:
 @click.option("--ram", "rams", multiple=True, default=("16G", "4G", "2G"), show_default=True, help="Limits of memory.")
 @click.option("--threads", type=int, help="Threads of each [default: all cores].")
 @click.option("--rounds", default=1, show_default=True, help="Whole runs within each limit.")
+@click.option("--precision", type=click.Choice(CPU_PRECISIONS), default="fp32", show_default=True, help="Of znnpy.")
 @click.option("--layers/--no-layers", "with_layers", default=True, help="Also time the layers of the plan alone.")
 @click.option("--torch/--no-torch", "with_torch", default=True, help="Also run PyTorch.")
 @OUT
@@ -143,6 +147,7 @@ def command(
     rams: tuple[str, ...],
     threads: int | None,
     rounds: int,
+    precision: str,
     with_layers: bool,
     with_torch: bool,
     out: Path | None,
@@ -156,7 +161,7 @@ def command(
     for name in names or NETS:
         net = NETS[name]
         with tempfile.TemporaryDirectory() as folder:
-            bench = Bench(net, Path(folder), threads, QUICK_SIZE if quick else net.size, rounds)
+            bench = Bench(net, Path(folder), threads, QUICK_SIZE if quick else net.size, rounds, precision)
             rows = [bench.runs(("2G",) if quick else rams), bench.plans(("1G",))]
             if with_layers:
                 rows.append(bench.layers("2G" if quick else rams[0]))
