@@ -313,10 +313,10 @@ def _bf16() -> tuple[str, ...]:
     flags = set(_cpu_info("flags").split())
     if _simd() != "avx512" or "avx512_bf16" not in flags:
         return ()
-    return (AMX, AVX512_BF16) if {"amx_tile", "amx_bf16"} <= flags and _may_use_amx() else (AVX512_BF16,)
+    return (AMX, AVX512_BF16) if {"amx_tile", "amx_bf16"} <= flags and may_use_amx() else (AVX512_BF16,)
 
 
-def _may_use_amx() -> bool:
+def may_use_amx() -> bool:
     """Ask the system for the registers of AMX, for all threads of this process, and return whether it gives them."""
     library = ctypes.CDLL(None, use_errno=True)
     return bool(library.syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0)

@@ -12,7 +12,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from znnpy.machine import AMX, AVX512_BF16
+from znnpy.machine import AMX, AVX512_BF16, may_use_amx
 
 if TYPE_CHECKING:
     from znnpy.machine import Machine
@@ -103,8 +103,8 @@ def library(simd: str) -> ctypes.CDLL:
 def unit_library(unit: str) -> ctypes.CDLL:
     """Load the library for a unit that multiplies bfloat16; call `why_not_bf16` first."""
     found = path(unit)
-    if found is None:
-        raise OSError(f"no kernels for {unit} were compiled")
+    if found is None or (unit == AMX and not may_use_amx()):
+        raise OSError(f"no kernels for {unit} were compiled, or the system does not let this process use it")
     return loaded_unit(found)
 
 
