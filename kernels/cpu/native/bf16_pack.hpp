@@ -44,6 +44,8 @@ ALWAYS void pack_values(const Bf16 *x, ptrdiff_t maps, const Words &to) {
   for (; i < maps; i++) at[i] = x[i];
 }
 
+constexpr ptrdiff_t AHEAD = 24;  // voxels that are read later
+
 struct Unit {  // some places of one image that a thread computes
   ptrdiff_t image, first[3], count[3];
 };
@@ -76,6 +78,7 @@ void pack_maps(const Bf16Conv &c, const Bf16Input &in, const T *row, const Line 
   }
   for (ptrdiff_t i = line.lo; i < line.hi; i++) {
     const ptrdiff_t x = line.x + i * line.stride, there = factor == 1 ? x : (x + shift) / factor;
+    if (line.stride > 1) __builtin_prefetch(row + (there + AHEAD) * in.voxel + first);  // processors find other lines
     pack_values(row + there * in.voxel + first, count, {to + i * l.voxel, l.word, (int)c.words});
   }
 }
@@ -121,15 +124,14 @@ void pack_plane(const Bf16Conv &c, const Unit &u, ptrdiff_t z, char *slot) {
   const ptrdiff_t columns = (c.fold ? (u.count[2] - 1) * c.stride[2] + 1 : u.count[2]) + extra_x;
   const ptrdiff_t steps = c.fold ? 1 : c.steps, values = c.fold ? c.fin : STEP;
   for (ptrdiff_t side_y = 0; side_y < c.sides[0]; side_y++) {
-    for (ptrdiff_t side_x = 0; side_x < c.sides[1]; side_x++) {
-      char *const lattice = slot + (side_y * c.sides[1] + side_x) * l.lattice;
-      const ptrdiff_t x = u.first[2] * c.stride[2] + c.side[1][side_x] - c.lead[2];
-      const ptrdiff_t lo = x < 0 ? least(columns, (-x + sx - 1) / sx) : 0;
-      const ptrdiff_t hi = most(lo, least(columns, (c.held[2] - x + sx - 1) / sx));
-      for (ptrdiff_t r = 0; r < rows; r++) {
-        const ptrdiff_t y = u.first[1] * c.stride[1] + r * sy + c.side[0][side_y] - c.lead[1];
-        char *const to = lattice + r * l.row;
-        const bool held = there >= 0 && there < c.held[0] && y >= 0 && y < c.held[1];
+    for (ptrdiff_t r = 0; r < rows; r++) {
+      const ptrdiff_t y = u.first[1] * c.stride[1] + r * sy + c.side[0][side_y] - c.lead[1];
+      const bool held = there >= 0 && there < c.held[0] && y >= 0 && y < c.held[1];
+      for (ptrdiff_t side_x = 0; side_x < c.sides[1]; side_x++) {  // in turn, since they lie in the same memory
+        char *const to = slot + (side_y * c.sides[1] + side_x) * l.lattice + r * l.row;
+        const ptrdiff_t x = u.first[2] * c.stride[2] + c.side[1][side_x] - c.lead[2];
+        const ptrdiff_t lo = x < 0 ? least(columns, (-x + sx - 1) / sx) : 0;
+        const ptrdiff_t hi = most(lo, least(columns, (c.held[2] - x + sx - 1) / sx));
         if (held) pack_line<T>(c, u, {there, y, x, columns, sx, lo, hi}, l, to);
         for (ptrdiff_t step = 0; step < steps; step++) {
           pack_zeros(c, l, to + step * l.step, 0, held ? lo : columns, 0, values);
