@@ -23,7 +23,7 @@ from tests.support.graph_runs import (
 )
 from tests.support.seeded_graphs import case
 from tests.support.tiers import one_in
-from znnpy.kernels.cpu import bf16_conv
+from znnpy.kernels.cpu import bf16_steps
 from znnpy.machine import AMX, AVX512_BF16
 from znnpy.planner.graph_tilings import GraphTiling
 from znnpy.planner.request import Target
@@ -40,7 +40,7 @@ def target(unit: str) -> Target:
 def _on_twins(monkeypatch: pytest.MonkeyPatch) -> None:
     if compiler() is None:
         pytest.skip("no C++ compiler is here")
-    monkeypatch.setattr(bf16_conv, "unit_library", twin)
+    monkeypatch.setattr(bf16_steps, "unit_library", twin)
 
 
 @pytest.mark.parametrize("unit", UNITS)

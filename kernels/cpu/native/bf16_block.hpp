@@ -1,16 +1,16 @@
-// Sums of a block of places: up to ROWS places times one or two panels of maps, over all taps, steps and products of
-// words. Of values divided into words the products are those of words 0 and 0, 0 and 1, 1 and 0, and with three words
-// also 1 and 1, 0 and 2, 2 and 0.
+// Sums of a block of places: up to ROWS places times one or two panels of maps, over all taps and steps, which are
+// factors, and over products of words. Of values divided into words the products are those of words 0 and 0, 0 and 1, 1
+// and 0, and with three words also 1 and 1, 0 and 2, 2 and 0.
 #pragma once
 #include "bf16_unit.hpp"
 
 namespace znnpy {
 
 struct Sums {
-  const char *const *taps;  // where the inputs of the first place begin, for each tap
-  ptrdiff_t count, steps;
-  ptrdiff_t voxel, step, word;  // bytes from place to place, from step to step and from word to word of a place
-  const char *kernels;
+  const char *const *x;  // (count, words): where the inputs of the first place begin
+  ptrdiff_t count;       // factors
+  ptrdiff_t voxel;       // bytes from place to place
+  const char *kernels;   // (count, words, panels)
   const float *bias;
   float *out;  // (ROWS, PANELS * LANES)
 };
@@ -33,11 +33,11 @@ ALWAYS void load_kernels(const char *panels) {
   if constexpr (COUNT > 1) tile_load<7>(panels + PANEL_BYTES, 64);
 }
 
-struct Factors {  // of one tap and step
-  const char *x, *kernels;
+struct Factors {  // one of them: its inputs, by words, and its kernels
+  const char *const *x, *kernels;
 };
 
-// Multiplies the words of one tap and step. The factors of the first product are loaded; those of each further product,
+// Multiplies the words of one factor. The factors of the first product are loaded; those of each further product,
 // and those of `next` behind the last, are loaded as soon as the tiles have been read: a processor that runs two threads
 // on a core has few spare tiles, and waits for loads that are used at once.
 template <int TILES, int COUNT, int WORDS, bool LAST>
@@ -46,7 +46,7 @@ ALWAYS void multiply_words(const Sums &s, const Factors &now, const Factors &nex
     unroll<WORDS - a>([&](auto b) ALWAYS_LAMBDA {
       constexpr bool end = a + 1 == WORDS, other = b + 1 == WORDS - a;  // of the products; of the inputs' word
       constexpr bool loads = !(end && LAST);
-      const char *const x = end ? next.x : now.x + (a + 1) * s.word;
+      const char *const x = end ? next.x[0] : now.x[a + 1 < WORDS ? a + 1 : 0];
       const char *const panels = end ? next.kernels : now.kernels + (other ? 0 : b + 1) * COUNT * PANEL_BYTES;
       tile_multiply<0, 4, 6>();
       if constexpr (COUNT > 1) tile_multiply<1, 4, 7>();
@@ -67,13 +67,11 @@ void sum_block(const Sums &s) {
   if constexpr (TILES > 1) tile_load<2>(s.bias, 0);
   if constexpr (TILES > 1 && COUNT > 1) tile_load<3>(s.bias + LANES, 0);
   if (s.count > 0) {
-    Factors now{s.taps[0], s.kernels};
-    load_inputs<TILES>(now.x, s.voxel);
+    Factors now{s.x, s.kernels};
+    load_inputs<TILES>(now.x[0], s.voxel);
     load_kernels<COUNT>(now.kernels);
-    ptrdiff_t tap = 0, step = 0;
-    for (ptrdiff_t left = s.count * s.steps - 1; left > 0; left--) {
-      if (++tap == s.count) tap = 0, step++;
-      const Factors next{s.taps[tap] + step * s.step, now.kernels + WORDS * COUNT * PANEL_BYTES};
+    for (ptrdiff_t left = s.count - 1; left > 0; left--) {
+      const Factors next{now.x + WORDS, now.kernels + WORDS * COUNT * PANEL_BYTES};
       multiply_words<TILES, COUNT, WORDS, false>(s, now, next);
       now = next;
     }
@@ -98,7 +96,7 @@ ALWAYS const char *moved(const char *p) {
   asm("" : "+r"(p));
   return p;
 }
-constexpr int CHUNK_STEPS = 8;  // longer sums would round more than those of other methods
+constexpr int CHUNK = 8;  // factors: longer sums would round more than those of other methods
 constexpr int NEAR_ROWS = 4;  // rows read from one pointer before it moves on
 
 template <int NUMBER, int COUNT>
@@ -132,18 +130,15 @@ void sum_block(const Sums &s) {
     }
   };
   const char *kernels = s.kernels;
-  int left = CHUNK_STEPS;
-  for (ptrdiff_t step = 0; step < s.steps; step++) {
-    for (ptrdiff_t tap = 0; tap < s.count; tap++, kernels += WORDS * COUNT * PANEL_BYTES) {
-      if (WORDS > 1 && left-- == 0) {
-        total();
-        left = CHUNK_STEPS - 1;
-      }
-      const char *const x = s.taps[tap] + step * s.step;
-      for (int a = 0; a < WORDS; a++)
-        for (int b = 0; a + b < WORDS; b++)
-          add_pairs(sums, x + a * s.word, s.voxel, kernels + b * COUNT * PANEL_BYTES);
+  int left = CHUNK;
+  for (ptrdiff_t i = 0; i < s.count; i++, kernels += WORDS * COUNT * PANEL_BYTES) {
+    if (WORDS > 1 && left-- == 0) {
+      total();
+      left = CHUNK - 1;
     }
+    for (int a = 0; a < WORDS; a++)
+      for (int b = 0; a + b < WORDS; b++)
+        add_pairs(sums, s.x[i * WORDS + a], s.voxel, kernels + b * COUNT * PANEL_BYTES);
   }
   if (WORDS > 1) total();
   const auto &found = WORDS > 1 ? totals : sums;

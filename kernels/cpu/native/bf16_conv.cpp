@@ -12,7 +12,7 @@
 namespace znnpy {
 namespace {
 
-constexpr ptrdiff_t MOST_TAPS = 4096, MOST_PLANES = 64;  // as in bf16_problem.py
+constexpr ptrdiff_t MOST_PLANES = 64;  // as in bf16_problem.py
 
 struct Run {  // neighbouring places of a block whose outputs are wanted
   float *sums;  // WIDTH floats from one to the next
@@ -128,13 +128,14 @@ int64_t end_block(const Bf16Conv &c, const Plane &p, ptrdiff_t begin, ptrdiff_t 
   return bad;
 }
 
-// Computes all maps of a plane of places; `taps` are where the inputs of the first place begin.
+struct Lists {  // of where inputs begin, by factors and words
+  const char **first, **moved;  // of the first place of a plane; of that of a block
+};
+
+// Computes all maps of a plane of places from so many factors, whose inputs `lists.first` tells.
 template <class T, int WORDS>
-int64_t compute_plane(const Bf16Conv &c, const Plane &p, const char *const *taps, ptrdiff_t count, const char **moved) {
+int64_t compute_plane(const Bf16Conv &c, const Plane &p, const Lists &lists, ptrdiff_t factors, ptrdiff_t voxel) {
   alignas(64) float sums[ROWS * WIDTH];
-  const Layout l(c);
-  const ptrdiff_t word = c.fold ? 2 * c.steps * STEP : l.word, step = c.fold ? 2 * STEP : l.step;
-  const ptrdiff_t voxel = c.fold ? c.words * word : l.voxel;
   const ptrdiff_t rows = c.flat ? 1 : p.unit.count[1];
   const ptrdiff_t row = c.flat ? (p.unit.count[1] - 1) * p.pitch + p.unit.count[2] : p.unit.count[2];
   int64_t bad = 0;
@@ -144,42 +145,68 @@ int64_t compute_plane(const Bf16Conv &c, const Plane &p, const char *const *taps
     for (ptrdiff_t r = 0; r < rows; r++) {
       for (ptrdiff_t first = 0; first < row; first += ROWS) {
         const ptrdiff_t places = least(ROWS, row - first), begin = r * p.pitch + first;
-        for (ptrdiff_t tap = 0; tap < count; tap++) moved[tap] = taps[tap] + begin * voxel;
-        const Sums s{moved, count, c.steps, voxel, step, word, kernels, c.bias + map, sums};
+        for (ptrdiff_t i = 0; i < factors * WORDS; i++) lists.moved[i] = lists.first[i] + begin * voxel;
+        const Sums s{lists.moved, factors, voxel, kernels, c.bias + map, sums};
         if (panels == 2) sum_rows<2, WORDS>(s, places);
         else sum_rows<1, WORDS>(s, places);
         bad += end_block<T>(c, p, begin, places, map, sums);
       }
     }
-    kernels += panels * count * c.steps * WORDS * PANEL_BYTES;
+    kernels += panels * factors * WORDS * PANEL_BYTES;
   }
   return bad;
+}
+
+// Computes a plane of places of a convolution whose taps are one.
+template <class T, int WORDS>
+int64_t compute_gathered(const Bf16Conv &c, const Unit &u, ptrdiff_t z, char *scratch, const Lists &lists) {
+  const Bf16Group &g = c.group[0];
+  const char *planes[MOST_PLANES];
+  char *const gathered = scratch + c.gathered;
+  for (ptrdiff_t plane = 0; plane < c.window[0]; plane++)
+    planes[plane] = scratch + g.ring + (z * g.stride[0] + c.phase->taps[0][2 * plane]) % g.depth * g.slot;
+  gather(c, u, planes, gathered);
+  for (ptrdiff_t i = 0; i < g.steps * WORDS; i++)
+    lists.first[i] = gathered + i % WORDS * g.steps * 2 * STEP + i / WORDS * 2 * STEP;
+  return compute_plane<T, WORDS>(c, {u, *c.phase, z, u.count[2]}, lists, g.steps, WORDS * g.steps * 2 * STEP);
+}
+
+// Lists where the inputs of all taps and steps of a phase begin, and returns how many these are.
+template <int WORDS>
+ptrdiff_t list_factors(const Bf16Conv &c, const Bf16Phase &f, ptrdiff_t z, char *scratch, const char **list) {
+  const char **at = list;
+  for (ptrdiff_t number = 0; number < c.groups; number++) {
+    const Bf16Group &g = c.group[number];
+    const Layout l(c, g);
+    for (ptrdiff_t step = 0; step < g.steps; step++) {
+      for (const int64_t *tap = f.taps[number]; tap < f.taps[number] + 2 * f.count[number]; tap += 2) {
+        const char *const plane = scratch + g.ring + (z * g.stride[0] + tap[0]) % g.depth * g.slot;
+        for (int word = 0; word < WORDS; word++) *at++ = plane + tap[1] + step * l.step + word * l.word;
+      }
+    }
+  }
+  return (at - list) / WORDS;
 }
 
 // Computes the planes of places of a unit; `done` is called behind each.
 template <class T, int WORDS, class F>
 ALWAYS int64_t compute_planes(const Bf16Conv &c, const Unit &u, char *scratch, F done) {
-  const char *taps[MOST_TAPS], *moved[MOST_TAPS], *planes[MOST_PLANES];
-  char *const gathered = scratch + c.depth * c.slot;
+  const char **const list = reinterpret_cast<const char **>(scratch + c.lists);
+  const Lists lists{list, list + c.factors};
   int64_t bad = 0;
-  ptrdiff_t packed = u.first[0] * c.stride[0];  // planes before it are packed, or not needed
+  ptrdiff_t packed[MOST_GROUPS] = {};  // planes before it are packed, or not needed
   for (ptrdiff_t z = u.first[0]; z < u.first[0] + u.count[0]; z++) {
-    const ptrdiff_t begin = z * c.stride[0];
-    for (packed = most(packed, begin); packed < begin + c.depth; packed++)
-      pack_plane<T>(c, u, packed, scratch + packed % c.depth * c.slot);
-    if (c.fold) {
-      for (ptrdiff_t plane = 0; plane < c.window[0]; plane++)
-        planes[plane] = scratch + (begin + c.phase->taps[2 * plane]) % c.depth * c.slot;
-      gather(c, u, planes, gathered);
-      taps[0] = gathered;
-      bad += compute_plane<T, WORDS>(c, {u, *c.phase, z, u.count[2]}, taps, 1, moved);
-    } else {
-      for (const Bf16Phase *f = c.phase; f < c.phase + c.phases; f++) {
-        if (z < f->lo[0] || z >= f->hi[0]) continue;
-        for (ptrdiff_t tap = 0; tap < f->count; tap++)
-          taps[tap] = scratch + (begin + f->taps[2 * tap]) % c.depth * c.slot + f->taps[2 * tap + 1];
-        bad += compute_plane<T, WORDS>(c, {u, *f, z, c.pitch}, taps, f->count, moved);
-      }
+    for (ptrdiff_t number = 0; number < c.groups; number++) {
+      const Bf16Group &g = c.group[number];
+      ptrdiff_t &next = packed[number];
+      for (next = most(next, z * g.stride[0]); next < z * g.stride[0] + g.depth; next++)
+        pack_plane<T>(c, g, u, next, scratch + g.ring + next % g.depth * g.slot);
+    }
+    if (c.fold) bad += compute_gathered<T, WORDS>(c, u, z, scratch, lists);
+    for (const Bf16Phase *f = c.phase; !c.fold && f < c.phase + c.phases; f++) {
+      if (z < f->lo[0] || z >= f->hi[0]) continue;
+      const ptrdiff_t factors = list_factors<WORDS>(c, *f, z, scratch, lists.first);
+      bad += compute_plane<T, WORDS>(c, {u, *f, z, c.pitch}, lists, factors, 2 * STEP);
     }
     done(z);
   }

@@ -42,7 +42,7 @@ EXPORT int64_t znnpy_bf16_products(char *memory, int64_t times) {
   const float bias[WIDTH] = {};
   const char *taps[TAPS];
   for (const char *&tap : taps) tap = memory;
-  const Sums s{taps, TAPS, 1, 64, 0, 0, memory + 2048, bias, sums};
+  const Sums s{taps, TAPS, 64, memory + 2048, bias, sums};
   unit_begin();
   for (int64_t i = 0; i < times; i += TAPS) {
     sum_rows<PANELS, 1>(s, ROWS);

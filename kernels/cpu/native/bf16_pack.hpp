@@ -53,12 +53,12 @@ struct Unit {  // some places of one image that a thread computes
 struct Layout {  // of a packed plane, in bytes
   ptrdiff_t voxel, row, word, step, lattice;
 
-  explicit Layout(const Bf16Conv &c)
-      : voxel(c.fold ? 2 * c.fin : 2 * STEP),
+  Layout(const Bf16Conv &c, const Bf16Group &g)
+      : voxel(c.fold ? 2 * g.fin : 2 * STEP),
         row(c.pitch * voxel * (c.fold ? c.words : 1)),
-        word(c.fold ? c.pitch * voxel : c.sides[0] * c.sides[1] * c.height * row),
+        word(c.fold ? c.pitch * voxel : g.sides[0] * g.sides[1] * g.height * row),
         step(c.words * word),
-        lattice(c.height * row) {}
+        lattice(g.height * row) {}
 };
 
 struct Line {  // some neighbouring voxels of the input along x
@@ -93,10 +93,10 @@ ALWAYS void pack_zeros(const Bf16Conv &c, const Layout &l, char *to, ptrdiff_t l
 
 // Packs a line of voxels that lie in the arrays along z and y.
 template <class T>
-void pack_line(const Bf16Conv &c, const Unit &u, const Line &line, const Layout &l, char *to) {
+void pack_line(const Bf16Conv &c, const Bf16Group &g, const Unit &u, const Line &line, const Layout &l, char *to) {
   ptrdiff_t map = 0;
-  for (ptrdiff_t number = 0; number < c.inputs; number++) {
-    const Bf16Input &in = c.from[number];
+  for (ptrdiff_t number = 0; number < g.inputs; number++) {
+    const Bf16Input &in = g.from[number];
     const ptrdiff_t z = in.factor[0] == 1 ? line.z : (line.z + in.first[0]) / in.factor[0];
     const ptrdiff_t y = in.factor[1] == 1 ? line.y : (line.y + in.first[1]) / in.factor[1];
     const T *const row = static_cast<const T *>(in.x) + u.image * in.image + z * in.plane + y * in.row;
@@ -114,25 +114,25 @@ void pack_line(const Bf16Conv &c, const Unit &u, const Line &line, const Layout 
 
 // Packs plane `z` of the input, counted with its padding, for the places of a unit.
 template <class T>
-void pack_plane(const Bf16Conv &c, const Unit &u, ptrdiff_t z, char *slot) {
-  const Layout l(c);
-  const ptrdiff_t there = z - c.lead[0], sy = c.fold ? 1 : c.stride[1], sx = c.fold ? 1 : c.stride[2];
+void pack_plane(const Bf16Conv &c, const Bf16Group &g, const Unit &u, ptrdiff_t z, char *slot) {
+  const Layout l(c, g);
+  const ptrdiff_t there = z - g.lead[0], sy = c.fold ? 1 : g.stride[1], sx = c.fold ? 1 : g.stride[2];
   const ptrdiff_t most_y = c.unit[1] + c.pool[1] - 1, most_x = c.unit[2] + c.pool[2] - 1;
-  const ptrdiff_t extra_y = c.height - (c.fold ? (most_y - 1) * c.stride[1] + 1 : most_y);
-  const ptrdiff_t extra_x = c.pitch - (c.fold ? (most_x - 1) * c.stride[2] + 1 : most_x);
-  const ptrdiff_t rows = (c.fold ? (u.count[1] - 1) * c.stride[1] + 1 : u.count[1]) + extra_y;
-  const ptrdiff_t columns = (c.fold ? (u.count[2] - 1) * c.stride[2] + 1 : u.count[2]) + extra_x;
-  const ptrdiff_t steps = c.fold ? 1 : c.steps, values = c.fold ? c.fin : STEP;
-  for (ptrdiff_t side_y = 0; side_y < c.sides[0]; side_y++) {
+  const ptrdiff_t extra_y = g.height - (c.fold ? (most_y - 1) * g.stride[1] + 1 : most_y);
+  const ptrdiff_t extra_x = c.pitch - (c.fold ? (most_x - 1) * g.stride[2] + 1 : most_x);
+  const ptrdiff_t rows = (c.fold ? (u.count[1] - 1) * g.stride[1] + 1 : u.count[1]) + extra_y;
+  const ptrdiff_t columns = (c.fold ? (u.count[2] - 1) * g.stride[2] + 1 : u.count[2]) + extra_x;
+  const ptrdiff_t steps = c.fold ? 1 : g.steps, values = c.fold ? g.fin : STEP;
+  for (ptrdiff_t side_y = 0; side_y < g.sides[0]; side_y++) {
     for (ptrdiff_t r = 0; r < rows; r++) {
-      const ptrdiff_t y = u.first[1] * c.stride[1] + r * sy + c.side[0][side_y] - c.lead[1];
-      const bool held = there >= 0 && there < c.held[0] && y >= 0 && y < c.held[1];
-      for (ptrdiff_t side_x = 0; side_x < c.sides[1]; side_x++) {  // in turn, since they lie in the same memory
-        char *const to = slot + (side_y * c.sides[1] + side_x) * l.lattice + r * l.row;
-        const ptrdiff_t x = u.first[2] * c.stride[2] + c.side[1][side_x] - c.lead[2];
+      const ptrdiff_t y = u.first[1] * g.stride[1] + r * sy + g.side[0][side_y] - g.lead[1];
+      const bool held = there >= 0 && there < g.held[0] && y >= 0 && y < g.held[1];
+      for (ptrdiff_t side_x = 0; side_x < g.sides[1]; side_x++) {  // in turn, since they lie in the same memory
+        char *const to = slot + (side_y * g.sides[1] + side_x) * l.lattice + r * l.row;
+        const ptrdiff_t x = u.first[2] * g.stride[2] + g.side[1][side_x] - g.lead[2];
         const ptrdiff_t lo = x < 0 ? least(columns, (-x + sx - 1) / sx) : 0;
-        const ptrdiff_t hi = most(lo, least(columns, (c.held[2] - x + sx - 1) / sx));
-        if (held) pack_line<T>(c, u, {there, y, x, columns, sx, lo, hi}, l, to);
+        const ptrdiff_t hi = most(lo, least(columns, (g.held[2] - x + sx - 1) / sx));
+        if (held) pack_line<T>(c, g, u, {there, y, x, columns, sx, lo, hi}, l, to);
         for (ptrdiff_t step = 0; step < steps; step++) {
           pack_zeros(c, l, to + step * l.step, 0, held ? lo : columns, 0, values);
           if (held) pack_zeros(c, l, to + step * l.step, hi, columns, 0, values);
@@ -152,15 +152,15 @@ ALWAYS void copy_pieces(const char *from, ptrdiff_t next, char *to, ptrdiff_t vo
 // Gathers the inputs of all taps of the places of a plane, place by place: (word, z, y, x, map), with zeros behind. Line
 // by line each row of the kernel is copied for all places; what is written too much is written over by the next row.
 template <int SIZE>
-void gather_taps(const Bf16Conv &c, const Unit &u, const char *const *planes, char *to) {
-  const ptrdiff_t line = 2 * c.pitch * c.fin, piece = 2 * c.window[2] * c.fin, word = 2 * c.steps * STEP;
-  const ptrdiff_t voxel = c.words * word, next = 2 * c.stride[2] * c.fin, rows = c.window[0] * c.window[1];
+void gather_taps(const Bf16Conv &c, const Bf16Group &g, const Unit &u, const char *const *planes, char *to) {
+  const ptrdiff_t line = 2 * c.pitch * g.fin, piece = 2 * c.window[2] * g.fin, word = 2 * g.steps * STEP;
+  const ptrdiff_t voxel = c.words * word, next = 2 * g.stride[2] * g.fin, rows = c.window[0] * c.window[1];
   for (ptrdiff_t r = 0; r < u.count[1]; r++) {
     for (int w = 0; w < c.words; w++) {
       char *const first = to + r * u.count[2] * voxel + w * word;
       for (ptrdiff_t number = 0; number < rows; number++) {
         const ptrdiff_t z = number / c.window[1], y = number % c.window[1];
-        const char *const from = planes[z] + ((r * c.stride[1] + y * c.dilation_y) * c.words + w) * line;
+        const char *const from = planes[z] + ((r * g.stride[1] + y * c.dilation_y) * c.words + w) * line;
         char *const at = first + number * piece;
         if (number * piece + (piece + SIZE - 1) / SIZE * SIZE <= word)
           copy_pieces<SIZE>(from, next, at, voxel, u.count[2], piece);
@@ -177,10 +177,11 @@ void gather_taps(const Bf16Conv &c, const Unit &u, const char *const *planes, ch
 }
 
 ALWAYS void gather(const Bf16Conv &c, const Unit &u, const char *const *planes, char *to) {
-  const ptrdiff_t piece = 2 * c.window[2] * c.fin;
-  if (piece <= 8) gather_taps<8>(c, u, planes, to);
-  else if (piece <= 16) gather_taps<16>(c, u, planes, to);
-  else gather_taps<32>(c, u, planes, to);
+  const Bf16Group &g = c.group[0];
+  const ptrdiff_t piece = 2 * c.window[2] * g.fin;
+  if (piece <= 8) gather_taps<8>(c, g, u, planes, to);
+  else if (piece <= 16) gather_taps<16>(c, g, u, planes, to);
+  else gather_taps<32>(c, g, u, planes, to);
 }
 
 }  // namespace znnpy

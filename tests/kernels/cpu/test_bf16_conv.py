@@ -15,7 +15,7 @@ from znnpy.errors import ValuesOverflowError
 from znnpy.graph_shapes import GraphConvShape, TransposeShape
 from znnpy.kernels import definition, reference
 from znnpy.kernels.contract import ConvWeights
-from znnpy.kernels.cpu import bf16_conv
+from znnpy.kernels.cpu import bf16_steps
 from znnpy.kernels.cpu.bf16_conv import ConvBf16, GraphConvBf16, TransposeBf16
 from znnpy.kernels.cpu.native import library
 from znnpy.kernels.dtypes import kept_dtype
@@ -47,7 +47,10 @@ GRAPH_CONVOLUTIONS = [
     GraphConvShape((40,), 48, (6, 8, 11), (2, 2, 2), stride=(2, 2, 2)),
     GraphConvShape((24,), 70, (7, 9, 13), (3, 1, 3), (1, 0, 2), (1, 0, 1), (1, 2, 3), (2, 1, 1), addend=True),
     GraphConvShape((17,), 5, (4, 5, 6), (1, 1, 1), activation="softmax", addend=True),
-    GraphConvShape((20, 9), 33, (4, 6, 8), (3, 3, 3), ONE, ONE, factors=((2, 2, 2), ONE), first=(1, 0, 1)),
+    GraphConvShape((20, 9), 33, (5, 6, 7), (3, 3, 3), (0, 1, 0), ONE, factors=((2, 2, 2), ONE), first=(1, 0, 1)),
+    GraphConvShape((7, 40, 3), 5, (4, 6, 9), (1, 3, 4), (0, 1, 2), (0, 0, 1), factors=(ONE, (1, 2, 3), ONE)),
+    GraphConvShape((18,), 17, (6, 5, 4), (3, 5, 3), (2, 0, 1), (0, 0, 1), factors=((2, 2, 2),), first=(0, 1, 0)),
+    GraphConvShape((3, 4), 5, (4, 4, 4), (3, 3, 3), ONE, ONE, factors=((2, 2, 2), (2, 2, 2))),
     GraphConvShape((32,), 1, (1, 7, 70), (1, 3, 3), (0, 1, 1), (0, 1, 1), activation="sigmoid"),
     GraphConvShape((3,), 4, (9, 2, 3), (3, 1, 1), stride=(4, 1, 2)),
 ]  # fmt: skip
@@ -73,7 +76,7 @@ def _needs_compiler(request: pytest.FixtureRequest) -> None:
 def use(monkeypatch: pytest.MonkeyPatch, unit: str, *, real: bool) -> None:
     """Let primitives run on the unit itself, or on its twin."""
     if not real:
-        monkeypatch.setattr(bf16_conv, "unit_library", twin)
+        monkeypatch.setattr(bf16_steps, "unit_library", twin)
     else:
         assert library.why_not_bf16(MACHINE, unit) is None
 
