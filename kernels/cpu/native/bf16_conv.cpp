@@ -40,7 +40,7 @@ int64_t end_run(const Bf16Conv &c, const Run &r) {
   V finite{};  // stays zero while all values are finite
   for (ptrdiff_t i = 0; i < r.places; i++) {
     float *const sums = r.sums + i * WIDTH;
-    const T *const more = addend + i * c.add_voxel;
+    const T *const more = addend + i * c.step[2] * c.add_voxel;
     for (ptrdiff_t lane = 0; lane < r.lanes; lane += W) {
       const int count = lane < whole ? W : left;
       V x = load(sums + lane);
@@ -65,7 +65,7 @@ template <class T>
 int64_t end_softmax(const Bf16Conv &c, const Run &r) {
   for (ptrdiff_t i = 0; i < r.places; i++) {
     float *const sums = r.sums + i * WIDTH;
-    const T *const more = static_cast<const T *>(c.addend) + r.addend + i * c.add_voxel;
+    const T *const more = static_cast<const T *>(c.addend) + r.addend + i * c.step[2] * c.add_voxel;
     for (ptrdiff_t lane = 0; c.addend != nullptr && lane < r.lanes; lane += W)
       store(sums + lane, load(sums + lane) + load_part(more + lane, (int)least(W, r.lanes - lane)));
   }

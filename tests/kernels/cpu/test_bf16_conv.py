@@ -48,7 +48,7 @@ GRAPH_CONVOLUTIONS = [
     GraphConvShape((24,), 70, (7, 9, 13), (3, 1, 3), (1, 0, 2), (1, 0, 1), (1, 2, 3), (2, 1, 1), addend=True),
     GraphConvShape((17,), 5, (4, 5, 6), (1, 1, 1), activation="softmax", addend=True),
     GraphConvShape((20, 9), 33, (5, 6, 7), (3, 3, 3), (0, 1, 0), ONE, factors=((2, 2, 2), ONE), first=(1, 0, 1)),
-    GraphConvShape((7, 40, 3), 5, (4, 6, 9), (1, 3, 4), (0, 1, 2), (0, 0, 1), factors=(ONE, (1, 2, 3), ONE)),
+    GraphConvShape((7, 40, 3), 5, (4, 6, 9), (1, 3, 4), (0, 1, 2), (0, 0, 1), addend=True, factors=(ONE, (1, 2, 3), ONE)),
     GraphConvShape((18,), 17, (6, 5, 4), (3, 5, 3), (2, 0, 1), (0, 0, 1), factors=((2, 2, 2),), first=(0, 1, 0)),
     GraphConvShape((3, 4), 5, (4, 4, 4), (3, 3, 3), ONE, ONE, factors=((2, 2, 2), (2, 2, 2))),
     GraphConvShape((32,), 1, (1, 7, 70), (1, 3, 3), (0, 1, 1), (0, 1, 1), activation="sigmoid"),
