@@ -33,7 +33,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from znnpy.kernels.aligned import aligned_bytes
-from znnpy.kernels.contract import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_fp32
+from znnpy.kernels.contract import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_fp32_or_bf16
+from znnpy.kernels.cpu.activations import code_of
 from znnpy.kernels.cpu.ending import Ending
 from znnpy.kernels.cpu.epilogue import activate_output, overflow
 from znnpy.kernels.cpu.native.library import LANES, blocks, library, why_not
@@ -50,6 +51,7 @@ from znnpy.machine import this_machine
 from znnpy.shapes import FLOAT32, ConvShape, Vec3, ceil_divide, valid
 
 if TYPE_CHECKING:
+    from znnpy.graph_shapes import GraphConvShape
     from znnpy.kernels.contract import Array, Bytes, ConvWeights
     from znnpy.kernels.thread_pool import ThreadPool
     from znnpy.machine import Machine
@@ -84,7 +86,7 @@ class Tiling(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("fin", "fout", "in_", "low_in", "low_from", "low_to")),
         *((name, ctypes.c_int64) for name in ("first", "tiles", "chunk", "column_pitch", "tile_pitch")),
         *((name, ctypes.c_int64) for name in ("low_column_pitch", "low_tile_pitch", "x_image", "out_image")),
-        *((name, ctypes.c_int64) for name in ("relu", "kept", "stream", "carried", "before_image")),
+        *((name, ctypes.c_int64) for name in ("relu", "kept", "stream", "half", "carried", "before_image")),
         ("slope", ctypes.c_double),
         *((name, ctypes.c_void_p) for name in ("channels", "before", "out", "spectra", "low", "kernels", "bias")),
         ("ending", Ending),
@@ -164,7 +166,7 @@ def _sizes(shape: ConvShape, tile: Vec3, fin: int, part: Upsampled) -> _Sizes:
         pool_bytes=columns * BLOCK + pooling * LANES * FLOAT32 if shape.pools else 0,
         bias_bytes=FLOAT32 * lanes_out,
         along_x_bytes=_along_x_bytes(shape.fin, shape.fout, shape.k, tile),
-        forward=Work("lane_fft", forward, FLOAT32 * shape.fin * prod(tile) * tiles + spectra * tz * lanes_in),
+        forward=Work("lane_fft", forward, shape.itemsize * shape.fin * prod(tile) * tiles + spectra * tz * lanes_in),
         inverse=Work("lane_fft", inverse, spectra * mz * lanes_out + 2.0 * shape.out_bytes),
         along_z=along_z + maxima,
         kernels=columns * shape.fin * lanes_out * per_kernel,
@@ -233,7 +235,7 @@ class ConvFftLanes:
             return "softmax needs all maps of a voxel before the maxima of the windows are taken"
         if max(reach_of(shape)) > SIDES[-1]:
             return f"kernel and window reach {max(reach_of(shape))}, beyond the largest tile of {SIDES[-1]}"
-        return why_not_fp32(shape) or why_not(machine)
+        return why_not_fp32_or_bf16(shape) or why_not_halves(shape) or why_not(machine)
 
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
         del machine
@@ -241,7 +243,9 @@ class ConvFftLanes:
 
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
         shape = as_conv(shape)
-        sums = 2 * FLOAT32 * shape.out[2] if shape.activation == "softmax" else 0  # over the maps of a voxel
+        sums = (
+            2 * FLOAT32 * shape.out[2] if _activated_after(shape) and shape.activation == "softmax" else 0
+        )  # over the maps of a voxel
         found = tiled_footprint(shape, variant, threads, blocks(shape.fin))
         return replace(found, reads_carried=True, allowance=found.allowance + threads * sums)
 
@@ -255,6 +259,18 @@ class ConvFftLanes:
 
     def bind(self, resident: Any, shape: LayerShape, variant: Variant, pool: ThreadPool) -> _Step:
         return _Step(resident, as_conv(shape), variant, pool)
+
+
+def why_not_halves(shape: ConvShape | GraphConvShape) -> str | None:
+    """Return None if a block of channels of a line is all that an activation needs in bf16, else a reason."""
+    if shape.precision == "bf16" and shape.activation == "softmax" and shape.fout > LANES:
+        return f"computes a softmax of {LANES} maps at most in bf16, of one block: more would be rounded before"
+    return None
+
+
+def _activated_after(shape: ConvShape) -> bool:
+    """Return whether an activation follows in a pass of its own; values in bfloat16 would be rounded before it."""
+    return shape.activation not in ("none", "relu") and shape.precision != "bf16"
 
 
 def tiled_footprint(shape: ConvShape, variant: Variant, threads: int, fin: int) -> Footprint:
@@ -345,11 +361,11 @@ def input_blocks(x: Array, maps: int, slot: int = 0, *, upsampled: bool = False)
 
     slot  the number of the first among the blocks that are upsampled, or among the others
     """
-    plane, row, voxel = (stride // FLOAT32 for stride in x.strides[-4:-1])
+    plane, row, voxel = (stride // x.itemsize for stride in x.strides[-4:-1])
     count = blocks(maps)
     return [
         Channels(
-            x=x.ctypes.data + FLOAT32 * LANES * block,
+            x=x.ctypes.data + x.itemsize * LANES * block,
             plane=plane,
             row=row,
             voxel=voxel,
@@ -391,6 +407,7 @@ class TiledConvolution:
             relu=shape.activation == "relu",
             kept=g.kept,
             stream=s.columns * g.column_pitch > STREAM_BYTES,
+            half=shape.precision == "bf16",
             kernels=resident.kernels.ctypes.data,
             bias=resident.bias.ctypes.data,
         )
@@ -414,7 +431,7 @@ class TiledConvolution:
         channels = (Channels * len(inputs))(*inputs)
         t.channels, t.spectra = ctypes.addressof(channels), scratch["spectra"].ctypes.data
         t.low = scratch["low"].ctypes.data if t.low_in else None
-        t.out, t.out_image = out.ctypes.data, out.strides[0] // FLOAT32
+        t.out, t.out_image = out.ctypes.data, out.strides[0] // out.itemsize
         buffers = scratch["blocks"].reshape(pool.threads, -1)
         bad = (ctypes.c_int64 * pool.threads)()
         for start in range(0, len(self._groups), TOGETHER):
@@ -444,12 +461,15 @@ class _Step:
     def __init__(self, resident: Resident, shape: ConvShape, variant: Variant, pool: ThreadPool) -> None:
         self._shape, self._pool = shape, pool
         self._tiles = TiledConvolution(resident, shape, variant, blocks(shape.fin), pool)
+        self._tiles.tiling.ending.bf16 = shape.precision == "bf16"
+        if shape.activation not in ("none", "relu") and not _activated_after(shape):
+            self._tiles.tiling.ending.function = code_of(shape.activation)
 
     def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes], before: Array | None = None) -> None:
         t = Tiling.from_buffer_copy(self._tiles.tiling)
-        t.x_image = x.strides[0] // FLOAT32
+        t.x_image = x.strides[0] // x.itemsize
         if before is not None:
-            t.before, t.before_image, t.carried = before.ctypes.data, before.strides[0] // FLOAT32, before.shape[1]
+            t.before, t.before_image, t.carried = before.ctypes.data, before.strides[0] // x.itemsize, before.shape[1]
         self._tiles.run(t, input_blocks(x, self._shape.fin), out, scratch)
-        # tanh and sigmoid are monotonic, so they may follow the maximum of a pooling.
-        activate_output(self._shape.activation, out, self._pool)
+        if _activated_after(self._shape):  # tanh and sigmoid are monotonic: they may follow the maximum of a pooling
+            activate_output(self._shape.activation, out, self._pool)

@@ -32,6 +32,7 @@ from znnpy.kernels.cpu.conv_fft_lanes import (
     TiledConvolution,
     Tiling,
     input_blocks,
+    why_not_halves,
 )
 from znnpy.kernels.cpu.ending import divided, ending_of
 from znnpy.kernels.cpu.graph_convs import padded_conv, slope, why_not_stride_1
@@ -76,7 +77,12 @@ def _skipped(shape: GraphConvShape) -> Vec3:
 def _tiled_conv(shape: GraphConvShape) -> ConvShape:
     """Return the convolution that tiles cover."""
     padded = padded_conv(shape)
-    return replace(padded, n=add(padded.n, _skipped(shape)))
+    return replace(padded, n=add(padded.n, _skipped(shape)), precision=shape.precision)
+
+
+def _softmax_after(shape: GraphConvShape) -> bool:
+    """Return whether a softmax follows in a pass of its own. In bf16 it is part of the ending, which has all maps."""
+    return shape.activation == "softmax" and shape.precision != "bf16"
 
 
 def _why_not_upsampled(shape: GraphConvShape) -> str | None:
@@ -105,12 +111,14 @@ class GraphConvFftLanes:
     source: str = "overlap-save; per-frequency products after Mathieu, Henaff, LeCun 2014; pruning after ZNNi III"
 
     def why_not(self, shape: Sized, machine: Machine) -> str | None:
-        if reason := why_not_stride_1(shape):
+        if reason := why_not_stride_1(shape, bf16=True):
             return reason
         shape = given(shape, GraphConvShape)
         if shape.k == (1, 1, 1):
             return "a 1x1x1 kernel is one matrix product: see cpu.graph_conv.direct_lanes"
-        return _why_not_upsampled(shape) or ConvFftLanes().why_not(_tiled_conv(shape), machine)
+        if reason := why_not_halves(shape) or _why_not_upsampled(shape):
+            return reason
+        return ConvFftLanes().why_not(_tiled_conv(shape), machine)
 
     def variants(self, shape: Sized, machine: Machine) -> Sequence[Variant]:
         del machine
@@ -120,9 +128,9 @@ class GraphConvFftLanes:
     def footprint(self, shape: Sized, variant: Variant, threads: int) -> Footprint:
         shape = given(shape, GraphConvShape)
         found = conv_fft_lanes.tiled_footprint(_tiled_conv(shape), variant, threads, _input_blocks(shape))
-        if shape.activation != "softmax":
-            return found
-        return replace(found, allowance=found.allowance + threads * temporary_bytes("softmax", shape.fout))
+        if _softmax_after(shape):
+            return replace(found, allowance=found.allowance + threads * temporary_bytes("softmax", shape.fout))
+        return found
 
     def work(self, shape: Sized, variant: Variant) -> Sequence[Work]:
         shape = given(shape, GraphConvShape)
@@ -158,7 +166,7 @@ class _Step:
         inputs, addend = divided(shape, inputs)
         if slope(shape) is None:
             t.ending = ending_of(shape, addend)
-        if shape.activation == "softmax":
+        if _softmax_after(shape):
             t.ending.function = code_of("none")
         channels, slots = list[Channels](), {False: 0, True: 0}
         for index, (x, maps) in enumerate(zip(inputs, shape.fins, strict=True)):
@@ -166,5 +174,5 @@ class _Step:
             channels += input_blocks(x, maps, slots[upsampled], upsampled=upsampled)
             slots[upsampled] += blocks(maps)
         self._tiles.run(t, channels, out, scratch)
-        if shape.activation == "softmax":
+        if _softmax_after(shape):
             activate_graph("softmax", (), out, self._pool)

@@ -203,11 +203,13 @@ Lattice lattice(const Tiling &t, bool upsampled) {
 }
 
 // Returns the address of the first voxel of a plane that is in memory; rows and voxels before it may not be.
-const float *address(const Tiling &t, const Origin &at, ptrdiff_t block) {
+const char *address(const Tiling &t, const Origin &at, ptrdiff_t block) {
   const Channels &c = t.channels[block];
   const bool carried = at.z < t.carried;
-  const float *const image = carried ? t.before + block * LANES + at.image * t.before_image : c.x + at.image * t.x_image;
-  return image + (carried ? at.z : at.z - t.carried) * c.plane + at.y * c.row + at.x * c.voxel;
+  const void *const from = carried ? t.before : c.x;
+  const ptrdiff_t image = carried ? block * LANES + at.image * t.before_image : at.image * t.x_image;
+  const ptrdiff_t z = carried ? at.z : at.z - t.carried;
+  return static_cast<const char *>(from) + (image + z * c.plane + at.y * c.row + at.x * c.voxel) * value_bytes(t);
 }
 
 // Returns how many positions from `from` on precede those in memory.
@@ -262,19 +264,23 @@ int64_t units_of(const Tiling &t, int stage) {
 // is stored: it is voxel `skipped` of a line. The function is no part of its caller, whose other path would be slower.
 __attribute__((noinline)) int64_t ended_lines(const Tiling &t, bool stream, float *planes, const Origin &at,
                                               ptrdiff_t block, ptrdiff_t lines, ptrdiff_t skipped, ptrdiff_t voxels,
-                                              float *image) {
+                                              void *image) {
   Ending ending = t.ending;
   ending.past = stream;
   const Side &along_x = *find(t.tile[2]);
   const ptrdiff_t mx = t.n[2] - t.k[2] + 1 - t.skip[2], line = (t.tile[2] / 2 + 1) * BLOCK, count = voxels - skipped;
+  const ptrdiff_t lanes = least(LANES, t.fout - block * LANES), bytes = value_bytes(t);
   alignas(64) float sums[32 * LANES];
   int64_t bad = 0;
   for (ptrdiff_t y = 0; y < lines; y++) {
-    const float *const addend = ending.addend.at(at.z, at.y + y, at.x, block * LANES);
-    for (ptrdiff_t i = 0; addend != nullptr && i < count; i++) __builtin_prefetch(addend + i * ending.addend.voxel);
+    const ptrdiff_t map = block * LANES;
+    const void *const addend = t.half ? (const void *)ending.addend.at<Bf16>(at.z, at.y + y, at.x, map)
+                                      : ending.addend.at(at.z, at.y + y, at.x, map);
+    for (ptrdiff_t i = 0; addend != nullptr && i < count; i++)
+      __builtin_prefetch(static_cast<const char *>(addend) + i * ending.addend.voxel * bytes);
     along_x.to(sums, {0, LANES, 1, (int)voxels, LANES, planes + y * line, t.bias + block * LANES, false});
-    bad += end_lanes(ending, {sums + skipped * LANES, count, LANES, addend, image + y * mx * t.fout + block * LANES},
-                     t.fout, least(LANES, t.fout - block * LANES));
+    char *const out = static_cast<char *>(image) + (y * mx * t.fout + map) * bytes;
+    bad += end_lanes(ending, {sums + skipped * LANES, count, LANES, addend, out}, t.fout, lanes);
   }
   return bad;
 }
@@ -358,12 +364,15 @@ EXPORT void znnpy_tiled_forward(const Tiling *tiling, float *planes, int64_t lo,
         Rows r{c.row, c.voxel, (int)rows, (int)voxels, (int)c.lanes, planes + above * row, nullptr, false};
         r.first = (int)skipped;
         if (later) {
-          r.later = address(t, next, block - c.part) + above * c.row;
+          r.later = address(t, next, block - c.part) + above * c.row * value_bytes(t);
           r.at = (int)(c.part * rows), r.passes = (int)c.parts;
         }
         const bool spaced = skipped > 0 || c.voxel > c.maps, part = voxels < l.tile[2] || c.lanes < LANES;
-        const From from = spaced ? along_x.from_spaced : part ? along_x.from_part : along_x.from;
-        from(address(t, plane, block) + above * c.row, r);
+        const From from = t.half   ? along_x.from_half
+                          : spaced ? along_x.from_spaced
+                          : part   ? along_x.from_part
+                                   : along_x.from;
+        from(address(t, plane, block) + above * c.row * value_bytes(t), r);
         std::memset(planes, 0, (size_t)(above * row) * sizeof(float));
         const ptrdiff_t left = l.tile[1] - above - rows;
         std::memset(planes + (above + rows) * row, 0, (size_t)(left * row) * sizeof(float));
@@ -424,6 +433,7 @@ EXPORT int64_t znnpy_tiled_inverse(const Tiling *tiling, float *planes, int64_t 
   const ptrdiff_t half = t.tile[2] / 2 + 1, blocks = blocks_of(t.fout);
   const ptrdiff_t mz = t.n[0] - t.k[0] + 1, my = t.n[1] - t.k[1] + 1, mx = t.n[2] - t.k[2] + 1;
   const bool stream = STREAMS && streams_out(t), ahead = blocks * half * t.tile[1] * BLOCK <= LATER_FLOATS;
+  const ptrdiff_t bytes = value_bytes(t);
   int64_t bad = 0;
   for (ptrdiff_t unit = lo; unit < hi; unit++) {
     const ptrdiff_t tile = unit / t.step[0], z = unit % t.step[0];
@@ -432,8 +442,9 @@ EXPORT int64_t znnpy_tiled_inverse(const Tiling *tiling, float *planes, int64_t 
     const ptrdiff_t rows = least(t.step[1], my - at.y), voxels = least(t.step[2], mx - at.x);
     const ptrdiff_t above = at.y == 0 ? t.skip[1] : 0, skipped = at.x == 0 ? t.skip[2] : 0;
     const ptrdiff_t line = (mx - t.skip[2]) * t.fout;
-    float *image = t.out + at.image * t.out_image + ((at.z + z - t.skip[0]) * (my - t.skip[1]) + at.y - t.skip[1]) * line +
-                   (at.x - t.skip[2]) * t.fout;
+    const ptrdiff_t row = (at.z + z - t.skip[0]) * (my - t.skip[1]) + at.y - t.skip[1];
+    const ptrdiff_t begin = at.image * t.out_image + row * line + (at.x - t.skip[2]) * t.fout;
+    char *const image = static_cast<char *>(t.out) + begin * bytes;
     const ptrdiff_t next = (unit + 1) / t.step[0] * t.tile_pitch + (unit + 1) % t.step[0] * blocks * BLOCK;
     const float *const later = ahead && unit + 1 < hi ? t.spectra + next : nullptr;
     for (ptrdiff_t block = 0; block < blocks; block++) {
@@ -444,13 +455,14 @@ EXPORT int64_t znnpy_tiled_inverse(const Tiling *tiling, float *planes, int64_t 
       if (t.ending.any()) {
         const Origin first{at.image, at.z + z - t.skip[0], at.y + above - t.skip[1], at.x + skipped - t.skip[2]};
         bad += ended_lines(t, stream, planes + above * half * BLOCK, first, block, rows - above, skipped, voxels,
-                           image + above * line + skipped * t.fout);
+                           image + (above * line + skipped * t.fout) * bytes);
         continue;
       }
       const Rows r{line, t.fout, (int)(rows - above), (int)voxels, lanes, planes + above * half * BLOCK,
                    t.bias + block * LANES, t.relu != 0, nullptr, 0, 1, stream, (int)skipped, (float)t.slope};
-      const To to = t.slope != 0 ? along_x.to_leaky : lanes < LANES ? along_x.to_part : along_x.to;
-      bad += to(image + above * line + block * LANES, r);
+      const To leaky = t.half ? along_x.to_half_leaky : along_x.to_leaky;
+      const To plain = t.half ? along_x.to_half : lanes < LANES ? along_x.to_part : along_x.to;
+      bad += (t.slope != 0 ? leaky : plain)(image + (above * line + block * LANES) * bytes, r);
     }
   }
   if (stream) fence();
