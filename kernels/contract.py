@@ -38,6 +38,7 @@ Unit = Literal[
     "copy",
     "pool",
     "lane_product",
+    "lane_bf16_product",  # of bfloat16 with sums in float32, on a unit for these
     "lane_fft",
     "lane_stream",
     "amx_product",  # products of bfloat16

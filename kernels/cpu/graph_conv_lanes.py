@@ -26,18 +26,13 @@ from znnpy.graph_shapes import GraphConvShape
 from znnpy.kernels.contract import Footprint, Kind, Variant, Work
 from znnpy.kernels.cpu import conv_fft_lanes
 from znnpy.kernels.cpu.activations import activate_graph, code_of, temporary_bytes
-from znnpy.kernels.cpu.conv_fft_lanes import (
-    Channels,
-    ConvFftLanes,
-    TiledConvolution,
-    Tiling,
-    input_blocks,
-    why_not_halves,
-)
+from znnpy.kernels.cpu.conv_fft_lanes import ConvFftLanes, TiledConvolution, why_not_halves
 from znnpy.kernels.cpu.ending import divided, ending_of
 from znnpy.kernels.cpu.graph_convs import padded_conv, slope, why_not_stride_1
 from znnpy.kernels.cpu.graph_layer import given
 from znnpy.kernels.cpu.native.library import blocks
+from znnpy.kernels.cpu.tiled_arguments import Channels, Tiling, input_blocks
+from znnpy.kernels.cpu.tiled_products import products_worth
 from znnpy.kernels.cpu.tiled_variants import NOT_UPSAMPLED, Upsampled, tiled_variants
 from znnpy.layers import ONE
 from znnpy.shapes import ConvShape, Vec3, add
@@ -121,9 +116,9 @@ class GraphConvFftLanes:
         return ConvFftLanes().why_not(_tiled_conv(shape), machine)
 
     def variants(self, shape: Sized, machine: Machine) -> Sequence[Variant]:
-        del machine
         shape = given(shape, GraphConvShape)
-        return tiled_variants(_tiled_conv(shape), _part(shape))
+        products = products_worth(shape.precision, shape.fin, shape.fout, machine)
+        return tiled_variants(_tiled_conv(shape), _part(shape), products)
 
     def footprint(self, shape: Sized, variant: Variant, threads: int) -> Footprint:
         shape = given(shape, GraphConvShape)

@@ -39,23 +39,34 @@ class Upsampled(NamedTuple):
 NOT_UPSAMPLED = Upsampled()
 
 
-def tiled_variants(shape: ConvShape, part: Upsampled = NOT_UPSAMPLED) -> Sequence[Variant]:
-    """Return the tiles and groups worth trying."""
+def tiled_variants(
+    shape: ConvShape, part: Upsampled = NOT_UPSAMPLED, products: Sequence[str] = ()
+) -> Sequence[Variant]:
+    """Return the tiles and groups worth trying, in float32 and with these products."""
     found: dict[Variant, None] = {}
     for tile, count in tiles_worth(valid(shape.unpooled, shape.pool), reach_of(shape), SIDES).items():
         tiles = shape.batch * count
         for group, kept in GROUPS:
             if group > 8 or tiles <= FEW_TILES:
-                found[tiled_variant(tile, min(group, tiles), kept, part)] = None
+                for name in ("", *products):
+                    found[tiled_variant(tile, min(group, tiles), kept, part, name)] = None
     return tuple(found)
 
 
 @cache
-def tiled_variant(tile: Vec3, group: int, kept: int, part: Upsampled = NOT_UPSAMPLED) -> Variant:
-    """Return the variant with these tiles, `group` of them at a time, for an input of which a part is upsampled."""
-    if not part.blocks:
-        return Variant.of(tile=tile, group=group, kept=kept)
-    return Variant.of(tile=tile, group=group, kept=kept, upsampled=part.factor, from_map=part.first, to_map=part.end)
+def tiled_variant(
+    tile: Vec3, group: int, kept: int, part: Upsampled = NOT_UPSAMPLED, products: str = ""
+) -> Variant:
+    """Return the variant with these tiles, `group` of them at a time, for an input of which a part is upsampled.
+
+    products  the products of words in which it multiplies, as tiled_products.py names them; "": in float32
+    """
+    parameters: dict[str, int | str | Vec3] = {"tile": tile, "group": group, "kept": kept}
+    if part.blocks:
+        parameters |= {"upsampled": part.factor, "from_map": part.first, "to_map": part.end}
+    if products:
+        parameters |= {"products": products}
+    return Variant.of(**parameters)
 
 
 @cache

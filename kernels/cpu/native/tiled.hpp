@@ -13,6 +13,8 @@
 #include "bf16.hpp"
 #include "ending.hpp"
 
+struct Products;
+
 struct Channels {  // one block of channels of the input
   const void *x;              // the block's first channel in the first voxel that is in memory
   int64_t plane, row, voxel;  // values from plane to plane, row to row, voxel to voxel
@@ -45,8 +47,10 @@ struct Tiling {
   const void *before;  // only if all blocks are of one array
   void *out;
   float *spectra, *low;   // low: of upsampled blocks
-  const float *kernels;  // kept: spectra, column by column; else transformed along x alone
+  const float *kernels;  // kept: spectra (or their words), column by column; else transformed along x alone
   const float *bias;     // padded to whole blocks
+  int64_t words;  // words of bfloat16 that values are divided into for the product on a unit for these; 0: none is used
+  void (*multiply)(const Products *);  // znnpy_bf16_products of the unit's library
   znnpy::Ending ending;  // what follows besides relu and slope; its addend is one image
 };
 
