@@ -1,4 +1,4 @@
-"""The products of spectra on a unit that multiplies bfloat16: which there are, when they can win, their memory and work.
+"""The products of spectra on a unit that multiplies bfloat16: which there are, when they may win, what they need.
 
 Method   A complex product is a real one of twice the rows and twice the maps. Its factors are divided into words of
          bfloat16, each of which is what the words before it leave; sums are float32. Of three words the six largest

@@ -54,9 +54,7 @@ def tiled_variants(
 
 
 @cache
-def tiled_variant(
-    tile: Vec3, group: int, kept: int, part: Upsampled = NOT_UPSAMPLED, products: str = ""
-) -> Variant:
+def tiled_variant(tile: Vec3, group: int, kept: int, part: Upsampled = NOT_UPSAMPLED, products: str = "") -> Variant:
     """Return the variant with these tiles, `group` of them at a time, for an input of which a part is upsampled.
 
     products  the products of words in which it multiplies, as tiled_products.py names them; "": in float32

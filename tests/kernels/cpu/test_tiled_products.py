@@ -1,0 +1,219 @@
+"""Products of spectra in words of bfloat16 hold the bound of their precision, on every unit and on its twin in C++."""
+
+from __future__ import annotations
+
+import tracemalloc
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from tests.kernels.cpu.test_graph_conv import cut_out, inputs_for, rms, weights_for
+from tests.kernels.cpu.test_graph_conv import run as run_graph
+from tests.kernels.cpu.test_tiled_bf16 import exact_chain, rounded
+from tests.support.bf16_units import UNITS, address, unit_library
+from tests.support.closeness import (
+    INPUTS,
+    MACHINE,
+    assert_close,
+    definition,
+    error_of,
+    fragments,
+    random_input,
+    random_weights,
+    run,
+)
+from tests.support.emulator.compiling import compiler
+from znnpy.errors import ValuesOverflowError
+from znnpy.graph_shapes import GraphConvShape
+from znnpy.kernels import definition as graph_definition
+from znnpy.kernels.cpu import conv_fft_lanes, tiled_products
+from znnpy.kernels.cpu.tiled_products import PRODUCTS, WORDS
+from znnpy.kernels.cpu.tiled_variants import Upsampled, tiled_variant
+from znnpy.kernels.table import find
+from znnpy.kernels.thread_pool import ThreadPool
+from znnpy.machine import AMX, AVX512_BF16
+from znnpy.shapes import ConvShape
+
+if TYPE_CHECKING:
+    from znnpy.kernels.contract import Array
+    from znnpy.shapes import Vec3
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(MACHINE.simd != "avx512", reason="no processor without AVX-512 has such a unit"),
+    pytest.mark.skipif(not compiler(), reason="no C++ compiler is here"),
+]
+CHAIN, GRAPH = find("cpu.conv.fft_lanes"), find("cpu.graph_conv.fft_lanes")
+ONE, TWICE = (1, 1, 1), (2, 2, 2)
+X3_LIMIT, BF16_LIMIT = 1e-5, 5e-3  # rms errors, of the rms answer
+
+CHAIN_CASES: list[tuple[ConvShape, Vec3, int]] = [  # shape, tile, tiles of a group
+    (ConvShape(2, 37, 50, (11, 9, 13), (3, 2, 4), "relu"), (6, 8, 10), 100),  # maps that fill no block
+    (ConvShape(3, 32, 16, (5, 6, 9), (5, 6, 3), "none"), (6, 6, 8), 5),  # one voxel along two axes, one block comes out
+    (ConvShape(1, 1, 3, (9, 20, 7), (2, 3, 3), "none"), (4, 6, 6), 17),  # a map
+    (ConvShape(1, 50, 80, (9, 14, 18), (3, 3, 3), "none"), (8, 10, 12), 20),
+    (ConvShape(1, 16, 96, (19, 19, 19), (2, 2, 2), "relu"), (4, 4, 4), 500),  # whole blocks of maps, many groups
+]
+GRAPH_CASES: list[tuple[GraphConvShape, Vec3, int]] = [
+    (GraphConvShape((17, 3, 32), 35, (6, 11, 13), (3, 1, 3), (1, 0, 2), (0, 0, 1), activation="relu"), (6, 1, 8), 30),
+    (GraphConvShape((33,), 40, (5, 8, 9), (3, 3, 3), ONE, ONE, activation="silu", addend=True), (6, 6, 8), 7),
+    (GraphConvShape((2, 2), 3, (1, 1, 1), (3, 2, 3), (2, 0, 1), (0, 1, 1)), (4, 4, 4), 1),  # most of it padding
+    (GraphConvShape((3, 34), 20, (7, 8, 9), (3, 3, 3), factors=(ONE, TWICE), first=ONE), (8, 8, 10), 9),
+    (GraphConvShape((21, 16), 48, (6, 10, 8), (3, 3, 3), (1, 0, 1), (1, 0, 1), factors=((1, 2, 2), ONE), first=(0, 1, 0)),
+     (6, 8, 8), 16),
+]  # fmt: skip
+
+
+@pytest.fixture(params=UNITS)
+def unit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Let the products be those of a unit, or of its twin."""
+    lib = unit_library(request.param, "bf16_products.cpp")
+    monkeypatch.setattr(conv_fft_lanes, "function_address", lambda: address(lib, "znnpy_bf16_products"))
+    return str(request.param)
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+@pytest.mark.parametrize(("shape", "tile", "group"), CHAIN_CASES, ids=str)
+@pytest.mark.usefixtures("unit")
+def test_six_products_are_as_exact_as_float32(shape: ConvShape, tile: Vec3, group: int, kept: int) -> None:
+    weights = random_weights(shape)
+    for kind in INPUTS:
+        x = random_input(shape, kind)
+        variant = tiled_variant(tile, group, kept, products="bf16x6")
+        assert_close(run(CHAIN, shape, x, weights, variant, threads=2).out, x, weights, shape)
+
+
+@pytest.mark.parametrize(("shape", "tile", "group"), CHAIN_CASES, ids=str)
+@pytest.mark.usefixtures("unit")
+def test_three_products_hold_the_bound_of_bf16x2(shape: ConvShape, tile: Vec3, group: int) -> None:
+    """They do not hold that of fp32: if they did, they were to be offered for it."""
+    weights = random_weights(shape)
+    for kind in INPUTS:
+        x = random_input(shape, kind)
+        variant = tiled_variant(tile, group, 0, products="bf16x3")
+        out = run(CHAIN, replace(shape, precision="bf16x2"), x, weights, variant, threads=2).out
+        assert 1e-6 < error_of(out, x, weights, shape) < X3_LIMIT
+
+
+@pytest.mark.parametrize(("shape", "tile", "group"), CHAIN_CASES, ids=str)
+@pytest.mark.usefixtures("unit")
+def test_products_of_one_word_hold_the_bound_of_bf16(shape: ConvShape, tile: Vec3, group: int) -> None:
+    shape, weights = replace(shape, precision="bf16"), random_weights(shape)
+    for kind in INPUTS:
+        x, out = rounded(random_input(shape, kind)), rounded(np.full(shape.out_shape, np.nan))
+        run(CHAIN, shape, x, weights, tiled_variant(tile, group, 0, products="bf16"), 2, out)
+        exact = exact_chain(x, weights, shape)
+        assert rms(out.astype(np.float64) - exact) < BF16_LIMIT * rms(exact)
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+@pytest.mark.parametrize(("shape", "tile", "group"), GRAPH_CASES, ids=str)
+@pytest.mark.usefixtures("unit")
+def test_six_products_of_several_inputs_are_as_exact_as_float32(
+    shape: GraphConvShape, tile: Vec3, group: int, kept: int
+) -> None:
+    """Inputs are padded, upsampled, or views of larger arrays."""
+    upsampled = [i for i, factor in enumerate(shape.factors) if factor != ONE]
+    part = Upsampled()
+    if upsampled:
+        first = sum(shape.fins[: upsampled[0]])
+        part = Upsampled(shape.factors[upsampled[0]], first, first + shape.fins[upsampled[0]])
+    variant = tiled_variant(tile, group, kept, part, "bf16x6")
+    weights, inputs = weights_for(shape), inputs_for(shape)
+    if shape.addend:
+        inputs.append(np.random.default_rng(4).standard_normal(shape.out_shape[1:], np.float32))
+    out = run_graph(GRAPH, shape, weights, cut_out(inputs), variant, 2)
+    exact = graph_definition.convolve(shape, weights, inputs)
+    assert rms(out - exact) < 1e-6 * rms(exact)
+
+
+@pytest.mark.usefixtures("unit")
+def test_pooling_follows_the_products() -> None:
+    shape = ConvShape(2, 20, 33, (11, 13, 10), (3, 3, 2), "relu", (2, 3, 2))
+    x, weights = random_input(shape), random_weights(shape)
+    out = run(CHAIN, shape, x, weights, tiled_variant((8, 10, 8), 16, 0, products="bf16x6"), 2).out
+    exact = fragments(definition(x, weights, "relu"), shape.pool)
+    assert rms(out - exact) < 1e-6 * rms(exact)
+
+
+def test_units_and_threads_differ_by_rounding_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, tile, group = CHAIN_CASES[0]
+    x, weights = random_input(shape), random_weights(shape)
+    variant = tiled_variant(tile, group, 0, products="bf16x6")
+    found: list[Array] = []
+    for name in UNITS:
+        at = address(unit_library(name, "bf16_products.cpp"), "znnpy_bf16_products")
+        monkeypatch.setattr(conv_fft_lanes, "function_address", lambda at=at: at)
+        ran = [run(CHAIN, shape, x, weights, variant, threads).out for threads in (1, 2, 3)]
+        assert all(out.tobytes() == ran[0].tobytes() for out in ran)
+        found.append(ran[0])
+    assert all(rms(out - found[0]) < 5e-7 * rms(found[0]) for out in found)
+
+
+@pytest.mark.usefixtures("unit")
+def test_values_not_finite_are_found() -> None:
+    shape, tile, group = CHAIN_CASES[0]
+    x, weights = random_input(shape), random_weights(shape)
+    x[0, 4, 5, 6, 1] = np.inf
+    for name in WORDS:
+        with pytest.raises(ValuesOverflowError, match=r"\d+ of \d+ values"):
+            run(CHAIN, shape, x, weights, tiled_variant(tile, group, 0, products=name), threads=2)
+
+
+@pytest.mark.parametrize("products", WORDS)
+@pytest.mark.parametrize("kept", [0, 1])
+def test_prepared_words_take_the_promised_bytes(products: str, kept: int) -> None:
+    shape = ConvShape(1, 40, 50, (20, 20, 20), (3, 3, 3))
+    variant, weights = tiled_variant((12, 10, 10), 8, kept, products=products), random_weights(shape)
+    promised = CHAIN.footprint(shape, variant, 2)
+    with ThreadPool(2) as pool:
+        tracemalloc.start()
+        try:
+            resident = CHAIN.prepare(weights, variant, pool)
+            held, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert sum(array.nbytes for array in resident) == promised.resident
+    assert held <= promised.resident + 2**16
+    assert peak <= promised.resident + promised.working(shape)
+
+
+@pytest.mark.parametrize("products", WORDS)
+@pytest.mark.usefixtures("unit")
+def test_scratch_is_used_but_for_rows_between_groups(products: str) -> None:
+    shape = ConvShape(1, 48, 64, (20, 22, 24), (3, 3, 3))
+    x, weights = random_input(shape), random_weights(shape)
+    ran = run(CHAIN, shape, x, weights, tiled_variant((8, 10, 12), 32, 0, products=products))
+    assert all(0.85 <= part <= 1 for part in ran.touched.values()), ran.touched
+
+
+def test_products_are_offered_where_they_are_exact_and_may_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    worth = tiled_products.products_worth
+    monkeypatch.setattr(tiled_products, "why_not_bf16", lambda machine, unit: None if unit in machine.bf16 else "no")
+    none, avx, both = (replace(MACHINE, bf16=units) for units in ((), (AVX512_BF16,), (AMX, AVX512_BF16)))
+    assert [list(worth(precision, 80, 80, both)) for precision in ("fp32", "bf16x2", "bf16", "fp16")] == [
+        ["bf16x6"], ["bf16x6", "bf16x3"], ["bf16"], []
+    ]  # fmt: skip
+    assert [list(worth(precision, 80, 80, avx)) for precision in ("fp32", "bf16x2", "bf16")] == [[], [], ["bf16"]]
+    for precision in ("fp32", "bf16x2", "bf16"):
+        assert not worth(precision, 80, 80, none)
+        assert not worth(precision, 80, tiled_products.MANY - 1, both)
+    shape = ConvShape(1, 80, 80, (40, 40, 40), (3, 3, 3), precision="bf16x2")
+    graph = GraphConvShape((40, 40), 80, (40, 40, 40), (3, 3, 3), precision="bf16x2")
+    for primitive, asked in ((CHAIN, shape), (GRAPH, graph)):
+        offered = {tiled_products.words_of(variant) for variant in primitive.variants(asked, both)}
+        assert offered == {0, 2, 3}
+        assert {tiled_products.words_of(variant) for variant in primitive.variants(asked, none)} == {0}
+
+
+def test_work_counts_all_products_on_the_unit() -> None:
+    shape = ConvShape(1, 80, 80, (46, 46, 46), (3, 3, 3))
+    plain = CHAIN.work(shape, tiled_variant((16, 16, 16), 64, 1))
+    assert [work.unit for work in plain] == ["lane_fft", "lane_fft", "lane_product", "lane_fft"]
+    for name, words in WORDS.items():
+        work = CHAIN.work(shape, tiled_variant((16, 16, 16), 64, 1, products=name))
+        assert [w.unit for w in work] == ["lane_fft", "lane_fft", "lane_bf16_product", "lane_fft"]
+        assert work[2].flops == PRODUCTS[words] * plain[2].flops
+        assert work[1].flops > plain[1].flops
