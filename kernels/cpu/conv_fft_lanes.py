@@ -40,11 +40,13 @@ from znnpy.kernels.cpu.epilogue import activate_output, overflow
 from znnpy.kernels.cpu.native.library import LANES, blocks, library, why_not
 from znnpy.kernels.cpu.tiled_arguments import Channels, Tiling, input_blocks
 from znnpy.kernels.cpu.tiled_products import (
+    COST_UNITS,
     DIVIDE_FLOPS,
     PRODUCTS,
     function_address,
     kernel_bytes,
     left_bytes,
+    products_of,
     products_worth,
     whole_groups,
     words_of,
@@ -294,7 +296,7 @@ def tiled_work(shape: ConvShape, variant: Variant, fin: int) -> Sequence[Work]:
         kernels += 2 * DIVIDE_FLOPS * g.words * divided
         rows = whole_groups(g.group) * g.groups
         flops = PRODUCTS[g.words] * 8 * points * rows * LANES * blocks(shape.fin) * LANES * blocks(shape.fout)
-        product = Work("lane_bf16_product", flops, s.moved + read)
+        product = Work(COST_UNITS[products_of(variant).unit], flops, s.moved + read)
     return s.forward, Work("lane_fft", s.along_z + kernels, 0.0), product, s.inverse
 
 
@@ -383,7 +385,7 @@ class TiledConvolution:
             half=shape.precision == "bf16",
             kernels=resident.kernels.ctypes.data,
             words=g.words,
-            multiply=function_address() if g.words else None,
+            multiply=function_address(products_of(variant).unit) if g.words else None,
             bias=resident.bias.ctypes.data,
         )
         t.n[:], t.k[:], t.p[:], t.tile[:], t.step[:] = shape.n, shape.k, shape.pool, s.tile, s.step

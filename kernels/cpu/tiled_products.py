@@ -13,17 +13,19 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
 
 from znnpy.kernels.cpu.native.library import LANES, blocks, library, why_not_bf16
-from znnpy.machine import AMX, AVX512_BF16, this_machine
+from znnpy.machine import AMX, AVX512_BF16
 
 if TYPE_CHECKING:
-    from znnpy.kernels.contract import Variant
+    from znnpy.kernels.contract import Unit, Variant
     from znnpy.machine import Machine
     from znnpy.shapes import Precision
 
 WORDS = {"bf16x6": 3, "bf16x3": 2, "bf16": 1}  # words of a value, by the name of the products
+COST_UNITS: dict[str, Unit] = {AMX: "lane_amx_product", AVX512_BF16: "lane_bf16_product"}
 PRODUCTS = {3: 6, 2: 3, 1: 1}  # by words
 GROUP = 16  # tiles that are multiplied at once, as in bf16_products.hpp
 STEP = 32  # products of a step
@@ -32,29 +34,44 @@ MANY = 32  # least maps: of fewer the transforms take so long that the products 
 DIVIDE_FLOPS = 10.0  # cost of dividing a value, per word, in flops of a transform
 
 
-def products_worth(precision: Precision, fin: int, fout: int, machine: Machine) -> Sequence[str]:
-    """Return the names of the products that are exact enough and may be faster than float32 on this machine.
+class Products(NamedTuple):
+    """How spectra are multiplied; without a name in float32."""
+
+    name: str = ""
+    unit: str = ""  # of znnpy.machine
+
+
+def products_worth(precision: Precision, fin: int, fout: int, machine: Machine) -> Sequence[Products]:
+    """Return the products that are exact enough and may be faster than float32 on this machine.
 
     AVX512-BF16 multiplies twice as much as float32 in a cycle: six products take longer there, and three no less.
     """
     if min(fin, fout) < MANY:
         return ()
-    exact = {"fp32": ["bf16x6"], "bf16x2": ["bf16x6", "bf16x3"], "bf16": ["bf16"]}.get(precision, [])
+    exact = {"fp32": ("bf16x6",), "bf16x2": ("bf16x6", "bf16x3"), "bf16": ("bf16",)}.get(precision, ())
     if why_not_bf16(machine, AMX) is None:
-        return exact
-    return [name for name in exact if name == "bf16"] if why_not_bf16(machine, AVX512_BF16) is None else []
+        return [Products(name, AMX) for name in exact]
+    if "bf16" in exact and why_not_bf16(machine, AVX512_BF16) is None:
+        return [Products("bf16", AVX512_BF16)]
+    return ()
+
+
+@cache
+def products_of(variant: Variant) -> Products:
+    """Return how a variant multiplies spectra."""
+    if not any(name == "products" for name, _ in variant.parameters):
+        return Products()
+    return Products(variant.text("products"), variant.text("unit"))
 
 
 def words_of(variant: Variant) -> int:
     """Return the words that a variant divides values into; 0 if it multiplies in float32."""
-    named = [value for name, value in variant.parameters if name == "products"]
-    return WORDS[str(named[0])] if named else 0
+    name = products_of(variant).name
+    return WORDS[name] if name else 0
 
 
-def function_address() -> int:
-    """Return the address of the products on the fastest unit of this machine."""
-    machine = this_machine()
-    unit = next(unit for unit in machine.bf16 if why_not_bf16(machine, unit) is None)
+def function_address(unit: str) -> int:
+    """Return the address of the products on a unit."""
     found = ctypes.cast(library(unit).znnpy_bf16_products, ctypes.c_void_p).value
     assert found is not None
     return found

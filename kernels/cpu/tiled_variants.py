@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from znnpy.kernels.contract import Variant
 from znnpy.kernels.cpu.native.library import blocks
+from znnpy.kernels.cpu.tiled_products import Products
 from znnpy.kernels.cpu.tiles import tiles_worth
 from znnpy.layers import ONE
 from znnpy.shapes import ConvShape, Vec3, add, subtract, valid
@@ -37,10 +38,11 @@ class Upsampled(NamedTuple):
 
 
 NOT_UPSAMPLED = Upsampled()
+IN_FLOAT32 = Products()
 
 
 def tiled_variants(
-    shape: ConvShape, part: Upsampled = NOT_UPSAMPLED, products: Sequence[str] = ()
+    shape: ConvShape, part: Upsampled = NOT_UPSAMPLED, products: Sequence[Products] = ()
 ) -> Sequence[Variant]:
     """Return the tiles and groups worth trying, in float32 and with these products."""
     found: dict[Variant, None] = {}
@@ -48,22 +50,21 @@ def tiled_variants(
         tiles = shape.batch * count
         for group, kept in GROUPS:
             if group > 8 or tiles <= FEW_TILES:
-                for name in ("", *products):
-                    found[tiled_variant(tile, min(group, tiles), kept, part, name)] = None
+                for way in (IN_FLOAT32, *products):
+                    found[tiled_variant(tile, min(group, tiles), kept, part, way)] = None
     return tuple(found)
 
 
 @cache
-def tiled_variant(tile: Vec3, group: int, kept: int, part: Upsampled = NOT_UPSAMPLED, products: str = "") -> Variant:
-    """Return the variant with these tiles, `group` of them at a time, for an input of which a part is upsampled.
-
-    products  the products of words in which it multiplies, as tiled_products.py names them; "": in float32
-    """
+def tiled_variant(
+    tile: Vec3, group: int, kept: int, part: Upsampled = NOT_UPSAMPLED, products: Products = IN_FLOAT32
+) -> Variant:
+    """Return the variant with these tiles, `group` of them at a time, for an input of which a part is upsampled."""
     parameters: dict[str, int | str | Vec3] = {"tile": tile, "group": group, "kept": kept}
     if part.blocks:
         parameters |= {"upsampled": part.factor, "from_map": part.first, "to_map": part.end}
-    if products:
-        parameters |= {"products": products}
+    if products.name:
+        parameters |= {"products": products.name, "unit": products.unit}
     return Variant.of(**parameters)
 
 

@@ -23,7 +23,7 @@ from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.shapes import ACTIVATIONS, ConvShape
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from znnpy.shapes import Activation
 
@@ -125,7 +125,11 @@ def test_graph_rounds_once(shape: GraphConvShape, simd: str, monkeypatch: pytest
     if shape.addend:
         inputs.append(rounded(np.random.default_rng(4).standard_normal(shape.out_shape[1:])))
     exact = graph_definition.convolve(shape, weights, inputs)
-    places = [list, halves_cut_out, halves_cut_out if shape.upsampled else side_by_side]
+    places: list[Callable[[Sequence[Any]], list[Any]]] = [
+        list,
+        halves_cut_out,
+        halves_cut_out if shape.upsampled else side_by_side,
+    ]
     for variant, place in zip(some(GRAPH.variants(shape, MACHINE)), cycle(places)):
         assert_rounded_once(run_graph(shape, weights, place(inputs), variant), exact)
 

@@ -29,7 +29,7 @@ from znnpy.errors import ValuesOverflowError
 from znnpy.graph_shapes import GraphConvShape
 from znnpy.kernels import definition as graph_definition
 from znnpy.kernels.cpu import conv_fft_lanes, tiled_products
-from znnpy.kernels.cpu.tiled_products import PRODUCTS, WORDS
+from znnpy.kernels.cpu.tiled_products import COST_UNITS, PRODUCTS, WORDS, Products
 from znnpy.kernels.cpu.tiled_variants import Upsampled, tiled_variant
 from znnpy.kernels.table import find
 from znnpy.kernels.thread_pool import ThreadPool
@@ -38,7 +38,7 @@ from znnpy.shapes import ConvShape
 
 if TYPE_CHECKING:
     from znnpy.kernels.contract import Array
-    from znnpy.shapes import Vec3
+    from znnpy.shapes import Precision, Vec3
 
 pytestmark = [
     pytest.mark.slow,
@@ -47,6 +47,7 @@ pytestmark = [
 ]
 CHAIN, GRAPH = find("cpu.conv.fft_lanes"), find("cpu.graph_conv.fft_lanes")
 ONE, TWICE = (1, 1, 1), (2, 2, 2)
+X6, X3, X1 = (Products(name, AMX) for name in ("bf16x6", "bf16x3", "bf16"))
 X3_LIMIT, BF16_LIMIT = 1e-5, 5e-3  # rms errors, of the rms answer
 
 CHAIN_CASES: list[tuple[ConvShape, Vec3, int]] = [  # shape, tile, tiles of a group
@@ -61,8 +62,8 @@ GRAPH_CASES: list[tuple[GraphConvShape, Vec3, int]] = [
     (GraphConvShape((33,), 40, (5, 8, 9), (3, 3, 3), ONE, ONE, activation="silu", addend=True), (6, 6, 8), 7),
     (GraphConvShape((2, 2), 3, (1, 1, 1), (3, 2, 3), (2, 0, 1), (0, 1, 1)), (4, 4, 4), 1),  # most of it padding
     (GraphConvShape((3, 34), 20, (7, 8, 9), (3, 3, 3), factors=(ONE, TWICE), first=ONE), (8, 8, 10), 9),
-    (GraphConvShape((21, 16), 48, (6, 10, 8), (3, 3, 3), (1, 0, 1), (1, 0, 1), factors=((1, 2, 2), ONE), first=(0, 1, 0)),
-     (6, 8, 8), 16),
+    (GraphConvShape((21, 16), 48, (6, 10, 8), (3, 3, 3), (1, 0, 1), (1, 0, 1), factors=((1, 2, 2), ONE),
+                    first=(0, 1, 0)), (6, 8, 8), 16),
 ]  # fmt: skip
 
 
@@ -70,7 +71,7 @@ GRAPH_CASES: list[tuple[GraphConvShape, Vec3, int]] = [
 def unit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Let the products be those of a unit, or of its twin."""
     lib = unit_library(request.param, "bf16_products.cpp")
-    monkeypatch.setattr(conv_fft_lanes, "function_address", lambda: address(lib, "znnpy_bf16_products"))
+    monkeypatch.setattr(conv_fft_lanes, "function_address", lambda unit: address(lib, "znnpy_bf16_products"))
     return str(request.param)
 
 
@@ -81,7 +82,7 @@ def test_six_products_are_as_exact_as_float32(shape: ConvShape, tile: Vec3, grou
     weights = random_weights(shape)
     for kind in INPUTS:
         x = random_input(shape, kind)
-        variant = tiled_variant(tile, group, kept, products="bf16x6")
+        variant = tiled_variant(tile, group, kept, products=X6)
         assert_close(run(CHAIN, shape, x, weights, variant, threads=2).out, x, weights, shape)
 
 
@@ -92,7 +93,7 @@ def test_three_products_hold_the_bound_of_bf16x2(shape: ConvShape, tile: Vec3, g
     weights = random_weights(shape)
     for kind in INPUTS:
         x = random_input(shape, kind)
-        variant = tiled_variant(tile, group, 0, products="bf16x3")
+        variant = tiled_variant(tile, group, 0, products=X3)
         out = run(CHAIN, replace(shape, precision="bf16x2"), x, weights, variant, threads=2).out
         assert 1e-6 < error_of(out, x, weights, shape) < X3_LIMIT
 
@@ -103,7 +104,7 @@ def test_products_of_one_word_hold_the_bound_of_bf16(shape: ConvShape, tile: Vec
     shape, weights = replace(shape, precision="bf16"), random_weights(shape)
     for kind in INPUTS:
         x, out = rounded(random_input(shape, kind)), rounded(np.full(shape.out_shape, np.nan))
-        run(CHAIN, shape, x, weights, tiled_variant(tile, group, 0, products="bf16"), 2, out)
+        run(CHAIN, shape, x, weights, tiled_variant(tile, group, 0, products=X1), 2, out)
         exact = exact_chain(x, weights, shape)
         assert rms(out.astype(np.float64) - exact) < BF16_LIMIT * rms(exact)
 
@@ -120,7 +121,7 @@ def test_six_products_of_several_inputs_are_as_exact_as_float32(
     if upsampled:
         first = sum(shape.fins[: upsampled[0]])
         part = Upsampled(shape.factors[upsampled[0]], first, first + shape.fins[upsampled[0]])
-    variant = tiled_variant(tile, group, kept, part, "bf16x6")
+    variant = tiled_variant(tile, group, kept, part, X6)
     weights, inputs = weights_for(shape), inputs_for(shape)
     if shape.addend:
         inputs.append(np.random.default_rng(4).standard_normal(shape.out_shape[1:], np.float32))
@@ -133,7 +134,7 @@ def test_six_products_of_several_inputs_are_as_exact_as_float32(
 def test_pooling_follows_the_products() -> None:
     shape = ConvShape(2, 20, 33, (11, 13, 10), (3, 3, 2), "relu", (2, 3, 2))
     x, weights = random_input(shape), random_weights(shape)
-    out = run(CHAIN, shape, x, weights, tiled_variant((8, 10, 8), 16, 0, products="bf16x6"), 2).out
+    out = run(CHAIN, shape, x, weights, tiled_variant((8, 10, 8), 16, 0, products=X6), 2).out
     exact = fragments(definition(x, weights, "relu"), shape.pool)
     assert rms(out - exact) < 1e-6 * rms(exact)
 
@@ -141,11 +142,11 @@ def test_pooling_follows_the_products() -> None:
 def test_units_and_threads_differ_by_rounding_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     shape, tile, group = CHAIN_CASES[0]
     x, weights = random_input(shape), random_weights(shape)
-    variant = tiled_variant(tile, group, 0, products="bf16x6")
+    variant = tiled_variant(tile, group, 0, products=X6)
     found: list[Array] = []
     for name in UNITS:
         at = address(unit_library(name, "bf16_products.cpp"), "znnpy_bf16_products")
-        monkeypatch.setattr(conv_fft_lanes, "function_address", lambda at=at: at)
+        monkeypatch.setattr(conv_fft_lanes, "function_address", lambda unit, at=at: at)
         ran = [run(CHAIN, shape, x, weights, variant, threads).out for threads in (1, 2, 3)]
         assert all(out.tobytes() == ran[0].tobytes() for out in ran)
         found.append(ran[0])
@@ -159,14 +160,14 @@ def test_values_not_finite_are_found() -> None:
     x[0, 4, 5, 6, 1] = np.inf
     for name in WORDS:
         with pytest.raises(ValuesOverflowError, match=r"\d+ of \d+ values"):
-            run(CHAIN, shape, x, weights, tiled_variant(tile, group, 0, products=name), threads=2)
+            run(CHAIN, shape, x, weights, tiled_variant(tile, group, 0, products=Products(name, AMX)), threads=2)
 
 
 @pytest.mark.parametrize("products", WORDS)
 @pytest.mark.parametrize("kept", [0, 1])
 def test_prepared_words_take_the_promised_bytes(products: str, kept: int) -> None:
     shape = ConvShape(1, 40, 50, (20, 20, 20), (3, 3, 3))
-    variant, weights = tiled_variant((12, 10, 10), 8, kept, products=products), random_weights(shape)
+    variant, weights = tiled_variant((12, 10, 10), 8, kept, products=Products(products, AMX)), random_weights(shape)
     promised = CHAIN.footprint(shape, variant, 2)
     with ThreadPool(2) as pool:
         tracemalloc.start()
@@ -185,7 +186,7 @@ def test_prepared_words_take_the_promised_bytes(products: str, kept: int) -> Non
 def test_scratch_is_used_but_for_rows_between_groups(products: str) -> None:
     shape = ConvShape(1, 48, 64, (20, 22, 24), (3, 3, 3))
     x, weights = random_input(shape), random_weights(shape)
-    ran = run(CHAIN, shape, x, weights, tiled_variant((8, 10, 12), 32, 0, products=products))
+    ran = run(CHAIN, shape, x, weights, tiled_variant((8, 10, 12), 32, 0, products=Products(products, AMX)))
     assert all(0.85 <= part <= 1 for part in ran.touched.values()), ran.touched
 
 
@@ -193,11 +194,11 @@ def test_products_are_offered_where_they_are_exact_and_may_win(monkeypatch: pyte
     worth = tiled_products.products_worth
     monkeypatch.setattr(tiled_products, "why_not_bf16", lambda machine, unit: None if unit in machine.bf16 else "no")
     none, avx, both = (replace(MACHINE, bf16=units) for units in ((), (AVX512_BF16,), (AMX, AVX512_BF16)))
-    assert [list(worth(precision, 80, 80, both)) for precision in ("fp32", "bf16x2", "bf16", "fp16")] == [
-        ["bf16x6"], ["bf16x6", "bf16x3"], ["bf16"], []
-    ]  # fmt: skip
-    assert [list(worth(precision, 80, 80, avx)) for precision in ("fp32", "bf16x2", "bf16")] == [[], [], ["bf16"]]
-    for precision in ("fp32", "bf16x2", "bf16"):
+    precisions: tuple[Precision, ...] = ("fp32", "bf16x2", "bf16", "fp16")
+    assert [list(worth(precision, 80, 80, both)) for precision in precisions] == [[X6], [X6, X3], [X1], []]
+    only = Products("bf16", AVX512_BF16)
+    assert [list(worth(precision, 80, 80, avx)) for precision in precisions] == [[], [], [only], []]
+    for precision in precisions:
         assert not worth(precision, 80, 80, none)
         assert not worth(precision, 80, tiled_products.MANY - 1, both)
     shape = ConvShape(1, 80, 80, (40, 40, 40), (3, 3, 3), precision="bf16x2")
@@ -212,8 +213,9 @@ def test_work_counts_all_products_on_the_unit() -> None:
     shape = ConvShape(1, 80, 80, (46, 46, 46), (3, 3, 3))
     plain = CHAIN.work(shape, tiled_variant((16, 16, 16), 64, 1))
     assert [work.unit for work in plain] == ["lane_fft", "lane_fft", "lane_product", "lane_fft"]
-    for name, words in WORDS.items():
-        work = CHAIN.work(shape, tiled_variant((16, 16, 16), 64, 1, products=name))
-        assert [w.unit for w in work] == ["lane_fft", "lane_fft", "lane_bf16_product", "lane_fft"]
-        assert work[2].flops == PRODUCTS[words] * plain[2].flops
-        assert work[1].flops > plain[1].flops
+    for unit, cost_unit in COST_UNITS.items():
+        for name, words in WORDS.items():
+            work = CHAIN.work(shape, tiled_variant((16, 16, 16), 64, 1, products=Products(name, unit)))
+            assert [w.unit for w in work] == ["lane_fft", "lane_fft", cost_unit, "lane_fft"]
+            assert work[2].flops == PRODUCTS[words] * plain[2].flops
+            assert work[1].flops > plain[1].flops
