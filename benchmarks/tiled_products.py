@@ -29,7 +29,7 @@ from znnpy.kernels import reference
 from znnpy.kernels.aligned import aligned_bytes
 from znnpy.kernels.contract import ConvWeights, Variant
 from znnpy.kernels.cpu import conv_fft_lanes, tiled_products
-from znnpy.kernels.cpu.native.library import LANES, blocks, library
+from znnpy.kernels.cpu.native.library import LANES, blocks, library, unit_library
 from znnpy.kernels.cpu.tiled_arguments import Channels, Tiling
 from znnpy.kernels.cpu.tiled_variants import tiled_variant
 from znnpy.kernels.table import find
@@ -176,7 +176,7 @@ def error(out: Any, x: Any, weights: ConvWeights, shape: ConvShape) -> float:
 def command(threads: int, maps: int, outputs: int, kernels: tuple[int, ...], rounds: int, path: str | None) -> None:
     """Compare the ways to multiply spectra."""
     machine = this_machine()
-    unit = ctypes.CDLL(path) if path else library(machine.bf16[0])
+    unit = ctypes.CDLL(path) if path else unit_library(machine.bf16[0])
     address = ctypes.cast(unit.znnpy_bf16_products, ctypes.c_void_p).value
     setattr(conv_fft_lanes, "function_address", lambda unit: address)  # noqa: B010
     with ThreadPool(threads) as pool:

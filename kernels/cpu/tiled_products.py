@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from znnpy.kernels.cpu.native.library import LANES, blocks, library, why_not_bf16
+from znnpy.kernels.cpu.native.library import LANES, blocks, unit_library, why_not_bf16
 from znnpy.machine import AMX, AVX512_BF16
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def words_of(variant: Variant) -> int:
 
 def function_address(unit: str) -> int:
     """Return the address of the products on a unit."""
-    found = ctypes.cast(library(unit).znnpy_bf16_products, ctypes.c_void_p).value
+    found = ctypes.cast(unit_library(unit).znnpy_bf16_products, ctypes.c_void_p).value
     assert found is not None
     return found
 

@@ -10,7 +10,8 @@ from tempfile import TemporaryDirectory
 
 from tests.support.closeness import MACHINE
 from tests.support.emulator.compiling import compiler
-from znnpy.kernels.cpu.native.library import library, why_not_bf16
+from znnpy.kernels.cpu.native.library import unit_library as native_unit
+from znnpy.kernels.cpu.native.library import why_not_bf16
 from znnpy.machine import AMX, AVX512_BF16
 
 TWINS = {f"twin of {unit}": f"ZNNPY_TWIN_{unit.upper()}" for unit in (AMX, AVX512_BF16)}
@@ -25,7 +26,7 @@ VECTORS = {
 def unit_library(unit: str, source: str, simd: str = MACHINE.simd) -> ctypes.CDLL:
     """Return a file of kernels/cpu/native, compiled as the twin of a unit, or the library of a real one."""
     if unit not in TWINS:
-        return library(unit)
+        return native_unit(unit)
     native = Path(__file__).parents[2] / "kernels" / "cpu" / "native"
     flags = ("-std=gnu++17", "-O2", "-fno-exceptions", "-fno-rtti", "-fPIC", "-shared", "-Wno-psabi", *VECTORS[simd])
     with TemporaryDirectory() as folder:
