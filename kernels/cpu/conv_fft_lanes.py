@@ -294,8 +294,7 @@ def tiled_work(shape: ConvShape, variant: Variant, fin: int) -> Sequence[Work]:
         points = float(s.columns * s.tile[0])
         divided = points * shape.fin * (s.tiles * fin / blocks(shape.fin) + (0 if g.kept else g.groups) * shape.fout)
         kernels += 2 * DIVIDE_FLOPS * g.words * divided
-        rows = whole_groups(g.group) * g.groups
-        flops = PRODUCTS[g.words] * 8 * points * rows * LANES * blocks(shape.fin) * LANES * blocks(shape.fout)
+        flops = PRODUCTS[g.words] * 8 * points * s.tiles * LANES * blocks(shape.fin) * LANES * blocks(shape.fout)
         product = Work(COST_UNITS[products_of(variant).unit], flops, s.moved + read)
     return s.forward, Work("lane_fft", s.along_z + kernels, 0.0), product, s.inverse
 

@@ -100,7 +100,7 @@ ALWAYS void add_step(const Factors &f) {
 }
 
 template <int WORDS, int COUNT>
-ALWAYS void multiply_blocks(const Products &p, const Bf16 *w, float *y, int) {
+ALWAYS void multiply_blocks(const Products &p, const Bf16 *w, float *y, int tiles) {
   const ptrdiff_t steps = steps_of(p.fin), row = 2 * row_of(p.fin), step = WORDS * 2 * PANEL;
   Factors f{(const char *)p.left, (const char *)w, row, 2 * GROUP * row, steps * step};
   tile_zero<0>();
@@ -126,7 +126,7 @@ ALWAYS void multiply_blocks(const Products &p, const Bf16 *w, float *y, int) {
     tile_store<2>(y + LANES, pitch);
     tile_store<1>(more[0], sizeof more[0][0]);
     tile_store<3>(more[1], sizeof more[1][0]);
-    for (ptrdiff_t tile = 0; tile < GROUP; tile++, y += p.tile)
+    for (int tile = 0; tile < tiles; tile++, y += p.tile)
       for (int lane = 0; lane < LANES; lane += W)
         for (int part = 0; part < 2; part++)
           store(y + part * LANES + lane, load(y + part * LANES + lane) + load(more[part][tile] + lane));
@@ -194,15 +194,15 @@ ALWAYS void multiply_blocks(const Products &p, const Bf16 *w, float *y, int tile
 #endif
 
 template <int WORDS>
-void products(const Products &p) {
+void products(const Products &p, ptrdiff_t rows) {
   std::memset(p.left, 0, WORDS * 2 * GROUP * row_of(p.fin) * sizeof(Bf16));  // what no map fills stays zero
   const ptrdiff_t block = steps_of(p.fin) * WORDS * PANEL;
   const float *ahead = p.ahead;
   for (ptrdiff_t frequency = 0; frequency < p.frequencies; frequency++) {
     const Bf16 *const w = p.w + frequency * frequency_of(p.fin, p.out, WORDS);
-    for (ptrdiff_t first = 0; first < p.tiles; first += GROUP) {
+    for (ptrdiff_t first = 0; first < p.tiles; first += rows) {
       float *const x = p.x + frequency * p.pitch + first * p.tile;
-      const int tiles = (int)least(GROUP, p.tiles - first);
+      const int tiles = (int)least(rows, p.tiles - first);
       divide<WORDS>(p, x, tiles, ahead);
       ptrdiff_t b = 0;
       for (; b + 2 <= p.out; b += 2) multiply_blocks<WORDS, 2>(p, w + b * block, x + b * BLOCK, tiles);
@@ -217,10 +217,11 @@ void products(const Products &p) {
 using namespace znnpy;
 
 EXPORT void znnpy_bf16_products(const Products *p) {
-  unit_begin();
-  if (p->words == 1) products<1>(*p);
-  else if (p->words == 2) products<2>(*p);
-  else products<3>(*p);
+  const ptrdiff_t groups = (p->tiles + GROUP - 1) / GROUP, rows = (p->tiles + groups - 1) / groups;  // equal groups
+  unit_begin((int)rows);
+  if (p->words == 1) products<1>(*p, rows);
+  else if (p->words == 2) products<2>(*p, rows);
+  else products<3>(*p, rows);
   unit_end();
 }
 

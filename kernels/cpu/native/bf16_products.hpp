@@ -17,7 +17,7 @@ struct Products {
 
 namespace znnpy {
 
-constexpr ptrdiff_t GROUP = 16;  // tiles of a group: rows of the unit's tiles
+constexpr ptrdiff_t GROUP = 16;  // most tiles of a group: rows of the unit's tiles
 
 // Returns how many steps of 32 products a sum takes: the maps are padded to whole blocks.
 inline ptrdiff_t steps_of(int64_t fin) { return blocks_of(fin); }
