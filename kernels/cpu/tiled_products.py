@@ -30,7 +30,7 @@ PRODUCTS = {3: 6, 2: 3, 1: 1}  # by words
 GROUP = 16  # tiles that are multiplied at once, as in bf16_products.hpp
 STEP = 32  # products of a step
 BFLOAT16 = 2  # bytes
-MANY = 32  # least maps: of fewer the transforms take so long that the products hardly count
+MANY = 16  # least maps: of fewer the transforms take so long that the products hardly count
 DIVIDE_FLOPS = 10.0  # cost of dividing a value, per word, in flops of a transform
 
 
@@ -40,6 +40,10 @@ class Products(NamedTuple):
     name: str = ""
     unit: str = ""  # of znnpy.machine
 
+    def is_near_bound(self, precision: Precision) -> bool:
+        """Return whether the error is not far below the bound of the precision."""
+        return self.name == "bf16" or (self.name == "bf16x3" and precision == "bf16x2")
+
 
 def products_worth(precision: Precision, fin: int, fout: int, machine: Machine) -> Sequence[Products]:
     """Return the products that are exact enough and may be faster than float32 on this machine.
@@ -48,7 +52,7 @@ def products_worth(precision: Precision, fin: int, fout: int, machine: Machine) 
     """
     if min(fin, fout) < MANY:
         return ()
-    exact = {"fp32": ("bf16x6",), "bf16x2": ("bf16x6", "bf16x3"), "bf16": ("bf16",)}.get(precision, ())
+    exact = {"fp32": ("bf16x6",), "bf16x2": ("bf16x6", "bf16x3"), "bf16": ("bf16", "bf16x3")}.get(precision, ())
     if why_not_bf16(machine, AMX) is None:
         return [Products(name, AMX) for name in exact]
     if "bf16" in exact and why_not_bf16(machine, AVX512_BF16) is None:

@@ -29,8 +29,8 @@ from znnpy.errors import ValuesOverflowError
 from znnpy.graph_shapes import GraphConvShape
 from znnpy.kernels import definition as graph_definition
 from znnpy.kernels.cpu import conv_fft_lanes, tiled_products
-from znnpy.kernels.cpu.tiled_products import COST_UNITS, PRODUCTS, WORDS, Products
-from znnpy.kernels.cpu.tiled_variants import Upsampled, tiled_variant
+from znnpy.kernels.cpu.tiled_products import COST_UNITS, PRODUCTS, WORDS, Products, products_of
+from znnpy.kernels.cpu.tiled_variants import MOST_SPREAD, SIDES, Upsampled, spread, tiled_variant, tiled_variants
 from znnpy.kernels.table import find
 from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.machine import AMX, AVX512_BF16
@@ -130,6 +130,47 @@ def test_six_products_of_several_inputs_are_as_exact_as_float32(
     assert rms(out - exact) < 1e-6 * rms(exact)
 
 
+@pytest.mark.parametrize(("products", "limit"), [(X6, 1e-6), (X3, X3_LIMIT), (X1, BF16_LIMIT)], ids=str)
+@pytest.mark.parametrize("k", [2, 3, 5])
+def test_a_voxel_that_outshines_all_others_breaks_no_bound_where_tiles_overlap(
+    k: int, products: Products, limit: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lies in eight tiles, and what is rounded of it spreads over all their outputs."""
+    lib = unit_library(UNITS[-1], "bf16_products.cpp")
+    monkeypatch.setattr(conv_fft_lanes, "function_address", lambda unit: address(lib, "znnpy_bf16_products"))
+    precision: Precision = "bf16" if products == X1 else "bf16x2"
+    calm = [n for n in SIDES if k <= n <= 16 and spread((n,) * 3, (99,) * 3, (k,) * 3) <= MOST_SPREAD]
+    sides = calm if products.is_near_bound(precision) else [16]
+    side, step = sides[-1], sides[-1] - k + 1
+    n = 2 * step + k - 1
+    shape = ConvShape(1, 16, 16, (n, n, n), (k, k, k), precision=precision)
+    for seed in (1, 2):
+        x, weights = random_input(shape, seed=seed), random_weights(shape, seed)
+        x[0, step, step, step, 5] = 1e6
+        variant = tiled_variant((side, side, side), 8, 0, products=products)
+        if products == X1:
+            x, out = rounded(x), rounded(np.full(shape.out_shape, np.nan))
+            run(CHAIN, shape, x, weights, variant, 2, out)
+        else:
+            out = run(CHAIN, shape, x, weights, variant, 2).out
+        exact = definition(x.astype(np.float64), weights, "none")
+        assert rms(out.astype(np.float64) - exact) < limit * rms(exact)
+
+
+@pytest.mark.parametrize("k", [2, 3, 5])
+def test_products_near_the_bound_are_offered_for_tiles_that_overlap_much(k: int) -> None:
+    """Large tiles of a small kernel overlap little: most of each is outputs."""
+    n = 100 + k - 1
+    for precision, near in (("bf16x2", X3), ("bf16", X1)):
+        shape = ConvShape(1, 80, 80, (n, n, n), (k, k, k), precision=precision)  # type: ignore[arg-type]
+        found: dict[str, set[Vec3]] = {}
+        for variant in tiled_variants(shape, products=[X6, near]):
+            found.setdefault(products_of(variant).name, set()).add(variant.size("tile"))
+        assert found["bf16x6"] == found[""]
+        assert all(spread(tile, shape.out, shape.k) <= MOST_SPREAD for tile in found[near.name])
+        assert any(spread(tile, shape.out, shape.k) > MOST_SPREAD for tile in found[""]) == (k < 5)
+
+
 @pytest.mark.usefixtures("unit")
 def test_pooling_follows_the_products() -> None:
     shape = ConvShape(2, 20, 33, (11, 13, 10), (3, 3, 2), "relu", (2, 3, 2))
@@ -195,7 +236,7 @@ def test_products_are_offered_where_they_are_exact_and_may_win(monkeypatch: pyte
     monkeypatch.setattr(tiled_products, "why_not_bf16", lambda machine, unit: None if unit in machine.bf16 else "no")
     none, avx, both = (replace(MACHINE, bf16=units) for units in ((), (AVX512_BF16,), (AMX, AVX512_BF16)))
     precisions: tuple[Precision, ...] = ("fp32", "bf16x2", "bf16", "fp16")
-    assert [list(worth(precision, 80, 80, both)) for precision in precisions] == [[X6], [X6, X3], [X1], []]
+    assert [list(worth(precision, 80, 80, both)) for precision in precisions] == [[X6], [X6, X3], [X1, X3], []]
     only = Products("bf16", AVX512_BF16)
     assert [list(worth(precision, 80, 80, avx)) for precision in precisions] == [[], [], [only], []]
     for precision in precisions:
