@@ -224,35 +224,3 @@ EXPORT void znnpy_bf16_products(const Products *p) {
   else products<3>(*p, rows);
   unit_end();
 }
-
-// Returns the flops of products in registers, an upper bound of speed, only for benchmarks/tiled_products.py. `factors`
-// holds two kibibytes.
-EXPORT int64_t znnpy_bf16_peak(float *factors, int64_t times) {
-#if defined(__AMX_BF16__) || defined(ZNNPY_TWIN_AMX)
-  constexpr int64_t FLOPS = 2 * 4 * GROUP * LANES * STEP;
-  unit_begin();
-  tile_zero<0>();
-  tile_zero<1>();
-  tile_zero<2>();
-  tile_zero<3>();
-  tile_load<4>(factors, 64);
-  tile_load<5>(factors, 64);
-  tile_load<6>(factors + 256, 64);
-  tile_load<7>(factors + 256, 64);
-  for (int64_t i = 0; i < times; i++) multiply_tiles<2, 0>();
-  tile_store<0>(factors, 64);
-  unit_end();
-#else
-  constexpr int CHAINS = 20;
-  constexpr int64_t FLOPS = 2 * 2 * CHAINS * LANES;
-  Lanes sums[CHAINS];  // read from memory, because the compiler would merge chains that it knows to be equal
-  std::memcpy(sums, factors, sizeof sums);
-  Pairs a, b;
-  std::memcpy(&a, factors + 320, sizeof a);
-  std::memcpy(&b, factors + 336, sizeof b);
-  for (int64_t i = 0; i < times; i++)
-    unroll<CHAINS>([&](auto c) ALWAYS_LAMBDA { sums[c] = multiply_pairs(sums[c], a, b); });
-  std::memcpy(factors, sums, sizeof sums);
-#endif
-  return times * FLOPS;
-}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import tracemalloc
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +14,7 @@ import pytest
 from tests.kernels.cpu.test_graph_conv import cut_out, inputs_for, rms, weights_for
 from tests.kernels.cpu.test_graph_conv import run as run_graph
 from tests.kernels.cpu.test_tiled_bf16 import exact_chain, rounded
-from tests.support.bf16_units import UNITS, address, unit_library
+from tests.support.bf16_twins import compiler, twin
 from tests.support.closeness import (
     INPUTS,
     MACHINE,
@@ -24,11 +26,11 @@ from tests.support.closeness import (
     random_weights,
     run,
 )
-from tests.support.emulator.compiling import compiler
 from znnpy.errors import ValuesOverflowError
 from znnpy.graph_shapes import GraphConvShape
 from znnpy.kernels import definition as graph_definition
 from znnpy.kernels.cpu import conv_fft_lanes, tiled_products
+from znnpy.kernels.cpu.native.library import unit_library, why_not_bf16
 from znnpy.kernels.cpu.tiled_products import COST_UNITS, PRODUCTS, WORDS, Products, products_of
 from znnpy.kernels.cpu.tiled_variants import MOST_SPREAD, SIDES, Upsampled, spread, tiled_variant, tiled_variants
 from znnpy.kernels.table import find
@@ -46,6 +48,8 @@ pytestmark = [
     pytest.mark.skipif(not compiler(), reason="no C++ compiler is here"),
 ]
 CHAIN, GRAPH = find("cpu.conv.fft_lanes"), find("cpu.graph_conv.fft_lanes")
+TWINS = {f"twin of {unit}": partial(twin, unit) for unit in (AMX, AVX512_BF16)}
+UNITS = (*TWINS, *(unit for unit in MACHINE.bf16 if why_not_bf16(MACHINE, unit) is None))
 ONE, TWICE = (1, 1, 1), (2, 2, 2)
 X6, X3, X1 = (Products(name, AMX) for name in ("bf16x6", "bf16x3", "bf16"))
 X3_LIMIT, BF16_LIMIT = 1e-5, 5e-3  # rms errors, of the rms answer
@@ -67,11 +71,17 @@ GRAPH_CASES: list[tuple[GraphConvShape, Vec3, int]] = [
 ]  # fmt: skip
 
 
+def use(unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the products be those of a unit, or of its twin."""
+    lib = TWINS[unit]() if unit in TWINS else unit_library(unit)
+    at = ctypes.cast(lib.znnpy_bf16_products, ctypes.c_void_p).value
+    monkeypatch.setattr(conv_fft_lanes, "function_address", lambda unit: at)
+
+
 @pytest.fixture(params=UNITS)
 def unit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Let the products be those of a unit, or of its twin."""
-    lib = unit_library(request.param, "bf16_products.cpp")
-    monkeypatch.setattr(conv_fft_lanes, "function_address", lambda unit: address(lib, "znnpy_bf16_products"))
+    use(request.param, monkeypatch)
     return str(request.param)
 
 
@@ -136,8 +146,7 @@ def test_a_voxel_that_outshines_all_others_breaks_no_bound_where_tiles_overlap(
     k: int, products: Products, limit: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It lies in eight tiles, and what is rounded of it spreads over all their outputs."""
-    lib = unit_library(UNITS[-1], "bf16_products.cpp")
-    monkeypatch.setattr(conv_fft_lanes, "function_address", lambda unit: address(lib, "znnpy_bf16_products"))
+    use(UNITS[-1], monkeypatch)
     precision: Precision = "bf16" if products == X1 else "bf16x2"
     calm = [n for n in SIDES if k <= n <= 16 and spread((n,) * 3, (99,) * 3, (k,) * 3) <= MOST_SPREAD]
     sides = calm if products.is_near_bound(precision) else [16]
@@ -186,8 +195,7 @@ def test_units_and_threads_differ_by_rounding_at_most(monkeypatch: pytest.Monkey
     variant = tiled_variant(tile, group, 0, products=X6)
     found: list[Array] = []
     for name in UNITS:
-        at = address(unit_library(name, "bf16_products.cpp"), "znnpy_bf16_products")
-        monkeypatch.setattr(conv_fft_lanes, "function_address", lambda unit, at=at: at)
+        use(name, monkeypatch)
         ran = [run(CHAIN, shape, x, weights, variant, threads).out for threads in (1, 2, 3)]
         assert all(out.tobytes() == ran[0].tobytes() for out in ran)
         found.append(ran[0])
