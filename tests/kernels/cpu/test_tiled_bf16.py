@@ -17,6 +17,7 @@ from znnpy.kernels import definition as graph_definition
 from znnpy.kernels.contract import ConvWeights, Variant
 from znnpy.kernels.cpu import conv_fft_lanes, tiled_variants
 from znnpy.kernels.cpu.native import library
+from znnpy.kernels.cpu.tiled_products import words_of
 from znnpy.kernels.dtypes import bfloat16
 from znnpy.kernels.table import find
 from znnpy.kernels.thread_pool import ThreadPool
@@ -77,7 +78,9 @@ def exact_chain(x: Any, weights: ConvWeights, shape: ConvShape) -> Any:
 
 
 def some(variants: Sequence[Variant]) -> list[Variant]:
-    return [*variants[:: max(1, len(variants) // 4)], variants[-1]]
+    """Return a few variants that multiply in float32."""
+    plain = [variant for variant in variants if not words_of(variant)]
+    return [*plain[:: max(1, len(plain) // 4)], plain[-1]]
 
 
 @pytest.mark.parametrize("simd", RUNS_HERE)
