@@ -125,7 +125,7 @@ def products_rate(unit: ctypes.CDLL, maps: int, words: int, frequencies: int, ti
         del worker
         for i in range(lo, hi):
             for _ in range(repeats):
-                unit.znnpy_bf16_products(ctypes.byref(calls[i]))
+                unit.znnpy_spectral_products(ctypes.byref(calls[i]))
 
     flops = 8.0 * tiled_products.PRODUCTS[words] * frequencies * tiles * (LANES * b) ** 2
     repeats, spent = max(1, int(2e10 / flops)), []
@@ -176,7 +176,7 @@ def command(threads: int, maps: int, outputs: int, kernels: tuple[int, ...], rou
     """Compare the ways to multiply spectra."""
     machine = this_machine()
     unit = loaded_unit(Path(path)) if path else unit_library(machine.bf16[0])
-    address = ctypes.cast(unit.znnpy_bf16_products, ctypes.c_void_p).value
+    address = ctypes.cast(unit.znnpy_spectral_products, ctypes.c_void_p).value
     setattr(conv_fft_lanes, "function_address", lambda unit: address)  # noqa: B010
     with ThreadPool(threads) as pool:
         most = peak(unit, pool)

@@ -76,7 +76,7 @@ def words_of(variant: Variant) -> int:
 
 def function_address(unit: str) -> int:
     """Return the address of the products on a unit."""
-    found = ctypes.cast(unit_library(unit).znnpy_bf16_products, ctypes.c_void_p).value
+    found = ctypes.cast(unit_library(unit).znnpy_spectral_products, ctypes.c_void_p).value
     assert found is not None
     return found
 

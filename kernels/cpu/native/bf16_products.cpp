@@ -216,7 +216,7 @@ void products(const Products &p, ptrdiff_t rows) {
 
 using namespace znnpy;
 
-EXPORT void znnpy_bf16_products(const Products *p) {
+EXPORT void znnpy_spectral_products(const Products *p) {
   const ptrdiff_t groups = (p->tiles + GROUP - 1) / GROUP, rows = (p->tiles + groups - 1) / groups;  // equal groups
   unit_begin((int)rows);
   if (p->words == 1) products<1>(*p, rows);

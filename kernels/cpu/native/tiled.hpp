@@ -50,7 +50,7 @@ struct Tiling {
   const float *kernels;  // kept: spectra (or their words), column by column; else transformed along x alone
   const float *bias;     // padded to whole blocks
   int64_t words;  // words of bfloat16 that values are divided into for the product on a unit for these; 0: none is used
-  void (*multiply)(const Products *);  // znnpy_bf16_products of the unit's library
+  void (*multiply)(const Products *);  // znnpy_spectral_products of the unit's library
   znnpy::Ending ending;  // what follows besides relu and slope; its addend is one image
 };
 

@@ -74,7 +74,7 @@ GRAPH_CASES: list[tuple[GraphConvShape, Vec3, int]] = [
 def use(unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the products be those of a unit, or of its twin."""
     lib = TWINS[unit]() if unit in TWINS else unit_library(unit)
-    at = ctypes.cast(lib.znnpy_bf16_products, ctypes.c_void_p).value
+    at = ctypes.cast(lib.znnpy_spectral_products, ctypes.c_void_p).value
     monkeypatch.setattr(conv_fft_lanes, "function_address", lambda unit: at)
 
 
