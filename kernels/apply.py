@@ -32,6 +32,8 @@ _FLOP: dict[Unit, float] = {
     "copy": 8.0,
     "pool": 8.0,
     "lane_product": 0.8,
+    "lane_bf16_product": 0.4,
+    "lane_amx_product": 0.1,
     "lane_fft": 1.3,
     "lane_stream": 0.8,
     "amx_product": 0.1,

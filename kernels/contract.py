@@ -38,6 +38,8 @@ Unit = Literal[
     "copy",
     "pool",
     "lane_product",
+    "lane_bf16_product",  # products of spectra in words of bfloat16 with sums in float32, on AVX512-BF16
+    "lane_amx_product",  # the same on AMX
     "lane_fft",
     "lane_stream",
     "amx_product",  # products of bfloat16

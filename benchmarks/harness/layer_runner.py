@@ -23,7 +23,16 @@ from znnpy.machine import this_machine
 ALIGNMENT = 256  # bytes, of scratch and of arrays on the CPU
 VARIANTS = 6  # variants of a method that are tried
 HOPELESS = 2.0  # a variant this many times slower than the best runs once: a first run touches memory
-OPERATIONS = {"product": 1.0, "fft": 5.0, "copy": 8.0, "pool": 8.0, "lane_product": 0.8, "lane_fft": 1.3}  # in products
+OPERATIONS = {
+    "product": 1.0,
+    "fft": 5.0,
+    "copy": 8.0,
+    "pool": 8.0,
+    "lane_product": 0.8,
+    "lane_bf16_product": 0.4,
+    "lane_amx_product": 0.1,
+    "lane_fft": 1.3,
+}  # in products; fmt: skip
 CORNER = 4  # output voxels along an axis of the boxes that are compared with the definition
 Shape = Any  # znnpy.ConvShape, PoolShape or FilterShape
 Floats = npt.NDArray[np.float64]

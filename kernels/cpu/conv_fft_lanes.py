@@ -15,6 +15,7 @@ Memory   The spectra of one group, a block of LANES channels at a time, in place
          worker; resident kernels.
 Bound    The product: 89 % of the registers' peak in cache (benchmarks/results/stages-*), then memory: the spectra are
          written and read twice.
+Products In float32, or on a unit for bfloat16: tiled_products.py.
 Source   Overlap-save: Oppenheim, Schafer, Discrete-Time Signal Processing, 8.7. Per-frequency products: Mathieu,
          Henaff, LeCun 2014. Pruned kernel transforms: Zlateski, Lee, Seung, ZNNi (SC16), III.
 Tested   tests/kernels/cpu/test_conv.py, tests/kernels/cpu/test_native.py
@@ -33,10 +34,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from znnpy.kernels.aligned import aligned_bytes
-from znnpy.kernels.contract import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_fp32
-from znnpy.kernels.cpu.ending import Ending
+from znnpy.kernels.contract import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_fp32_or_bf16
+from znnpy.kernels.cpu.activations import code_of
 from znnpy.kernels.cpu.epilogue import activate_output, overflow
 from znnpy.kernels.cpu.native.library import LANES, blocks, library, why_not
+from znnpy.kernels.cpu.tiled_arguments import Channels, Tiling, input_blocks
+from znnpy.kernels.cpu.tiled_products import (
+    COST_UNITS,
+    DIVIDE_FLOPS,
+    PRODUCTS,
+    function_address,
+    kernel_bytes,
+    left_bytes,
+    products_of,
+    products_worth,
+    whole_groups,
+    words_of,
+)
 from znnpy.kernels.cpu.tiled_variants import (
     NOT_UPSAMPLED,
     SIDES,
@@ -50,6 +64,7 @@ from znnpy.machine import this_machine
 from znnpy.shapes import FLOAT32, ConvShape, Vec3, ceil_divide, valid
 
 if TYPE_CHECKING:
+    from znnpy.graph_shapes import GraphConvShape
     from znnpy.kernels.contract import Array, Bytes, ConvWeights
     from znnpy.kernels.thread_pool import ThreadPool
     from znnpy.machine import Machine
@@ -63,32 +78,6 @@ STAGE_BYTES = 64  # size of Stage in tiled.hpp
 CALL_BYTES = 2**14  # Python memory that calls into the library take, per worker
 MAXIMA_FLOPS = 16.0  # cost of pooling per result besides moving it, in flops of a transform
 CALL_FLOPS = 10e9  # per call into the library; the stop flag is checked between calls
-
-
-class Channels(ctypes.Structure):
-    """One block of channels of the input: struct Channels in tiled.hpp."""
-
-    _fields_ = (
-        ("x", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("plane", "row", "voxel", "lanes", "part", "parts", "maps")),
-        *((name, ctypes.c_int64) for name in ("upsampled", "slot")),
-    )
-
-
-class Tiling(ctypes.Structure):
-    """The arguments of a call: struct Tiling in tiled.hpp."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64 * 3) for name in ("n", "k", "p", "tile", "lead", "held")),
-        *((name, ctypes.c_int64 * 3) for name in ("factor", "low_lead", "low_held", "skip", "step", "counts")),
-        *((name, ctypes.c_int64) for name in ("fin", "fout", "in_", "low_in", "low_from", "low_to")),
-        *((name, ctypes.c_int64) for name in ("first", "tiles", "chunk", "column_pitch", "tile_pitch")),
-        *((name, ctypes.c_int64) for name in ("low_column_pitch", "low_tile_pitch", "x_image", "out_image")),
-        *((name, ctypes.c_int64) for name in ("relu", "kept", "stream", "carried", "before_image")),
-        ("slope", ctypes.c_double),
-        *((name, ctypes.c_void_p) for name in ("channels", "before", "out", "spectra", "low", "kernels", "bias")),
-        ("ending", Ending),
-    )
 
 
 GROUP_BYTES = ctypes.sizeof(Tiling) + 3 * STAGE_BYTES  # arguments and counters of one group in a run
@@ -164,7 +153,7 @@ def _sizes(shape: ConvShape, tile: Vec3, fin: int, part: Upsampled) -> _Sizes:
         pool_bytes=columns * BLOCK + pooling * LANES * FLOAT32 if shape.pools else 0,
         bias_bytes=FLOAT32 * lanes_out,
         along_x_bytes=_along_x_bytes(shape.fin, shape.fout, shape.k, tile),
-        forward=Work("lane_fft", forward, FLOAT32 * shape.fin * prod(tile) * tiles + spectra * tz * lanes_in),
+        forward=Work("lane_fft", forward, shape.itemsize * shape.fin * prod(tile) * tiles + spectra * tz * lanes_in),
         inverse=Work("lane_fft", inverse, spectra * mz * lanes_out + 2.0 * shape.out_bytes),
         along_z=along_z + maxima,
         kernels=columns * shape.fin * lanes_out * per_kernel,
@@ -184,6 +173,8 @@ class _Groups(NamedTuple):
     column_pitch: int  # bytes
     low_column_pitch: int
     column_bytes: int  # per worker, multiplying
+    kernel_bytes: int  # kernel spectra of one column, or their words
+    words: int  # words of bfloat16 that values are divided into for the products; 0: they are float32
 
 
 @lru_cache(maxsize=1)  # footprint and work of a variant are requested one after the other
@@ -192,7 +183,11 @@ def _grouped(shape: ConvShape, variant: Variant, fin: int) -> _Groups:
     kept, tz = variant.count("kept") > 0, s.tile[0]
     groups = -(-s.tiles // variant.count("group"))
     group = -(-s.tiles // groups)
-    chunk = min(max(8, CHUNK // tz), group)
+    chunk, words = min(max(8, CHUNK // tz), group), words_of(variant)
+    kernels, held = s.kernel_bytes, chunk * s.point_blocks + 2  # blocks per point of a column
+    if words:
+        chunk = whole_groups(chunk)
+        kernels, held = kernel_bytes(shape.fin, shape.fout, tz, words), chunk * max(fin, blocks(shape.fout)) + 1
     return _Groups(
         sizes=s,
         kept=kept,
@@ -201,7 +196,9 @@ def _grouped(shape: ConvShape, variant: Variant, fin: int) -> _Groups:
         chunk=chunk,
         column_pitch=group * s.tile_pitch + BLOCK,  # an odd number of blocks: columns spread over the sets of a cache
         low_column_pitch=group * s.low_tile_pitch + BLOCK,
-        column_bytes=tz * (chunk * s.point_blocks + 2) * BLOCK + (0 if kept else s.kernel_bytes),
+        column_bytes=tz * held * BLOCK + (left_bytes(shape.fin, words) if words else 0) + (0 if kept else kernels),
+        kernel_bytes=kernels,
+        words=words,
     )
 
 
@@ -233,15 +230,16 @@ class ConvFftLanes:
             return "softmax needs all maps of a voxel before the maxima of the windows are taken"
         if max(reach_of(shape)) > SIDES[-1]:
             return f"kernel and window reach {max(reach_of(shape))}, beyond the largest tile of {SIDES[-1]}"
-        return why_not_fp32(shape) or why_not(machine)
+        return why_not_fp32_or_bf16(shape) or why_not_halves(shape) or why_not(machine)
 
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
-        del machine
-        return tiled_variants(as_conv(shape))
+        shape = as_conv(shape)
+        return tiled_variants(shape, products=products_worth(shape.precision, shape.fin, shape.fout, machine))
 
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
         shape = as_conv(shape)
-        sums = 2 * FLOAT32 * shape.out[2] if shape.activation == "softmax" else 0  # over the maps of a voxel
+        softmax = shape.activation == "softmax" and _activated_after(shape)
+        sums = 2 * FLOAT32 * shape.out[2] if softmax else 0  # over the maps of a voxel
         found = tiled_footprint(shape, variant, threads, blocks(shape.fin))
         return replace(found, reads_carried=True, allowance=found.allowance + threads * sums)
 
@@ -257,13 +255,25 @@ class ConvFftLanes:
         return _Step(resident, as_conv(shape), variant, pool)
 
 
+def why_not_halves(shape: ConvShape | GraphConvShape) -> str | None:
+    """Return None if a block of channels of a line is all that an activation needs in bf16, else a reason."""
+    if shape.precision == "bf16" and shape.activation == "softmax" and shape.fout > LANES:
+        return f"computes a softmax of {LANES} maps at most in bf16, of one block: more would be rounded before"
+    return None
+
+
+def _activated_after(shape: ConvShape) -> bool:
+    """Return whether an activation follows in a pass of its own; values in bfloat16 would be rounded before it."""
+    return shape.activation not in ("none", "relu") and shape.precision != "bf16"
+
+
 def tiled_footprint(shape: ConvShape, variant: Variant, threads: int, fin: int) -> Footprint:
     """Return the bytes for an input of `fin` blocks of channels, without those of activations other than ReLU."""
     g = _grouped(shape, variant, fin)
     s = g.sizes
     preparing = s.along_x_bytes if g.kept else 0
     return Footprint(
-        resident=(s.columns * s.kernel_bytes if g.kept else s.along_x_bytes) + s.bias_bytes,
+        resident=(s.columns * g.kernel_bytes if g.kept else s.along_x_bytes) + s.bias_bytes,
         scratch=(
             Scratch("spectra", s.columns * g.column_pitch),
             *([Scratch("low", s.low_columns * g.low_column_pitch)] if s.low_columns else ()),
@@ -278,13 +288,15 @@ def tiled_work(shape: ConvShape, variant: Variant, fin: int) -> Sequence[Work]:
     g = _grouped(shape, variant, fin)
     s = g.sizes
     kernels = 0.0 if g.kept else g.groups * s.kernels
-    read = float(g.groups * s.columns * s.kernel_bytes) if g.kept else 0.0
-    return (
-        s.forward,
-        Work("lane_fft", s.along_z + kernels, 0.0),
-        Work("lane_product", s.products, s.moved + read),
-        s.inverse,
-    )
+    read = float(g.groups * s.columns * g.kernel_bytes) if g.kept else 0.0
+    product = Work("lane_product", s.products, s.moved + read)
+    if g.words:
+        points = float(s.columns * s.tile[0])
+        divided = points * shape.fin * (s.tiles * fin / blocks(shape.fin) + (0 if g.kept else g.groups) * shape.fout)
+        kernels += 2 * DIVIDE_FLOPS * g.words * divided
+        flops = PRODUCTS[g.words] * 8 * points * s.tiles * LANES * blocks(shape.fin) * LANES * blocks(shape.fout)
+        product = Work(COST_UNITS[products_of(variant).unit], flops, s.moved + read)
+    return s.forward, Work("lane_fft", s.along_z + kernels, 0.0), product, s.inverse
 
 
 def tiled_kernels(weights: ConvWeights, variant: Variant, pool: ThreadPool) -> Resident:
@@ -295,7 +307,8 @@ def tiled_kernels(weights: ConvWeights, variant: Variant, pool: ThreadPool) -> R
     sizes = _sizes(ConvShape(1, fin, fout, tile, (kz, ky, kx)), tile, blocks(fin), NOT_UPSAMPLED)
     weight = np.ascontiguousarray(weights.weight)
     lib = library(this_machine().simd)
-    tiling = Tiling(fin=fin, fout=fout, low_from=part.first, low_to=part.end)
+    words = words_of(variant)
+    tiling = Tiling(fin=fin, fout=fout, low_from=part.first, low_to=part.end, words=words)
     tiling.k[:], tiling.tile[:], tiling.factor[:] = (kz, ky, kx), tile, part.factor
     along_x = aligned_bytes(_along_x_bytes(fin, fout, (kz, ky, kx), tile))
 
@@ -316,7 +329,8 @@ def tiled_kernels(weights: ConvWeights, variant: Variant, pool: ThreadPool) -> R
     bias[:fout] = weights.bias
     if not variant.count("kept"):
         return Resident(along_x.view(np.float32), bias)
-    kept = aligned_bytes(sizes.columns * sizes.kernel_bytes)
+    column = kernel_bytes(fin, fout, tile[0], words) if words else sizes.kernel_bytes
+    kept = aligned_bytes(sizes.columns * column)
     tiling.kernels = along_x.ctypes.data
 
     def finish(lo: int, hi: int, worker: int) -> None:
@@ -338,30 +352,6 @@ def _along_x_bytes(fin: int, fout: int, k: Vec3, tile: Vec3) -> int:
 
 def _address(array: Any) -> ctypes.c_void_p:
     return ctypes.c_void_p(array.ctypes.data)
-
-
-def input_blocks(x: Array, maps: int, slot: int = 0, *, upsampled: bool = False) -> list[Channels]:
-    """Return the blocks of channels of an array (.., z, y, x, f); only those of a voxel must be neighbours.
-
-    slot  the number of the first among the blocks that are upsampled, or among the others
-    """
-    plane, row, voxel = (stride // FLOAT32 for stride in x.strides[-4:-1])
-    count = blocks(maps)
-    return [
-        Channels(
-            x=x.ctypes.data + FLOAT32 * LANES * block,
-            plane=plane,
-            row=row,
-            voxel=voxel,
-            lanes=min(LANES, maps - LANES * block),
-            part=block,
-            parts=count,
-            maps=maps,
-            upsampled=upsampled,
-            slot=slot + block,
-        )
-        for block in range(count)
-    ]
 
 
 class TiledConvolution:
@@ -391,7 +381,10 @@ class TiledConvolution:
             relu=shape.activation == "relu",
             kept=g.kept,
             stream=s.columns * g.column_pitch > STREAM_BYTES,
+            half=shape.precision == "bf16",
             kernels=resident.kernels.ctypes.data,
+            words=g.words,
+            multiply=function_address(products_of(variant).unit) if g.words else None,
             bias=resident.bias.ctypes.data,
         )
         t.n[:], t.k[:], t.p[:], t.tile[:], t.step[:] = shape.n, shape.k, shape.pool, s.tile, s.step
@@ -414,7 +407,7 @@ class TiledConvolution:
         channels = (Channels * len(inputs))(*inputs)
         t.channels, t.spectra = ctypes.addressof(channels), scratch["spectra"].ctypes.data
         t.low = scratch["low"].ctypes.data if t.low_in else None
-        t.out, t.out_image = out.ctypes.data, out.strides[0] // FLOAT32
+        t.out, t.out_image = out.ctypes.data, out.strides[0] // out.itemsize
         buffers = scratch["blocks"].reshape(pool.threads, -1)
         bad = (ctypes.c_int64 * pool.threads)()
         for start in range(0, len(self._groups), TOGETHER):
@@ -444,12 +437,15 @@ class _Step:
     def __init__(self, resident: Resident, shape: ConvShape, variant: Variant, pool: ThreadPool) -> None:
         self._shape, self._pool = shape, pool
         self._tiles = TiledConvolution(resident, shape, variant, blocks(shape.fin), pool)
+        self._tiles.tiling.ending.bf16 = shape.precision == "bf16"
+        if shape.activation not in ("none", "relu") and not _activated_after(shape):
+            self._tiles.tiling.ending.function = code_of(shape.activation)
 
     def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes], before: Array | None = None) -> None:
         t = Tiling.from_buffer_copy(self._tiles.tiling)
-        t.x_image = x.strides[0] // FLOAT32
+        t.x_image = x.strides[0] // x.itemsize
         if before is not None:
-            t.before, t.before_image, t.carried = before.ctypes.data, before.strides[0] // FLOAT32, before.shape[1]
+            t.before, t.before_image, t.carried = before.ctypes.data, before.strides[0] // x.itemsize, before.shape[1]
         self._tiles.run(t, input_blocks(x, self._shape.fin), out, scratch)
-        # tanh and sigmoid are monotonic, so they may follow the maximum of a pooling.
-        activate_output(self._shape.activation, out, self._pool)
+        if _activated_after(self._shape):  # tanh and sigmoid are monotonic: they may follow the maximum of a pooling
+            activate_output(self._shape.activation, out, self._pool)

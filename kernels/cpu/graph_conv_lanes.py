@@ -26,17 +26,13 @@ from znnpy.graph_shapes import GraphConvShape
 from znnpy.kernels.contract import Footprint, Kind, Variant, Work
 from znnpy.kernels.cpu import conv_fft_lanes
 from znnpy.kernels.cpu.activations import activate_graph, code_of, temporary_bytes
-from znnpy.kernels.cpu.conv_fft_lanes import (
-    Channels,
-    ConvFftLanes,
-    TiledConvolution,
-    Tiling,
-    input_blocks,
-)
+from znnpy.kernels.cpu.conv_fft_lanes import ConvFftLanes, TiledConvolution, why_not_halves
 from znnpy.kernels.cpu.ending import divided, ending_of
 from znnpy.kernels.cpu.graph_convs import padded_conv, slope, why_not_stride_1
 from znnpy.kernels.cpu.graph_layer import given
 from znnpy.kernels.cpu.native.library import blocks
+from znnpy.kernels.cpu.tiled_arguments import Channels, Tiling, input_blocks
+from znnpy.kernels.cpu.tiled_products import products_worth
 from znnpy.kernels.cpu.tiled_variants import NOT_UPSAMPLED, Upsampled, tiled_variants
 from znnpy.layers import ONE
 from znnpy.shapes import ConvShape, Vec3, add
@@ -76,7 +72,12 @@ def _skipped(shape: GraphConvShape) -> Vec3:
 def _tiled_conv(shape: GraphConvShape) -> ConvShape:
     """Return the convolution that tiles cover."""
     padded = padded_conv(shape)
-    return replace(padded, n=add(padded.n, _skipped(shape)))
+    return replace(padded, n=add(padded.n, _skipped(shape)), precision=shape.precision)
+
+
+def _softmax_after(shape: GraphConvShape) -> bool:
+    """Return whether a softmax follows in a pass of its own. In bf16 it is part of the ending, which has all maps."""
+    return shape.activation == "softmax" and shape.precision != "bf16"
 
 
 def _why_not_upsampled(shape: GraphConvShape) -> str | None:
@@ -105,24 +106,26 @@ class GraphConvFftLanes:
     source: str = "overlap-save; per-frequency products after Mathieu, Henaff, LeCun 2014; pruning after ZNNi III"
 
     def why_not(self, shape: Sized, machine: Machine) -> str | None:
-        if reason := why_not_stride_1(shape):
+        if reason := why_not_stride_1(shape, bf16=True):
             return reason
         shape = given(shape, GraphConvShape)
         if shape.k == (1, 1, 1):
             return "a 1x1x1 kernel is one matrix product: see cpu.graph_conv.direct_lanes"
-        return _why_not_upsampled(shape) or ConvFftLanes().why_not(_tiled_conv(shape), machine)
+        if reason := why_not_halves(shape) or _why_not_upsampled(shape):
+            return reason
+        return ConvFftLanes().why_not(_tiled_conv(shape), machine)
 
     def variants(self, shape: Sized, machine: Machine) -> Sequence[Variant]:
-        del machine
         shape = given(shape, GraphConvShape)
-        return tiled_variants(_tiled_conv(shape), _part(shape))
+        products = products_worth(shape.precision, shape.fin, shape.fout, machine)
+        return tiled_variants(_tiled_conv(shape), _part(shape), products)
 
     def footprint(self, shape: Sized, variant: Variant, threads: int) -> Footprint:
         shape = given(shape, GraphConvShape)
         found = conv_fft_lanes.tiled_footprint(_tiled_conv(shape), variant, threads, _input_blocks(shape))
-        if shape.activation != "softmax":
-            return found
-        return replace(found, allowance=found.allowance + threads * temporary_bytes("softmax", shape.fout))
+        if _softmax_after(shape):
+            return replace(found, allowance=found.allowance + threads * temporary_bytes("softmax", shape.fout))
+        return found
 
     def work(self, shape: Sized, variant: Variant) -> Sequence[Work]:
         shape = given(shape, GraphConvShape)
@@ -158,7 +161,7 @@ class _Step:
         inputs, addend = divided(shape, inputs)
         if slope(shape) is None:
             t.ending = ending_of(shape, addend)
-        if shape.activation == "softmax":
+        if _softmax_after(shape):
             t.ending.function = code_of("none")
         channels, slots = list[Channels](), {False: 0, True: 0}
         for index, (x, maps) in enumerate(zip(inputs, shape.fins, strict=True)):
@@ -166,5 +169,5 @@ class _Step:
             channels += input_blocks(x, maps, slots[upsampled], upsampled=upsampled)
             slots[upsampled] += blocks(maps)
         self._tiles.run(t, channels, out, scratch)
-        if shape.activation == "softmax":
+        if _softmax_after(shape):
             activate_graph("softmax", (), out, self._pool)

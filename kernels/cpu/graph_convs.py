@@ -13,9 +13,12 @@ if TYPE_CHECKING:
     from znnpy.shapes import Sized
 
 
-def why_not_stride_1(shape: Sized) -> str | None:
-    """Return None if `shape` is a convolution of a graph with stride 1, dilation 1 and one group, else a reason."""
-    if reason := why_not_kind(shape, GraphConvShape, "convolutions of graphs"):
+def why_not_stride_1(shape: Sized, *, bf16: bool = False) -> str | None:
+    """Return None if `shape` is a convolution of a graph with stride 1, dilation 1 and one group, else a reason.
+
+    bf16  whether values may be bfloat16 too
+    """
+    if reason := why_not_kind(shape, GraphConvShape, "convolutions of graphs", bf16=bf16):
         return reason
     assert isinstance(shape, GraphConvShape)
     return None if shape.plain else "computes stride 1, dilation 1 and one group: see cpu.graph_conv.taps"

@@ -15,7 +15,7 @@ from znnpy.machine import AMX, AVX512_BF16, this_machine
 if TYPE_CHECKING:
     import ctypes
 
-SOURCES = ("bf16_conv.cpp", "bf16_limits.cpp", "activations.cpp")
+SOURCES = ("bf16_conv.cpp", "bf16_products.cpp", "bf16_limits.cpp", "activations.cpp")
 DEFINES = {AMX: "-DZNNPY_TWIN_AMX", AVX512_BF16: "-DZNNPY_TWIN_AVX512_BF16"}
 VECTORS = {
     "avx512": ("-mfma", "-mavx2", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),

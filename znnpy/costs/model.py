@@ -60,6 +60,8 @@ CPU_RATES: Mapping[Unit, Rate] = {
     "copy": Rate(flops=50e9, nbytes=25e9),
     "pool": Rate(flops=50e9, nbytes=30e9),
     "lane_product": Rate(flops=450e9, nbytes=28e9),
+    "lane_bf16_product": Rate(flops=860e9, nbytes=28e9),
+    "lane_amx_product": Rate(flops=4e12, nbytes=28e9),  # assumed: two fifths of what AMX reaches in registers
     "lane_fft": Rate(flops=300e9, nbytes=40e9),
     "lane_stream": Rate(flops=500e9, nbytes=42e9),
     "amx_product": Rate(flops=4e12, nbytes=42e9),

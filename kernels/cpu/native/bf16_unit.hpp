@@ -23,11 +23,12 @@ constexpr int ROWS = 32;  // two tiles
 
 #if defined(ZNNPY_TWIN_AMX)
 
-// Twins of the instructions, for tiles of 16 rows of 64 bytes.
+// Twins of the instructions, for tiles of up to 16 rows of 64 bytes.
 struct Tile {
   alignas(64) unsigned char bytes[16][64];
 };
 inline thread_local Tile tiles[8];
+inline thread_local int tile_rows[8];
 
 template <int T>
 inline void tile_zero() {
@@ -35,17 +36,17 @@ inline void tile_zero() {
 }
 template <int T>
 inline void tile_load(const void *from, ptrdiff_t pitch) {
-  for (int row = 0; row < 16; row++) std::memcpy(tiles[T].bytes[row], (const char *)from + row * pitch, 64);
+  for (int row = 0; row < tile_rows[T]; row++) std::memcpy(tiles[T].bytes[row], (const char *)from + row * pitch, 64);
 }
 template <int T>
 inline void tile_store(void *to, ptrdiff_t pitch) {
-  for (int row = 0; row < 16; row++) std::memcpy((char *)to + row * pitch, tiles[T].bytes[row], 64);
+  for (int row = 0; row < tile_rows[T]; row++) std::memcpy((char *)to + row * pitch, tiles[T].bytes[row], 64);
 }
 // Adds the product of tiles A and B to tile T, as the instruction is described: the first and the second values of pairs
 // are summed by themselves.
 template <int T, int A, int B>
 inline void tile_multiply() {
-  for (int row = 0; row < 16; row++) {
+  for (int row = 0; row < tile_rows[T]; row++) {
     float sums[LANES][2] = {}, total[LANES];
     for (int pair = 0; pair < STEP / 2; pair++) {
       Bf16 a[2], b[LANES][2];
@@ -59,7 +60,9 @@ inline void tile_multiply() {
     std::memcpy(tiles[T].bytes[row], total, 64);
   }
 }
-inline void unit_begin() {}
+inline void unit_begin(int rows = 16) {
+  for (int tile = 0; tile < 8; tile++) tile_rows[tile] = tile < 6 ? rows : 16;
+}
 inline void unit_end() {}
 
 #else
@@ -87,8 +90,10 @@ template <int T, int A, int B>
 ALWAYS void tile_multiply() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(T), "i"(A), "i"(B));
 }
-inline void unit_begin() {
-  const TileSizes sizes;
+// Lets tiles 0 to 5 have so many rows, and tiles 6 and 7 all.
+inline void unit_begin(int rows = 16) {
+  TileSizes sizes;
+  for (int tile = 0; tile < 6; tile++) sizes.rows[tile] = (uint8_t)rows;
   _tile_loadconfig(&sizes);
 }
 inline void unit_end() { _tile_release(); }
@@ -114,7 +119,7 @@ ALWAYS Lanes multiply_pairs(Lanes sums, Pairs a, Pairs b) {
   return (Lanes)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)b);
 #endif
 }
-inline void unit_begin() {}
+inline void unit_begin(int = 0) {}
 inline void unit_end() {}
 
 #else

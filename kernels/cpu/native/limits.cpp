@@ -74,7 +74,8 @@ EXPORT void znnpy_limits_gather(const Tiling *tiling, float *planes, int64_t lo,
     const ptrdiff_t voxels = least(t.tile[2], t.n[2] - at.x);
     for (ptrdiff_t block = 0; block < t.in; block++) {
       const Channels &c = t.channels[block];
-      const float *image = c.x + at.image * t.x_image + (at.z + z) * c.plane + at.y * c.row + at.x * c.voxel;
+      const float *image =
+          static_cast<const float *>(c.x) + at.image * t.x_image + (at.z + z) * c.plane + at.y * c.row + at.x * c.voxel;
       for (ptrdiff_t y = 0; y < rows; y++)
         for (ptrdiff_t x = 0; x < voxels; x++)
           copy_lanes(image + y * c.row + x * c.voxel, planes + y * half * BLOCK + x * LANES, c.lanes, false);
@@ -100,7 +101,7 @@ EXPORT void znnpy_limits_scatter(const Tiling *tiling, float *planes, int64_t lo
     const Origin at = origin(t, t.first + tile);
     if (at.z + z >= mz) continue;
     const ptrdiff_t rows = least(t.step[1], my - at.y), voxels = least(t.step[2], mx - at.x);
-    float *image = t.out + at.image * t.out_image + (((at.z + z) * my + at.y) * mx + at.x) * t.fout;
+    float *const out = static_cast<float *>(t.out), *image = out + at.image * t.out_image + (((at.z + z) * my + at.y) * mx + at.x) * t.fout;
     for (ptrdiff_t block = 0; block < blocks; block++) {
       const ptrdiff_t lanes = least(LANES, t.fout - block * LANES);
       const float *source = t.spectra + tile * t.tile_pitch + (z * blocks + block) * BLOCK;

@@ -1,4 +1,6 @@
 // Straight-line transforms of the lines of a tile, one set per length (Side), for the stages in tiled.cpp and tiled_pool.cpp.
+#include <type_traits>
+
 #include "fft.hpp"
 #include "tiled.hpp"
 
@@ -49,14 +51,14 @@ void along(const Complex &p) {
 }
 
 // SPACED: lines may begin in the padding, and voxels may be further apart than their channels need.
-template <int N, bool PART, bool SPACED>
-void from_rows(const float *image, const Rows &r) {
+template <class T, int N, bool PART, bool SPACED>
+void from_rows(const void *image, const Rows &r) {
   constexpr int HALF = N / 2 + 1;
   for (int y = 0; y < r.rows; y++) {
     const int slot = r.at + y;
-    const float *later = r.later + slot / r.passes * r.row + slot % r.passes * (SPACED ? 1 : N) * LANES;
+    const T *later = static_cast<const T *>(r.later) + slot / r.passes * r.row + slot % r.passes * (SPACED ? 1 : N) * LANES;
     for (int half = 0; half < LANES; half += W) {
-      const float *source = image + y * r.row + half;
+      const T *source = static_cast<const T *>(image) + y * r.row + half;
       C out[HALF];
       transform_real<N, 0, 1>(
           [&](auto i) ALWAYS_LAMBDA {
@@ -76,14 +78,15 @@ void from_rows(const float *image, const Rows &r) {
 }
 
 // Returns how many of the results are infinite or not a number. LEAKY: negative results are multiplied by a slope.
-template <int N, bool PART, bool LEAKY>
-int64_t to_rows(float *image, const Rows &r) {
+template <class T, int N, bool PART, bool LEAKY>
+int64_t to_rows(void *image, const Rows &r) {
+  constexpr bool MAY_STREAM = std::is_same_v<T, float>;
   constexpr int HALF = N / 2 + 1;
   int64_t count = 0;
   for (int y = 0; y < r.rows; y++) {
     for (int half = 0; half < LANES; half += W) {
       const float *source = r.spectra + y * HALF * BLOCK + half;
-      float *target = image + y * r.row + half;
+      T *target = static_cast<T *>(image) + y * r.row + half;
       C in[HALF];
       unroll<HALF>([&](auto k) ALWAYS_LAMBDA { in[k] = load_complex(source + k * BLOCK); });
       const V bias = load(r.bias + half);
@@ -94,7 +97,8 @@ int64_t to_rows(float *image, const Rows &r) {
         bad -= v * 0.0f != 0.0f;
         if constexpr (LEAKY) v = v > 0.0f ? v : v * r.slope;
         else if (r.relu) v = v > 0.0f ? v : V{};
-        if (PART && !(LEAKY && r.stream)) store_part(target + i * r.voxel, v, r.lanes - half);
+        if constexpr (!MAY_STREAM) store_part(target + i * r.voxel, v, r.lanes - half);
+        else if (PART && !(LEAKY && r.stream)) store_part(target + i * r.voxel, v, r.lanes - half);
         else if (r.stream) stream(target + i * r.voxel, v);
         else store(target + i * r.voxel, v);
       });
@@ -112,12 +116,15 @@ constexpr Side side() {
           along<N, true, false, false>,
           along<N, true, false, true>,
           along<N, true, true, false>,
-          from_rows<N, false, false>,
-          from_rows<N, true, false>,
-          from_rows<N, true, true>,
-          to_rows<N, false, false>,
-          to_rows<N, true, false>,
-          to_rows<N, true, true>};
+          from_rows<float, N, false, false>,
+          from_rows<float, N, true, false>,
+          from_rows<float, N, true, true>,
+          from_rows<Bf16, N, true, true>,
+          to_rows<float, N, false, false>,
+          to_rows<float, N, true, false>,
+          to_rows<float, N, true, true>,
+          to_rows<Bf16, N, true, false>,
+          to_rows<Bf16, N, true, true>};
 }
 
 // Half the side of a tile: only what upsampled blocks need.
@@ -129,9 +136,12 @@ constexpr Side half_side() {
           along<N, true, false, false>,
           nullptr,
           nullptr,
-          from_rows<N, false, false>,
-          from_rows<N, true, false>,
-          from_rows<N, true, true>,
+          from_rows<float, N, false, false>,
+          from_rows<float, N, true, false>,
+          from_rows<float, N, true, true>,
+          from_rows<Bf16, N, true, true>,
+          nullptr,
+          nullptr,
           nullptr,
           nullptr,
           nullptr};

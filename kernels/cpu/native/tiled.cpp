@@ -16,6 +16,7 @@
 #include <cstring>
 #include <thread>
 
+#include "bf16_products.hpp"
 #include "fft.hpp"
 #include "tiled.hpp"
 
@@ -120,57 +121,109 @@ void repeat_along_z(const Tiling &t, const float *re, const float *im, float *sp
   }
 }
 
-// Computes the kernels of one column of frequencies: panel by panel (z, fin, block, re/im, lane), conjugate.
+// The kernels of one column of frequencies.
+struct KernelColumn {
+  const Tiling &t;
+  ptrdiff_t fx;
+  float cosines[2][32], sines[2][32];  // along y, of maps as they are, and of upsampled ones
+  float repetition[2][32];             // the spectrum of one along z: real and imaginary parts
+
+  KernelColumn(const Tiling &tiling, ptrdiff_t column) : t(tiling), fx(column / tiling.tile[1]) {
+    const ptrdiff_t fy = column % t.tile[1];
+    for (ptrdiff_t y = 0; y < t.k[1]; y++) {
+      const double angle = 2 * PI * (double)(fy * y % t.tile[1]) / (double)t.tile[1];
+      cosines[0][y] = cosines[1][y] = (float)std::cos(angle);
+      sines[0][y] = sines[1][y] = (float)std::sin(angle);
+      if (t.factor[1] > 1) repeat(fy, t.tile[1], cosines[1][y], sines[1][y]);
+    }
+    for (ptrdiff_t frequency = 0; t.factor[0] > 1 && frequency < t.tile[0]; frequency++) {
+      repetition[0][frequency] = 1, repetition[1][frequency] = 0;
+      repeat(frequency, t.tile[0], repetition[0][frequency], repetition[1][frequency]);
+    }
+  }
+
+  // Computes the frequencies along z of one input map and a block of output maps, `pitch` floats apart, conjugate.
+  ALWAYS void transform(ptrdiff_t block, ptrdiff_t map, float *spectrum, ptrdiff_t pitch) const {
+    const ptrdiff_t kz = t.k[0], ky = t.k[1];
+    const float *const half = t.kernels + ((fx * blocks_of(t.fout) + block) * t.fin + map) * kz * ky * BLOCK;
+    const bool upsampled = map >= t.low_from && map < t.low_to;
+    const float *const c = cosines[upsampled], *const s = sines[upsampled];
+    float lines[32 * BLOCK];
+    for (ptrdiff_t z = 0; z < kz; z++) {
+      for (int lane = 0; lane < LANES; lane += W) {
+        V re{}, im{};
+        for (ptrdiff_t y = 0; y < ky; y++) {
+          const C h = load_complex(half + (z * ky + y) * BLOCK + lane);
+          re += h.re * c[y] - h.im * s[y];
+          im += h.re * s[y] + h.im * c[y];
+        }
+        store_complex(lines + z * BLOCK + lane, {re, im});
+      }
+    }
+    find(t.tile[0])->kernels({lines, BLOCK, 0, spectrum, pitch, 0, 1, (int)kz, (int)t.tile[0]});
+    if (upsampled && t.factor[0] > 1) repeat_along_z(t, repetition[0], repetition[1], spectrum, pitch);
+  }
+};
+
+// Computes the kernels of a column: panel by panel (z, fin, block, re/im, lane).
 void kernel_column(const Tiling &t, ptrdiff_t column, float *target) {
-  const Side &z = *find(t.tile[0]);
-  const ptrdiff_t fx = column / t.tile[1], fy = column % t.tile[1];
-  const ptrdiff_t kz = t.k[0], ky = t.k[1], blocks = blocks_of(t.fout);
-  float cosines[2][32], sines[2][32], lines[32 * BLOCK];  // of maps as they are, and of upsampled ones
-  for (ptrdiff_t y = 0; y < ky; y++) {
-    const double angle = 2 * PI * (double)(fy * y % t.tile[1]) / (double)t.tile[1];
-    cosines[0][y] = cosines[1][y] = (float)std::cos(angle);
-    sines[0][y] = sines[1][y] = (float)std::sin(angle);
-    if (t.factor[1] > 1) repeat(fy, t.tile[1], cosines[1][y], sines[1][y]);
-  }
-  float repetition[2][32];  // the spectrum of one along z: real and imaginary parts
-  for (ptrdiff_t frequency = 0; t.factor[0] > 1 && frequency < t.tile[0]; frequency++) {
-    repetition[0][frequency] = 1, repetition[1][frequency] = 0;
-    repeat(frequency, t.tile[0], repetition[0][frequency], repetition[1][frequency]);
-  }
+  const KernelColumn kernels(t, column);
+  const ptrdiff_t blocks = blocks_of(t.fout);
   for (ptrdiff_t first = 0; first < blocks;) {
     const int width = panel(blocks - first);
     const ptrdiff_t pitch = (t.fin * width + 1) * BLOCK;
-    for (int b = 0; b < width; b++) {
-      const float *half = t.kernels + (fx * blocks + first + b) * t.fin * kz * ky * BLOCK;
-      for (ptrdiff_t map = 0; map < t.fin; map++) {
-        const bool upsampled = map >= t.low_from && map < t.low_to;
-        const float *const c = cosines[upsampled], *const s = sines[upsampled];
-        for (ptrdiff_t z = 0; z < kz; z++) {
-          for (int lane = 0; lane < LANES; lane += W) {
-            V re{}, im{};
-            for (ptrdiff_t y = 0; y < ky; y++) {
-              const C h = load_complex(half + ((map * kz + z) * ky + y) * BLOCK + lane);
-              re += h.re * c[y] - h.im * s[y];
-              im += h.re * s[y] + h.im * c[y];
-            }
-            store_complex(lines + z * BLOCK + lane, {re, im});
-          }
-        }
-        float *const spectrum = target + (map * width + b) * BLOCK;
-        z.kernels({lines, BLOCK, 0, spectrum, pitch, 0, 1, (int)kz, (int)t.tile[0]});
-        if (upsampled && t.factor[0] > 1) repeat_along_z(t, repetition[0], repetition[1], spectrum, pitch);
-      }
-    }
+    for (int b = 0; b < width; b++)
+      for (ptrdiff_t map = 0; map < t.fin; map++)
+        kernels.transform(first + b, map, target + (map * width + b) * BLOCK, pitch);
     target += t.tile[0] * pitch;
     first += width;
   }
 }
 
+// Computes their words, in the order of Products.w.
+void kernel_words(const Tiling &t, ptrdiff_t column, Bf16 *target) {
+  const KernelColumn kernels(t, column);
+  const ptrdiff_t blocks = blocks_of(t.fout), steps = steps_of(t.fin), words = t.words, panel = 2 * LANES * LANES;
+  const ptrdiff_t frequency = frequency_of(t.fin, blocks, words);
+  alignas(64) float pair[2][32 * BLOCK];
+  for (ptrdiff_t block = 0; block < blocks; block++) {
+    for (ptrdiff_t map = 0; map < steps * LANES; map += 2) {
+      for (ptrdiff_t i = 0; i < 2; i++) {
+        if (map + i < t.fin) kernels.transform(block, map + i, pair[i], BLOCK);
+        else std::memset(pair[i], 0, sizeof pair[i]);
+      }
+      for (ptrdiff_t part = 0; part < BLOCK; part += LANES) {
+        const ptrdiff_t value = map + (part ? steps * LANES : 0), step = value / 32, at = value % 32 * LANES;
+        for (ptrdiff_t z = 0; z < t.tile[0]; z++) {
+          Bf16 *const to = target + z * frequency + (block * steps + step) * words * panel + at;
+          for (int lane = 0; lane < LANES; lane += W) {
+            V a = load(pair[0] + z * BLOCK + part + lane), b = load(pair[1] + z * BLOCK + part + lane);
+            for (ptrdiff_t word = 0; word < words; word++) {
+              const Half first = narrow(a), second = narrow(b);
+              const Bits both = __builtin_convertvector(first, Bits) | __builtin_convertvector(second, Bits) << 16;
+              store(reinterpret_cast<float *>(to + word * panel + 2 * lane), (V)both);
+              a -= widen(first);
+              b -= widen(second);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+// Returns the floats that the kernels of a column take.
 ptrdiff_t column_floats(const Tiling &t) {
-  ptrdiff_t panels = 0;
   const ptrdiff_t blocks = blocks_of(t.fout);
+  if (t.words) return t.tile[0] * frequency_of(t.fin, blocks, t.words) / 2;
+  ptrdiff_t panels = 0;
   for (ptrdiff_t first = 0; first < blocks; first += panel(blocks - first)) panels++;
   return t.tile[0] * (t.fin * blocks + panels) * BLOCK;
+}
+
+void any_kernels(const Tiling &t, ptrdiff_t column, float *target) {
+  if (t.words) kernel_words(t, column, reinterpret_cast<Bf16 *>(target));
+  else kernel_column(t, column, target);
 }
 
 // The blocks of the input that lie on one lattice: those that are upsampled, or the others.
@@ -203,11 +256,13 @@ Lattice lattice(const Tiling &t, bool upsampled) {
 }
 
 // Returns the address of the first voxel of a plane that is in memory; rows and voxels before it may not be.
-const float *address(const Tiling &t, const Origin &at, ptrdiff_t block) {
+const char *address(const Tiling &t, const Origin &at, ptrdiff_t block) {
   const Channels &c = t.channels[block];
   const bool carried = at.z < t.carried;
-  const float *const image = carried ? t.before + block * LANES + at.image * t.before_image : c.x + at.image * t.x_image;
-  return image + (carried ? at.z : at.z - t.carried) * c.plane + at.y * c.row + at.x * c.voxel;
+  const void *const from = carried ? t.before : c.x;
+  const ptrdiff_t image = carried ? block * LANES + at.image * t.before_image : at.image * t.x_image;
+  const ptrdiff_t z = carried ? at.z : at.z - t.carried;
+  return static_cast<const char *>(from) + (image + z * c.plane + at.y * c.row + at.x * c.voxel) * value_bytes(t);
 }
 
 // Returns how many positions from `from` on precede those in memory.
@@ -262,19 +317,23 @@ int64_t units_of(const Tiling &t, int stage) {
 // is stored: it is voxel `skipped` of a line. The function is no part of its caller, whose other path would be slower.
 __attribute__((noinline)) int64_t ended_lines(const Tiling &t, bool stream, float *planes, const Origin &at,
                                               ptrdiff_t block, ptrdiff_t lines, ptrdiff_t skipped, ptrdiff_t voxels,
-                                              float *image) {
+                                              void *image) {
   Ending ending = t.ending;
   ending.past = stream;
   const Side &along_x = *find(t.tile[2]);
   const ptrdiff_t mx = t.n[2] - t.k[2] + 1 - t.skip[2], line = (t.tile[2] / 2 + 1) * BLOCK, count = voxels - skipped;
+  const ptrdiff_t lanes = least(LANES, t.fout - block * LANES), bytes = value_bytes(t);
   alignas(64) float sums[32 * LANES];
   int64_t bad = 0;
   for (ptrdiff_t y = 0; y < lines; y++) {
-    const float *const addend = ending.addend.at(at.z, at.y + y, at.x, block * LANES);
-    for (ptrdiff_t i = 0; addend != nullptr && i < count; i++) __builtin_prefetch(addend + i * ending.addend.voxel);
+    const ptrdiff_t map = block * LANES;
+    const void *const addend = t.half ? (const void *)ending.addend.at<Bf16>(at.z, at.y + y, at.x, map)
+                                      : ending.addend.at(at.z, at.y + y, at.x, map);
+    for (ptrdiff_t i = 0; addend != nullptr && i < count; i++)
+      __builtin_prefetch(static_cast<const char *>(addend) + i * ending.addend.voxel * bytes);
     along_x.to(sums, {0, LANES, 1, (int)voxels, LANES, planes + y * line, t.bias + block * LANES, false});
-    bad += end_lanes(ending, {sums + skipped * LANES, count, LANES, addend, image + y * mx * t.fout + block * LANES},
-                     t.fout, least(LANES, t.fout - block * LANES));
+    char *const out = static_cast<char *>(image) + (y * mx * t.fout + map) * bytes;
+    bad += end_lanes(ending, {sums + skipped * LANES, count, LANES, addend, out}, t.fout, lanes);
   }
   return bad;
 }
@@ -328,10 +387,10 @@ EXPORT void znnpy_tiled_kernels(const Tiling *tiling, const float *weight, float
   }
 }
 
-// Computes kernel spectra of columns [lo, hi): (column; panel, z, fin, block, re/im, lane).
+// Computes kernel spectra of columns [lo, hi): (column; panel, z, fin, block, re/im, lane), or their words.
 EXPORT void znnpy_tiled_spectra(const Tiling *tiling, float *target, int64_t lo, int64_t hi) {
   const Tiling &t = *tiling;
-  for (int64_t column = lo; column < hi; column++) kernel_column(t, column, target + column * column_floats(t));
+  for (int64_t column = lo; column < hi; column++) any_kernels(t, column, target + column * column_floats(t));
 }
 
 // Transforms planes [lo, hi) of the group's tiles, tile.z per tile.
@@ -358,12 +417,15 @@ EXPORT void znnpy_tiled_forward(const Tiling *tiling, float *planes, int64_t lo,
         Rows r{c.row, c.voxel, (int)rows, (int)voxels, (int)c.lanes, planes + above * row, nullptr, false};
         r.first = (int)skipped;
         if (later) {
-          r.later = address(t, next, block - c.part) + above * c.row;
+          r.later = address(t, next, block - c.part) + above * c.row * value_bytes(t);
           r.at = (int)(c.part * rows), r.passes = (int)c.parts;
         }
         const bool spaced = skipped > 0 || c.voxel > c.maps, part = voxels < l.tile[2] || c.lanes < LANES;
-        const From from = spaced ? along_x.from_spaced : part ? along_x.from_part : along_x.from;
-        from(address(t, plane, block) + above * c.row, r);
+        const From from = t.half   ? along_x.from_half
+                          : spaced ? along_x.from_spaced
+                          : part   ? along_x.from_part
+                                   : along_x.from;
+        from(address(t, plane, block) + above * c.row * value_bytes(t), r);
         std::memset(planes, 0, (size_t)(above * row) * sizeof(float));
         const ptrdiff_t left = l.tile[1] - above - rows;
         std::memset(planes + (above + rows) * row, 0, (size_t)(left * row) * sizeof(float));
@@ -376,10 +438,47 @@ EXPORT void znnpy_tiled_forward(const Tiling *tiling, float *planes, int64_t lo,
   if (stream) fence();
 }
 
+namespace {
+
+// Multiplies columns as znnpy_tiled_multiply does, on a unit for bfloat16. `scratch` holds a column of kernels unless they
+// are kept, then `chunk` tiles, whole groups, which the products overwrite, and room for the words of a frequency.
+void multiply_on_unit(const Tiling &t, float *scratch, int64_t lo, int64_t hi) {
+  const Side &along_z = *find(t.tile[0]);
+  const ptrdiff_t in = t.in, out = blocks_of(t.fout), tz = t.tile[0], tile_floats = (in > out ? in : out) * BLOCK;
+  const ptrdiff_t pitch = t.chunk * tile_floats + BLOCK;
+  const bool stream = STREAMS && t.stream;
+  float *const x = scratch + (t.kept ? 0 : column_floats(t));
+  Products p{x, pitch, tile_floats, tz, 0, t.words, in, out, t.fin, t.channels, nullptr, nullptr, nullptr, nullptr};
+  p.left = reinterpret_cast<Bf16 *>(x + tz * pitch);
+  for (ptrdiff_t column = lo; column < hi; column++) {
+    const float *const w = t.kept ? t.kernels + column * column_floats(t) : scratch;
+    if (!t.kept) any_kernels(t, column, scratch);
+    p.w = reinterpret_cast<const Bf16 *>(w);
+    float *const spectra = t.spectra + column * t.column_pitch;
+    for (ptrdiff_t first = 0; first < t.tiles; first += t.chunk) {
+      p.tiles = least(t.chunk, t.tiles - first);
+      for (ptrdiff_t tile = 0; tile < p.tiles; tile++) column_along_z(t, column, first + tile, x + tile * tile_floats, pitch);
+      const bool last = first + t.chunk >= t.tiles;  // followed by the next column's first tiles
+      const ptrdiff_t left = !last ? t.tiles - first - t.chunk : column + 1 < hi ? t.tiles : 0;
+      p.ahead = last ? spectra + t.column_pitch : spectra + (first + t.chunk) * t.tile_pitch;
+      p.end = p.ahead + least(t.chunk, left) * t.tile_pitch;
+      t.multiply(&p);
+      for (ptrdiff_t tile = 0; tile < p.tiles; tile++)
+        (stream ? along_z.inverse_stream : along_z.inverse)(
+            {x + tile * tile_floats, pitch, BLOCK, spectra + (first + tile) * t.tile_pitch, out * BLOCK, BLOCK, (int)out,
+             0, (int)(tz - t.k[0] + 1)});
+    }
+  }
+  if (stream) fence();
+}
+
+}  // namespace
+
 // Multiplies columns [lo, hi) of the group, in place. `scratch` holds a column of kernels unless they are kept, then
 // `chunk` tiles before the product and after it.
 EXPORT void znnpy_tiled_multiply(const Tiling *tiling, float *scratch, int64_t lo, int64_t hi) {
   const Tiling &t = *tiling;
+  if (t.words) return multiply_on_unit(t, scratch, lo, hi);
   const Side &along_z = *find(t.tile[0]);
   const ptrdiff_t in = t.in, out = blocks_of(t.fout), tz = t.tile[0];
   const ptrdiff_t before = (t.chunk * in + 1) * BLOCK;
@@ -424,6 +523,7 @@ EXPORT int64_t znnpy_tiled_inverse(const Tiling *tiling, float *planes, int64_t 
   const ptrdiff_t half = t.tile[2] / 2 + 1, blocks = blocks_of(t.fout);
   const ptrdiff_t mz = t.n[0] - t.k[0] + 1, my = t.n[1] - t.k[1] + 1, mx = t.n[2] - t.k[2] + 1;
   const bool stream = STREAMS && streams_out(t), ahead = blocks * half * t.tile[1] * BLOCK <= LATER_FLOATS;
+  const ptrdiff_t bytes = value_bytes(t);
   int64_t bad = 0;
   for (ptrdiff_t unit = lo; unit < hi; unit++) {
     const ptrdiff_t tile = unit / t.step[0], z = unit % t.step[0];
@@ -432,8 +532,9 @@ EXPORT int64_t znnpy_tiled_inverse(const Tiling *tiling, float *planes, int64_t 
     const ptrdiff_t rows = least(t.step[1], my - at.y), voxels = least(t.step[2], mx - at.x);
     const ptrdiff_t above = at.y == 0 ? t.skip[1] : 0, skipped = at.x == 0 ? t.skip[2] : 0;
     const ptrdiff_t line = (mx - t.skip[2]) * t.fout;
-    float *image = t.out + at.image * t.out_image + ((at.z + z - t.skip[0]) * (my - t.skip[1]) + at.y - t.skip[1]) * line +
-                   (at.x - t.skip[2]) * t.fout;
+    const ptrdiff_t row = (at.z + z - t.skip[0]) * (my - t.skip[1]) + at.y - t.skip[1];
+    const ptrdiff_t begin = at.image * t.out_image + row * line + (at.x - t.skip[2]) * t.fout;
+    char *const image = static_cast<char *>(t.out) + begin * bytes;
     const ptrdiff_t next = (unit + 1) / t.step[0] * t.tile_pitch + (unit + 1) % t.step[0] * blocks * BLOCK;
     const float *const later = ahead && unit + 1 < hi ? t.spectra + next : nullptr;
     for (ptrdiff_t block = 0; block < blocks; block++) {
@@ -444,13 +545,14 @@ EXPORT int64_t znnpy_tiled_inverse(const Tiling *tiling, float *planes, int64_t 
       if (t.ending.any()) {
         const Origin first{at.image, at.z + z - t.skip[0], at.y + above - t.skip[1], at.x + skipped - t.skip[2]};
         bad += ended_lines(t, stream, planes + above * half * BLOCK, first, block, rows - above, skipped, voxels,
-                           image + above * line + skipped * t.fout);
+                           image + (above * line + skipped * t.fout) * bytes);
         continue;
       }
       const Rows r{line, t.fout, (int)(rows - above), (int)voxels, lanes, planes + above * half * BLOCK,
                    t.bias + block * LANES, t.relu != 0, nullptr, 0, 1, stream, (int)skipped, (float)t.slope};
-      const To to = t.slope != 0 ? along_x.to_leaky : lanes < LANES ? along_x.to_part : along_x.to;
-      bad += to(image + above * line + block * LANES, r);
+      const To leaky = t.half ? along_x.to_half_leaky : along_x.to_leaky;
+      const To plain = t.half ? along_x.to_half : lanes < LANES ? along_x.to_part : along_x.to;
+      bad += (t.slope != 0 ? leaky : plain)(image + (above * line + block * LANES) * bytes, r);
     }
   }
   if (stream) fence();

@@ -1,5 +1,5 @@
 // Arguments that conv_fft_lanes.py passes to the tiled convolution, and declarations shared by its stages. Sizes are in
-// elements; the last axis of an image is its channels.
+// elements; the last axis of an image is its channels. Images are float32 or, if `half`, bfloat16.
 //
 // The input has `n` voxels, of which `held` are in memory, from voxel `lead` on; the others are zero (padding).
 //
@@ -10,12 +10,14 @@
 #include <atomic>
 #include <cstdint>
 
+#include "bf16.hpp"
 #include "ending.hpp"
-#include "vector.hpp"
+
+struct Products;
 
 struct Channels {  // one block of channels of the input
-  const float *x;             // the block's first channel in the first voxel that is in memory
-  int64_t plane, row, voxel;  // floats from plane to plane, row to row, voxel to voxel
+  const void *x;              // the block's first channel in the first voxel that is in memory
+  int64_t plane, row, voxel;  // values from plane to plane, row to row, voxel to voxel
   int64_t lanes;              // channels of the block
   int64_t part, parts;        // which of the blocks of its array it is, and how many these are
   int64_t maps;               // channels of its array
@@ -37,16 +39,18 @@ struct Tiling {
   int64_t column_pitch;   // floats from column to column of the spectra
   int64_t tile_pitch;     // floats from tile to tile of a column
   int64_t low_column_pitch, low_tile_pitch;  // the same of upsampled blocks
-  int64_t x_image, out_image;  // floats from image to image
-  int64_t relu, kept, stream;
-  int64_t carried, before_image;  // planes that precede those of x, and floats from image to image of these planes
+  int64_t x_image, out_image;  // values from image to image
+  int64_t relu, kept, stream, half;
+  int64_t carried, before_image;  // planes that precede those of x, and values from image to image of these planes
   double slope;                   // not 0: negative results are multiplied by it
   const Channels *channels;
-  const float *before;  // only if all blocks are of one array
-  float *out;
+  const void *before;  // only if all blocks are of one array
+  void *out;
   float *spectra, *low;   // low: of upsampled blocks
-  const float *kernels;  // kept: spectra, column by column; else transformed along x alone
+  const float *kernels;  // kept: spectra (or their words), column by column; else transformed along x alone
   const float *bias;     // padded to whole blocks
+  int64_t words;  // words of bfloat16 that values are divided into for the product on a unit for these; 0: none is used
+  void (*multiply)(const Products *);  // znnpy_spectral_products of the unit's library
   znnpy::Ending ending;  // what follows besides relu and slope; its addend is one image
 };
 
@@ -77,14 +81,14 @@ struct Complex {  // where the lines of a pass are, in floats
 };
 
 struct Rows {  // real lines of one block of channels, and their spectra
-  ptrdiff_t row, voxel;  // strides in the image, in floats
+  ptrdiff_t row, voxel;  // strides in the image, in values
   int rows, voxels, lanes;  // inside the image; `voxels` counts those before `first`
   float *spectra;  // (y, x, re/im, lane)
   const float *bias;
   bool relu;
   // The first row of the next `passes` blocks of channels is prefetched into L2, row after row, all channels at once; `at`
   // counts the rows of single blocks prefetched before.
-  const float *later = nullptr;
+  const void *later = nullptr;
   int at = 0, passes = 1;
   bool stream = false;  // whole, aligned blocks are written past the caches
   int first = 0;  // voxels before it are zero
@@ -92,14 +96,14 @@ struct Rows {  // real lines of one block of channels, and their spectra
 };
 
 using Pass = void (*)(const Complex &);
-using From = void (*)(const float *, const Rows &);
-using To = int64_t (*)(float *, const Rows &);
+using From = void (*)(const void *, const Rows &);
+using To = int64_t (*)(void *, const Rows &);
 
 struct Side {  // the transforms of one length
   int length;
   Pass forward, forward_stream, inverse, inverse_stream, kernels;
-  From from, from_part, from_spaced;
-  To to, to_part, to_leaky;
+  From from, from_part, from_spaced, from_half;
+  To to, to_part, to_leaky, to_half, to_half_leaky;
 };
 
 const Side *find(int64_t length);  // null if tiles have no such side
@@ -107,12 +111,14 @@ const Side *find(int64_t length);  // null if tiles have no such side
 // Whether blocks of channels of the output are whole cache lines, and so many that they do not stay in the cache
 // anyway.
 inline bool streams_out(const Tiling &t) {
-  return t.stream && t.fout % LANES == 0 && t.out_image % LANES == 0 && (uintptr_t)t.out % (4 * LANES) == 0;
+  return t.stream && !t.half && t.fout % LANES == 0 && t.out_image % LANES == 0 && (uintptr_t)t.out % (4 * LANES) == 0;
 }
 
 // Whether spectra and lines of the output may be written past the caches: vectors of half a cache line would write it in
 // two parts, with so many other lines between that memory gets each part by itself, which takes twice as long as without.
 constexpr bool STREAMS = W == LANES;
+
+inline ptrdiff_t value_bytes(const Tiling &t) { return t.half ? sizeof(Bf16) : sizeof(float); }
 
 inline bool pools(const Tiling &t) { return t.p[0] * t.p[1] * t.p[2] > 1; }
 

@@ -7,6 +7,7 @@
 //
 // Fragment (oz * py + oy) * px + ox of image s is output image s * P + fragment; its voxel i is the maximum of the
 // window at i * p + o.
+#include "activations.hpp"
 #include "tiled.hpp"
 
 namespace znnpy {
@@ -43,23 +44,23 @@ struct Fragments {  // one plane of windows of a tile, for one block of channels
   int lanes;
 };
 
-template <bool PART, bool STREAM>
-void scatter(const Tiling &t, const Fragments &f, float *out) {
+template <class T, bool PART, bool STREAM>
+void scatter(const Tiling &t, const Fragments &f, T *out) {
   const ptrdiff_t pz = t.p[0], py = t.p[1], px = t.p[2];
   const ptrdiff_t qy = (t.n[1] - t.k[1] + 1) / py, qx = (t.n[2] - t.k[2] + 1) / px;
   for (ptrdiff_t row = 0; row < f.rows; row++) {
     const ptrdiff_t y = f.y + row, fragment = (f.z % pz * py + y % py) * px;
-    float *const lines = out + ((f.z / pz * qy + y / py) * qx) * t.fout;
+    T *const lines = out + ((f.z / pz * qy + y / py) * qx) * t.fout;
     for (ptrdiff_t first = 0; first < least(px, f.columns); first++) {
       const ptrdiff_t x = f.x + first;
-      float *target = lines + (fragment + x % px) * t.out_image + x / px * t.fout;
+      T *target = lines + (fragment + x % px) * t.out_image + x / px * t.fout;
       const float *source = f.planes + (row * f.columns + first) * LANES;
       for (ptrdiff_t column = first; column < f.columns; column += px, target += t.fout, source += px * LANES) {
         for (int half = 0; half < LANES; half += W) {
           V v = load(source + half);
           for (ptrdiff_t d = 1; d < pz; d++) v = larger(v, load(source + d * f.plane + half));
-          if (PART) store_part(target + half, v, f.lanes - half);
-          else if (STREAM) stream(target + half, v);
+          if constexpr (PART) store_part(target + half, v, f.lanes - half);
+          else if constexpr (STREAM) stream(target + half, v);
           else store(target + half, v);
         }
       }
@@ -91,19 +92,24 @@ EXPORT int64_t znnpy_tiled_pool(const Tiling *tiling, float *scratch, int64_t lo
     const ptrdiff_t columns = least(t.step[2], t.n[2] - t.k[2] + 1 - (px - 1) - at.x);
     const ptrdiff_t voxels = columns + px - 1, plane = rows * columns * LANES;
     const int lanes = (int)least(LANES, t.fout - block * LANES);
-    float *const out = t.out + at.image * pz * py * px * t.out_image + block * LANES;
+    const ptrdiff_t first = at.image * pz * py * px * t.out_image + block * LANES;
+    float *const out = static_cast<float *>(t.out) + first;
+    Bf16 *const half_out = static_cast<Bf16 *>(t.out) + first;
     for (ptrdiff_t z = 0; z < depth; z++) {
       const float *source = t.spectra + tile * t.tile_pitch + (z * blocks + block) * BLOCK;
       along_y.inverse({source, t.column_pitch, t.tile[1] * t.column_pitch, scratch, half * BLOCK, BLOCK, (int)half, 0,
                        (int)(rows + py - 1), blocks * BLOCK});
       bad += along_x.to(image, {voxels * LANES, LANES, (int)(rows + py - 1), (int)voxels, lanes, scratch,
                                 t.bias + block * LANES, t.relu != 0});
+      if (t.ending.function != NONE)
+        activate(t.ending.function, 0, 0, image, image, (rows + py - 1) * voxels * LANES);
       plane_maxima(image, voxels, py, px, planes + z % pz * plane, rows, columns);
       if (z < pz - 1) continue;
       const Fragments f{planes, plane, at.z + z - (pz - 1), at.y, at.x, rows, columns, lanes};
-      if (lanes < LANES) scatter<true, false>(t, f, out);
-      else if (stream) scatter<false, true>(t, f, out);
-      else scatter<false, false>(t, f, out);
+      if (t.half) scatter<Bf16, true, false>(t, f, half_out);
+      else if (lanes < LANES) scatter<float, true, false>(t, f, out);
+      else if (stream) scatter<float, false, true>(t, f, out);
+      else scatter<float, false, false>(t, f, out);
     }
   }
   if (stream) fence();

@@ -319,7 +319,7 @@ def refused() -> Iterator[tuple[GraphConvShape | PadShape, str]]:
     plain = GraphConvShape((4,), 4, (8, 8, 8), (3, 3, 3))
     for changed in ({"stride": (1, 2, 1)}, {"dilation": (2, 1, 1)}, {"groups": 2}):
         yield replace(plain, **changed), "stride 1, dilation 1 and one group"
-    yield replace(plain, precision="fp16"), "computes in fp32, not in fp16"
+    yield replace(plain, precision="fp16"), "not in fp16"
     yield PadShape(1, (4, 4, 4), (4, 4, 4), (0, 0, 0), (0, 0, 0), (4, 4, 4), "zeros"), "computes convolutions of graphs"
 
 
