@@ -23,7 +23,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from znnpy.graph_shapes import GraphConvShape, TransposeShape
-from znnpy.kernels.contract import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work
+from znnpy.kernels.contract import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work, why_not_fp32_or_bf16
 from znnpy.kernels.cpu.bf16_division import STEP, STEP_CYCLES, WIDTH, Division, division, folds, products_of
 from znnpy.kernels.cpu.bf16_kernels import Resident, folds_taps, packed_kernels
 from znnpy.kernels.cpu.bf16_problem import AnyConv, Problem, maps_of, problem_of, upsampled_input
@@ -36,6 +36,7 @@ from znnpy.shapes import FLOAT16, FLOAT32, ConvShape
 if TYPE_CHECKING:
     from znnpy.kernels.contract import ConvWeights, Unit
     from znnpy.kernels.thread_pool import ThreadPool
+    from znnpy.layer_shapes import LayerShape
     from znnpy.machine import Machine
     from znnpy.shapes import Precision, Sized
 
@@ -73,7 +74,7 @@ class _Bf16Conv:
         workers = min(threads, found.units)
         taps = sum(problem.taps(number) for number in range(len(problem.groups)))
         return Footprint(
-            resident=_kernel_bytes(problem, found, variant) + FLOAT32 * (problem.width + WIDTH),
+            resident=_kernel_bytes(problem, found, variant) + FLOAT32 * WIDTH * -(-problem.fout // WIDTH),
             scratch=(Scratch("planes", workers * worker_bytes(found)),),
             allowance=(len(problem.phases) + 1) * ALIGNMENT
             + PACKING * FLOAT32 * WIDTH * STEP * _most_steps(problem, found)
@@ -133,8 +134,8 @@ def as_any_conv(shape: Sized) -> AnyConv:
 
 def _why_neither(shape: AnyConv, machine: Machine, unit: str) -> str | None:
     """Return None if the unit computes a convolution of the right kind, else a reason."""
-    if shape.precision not in WORDS:
-        return f"computes in {', '.join(WORDS)}, not in {shape.precision}"
+    if reason := why_not_fp32_or_bf16(shape):
+        return reason
     if not isinstance(shape, ConvShape) and shape.groups > 1:
         return "computes no groups"
     if shape.activation == "softmax" and shape.fout > WIDTH:
@@ -211,9 +212,9 @@ class ConvBf16(_Bf16Conv):
     def summary(self) -> str:
         return f"small kernels, and bf16 (needs {UNITS[self.unit]})"
 
-    def why_not(self, shape: Sized, machine: Machine) -> str | None:
+    def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
         if not isinstance(shape, ConvShape):
-            return f"computes convolutions, not {shape}"
+            return f"computes convolutions, not {shape.kind}"
         if shape.pools and shape.activation == "softmax":
             return "softmax needs all maps of a voxel before the maxima of the windows are taken"
         return _why_neither(shape, machine, self.unit)

@@ -20,7 +20,7 @@ from znnpy.kernels.cpu.bf16_conv import ConvBf16, GraphConvBf16, TransposeBf16
 from znnpy.kernels.cpu.native import library
 from znnpy.kernels.dtypes import kept_dtype
 from znnpy.kernels.thread_pool import ThreadPool
-from znnpy.layers import ONE
+from znnpy.layers import ONE, ZERO
 from znnpy.machine import AMX, AVX512_BF16, this_machine
 from znnpy.shapes import ConvShape
 
@@ -48,7 +48,7 @@ GRAPH_CONVOLUTIONS = [
     GraphConvShape((24,), 70, (7, 9, 13), (3, 1, 3), (1, 0, 2), (1, 0, 1), (1, 2, 3), (2, 1, 1), addend=True),
     GraphConvShape((17,), 5, (4, 5, 6), (1, 1, 1), activation="softmax", addend=True),
     GraphConvShape((20, 9), 33, (5, 6, 7), (3, 3, 3), (0, 1, 0), ONE, factors=((2, 2, 2), ONE), first=(1, 0, 1)),
-    GraphConvShape((7, 40, 3), 5, (4, 6, 9), (1, 3, 4), (0, 1, 2), (0, 0, 1), addend=True, factors=(ONE, (1, 2, 3), ONE)),
+    GraphConvShape((7, 40, 3), 5, (4, 6, 9), (1, 3, 4), ZERO, (0, 0, 1), addend=True, factors=(ONE, (1, 2, 3), ONE)),
     GraphConvShape((18,), 17, (6, 5, 4), (3, 5, 3), (2, 0, 1), (0, 0, 1), factors=((2, 2, 2),), first=(0, 1, 0)),
     GraphConvShape((3, 4), 5, (4, 4, 4), (3, 3, 3), ONE, ONE, factors=((2, 2, 2), (2, 2, 2))),
     GraphConvShape((32,), 1, (1, 7, 70), (1, 3, 3), (0, 1, 1), (0, 1, 1), activation="sigmoid"),
@@ -199,7 +199,7 @@ def test_reasons_to_refuse() -> None:
         "needs a processor with AMX that the system lets programs use, and an old one has none"
     )
     for other, reason in (
-        (replace(shape, precision="fp16"), "computes in fp32, bf16x2, bf16, not in fp16"),
+        (replace(shape, precision="fp16"), "computes in fp32 and bf16, not in fp16"),
         (replace(shape, groups=2), "computes no groups"),
         (replace(shape, activation="softmax"), "applies a softmax to up to 32 maps, not to 40"),
         (replace(shape, activation="prelu"), "applies no prelu, whose slope may differ from map to map"),

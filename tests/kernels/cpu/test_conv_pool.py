@@ -174,9 +174,10 @@ def test_only_tested_primitives_claim_to_pool() -> None:
     """Every primitive that applies to such a shape is one that was tested above."""
     for shape in SHAPES:
         direct = "cpu.conv.first" if shape.fin <= 4 else "cpu.conv.direct_lanes"
-        assert [p.name for p in of_kind("conv") if p.why_not(shape, MACHINE) is None] == [LANES.name, direct]
-        on_cpu = [p for p in of_kind("conv") if p.name.startswith("cpu.")]
-        others = [p for p in on_cpu if p.name not in (LANES.name, "cpu.conv.first", "cpu.conv.direct_lanes")]
+        units = [f"cpu.conv.{unit}" for unit in MACHINE.bf16]  # tested in test_bf16_conv.py
+        assert [p.name for p in of_kind("conv") if p.why_not(shape, MACHINE) is None] == [LANES.name, direct, *units]
+        pooling = LANES.name, "cpu.conv.first", "cpu.conv.direct_lanes", "cpu.conv.amx", "cpu.conv.avx512_bf16"
+        others = [p for p in of_kind("conv") if p.name.startswith("cpu.") and p.name not in pooling]
         assert all("pool" in (p.why_not(shape, MACHINE) or "") for p in others)
     soft = replace(SHAPES[0], activation="softmax")
     assert "softmax needs all maps" in (LANES.why_not(soft, MACHINE) or "")
