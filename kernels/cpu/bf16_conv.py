@@ -72,7 +72,7 @@ class _Bf16Conv:
         found = self._division(problem, variant, threads)
         copies = 1 if len(problem.groups) == len(problem.phases) == 1 else COPIES
         workers = min(threads, found.units)
-        taps = sum(problem.taps(number) for number in range(len(problem.groups)))
+        taps = sum(problem.taps)
         return Footprint(
             resident=_kernel_bytes(problem, found, variant) + FLOAT32 * WIDTH * -(-problem.fout // WIDTH),
             scratch=(Scratch("planes", workers * worker_bytes(found)),),
@@ -109,7 +109,7 @@ class _Bf16Conv:
 
 def _kernel_bytes(problem: Problem, found: Division, variant: Variant) -> int:
     """Return the bytes of the packed kernels."""
-    taps = [1] if found.fold else [problem.taps(number) for number in range(len(problem.groups))]
+    taps = (1,) if found.fold else problem.taps
     steps = sum(packed.steps * count for packed, count in zip(found.groups, taps, strict=True))
     return FLOAT16 * problem.width * STEP * steps * variant.count("words")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from math import prod
 from typing import NamedTuple
 
 from znnpy.kernels.cpu.bf16_problem import Problem
@@ -62,7 +63,7 @@ def products_of(words: int) -> int:
 
 def folds(problem: Problem, words: int, unit: str) -> bool:
     """Return whether gathering the inputs of all taps takes less time than multiplying the zeros of each tap."""
-    fin, taps, (kz, ky, _) = problem.groups[0].fin, problem.taps(0), problem.k
+    fin, taps, (kz, ky, _) = problem.groups[0].fin, problem.taps[0], problem.k
     alone = len(problem.phases) == len(problem.groups) == 1 and problem.step == ONE and problem.dilation[2] == 1
     if not alone or fin > FOLD_MAPS or kz > MOST_PLANES or taps == 1:
         return False
@@ -90,8 +91,9 @@ def division(problem: Problem, words: int, fold: bool, unit: str, threads: int) 
 
 
 def _sizes(count: int, most: int) -> list[int]:
-    """Return the sizes of equal parts of an axis, at most so large."""
-    return sorted({-(-count // parts) for parts in range(-(-count // most), count + 1)})
+    """Return some sizes of equal parts of an axis, at most so large, and half of these and so on."""
+    least = -(-count // most)
+    return sorted({-(-count // min(count, least * 2**halvings + more)) for halvings in range(6) for more in range(3)})
 
 
 def _division(problem: Problem, words: int, fold: bool, unit: str, threads: int, rows: int, run: int) -> Division:
@@ -100,7 +102,7 @@ def _division(problem: Problem, words: int, fold: bool, unit: str, threads: int,
     high, wide, size = rows + py - 1, run + px - 1, ROWS[unit]  # high, wide: places of a unit
     planes, along_y, along_x = problem.windows
     columns = problem.images * -(-along_y // rows) * -(-along_x // run)
-    depths = [problem.reach(number)[0] + 1 for number in range(len(problem.groups))]
+    depths = [reach[0] + 1 for reach in problem.reach]
     parts = min(max(1, -(-UNITS_A_THREAD * threads // columns)), max(1, planes // (LEAST_THICK * max(depths))))
     thick = -(-planes // parts)
     units = columns * -(-planes // thick)
@@ -108,22 +110,22 @@ def _division(problem: Problem, words: int, fold: bool, unit: str, threads: int,
     groups, at, cycles, factors = [], 0, computed * PLANE_CYCLES, 0
     pitch = _pitch(problem, fold, wide)
     for number, (group, depth) in enumerate(zip(problem.groups, depths, strict=True)):
-        (sz, sy, _), (_, ry, _) = group.stride, problem.reach(number)
+        (sz, sy, _), (_, ry, _) = group.stride, problem.reach[number]
         read = units * depth + (computed - units) * min(sz, depth)  # planes
         if fold:
-            steps, height = -(-group.fin * problem.taps(0) // STEP), (high - 1) * sy + ry + 1
+            steps, height = -(-group.fin * problem.taps[0] // STEP), (high - 1) * sy + ry + 1
             slot = 2 * words * height * pitch * group.fin
             pieces = problem.k[0] * problem.k[1] * -(-2 * problem.k[2] * group.fin // STEP)
             cycles += read * height * (pitch * PACK_CYCLES[words] / 4 + ROW_CYCLES)
             cycles += computed * high * wide * pieces * PIECE_CYCLES * words
         else:
             steps, height = -(-group.fin // STEP), high + ry // sy
-            lattices = len(problem.sides(number, 1)) * len(problem.sides(number, 2))
+            lattices = prod(map(len, problem.sides[number]))
             slot = 2 * STEP * words * steps * lattices * height * pitch
             cycles += read * lattices * height * (pitch * steps * PACK_CYCLES[words] + ROW_CYCLES)
         groups.append(Packed(steps, depth, height, slot, at))
         at += depth * slot
-        factors += steps * (1 if fold else problem.taps(number))
+        factors += steps * (1 if fold else problem.taps[number])
     voxel = 2 * STEP * (words * groups[0].steps if fold else 1)  # bytes from place to place
     across = wide if fold else pitch
     by_row, flat = high * -(-wide // size), -(-((high - 1) * across + wide) // size)
@@ -141,7 +143,7 @@ def _division(problem: Problem, words: int, fold: bool, unit: str, threads: int,
 
 def _pitch(problem: Problem, fold: bool, wide: int) -> int:
     """Return the voxels of a packed row, which all groups share."""
-    reaches = [(group.stride[2], problem.reach(number)[2]) for number, group in enumerate(problem.groups)]
+    reaches = [(group.stride[2], reach[2]) for group, reach in zip(problem.groups, problem.reach, strict=True)]
     return max((wide - 1) * stride + reach + 1 if fold else wide + reach // stride for stride, reach in reaches)
 
 

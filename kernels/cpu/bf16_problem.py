@@ -68,19 +68,28 @@ class Problem:
         """Maps of the panels."""
         return 16 * -(-self.fout // 16)
 
-    def taps(self, group: int) -> int:
-        """Return the taps of all phases of a group."""
-        return sum(len(phase.taps[group]) for phase in self.phases)
+    @cached_property
+    def taps(self) -> tuple[int, ...]:
+        """Taps of all phases, for each group."""
+        return tuple(sum(map(len, taps)) for taps in zip(*(phase.taps for phase in self.phases), strict=True))
 
-    def reach(self, group: int) -> Vec3:
-        """Return the last position of a tap of a group along each axis."""
-        taps = [tap for phase in self.phases for tap in phase.taps[group]]
-        return vector(max((tap[axis] for tap in taps), default=0) for axis in range(3))
+    @cached_property
+    def reach(self) -> tuple[Vec3, ...]:
+        """The last position of a tap along each axis, for each group."""
+        found = []
+        for group in zip(*(phase.taps for phase in self.phases), strict=True):
+            z, y, x = zip(*((0, 0, 0), *(tap for taps in group for tap in taps)), strict=True)
+            found.append((max(z), max(y), max(x)))
+        return tuple(found)
 
-    def sides(self, group: int, axis: int) -> tuple[int, ...]:
-        """Return the remainders of the positions of a group's taps along an axis by its stride."""
-        stride = self.groups[group].stride[axis]
-        return tuple(sorted({tap[axis] % stride for phase in self.phases for tap in phase.taps[group]} or {0}))
+    @cached_property
+    def sides(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+        """The remainders of the positions of taps along y and x by the stride, for each group."""
+        found = []
+        for group, taps in zip(self.groups, zip(*(phase.taps for phase in self.phases), strict=True), strict=True):
+            y, x = (sorted({tap[axis] % group.stride[axis] for some in taps for tap in some} or {0}) for axis in (1, 2))
+            found.append((tuple(y), tuple(x)))
+        return tuple(found)
 
 
 def upsampled_input(shape: GraphConvShape) -> int | None:

@@ -182,7 +182,7 @@ def _pitches(x: Array) -> list[int]:
 
 def _sides(problem: Problem, found: Division, group: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return where the packed lattices of a group begin along y and x."""
-    return ((0,), (0,)) if found.fold else (problem.sides(group, 1), problem.sides(group, 2))
+    return ((0,), (0,)) if found.fold else problem.sides[group]
 
 
 def _tap_table(problem: Problem, found: Division, phase: Phase, group: int) -> npt.NDArray[np.int64]:
