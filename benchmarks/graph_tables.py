@@ -23,7 +23,7 @@ def runs_table(results: Results) -> str:
         rows = []
         for row in result.of_group("runs"):
             if not row.values:
-                rows.append((row.case, row.failure or "", "", "", "", ""))
+                rows.append((row.case, row.subject, row.failure or "", "", "", "", ""))
                 continue
             facts = row.facts
             computing = facts["voxels"] / facts["computing"]
@@ -32,11 +32,11 @@ def runs_table(results: Results) -> str:
             )
             planned = facts["predicted_seconds"] / facts["computing"]
             rows.append(
-                (row.case, markdown.speed(row.median), markdown.speed(computing), f"{planned:.2f}", memory,
+                (row.case, row.subject, markdown.speed(row.median), markdown.speed(computing), f"{planned:.2f}", memory,
                  f"{facts['waste']:.2f}")
             )  # fmt: skip
-        head = ("network", "voxels/s", "of computing", "times the plan", "memory", "work")
-        parts.append(f"{markdown.table(head, rows)}\n\n{LEGEND.format(result.header['threads'])}")
+        head = ("network", "", "voxels/s", "of computing", "times the plan", "memory", "work")
+        parts.append(f"{markdown.table(head, rows, left=2)}\n\n{LEGEND.format(result.header['threads'])}")
     return markdown.sections(found, parts, COMMAND, ("runs",))
 
 
@@ -50,16 +50,19 @@ def peers_table(results: Results) -> str:
             for row in result.of_group(group)
             if row.values
         ]
-        head = ("", "network", "", "voxels/s", "znnpy is faster by")
+        head = ("", "network", "", "voxels/s", "znnpy is faster by (fp32, bf16)")
         parts.append(f"{markdown.table(head, rows, left=3)}\n\n{PEER_LEGEND.format(result.header['threads'])}")
     return markdown.sections(found, parts, COMMAND, ("windows",))
 
 
 def _times(result: Result, peer: Row) -> str:
-    """Return how many times as fast znnpy's fastest run of the same network is."""
-    name = peer.case.split(",")[0]
-    mine = [row.median for row in result.of_group("runs") if row.values and row.case.startswith(f"{name} ")]
-    return markdown.times(max(mine) / peer.median) if mine else "-"
+    """Return how many times as fast znnpy's fastest run of the same network is, in fp32 and in bf16."""
+    name, found = peer.case.split(",")[0], []
+    for subject in ("znnpy fp32", "znnpy bf16"):
+        mine = [row for row in result.of_group("runs") if row.values and row.case.startswith(f"{name} ")]
+        speeds = [row.median for row in mine if row.subject == subject]
+        found += [markdown.times(max(speeds) / peer.median)] if speeds else []
+    return ", ".join(found) or "-"
 
 
 def layers_table(results: Results) -> str:

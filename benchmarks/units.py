@@ -29,6 +29,7 @@ from benchmarks.harness import options
 from benchmarks.harness.machine import header, machine_name
 from benchmarks.harness.results import Result, Row
 from benchmarks.harness.timing import Budget, Entry, WallClock, interleave
+from benchmarks.unit_tables import PROGRAM as PROGRAM
 from znnpy.costs.model import assumed_rates
 from znnpy.graph_shapes import GraphConvShape, TransposeShape
 from znnpy.kernels import definition
@@ -280,7 +281,8 @@ def command(out: Path | None, quick: bool, unit: str | None, threads: int, peers
         import torch
 
         torch.set_num_threads(threads)
-    result = Result(f"units-{unit}", machine_name(), header() | {"cores_used": cores, "unit": unit, "threads": threads})
+    about = header() | {"cores_used": cores, "unit": unit, "threads": threads}
+    result = Result("units", f"{machine_name()}-{unit.replace('_', '-')}", about)
     with ThreadPool(threads) as pool:
         bench = Bench(unit, pool, peers, 1 if quick else ROUNDS)
         result.add([Row("limits", "copy", "copy", "GB/s", (copy_rate(pool) / 1e9,))])

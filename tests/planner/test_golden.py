@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from znnpy.kernels.cpu.native import library as native
-from znnpy.machine import Gpu, Limits, Machine
+from znnpy.machine import AMX, AVX512_BF16, Gpu, Limits, Machine
 from znnpy.network_files import read_network
 from znnpy.planner.modes import make_plan
 from znnpy.planner.request import PlanRequest, Target
@@ -22,6 +22,7 @@ from znnpy.shapes import GPU_PRECISIONS, Precision, text
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "plans.txt"
 MACHINE = Machine("made up", "avx512", 2, 2**40, "openblas SkylakeX", ())
+WITH_UNITS = replace(MACHINE, bf16=(AMX, AVX512_BF16))
 H200 = Gpu("made up", (9, 0), 132, 140 * 2**30, 60 * 2**20, 227 * 2**10, 228 * 2**10, 4.8e12, 13000, ())
 CASES = [
     *((name, 512, ram) for name in ("n337", "n537", "n726", "n926") for ram in ("8G", "64G", "256G")),
@@ -34,6 +35,11 @@ GPU_CASES: list[tuple[str, int, str, Precision]] = [
     ("n926", 512, "10G", "fp32"),
     ("fib25_boundary", 224, "2G", "fp16"),
 ]
+BF16_CASES: list[tuple[str, int, str, Precision]] = [
+    ("n337", 512, "16G", "bf16"),
+    ("n726", 512, "16G", "bf16x2"),
+    ("n537", 512, "16G", "fp32"),
+]
 COMPILED = native.why_not(MACHINE) is None
 UNITS = {"M": 2**20, "G": 2**30}
 
@@ -42,6 +48,14 @@ def planned(name: str, side: int, ram: str) -> RunPlan:
     limits = Limits(int(ram[:-1]) * UNITS[ram[-1]], 2)
     network, baseline = read_network(name).network, 150 * 2**20
     return make_plan(PlanRequest(network, (side, side, side), limits, Target(MACHINE), baseline=baseline))
+
+
+def planned_with_units(name: str, side: int, ram: str, precision: Precision) -> RunPlan:
+    """On a processor with both units for bfloat16."""
+    limits = Limits(int(ram[:-1]) * UNITS[ram[-1]], 2)
+    target = Target(WITH_UNITS, precision=precision)
+    network, baseline = read_network(name).network, 150 * 2**20
+    return make_plan(PlanRequest(network, (side, side, side), limits, target, baseline=baseline))
 
 
 def planned_on_gpu(name: str, side: int, vram: str, precision: Precision) -> RunPlan:
@@ -77,6 +91,21 @@ def test_cpu_plans_equal_the_golden_file(name: str, side: int, ram: str) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(native.why_not_bf16(WITH_UNITS, AMX) is not None, reason="the plans are for compiled kernels")
+@pytest.mark.parametrize(("name", "side", "ram", "precision"), BF16_CASES)
+def test_plans_with_units_for_bfloat16_equal_the_golden_file(
+    name: str, side: int, ram: str, precision: Precision
+) -> None:
+    plan = planned_with_units(name, side, ram, precision)
+    label = f"{ram} {precision} with AMX"
+    expected = next(kept for kept in GOLDEN.read_text().splitlines() if kept.startswith(f"{name} {side}^3 {label}:"))
+    assert line(name, side, label, plan) == expected
+    assert plan.precision == precision
+    assert plan.memory.peak <= plan.limits.ram_bytes
+    check_runs(plan, read_network(name).network, WITH_UNITS)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "side", "vram", "precision"),
     [pytest.param(*case, marks=[pytest.mark.long] if case[2] == "10G" else []) for case in GPU_CASES],
@@ -93,6 +122,8 @@ def test_gpu_plans_equal_the_golden_file(name: str, side: int, vram: str, precis
 def lines() -> Iterator[str]:
     for case in CASES:
         yield line(*case, planned(*case))
+    for name, side, ram, precision in BF16_CASES:
+        yield line(name, side, f"{ram} {precision} with AMX", planned_with_units(name, side, ram, precision))
     for name, side, vram, precision in GPU_CASES:
         yield line(name, side, f"{vram} {precision} on a GPU", planned_on_gpu(name, side, vram, precision))
 

@@ -58,7 +58,8 @@ def _fault(simd: str) -> str | None:
     """Return None if the library for `simd` loads and has this version of the sources, else a reason."""
     advice = "reinstall znnpy where there is a C++ compiler"
     try:
-        found = int((unit_library(simd) if simd in UNITS else library(simd)).znnpy_version())
+        loaded = loaded_unit(_existing(simd)) if simd in UNITS else library(simd)
+        found = int(loaded.znnpy_version())
     except (OSError, AttributeError) as error:
         return f"the compiled kernels for {simd} are damaged ({error}); {advice}"
     return None if found == VERSION else f"the compiled kernels for {simd} are of another version; {advice}"
@@ -80,10 +81,7 @@ def library(simd: str) -> ctypes.CDLL:
 
     Raises OSError if it is missing or does not load; call `why_not` first.
     """
-    found = path(simd)
-    if found is None:
-        raise OSError(f"no kernels for {simd} were compiled")
-    loaded = ctypes.CDLL(str(found))
+    loaded = ctypes.CDLL(str(_existing(simd)))
     for stage in ("kernels", "spectra", "forward", "multiply"):
         getattr(loaded, f"znnpy_tiled_{stage}").restype = None
     for stage in ("inverse", "pool", "run"):
@@ -99,13 +97,20 @@ def library(simd: str) -> ctypes.CDLL:
     return loaded
 
 
+def _existing(simd: str) -> Path:
+    """Return the path of a library; OSError if it was not compiled."""
+    found = path(simd)
+    if found is None:
+        raise OSError(f"no kernels for {simd} were compiled")
+    return found
+
+
 @cache
 def unit_library(unit: str) -> ctypes.CDLL:
     """Load the library for a unit that multiplies bfloat16; call `why_not_bf16` first."""
-    found = path(unit)
-    if found is None or (unit == AMX and not may_use_amx()):
-        raise OSError(f"no kernels for {unit} were compiled, or the system does not let this process use it")
-    return loaded_unit(found)
+    if unit == AMX and not may_use_amx():
+        raise OSError("the system does not let this process use AMX")
+    return loaded_unit(_existing(unit))
 
 
 def loaded_unit(file: Path) -> ctypes.CDLL:
