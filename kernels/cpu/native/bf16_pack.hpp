@@ -44,8 +44,6 @@ ALWAYS void pack_values(const Bf16 *x, ptrdiff_t maps, const Words &to) {
   for (; i < maps; i++) at[i] = x[i];
 }
 
-constexpr ptrdiff_t AHEAD = 24;  // voxels that are read later
-
 struct Unit {  // some places of one image that a thread computes
   ptrdiff_t image, first[3], count[3];
 };
@@ -63,11 +61,12 @@ struct Layout {  // of a packed plane, in bytes
 
 struct Line {  // some neighbouring voxels of the input along x
   ptrdiff_t z, y, x;  // where they begin, in the arrays; x may lie before them
-  ptrdiff_t count, stride;
+  ptrdiff_t count, stride, stride_y;  // stride_y: from line to line
   ptrdiff_t lo, hi;  // those that lie in the arrays
 };
 
-// Packs `count` maps of one array, from map `first` on.
+// Packs `count` maps of one array, from map `first` on. Where voxels are skipped the next line is prefetched, since
+// processors foresee only lines of memory that follow each other.
 template <class T>
 void pack_maps(const Bf16Conv &c, const Bf16Input &in, const T *row, const Line &line, ptrdiff_t first, ptrdiff_t count,
                const Layout &l, char *to) {
@@ -78,7 +77,7 @@ void pack_maps(const Bf16Conv &c, const Bf16Input &in, const T *row, const Line 
   }
   for (ptrdiff_t i = line.lo; i < line.hi; i++) {
     const ptrdiff_t x = line.x + i * line.stride, there = factor == 1 ? x : (x + shift) / factor;
-    if (line.stride > 1) __builtin_prefetch(row + (there + AHEAD) * in.voxel + first);  // processors find other lines
+    if (line.stride > 1) __builtin_prefetch(row + line.stride_y * in.row + there * in.voxel + first);
     pack_values(row + there * in.voxel + first, count, {to + i * l.voxel, l.word, (int)c.words});
   }
 }
@@ -132,7 +131,7 @@ void pack_plane(const Bf16Conv &c, const Bf16Group &g, const Unit &u, ptrdiff_t 
         const ptrdiff_t x = u.first[2] * g.stride[2] + g.side[1][side_x] - g.lead[2];
         const ptrdiff_t lo = x < 0 ? least(columns, (-x + sx - 1) / sx) : 0;
         const ptrdiff_t hi = most(lo, least(columns, (g.held[2] - x + sx - 1) / sx));
-        if (held) pack_line<T>(c, g, u, {there, y, x, columns, sx, lo, hi}, l, to);
+        if (held) pack_line<T>(c, g, u, {there, y, x, columns, sx, sy, lo, hi}, l, to);
         for (ptrdiff_t step = 0; step < steps; step++) {
           pack_zeros(c, l, to + step * l.step, 0, held ? lo : columns, 0, values);
           if (held) pack_zeros(c, l, to + step * l.step, hi, columns, 0, values);
