@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
+from znnpy.errors import ShapeError
 from znnpy.layers import ONE, ZERO, Function, PadMode
 from znnpy.shapes import FLOAT32, Precision, Sized, Vec3, text
 
@@ -72,6 +73,10 @@ class GraphConvShape(_OneImage):
     addend: bool = False
     factors: tuple[Vec3, ...] = ()  # how often each voxel of each input counts along each axis; (): once
     first: Vec3 = ZERO  # voxels of upsampled inputs that precede the first one of `n`
+
+    def __post_init__(self) -> None:
+        if self.factors and len(self.factors) != len(self.fins):
+            raise ShapeError(f"a convolution of {len(self.fins)} inputs has factors for {len(self.factors)}")
 
     @property
     def upsampled(self) -> bool:

@@ -15,6 +15,7 @@ from znnpy.costs.cost_file import Costs
 from znnpy.costs.model import Rate, Rates
 from znnpy.costs.store import read_stored, stored_path, write_costs
 from znnpy.kernels.contract import Unit
+from znnpy.kernels.cpu.native.library import why_not_bf16
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Limits
 from znnpy.measure.budget import ON_GPU, LayerTimer, Placement, TimeBudget
@@ -151,7 +152,7 @@ def _joined(old: Costs | None, new: Costs) -> Costs:
 
 def _precisions(target: OpenTarget, asked: Precision | None) -> tuple[Precision, ...]:
     if target.device == "cpu":
-        return CPU_PRECISIONS if target.machine.bf16 and asked is None else (target.precision,)
+        return CPU_PRECISIONS if asked is None and why_not_bf16(target.machine) is None else (target.precision,)
     return GPU_PRECISIONS if asked is None else (asked,)
 
 

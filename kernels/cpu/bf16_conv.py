@@ -26,7 +26,7 @@ from znnpy.graph_shapes import GraphConvShape, TransposeShape
 from znnpy.kernels.contract import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work, why_not_fp32_or_bf16
 from znnpy.kernels.cpu.bf16_division import STEP, STEP_CYCLES, WIDTH, Division, division, folds, products_of
 from znnpy.kernels.cpu.bf16_kernels import Resident, folds_taps, packed_kernels
-from znnpy.kernels.cpu.bf16_problem import AnyConv, Problem, maps_of, problem_of, upsampled_input
+from znnpy.kernels.cpu.bf16_problem import AnyConv, Problem, maps_of, problem_of, upsampled_input, why_not_repeated
 from znnpy.kernels.cpu.bf16_steps import MOST_SIDES, ChainStep, GraphStep, worker_bytes
 from znnpy.kernels.cpu.graph_calls import moved_bytes
 from znnpy.kernels.cpu.native.library import UNITS, why_not_bf16
@@ -146,6 +146,8 @@ def _why_neither(shape: AnyConv, machine: Machine, unit: str) -> str | None:
         return f"takes kernels of up to {MOST_TAPS} taps, not {prod(shape.k)}"
     if not isinstance(shape, ConvShape) and max(shape.stride) > MOST_SIDES:
         return f"takes strides of up to {MOST_SIDES}, not {max(shape.stride)}"
+    if isinstance(shape, GraphConvShape) and (reason := why_not_repeated(shape)):
+        return reason
     return why_not_bf16(machine, unit)
 
 

@@ -22,6 +22,7 @@ from znnpy.layers import ONE, ZERO
 from znnpy.shapes import ConvShape, Vec3
 
 AnyConv: TypeAlias = ConvShape | GraphConvShape | TransposeShape
+MOST_REPEATED = 4  # times that a voxel counts along an axis
 Taps: TypeAlias = tuple[tuple[Vec3, ...], ...]  # for each tap the places of the kernel that it sums
 
 
@@ -96,6 +97,18 @@ def upsampled_input(shape: GraphConvShape) -> int | None:
     """Return the number of the input that is upsampled; None: there is none, or several, or it meets other strides."""
     which = [number for number, factor in enumerate(shape.factors) if factor != ONE]
     return which[0] if len(which) == 1 and shape.plain else None
+
+
+def why_not_repeated(shape: GraphConvShape) -> str | None:
+    """Return None if the voxels of a convolution's inputs are repeated as a phase can read them, else a reason."""
+    if max((max(factor) for factor in shape.factors), default=1) > MOST_REPEATED:
+        return f"repeats voxels up to {MOST_REPEATED} times along an axis"
+    if (low := upsampled_input(shape)) is None:
+        return None
+    axes = zip(shape.n, shape.before, shape.behind, shape.first, shape.factors[low], strict=True)
+    if any((before and first) or (behind and (first + n) % by) for n, before, behind, first, by in axes):
+        return "a volume that is upsampled begins and ends with whole voxels"
+    return None
 
 
 @lru_cache(maxsize=64)
@@ -202,10 +215,6 @@ def _upsampled(shape: GraphConvShape, low: int) -> Problem:
     meets voxel q + (r + d) // factor of the array.
     """
     factor = shape.factors[low]
-    for n, before, behind, one, by in zip(shape.n, shape.before, shape.behind, shape.first, factor, strict=True):
-        begins, ends = not before or one == 0, not behind or (one + n) % by == 0
-        assert begins, "an upsampled volume begins with a whole voxel"
-        assert ends, "an upsampled volume ends with a whole voxel"
     first = vector(one - before for one, before in zip(shape.first, shape.before, strict=True))
     grid = _Grid.of(shape.out, first, factor)
     positions = _positions(*map(range, shape.k))

@@ -17,8 +17,8 @@ from znnpy.network import Network, Pool
 from znnpy.planner.memory import BUFFERS
 from znnpy.planner.plan import Choice, Plan, Tensor
 from znnpy.run.arena import host_arena
-from znnpy.run.backend import UNTRACED, Voxels, corners, layer_of, output_overflow
-from znnpy.run.voxels import load_voxels
+from znnpy.run.backend import UNTRACED, Voxels, corners, layer_of
+from znnpy.run.voxels import load_voxels, store_image
 
 if TYPE_CHECKING:
     from znnpy.kernels.contract import Bytes, Footprint
@@ -162,17 +162,8 @@ class CpuBackend:
 
         def piece(lo: int, hi: int, worker: int) -> None:
             del worker
-            part = fragments[:, lo:hi].astype(np.float32, copy=False)
-            if out.dtype == np.uint8:
-                np.clip(part, 0, 1, out=part)
-                np.multiply(part, np.float32(255), out=part)
-                np.rint(part, out=part)
-            try:
-                with np.errstate(over="raise"):
-                    for image, (z, y, x) in zip(part, places, strict=True):
-                        target = out[:, z :: period[0], y :: period[1], x :: period[2]]
-                        np.copyto(target[:, lo:hi], np.moveaxis(image, 3, 0), casting="unsafe")
-            except FloatingPointError:
-                raise output_overflow(float(np.abs(part).max()), out.dtype) from None
+            for fragment, (z, y, x) in zip(fragments, places, strict=True):
+                target = out[:, z :: period[0], y :: period[1], x :: period[2]]
+                store_image(fragment[lo:hi], target[:, lo:hi])
 
         self.executor.each(piece, fragments.shape[1], least=min_chunk(fragments.nbytes, fragments.shape[1]))

@@ -62,22 +62,42 @@ def store_voxels(image: Array, out: Voxels, pool: ThreadPool) -> None:
     float32 and float16 are rounded; uint8 is `round(255 * clip(x, 0, 1))`. A thread takes a few rows at a time, so that
     it holds no more than BLOCK_BYTES, or a row, besides.
     """
-    rows = max(1, BLOCK_BYTES // (FLOAT32 * max(1, prod(image.shape[2:]))))
 
     def piece(lo: int, hi: int, worker: int) -> None:
         del worker
-        try:
-            with np.errstate(over="raise"):
-                for plane in range(lo, hi):
-                    for first in range(0, image.shape[1], rows):
-                        there = slice(first, first + rows)
-                        values = np.moveaxis(image[plane, there].astype(np.float32, copy=False), 2, 0)
-                        if out.dtype == np.uint8:
-                            values = np.clip(values, 0, 1)
-                            np.multiply(values, np.float32(255), out=values)
-                            np.rint(values, out=values)
-                        np.copyto(out[:, plane, there], values, casting="unsafe")
-        except FloatingPointError:
-            raise output_overflow(float(np.abs(image[lo:hi]).max()), out.dtype) from None
+        store_image(image[lo:hi], out[:, lo:hi])
 
     pool.each(piece, image.shape[0], least=min_chunk(image.nbytes, image.shape[0]))
+
+
+def store_image(image: Array, out: Voxels) -> None:
+    """Convert an image (z, y, x, maps) to the dtype of `out` (maps, z, y, x); see `store_voxels`.
+
+    Float32 is copied at once unless `out` is uint8; else some planes or rows are converted at a time.
+    """
+    plane_bytes = FLOAT32 * max(1, prod(image.shape[1:]))
+    if image.dtype == np.float32 and out.dtype != np.uint8:
+        _convert(image, out)
+    elif plane_bytes <= BLOCK_BYTES:
+        planes = BLOCK_BYTES // plane_bytes
+        for first in range(0, image.shape[0], planes):
+            _convert(image[first : first + planes], out[:, first : first + planes])
+    else:
+        rows = max(1, BLOCK_BYTES // (FLOAT32 * prod(image.shape[2:])))
+        for plane in range(image.shape[0]):
+            for first in range(0, image.shape[1], rows):
+                there = slice(first, first + rows)
+                _convert(image[plane : plane + 1, there], out[:, plane : plane + 1, there])
+
+
+def _convert(image: Array, out: Voxels) -> None:
+    values = image.astype(np.float32, copy=False)
+    if out.dtype == np.uint8:
+        values = np.clip(values, 0, 1)
+        np.multiply(values, np.float32(255), out=values)
+        np.rint(values, out=values)
+    try:
+        with np.errstate(over="raise"):
+            np.copyto(out, np.moveaxis(values, 3, 0), casting="unsafe")
+    except FloatingPointError:
+        raise output_overflow(float(np.abs(values).max()), out.dtype) from None

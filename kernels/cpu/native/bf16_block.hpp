@@ -20,6 +20,8 @@ constexpr int WIDTH = PANELS * LANES;
 
 #if defined(__AMX_BF16__) || defined(ZNNPY_TWIN_AMX)
 
+constexpr ptrdiff_t CHUNK = 16;  // factors of values in several words: longer sums round more than other methods
+
 // Tiles 0 to 3 are sums, 4 and 5 inputs, 6 and 7 kernels.
 template <int TILES>
 ALWAYS void load_inputs(const char *x, ptrdiff_t voxel) {
@@ -60,27 +62,48 @@ ALWAYS void multiply_words(const Sums &s, const Factors &now, const Factors &nex
   });
 }
 
+// Sums `count` factors, from the first of these on, to what is in the tiles.
+template <int TILES, int COUNT, int WORDS>
+ALWAYS void add_factors(const Sums &s, Factors now, ptrdiff_t count) {
+  load_inputs<TILES>(now.x[0], s.voxel);
+  load_kernels<COUNT>(now.kernels);
+  for (ptrdiff_t left = count - 1; left > 0; left--) {
+    const Factors next{now.x + WORDS, now.kernels + WORDS * COUNT * PANEL_BYTES};
+    multiply_words<TILES, COUNT, WORDS, false>(s, now, next);
+    now = next;
+  }
+  multiply_words<TILES, COUNT, WORDS, true>(s, now, now);
+}
+
+template <int TILES, int COUNT>
+ALWAYS void store_sums(float *out) {
+  tile_store<0>(out, 4 * WIDTH);
+  if constexpr (COUNT > 1) tile_store<1>(out + LANES, 4 * WIDTH);
+  if constexpr (TILES > 1) tile_store<2>(out + 16 * WIDTH, 4 * WIDTH);
+  if constexpr (TILES > 1 && COUNT > 1) tile_store<3>(out + 16 * WIDTH + LANES, 4 * WIDTH);
+}
+
 template <int TILES, int COUNT, int WORDS>
 void sum_block(const Sums &s) {
   tile_load<0>(s.bias, 0);
   if constexpr (COUNT > 1) tile_load<1>(s.bias + LANES, 0);
   if constexpr (TILES > 1) tile_load<2>(s.bias, 0);
   if constexpr (TILES > 1 && COUNT > 1) tile_load<3>(s.bias + LANES, 0);
-  if (s.count > 0) {
-    Factors now{s.x, s.kernels};
-    load_inputs<TILES>(now.x[0], s.voxel);
-    load_kernels<COUNT>(now.kernels);
-    for (ptrdiff_t left = s.count - 1; left > 0; left--) {
-      const Factors next{now.x + WORDS, now.kernels + WORDS * COUNT * PANEL_BYTES};
-      multiply_words<TILES, COUNT, WORDS, false>(s, now, next);
-      now = next;
-    }
-    multiply_words<TILES, COUNT, WORDS, true>(s, now, now);
+  if (WORDS == 1 || s.count <= CHUNK) {
+    if (s.count > 0) add_factors<TILES, COUNT, WORDS>(s, {s.x, s.kernels}, s.count);
+    return store_sums<TILES, COUNT>(s.out);
   }
-  tile_store<0>(s.out, 4 * WIDTH);
-  if constexpr (COUNT > 1) tile_store<1>(s.out + LANES, 4 * WIDTH);
-  if constexpr (TILES > 1) tile_store<2>(s.out + 16 * WIDTH, 4 * WIDTH);
-  if constexpr (TILES > 1 && COUNT > 1) tile_store<3>(s.out + 16 * WIDTH + LANES, 4 * WIDTH);
+  alignas(64) float part[ROWS * WIDTH];
+  for (ptrdiff_t first = 0; first < s.count; first += CHUNK) {
+    const Factors now{s.x + first * WORDS, s.kernels + first * WORDS * COUNT * PANEL_BYTES};
+    add_factors<TILES, COUNT, WORDS>(s, now, s.count - first < CHUNK ? s.count - first : CHUNK);
+    store_sums<TILES, COUNT>(first == 0 ? s.out : part);
+    for (ptrdiff_t i = 0; first > 0 && i < 16 * TILES * WIDTH; i += W) store(s.out + i, load(s.out + i) + load(part + i));
+    tile_zero<0>();
+    if constexpr (COUNT > 1) tile_zero<1>();
+    if constexpr (TILES > 1) tile_zero<2>();
+    if constexpr (TILES > 1 && COUNT > 1) tile_zero<3>();
+  }
 }
 
 template <int COUNT, int WORDS>
@@ -91,12 +114,13 @@ ALWAYS void sum_rows(const Sums &s, ptrdiff_t rows) {
 
 #else
 
+constexpr ptrdiff_t CHUNK = 4;  // factors of values in several words: longer sums round more than other methods
+
 // Returns p, but hides from the compiler that it does, which would keep the distance of each row in a register.
 ALWAYS const char *moved(const char *p) {
   asm("" : "+r"(p));
   return p;
 }
-constexpr int CHUNK = 8;  // factors: longer sums would round more than those of other methods
 constexpr int NEAR_ROWS = 4;  // rows read from one pointer before it moves on
 
 template <int NUMBER, int COUNT>
@@ -130,7 +154,7 @@ void sum_block(const Sums &s) {
     }
   };
   const char *kernels = s.kernels;
-  int left = CHUNK;
+  ptrdiff_t left = CHUNK;
   for (ptrdiff_t i = 0; i < s.count; i++, kernels += WORDS * COUNT * PANEL_BYTES) {
     if (WORDS > 1 && left-- == 0) {
       total();

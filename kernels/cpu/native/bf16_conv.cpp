@@ -12,7 +12,7 @@
 namespace znnpy {
 namespace {
 
-constexpr ptrdiff_t MOST_PLANES = 64;  // as in bf16_problem.py
+constexpr ptrdiff_t MOST_PLANES = 64;  // as in bf16_division.py
 
 struct Run {  // neighbouring places of a block whose outputs are wanted
   float *sums;  // WIDTH floats from one to the next

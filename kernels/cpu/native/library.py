@@ -41,8 +41,8 @@ def why_not_bf16(machine: Machine, unit: str | None = None) -> str | None:
     unit  AMX or AVX512_BF16 of znnpy.machine; None: whichever there is
     """
     if unit is None:
-        reasons = [why_not_bf16(machine, one) for one in (AMX, AVX512_BF16)]
-        return None if None in reasons else reasons[1]
+        reasons = [why_not_bf16(machine, one) for one in machine.bf16 or (AVX512_BF16,)]
+        return None if None in reasons else reasons[0]
     if unit not in machine.bf16:
         return f"needs a processor with {UNITS[unit]}, and {machine.processor} has none"
     if path(unit) is None:

@@ -54,6 +54,7 @@ GRAPH_CONVOLUTIONS = [
     GraphConvShape((32,), 1, (1, 7, 70), (1, 3, 3), (0, 1, 1), (0, 1, 1), activation="sigmoid"),
     GraphConvShape((3,), 4, (9, 2, 3), (3, 1, 1), stride=(4, 1, 2)),
 ]  # fmt: skip
+LONG = GraphConvShape((80,), 16, (9, 9, 10), (9, 9, 9))  # sums of 58,320 products
 TRANSPOSED = [
     TransposeShape(20, 18, (3, 4, 5), (6, 8, 10), (2, 2, 2), (0, 0, 0), (2, 2, 2)),
     TransposeShape(33, 40, (4, 3, 5), (7, 5, 11), (3, 4, 2), (1, 2, 0), (2, 1, 2), (1, 2, 1), activation="relu"),
@@ -158,6 +159,16 @@ def test_layers_of_graphs(
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16x2", "bf16"])
+@pytest.mark.parametrize(("unit", "real"), RUNS)
+def test_long_sums(unit: str, real: bool, precision: Precision, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, unit, real=real)
+    shape = replace(LONG, precision=precision)
+    weights, inputs = random_weights(shape, 7), inputs_of(shape, 8)
+    out = computed(GraphConvBf16(unit), shape, weights, inputs, np.empty(shape.out_shape[1:], kept_dtype(precision)))
+    assert_close(out, definition.layer(shape, weights, inputs), precision)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16x2", "bf16"])
 @pytest.mark.parametrize("shape", CHAINS, ids=str)
 @pytest.mark.parametrize(("unit", "real"), RUNS)
 def test_layers_of_chains(
@@ -204,6 +215,11 @@ def test_reasons_to_refuse() -> None:
         (replace(shape, activation="softmax"), "applies a softmax to up to 32 maps, not to 40"),
         (replace(shape, activation="prelu"), "applies no prelu, whose slope may differ from map to map"),
         (replace(shape, stride=(1, 17, 1)), "takes strides of up to 16, not 17"),
+        (replace(shape, factors=((2, 5, 1),)), "repeats voxels up to 4 times along an axis"),
+        (
+            replace(shape, factors=((2, 2, 2),), before=(1, 0, 0), first=(1, 0, 0)),
+            "a volume that is upsampled begins and ends with whole voxels",
+        ),
         (replace(shape, n=(20, 20, 20), k=(17, 17, 17)), "takes kernels of up to 4096 taps, not 4913"),
     ):
         assert primitive.why_not(other, WITH_UNITS) == reason
