@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from znnpy.graph_shapes import GraphConvShape, TransposeShape
 from znnpy.kernels.contract import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work, why_not_fp32_or_bf16
 from znnpy.kernels.cpu.bf16_division import STEP, STEP_CYCLES, WIDTH, Division, division, folds, products_of
-from znnpy.kernels.cpu.bf16_kernels import Resident, folds_taps, packed_kernels
+from znnpy.kernels.cpu.bf16_kernels import AT_ONCE, Resident, folds_taps, packed_kernels
 from znnpy.kernels.cpu.bf16_problem import AnyConv, Problem, maps_of, problem_of, upsampled_input, why_not_repeated
 from znnpy.kernels.cpu.bf16_steps import MOST_SIDES, ChainStep, GraphStep, worker_bytes
 from znnpy.kernels.cpu.graph_calls import moved_bytes
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 SOURCE = "implicit matrix products after cuDNN 2014; words after Henry, Tang, Heinecke 2019"
 MOST_TAPS = 4096  # of a kernel
-PACKING = 4  # copies of the kernels of two panels that packing them takes
+PACKING = 3  # copies of the kernels that are divided into words at once
 COPIES = 3  # of all kernels that dividing them into phases takes
 TAP_BYTES = 256  # Python memory of a tap
 CALL_BYTES = 2**17  # Python memory and stack of calls into the library, per thread
@@ -70,14 +70,14 @@ class _Bf16Conv:
         shape = as_any_conv(shape)
         problem = problem_of(shape)
         found = self._division(problem, variant, threads)
-        copies = 1 if len(problem.groups) == len(problem.phases) == 1 else COPIES
+        copies = int(found.fold) if len(problem.groups) == len(problem.phases) == 1 else COPIES
         workers = min(threads, found.units)
         taps = sum(problem.taps)
         return Footprint(
             resident=_kernel_bytes(problem, found, variant) + FLOAT32 * WIDTH * -(-problem.fout // WIDTH),
             scratch=(Scratch("planes", workers * worker_bytes(found)),),
             allowance=(len(problem.phases) + 1) * ALIGNMENT
-            + PACKING * FLOAT32 * WIDTH * STEP * _most_steps(problem, found)
+            + PACKING * FLOAT32 * max(AT_ONCE, WIDTH * STEP * max(packed.steps for packed in found.groups))
             + copies * shape.weight_bytes
             + workers * CALL_BYTES
             + TAP_BYTES * taps,
@@ -112,17 +112,6 @@ def _kernel_bytes(problem: Problem, found: Division, variant: Variant) -> int:
     taps = (1,) if found.fold else problem.taps
     steps = sum(packed.steps * count for packed, count in zip(found.groups, taps, strict=True))
     return FLOAT16 * problem.width * STEP * steps * variant.count("words")
-
-
-def _most_steps(problem: Problem, found: Division) -> int:
-    """Return the most taps and steps of a group in a phase."""
-    if found.fold:
-        return found.groups[0].steps
-    return max(
-        packed.steps * len(taps)
-        for phase in problem.phases
-        for packed, taps in zip(found.groups, phase.taps, strict=True)
-    )
 
 
 def as_any_conv(shape: Sized) -> AnyConv:

@@ -6,7 +6,7 @@ Tested   tests/kernels/cpu/test_bf16_conv.py
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -17,8 +17,13 @@ from znnpy.kernels.dtypes import bfloat16
 from znnpy.shapes import FLOAT16
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from znnpy.kernels.contract import Array, Bytes, ConvWeights, Variant
     from znnpy.shapes import Vec3
+
+
+AT_ONCE = 2**17  # values that are divided into words at once
 
 
 class Resident(NamedTuple):
@@ -80,14 +85,23 @@ def _packed(groups: Sequence[Array], words: int) -> Bytes:
         for kernels in groups:
             some = kernels[map_ : map_ + WIDTH]
             width, depth, taps = 16 if fout - map_ <= 16 else WIDTH, -(-kernels.shape[1] // STEP), kernels.shape[2]
-            whole = np.zeros((width, depth * STEP, taps), np.float32)
-            whole[: len(some), : kernels.shape[1]] = some
-            # (panel, map, step, pair, 2, tap) becomes (step, tap, panel, pair, map, 2)
-            rest = whole.reshape(width // 16, 16, depth, STEP // 2, 2, taps).transpose(2, 5, 0, 3, 1, 4).copy()
-            size = rest.size * words
-            target = values[first : first + size].reshape(depth, taps, words, *rest.shape[2:])
-            for word in range(words):
-                target[:, :, word] = rest
-                rest -= target[:, :, word].astype(np.float32)
+            size = width * depth * STEP * taps * words
+            target = values[first : first + size].reshape(depth, taps, words, width // 16, STEP // 2, 16, 2)
+            at_once = max(1, AT_ONCE // (width * depth * STEP))
+            for tap in range(0, taps, at_once):
+                _divide(some[:, :, tap : tap + at_once], target[:, tap : tap + at_once])
             first += size
     return store
+
+
+def _divide(kernels: Array, target: npt.NDArray[Any]) -> None:
+    """Write kernels (f', f, taps) as words (step, tap, word, panel, pair of maps, map, 2)."""
+    depth, taps, words, panels = target.shape[:4]
+    whole = np.zeros((panels * 16, depth * STEP, taps), np.float32)
+    whole[: kernels.shape[0], : kernels.shape[1]] = kernels
+    # (panel, map, step, pair, 2, tap) becomes (step, tap, panel, pair, map, 2)
+    rest = whole.reshape(panels, 16, depth, STEP // 2, 2, taps).transpose(2, 5, 0, 3, 1, 4)
+    for word in range(words):
+        target[:, :, word] = rest
+        if word + 1 < words:
+            rest = rest - target[:, :, word].astype(np.float32)

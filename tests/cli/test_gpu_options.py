@@ -174,7 +174,7 @@ def test_vram_limit_without_gpu_limits_nothing(place: Place) -> None:
     ("arguments", "said"),
     [
         (("--device", "tpu"), "'tpu' is not one of 'auto', 'cpu', 'gpu'"),
-        (("--precision", "bf16"), "'bf16' is not one of 'fp32', 'tf32', 'fp16'"),
+        (("--precision", "int4"), "'int4' is not one of 'fp32', 'tf32', 'fp16', 'bf16x2', 'bf16'"),
         (("--vram", "12Q"), "'12Q' is not a size: give a number with K, M, G or T"),
         (("--vram", "0"), "'0' is 0 bytes: give a positive size such as 2G"),
         (("--device", "cpu", "--vram", "2G"), "--vram limits the memory of a GPU, and none is used: drop it"),
@@ -210,7 +210,7 @@ def test_given_plan_fixes_the_device(place: Place, arguments: tuple[str, str]) -
     ("arguments", "said"),
     [
         ({"device": "GPU"}, "there is no device 'GPU'; choose one of auto, cpu, gpu"),
-        ({"precision": "bf16"}, "there is no precision 'bf16'; choose one of fp32, tf32, fp16"),
+        ({"precision": "int4"}, "there is no precision 'int4'; choose one of fp32, tf32, fp16, bf16x2, bf16"),
         ({"device": "cpu", "vram": "2G"}, "`vram` limits the memory of a GPU, and none is used: drop it"),
     ],
 )

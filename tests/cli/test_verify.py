@@ -95,8 +95,11 @@ def test_precision_named_by_the_output_alone_raises_no_tolerance(place: Place, s
 
 def test_help_states_the_tolerances(place: Place) -> None:
     said = " ".join(place.run("verify", "--help").stdout.split())
-    fp32, tf32, fp16 = (f"{TOLERANCES[precision]:.0e}".replace("e-0", "e-") for precision in ("fp32", "tf32", "fp16"))
-    assert f"are allowed: {fp32}, {tf32} in tf32, {fp16} in fp16 [default: fp32, " in said
+    fp32, split, tf32, half, bf16 = (
+        f"{TOLERANCES[precision]:.0e}".replace("e-0", "e-") for precision in ("fp32", "bf16x2", "tf32", "fp16", "bf16")
+    )
+    assert half == bf16
+    assert f"allowed: {fp32}, {split} in bf16x2, {tf32} in tf32, {half} in fp16 and bf16 [default: fp32, " in said
 
 
 def test_unknown_precision_is_refused(place: Place) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.footprint_promise import smallest
 from znnpy.kernels.table import TABLE
-from znnpy.machine import this_machine
+from znnpy.machine import AMX, AVX512_BF16, this_machine
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,7 +25,8 @@ pytestmark = [
 ]
 
 
-ON_CPU = [primitive for primitive in TABLE if primitive.name.startswith("cpu.")]
+ABSENT = tuple({AMX, AVX512_BF16} - {*this_machine().bf16})  # units of other processors
+ON_CPU = [p for p in TABLE if p.name.startswith("cpu.") and not p.name.endswith(ABSENT)]
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
 EACH = [(p, precision) for p in ON_CPU for precision in PRECISIONS if precision == "fp32" or smallest(p, precision)]
 
