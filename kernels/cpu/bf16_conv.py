@@ -3,7 +3,8 @@
 Method   An implicit matrix product: for every tap, places by maps times maps by maps. A thread takes some rows and
          columns of places and follows them along z. It packs each plane of the inputs once, as bfloat16 with zeros
          around them, into a ring of planes in L2, where the unit reads it for every tap. With few maps the inputs of
-         all taps are gathered place by place instead. A block of places and two panels of maps is summed in registers
+         all taps are gathered place by place instead. With few maps of the output the taps along x are maps too, and
+         neighbours add theirs. A block of places and two panels of maps is summed in registers
          over all taps, in float32; bias, addend, function and rounding follow while it is in L1.
 Words    Float32 values are divided into words of bfloat16. Six products of three words have the error of float32; three
          products of two words have an rms error of about 5e-6, for precision bf16x2.
@@ -26,7 +27,16 @@ from znnpy.graph_shapes import GraphConvShape, TransposeShape
 from znnpy.kernels.contract import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work, why_not_fp32_or_bf16
 from znnpy.kernels.cpu.bf16_division import STEP, STEP_CYCLES, WIDTH, Division, division, folds, products_of
 from znnpy.kernels.cpu.bf16_kernels import AT_ONCE, Resident, folds_taps, packed_kernels
-from znnpy.kernels.cpu.bf16_problem import AnyConv, Problem, maps_of, problem_of, upsampled_input, why_not_repeated
+from znnpy.kernels.cpu.bf16_problem import (
+    AnyConv,
+    Problem,
+    maps_of,
+    problem_of,
+    shifted,
+    shifts_of,
+    upsampled_input,
+    why_not_repeated,
+)
 from znnpy.kernels.cpu.bf16_steps import MOST_SIDES, ChainStep, GraphStep, worker_bytes
 from znnpy.kernels.cpu.graph_calls import moved_bytes
 from znnpy.kernels.cpu.native.library import UNITS, why_not_bf16
@@ -64,13 +74,16 @@ class _Bf16Conv:
         if isinstance(shape, GraphConvShape) and (low := upsampled_input(shape)) is not None:
             ((begin, end),) = maps_of(shape.fins, (low,))
             return (Variant.of(words=words, upsampled=shape.factors[low], from_map=begin, to_map=end),)
-        return (Variant.of(words=words, fold=int(folds(problem_of(shape), words, self.unit))),)
+        fold = folds(problem_of(shape), words, self.unit)
+        if not fold and (shifts := shifts_of(shape)) > 1:
+            return (Variant.of(words=words, fold=0, shifts=shifts),)
+        return (Variant.of(words=words, fold=int(fold)),)
 
     def footprint(self, shape: Sized, variant: Variant, threads: int) -> Footprint:
         shape = as_any_conv(shape)
-        problem = problem_of(shape)
+        problem = _problem(shape, variant)
         found = self._division(problem, variant, threads)
-        copies = int(found.fold) if len(problem.groups) == len(problem.phases) == 1 else COPIES
+        copies = int(found.fold or problem.shifts > 1) if len(problem.groups) == len(problem.phases) == 1 else COPIES
         workers = min(threads, found.units)
         taps = sum(problem.taps)
         return Footprint(
@@ -85,7 +98,7 @@ class _Bf16Conv:
 
     def work(self, shape: Sized, variant: Variant) -> Sequence[Work]:
         shape = as_any_conv(shape)
-        problem = problem_of(shape)
+        problem = _problem(shape, variant)
         found = self._division(problem, variant, 2)
         steps = found.multiplied * products_of(variant.count("words")) + found.packed / STEP_CYCLES[self.unit]
         unit: Unit = "amx_product" if self.unit == AMX else "bf16_product"
@@ -101,10 +114,16 @@ class _Bf16Conv:
 
     def bind(self, resident: Any, shape: Sized, variant: Variant, pool: ThreadPool) -> ChainStep | GraphStep:
         shape = as_any_conv(shape)
-        problem = problem_of(shape)
+        problem = _problem(shape, variant)
         found = self._division(problem, variant, pool.threads)
         step = ChainStep if isinstance(shape, ConvShape) else GraphStep
         return step(resident, shape, problem, found, variant.count("words"), self.unit, pool)
+
+
+def _problem(shape: AnyConv, variant: Variant) -> Problem:
+    """Return a layer as a problem, as a variant computes it."""
+    problem = problem_of(shape)
+    return shifted(problem) if any(name == "shifts" for name, _ in variant.parameters) else problem
 
 
 def _kernel_bytes(problem: Problem, found: Division, variant: Variant) -> int:

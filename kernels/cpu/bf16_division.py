@@ -128,7 +128,8 @@ def _division(problem: Problem, words: int, fold: bool, unit: str, threads: int,
         factors += steps * (1 if fold else problem.taps[number])
     voxel = 2 * STEP * (words * groups[0].steps if fold else 1)  # bytes from place to place
     across = wide if fold else pitch
-    by_row, flat = high * -(-wide // size), -(-((high - 1) * across + wide) // size)
+    own = size - (problem.shifts - 1)  # places of a block that become outputs
+    by_row, flat = high * -(-wide // own), -(-((high - 1) * across + wide) // own)
     gathered = at
     lists = _lines(at + (high * wide * voxel if fold else 0) + size * voxel + 64)
     longest = words * (groups[0].steps if fold else _most_factors(problem, groups))
@@ -144,7 +145,9 @@ def _division(problem: Problem, words: int, fold: bool, unit: str, threads: int,
 def _pitch(problem: Problem, fold: bool, wide: int) -> int:
     """Return the voxels of a packed row, which all groups share."""
     reaches = [(group.stride[2], reach[2]) for group, reach in zip(problem.groups, problem.reach, strict=True)]
-    return max((wide - 1) * stride + reach + 1 if fold else wide + reach // stride for stride, reach in reaches)
+    return max((wide - 1) * stride + reach + 1 if fold else wide + reach // stride for stride, reach in reaches) + (
+        problem.shifts - 1
+    )
 
 
 def _most_factors(problem: Problem, groups: list[Packed]) -> int:

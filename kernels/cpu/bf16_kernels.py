@@ -50,6 +50,8 @@ def packed_kernels(weights: ConvWeights, variant: Variant) -> Resident:
         rest = [_summed(others, whole_taps(_size(kernels)))] if others.shape[1] else []
         taps = upsampled_taps(_size(kernels), variant.size("upsampled"))
         return Resident(tuple(_packed([*rest, _summed(low, phase)], words) for phase in taps), bias)
+    if "shifts" in names:  # map f of tap d along x becomes map d * f' + f
+        kernels = kernels.transpose(4, 0, 1, 2, 3).reshape(-1, *kernels.shape[1:4], 1)
     whole = kernels.reshape(*kernels.shape[:2], -1)
     if folds_taps(variant):
         whole = whole.swapaxes(1, 2).reshape(fout, -1, 1)

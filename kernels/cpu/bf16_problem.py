@@ -11,7 +11,7 @@ resolution, and the others.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
 from typing import NamedTuple, TypeAlias
@@ -58,6 +58,7 @@ class Problem:
     dilation: Vec3 = ONE
     step: Vec3 = ONE  # outputs from place to place
     pool: Vec3 = ONE  # window of a pooling into fragments
+    shifts: int = 1  # taps along x that are maps of a panel
 
     @cached_property
     def windows(self) -> Vec3:
@@ -163,6 +164,25 @@ def problem_of(shape: AnyConv) -> Problem:
 
 def _times(a: Vec3, b: Vec3) -> Vec3:
     return a[0] * b[0], a[1] * b[1], a[2] * b[2]
+
+
+def shifts_of(shape: AnyConv) -> int:
+    """Return how many taps along x fit one panel as maps, if the kernel's do; 1: they do not, or cannot be shifted."""
+    if isinstance(shape, TransposeShape) or shape.k[2] * shape.fout > 16:
+        return 1
+    if isinstance(shape, GraphConvShape) and (
+        shape.stride[2] > 1 or shape.dilation[2] > 1 or upsampled_input(shape) is not None
+    ):
+        return 1
+    return shape.k[2] if len(problem_of(shape).groups) == len(problem_of(shape).phases) == 1 else 1
+
+
+@lru_cache(maxsize=256)
+def shifted(problem: Problem) -> Problem:
+    """Return a convolution whose taps along x are maps: its outputs are sums of neighbours' maps."""
+    (phase,) = problem.phases
+    taps = tuple(tap for tap in phase.taps[0] if tap[2] == 0)
+    return replace(problem, phases=(phase._replace(taps=(taps,)),), shifts=problem.k[2])
 
 
 class _Grid(NamedTuple):

@@ -73,7 +73,7 @@ class _Conv(ctypes.Structure):
     _fields_ = (
         ("images", ctypes.c_int64),
         *((name, ctypes.c_int64 * 3) for name in ("places", "step")),
-        *((name, ctypes.c_int64) for name in ("words", "fout")),
+        *((name, ctypes.c_int64) for name in ("words", "fout", "shifts")),
         *((name, ctypes.c_int64 * 3) for name in ("windows", "pool", "unit")),
         *((name, ctypes.c_int64) for name in ("pitch", "flat", "fold")),
         ("window", ctypes.c_int64 * 3),
@@ -107,7 +107,8 @@ class Bf16Step:
         self._compute = unit_library(unit).znnpy_bf16_conv
         a, b = parameters_of(shape.activation, () if isinstance(shape, ConvShape) else shape.parameters)
         self._conv = c = _Conv(
-            images=problem.images, words=words, fout=problem.fout, pitch=found.pitch, flat=found.flat, fold=found.fold,
+            images=problem.images, words=words, fout=problem.fout, shifts=problem.shifts, pitch=found.pitch,
+            flat=found.flat, fold=found.fold,
             dilation_y=problem.dilation[1], floats=shape.precision != "bf16", gathered=found.gathered,
             lists=found.lists, factors=found.factors, before_pool=found.before_pool, groups=len(problem.groups),
             phases=len(problem.phases), bias=resident.bias.ctypes.data, function=code_of(shape.activation), a=a, b=b,

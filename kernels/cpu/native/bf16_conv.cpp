@@ -132,24 +132,33 @@ struct Lists {  // of where inputs begin, by factors and words
   const char **first, **moved;  // of the first place of a plane; of that of a block
 };
 
+// Adds the sums of each place's taps along x, which are maps of its neighbours: map f of tap d is map d * fout + f.
+ALWAYS void add_shifts(const Bf16Conv &c, ptrdiff_t places, float *sums) {
+  for (ptrdiff_t i = 0; i < places; i++)
+    for (ptrdiff_t tap = 1; tap < c.shifts; tap++)
+      for (ptrdiff_t map = 0; map < c.fout; map++) sums[i * WIDTH + map] += sums[(i + tap) * WIDTH + tap * c.fout + map];
+}
+
 // Computes all maps of a plane of places from so many factors, whose inputs `lists.first` tells.
 template <class T, int WORDS>
 int64_t compute_plane(const Bf16Conv &c, const Plane &p, const Lists &lists, ptrdiff_t factors, ptrdiff_t voxel) {
   alignas(64) float sums[ROWS * WIDTH];
   const ptrdiff_t rows = c.flat ? 1 : p.unit.count[1];
   const ptrdiff_t row = c.flat ? (p.unit.count[1] - 1) * p.pitch + p.unit.count[2] : p.unit.count[2];
+  const ptrdiff_t beside = c.shifts - 1;  // places of a block that only others need
   int64_t bad = 0;
   const char *kernels = static_cast<const char *>(p.phase.kernels);
   for (ptrdiff_t map = 0; map < c.fout; map += WIDTH) {
     const int panels = c.fout - map > LANES ? 2 : 1;
     for (ptrdiff_t r = 0; r < rows; r++) {
-      for (ptrdiff_t first = 0; first < row; first += ROWS) {
-        const ptrdiff_t places = least(ROWS, row - first), begin = r * p.pitch + first;
+      for (ptrdiff_t first = 0; first < row; first += ROWS - beside) {
+        const ptrdiff_t places = least(ROWS, row - first + beside), begin = r * p.pitch + first;
         for (ptrdiff_t i = 0; i < factors * WORDS; i++) lists.moved[i] = lists.first[i] + begin * voxel;
         const Sums s{lists.moved, factors, voxel, kernels, c.bias + map, sums};
         if (panels == 2) sum_rows<2, WORDS>(s, places);
         else sum_rows<1, WORDS>(s, places);
-        bad += end_block<T>(c, p, begin, places, map, sums);
+        if (beside) add_shifts(c, places - beside, sums);
+        bad += end_block<T>(c, p, begin, places - beside, map, sums);
       }
     }
     kernels += panels * factors * WORDS * PANEL_BYTES;

@@ -42,6 +42,7 @@ struct Bf16Conv {
   int64_t images, places[3];
   int64_t step[3];           // outputs from place to place
   int64_t words, fout;       // words: of a value
+  int64_t shifts;            // taps along x that are maps of a panel, one after the other; 1: none are
   int64_t windows[3];        // positions of the window of a pooling into fragments; without one, the places
   int64_t pool[3];           // that window
   int64_t unit[3];           // windows of a unit of work: it computes pool - 1 places more

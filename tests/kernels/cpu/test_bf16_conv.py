@@ -52,6 +52,8 @@ GRAPH_CONVOLUTIONS = [
     GraphConvShape((18,), 17, (6, 5, 4), (3, 5, 3), (2, 0, 1), (0, 0, 1), factors=((2, 2, 2),), first=(0, 1, 0)),
     GraphConvShape((3, 4), 5, (4, 4, 4), (3, 3, 3), ONE, ONE, factors=((2, 2, 2), (2, 2, 2))),
     GraphConvShape((32,), 1, (1, 7, 70), (1, 3, 3), (0, 1, 1), (0, 1, 1), activation="sigmoid"),
+    GraphConvShape((40,), 5, (4, 6, 71), (3, 2, 3), ONE, (0, 1, 2), (1, 2, 1), addend=True, activation="elu"),
+    GraphConvShape((33, 2), 3, (3, 5, 6), (2, 3, 5), (0, 1, 2), (1, 1, 2), dilation=(1, 2, 1), activation="softmax"),
     GraphConvShape((3,), 4, (9, 2, 3), (3, 1, 1), stride=(4, 1, 2)),
 ]  # fmt: skip
 LONG = GraphConvShape((80,), 16, (9, 9, 10), (9, 9, 9))  # sums of 58,320 products
@@ -64,6 +66,7 @@ CHAINS = [
     ConvShape(2, 40, 33, (5, 6, 7), (3, 2, 3), "relu"),
     ConvShape(3, 1, 16, (6, 5, 40), (2, 3, 3)),
     ConvShape(1, 20, 24, (8, 9, 23), (2, 3, 4), "relu", pool=(2, 2, 3)),
+    ConvShape(2, 24, 3, (6, 7, 41), (2, 2, 4), "sigmoid", pool=(2, 1, 3)),
     ConvShape(2, 2, 37, (10, 6, 8), (3, 2, 2), "tanh", pool=(3, 1, 2)),
 ]
 
