@@ -14,6 +14,7 @@ PROGRAMS = {
     "graphs": "How fast are U-Nets over a volume, within memory, and in PyTorch?",
     "planner": "Are predictions and choices of the planner right, and how long does planning take?",
     "units": "How fast are convolutions on AMX and AVX512-BF16, and in PyTorch?",
+    "tiled_products": "How fast are products of spectra on AMX and AVX512-BF16, beside float32?",
     "io": "How fast are volumes read and written?",
     "papers": "What did the papers measure, and how fast is it here?",
     "tables": "Fill the tables in README.md and docs/ from results/current.",

@@ -1,6 +1,6 @@
 """Measure the products of spectra on a unit for bfloat16 against those in float32.
 
-    python -m benchmarks.tiled_products [--threads 2] [--maps 80] [--outputs 48] [-k 3 -k 5 ..] [--library PATH]
+    python -m benchmarks tiled_products [--threads 2] [--maps 80] [--outputs 48] [-k 3 -k 5 ..]
 
 products  GFLOP/s of the products alone, with spectra and kernels as a column of a layer has them, and their share of
           what the unit reaches with factors in L1, measured in the same run.
@@ -16,7 +16,6 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -28,13 +27,13 @@ from znnpy.costs.model import assumed_rates, seconds
 from znnpy.kernels import reference
 from znnpy.kernels.aligned import aligned_bytes
 from znnpy.kernels.contract import ConvWeights, Variant
-from znnpy.kernels.cpu import conv_fft_lanes, tiled_products
-from znnpy.kernels.cpu.native.library import LANES, blocks, library, loaded_unit, unit_library
+from znnpy.kernels.cpu import tiled_products
+from znnpy.kernels.cpu.native.library import LANES, blocks, library, unit_library
 from znnpy.kernels.cpu.tiled_arguments import Channels, Tiling
 from znnpy.kernels.cpu.tiled_variants import tiled_variant
 from znnpy.kernels.table import find
 from znnpy.kernels.thread_pool import ThreadPool
-from znnpy.machine import AMX, Machine, this_machine
+from znnpy.machine import Machine, this_machine
 from znnpy.shapes import FLOAT32, ConvShape
 
 PRIMITIVE = find("cpu.conv.fft_lanes")
@@ -171,13 +170,12 @@ def error(out: Any, x: Any, weights: ConvWeights, shape: ConvShape) -> float:
 @click.option("--outputs", default=48, show_default=True, help="Outputs along each axis.")
 @click.option("-k", "kernels", multiple=True, default=(3, 5, 7, 9), show_default=True)
 @click.option("--rounds", default=7, show_default=True)
-@click.option("--library", "path", help="Library of the unit. [default: that of this machine's fastest unit]")
-def command(threads: int, maps: int, outputs: int, kernels: tuple[int, ...], rounds: int, path: str | None) -> None:
-    """Compare the ways to multiply spectra."""
+def command(threads: int, maps: int, outputs: int, kernels: tuple[int, ...], rounds: int) -> None:
+    """Compare the ways to multiply spectra on this processor's fastest unit."""
     machine = this_machine()
-    unit = loaded_unit(Path(path)) if path else unit_library(machine.bf16[0])
-    address = ctypes.cast(unit.znnpy_spectral_products, ctypes.c_void_p).value
-    setattr(conv_fft_lanes, "function_address", lambda unit: address)  # noqa: B010
+    if not machine.bf16:
+        raise click.UsageError("this processor has no unit for bfloat16")
+    unit = unit_library(machine.bf16[0])
     with ThreadPool(threads) as pool:
         most = peak(unit, pool)
         click.echo(f"{machine.processor}, {machine.bf16}, {threads} threads; {most / 1e9:.0f} GFLOP/s from L1")
@@ -207,7 +205,7 @@ def _layer(shape: ConvShape, rounds: int, machine: Machine, pool: ThreadPool) ->
                 best.size("tile"),
                 best.count("group"),
                 kept,
-                products=tiled_products.Products(name, AMX if name else ""),
+                products=tiled_products.Products(name, machine.bf16[0] if name else ""),
             )
             ways[name, kept] = bound(shape, weights, variant, pool)
             layers[name, kept], stages[name, kept] = list[float](), list[float]()
@@ -224,7 +222,3 @@ def _layer(shape: ConvShape, rounds: int, machine: Machine, pool: ThreadPool) ->
             f"  {name or 'float32':8s} kept={kept}  multiply {1e3 * median(stages[name, kept]):7.2f} ms"
             f"  layer {1e9 * median(times) / prod(shape.out):7.1f} ns a voxel  rms error {errors[name]:.1e}"
         )
-
-
-if __name__ == "__main__":
-    command()
