@@ -3,6 +3,20 @@
 
 using namespace znnpy;
 
+namespace {
+
+// Hides from the compiler what a vector holds: it would merge sums that it knows to be equal.
+template <class X>
+ALWAYS void hide(X &x) {
+#if defined(__AVX512F__)
+  asm volatile("" : "+v"(x));
+#else
+  asm volatile("" : "+m"(x));
+#endif
+}
+
+}  // namespace
+
 // Multiplies a block of places by two panels `times` times, in registers alone, and returns the operations. `memory`
 // holds 64 bytes of finite values, aligned to cache lines, and is overwritten.
 EXPORT int64_t znnpy_bf16_peak(char *memory, int64_t times) {
@@ -20,14 +34,15 @@ EXPORT int64_t znnpy_bf16_peak(char *memory, int64_t times) {
   std::memcpy(memory, sums, 64);
 #else
   Lanes sums[ROWS * PANELS] = {};
-  for (Lanes &sum : sums) asm volatile("" : "+v"(sum));  // the compiler would merge sums that it knows to be equal
+  for (Lanes &sum : sums) hide(sum);
   Pairs left, right;
   std::memcpy(&left, memory, sizeof left);
   right = left;
   for (int64_t i = 0; i < times; i++) {
     for (int pair = 0; pair < STEP / 2; pair++) {
       unroll<ROWS * PANELS>([&](auto c) ALWAYS_LAMBDA { sums[c] = multiply_pairs(sums[c], left, right); });
-      asm volatile("" : "+v"(left), "+v"(right));
+      hide(left);
+      hide(right);
     }
   }
   Lanes total{};
