@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import h5py
 import numpy as np
@@ -58,14 +59,13 @@ def run_znnpy(request: Request) -> Answer:
     }
 
 
-def plan_znnpy(request: Request) -> Answer:
-    """Plan a volume within a limit; the request is that of `run_znnpy`."""
+def planned(request: Request) -> Any:
+    """Return znnpy's plan of a volume within a limit; the request is that of `run_znnpy`."""
     import znnpy
 
     folder, net = Path(request["folder"]), NETS[request["network"]]
     size = request["size"][0], request["size"][1], request["size"][2]
-    begin = time.perf_counter()
-    plan = znnpy.plan(
+    return znnpy.plan(
         graph_file(folder, net),
         shape=size,
         ram=request["ram"],
@@ -73,6 +73,12 @@ def plan_znnpy(request: Request) -> Answer:
         device="cpu",
         precision=request["precision"],
     )
+
+
+def plan_znnpy(request: Request) -> Answer:
+    """Plan a volume within a limit; the request is that of `run_znnpy`."""
+    begin = time.perf_counter()
+    plan = planned(request)
     return {
         "seconds": time.perf_counter() - begin,
         "promised_bytes": plan.memory.peak,

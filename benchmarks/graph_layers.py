@@ -13,14 +13,13 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import product
 from math import ceil, log2, prod
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from benchmarks.harness.graph_nets import NETS, graph_file
+from benchmarks.graph_children import planned
 from benchmarks.harness.isolate import Answer, Request
 
 SIDE = 32  # longest side of a tile
@@ -99,21 +98,11 @@ def _by_tiles(shape: Any, out: tuple[int, ...], tile: tuple[int, ...]) -> float:
 
 def layers(request: Request) -> Iterator[Answer]:
     """Plan a run and time the operations of its plan; the request is that of `graph_children.run_znnpy`."""
-    import znnpy
     from znnpy.kernels.table import find
     from znnpy.kernels.thread_pool import ThreadPool
     from znnpy.measure.layer_timer import CpuTimer
 
-    folder, net = Path(request["folder"]), NETS[request["network"]]
-    size = request["size"][0], request["size"][1], request["size"][2]
-    plan = znnpy.plan(
-        graph_file(folder, net),
-        shape=size,
-        ram=request["ram"],
-        threads=request["threads"],
-        device="cpu",
-        precision=request["precision"],
-    )
+    plan = planned(request)
     sums = product_rate(request["threads"])
     with ThreadPool(request["threads"]) as pool:
         copies = copy_rate(pool)

@@ -1,9 +1,8 @@
 """Measure convolutions on AMX and AVX512-BF16, beside float32 methods and PyTorch, with the share of the unit's peak.
 
 All subjects of a case run in interleaved rounds, and each round measures the peak of the unit too: products in
-registers alone, and products of factors that lie in L1. On a virtual machine other guests may use the same cores, which
-slows what reads the caches up to four times for seconds: the cores that are the fastest at that moment are chosen, and
-the peaks of each round are kept.
+registers alone, and products of factors that lie in L1. On a virtual machine other guests may use the same cores: those
+that are the fastest at the beginning are chosen, and the peaks of each round are kept.
 
 PyTorch computes by oneDNN, channels last. With `--unit avx512_bf16` oneDNN is kept from AMX too.
 """

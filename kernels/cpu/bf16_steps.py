@@ -71,8 +71,7 @@ class _Conv(ctypes.Structure):
     """The arguments of a call: struct Bf16Conv in bf16_conv.hpp."""
 
     _fields_ = (
-        ("images", ctypes.c_int64),
-        *((name, ctypes.c_int64 * 3) for name in ("places", "step")),
+        ("step", ctypes.c_int64 * 3),
         *((name, ctypes.c_int64) for name in ("words", "fout", "shifts")),
         *((name, ctypes.c_int64 * 3) for name in ("windows", "pool", "unit")),
         *((name, ctypes.c_int64) for name in ("pitch", "flat", "fold")),
@@ -107,13 +106,13 @@ class Bf16Step:
         self._compute = unit_library(unit).znnpy_bf16_conv
         a, b = parameters_of(shape.activation, () if isinstance(shape, ConvShape) else shape.parameters)
         self._conv = c = _Conv(
-            images=problem.images, words=words, fout=problem.fout, shifts=problem.shifts, pitch=found.pitch,
+            words=words, fout=problem.fout, shifts=problem.shifts, pitch=found.pitch,
             flat=found.flat, fold=found.fold,
             dilation_y=problem.dilation[1], floats=shape.precision != "bf16", gathered=found.gathered,
             lists=found.lists, factors=found.factors, before_pool=found.before_pool, groups=len(problem.groups),
             phases=len(problem.phases), bias=resident.bias.ctypes.data, function=code_of(shape.activation), a=a, b=b,
         )  # fmt: skip
-        c.places[:], c.step[:], c.window[:] = problem.places, problem.step, problem.k
+        c.step[:], c.window[:] = problem.step, problem.k
         c.windows[:], c.pool[:], c.unit[:] = problem.windows, problem.pool, found.unit
         for number, (target, group, packed) in enumerate(zip(c.group, problem.groups, found.groups, strict=False)):
             target.stride[:], target.lead[:], target.held[:] = group.stride, group.lead, group.held

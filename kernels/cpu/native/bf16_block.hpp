@@ -40,8 +40,8 @@ struct Factors {  // one of them: its inputs, by words, and its kernels
 };
 
 // Multiplies the words of one factor. The factors of the first product are loaded; those of each further product,
-// and those of `next` behind the last, are loaded as soon as the tiles have been read: a processor that runs two threads
-// on a core has few spare tiles, and waits for loads that are used at once.
+// and those of `next` behind the last, are loaded as soon as the tiles have been read, so that no product waits for a load
+// just before it.
 template <int TILES, int COUNT, int WORDS, bool LAST>
 ALWAYS void multiply_words(const Sums &s, const Factors &now, const Factors &next) {
   unroll<WORDS>([&](auto a) ALWAYS_LAMBDA {

@@ -22,13 +22,6 @@ struct Run {  // neighbouring places of a block whose outputs are wanted
   ptrdiff_t lanes;  // maps that there are of these panels
 };
 
-template <class T>
-ALWAYS void put(T *out, V v, int count, bool past) {
-  if (count < W) store_part(out, v, count);
-  else if (past) stream(out, v);
-  else store(out, v);
-}
-
 // Ends the sums of some places: addend, function, rounding. Returns how many of the sums are not finite.
 template <int FUNCTION, class T>
 int64_t end_run(const Bf16Conv &c, const Run &r) {
@@ -49,7 +42,7 @@ int64_t end_run(const Bf16Conv &c, const Run &r) {
         store(sums + lane, x);
       }
       finite += x * 0.0f;  // kernels behind the last map are zero
-      put(out + i * out_voxel + lane, apply<FUNCTION>(x, a, b), count, c.past);
+      put_lanes(out + i * out_voxel + lane, apply<FUNCTION>(x, a, b), count, c.past);
     }
   }
   bool all = true;

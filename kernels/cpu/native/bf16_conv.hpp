@@ -39,7 +39,6 @@ struct Bf16Phase {
 };
 
 struct Bf16Conv {
-  int64_t images, places[3];
   int64_t step[3];           // outputs from place to place
   int64_t words, fout;       // words: of a value
   int64_t shifts;            // taps along x that are maps of a panel, one after the other; 1: none are

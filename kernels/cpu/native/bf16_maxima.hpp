@@ -13,8 +13,9 @@ struct Pitches {  // values from image to image, plane to plane, row to row
   ptrdiff_t image, plane, row;
 };
 
+// Writes the first `left` lanes, all of them if more; whole vectors may go past the caches.
 template <class T>
-ALWAYS void put_maxima(T *out, V v, ptrdiff_t left, bool past) {
+ALWAYS void put_lanes(T *out, V v, ptrdiff_t left, bool past) {
   if (left < W) store_part(out, v, (int)left);
   else if (past) stream(out, v);
   else store(out, v);
@@ -39,7 +40,7 @@ struct Maxima {
           for (ptrdiff_t y = 0; y < py; y++)
             for (ptrdiff_t x = y == 0 ? 1 : 0; x < px; x++)
               v = larger(v, load_part(first + y * line() + x * maps + map, (int)least(W, maps - map)));
-          put_maxima(to + map, v, maps - map, false);
+          put_lanes(to + map, v, maps - map, false);
         }
       }
     }
@@ -59,7 +60,7 @@ struct Maxima {
           V v = load_part(first + map, (int)least(W, maps - map));
           for (ptrdiff_t z = 1; z < pz; z++)
             v = larger(v, load_part(first + z * plane() + map, (int)least(W, maps - map)));
-          put_maxima(target + map, v, maps - map, past);
+          put_lanes(target + map, v, maps - map, past);
         }
       }
     }
