@@ -50,7 +50,16 @@ if TYPE_CHECKING:
     from znnpy.machine import Machine
     from znnpy.shapes import Precision, Sized
 
-SOURCE = "implicit matrix products after cuDNN 2014; words after Henry, Tang, Heinecke 2019"
+WHAT: Mapping[Kind, str] = {
+    "conv": "convolutions",
+    "graph_conv": "convolutions of graphs",
+    "conv_transpose": "transposed convolutions",
+}
+SUMMARIES: Mapping[Kind, str] = {
+    "conv": "small kernels",
+    "graph_conv": "small kernels, any stride and dilation",
+    "conv_transpose": "any kernel, stride and dilation, without groups",
+}
 MOST_TAPS = 4096  # of a kernel
 PACKING = 3  # copies of the kernels that are divided into words at once
 COPIES = 3  # of all kernels that dividing them into phases takes
@@ -59,11 +68,29 @@ CALL_BYTES = 2**17  # Python memory and stack of calls into the library, per thr
 WORDS: Mapping[Precision, int] = {"fp32": 3, "bf16x2": 2, "bf16": 1}
 
 
-class _Bf16Conv:
-    """The common part of the primitives, which differ in the layers that they accept and in the unit."""
+@dataclass(frozen=True, slots=True)
+class Bf16Conv:
+    """Direct convolution of one kind on one unit: of chains, of graphs, or transposed."""
 
-    __slots__ = ()
     unit: str
+    kind: Kind
+    version: int = 1
+    source: str = "implicit matrix products after cuDNN 2014; words after Henry, Tang, Heinecke 2019"
+
+    @property
+    def name(self) -> str:
+        return f"cpu.{self.kind}.{self.unit}"
+
+    @property
+    def summary(self) -> str:
+        return f"{SUMMARIES[self.kind]}, and bf16 (needs {UNITS[self.unit]})"
+
+    def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
+        if not isinstance(shape, AnyConv) or shape.kind != self.kind:
+            return f"computes {WHAT[self.kind]}, not {shape.kind}"
+        if isinstance(shape, ConvShape) and shape.pools and shape.activation == "softmax":
+            return "softmax needs all maps of a voxel before the maxima of the windows are taken"
+        return _why_not(shape, machine, self.unit)
 
     def variants(self, shape: Sized, machine: Machine) -> Sequence[Variant]:
         del machine
@@ -140,7 +167,7 @@ def as_any_conv(shape: Sized) -> AnyConv:
     return shape
 
 
-def _why_neither(shape: AnyConv, machine: Machine, unit: str) -> str | None:
+def _why_not(shape: AnyConv, machine: Machine, unit: str) -> str | None:
     """Return None if the unit computes a convolution of the right kind, else a reason."""
     if reason := why_not_fp32_or_bf16(shape):
         return reason
@@ -159,77 +186,4 @@ def _why_neither(shape: AnyConv, machine: Machine, unit: str) -> str | None:
     return why_not_bf16(machine, unit)
 
 
-@dataclass(frozen=True, slots=True)
-class GraphConvBf16(_Bf16Conv):
-    """Direct convolution of a graph on one unit, with any stride and dilation, over several padded arrays."""
-
-    unit: str
-    kind: Kind = "graph_conv"
-    version: int = 1
-    source: str = SOURCE
-
-    @property
-    def name(self) -> str:
-        return f"cpu.graph_conv.{self.unit}"
-
-    @property
-    def summary(self) -> str:
-        return f"small kernels, any stride and dilation, and bf16 (needs {UNITS[self.unit]})"
-
-    def why_not(self, shape: Sized, machine: Machine) -> str | None:
-        if not isinstance(shape, GraphConvShape):
-            return f"computes convolutions of graphs, not {shape}"
-        return _why_neither(shape, machine, self.unit)
-
-
-@dataclass(frozen=True, slots=True)
-class TransposeBf16(_Bf16Conv):
-    """Direct transposed convolution on one unit, with any stride and dilation."""
-
-    unit: str
-    kind: Kind = "conv_transpose"
-    version: int = 1
-    source: str = SOURCE
-
-    @property
-    def name(self) -> str:
-        return f"cpu.conv_transpose.{self.unit}"
-
-    @property
-    def summary(self) -> str:
-        return f"any kernel, stride and dilation, without groups, and bf16 (needs {UNITS[self.unit]})"
-
-    def why_not(self, shape: Sized, machine: Machine) -> str | None:
-        if not isinstance(shape, TransposeShape):
-            return f"computes transposed convolutions, not {shape}"
-        return _why_neither(shape, machine, self.unit)
-
-
-@dataclass(frozen=True, slots=True)
-class ConvBf16(_Bf16Conv):
-    """Direct convolution of a chain on one unit."""
-
-    unit: str
-    kind: Kind = "conv"
-    version: int = 1
-    source: str = SOURCE
-
-    @property
-    def name(self) -> str:
-        return f"cpu.conv.{self.unit}"
-
-    @property
-    def summary(self) -> str:
-        return f"small kernels, and bf16 (needs {UNITS[self.unit]})"
-
-    def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
-        if not isinstance(shape, ConvShape):
-            return f"computes convolutions, not {shape.kind}"
-        if shape.pools and shape.activation == "softmax":
-            return "softmax needs all maps of a voxel before the maxima of the windows are taken"
-        return _why_neither(shape, machine, self.unit)
-
-
-BF16_CONVOLUTIONS = tuple(
-    primitive(unit) for primitive in (ConvBf16, GraphConvBf16, TransposeBf16) for unit in (AMX, AVX512_BF16)
-)
+BF16_CONVOLUTIONS = tuple(Bf16Conv(unit, kind) for kind in WHAT for unit in (AMX, AVX512_BF16))

@@ -16,7 +16,7 @@ from znnpy.graph_shapes import GraphConvShape, TransposeShape
 from znnpy.kernels import definition, reference
 from znnpy.kernels.contract import ConvWeights
 from znnpy.kernels.cpu import bf16_steps
-from znnpy.kernels.cpu.bf16_conv import ConvBf16, GraphConvBf16, TransposeBf16
+from znnpy.kernels.cpu.bf16_conv import Bf16Conv
 from znnpy.kernels.cpu.native import library
 from znnpy.kernels.dtypes import kept_dtype
 from znnpy.kernels.thread_pool import ThreadPool
@@ -155,7 +155,7 @@ def test_layers_of_graphs(
 ) -> None:
     use(monkeypatch, unit, real=real)
     shape = replace(shape, precision=precision)
-    primitive = (GraphConvBf16 if isinstance(shape, GraphConvShape) else TransposeBf16)(unit)
+    primitive = Bf16Conv(unit, shape.kind)
     weights, inputs = random_weights(shape, 1), inputs_of(shape, 2)
     out = computed(primitive, shape, weights, inputs, np.empty(shape.out_shape[1:], kept_dtype(precision)))
     assert_close(out, definition.layer(shape, weights, inputs), precision)
@@ -167,7 +167,9 @@ def test_long_sums(unit: str, real: bool, precision: Precision, monkeypatch: pyt
     use(monkeypatch, unit, real=real)
     shape = replace(LONG, precision=precision)
     weights, inputs = random_weights(shape, 7), inputs_of(shape, 8)
-    out = computed(GraphConvBf16(unit), shape, weights, inputs, np.empty(shape.out_shape[1:], kept_dtype(precision)))
+    out = computed(
+        Bf16Conv(unit, "graph_conv"), shape, weights, inputs, np.empty(shape.out_shape[1:], kept_dtype(precision))
+    )
     assert_close(out, definition.layer(shape, weights, inputs), precision)
 
 
@@ -181,7 +183,7 @@ def test_layers_of_chains(
     shape = replace(shape, precision=precision)
     weights = random_weights(shape, 3)
     x = np.random.default_rng(4).standard_normal(shape.in_shape, np.float32).astype(kept_dtype(precision))
-    out = computed(ConvBf16(unit), shape, weights, x, np.empty(shape.out_shape, kept_dtype(precision)))
+    out = computed(Bf16Conv(unit, "conv"), shape, weights, x, np.empty(shape.out_shape, kept_dtype(precision)))
     exact = reference.convolve(x.astype(np.float64), weights.weight, weights.bias, shape.activation)
     assert_close(out, reference.fragments(exact, shape.pool) if shape.pools else exact, precision)
 
@@ -193,7 +195,7 @@ def test_sums_that_are_not_finite_are_counted(unit: str, real: bool, monkeypatch
     weights, (x,) = random_weights(shape, 5), inputs_of(shape, 6)
     x[2, 2, 3, 1] = np.inf
     with pytest.raises(ValuesOverflowError, match="360 of 480"):
-        computed(GraphConvBf16(unit), shape, weights, [x], np.empty(shape.out_shape[1:], kept_dtype("bf16")))
+        computed(Bf16Conv(unit, "graph_conv"), shape, weights, [x], np.empty(shape.out_shape[1:], kept_dtype("bf16")))
 
 
 def test_a_processor_with_the_unit_runs_it() -> None:
@@ -207,7 +209,7 @@ def test_a_processor_with_the_unit_runs_it() -> None:
 
 def test_reasons_to_refuse() -> None:
     shape = GraphConvShape((8,), 40, (5, 6, 7), (3, 3, 3), precision="bf16")
-    primitive = GraphConvBf16(AMX)
+    primitive = Bf16Conv(AMX, "graph_conv")
     without = replace(MACHINE, bf16=(), processor="an old one")
     assert primitive.why_not(shape, without) == (
         "needs a processor with AMX that the system lets programs use, and an old one has none"
