@@ -39,6 +39,7 @@ from znnpy.plot_commands import graph, timeline
 from znnpy.shapes import text
 from znnpy.stopping import working
 from znnpy.volume.journal import default_output, journal_path, read_header
+from znnpy.volume.location import Location, path_of, volume_location
 
 FIXED_BY_PLAN = ("ram", "threads", "patch", "only", "cover", "vram", "precision", "costs")  # options that a plan fixes
 
@@ -85,7 +86,13 @@ def plan(asked: PlanCommand) -> None:
     out, plot = asked.out, asked.plot
     if asked.volume is not None and asked.shape is not None:
         raise click.UsageError("--volume and --shape both give a size: give one of them")
-    parts = {"dataset": asked.dataset, "fill-missing": asked.fill_missing, "roi": asked.roi}
+    parts = {
+        "dataset": asked.dataset,
+        "scale": asked.scale,
+        "time": asked.time,
+        "fill-missing": asked.fill_missing,
+        "roi": asked.roi,
+    }
     for name, value in parts.items():
         if value is not None and asked.volume is None:
             raise click.UsageError(f"--{name} is a part of a volume: give --volume too")
@@ -104,7 +111,7 @@ def plan(asked: PlanCommand) -> None:
     file = read_network(asked.network, asked.meaning)
     machine_file = None if asked.machine is None else Path(asked.machine)
     read: dict[str, Path | Collection[Path] | None] = {
-        "volume": None if asked.volume is None else Path(asked.volume),
+        "volume": None if asked.volume is None else path_of(asked.volume),
         "costs": None if asked.costs is None else Path(asked.costs),
         "machine": machine_file,
         "network": file.path,
@@ -170,7 +177,9 @@ def _files_of_volume(asked: PlanOptions) -> Collection[Path]:
     from znnpy.volume.base import MissingVoxels
     from znnpy.volume.registry import open_volume
 
-    with open_volume(Path(asked.volume), asked.dataset, MissingVoxels(asked.fill_missing)) as volume:
+    with open_volume(
+        asked.volume, asked.dataset, MissingVoxels(asked.fill_missing), scale=asked.scale, time=asked.time
+    ) as volume:
         return volume.files
 
 
@@ -195,8 +204,8 @@ class InferCommand(InferOptions):
 def infer(asked: InferCommand) -> None:
     """Run a network at every voxel of VOLUME."""
     volume, out = asked.volume, asked.out
-    assert isinstance(volume, Path)
-    assert out is None or isinstance(out, Path)
+    assert isinstance(volume, str)
+    assert out is None or isinstance(out, str)
     if asked.overwrite and asked.resume:
         raise click.UsageError("--overwrite starts again and --resume continues: give one of them")
     fixed = {name: bool(getattr(asked, name)) for name in FIXED_BY_PLAN}
@@ -204,10 +213,11 @@ def infer(asked: InferCommand) -> None:
     for name, is_given in {**fixed, **others}.items():
         if asked.plan is not None and is_given:
             raise click.UsageError(f"--{name} is fixed by the plan: omit it, or omit --plan")
-    if out is None and not volume.name:
-        raise click.UsageError(f"cannot derive an output name from {str(volume)!r}: give --out")
+    if out is None and not Location.of(volume).name:
+        raise click.UsageError(f"cannot derive an output name from {volume!r}: give --out")
     if asked.resume:
-        _request_same_kernels(out or default_output(volume, read_network(asked.network).network.name))
+        name = read_network(asked.network).network.name
+        _request_same_kernels(default_output(volume_location(volume), name) if out is None else Path(out))
     _check_primitives(asked)
     import znnpy.inference
     from znnpy.progress import show

@@ -17,6 +17,7 @@ import click
 from znnpy.machine import parse_bytes
 from znnpy.option_declarations import Option, about, options_of
 from znnpy.shapes import Vec3
+from znnpy.volume.location import Location
 
 MOST_VOXELS = 10**7  # along an axis; more is a slip of the keyboard
 MOST_GPUS = 1024
@@ -104,6 +105,19 @@ def _shortened(value: str) -> str:
     return repr(value if len(value) <= 60 else f"{value[:40]}...{value[-10:]}")
 
 
+def _place(value: str) -> str:
+    """Check the name of a volume or an output: a path or a URL."""
+    Location.of(value)
+    return value
+
+
+def _new_place(value: str) -> str:
+    """Check the name of an output, which must end in one."""
+    if Location.of(value).name in ("", ".", ".."):
+        raise ValueError(f"{value!r} is a folder: give the name of a file")
+    return value
+
+
 class _NewPath(click.Path):
     """A path that ends in a name, as that of a new file must."""
 
@@ -125,6 +139,8 @@ _TYPES: dict[str, ParamType] = {
     "names": click.STRING,
     "path": FILE,
     "new path": NEW_FILE,
+    "place": _Read("place", _place),
+    "new place": _Read("place", _new_place),
     "size": _Read("size", _size),
     "voxels": VOXELS,
     "region": _Read("region", _region),

@@ -54,6 +54,7 @@ from znnpy.units import human_bytes, human_seconds
 from znnpy.values import Tallied, Tally, Values
 from znnpy.volume.base import Chunks, MissingVoxels, Volume
 from znnpy.volume.journal import JournalHeader
+from znnpy.volume.location import path_of
 from znnpy.volume.output import Output
 from znnpy.volume.output_names import Names
 from znnpy.volume.output_target import mode_of, output_for, target_of
@@ -97,7 +98,7 @@ def infer_as_asked(asked: InferOptions) -> Report:
     named = read_network(asked.network, asked.meaning)
     trained = load_trained(named, asked.weights, asked.ram)
     inputs: dict[str, Path | Collection[Path] | None] = {
-        "volume": Path(volume) if isinstance(volume, str | os.PathLike) else None,
+        "volume": path_of(volume),
         "network": named.path,
         "weights": named.weights if asked.weights is None else Path(asked.weights),
         "plan": Path(asked.plan) if isinstance(asked.plan, str | Path) else None,
@@ -108,7 +109,7 @@ def infer_as_asked(asked: InferOptions) -> Report:
     with ExitStack() as stack:
         traced = stack.enter_context(_trace(asked.trace, asked.overwrite, destination))
         absent = MissingVoxels(asked.fill_missing, asked.missing_chunks)
-        opened = stack.enter_context(open_given(volume, asked.dataset, absent))
+        opened = stack.enter_context(_asked_volume(asked, absent))
         inputs["source of the volume"] = opened.files
         log_phase("opened", f"{opened}: {text(opened.size)} voxels of {opened.dtype}, network {trained.network.name}")
         region = parse_roi(roi, opened.size) if roi else None
@@ -141,7 +142,7 @@ def infer_as_asked(asked: InferOptions) -> Report:
         watched = None
         if asked.paranoid:  # an object of the caller's is read by one thread at a time, so it is opened once
             once = isinstance(opened, SliceVolume)
-            watched = opened if once else stack.enter_context(open_given(volume, asked.dataset, absent))
+            watched = opened if once else stack.enter_context(_asked_volume(asked, absent))
         run = _Run(trained, source, output, job, asked, asked.progress, watched, traced, started)
         with Targets(replace(devices, device=run.meant(devices.device)), store) as targets:
             for target in targets:
@@ -298,6 +299,11 @@ class _Run:
             with wisdom_begun(begun.wisdom) if begun else wisdom_kept(target.machine, plan.seconds) as wisdom:
                 sessions = stack.enter_context(sessions_of(plan, target, network, weights, self.trace, preparing.told))
             yield sessions, wisdom
+
+
+def _asked_volume(asked: InferOptions, absent: MissingVoxels) -> Volume:
+    """Open the volume that the options name."""
+    return open_given(asked.volume, asked.dataset, absent, scale=asked.scale, time=asked.time)
 
 
 def _trace(path: str | Path | None, overwrite: bool, output: Path) -> AbstractContextManager[Trace | None]:

@@ -71,11 +71,8 @@ def arrays_of(network: Network, source: Source) -> tuple[OutputArray, ...]:
         OutputArray(
             (maps, *one.size),
             name,
-            {
-                **(space.behind(one.position, one.step).attributes() if space is not None else {}),
-                "offset": np.array(one.offset, np.int64),
-                **({} if source.area is None else _lattice(one)),
-            },
+            {"offset": np.array(one.offset, np.int64), **({} if source.area is None else _lattice(one))},
+            None if space is None else space.behind(one.position, one.step),
         )
         for name, maps, one in zip(_names(network), network.output_maps, source.outputs, strict=True)
     )

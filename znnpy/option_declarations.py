@@ -21,7 +21,20 @@ Asked = TypeVar("Asked")
 Result = TypeVar("Result")
 
 Kind = Literal[
-    "text", "path", "new path", "size", "voxels", "region", "number", "positive", "whole", "gpus", "flag", "names"
+    "text",
+    "path",
+    "new path",
+    "place",
+    "new place",
+    "size",
+    "voxels",
+    "region",
+    "number",
+    "positive",
+    "whole",
+    "gpus",
+    "flag",
+    "names",
 ]
 
 

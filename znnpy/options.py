@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 
 MOST_THREADS = 2**12
 MEASURE_MINUTES = 2.0
+MOST_SCALE = 99
+MOST_TIME = 10**7
 
 
 NETWORK = "network file (.yaml, .znni, .onnx, .pt2, rdf.yaml), or the name of a network that ships"
@@ -210,6 +212,24 @@ class RegionOptions(_BorderOption, _MeaningOption):
     """Options that say which part of a volume is predicted, and how the output is stored."""
 
     dataset: str | None = option(None, "array inside the file", "text", unset="the only 3D or 4D one")
+    scale: int | None = option(
+        None,
+        "resolution to read of an image that is stored at several; 0 is the finest",
+        "whole",
+        unset="the finest",
+        metavar="N",
+        least=0,
+        most=MOST_SCALE,
+    )
+    time: int | None = option(
+        None,
+        "point of time to read of a series, counted from 0",
+        "whole",
+        unset="the only one",
+        metavar="T",
+        least=0,
+        most=MOST_TIME,
+    )
     fill_missing: float | None = option(
         None,
         "value of voxels whose file is missing, in HDF5 volumes made of several files",
@@ -240,7 +260,7 @@ class PlanOptions(RegionOptions, PlanningOptions):
     network: str | Path | Trained = option(DEFAULT, NETWORK, "text", argument=True, in_python=WITH_WEIGHTS)
     _: KW_ONLY
     volume: str | Path | None = option(
-        None, "volume to plan for; without a volume or a shape, 1024^3 voxels are assumed", "path"
+        None, "volume to plan for; without a volume or a shape, 1024^3 voxels are assumed", "place"
     )
     shape: Vec3 | None = option(None, "voxels Z,Y,X of the volume to plan for", "voxels", metavar="Z,Y,X")
     machine: str | Path | None = option(
@@ -289,7 +309,7 @@ class InferOptions(RegionOptions, RunOptions):
         "path of the volume: HDF5, .zarr or .npy, (z, y, x) or (c, z, y, x), integers or floating point; or anything "
         "of such a shape and dtype that can be sliced: an array of numpy, Zarr or dask, a dataset of h5py. It is read "
         "box by box, by one thread at a time. A memory map takes memory beyond `ram`: give the path of its file",
-        "path",
+        "place",
     )
     network: str | Path | Trained = option(DEFAULT, NETWORK, "text", in_python=WITH_WEIGHTS)
     _: KW_ONLY
@@ -299,7 +319,7 @@ class InferOptions(RegionOptions, RunOptions):
     out: str | Path | Assignable | None = option(
         None,
         "output file, (maps, z, y, x), or (z, y, x) for one map",
-        "new path",
+        "new place",
         unset="a file in the volume's folder, named after the volume and the network",
         in_python="or anything of such a shape and of `output_dtype` that takes assignment to slices: one thread "
         "assigns finished blocks, in any order. It has no journal: an error leaves it half written, and nothing can "
@@ -400,8 +420,8 @@ class DemoOptions(Checked):
 class VerifyOptions(Checked):
     """The options of `znnpy verify`."""
 
-    output: str | Path = needed("output of `znnpy infer`", "path")
-    volume: str | Path = needed("volume that it was predicted from", "path")
+    output: str | Path = needed("output of `znnpy infer`", "place")
+    volume: str | Path = needed("volume that it was predicted from", "place")
     _: KW_ONLY
     network: str | Path | Trained | None = option(
         None,

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
@@ -119,7 +118,9 @@ def _work(asked: PlanOptions) -> Work:
     network = read_network(asked.network, asked.meaning).network
     weights = FLOAT32 * network.parameters  # a run holds them
     if asked.volume is not None:
-        with open_volume(Path(asked.volume), asked.dataset, MissingVoxels(asked.fill_missing)) as opened:
+        with open_volume(
+            asked.volume, asked.dataset, MissingVoxels(asked.fill_missing), scale=asked.scale, time=asked.time
+        ) as opened:
             region = parse_roi(roi, opened.size) if roi else None
             source = Source(opened, roi=region, border=border, network=network, allow_nan=False)
             itemsize_in, unpacking = opened.dtype.itemsize, opened.extra_bytes

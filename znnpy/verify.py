@@ -126,7 +126,7 @@ def verify_as_asked(asked: VerifyOptions) -> VerifyReport:
         origin = Provenance.of(output, names)
         trained = _trained(origin, output, asked)
         name = origin.job.volume.dataset or None if asked.dataset is None else asked.dataset
-        source = stack.enter_context(open_volume(Path(asked.volume), name, MissingVoxels(asked.fill_missing)))
+        source = stack.enter_context(open_volume(asked.volume, name, MissingVoxels(asked.fill_missing)))
         _check_volume(origin.job, source, output)
         place = _check_place(origin, names, predictions, source, trained.network, output)
         counts = [min(samples, prod(prediction.size)) for prediction in predictions]

@@ -211,11 +211,13 @@ import os, sys
 from pathlib import Path
 from znnpy.errors import VolumeError
 from znnpy.volume import hdf5
+from znnpy.volume.base import Reading
+from znnpy.volume.location import Location
 os.chdir(Path(sys.argv[1]).parent)
 if os.geteuid() == 0:
     os.seteuid(65534)  # root may read everything
 try:
-    hdf5.open_volume(Path(Path(sys.argv[1]).name), None)
+    hdf5.open_volume(Location(Path(sys.argv[1]).name), Reading())
 except VolumeError as error:
     print(error)
 """

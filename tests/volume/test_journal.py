@@ -16,6 +16,7 @@ import pytest
 
 from znnpy.errors import OutputError, ResumeError
 from znnpy.volume.journal import Journal, JournalHeader, default_output, journal_path, read_header
+from znnpy.volume.location import Location
 
 HEADER = JournalHeader(job={"network": "abc", "volume": {"bytes": 5}}, settings={}, plan="{}", blas="b", columns=9)
 
@@ -233,9 +234,9 @@ def test_journal_module_loads_no_numpy() -> None:
     ("network", "name"), [("n337", "em_n337.h5"), ("lab/net 2", "em_lab_net_2.h5"), ("v1.5-β", "em_v1.5-β.h5")]
 )
 def test_default_output_lies_beside_the_volume(tmp_path: Path, network: str, name: str) -> None:
-    assert default_output(tmp_path / "em.h5", network) == tmp_path / name
+    assert default_output(Location(str(tmp_path / "em.h5")), network) == tmp_path / name
 
 
 def test_default_output_of_a_zarr_volume_is_zarr(tmp_path: Path) -> None:
-    assert default_output(tmp_path / "em.zarr", "n337") == tmp_path / "em_n337.zarr"
-    assert default_output(tmp_path / "em.npy", "n337") == tmp_path / "em_n337.h5"
+    assert default_output(Location(str(tmp_path / "em.zarr")), "n337") == tmp_path / "em_n337.zarr"
+    assert default_output(Location(str(tmp_path / "em.npy")), "n337") == tmp_path / "em_n337.h5"

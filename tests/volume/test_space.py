@@ -84,10 +84,10 @@ def test_output_of_a_volume_without_place_states_none(place: Place, suffix: str)
 
 
 def test_units_may_be_missing() -> None:
-    attributes = Space((2.0, 1.0, 1.0), units=("micrometer", None, "")).behind((1, 0, 5)).attributes()
+    space = Space((2.0, 1.0, 1.0), units=("micrometer", None, "")).behind((1, 0, 5))
+    attributes = space.attributes()
     assert attributes["units"] == "micrometer,,"
     assert attributes["translation"].tolist() == [2.0, 0.0, 5.0]
-    (image,) = ome_of(attributes, 1)["ome"]["multiscales"]
+    (image,) = ome_of(space, 1)["ome"]["multiscales"]
     assert [axis.get("unit") for axis in image["axes"]] == ["micrometer", None, None]
     assert len(image["datasets"][0]["coordinateTransformations"][0]["scale"]) == 3
-    assert ome_of({}, 1) == {}

@@ -20,7 +20,8 @@ from znnpy.files import open_regular
 from znnpy.formats.npy import read_npy_header
 from znnpy.messages import excerpt
 from znnpy.patches import Box
-from znnpy.volume.base import MissingVoxels, Volume
+from znnpy.volume.base import Reading, Volume
+from znnpy.volume.location import Location
 from znnpy.volume.storage_paths import storage_paths
 
 RUN_BYTES = 2**20  # read at once where it is contiguous
@@ -137,12 +138,12 @@ class NpyVolume(Volume):
         return status.st_size, status.st_mtime_ns
 
 
-def open_volume(path: Path, dataset: str | None = None, missing_voxels: MissingVoxels | None = None) -> NpyVolume:
+def open_volume(location: Location, reading: Reading) -> NpyVolume:
     """Open a .npy file and read its header. VolumeError when it is missing, pickled, cut short, or not a volume."""
-    if missing_voxels:
-        missing_voxels.check_none(path)
-    if dataset is not None:
-        raise VolumeError(f"{path} is a .npy file and holds one array, so there is no dataset {dataset!r} to name")
+    path = location.path
+    reading.missing.check_none(path)
+    reading.check_single(path)
+    reading.check_one_time(path)
     try:
         file = open_regular(path)
     except FileNotFoundError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +18,8 @@ from znnpy.messages import excerpt, option
 from znnpy.option_values import MissingChunks
 from znnpy.patches import Box
 from znnpy.shapes import Vec3, text
+from znnpy.volume.axes import Arranged
+from znnpy.volume.location import Location
 from znnpy.volume.regions import Region
 from znnpy.volume.sample import Sample, sample_of
 from znnpy.volume.space import Space
@@ -50,6 +52,40 @@ class MissingVoxels:
 
 
 @dataclass(frozen=True, slots=True)
+class Reading:
+    """The part of a file or folder to read, and how to read it.
+
+    dataset  name of the array inside; None: the only one that can be a volume
+    scale    resolution of an image that is stored at several, counted from 0, the finest; None: the finest
+    time     point of time of a series, counted from 0; None: there must be one alone
+    missing  how to treat voxels that are not stored
+    """
+
+    dataset: str | None = None
+    scale: int | None = None
+    time: int | None = None
+    missing: MissingVoxels = field(default_factory=MissingVoxels)
+
+    def check_single(self, volume: object, *, dataset: bool = True) -> None:
+        """Raise VolumeError where something is named that a file with one image does not have.
+
+        dataset  whether a dataset must not be named
+        """
+        if dataset and self.dataset is not None:
+            raise VolumeError(
+                f"{volume} holds one array, so there is no dataset {excerpt(repr(self.dataset))} to name: "
+                f"leave out {option('dataset')}"
+            )
+        if self.scale:
+            raise VolumeError(f"{volume} holds one resolution: leave out {option('scale', self.scale)}")
+
+    def check_one_time(self, volume: object) -> None:
+        """Raise VolumeError where a point of time is named of a volume that has no axis of time."""
+        if self.time is not None:
+            raise VolumeError(f"{volume} has no points of time: leave out {option('time', self.time)}")
+
+
+@dataclass(frozen=True, slots=True)
 class Chunks:
     """The number of chunks of a volume that were looked up, and of those that are not stored."""
 
@@ -61,25 +97,38 @@ class Chunks:
 class Volume(ABC):
     """Voxels (c, z, y, x) of an integer or floating type, on disk or in memory. A context manager."""
 
-    def __init__(self, path: Path, dataset: str, shape: tuple[int, ...] | None, dtype: np.dtype[Any]) -> None:
+    def __init__(
+        self,
+        place: Path | Location,
+        dataset: str,
+        shape: tuple[int, ...] | None,
+        dtype: np.dtype[Any],
+        arranged: Arranged | None = None,
+    ) -> None:
         """Check that the array can be a volume; VolumeError says why it cannot.
 
-        shape  as stored: (z, y, x) or (c, z, y, x), after any number of axes of length 1.
-        dtype  as stored, any byte order.
+        shape     as stored: (z, y, x) or (c, z, y, x), after any number of axes of length 1, or as `arranged` has it
+        dtype     as stored, any byte order
+        arranged  how the stored axes become (c, z, y, x), where they have names
         """
-        self.path = path
+        self.location = place if isinstance(place, Location) else Location(str(place))
         self.dataset = dataset
-        why = why_not(shape, dtype)
+        why = why_not(shape if arranged is None else arranged.shape, dtype)
         if shape is None or why is not None:
             raise VolumeError(f"{self} {why}")
-        self.axes = len(shape)  # number of stored axes
+        if arranged is None:
+            lead = len(shape) - 3
+            channel = lead - 1 if lead else None
+            fixed = tuple((axis, 0) for axis in range(lead - 1))
+            arranged = Arranged(shape, (channel, lead, lead + 1, lead + 2), fixed)
+        self.arranged = arranged
         self.space: Space | None = None  # position of the voxels in the specimen, if metadata state it
-        self.channels: int = shape[-4] if len(shape) > 3 else 1
-        self.size: Vec3 = (shape[-3], shape[-2], shape[-1])
+        self.channels: int = arranged.shape[0]
+        self.size: Vec3 = arranged.shape[1:]
         self.dtype: np.dtype[Any] = dtype.newbyteorder("=")
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.dataset}" if self.dataset else str(self.path)
+        return f"{self.location}: {self.dataset}" if self.dataset else str(self.location)
 
     def __enter__(self) -> Self:
         return self
@@ -93,9 +142,14 @@ class Volume(ABC):
         return self.channels, *self.size
 
     @property
+    def path(self) -> Path:
+        """The path of a file or folder on this machine; ValueError for a URL."""
+        return self.location.path
+
+    @property
     def files(self) -> Collection[Path]:
         """Files and folders that voxels are read from, and links that lead there; no output may replace them."""
-        return (self.path,)
+        return (self.path,) if self.location.is_local else ()
 
     @property
     def extra_bytes(self) -> int:
@@ -121,9 +175,7 @@ class Volume(ABC):
 
     def stored_region(self, box: Box) -> Region:
         """Return all channels of a box as a region along the axes of the stored array."""
-        lead = (0,) * (self.axes - 3)
-        ends = (1,) * (self.axes - 4) + (self.channels,) * (self.axes > 3)
-        return Region((*lead, *box.lo), (*ends, *box.hi))
+        return self.arranged.region(box)
 
     @abstractmethod
     def close(self) -> None:

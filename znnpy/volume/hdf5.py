@@ -23,7 +23,7 @@ from znnpy.messages import excerpt, option
 from znnpy.patches import Box
 from znnpy.planner.memory import READER_BYTES
 from znnpy.shapes import Vec3
-from znnpy.volume.base import Chunks, MissingVoxels, Volume, pick
+from znnpy.volume.base import Chunks, MissingVoxels, Reading, Volume, pick
 from znnpy.volume.hdf5_compressed import CompressedChunks
 from znnpy.volume.hdf5_links import (
     HDF5_ERRORS,
@@ -36,6 +36,7 @@ from znnpy.volume.hdf5_links import (
 )
 from znnpy.volume.hdf5_sources import Missing, Sources, Stored, fills
 from znnpy.volume.hdf5_space import space_of
+from znnpy.volume.location import Location
 from znnpy.volume.regions import Region, pieces
 
 MIB = 2**20
@@ -181,11 +182,13 @@ class Hdf5Volume(Volume):
         if self._own and self._own.chunk:
             most = part.elements if whole else few
             for piece in pieces(part, self._own.chunk, elements=most, chunks=AT_ONCE):
-                yield from (piece,) if whole else pieces(piece, (1,) * self.axes, elements=few, chunks=few)
+                yield from (
+                    (piece,) if whole else pieces(piece, (1,) * len(self.arranged.stored), elements=few, chunks=few)
+                )
             return
         of_sources = [AT_ONCE * prod(one.chunk) for one in self._sources.stored.values() if one.chunk]
         most = min([part.elements if whole else few, *of_sources])
-        yield from pieces(part, (1,) * self.axes, elements=most, chunks=most)
+        yield from pieces(part, (1,) * len(self.arranged.stored), elements=most, chunks=most)
 
     def _read(self, piece: Region, target: npt.NDArray[Any], there: Region) -> None:
         """Read `piece` of the dataset into `there` of `target`."""
@@ -207,20 +210,23 @@ class Hdf5Volume(Volume):
         return status.st_size, status.st_mtime_ns
 
 
-def open_volume(path: Path, dataset: str | None = None, missing_voxels: MissingVoxels | None = None) -> Hdf5Volume:
-    """Open a dataset of a file: `dataset`, or the only 3D or 4D numeric one in any group. Only headers are read.
+def open_volume(location: Location, reading: Reading) -> Hdf5Volume:
+    """Open a dataset of a file: the named one, or the only 3D or 4D numeric one in any group. Only headers are read.
 
     VolumeError: the file is missing, not HDF5, cut short or locked; there is no such dataset, or several; type or shape
     are not those of a volume; a filter plugin, a source of a virtual dataset or an external file is missing.
     """
+    path = location.path
+    reading.check_single(path, dataset=False)
+    reading.check_one_time(path)
     file = _open(path)
     try:
         sources = Sources()
-        name, found = _chosen(file, dataset, path, sources)
+        name, found = _chosen(file, reading.dataset, path, sources)
         lost = sources.missing(found, path)
         _check_files(sources, path)
         found = _with_cache(found, sources)
-        volume = Hdf5Volume(file, found, path, name, sources, missing_voxels or MissingVoxels())
+        volume = Hdf5Volume(file, found, path, name, sources, reading.missing)
         volume.leave_out(lost)
         volume.space = space_of(found, str(volume))
         _check_filters(volume, found.get_create_plist())

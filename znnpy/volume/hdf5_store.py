@@ -68,7 +68,9 @@ class Hdf5Store(Store):
                 name, space = array.name or DATASET, h5py.h5s.create_simple(array.stored_shape)
                 file.require_group(name.rpartition("/")[0] or "/")
                 h5py.h5d.create(file.id, name.encode(), kind, space, dcpl=layout)
-                file[name].attrs.update(array.attributes)
+                file[name].attrs.update(
+                    array.attributes if array.space is None else {**array.attributes, **array.space.attributes()}
+                )
             (file if arrays[0].name else file[DATASET]).attrs.update(attributes)
         with reopen(path) as written:
             _check_same(path, os.fstat(written.fileno()), made)

@@ -24,6 +24,7 @@ from typing_extensions import TypedDict
 from znnpy.errors import OutputError, ResumeError
 from znnpy.files import create_new, is_still, open_regular, reopen, sync_folder, write_all
 from znnpy.messages import excerpt, option
+from znnpy.volume.location import Location
 
 MAGIC = b"znnpy journal 2 "  # followed by 16 hexadecimal digits, the run's id, and NEW or REPLACES
 NEW, REPLACES = b" new\n", b" replaces\n"
@@ -59,10 +60,16 @@ class JournalHeader:
     wisdom: dict[str, str] = field(default_factory=dict)  # FFTW's wisdom by transform; other transforms were estimated
 
 
-def default_output(volume: Path, network: str) -> Path:
-    """Return the default path of an output, beside the volume: `<volume>_<network>.h5`, or `.zarr` for a .zarr."""
+def default_output(volume: Location, network: str) -> Path:
+    """Return the default path of an output, beside the volume: `<volume>_<network>.h5`, or `.zarr` for a .zarr.
+
+    OutputError for a volume that is not on this machine.
+    """
+    if not volume.is_local:
+        raise OutputError(f"{volume} is not on this machine, so the output needs a name: give {option('out')}")
     word = re.sub(r"[^\w.+-]+", "_", network)  # a network may be called lab/net, a file may not
-    return volume.with_name(f"{volume.stem}_{word}{'.zarr' if volume.suffix == '.zarr' else '.h5'}")
+    path = volume.path
+    return path.with_name(f"{path.stem}_{word}{'.zarr' if path.suffix == '.zarr' else '.h5'}")
 
 
 def journal_path(out: Path) -> Path:

@@ -12,6 +12,7 @@ import numpy as np
 from znnpy.files import Inputs
 from znnpy.messages import option
 from znnpy.volume.journal import default_output
+from znnpy.volume.location import volume_location
 from znnpy.volume.output import Mode, Output
 from znnpy.volume.sliceable import Assignable, BlockOutput, Sliceable
 from znnpy.volume.store import OutputArray
@@ -34,7 +35,7 @@ def target_of(volume: str | Path | Sliceable, out: str | Path | Assignable | Non
     if out is not None:
         return Path(f"the {type(out).__name__}")
     if isinstance(volume, str | os.PathLike):
-        return default_output(Path(volume), network)
+        return default_output(volume_location(volume), network)
     raise ValueError(f"the volume is not a file, so the output needs a path or an array: give {option('out')}")
 
 

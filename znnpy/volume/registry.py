@@ -1,17 +1,23 @@
 """The file formats of volumes and outputs. To add a format, write its modules and add a row to FORMATS.
 
-A format is imported when the first of its files is opened.
+A format is imported when the first of its files is opened. Its reader is a module with
+
+    open_volume(location: Location, reading: Reading) -> Volume
+
+and its writer a subclass of Store.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from znnpy.errors import OutputError
+from znnpy.errors import OutputError, VolumeError
 from znnpy.messages import option
+from znnpy.volume.location import Location, volume_location
 
 if TYPE_CHECKING:
     from znnpy.volume.base import MissingVoxels, Volume
@@ -20,43 +26,106 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A file format: its suffixes, and the modules that read and write it."""
+    """A file format.
 
+    name      as it is written in messages and documents
+    suffixes  of its files or folders, in small letters
+    reader    module with `open_volume`
+    writer    module and name of a subclass of Store; None: outputs are not written
+    marks     files by which a folder is recognised
+    prefixes  words that may be written before a place, of `location.PREFIXES`
+    remote    whether it is read from buckets and web servers, and written to buckets if it is written
+    folder    whether it is a folder, or may be one
+    """
+
+    name: str
     suffixes: tuple[str, ...]
-    reader: str  # module with `open_volume(path, dataset, missing_voxels)`, which returns a Volume
-    writer: tuple[str, str] | None = None  # module and name of a subclass of Store; None: outputs are not written
+    reader: str
+    writer: tuple[str, str] | None = None
+    marks: tuple[str, ...] = ()
+    prefixes: tuple[str, ...] = ()
+    remote: bool = False
+    folder: bool = False
 
 
-HDF5 = Format((".h5", ".hdf5", ".hdf"), "znnpy.volume.hdf5", ("znnpy.volume.hdf5_store", "Hdf5Store"))
-ZARR = Format((".zarr",), "znnpy.volume.zarr", ("znnpy.volume.zarr_store", "ZarrStore"))
-NPY = Format((".npy",), "znnpy.volume.array")
+HDF5 = Format("HDF5", (".h5", ".hdf5", ".hdf"), "znnpy.volume.hdf5", ("znnpy.volume.hdf5_store", "Hdf5Store"))
+ZARR = Format(
+    "Zarr",
+    (".zarr",),
+    "znnpy.volume.zarr",
+    ("znnpy.volume.zarr_store", "ZarrStore"),
+    marks=("zarr.json", ".zarray", ".zgroup"),
+    prefixes=("zarr", "zarr2", "zarr3"),
+    folder=True,
+)
+NPY = Format("numpy", (".npy",), "znnpy.volume.array")
 FORMATS = (HDF5, ZARR, NPY)
 
 WRITTEN_SUFFIXES = tuple(suffix for one in FORMATS if one.writer for suffix in one.suffixes)
+FOLDER_SUFFIXES = tuple(suffix for one in FORMATS if one.writer and one.folder for suffix in one.suffixes)
 
 
-def open_volume(path: Path, dataset: str | None = None, missing_voxels: MissingVoxels | None = None) -> Volume:
-    """Open the volume stored at `path` in the format of its suffix, or as HDF5 if the suffix is unknown.
+def suffix_of(name: str) -> str:
+    """Return the longest suffix of a name that a format has, in small letters; empty if none has it."""
+    small = name.lower()
+    found = [suffix for one in FORMATS for suffix in one.suffixes if small.endswith(suffix)]
+    return max(found, key=len, default="")
+
+
+def format_of(location: Location) -> Format:
+    """Return the format of a volume: that of its prefix, of the files in its folder, or of its suffix; else HDF5."""
+    if location.prefix is not None:
+        return next(one for one in FORMATS if location.prefix in one.prefixes)
+    if location.is_local and os.path.isdir(location.place):
+        held = [one for one in FORMATS if any(os.path.lexists(location.path / mark) for mark in one.marks)]
+        if held:
+            return held[0]
+    suffix = suffix_of(location.name)
+    return next((one for one in FORMATS if suffix in one.suffixes), HDF5)
+
+
+def open_volume(
+    place: str | Path | Location,
+    dataset: str | None = None,
+    missing_voxels: MissingVoxels | None = None,
+    *,
+    scale: int | None = None,
+    time: int | None = None,
+) -> Volume:
+    """Open the volume at a path or URL in the format of its content or suffix, or as HDF5 if these say nothing.
 
     The volume is a context manager. Only its header is read.
 
     dataset         name of the array inside the file; None: the only 3D or 4D numeric one there.
     missing_voxels  how to treat voxels that the file should hold but does not; None: missing files are an error, and
                     missing chunks read as the fill value of the format.
+    scale           resolution of an image that is stored at several, from 0, the finest.
+    time            point of time of a series, from 0.
 
     VolumeError says why a file cannot be used, MissingExtraError which package its format needs.
     """
-    found = next((one for one in FORMATS if path.suffix in one.suffixes), HDF5)
-    return cast("Volume", import_module(found.reader).open_volume(path, dataset, missing_voxels))
+    from znnpy.volume.base import MissingVoxels, Reading
+
+    location = volume_location(place, dataset)
+    found = format_of(location)
+    if not location.is_local and not found.remote:
+        remote = [one.name for one in FORMATS if one.remote]
+        raise VolumeError(
+            f"{location} is {found.name}, and only {', '.join(remote) or 'files on this machine'} can be read from "
+            "buckets and web servers; copy it to this machine"
+        )
+    reading = Reading(location.dataset, scale, time, missing_voxels or MissingVoxels())
+    return cast("Volume", import_module(found.reader).open_volume(replace(location, dataset=None), reading))
 
 
 def store_for(path: Path) -> type[Store]:
     """Return the store that writes outputs of this name, chosen by suffix.
 
-    OutputError for a suffix that is not written, MissingExtraError for .zarr without the package zarr.
+    OutputError for a suffix that is not written, MissingExtraError if a package is missing that the format needs.
     """
+    suffix = suffix_of(path.name)
     for one in FORMATS:
-        if one.writer and path.suffix in one.suffixes:
+        if one.writer and suffix in one.suffixes:
             module, name = one.writer
             return cast("type[Store]", getattr(import_module(module), name))
     *most, last = WRITTEN_SUFFIXES

@@ -5,7 +5,6 @@ These are numpy arrays, h5py datasets, Zarr and dask arrays, and the caller's ow
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Collection, Mapping, Sequence, Set
 from itertools import accumulate, pairwise
@@ -23,7 +22,7 @@ from znnpy.messages import option
 from znnpy.patches import Box
 from znnpy.planner.memory import READER_BYTES
 from znnpy.volume.array import ArrayVolume, why_unwritable
-from znnpy.volume.base import MissingVoxels, Volume
+from znnpy.volume.base import MissingVoxels, Reading, Volume
 from znnpy.volume.hdf5_sources import Sources
 from znnpy.volume.journal import JournalHeader
 from znnpy.volume.regions import pieces
@@ -112,18 +111,23 @@ class SliceVolume(Volume):
 
 
 def open_given(
-    volume: str | Path | Sliceable, dataset: str | None = None, missing_voxels: MissingVoxels | None = None
+    volume: str | Path | Sliceable,
+    dataset: str | None = None,
+    missing_voxels: MissingVoxels | None = None,
+    *,
+    scale: int | None = None,
+    time: int | None = None,
 ) -> Volume:
-    """Open the volume at a path as `open_volume` does, or wrap an object of the caller.
+    """Open the volume at a path or URL as `open_volume` does, or wrap an object of the caller.
 
     VolumeError says why a file or an object cannot be used.
     """
-    if isinstance(volume, str | os.PathLike):
-        return open_volume(Path(volume), dataset, missing_voxels)
-    if dataset is not None:
-        raise VolumeError(f"the volume is one array, so there is no dataset to name: leave out {option('dataset')}")
-    if missing_voxels:
-        missing_voxels.check_none("the volume")
+    if isinstance(volume, str | Path):
+        return open_volume(volume, dataset, missing_voxels, scale=scale, time=time)
+    reading = Reading(dataset, scale, time, missing_voxels or MissingVoxels())
+    reading.check_single("the volume")
+    reading.check_one_time("the volume")
+    reading.missing.check_none("the volume")
     if isinstance(volume, np.ndarray):
         return ArrayVolume(volume)
     if not all(hasattr(volume, name) for name in ("shape", "dtype", "__getitem__")):

@@ -39,22 +39,19 @@ class Space:
         }
 
 
-def ome_of(attributes: Mapping[str, Any], maps: int) -> dict[str, Any]:
-    """Return `ome`, the metadata of OME-Zarr 0.5, for attributes made by `Space.attributes`; else nothing.
+def ome_of(space: Space, maps: int) -> dict[str, Any]:
+    """Return `ome`, the metadata of OME-Zarr 0.5.
 
     maps  number of maps of the array; more than one need a channel axis in front.
     """
-    if "resolution" not in attributes:
-        return {}
-    units = attributes["units"].split(",")
     axes = [
         {"name": name, "type": "space"} | ({"unit": unit} if unit else {})
-        for name, unit in zip(AXES, units, strict=True)
+        for name, unit in zip(AXES, space.units, strict=True)
     ]
     channel = [{"name": "c", "type": "channel"}] if maps > 1 else []
     steps = [
-        {"type": "scale", "scale": [1.0] * len(channel) + [float(n) for n in attributes["resolution"]]},
-        {"type": "translation", "translation": [0.0] * len(channel) + [float(n) for n in attributes["translation"]]},
+        {"type": "scale", "scale": [1.0] * len(channel) + [float(n) for n in space.scale]},
+        {"type": "translation", "translation": [0.0] * len(channel) + [float(n) for n in space.translation]},
     ]
     image = {"axes": channel + axes, "datasets": [{"path": ".", "coordinateTransformations": steps}]}
     return {"ome": {"version": "0.5", "multiscales": [image]}}

@@ -18,6 +18,7 @@ from znnpy.messages import excerpt, option
 from znnpy.patches import Box
 from znnpy.shapes import Vec3, ceil_divide, multiply
 from znnpy.volume.output_names import RUN, RUN_ATTRIBUTE
+from znnpy.volume.space import Space
 
 JOURNAL_ATTRIBUTE = "znnpy_journal"  # the digest of the header of its journal
 DAMAGED = (OSError, RuntimeError, ValueError, KeyError, TypeError)  # raised by h5py and zarr for incomplete files
@@ -29,12 +30,15 @@ class OutputArray:
     """One array of an output, (maps, z, y, x): all that a network gives, or one of several outputs.
 
     name        in the file; empty: the array is the only one, which every format has its own place for
-    attributes  of the array, name -> text, number or array; those that all arrays share are not among them
+    attributes  of the array, name -> text, number or array; those that all arrays share, and those of its space, are
+                not among them
+    space       the position of its voxels in the specimen, if it is known; each format has its own form for it
     """
 
     shape: tuple[int, int, int, int]
     name: str = ""
     attributes: Mapping[str, Any] = field(default_factory=dict)
+    space: Space | None = None
 
     @property
     def size(self) -> Vec3:

@@ -19,8 +19,9 @@ from znnpy.messages import excerpt
 from znnpy.patches import Box
 from znnpy.planner.memory import READER_BYTES
 from znnpy.shapes import Vec3
-from znnpy.volume.base import Chunks, MissingVoxels, Volume, pick, why_not
+from znnpy.volume.base import Chunks, MissingVoxels, Reading, Volume, pick, why_not
 from znnpy.volume.decompression import ChunkTooLargeError
+from znnpy.volume.location import Location
 from znnpy.volume.regions import Region, pieces
 from znnpy.volume.space import Scales
 from znnpy.volume.zarr_nodes import INDEX_ENTRY, Node, read_nodes
@@ -140,16 +141,16 @@ class ZarrVolume(Volume):
         return sum(file.st_size for file in files), max(file.st_mtime_ns for file in files)
 
 
-def open_volume(path: Path, dataset: str | None = None, missing_voxels: MissingVoxels | None = None) -> ZarrVolume:
-    """Open an array of a folder: `dataset`, the only 3D or 4D numeric one in any group, or the folder itself.
+def open_volume(location: Location, reading: Reading) -> ZarrVolume:
+    """Open an array of a folder: the named one, the only 3D or 4D numeric one in any group, or the folder itself.
 
     The default for an OME-Zarr image with several resolutions is the finest.
 
     VolumeError: the folder is missing or not Zarr, its metadata are damaged, there is no such array, or several, or it
     is not a volume.
     """
-    if missing_voxels:
-        missing_voxels.check_fill(path)
+    path, dataset = location.path, reading.dataset
+    reading.missing.check_fill(path)
     if not path.is_dir():
         raise VolumeError(
             f"{path} is not a folder; check the path" if path.exists() else f"there is no folder {path}; check the path"
@@ -168,7 +169,7 @@ def open_volume(path: Path, dataset: str | None = None, missing_voxels: MissingV
     else:
         name = pick(arrays, dataset, path)
     try:
-        volume = ZarrVolume(path, name, nodes[name], missing_voxels or MissingVoxels())
+        volume = ZarrVolume(path, name, nodes[name], reading.missing)
     except DAMAGED as error:
         if isinstance(error, ZnnpyError):
             raise

@@ -76,7 +76,7 @@ class ZarrStore(Store):
                 attributes={
                     **_listed({} if several else attributes),
                     **_listed(array.attributes),
-                    **ome_of(array.attributes, array.shape[0]),
+                    **_placed(array),
                 },
             )
         for folder in dict.fromkeys((*(path / array.name for array in arrays), *([path / OUTPUTS, path] * several))):
@@ -143,6 +143,13 @@ class ZarrStore(Store):
                         left.append(Path(entry.path))
                     elif entry.name.endswith(".partial"):
                         remove(Path(entry.path))
+
+
+def _placed(array: OutputArray) -> dict[str, Any]:
+    """Return the attributes that say where the voxels of an array lie."""
+    if array.space is None:
+        return {}
+    return {**_listed(array.space.attributes()), **ome_of(array.space, array.shape[0])}
 
 
 def _listed(attributes: Mapping[str, Any]) -> dict[str, Any]:
