@@ -36,6 +36,7 @@ class Format:
     prefixes  words that may be written before a place, of `location.PREFIXES`
     remote    whether it is read from buckets and web servers, and written to buckets if it is written
     folder    whether it is a folder, or may be one
+    unwritten suffixes that are read alone
     """
 
     name: str
@@ -46,6 +47,7 @@ class Format:
     prefixes: tuple[str, ...] = ()
     remote: bool = False
     folder: bool = False
+    unwritten: tuple[str, ...] = ()
 
 
 HDF5 = Format("HDF5", (".h5", ".hdf5", ".hdf"), "znnpy.volume.hdf5", ("znnpy.volume.hdf5_store", "Hdf5Store"))
@@ -59,9 +61,15 @@ ZARR = Format(
     folder=True,
 )
 NPY = Format("numpy", (".npy",), "znnpy.volume.array")
-FORMATS = (HDF5, ZARR, NPY)
+NIFTI_OTHERS = (".nii.gz", ".hdr", ".img")  # read, or refused by what they are, and not written
+NIFTI = Format("NIfTI", (".nii", *NIFTI_OTHERS), "znnpy.volume.nifti", unwritten=NIFTI_OTHERS)
+MRC = Format("MRC", (".mrc", ".rec", ".map", ".st", ".ali", ".mrcs"), "znnpy.volume.mrc")
+NRRD = Format("NRRD", (".nrrd", ".nhdr"), "znnpy.volume.nrrd")
+FORMATS = (HDF5, ZARR, NPY, NIFTI, MRC, NRRD)
 
-WRITTEN_SUFFIXES = tuple(suffix for one in FORMATS if one.writer for suffix in one.suffixes)
+WRITTEN_SUFFIXES = tuple(
+    suffix for one in FORMATS if one.writer for suffix in one.suffixes if suffix not in one.unwritten
+)
 FOLDER_SUFFIXES = tuple(suffix for one in FORMATS if one.writer and one.folder for suffix in one.suffixes)
 
 
