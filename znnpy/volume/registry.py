@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -22,6 +23,8 @@ from znnpy.volume.location import Location, volume_location
 if TYPE_CHECKING:
     from znnpy.volume.base import MissingVoxels, Volume
     from znnpy.volume.store import Store
+
+MOST_LOOKED_AT = 1000  # files of a folder, to find out what it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,7 @@ class Format:
     remote    whether it is read from buckets and web servers, and written to buckets if it is written
     folder    whether it is a folder, or may be one
     unwritten suffixes that are read alone
+    inside    suffixes of files by which a folder of another name is recognised
     """
 
     name: str
@@ -48,6 +52,7 @@ class Format:
     remote: bool = False
     folder: bool = False
     unwritten: tuple[str, ...] = ()
+    inside: tuple[str, ...] = ()
 
 
 HDF5 = Format("HDF5", (".h5", ".hdf5", ".hdf"), "znnpy.volume.hdf5", ("znnpy.volume.hdf5_store", "Hdf5Store"))
@@ -65,7 +70,10 @@ NIFTI_OTHERS = (".nii.gz", ".hdr", ".img")  # read, or refused by what they are,
 NIFTI = Format("NIfTI", (".nii", *NIFTI_OTHERS), "znnpy.volume.nifti", unwritten=NIFTI_OTHERS)
 MRC = Format("MRC", (".mrc", ".rec", ".map", ".st", ".ali", ".mrcs"), "znnpy.volume.mrc")
 NRRD = Format("NRRD", (".nrrd", ".nhdr"), "znnpy.volume.nrrd")
-FORMATS = (HDF5, ZARR, NPY, NIFTI, MRC, NRRD)
+TIFF_SUFFIXES = (".tif", ".tiff", ".btf", ".tf8", ".ome.tif", ".ome.tiff")
+TIFF = Format("TIFF", TIFF_SUFFIXES, "znnpy.volume.tiff")
+SLICES = Format("a folder of TIFF slices", (), "znnpy.volume.slices", folder=True, inside=TIFF_SUFFIXES)
+FORMATS = (HDF5, ZARR, NPY, TIFF, SLICES, NIFTI, MRC, NRRD)
 
 WRITTEN_SUFFIXES = tuple(
     suffix for one in FORMATS if one.writer for suffix in one.suffixes if suffix not in one.unwritten
@@ -89,7 +97,20 @@ def format_of(location: Location) -> Format:
         if held:
             return held[0]
     suffix = suffix_of(location.name)
-    return next((one for one in FORMATS if suffix in one.suffixes), HDF5)
+    named = next((one for one in FORMATS if suffix in one.suffixes), None)
+    if location.is_local and os.path.isdir(location.place) and (named is None or not named.folder):
+        named = _format_inside(location.place) or named
+    return named or HDF5
+
+
+def _format_inside(folder: str) -> Format | None:
+    """Return the format of the first files of a folder, by their suffixes."""
+    try:
+        with os.scandir(folder) as entries:
+            found = {suffix_of(entry.name) for entry in islice(entries, MOST_LOOKED_AT)}
+    except OSError:
+        return None
+    return next((one for one in FORMATS if found.intersection(one.inside)), None)
 
 
 def open_volume(
