@@ -14,10 +14,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import h5py
 import numpy as np
 import numpy.typing as npt
 
+from tests.support.other_libraries import read_elsewhere
 from znnpy.errors import ResumeError
 from znnpy.patches import cover
 from znnpy.shapes import Vec3
@@ -37,7 +37,7 @@ BYSTANDERS = ("out.old", "out.draft", "partial")  # files that are nobody's busi
 def main(path: Path) -> None:
     """Kill the first run before its first step, its second, and so on, until it ends; and the runs after it too."""
     store.CHUNK, output.SYNC_SECONDS = 6, 0.0
-    registry.store_for(path)  # imports zarr once, not in every process
+    registry.store_for(path)  # imports libraries once, not in every process
     for name in BYSTANDERS:
         path.with_name(name).write_text("of the user")
     kills = 0
@@ -86,21 +86,12 @@ def look(path: Path, generations: tuple[int, ...]) -> None:
     if len(generations) > 1 and path.suffix == FOLDER_SUFFIX and not path.exists():
         (old,) = path.parent.glob(f"{path.name}.*.old")
         path = old
-    found = stored(path)
+    found = read_elsewhere(path)
     assert any(np.array_equal(found, voxels(generation)[0]) for generation in generations), found
 
 
 def voxels(generation: int) -> npt.NDArray[np.float32]:
     return np.random.default_rng(generation).standard_normal((1, *SIZE)).astype(np.float32)
-
-
-def stored(path: Path) -> npt.NDArray[np.float32]:
-    if path.is_dir():
-        import zarr
-
-        return np.asarray(zarr.open_array(path, mode="r")[:])
-    with h5py.File(path) as file:
-        return np.asarray(file["prediction"])
 
 
 def killed_before(step: int, work: Callable[[], None]) -> None:

@@ -9,11 +9,10 @@ import sys
 import time
 from pathlib import Path
 
-import h5py
 import numpy as np
-import numpy.typing as npt
 import pytest
 
+from tests.support.other_libraries import read_elsewhere
 from znnpy.patches import cover
 from znnpy.volume.journal import Journal, journal_path
 
@@ -51,14 +50,7 @@ with output.Output(
 """
 
 
-def read(path: Path) -> npt.NDArray[np.float32]:
-    if path.is_dir():
-        return np.asarray(pytest.importorskip("zarr").open_array(path, mode="r")[:])
-    with h5py.File(path) as file:
-        return np.asarray(file["prediction"])
-
-
-@pytest.mark.parametrize("name", ["out.h5", "out.zarr"])
+@pytest.mark.parametrize("name", ["out.h5", "out.zarr", "out.tif", "out.nii"])
 def test_output_survives_kills_at_random_moments(name: str, tmp_path: Path) -> None:
     rng = random.Random(20261120)
     size, patch = (60, 50, 40), (10, 25, 13)
@@ -93,7 +85,7 @@ def test_output_survives_kills_at_random_moments(name: str, tmp_path: Path) -> N
         done = recorded[1]
         assert len(done) >= finished
         finished = len(done)
-        kept = read(partial)
+        kept = read_elsewhere(partial)
         for index in done:
             for step in columns[index].steps:
                 where = (slice(None), *step.write.slices)
@@ -101,11 +93,13 @@ def test_output_survives_kills_at_random_moments(name: str, tmp_path: Path) -> N
                 compared += 1
     assert killed >= 4
     assert compared > 0
-    np.testing.assert_array_equal(read(path), voxels)
+    np.testing.assert_array_equal(read_elsewhere(path), voxels)
     assert {item.name for item in tmp_path.iterdir()} == {name}
 
 
-@pytest.mark.parametrize(("name", "least"), [("out.h5", 12), ("out.zarr", 40)])
+@pytest.mark.parametrize(
+    ("name", "least"), [("out.h5", 12), ("out.zarr", 40), ("out.tif", 12), ("out.nii", 12), ("out.mrc", 12)]
+)
 def test_output_survives_a_kill_before_every_rename(name: str, least: int, tmp_path: Path) -> None:
     """An output is replaced, and the run is killed before each change of a name; so is the run that goes on."""
     if name.endswith(".zarr"):

@@ -229,19 +229,19 @@ print(peak() - before, volume.extra_bytes + READER_BYTES)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["<u2", ">u2"])
-@pytest.mark.parametrize("predictor", [False, True])
-@pytest.mark.parametrize("compression", ["lzw", "deflate", "zstd"])
+@pytest.mark.parametrize(
+    ("compression", "predictor", "dtype"), [("lzw", True, ">u2"), ("deflate", False, "<u2"), ("zstd", True, "<u2")]
+)
 def test_memory_of_unpacking_is_as_promised(tmp_path: Path, compression: str, predictor: bool, dtype: str) -> None:
-    """One strip has all 32 MiB of a page."""
+    """One strip has all 18 MiB of a page."""
     rng = np.random.default_rng(1)
     how = {"compression": compression, "predictor": predictor, "byteorder": dtype[0], "metadata": None}
     written(tmp_path / "s.tif", rng.integers(0, 999, (2, 64, 64)).astype(dtype), rowsperstrip=64, **how)
-    written(tmp_path / "v.tif", rng.integers(0, 65535, (2, 4096, 4096)).astype(dtype), rowsperstrip=4096, **how)
+    written(tmp_path / "v.tif", rng.integers(0, 65535, (2, 3072, 3072)).astype(dtype), rowsperstrip=3072, **how)
     command = [sys.executable, "-c", CHILD, str(tmp_path / "s.tif"), str(tmp_path / "v.tif")]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     grown, promised = map(int, done.stdout.split())
-    assert 2**25 < grown <= promised
+    assert 2**24 < grown <= promised
 
 
 def damaged(path: Path, tag: str, value: Any, page: int = 0) -> None:
@@ -272,9 +272,15 @@ def test_hostile_fields_are_refused(tmp_path: Path, tag: str, value: int, said: 
         open_volume(path)
 
 
-@pytest.mark.parametrize("compression", [None, "lzw"])
 @pytest.mark.parametrize(
-    ("tag", "value"), [("StripOffsets", 2**32 - 5), ("StripByteCounts", 2**31), ("StripByteCounts", 3)]
+    ("compression", "tag", "value"),
+    [
+        (None, "StripOffsets", 2**32 - 5),
+        (None, "StripByteCounts", 3),
+        ("lzw", "StripOffsets", 2**32 - 5),
+        ("lzw", "StripByteCounts", 2**31),
+        ("lzw", "StripByteCounts", 3),
+    ],
 )
 def test_strips_outside_of_the_file_are_refused(tmp_path: Path, tag: str, value: int, compression: str | None) -> None:
     path = tmp_path / "v.tif"
@@ -342,7 +348,7 @@ def test_renamed_ome_file_is_read(tmp_path: Path) -> None:
 
 def test_bits_are_refused(tmp_path: Path) -> None:
     tifffile.imwrite(tmp_path / "v.tif", voxels("u1") > 50, bitspersample=1, photometric="minisblack")
-    with pytest.raises(VolumeError, match="holds bool voxels, .*; store it as uint8"):
+    with pytest.raises(VolumeError, match=r"holds bool voxels, .*; store it as uint8"):
         open_volume(tmp_path / "v.tif")
 
 

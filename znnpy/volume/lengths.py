@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from pathlib import Path
 
 from znnpy.messages import excerpt
 from znnpy.volume.space import Affine, Space
@@ -63,22 +62,20 @@ def in_unit(space: Space, unit: str) -> Space | None:
     return replace(space, scale=scale, translation=translation, units=(unit,) * 3, affine=_scaled(space.affine, z))
 
 
-def say_turned(path: Path, space: Space | None, holder: str) -> None:
+def say_turned(space: Space | None, holder: str) -> None:
     """Log that the orientation of the voxels is lost, where there is one, in a format that cannot hold it."""
     if space is not None and space.affine is not None:
         _log.warning(
             "%s",
-            f"the axes of the volume are turned or mirrored in the specimen, which {holder} cannot hold: {path} has "
-            "the voxels in the order of the volume, and their size",
+            f"the axes of the volume are turned or mirrored in the specimen, which {holder} cannot hold: the output "
+            "has its voxels in the order of the volume, and their size alone",
         )
 
 
-def say_unit(path: Path, space: Space, holder: str) -> None:
-    """Log that voxel sizes are written without their unit, which the format does not know."""
-    units = ", ".join(sorted({unit for unit in space.units if unit})) or "none"
-    _log.warning(
-        "%s", f"{holder} cannot hold the unit of the voxel size ({excerpt(units, 60)}): {path} has the numbers alone"
-    )
+def say_unit(space: Space, holder: str) -> None:
+    """Log that the unit of the voxel sizes is lost, which the format does not know."""
+    units = ", ".join(sorted({unit for unit in space.units if unit}))
+    _log.warning("%s", f"{holder} cannot hold the unit of the voxel size ({excerpt(units, 60)}), so it is left out")
 
 
 def _ratio(old: str, new: str) -> float:

@@ -85,6 +85,7 @@ class Output:
         self._journal = Journal(self._names.journal)
         self._held = OutputLock(self._names.lock, path)
         self._kind = store_for(path)
+        self._kind.check(path, arrays, self.dtype)
         self._store: Store | None = None
         self._run: str | None = None  # id of the run that is begun or resumed here
         self._replaces = mode == "overwrite"  # whether the complete output may replace an existing one

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from znnpy.volume.base import MissingVoxels, Volume
     from znnpy.volume.store import Store
 
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")  # suffixes of files that are compressed as a whole
 MOST_LOOKED_AT = 1000  # files of a folder, to find out what it is
 
 
@@ -67,11 +68,24 @@ ZARR = Format(
 )
 NPY = Format("numpy", (".npy",), "znnpy.volume.array")
 NIFTI_OTHERS = (".nii.gz", ".hdr", ".img")  # read, or refused by what they are, and not written
-NIFTI = Format("NIfTI", (".nii", *NIFTI_OTHERS), "znnpy.volume.nifti", unwritten=NIFTI_OTHERS)
-MRC = Format("MRC", (".mrc", ".rec", ".map", ".st", ".ali", ".mrcs"), "znnpy.volume.mrc")
+NIFTI = Format(
+    "NIfTI",
+    (".nii", *NIFTI_OTHERS),
+    "znnpy.volume.nifti",
+    ("znnpy.volume.nifti_store", "NiftiStore"),
+    unwritten=NIFTI_OTHERS,
+)
+MRC_STACKS = (".st", ".ali", ".mrcs")  # stacks of images, which a prediction is not
+MRC = Format(
+    "MRC",
+    (".mrc", ".rec", ".map", *MRC_STACKS),
+    "znnpy.volume.mrc",
+    ("znnpy.volume.mrc_store", "MrcStore"),
+    unwritten=MRC_STACKS,
+)
 NRRD = Format("NRRD", (".nrrd", ".nhdr"), "znnpy.volume.nrrd")
 TIFF_SUFFIXES = (".tif", ".tiff", ".btf", ".tf8", ".ome.tif", ".ome.tiff")
-TIFF = Format("TIFF", TIFF_SUFFIXES, "znnpy.volume.tiff")
+TIFF = Format("TIFF", TIFF_SUFFIXES, "znnpy.volume.tiff", ("znnpy.volume.tiff_store", "TiffStore"))
 SLICES = Format("a folder of TIFF slices", (), "znnpy.volume.slices", folder=True, inside=TIFF_SUFFIXES)
 FORMATS = (HDF5, ZARR, NPY, TIFF, SLICES, NIFTI, MRC, NRRD)
 
@@ -153,8 +167,13 @@ def store_for(path: Path) -> type[Store]:
     OutputError for a suffix that is not written, MissingExtraError if a package is missing that the format needs.
     """
     suffix = suffix_of(path.name)
+    if path.suffix.lower() in COMPRESSED:
+        raise OutputError(
+            f"the output {path} would be compressed as a whole, so that a run that stops could not be resumed; give "
+            f"{path.stem} in {option('out')}, and compress it afterwards"
+        )
     for one in FORMATS:
-        if one.writer and suffix in one.suffixes:
+        if one.writer and suffix in one.suffixes and suffix not in one.unwritten:
             module, name = one.writer
             return cast("type[Store]", getattr(import_module(module), name))
     *most, last = WRITTEN_SUFFIXES

@@ -71,6 +71,11 @@ class Store(ABC):
     def __init__(self, path: Path, arrays: Sequence[OutputArray], dtype: np.dtype[Any]) -> None:
         """Open what `create` made. OutputError if a shape or type differs, ResumeError if it is damaged."""
 
+    @classmethod
+    def check(cls, path: Path, arrays: Sequence[OutputArray], dtype: np.dtype[Any]) -> None:
+        """Raise OutputError if the format cannot hold such arrays, before anything is computed."""
+        del path, arrays, dtype  # most formats hold all
+
     @staticmethod
     @abstractmethod
     def create(path: Path, arrays: Sequence[OutputArray], dtype: np.dtype[Any], attributes: Mapping[str, Any]) -> None:

@@ -144,8 +144,11 @@ class Directories:
     first: dict[int, Field] = field(default_factory=dict)  # fields of the first page
 
     @classmethod
-    def of(cls, descriptor: int) -> Directories:
-        """Read the directories of an open file. ValueError if they are damaged, or the file is no TIFF."""
+    def of(cls, descriptor: int, most: int | None = None) -> Directories:
+        """Read the directories of an open file, or the first of them.
+
+        ValueError if they are damaged, or the file is no TIFF.
+        """
         head = os.pread(descriptor, 16, 0)
         order = {b"II": "<", b"MM": ">"}.get(head[:2], "")
         version = struct.unpack(f"{order}H", head[2:4])[0] if order and len(head) >= 8 else 0
@@ -155,7 +158,7 @@ class Directories:
         at = struct.unpack(f"{order}Q", head[8:16])[0] if found.is_big else struct.unpack(f"{order}I", head[4:8])[0]
         kinds: dict[Kind, Kind] = {}
         seen = set[int]()
-        while at:
+        while at and len(found.pages) != most:
             if at in seen or len(seen) >= MOST_PAGES:
                 raise ValueError(f"its pages are a circle, or more than {MOST_PAGES:,}")
             seen.add(at)
