@@ -210,8 +210,8 @@ class Directories:
     def _fields(self, at: int) -> tuple[dict[int, Field], int]:
         """Read a directory: its fields by their tags, and the byte of the next one, 0 behind the last."""
         head, entry, word = (8, 20, "Q") if self.is_big else (2, 12, "I")
-        content = os.pread(self.descriptor, GUESS, at)
-        if at >= self.size or len(content) < head:
+        content = os.pread(self.descriptor, GUESS, at) if at < self.size else b""
+        if len(content) < head:
             raise ValueError(f"its page at byte {at:,} lies outside of the file")
         count = struct.unpack_from(f"{self.order}{'Q' if self.is_big else 'H'}", content)[0]
         if not 1 <= count <= MOST_FIELDS:
