@@ -19,7 +19,7 @@ from znnpy.errors import OutputError, VramError
 from znnpy.files import regular_file
 from znnpy.job import arrays_of, attributes_of, job_of, roi_text, settings_of
 from znnpy.kernels.cpu.fft import Wisdom
-from znnpy.machine import Machine, peak_bytes, this_machine
+from znnpy.machine import Machine, limits_of, peak_bytes, this_machine
 from znnpy.measure.fftw_wisdom import wisdom_begun, wisdom_kept
 from znnpy.messages import option
 from znnpy.network_files import read_network
@@ -53,6 +53,7 @@ from znnpy.trained import TrainedNetwork, load_trained
 from znnpy.units import human_bytes, human_seconds
 from znnpy.values import Tallied, Tally, Values
 from znnpy.volume.base import Chunks, MissingVoxels, Volume
+from znnpy.volume.chunk_layers import layer_bytes
 from znnpy.volume.journal import JournalHeader
 from znnpy.volume.location import path_of
 from znnpy.volume.output import Output
@@ -207,9 +208,19 @@ class _Run:
             itemsize_out=self.output.dtype.itemsize,
             area=source.area,
             masks=self.masks,
-            unpacking_bytes=source.volume.extra_bytes,
+            unpacking_bytes=source.volume.extra_bytes + (self.kept_bytes if self.plans else 0),
             held_bytes=self.output.held_bytes if isinstance(self.output, BlockOutput) else 0,
         )
+
+    @property
+    def plans(self) -> bool:
+        """Return whether the run searches for its plan: none is given, and it resumes none."""
+        return self.asked.plan is None and self.output.header is None
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of chunks that the run may keep for the next step."""
+        return layer_bytes(self.source.volume, limits_of(this_machine(), self.asked.ram).ram_bytes)
 
     def meant(self, device: Device) -> Device:
         """Return the device of the plan that there is, or `device`; ResumeError where a GPU is gone."""
@@ -224,12 +235,24 @@ class _Run:
     def plan(self, target: OpenTarget) -> RunPlan:
         """Return the plan that the run began with, the one that was given, or the fastest."""
         begun, network = self.output.header, self.trained.network
-        if begun is None:
+        if self.plans:
+            self.source.keep_chunks(self.kept_bytes)
             return choose(self.asked, self.work, target)
+        if begun is None:
+            made = choose(self.asked, self.work, target)
+            self._keep_chunks(made, target)
+            return made
         settings = settings_of(self.asked.names, target.machine)
         made = plan_begun(begun, settings, network, target.machine, self.source.output, devices=target.devices)
         check_options(self.asked, begun, made)
+        self._keep_chunks(made, target)
         return made
+
+    def _keep_chunks(self, plan: RunPlan, target: OpenTarget) -> None:
+        """Keep chunks for the next step in what a plan that was made before leaves of its memory limit."""
+        memory = plan.memory
+        spare = plan.limits.ram_bytes - memory.peak + max(0, memory.baseline - self.work.baseline(target))
+        self.source.keep_chunks(min(self.kept_bytes, max(0, spare)))
 
     def compute(self, target: OpenTarget, plan: RunPlan) -> _Done:
         """Run the plan; if the GPU refuses memory that it was promised, plan anew within less and run that plan."""

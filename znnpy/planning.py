@@ -15,7 +15,7 @@ from znnpy.costs.store import CostStore
 from znnpy.errors import NoPlanError, ShapeError
 from znnpy.graph_columns import Area
 from znnpy.kernels.table import TABLE
-from znnpy.machine import Limits, this_machine
+from znnpy.machine import Limits, limits_of, this_machine
 from znnpy.measure.calibrate import Calibration
 from znnpy.measure.rigor import RigorMeasurement, rigor_of
 from znnpy.messages import option
@@ -39,6 +39,7 @@ from znnpy.run_log import log_phase
 from znnpy.self_check import check_plan
 from znnpy.shapes import FLOAT32, Vec3
 from znnpy.volume.base import MissingVoxels
+from znnpy.volume.chunk_layers import layer_bytes
 from znnpy.volume.registry import open_volume
 from znnpy.volume.source import Source, area_of, parse_roi
 from znnpy.volume.source import predicted as predicted_of
@@ -123,7 +124,8 @@ def _work(asked: PlanOptions) -> Work:
         ) as opened:
             region = parse_roi(roi, opened.size) if roi else None
             source = Source(opened, roi=region, border=border, network=network, allow_nan=False)
-            itemsize_in, unpacking = opened.dtype.itemsize, opened.extra_bytes
+            kept = layer_bytes(opened, limits_of(this_machine(), asked.ram).ram_bytes)
+            itemsize_in, unpacking = opened.dtype.itemsize, opened.extra_bytes + kept
             return Work(
                 network,
                 source.output,
