@@ -21,6 +21,7 @@ from znnpy.job import arrays_of, attributes_of, job_of, roi_text, settings_of
 from znnpy.kernels.cpu.fft import Wisdom
 from znnpy.machine import Machine, limits_of, peak_bytes, this_machine
 from znnpy.measure.fftw_wisdom import wisdom_begun, wisdom_kept
+from znnpy.measure.transfers import LONG_SECONDS, transfers_of
 from znnpy.messages import option
 from znnpy.network_files import read_network
 from znnpy.option_declarations import function_of
@@ -151,14 +152,18 @@ def infer_as_asked(asked: InferOptions) -> Report:
                     chosen = run.plan(target)
                     break
             opened.expect(source.needed)
+            transfers = None
+            if asked.calibrate and chosen.seconds >= LONG_SECONDS:
+                folder = destination.parent if isinstance(output, Output) else None
+                transfers = transfers_of(chosen, trained.network, source, folder)
             for above in target.above_memory(chosen.limits):
                 _log.warning("%s", above)
                 doubts = (*doubts, above)
-            log_phase("planned", predicted(chosen))
+            log_phase("planned", predicted(chosen) if transfers is None else f"{predicted(chosen)}; {transfers}")
             done = run.compute(target, chosen)
     doubts = (*doubts, *half_missing(opened.chunks))
     report = _report(destination, started, done.plan, target.machine, done, target.sentences, doubts, opened.chunks)
-    report = replace(report, earlier_peak_bytes=earlier)
+    report = replace(report, earlier_peak_bytes=earlier, transfers=transfers)
     for sentence in report.above_limit:
         _log.warning("%s", sentence)
     log_phase("finished", f"{destination}: {report.computed:,} voxels in {human_seconds(report.seconds)}")
