@@ -52,10 +52,11 @@ HDF5 = Format("HDF5", (".h5", ".hdf5", ".hdf"), "znnpy.volume.hdf5", ("znnpy.vol
 ZARR = Format(
     "Zarr",
     (".zarr",),
-    "znnpy.volume.zarr",
+    "znnpy.volume.zarr_volume",
     ("znnpy.volume.zarr_store", "ZarrStore"),
     marks=("zarr.json", ".zarray", ".zgroup"),
     prefixes=("zarr", "zarr2", "zarr3"),
+    remote=True,
     folder=True,
 )
 NPY = Format("numpy", (".npy",), "znnpy.volume.array")
