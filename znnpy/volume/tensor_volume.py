@@ -12,7 +12,6 @@ import re
 import threading
 from collections.abc import Collection, Iterator
 from itertools import product
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -194,9 +193,7 @@ class TensorVolume(Volume):
                 return
             if not str(error).startswith("NOT_FOUND"):
                 why = self._why(error, chunk)
-            elif not self._node.is_sharded and self._files.is_confirmed_missing(chunk):
-                is_missing = True
-            elif attempt == attempts - 1:
+            elif (not self._node.is_sharded and self._files.is_confirmed_missing(chunk)) or attempt == attempts - 1:
                 is_missing = True
         if why is not None:
             self._fill_damaged(chunk, target, why)
