@@ -17,7 +17,7 @@ import numpy as np
 from znnpy.costs.store import CostStore
 from znnpy.errors import OutputError, VramError
 from znnpy.files import regular_file
-from znnpy.job import arrays_of, attributes_of, job_of, roi_text, settings_of
+from znnpy.job import arrays_of, attributes_of, columns_of, job_of, roi_text, settings_of, stored_as
 from znnpy.kernels.cpu.fft import Wisdom
 from znnpy.machine import Machine, limits_of, peak_bytes, this_machine
 from znnpy.measure.fftw_wisdom import wisdom_begun, wisdom_kept
@@ -27,6 +27,7 @@ from znnpy.network_files import read_network
 from znnpy.option_declarations import function_of
 from znnpy.option_values import Device
 from znnpy.options import InferOptions, RunOptions
+from znnpy.planner.memory import gathering_budget
 from znnpy.planner.run_plan import RunPlan
 from znnpy.report.plan_text import predicted
 from znnpy.report.run_report import Report
@@ -59,7 +60,7 @@ from znnpy.volume.journal import JournalHeader
 from znnpy.volume.location import path_of
 from znnpy.volume.output import Output
 from znnpy.volume.output_names import Names
-from znnpy.volume.output_target import mode_of, output_for, target_of
+from znnpy.volume.output_target import mode_of, output_for, prefix_of, target_of
 from znnpy.volume.registry import store_for
 from znnpy.volume.sample import sample_of
 from znnpy.volume.sliceable import BlockOutput, SliceVolume, open_given
@@ -132,11 +133,23 @@ def infer_as_asked(asked: InferOptions) -> Report:
             asked.output_dtype,
             allow_nan=asked.allow_nan,
             fill_missing=asked.fill_missing,
+            stored=stored_as(prefix_of(out), sharded=asked.sharded, multiscale=asked.multiscale),
         )
         arrays, dtype = arrays_of(trained.network, source), np.dtype(asked.output_dtype)
         if out is not None and not isinstance(out, str | os.PathLike):
             source.check_one_size(trained.network, f"give a path as {option('out')}")
-        output = output_for(out, destination, volume, inputs=inputs, arrays=arrays, dtype=dtype, mode=how, job=job)
+        output = output_for(
+            out,
+            destination,
+            volume,
+            inputs=inputs,
+            arrays=arrays,
+            dtype=dtype,
+            mode=how,
+            job=job,
+            sharded=asked.sharded,
+            multiscale=asked.multiscale,
+        )
         stack.enter_context(output)
         if output.finished:
             made = plan_finished(destination, store_for(destination).attributes_of(destination).get("plan"))
@@ -215,6 +228,7 @@ class _Run:
             masks=self.masks,
             unpacking_bytes=source.volume.extra_bytes + (self.kept_bytes if self.plans else 0),
             held_bytes=self.output.held_bytes if isinstance(self.output, BlockOutput) else 0,
+            gathered_bytes=self.output.gathered_bytes,
         )
 
     @property
@@ -293,12 +307,15 @@ class _Run:
         preparing = Preparing(plan, network, self.started, self.output.done, self.progress)
         with self._awake(target, plan, preparing) as (sessions, wisdom):
             before = preparing.done()
+            self.output.limit(gathering_budget(plan.limits.ram_bytes))
             if self.output.header is None:
                 settings, count = settings_of(self.asked.names, target.machine), len(plan.work_items(network))
                 header = JournalHeader(
                     self.job, settings, plan.to_json(), target.machine.blas, count, wisdom=wisdom.used
                 )
-                self.output.begin(header, attributes_of(network, self.source, self.job, plan))
+                self.output.begin(
+                    header, attributes_of(network, self.source, self.job, plan), columns_of(plan, network)
+                )
             workers = workers_of(plan, sessions, network, self.output.done)
             log_phase("running", f"{len(self.output.done)} of {len(plan.work_items(network))} work items done before")
             timings = pipeline.run_workers(workers, self.source, self._writes(plan), self.progress, self.trace, before)

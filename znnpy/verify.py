@@ -30,9 +30,8 @@ from znnpy.run_log import log_phase
 from znnpy.shapes import Vec3, add
 from znnpy.trained import TrainedNetwork, load_trained
 from znnpy.volume.base import MissingVoxels, Volume
-from znnpy.volume.hdf5_store import DATASET
 from znnpy.volume.provenance import JobClaim, Provenance, array_names
-from znnpy.volume.registry import HDF5, open_volume
+from znnpy.volume.registry import is_written, open_volume, store_for
 from znnpy.volume.source import Source, parse_roi
 from znnpy.volume.statistics import normalise_of
 
@@ -121,8 +120,7 @@ def verify_as_asked(asked: VerifyOptions) -> VerifyReport:
     started = time.perf_counter()
     with ExitStack() as stack:
         names = array_names(output)
-        single = DATASET if output.suffix in HDF5.suffixes else None
-        predictions = [stack.enter_context(open_volume(output, name or single)) for name in names]
+        predictions = [stack.enter_context(open_volume(output, _dataset(output, name))) for name in names]
         origin = Provenance.of(output, names)
         trained = _trained(origin, output, asked)
         name = origin.job.volume.dataset or None if asked.dataset is None else asked.dataset
@@ -364,6 +362,11 @@ def _check_place(
                 f"was predicted; predict it again with {option('overwrite', True)}"
             )
     return source
+
+
+def _dataset(output: Path, name: str) -> str | None:
+    """Return the name by which an array of an output is read."""
+    return store_for(output).dataset_of(output, name) if is_written(output) else name or None
 
 
 def _positions(size: Vec3, samples: int, seed: int) -> Iterator[npt.NDArray[np.int64]]:

@@ -22,7 +22,7 @@ from znnpy.run.target import DRIVER, OpenTarget
 from znnpy.shapes import Vec3, text
 from znnpy.units import human_bytes, mebibytes
 from znnpy.volume.journal import JournalHeader, Settings, read_header
-from znnpy.volume.registry import WRITTEN_SUFFIXES, store_for
+from znnpy.volume.registry import is_written, store_for
 
 
 def plan_begun(
@@ -111,7 +111,7 @@ def plan_finished(path: Path, plan: object) -> RunPlan:
 
 def statistics_kept(path: Path) -> object:
     """Return the statistics of its volume that an unfinished or finished output keeps; None if it keeps none."""
-    if path.suffix not in WRITTEN_SUFFIXES:
+    if not is_written(path):
         return None
     try:
         begun = read_header(path)

@@ -32,6 +32,7 @@ FIRST_LINE = re.compile(rb"%s([0-9a-f]{16}) (new|replaces)\n" % MAGIC)
 RECORD = re.compile(rb"\[(\d{1,9}(?:, \d{1,9})*)\] ([0-9a-f]{8})\n")
 MOST_LINE_BYTES = 2**24  # limit of the header and of a record: longer lines are damaged
 MOST_COLUMNS = 2**26  # limit of an output: each takes a byte before anything else is known
+FOLDERS = (".zarr", ".n5", ".precomputed")  # suffixes of volumes beside which outputs are of the same format
 COLUMNS_A_RECORD = 2**16  # columns per line; longer lists take several lines
 
 
@@ -61,7 +62,9 @@ class JournalHeader:
 
 
 def default_output(volume: Location, network: str) -> Path:
-    """Return the default path of an output, beside the volume: `<volume>_<network>.h5`, or `.zarr` for a .zarr.
+    """Return the default path of an output, beside the volume: `<volume>_<network>.h5`.
+
+    It has the suffix of the volume where that is one of folders, such as .zarr.
 
     OutputError for a volume that is not on this machine.
     """
@@ -69,7 +72,7 @@ def default_output(volume: Location, network: str) -> Path:
         raise OutputError(f"{volume} is not on this machine, so the output needs a name: give {option('out')}")
     word = re.sub(r"[^\w.+-]+", "_", network)  # a network may be called lab/net, a file may not
     path = volume.path
-    return path.with_name(f"{path.stem}_{word}{'.zarr' if path.suffix == '.zarr' else '.h5'}")
+    return path.with_name(f"{path.stem}_{word}{path.suffix if path.suffix in FOLDERS else '.h5'}")
 
 
 def journal_path(out: Path) -> Path:

@@ -19,7 +19,7 @@ from znnpy.network import MOST_LAYERS
 from znnpy.option_values import Border, Meaning, OutputDtype
 from znnpy.shapes import PRECISIONS, Vec3
 from znnpy.volume.output_names import OUTPUTS
-from znnpy.volume.registry import WRITTEN_SUFFIXES, store_for
+from znnpy.volume.registry import is_written, store_for
 
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(gt=0, lt=2**63)]
@@ -29,6 +29,9 @@ _NAMES: TypeAdapter[tuple[str, ...]] = TypeAdapter(
         Field(min_length=2, max_length=MOST_LAYERS),
     ]
 )
+
+
+_OFFSETS = {"voxel_offset", "offset"}
 
 
 class _Checked(BaseModel):
@@ -76,7 +79,7 @@ class Provenance:
         znnpy writes.
         """
         said, *own = (_attributes(output, name) for name in ("", *names))
-        if not {"job", "network"} <= said.keys() or not all("offset" in one for one in own):
+        if not {"job", "network"} <= said.keys() or not all(_OFFSETS & one.keys() for one in own):
             raise VolumeError(f"{output} was not written by znnpy; give the file that `znnpy infer` wrote")
         precision = _text(output, "precision", said.get("precision", "fp32"))  # early versions did not write it
         if precision not in PRECISIONS:
@@ -85,7 +88,7 @@ class Provenance:
                 "it with the version that wrote it"
             )
         network = _text(output, "network", said["network"])
-        offsets = tuple(_offset(output, one["offset"]) for one in own)
+        offsets = tuple(_offset(output, one) for one in own)
         return cls(_job(output, said["job"]), network, offsets, precision)
 
 
@@ -105,7 +108,7 @@ def array_names(output: Path) -> tuple[str, ...]:
 
 def _attributes(output: Path, name: str) -> dict[str, Any]:
     """Return the attributes of an output, or of one of its arrays; none if it is no output."""
-    return store_for(output).attributes_of(output, name) if output.suffix in WRITTEN_SUFFIXES else {}
+    return store_for(output).attributes_of(output, name) if is_written(output) else {}
 
 
 def _text(output: Path, name: str, value: Any) -> str:
@@ -124,10 +127,13 @@ def _job(output: Path, value: Any) -> JobClaim:
         raise _damaged(output, "job", f"{where}: {first['msg']}") from None
 
 
-def _offset(output: Path, value: Any) -> Vec3:
+def _offset(output: Path, said: dict[str, Any]) -> Vec3:
+    """Return the position of an array in voxels, which early versions wrote as `offset`."""
+    name = "voxel_offset" if "voxel_offset" in said else "offset"
+    value = said[name]
     numbers = value.tolist() if isinstance(value, np.ndarray) else value
     if not isinstance(numbers, list) or len(numbers) != 3 or not all(type(number) is int for number in numbers):
-        raise _damaged(output, "offset", f"it is {excerpt(repr(value), 60)}, not three whole numbers")
+        raise _damaged(output, name, f"it is {excerpt(repr(value), 60)}, not three whole numbers")
     return numbers[0], numbers[1], numbers[2]
 
 

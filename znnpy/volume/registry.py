@@ -53,14 +53,32 @@ ZARR = Format(
     "Zarr",
     (".zarr",),
     "znnpy.volume.zarr_volume",
-    ("znnpy.volume.zarr_store", "ZarrStore"),
+    ("znnpy.volume.chunked_store", "ZarrStore"),
     marks=("zarr.json", ".zarray", ".zgroup"),
     prefixes=("zarr", "zarr2", "zarr3"),
     remote=True,
     folder=True,
 )
+N5 = Format(
+    "N5",
+    (".n5",),
+    "znnpy.volume.zarr",
+    ("znnpy.volume.chunked_store", "N5Store"),
+    marks=("attributes.json",),
+    prefixes=("n5",),
+    folder=True,
+)
+PRECOMPUTED = Format(
+    "Neuroglancer precomputed",
+    (".precomputed",),
+    "znnpy.volume.zarr",
+    ("znnpy.volume.chunked_store", "PrecomputedStore"),
+    marks=("info", "znnpy.json"),
+    prefixes=("precomputed",),
+    folder=True,
+)
 NPY = Format("numpy", (".npy",), "znnpy.volume.array")
-FORMATS = (HDF5, ZARR, NPY)
+FORMATS = (HDF5, ZARR, N5, PRECOMPUTED, NPY)
 
 WRITTEN_SUFFIXES = tuple(suffix for one in FORMATS if one.writer for suffix in one.suffixes)
 FOLDER_SUFFIXES = tuple(suffix for one in FORMATS if one.writer and one.folder for suffix in one.suffixes)
@@ -119,18 +137,31 @@ def open_volume(
     return cast("Volume", import_module(found.reader).open_volume(replace(location, dataset=None), reading))
 
 
-def store_for(path: Path) -> type[Store]:
-    """Return the store that writes outputs of this name, chosen by suffix.
+def store_for(place: Path | Location) -> type[Store]:
+    """Return the store that writes outputs of this name, chosen by its prefix, its suffix, or what the folder holds.
 
-    OutputError for a suffix that is not written, MissingExtraError if a package is missing that the format needs.
+    OutputError for a name that is not written, MissingExtraError if a package is missing that the format needs.
     """
-    suffix = suffix_of(path.name)
-    for one in FORMATS:
-        if one.writer and suffix in one.suffixes:
-            module, name = one.writer
-            return cast("type[Store]", getattr(import_module(module), name))
-    *most, last = WRITTEN_SUFFIXES
-    raise OutputError(
-        f"the output {path} has suffix {path.suffix!r}, and only {', '.join(most)} and {last} are written; "
-        f"give one of these in {option('out')}"
-    )
+    location = place if isinstance(place, Location) else Location(str(place))
+    found = _written_as(location)
+    if found is None or found.writer is None:
+        *most, last = WRITTEN_SUFFIXES
+        raise OutputError(
+            f"the output {location} has suffix {location.path.suffix!r}, and only {', '.join(most)} and {last} are "
+            f"written; give one of these in {option('out')}"
+        )
+    module, name = found.writer
+    return cast("type[Store]", getattr(import_module(module), name))
+
+
+def is_written(place: Path) -> bool:
+    """Return whether an output may have this name."""
+    found = _written_as(Location(str(place)))
+    return found is not None and found.writer is not None
+
+
+def _written_as(location: Location) -> Format | None:
+    if location.prefix is None and (suffix := suffix_of(location.name)):
+        return next(one for one in FORMATS if suffix in one.suffixes)
+    found = format_of(location)
+    return found if location.prefix is not None or found.folder else None

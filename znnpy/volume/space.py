@@ -31,32 +31,47 @@ class Space:
         scale = (self.scale[0] * step[0], self.scale[1] * step[1], self.scale[2] * step[2])
         return Space(scale, (z, y, x), self.units)
 
-    def attributes(self) -> dict[str, Any]:
-        """Return the attributes of an array: resolution and translation, (z, y, x) float64, names of axes and units."""
+    def attributes(self, *, first: bool = True) -> dict[str, Any]:
+        """Return the attributes of an array: resolution and translation, (z, y, x) float64, names of axes and units.
+
+        first  add `offset`, the position of the first voxel, as programs read it that know `resolution`: they take it
+               to be in units once there is a resolution
+        """
+        at = np.array(self.translation, np.float64)
         return {
             "axes": ",".join(AXES),
             "resolution": np.array(self.scale, np.float64),
-            "translation": np.array(self.translation, np.float64),
+            "translation": at,
             "units": ",".join(unit or "" for unit in self.units),
+            **({"offset": at} if first else {}),
         }
 
 
-def ome_of(space: Space, maps: int) -> dict[str, Any]:
-    """Return `ome`, the metadata of OME-Zarr 0.5.
+def image_of(name: str, levels: Sequence[tuple[str, Space]], maps: int, version: str) -> dict[str, Any]:
+    """Return the description of an image in the metadata of OME-Zarr 0.4 and 0.5.
 
-    maps  number of maps of the array; more than one need a channel axis in front.
+    levels  path and space of each resolution, the finest first
+    maps    number of maps of the arrays; more than one need a channel axis in front
     """
-    axes = [
-        {"name": name, "type": "space"} | ({"unit": unit} if unit else {})
-        for name, unit in zip(AXES, space.units, strict=True)
-    ]
     channel = [{"name": "c", "type": "channel"}] if maps > 1 else []
-    steps = [
-        {"type": "scale", "scale": [1.0] * len(channel) + [float(n) for n in space.scale]},
-        {"type": "translation", "translation": [0.0] * len(channel) + [float(n) for n in space.translation]},
+    axes = [
+        {"name": axis, "type": "space"} | ({"unit": unit} if unit else {})
+        for axis, unit in zip(AXES, levels[0][1].units, strict=True)
     ]
-    image = {"axes": channel + axes, "datasets": [{"path": ".", "coordinateTransformations": steps}]}
-    return {"ome": {"version": "0.5", "multiscales": [image]}}
+    datasets = [
+        {
+            "path": path,
+            "coordinateTransformations": [
+                {"type": "scale", "scale": [1.0] * len(channel) + [float(n) for n in space.scale]},
+                {"type": "translation", "translation": [0.0] * len(channel) + [float(n) for n in space.translation]},
+            ],
+        }
+        for path, space in levels
+    ]
+    image: dict[str, Any] = {"name": name, "axes": channel + axes, "datasets": datasets}
+    if len(levels) > 1:
+        image["type"] = "mean"
+    return image if version == "0.5" else {"version": version, **image}
 
 
 @dataclass(frozen=True, slots=True)
