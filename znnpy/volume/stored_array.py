@@ -85,6 +85,11 @@ class Node:
         return tuple(self.shape[places[name]] if name in places else 1 for name in "czyx")
 
     @property
+    def is_nested(self) -> bool:
+        """Whether missing chunks within its shards cannot be told from those that are there."""
+        return self.is_sharded and self.index is None and self.key is not None
+
+    @property
     def index_bytes(self) -> int:
         """Bytes of the index of a shard; 0 where a file is one chunk."""
         if not self.is_sharded:

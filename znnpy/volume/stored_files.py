@@ -59,9 +59,7 @@ class LocalFiles(StoredFiles):
             with os.scandir(folder) as entries:
                 for number, entry in enumerate(entries):
                     if number > MOST_ENTRIES:
-                        raise VolumeError(
-                            f"{folder} holds more than {MOST_ENTRIES:,} entries; name a folder inside it"
-                        )
+                        raise VolumeError(f"{folder} holds more than {MOST_ENTRIES:,} entries; name a folder inside it")
                     if entry.is_dir():
                         found.append(entry.name)
         except OSError as error:

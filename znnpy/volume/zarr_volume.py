@@ -90,7 +90,6 @@ def _name(location: Location, reading: Reading, nodes: Mapping[str, Node]) -> st
         reading.check_single(location, dataset=False)
     if not arrays and not location.is_local:
         raise VolumeError(
-            f"{location} is a Zarr group, and the names in it cannot be listed there; name one with "
-            f"{option('dataset')}"
+            f"{location} is a Zarr group, and the names in it cannot be listed there; name one with {option('dataset')}"
         )
     return pick(arrays, dataset, location)
