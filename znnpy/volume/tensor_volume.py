@@ -82,8 +82,6 @@ class TensorVolume(Volume):
         except (ValueError, OverflowError, NotImplementedError) as error:
             raise VolumeError(f"{self} cannot be opened: {excerpt(_reason(error))}; copy it again") from None
         self._voxels: ts.TensorStore = found[ts.d[:].translate_to[0]]  # precomputed ones may begin elsewhere
-        if self._voxels.ndim > len(node.shape):  # the channels of precomputed
-            self._voxels = self._voxels[..., 0]
         if tuple(self._voxels.shape) != node.shape or self._voxels.dtype.numpy_dtype != self.dtype:
             raise VolumeError(
                 f"{self} is {self._voxels.dtype.name} of shape {self._voxels.shape}, not as its metadata state; "
