@@ -1,5 +1,4 @@
-"""Look at the stored chunks of a piece before tensorstore unpacks them: which are missing, and which would unpack to
-more than a chunk has.
+"""Look at stored chunks before tensorstore unpacks them: which are missing, and which would unpack to too much.
 
 tensorstore stops gzip, zlib, bz2 and zstd at the size of a chunk and compares the size of JPEG and PNG images before it
 unpacks them, but Blosc unpacks to what the header of the chunk says.
@@ -42,11 +41,12 @@ class Look:
 
     missing: set[Index] = field(default_factory=set)
     damaged: dict[Index, str] = field(default_factory=dict)  # with the reason, as the end of a sentence
+    is_doubted: bool = False  # the index of a shard, whose checksum was not compared, says that a chunk is missing
 
     @property
     def is_whole(self) -> bool:
         """Whether every chunk is there, as far as it is known before unpacking."""
-        return not self.missing and not self.damaged
+        return not self.missing and not self.damaged and not self.is_doubted
 
 
 class ChunkFiles:
@@ -170,7 +170,7 @@ class ChunkFiles:
         local = inside.shifted([-at for at in first]).slices
         for one, (begin, length) in zip(_indices(inside), entries[local].reshape(-1, 2).tolist(), strict=True):
             if begin == length == NOWHERE:
-                found.missing.add(one)
+                found.is_doubted = True
             elif begin + length > size:
                 found.damaged[one] = f"it ends at byte {begin + length:,} of a shard that has {size:,}"
             elif length > self._most:

@@ -22,22 +22,27 @@ from znnpy.volume.location import Location
 from znnpy.volume.stored_files import LocalFiles, StoredFiles
 
 try:
-    import tensorstore as ts
+    import tensorstore
 except ImportError:
     raise MissingExtraError(
         "Zarr, N5 and precomputed volumes, and volumes in buckets, need the package tensorstore, which is not "
         f"installed; `{install('io')}`"
     ) from None
 
+ts = tensorstore  # other modules import it from here, where its absence is explained
 RETRIES = {"max_retries": 8, "initial_delay": "100ms", "max_delay": "4s"}  # at most 20 s in all
 SECONDS = 120  # for one request with its retries
 MOST_THREADS = 16  # that unpack and copy at the same time
 REQUESTS = 32  # at the same time
 AMAZON = Path("/sys/devices/virtual/dmi/id/board_vendor")  # says so on machines of Amazon
 AMAZON_VARIABLES = ("AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_ROLE_ARN")
+<<<<<<< HEAD
 REFUSED = re.compile(
     r"\b40[13]\b|PERMISSION_DENIED|UNAUTHENTICATED|AccessDenied|Forbidden|InvalidAccessKeyId|SignatureD"
 )
+=======
+REFUSED = re.compile(r"\b40[13]\b|PERMISSION_DENIED|UNAUTHENTICATED|AccessDenied|Forbidden|InvalidAccessKeyId")
+>>>>>>> volumes-reader
 TOO_LATE = re.compile(r"DEADLINE_EXCEEDED|timed out|Timeout", re.IGNORECASE)
 
 

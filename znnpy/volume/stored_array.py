@@ -43,6 +43,7 @@ class Node:
     behind      bytes of a chunk before its compressed part
     refused     why it cannot be read, as the end of a sentence about it; None: it can
     inside      names in a group that its metadata list
+    more_index_bytes  bytes of the indexes of shards beside `index`, which are read for one chunk
     """
 
     attributes: Mapping[str, Any] = field(default_factory=dict)
@@ -60,6 +61,7 @@ class Node:
     behind: int = 0
     refused: str | None = None
     inside: tuple[str, ...] = ()
+    more_index_bytes: int = 0
 
     @property
     def chunk_bytes(self) -> int:
@@ -85,11 +87,15 @@ class Node:
         return tuple(self.shape[places[name]] if name in places else 1 for name in "czyx")
 
     @property
+    def is_nested(self) -> bool:
+        """Whether missing chunks within its shards cannot be told from those that are there."""
+        return self.is_sharded and self.index is None and self.key is not None
+
+    @property
     def index_bytes(self) -> int:
         """Bytes of the index of a shard; 0 where a file is one chunk."""
-        if not self.is_sharded:
-            return 0
-        return INDEX_ENTRY * prod(self.chunks_per_file) + INDEX_ENTRY
+        own = INDEX_ENTRY * prod(self.chunks_per_file) + INDEX_ENTRY if self.is_sharded else 0
+        return own + self.more_index_bytes
 
 
 class InvalidError(Exception):

@@ -73,20 +73,15 @@ class TensorVolume(Volume):
         missing_voxels.check_value(self)
         self._files = ChunkFiles(files, name, node)
         place = files.place.inside(name) if name else files.place
-        spec = {
-            **node.spec,
-            "kvstore": kvstore_spec(place),
-            "open": True,
-            "assume_metadata": True,
-            "fill_missing_data_reads": False,
-        }
+        spec = {**node.spec, "kvstore": kvstore_spec(place), "open": True, "assume_metadata": True}
         try:
-            found = ts.open(spec, read=True, context=limits).result()
+            found, self._filled = (
+                ts.open({**spec, "fill_missing_data_reads": is_filled}, read=True, context=limits).result()
+                for is_filled in (False, True)
+            )
         except (ValueError, OverflowError, NotImplementedError) as error:
             raise VolumeError(f"{self} cannot be opened: {excerpt(_reason(error))}; copy it again") from None
         self._voxels: ts.TensorStore = found[ts.d[:].translate_to[0]]  # precomputed ones may begin elsewhere
-        if self._voxels.ndim > len(node.shape):  # the channels of precomputed
-            self._voxels = self._voxels[..., 0]
         if tuple(self._voxels.shape) != node.shape or self._voxels.dtype.numpy_dtype != self.dtype:
             raise VolumeError(
                 f"{self} is {self._voxels.dtype.name} of shape {self._voxels.shape}, not as its metadata state; "
@@ -127,6 +122,11 @@ class TensorVolume(Volume):
         self._expected, self._counts = needed, [0, 0, 0]
         self._seen = bytearray(-(-needed.elements // 8))
         if self._missing_voxels.chunks == "error":
+            if self._node.is_nested:
+                raise VolumeError(
+                    f"{self}: chunks that are missing within its shards are not found here; leave out "
+                    f"{option('missing_chunks', 'error')}"
+                )
             files = needed.in_steps(self._node.chunks_per_file).elements
             lost = self._files.missing_file(needed) if files <= LOOKED_FOR else None
             if lost is not None:
@@ -189,12 +189,17 @@ class TensorVolume(Volume):
             one.start(self._voxels, self._limits)
             error = one.wait()
             if error is None:
-                self._note(chunk)
-                return
+                break
             if not str(error).startswith("NOT_FOUND"):
                 why = self._why(error, chunk)
-            elif (not self._node.is_sharded and self._files.is_confirmed_missing(chunk)) or attempt == attempts - 1:
+            elif self._files.is_confirmed_missing(chunk):
                 is_missing = True
+            elif attempt == attempts - 1:
+                is_missing = not self._node.is_nested
+                why = None if is_missing else self._read_filled(there, target, chunk)
+        if not is_missing and why is None:
+            self._note(chunk)
+            return
         if why is not None:
             self._fill_damaged(chunk, target, why)
             return
@@ -209,6 +214,13 @@ class TensorVolume(Volume):
             )
         target[...] = self._fill_value
         self._note(chunk, missing=True)
+
+    def _read_filled(self, there: Region, target: npt.NDArray[Any], chunk: Index) -> str | None:
+        """Read a shard whose chunks may be missing, which are filled; return why it cannot be read."""
+        one = _Piece(there, target, Look())
+        one.start(self._filled, self._limits)
+        error = one.wait()
+        return None if error is None else self._why(error, chunk)
 
     def _why(self, error: Exception, chunk: Index) -> str:
         """Return why a chunk cannot be read, as the end of a sentence; VolumeError if the chunk is not at fault."""

@@ -170,7 +170,8 @@ def _of_format_3(document: dict[str, Any], attributes_of: Callable[[], dict[str,
 
 def _codecs(value: object, depth: int = 0) -> list[dict[str, Any]]:
     """Return a list of codecs as objects, also where only their names are written."""
-    if not isinstance(value, list) or not all(isinstance(codec, dict | str) for codec in value) or depth > MOST_NESTED:
+    is_list = isinstance(value, list) and value and all(isinstance(codec, dict | str) for codec in value)
+    if not isinstance(value, list) or not is_list or depth > MOST_NESTED:
         raise InvalidError(f"codecs is {excerpt(value, 60)}")
     return [{"name": codec} if isinstance(codec, str) else codec for codec in value]
 
@@ -187,7 +188,7 @@ def _why_not(codecs: list[dict[str, Any]], depth: int = 0) -> str | None:
         if _is_sharding(codec):
             inner = object_in(codec, "configuration")
             for key in ("codecs", "index_codecs"):
-                why = _why_not(_codecs(inner.get(key, []), depth + 1), depth + 1)
+                why = _why_not(_codecs(inner.get(key), depth + 1), depth + 1)
                 if why is not None:
                     return why
     if "blosc" in packed and len(packed) > 1:
