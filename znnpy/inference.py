@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -57,15 +57,17 @@ from znnpy.values import Tallied, Tally, Values
 from znnpy.volume.base import Chunks, MissingVoxels, Volume
 from znnpy.volume.chunk_layers import layer_bytes
 from znnpy.volume.journal import JournalHeader
-from znnpy.volume.location import path_of
+from znnpy.volume.location import Location, path_of
 from znnpy.volume.output import Output
 from znnpy.volume.output_names import Names
 from znnpy.volume.output_target import mode_of, output_for, prefix_of, target_of
-from znnpy.volume.registry import store_for
 from znnpy.volume.sample import sample_of
 from znnpy.volume.sliceable import BlockOutput, SliceVolume, open_given
 from znnpy.volume.source import Source, parse_roi
 from znnpy.volume.statistics import with_statistics
+
+if TYPE_CHECKING:
+    from znnpy.volume.bucket_output import BucketOutput
 
 _log = logging.getLogger(__name__)
 
@@ -152,7 +154,7 @@ def infer_as_asked(asked: InferOptions) -> Report:
         )
         stack.enter_context(output)
         if output.finished:
-            made = plan_finished(destination, store_for(destination).attributes_of(destination).get("plan"))
+            made = plan_finished(destination, output.attributes.get("plan"))
             return _report(destination, started, made, this_machine(), doubts=doubts)
         watched = None
         if asked.paranoid:  # an object of the caller's is read by one thread at a time, so it is opened once
@@ -167,7 +169,7 @@ def infer_as_asked(asked: InferOptions) -> Report:
             opened.expect(source.needed)
             transfers = None
             if asked.calibrate and chosen.seconds >= LONG_SECONDS:
-                folder = destination.parent if isinstance(output, Output) else None
+                folder = destination.parent if isinstance(destination, Path) and isinstance(output, Output) else None
                 transfers = transfers_of(chosen, trained.network, source, folder)
             for above in target.above_memory(chosen.limits):
                 _log.warning("%s", above)
@@ -201,7 +203,7 @@ class _Run:
 
     trained: TrainedNetwork
     source: Source
-    output: Output | BlockOutput
+    output: Output | BucketOutput | BlockOutput
     job: dict[str, Any]
     asked: RunOptions
     progress: Callable[[pipeline.Event], None] | None
@@ -269,8 +271,8 @@ class _Run:
 
     def _keep_chunks(self, plan: RunPlan, target: OpenTarget) -> None:
         """Keep chunks for the next step in what a plan that was made before leaves of its memory limit."""
-        memory = plan.memory
-        spare = plan.limits.ram_bytes - memory.peak + max(0, memory.baseline - self.work.baseline(target))
+        memory, limit = plan.memory, plan.limits.ram_bytes
+        spare = limit - memory.peak + max(0, memory.baseline - self.work.baseline(target, limit))
         self.source.keep_chunks(min(self.kept_bytes, max(0, spare)))
 
     def compute(self, target: OpenTarget, plan: RunPlan) -> _Done:
@@ -351,11 +353,13 @@ def _asked_volume(asked: InferOptions, absent: MissingVoxels) -> Volume:
     return open_given(asked.volume, asked.dataset, absent, scale=asked.scale, time=asked.time)
 
 
-def _trace(path: str | Path | None, overwrite: bool, output: Path) -> AbstractContextManager[Trace | None]:
+def _trace(path: str | Path | None, overwrite: bool, output: Path | Location) -> AbstractContextManager[Trace | None]:
     """Open the trace of the run, or no trace without a path; raise OutputError if the path may not be written."""
     if path is None:
         return nullcontext()
     target = regular_file(Path(path), overwrite, "trace")
+    if isinstance(output, Location):
+        return Trace(target)
     names = Names(output)
     if target in {Path(os.path.realpath(name)) for name in (output, names.partial, names.journal, names.lock)}:
         raise OutputError(f"{path} is the output or a file that it needs; give another {option('trace')}")
@@ -363,7 +367,7 @@ def _trace(path: str | Path | None, overwrite: bool, output: Path) -> AbstractCo
 
 
 def _report(
-    target: Path,
+    target: Path | Location,
     started: float,
     plan: RunPlan,
     machine: Machine,

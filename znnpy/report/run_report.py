@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from znnpy.run.pipeline import WorkerTimings
     from znnpy.values import Values
     from znnpy.volume.base import Chunks
+    from znnpy.volume.location import Location
 
 PRECISION_WORDS: Mapping[Precision, str] = {
     "fp32": "fp32, 32-bit floating point",
@@ -39,7 +40,7 @@ LEAST_OFF = 1.0  # seconds; smaller differences are due to the start of a proces
 class Report:
     """A finished run: where its output is, how long it took, what it held in memory."""
 
-    output: Path  # path of the output, or a description of the caller's array
+    output: Path | Location  # path or URL of the output, or a description of the caller's array
     voxels: int  # of the dense output, per map
     computed: int  # voxels computed in this run; fewer than `voxels` after a resume
     seconds: float  # from opening the volume to renaming the output, including planning and preparation

@@ -36,13 +36,7 @@ MOST_THREADS = 16  # that unpack and copy at the same time
 REQUESTS = 32  # at the same time
 AMAZON = Path("/sys/devices/virtual/dmi/id/board_vendor")  # says so on machines of Amazon
 AMAZON_VARIABLES = ("AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_ROLE_ARN")
-<<<<<<< HEAD
-REFUSED = re.compile(
-    r"\b40[13]\b|PERMISSION_DENIED|UNAUTHENTICATED|AccessDenied|Forbidden|InvalidAccessKeyId|SignatureD"
-)
-=======
 REFUSED = re.compile(r"\b40[13]\b|PERMISSION_DENIED|UNAUTHENTICATED|AccessDenied|Forbidden|InvalidAccessKeyId")
->>>>>>> volumes-reader
 TOO_LATE = re.compile(r"DEADLINE_EXCEEDED|timed out|Timeout", re.IGNORECASE)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from importlib import import_module
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, cast
 
 from znnpy.errors import OutputError, VolumeError
@@ -167,8 +167,8 @@ def store_for(place: Path | Location) -> type[Store]:
     if found is None or found.writer is None:
         *most, last = WRITTEN_SUFFIXES
         raise OutputError(
-            f"the output {location} has suffix {location.path.suffix!r}, and only {', '.join(most)} and {last} are "
-            f"written; give one of these in {option('out')}"
+            f"the output {location} has suffix {PurePath(location.name).suffix!r}, and only {', '.join(most)} and "
+            f"{last} are written; give one of these in {option('out')}"
         )
     module, name = found.writer
     return cast("type[Store]", getattr(import_module(module), name))
