@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from znnpy.errors import VolumeError
-from znnpy.messages import option
+from znnpy.messages import excerpt, option
 from znnpy.volume.base import Reading
 from znnpy.volume.location import Location
+from znnpy.volume.stored_files import StoredFiles
 
 
 def check_folder(location: Location) -> None:
@@ -16,6 +17,23 @@ def check_folder(location: Location) -> None:
             if location.path.exists()
             else f"there is no folder {location}; check the path"
         )
+
+
+def nothing_there(files: StoredFiles, format_name: str, marks: str) -> VolumeError:
+    """Return an error for a place without the metadata of a format."""
+    return VolumeError(f"{files.place} is not {format_name}: it holds no {marks}; check the path")
+
+
+def not_listed(location: Location, dataset: str | None) -> VolumeError:
+    """Return an error for a group in a bucket or on a web server, of which no array is known."""
+    if dataset is None:
+        return VolumeError(
+            f"{location} is a group, and the names in it cannot be listed there; name one with {option('dataset')}"
+        )
+    return VolumeError(
+        f"{location} has no dataset {excerpt(repr(dataset))}, and the names that it has cannot be listed there; "
+        f"give another {option('dataset')}"
+    )
 
 
 def chosen_scale(what: object, reading: Reading, count: int) -> int:

@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping
 
 from znnpy.errors import VolumeError
-from znnpy.messages import excerpt, option
+from znnpy.messages import excerpt
 from znnpy.volume.axes import arranged
 from znnpy.volume.base import Reading, pick
-from znnpy.volume.chunked import check_folder, chosen_scale
+from znnpy.volume.chunked import check_folder, chosen_scale, not_listed, nothing_there
 from znnpy.volume.location import Location
 from znnpy.volume.n5_nodes import ATTRIBUTES, read_nodes, space_of
 from znnpy.volume.object_store import context, files_of
@@ -33,7 +33,7 @@ def open_volume(location: Location, reading: Reading) -> TensorVolume:
     wanted = reading.dataset.strip("/") if reading.dataset is not None else None
     nodes = read_nodes(files, wanted if not files.can_list else None)
     if not nodes:
-        raise VolumeError(f"{location} is not N5: it holds no {ATTRIBUTES}; check the path")
+        raise nothing_there(files, "N5", ATTRIBUTES)
     name = _name(location, reading, nodes)
     node = nodes[name]
     what = f"{location}: {name}" if name else location
@@ -61,9 +61,7 @@ def _name(location: Location, reading: Reading, nodes: Mapping[str, Node]) -> st
         return images[group][chosen_scale(location, reading, len(images[group]))]
     reading.check_single(location, dataset=False)
     if not arrays and not location.is_local:
-        raise VolumeError(
-            f"{location} is an N5 group, and the names in it cannot be listed there; name one with {option('dataset')}"
-        )
+        raise not_listed(location, dataset)
     return pick(arrays, dataset, location)
 
 

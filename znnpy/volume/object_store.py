@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ except ImportError:
 
 ts = tensorstore  # other modules import it from here, where its absence is explained
 RETRIES = {"max_retries": 8, "initial_delay": "100ms", "max_delay": "4s"}  # at most 20 s in all
+ATTEMPTS = 4  # for requests that fail in spite of these, or whose answer is that the file is not there
 SECONDS = 120  # for one request with its retries
 MOST_THREADS = 16  # that unpack and copy at the same time
 REQUESTS = 32  # at the same time
@@ -108,28 +110,33 @@ class ObjectFiles(StoredFiles):
             raise remote_error(place, error) from None
 
     def read(self, key: str, most: int) -> bytes | None:
-        return self.heads([key], most)[0]
+        for attempt in range(ATTEMPTS):
+            found = self.heads([key], most)[0]
+            if found is not None or self.holds(key) is False or attempt == ATTEMPTS - 1:
+                return found
+        return None
 
     def heads(self, keys: Sequence[str], most: int) -> list[bytes | None]:
-        """Return the first `most` bytes of files, asked for at the same time; None where there is none."""
+        """Return the first `most` bytes of files, asked for at the same time; None for those said not to be there."""
         asked = [self._store.read(key, byte_range=slice(0, most)) for key in keys]
-        found = []
-        for key, one in zip(keys, asked, strict=True):
-            try:
-                answer = one.result(timeout=SECONDS)
-            except (ValueError, TimeoutError) as error:
-                if "OUT_OF_RANGE" not in str(error):
-                    raise remote_error(self.named(key), error) from None
-                answer = self._whole(key)
-            found.append(answer.value if answer.state == "value" else None)
-        return found
+        return [self._answer(key, one, most) for key, one in zip(keys, asked, strict=True)]
 
-    def _whole(self, key: str) -> Any:
-        """Read a file that is shorter than was asked for."""
-        try:
-            return self._store.read(key).result(timeout=SECONDS)
-        except (ValueError, TimeoutError) as error:
-            raise remote_error(self.named(key), error) from None
+    def _answer(self, key: str, asked: ts.Future[Any], most: int) -> bytes | None:
+        """Wait for the answer to a request; ask again where the network or the server failed."""
+        for attempt in range(ATTEMPTS):
+            try:
+                answer = asked.result(timeout=SECONDS)
+            except (ValueError, TimeoutError) as error:
+                if "OUT_OF_RANGE" in str(error):  # it is shorter
+                    asked = self._store.read(key)
+                    continue
+                if attempt == ATTEMPTS - 1 or not is_transient(error):
+                    raise remote_error(self.named(key), error) from None
+                pause(attempt)
+                asked = self._store.read(key, byte_range=slice(0, most))
+            else:
+                return answer.value if answer.state == "value" else None
+        return None
 
     def folders(self, key: str) -> Sequence[str]:
         del key
@@ -143,11 +150,26 @@ class ObjectFiles(StoredFiles):
         """
         if self.place.scheme in ("http", "https"):
             return None
-        try:
-            found = self._store.list(ts.KvStore.KeyRange(key, f"{key}\0")).result(timeout=SECONDS)
-        except (ValueError, TimeoutError) as error:
-            raise remote_error(self.named(key), error) from None
-        return bool(found)
+        for attempt in range(ATTEMPTS):
+            try:
+                return bool(self._store.list(ts.KvStore.KeyRange(key, f"{key}\0")).result(timeout=SECONDS))
+            except (ValueError, TimeoutError) as error:
+                if attempt == ATTEMPTS - 1 or not (is_transient(error) or "NOT_FOUND" in str(error)):
+                    raise remote_error(self.named(key), error) from None
+                pause(attempt)
+        return None
+
+
+def is_transient(error: Exception) -> bool:
+    """Return whether the same request may succeed later."""
+    said = str(error)
+    never = REFUSED.search(said) or "resolve host" in said or "Could not connect" in said or "NoSuchBucket" in said
+    return not never and not said.startswith("NOT_FOUND")
+
+
+def pause(attempt: int) -> None:
+    """Wait before a request is repeated, longer each time."""
+    time.sleep(0.2 * 2**attempt)
 
 
 def files_of(place: Location, limits: ts.Context) -> StoredFiles:

@@ -6,7 +6,7 @@ from znnpy.errors import VolumeError
 from znnpy.messages import excerpt, option
 from znnpy.volume.axes import arranged
 from znnpy.volume.base import Reading
-from znnpy.volume.chunked import check_folder, chosen_scale
+from znnpy.volume.chunked import check_folder, chosen_scale, nothing_there
 from znnpy.volume.location import Location
 from znnpy.volume.object_store import context, files_of
 from znnpy.volume.precomputed_info import INFO, node_of, resolutions
@@ -30,7 +30,7 @@ def open_volume(location: Location, reading: Reading) -> TensorVolume:
     files = files_of(location, limits)
     document = read_document(files, INFO)
     if document is None:
-        raise VolumeError(f"{location} is not precomputed: it holds no file {INFO}; check the path")
+        raise nothing_there(files, "precomputed", f"file {INFO}")
     try:
         every = resolutions(document)
         node, space = node_of(document, every[chosen_scale(location, reading, len(every))])

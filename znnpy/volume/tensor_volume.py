@@ -27,7 +27,7 @@ from znnpy.shapes import Vec3
 from znnpy.volume.axes import Arranged
 from znnpy.volume.base import Chunks, MissingVoxels, Volume
 from znnpy.volume.chunk_files import ChunkFiles, Index, Look, table_bytes
-from znnpy.volume.object_store import kvstore_spec, remote_error, threads, ts
+from znnpy.volume.object_store import ATTEMPTS, is_transient, kvstore_spec, pause, remote_error, threads, ts
 from znnpy.volume.regions import Region, pieces
 from znnpy.volume.stored_array import Node
 from znnpy.volume.stored_files import StoredFiles
@@ -39,7 +39,6 @@ INDEX_STEPS = 4  # copies of the index of a shard while it is read
 LOOKED_FOR = 100_000  # chunk files: up to this number they are all looked up before a run, if none may be missing
 THREAD_BYTES = 2 * 2**20  # memory kept by each thread: its stack, and memory that it freed
 SPARE_BYTES = 4 * 2**20  # of tensorstore, for its own records
-ATTEMPTS = 4  # to read a chunk of a bucket or web server that is said not to be there
 SHOWN = 10  # damaged chunks that are named one by one
 
 _log = logging.getLogger(__name__)
@@ -170,41 +169,55 @@ class TensorVolume(Volume):
         if error is None and piece.look.is_whole:
             self._note_all(chunks)
             return
+        single: list[tuple[Index, _Piece]] = []
         for chunk in product(*(range(lo, hi) for lo, hi in zip(chunks.lo, chunks.hi, strict=True))):
-            self._read_chunk(chunk, piece)
+            lo = tuple(at * size for at, size in zip(chunk, self._node.chunk, strict=True))
+            whole = Region(lo, tuple(at + size for at, size in zip(lo, self._node.chunk, strict=True)))
+            there = whole.clipped(piece.region)
+            one = _Piece(there, piece.target[there.shifted([-at for at in piece.region.lo]).slices], Look())
+            if chunk not in piece.look.missing and chunk not in piece.look.damaged:
+                one.start(self._voxels, self._limits)
+            single.append((chunk, one))
+        try:
+            for chunk, one in single:
+                self._read_chunk(chunk, one, piece.look)
+        finally:
+            for _, one in single:
+                one.wait()
 
-    def _read_chunk(self, chunk: Index, piece: _Piece) -> None:
-        """Read one chunk of a piece, or put the value there that stands for it."""
-        lo = tuple(at * size for at, size in zip(chunk, self._node.chunk, strict=True))
-        whole = Region(lo, tuple(at + size for at, size in zip(lo, self._node.chunk, strict=True)))
-        there = whole.clipped(piece.region)
-        target = piece.target[there.shifted([-at for at in piece.region.lo]).slices]
-        why = piece.look.damaged.get(chunk)
-        is_missing = chunk in piece.look.missing
+    def _read_chunk(self, chunk: Index, one: _Piece, look: Look) -> None:
+        """Wait for a chunk, which was begun; repeat it where that helps, or put the value there that stands for it."""
+        why = look.damaged.get(chunk)
+        is_missing = chunk in look.missing
         attempts = 1 if self.location.is_local else ATTEMPTS
         for attempt in range(attempts):
             if is_missing or why is not None:
                 break
-            one = _Piece(there, target, Look())
-            one.start(self._voxels, self._limits)
+            if attempt:
+                one.start(self._voxels, self._limits)
+            is_last = attempt == attempts - 1
             error = one.wait()
             if error is None:
                 break
             if not str(error).startswith("NOT_FOUND"):
-                why = self._why(error, chunk)
+                if is_last or not is_transient(error):
+                    why = self._why(error, chunk)
+                else:
+                    pause(attempt)
             elif self._files.is_confirmed_missing(chunk):
                 is_missing = True
-            elif attempt == attempts - 1:
+            elif is_last:
                 is_missing = not self._node.is_nested
-                why = None if is_missing else self._read_filled(there, target, chunk)
+                why = None if is_missing else self._read_filled(one, chunk)
         if not is_missing and why is None:
             self._note(chunk)
             return
         if why is not None:
-            self._fill_damaged(chunk, target, why)
+            self._fill_damaged(chunk, one.target, why)
             return
         if self._missing_voxels.chunks == "error":
             name = self._files.name_of(chunk)
+            lo = tuple(at * size for at, size in zip(chunk, self._node.chunk, strict=True))
             is_file = not self._node.is_sharded or not (self.location.is_local and os.path.lexists(name))
             raise self._must_be_there(f"{name} {'is missing' if is_file else f'holds no chunk that begins at {lo}'}")
         if self._fill_value is None:
@@ -212,12 +225,11 @@ class TensorVolume(Volume):
                 f"{self._files.name_of(chunk)} is missing, and the fill value of the array is null; write the chunk or "
                 f"the value, or give {option('fill_missing')}"
             )
-        target[...] = self._fill_value
+        one.target[...] = self._fill_value
         self._note(chunk, missing=True)
 
-    def _read_filled(self, there: Region, target: npt.NDArray[Any], chunk: Index) -> str | None:
+    def _read_filled(self, one: _Piece, chunk: Index) -> str | None:
         """Read a shard whose chunks may be missing, which are filled; return why it cannot be read."""
-        one = _Piece(there, target, Look())
         one.start(self._filled, self._limits)
         error = one.wait()
         return None if error is None else self._why(error, chunk)
@@ -303,6 +315,7 @@ class _Piece:
     def wait(self) -> Exception | None:
         """Wait until the region is read; return the error that ended it, if any."""
         running, self._running = self._running, None
+        self._error = None if running is not None else self._error
         if running is not None:
             try:
                 running.result()

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from znnpy.errors import VolumeError
-from znnpy.messages import excerpt, option
+from znnpy.messages import excerpt
 from znnpy.volume.axes import arranged
 from znnpy.volume.base import Reading, pick, why_not
-from znnpy.volume.chunked import check_folder, chosen_scale
+from znnpy.volume.chunked import check_folder, chosen_scale, not_listed, nothing_there
 from znnpy.volume.location import Location
 from znnpy.volume.object_store import context, files_of
 from znnpy.volume.space import Scales
@@ -32,7 +32,7 @@ def open_volume(location: Location, reading: Reading) -> TensorVolume:
     wanted = reading.dataset.strip("/") if reading.dataset is not None else None
     nodes = _named(read_nodes(files, wanted if not files.can_list else None))
     if not nodes:
-        raise VolumeError(f"{location} is not Zarr: it holds no zarr.json, .zarray or .zgroup; check the path")
+        raise nothing_there(files, "Zarr", "zarr.json, .zarray or .zgroup")
     name = _name(location, reading, nodes)
     node = nodes[name]
     how = None
@@ -89,7 +89,5 @@ def _name(location: Location, reading: Reading, nodes: Mapping[str, Node]) -> st
     else:
         reading.check_single(location, dataset=False)
     if not arrays and not location.is_local:
-        raise VolumeError(
-            f"{location} is a Zarr group, and the names in it cannot be listed there; name one with {option('dataset')}"
-        )
+        raise not_listed(location, dataset)
     return pick(arrays, dataset, location)
