@@ -26,7 +26,7 @@ PACKING = 2  # threads that pack chunks
 WRITING = 4  # files that are written at a time
 MOST_WAITING = 16  # files that are packed, written or wait for it
 COPIES = 2  # of a file that is packed: its packed chunks, and those joined to a file
-_SYSTEM_ERROR = re.compile(r"OS error (\d+)")
+_SYSTEM_ERROR = re.compile(r"os_error_code='(\d+)'")
 _ERRORS = (ValueError, RuntimeError, OSError)  # raised by tensorstore
 
 KvStore = Callable[[str], Mapping[str, Any]]  # makes the key-value store of a folder below the output's root

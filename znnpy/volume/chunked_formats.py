@@ -181,6 +181,13 @@ class ChunkedFormat(ABC):
         """Return the attributes of an output, or those of one of its arrays. `read` raises for what is not there."""
 
     @abstractmethod
+    def held(self, read: Document, array: StoredArray) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        """Return shape, (maps, z, y, x) or (z, y, x), and dtype of an array according to its metadata.
+
+        array  of any shape, dtype and layout
+        """
+
+    @abstractmethod
     def layout(self, read: Document, array: StoredArray) -> Layout:
         """Return the layout of an array according to its metadata; ValueError or the like for others than ours.
 

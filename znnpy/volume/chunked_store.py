@@ -7,7 +7,8 @@ it to disk; a killed process leaves each old or new. Needs the extra `io`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic_core import from_json
 
+from znnpy.errors import OutputError
 from znnpy.files import MOST_METADATA_BYTES, create_new, is_still, open_regular, remove, sync_folder, write_all
 from znnpy.patches import Box
 from znnpy.volume.chunk_assembly import Assembler
@@ -30,6 +32,7 @@ from znnpy.volume.store import (
     Storage,
     Store,
     check_filled,
+    check_stored,
     damaged,
     taken_over,
 )
@@ -56,7 +59,7 @@ class ChunkedStore(Store):
         self._files: ChunkFiles | None = None
         try:
             self._sweep()
-            form = self._form(path)
+            form = _form(path, self.formats)
             self._levels = _stored(path, form, arrays, dtype, storage.multiscale)
             first = [levels[0] for levels in self._levels]
             every = first + [one for levels in self._levels for one in levels[1:]]
@@ -108,16 +111,16 @@ class ChunkedStore(Store):
 
     @classmethod
     def attributes_of(cls, path: Path, name: str = "") -> dict[str, Any]:
-        for form in cls.formats:
-            try:
-                return form.attributes(_reader(path), name)
-            except DAMAGED:
-                continue
-        return {}
+        found = _readable(path, cls.formats)
+        try:
+            return found[0].attributes(_reader(path), name) if found else {}
+        except DAMAGED:
+            return {}
 
     @classmethod
     def dataset_of(cls, path: Path, name: str) -> str | None:
-        return cls._form(path).dataset(name) or None
+        form = next(iter(_readable(path, cls.formats)), cls.formats[0])
+        return form.dataset(name) or None
 
     @property
     def unfinished(self) -> Set[int]:
@@ -139,16 +142,17 @@ class ChunkedStore(Store):
 
     def write(self, box: Box, voxels: npt.NDArray[Any], number: int = 0) -> None:
         check_filled(box, voxels, self._dtype)
-        if not self.is_still_there():  # the library writes by path
-            raise taken_over(self._path)
-        if voxels.size:
-            self._assembler.add(number, box_region(box, len(voxels)), voxels)
+        with self._ours():
+            if voxels.size:
+                self._assembler.add(number, box_region(box, len(voxels)), voxels)
 
     def flush(self, serials: Set[int] | None = None) -> None:
-        self._assembler.flush(serials)
+        with self._ours():
+            self._assembler.flush(serials)
 
     def sync(self) -> None:
-        self._assembler.settle()
+        with self._ours():
+            self._assembler.settle()
         for folder in sorted(self._unsynced):
             there = self._path / folder
             if there.is_dir():
@@ -159,7 +163,8 @@ class ChunkedStore(Store):
         assert self._files is not None, "the store is open"
         for levels in self._levels:
             numbers = [self._numbers[one.name, one.level] for one in levels]
-            write_coarser(levels, numbers, self._assembler, self._files)
+            with self._ours():
+                write_coarser(levels, numbers, self._assembler, self._files)
 
     def is_still_there(self) -> bool:
         return self._folder >= 0 and is_still(self._path, self._folder)
@@ -178,16 +183,17 @@ class ChunkedStore(Store):
         """Return the format that a prefix asks for, else the first one."""
         return next((form for form in cls.formats if form.prefix == storage.prefix), cls.formats[0])
 
-    @classmethod
-    def _form(cls, path: Path) -> ChunkedFormat:
-        """Return the format of an output; the first one if it cannot be read."""
-        for form in cls.formats:
-            try:
-                form.attributes(_reader(path))
-            except DAMAGED:
-                continue
-            return form
-        return cls.formats[0]
+    @contextmanager
+    def _ours(self) -> Iterator[None]:
+        """Raise OutputError where the folder is no longer the one that was opened: the library writes by path."""
+        if not self.is_still_there():
+            raise taken_over(self._path)
+        try:
+            yield
+        except OSError as error:
+            if not self.is_still_there():
+                raise taken_over(self._path) from error
+            raise
 
     def _place(self, folder: str) -> dict[str, str]:
         """Return the key-value store of a folder below the root."""
@@ -245,12 +251,37 @@ class PrecomputedStore(ChunkedStore):
     formats = (Precomputed(),)
 
 
+def _readable(path: Path, formats: Sequence[ChunkedFormat]) -> list[ChunkedFormat]:
+    """Return the formats whose metadata are there and whole."""
+    found = []
+    for form in formats:
+        with suppress(*DAMAGED):
+            form.attributes(_reader(path))
+            found.append(form)
+    return found
+
+
+def _form(path: Path, formats: Sequence[ChunkedFormat]) -> ChunkedFormat:
+    """Return the format of an unfinished output; ResumeError if its metadata are damaged."""
+    if found := _readable(path, formats):
+        return found[0]
+    raise damaged(path, "its metadata cannot be read")
+
+
 def _stored(
     path: Path, form: ChunkedFormat, arrays: Sequence[OutputArray], dtype: np.dtype[Any], multiscale: int
 ) -> list[list[StoredArray]]:
-    """Return what is stored, with the layouts that the metadata say; ResumeError if they are not what we wrote."""
+    """Return what is stored, with the layouts that the metadata say.
+
+    OutputError if it has another shape or type, ResumeError if it is not what we wrote.
+    """
+    read = _reader(path)
     try:
-        return stored_levels(form, _reader(path), arrays, dtype, multiscale)
+        for levels, array in zip(form.arrays(arrays, dtype), arrays, strict=True):
+            check_stored(path, *form.held(read, levels[0]), array, dtype)
+        return stored_levels(form, read, arrays, dtype, multiscale)
+    except OutputError:
+        raise
     except DAMAGED as error:
         raise damaged(path, error) from error
 

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from znnpy.volume.chunked_formats import (
     ChunkedFormat,
     Document,
@@ -59,6 +61,10 @@ class N5(ChunkedFormat):
         if isinstance(found.get("voxel_offset"), list):  # from the order of N5
             found["voxel_offset"] = found["voxel_offset"][:3][::-1]
         return found
+
+    def held(self, read: Document, array: StoredArray) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        document = read(below(self.folder(array), "attributes.json"))
+        return tuple(document["dimensions"][::-1]), np.dtype(document["dataType"])
 
     def layout(self, read: Document, array: StoredArray) -> Layout:
         document = read(below(self.folder(array), "attributes.json"))

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from znnpy.messages import option
 from znnpy.shapes import Vec3
 from znnpy.volume.chunked_formats import (
@@ -70,6 +72,11 @@ class Precomputed(ChunkedFormat):
 
     def attributes(self, read: Document, name: str = "") -> dict[str, Any]:
         return read(below(name, ATTRIBUTES))
+
+    def held(self, read: Document, array: StoredArray) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        document = read(below(array.name, "info"))
+        size = document["scales"][array.level]["size"][::-1]
+        return (document["num_channels"], *size), np.dtype(document["data_type"])
 
     def layout(self, read: Document, array: StoredArray) -> Layout:
         document = read(below(array.name, "info"))

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from znnpy.volume.chunked_formats import (
     ChunkedFormat,
     Document,
@@ -95,6 +97,10 @@ class Zarr3(ChunkedFormat):
     def attributes(self, read: Document, name: str = "") -> dict[str, Any]:
         found = read(below(name, "zarr.json"))["attributes"]
         return found if isinstance(found, dict) else {}
+
+    def held(self, read: Document, array: StoredArray) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        document = read(below(_folder(array), "zarr.json"))
+        return tuple(document["shape"]), np.dtype(document["data_type"])
 
     def layout(self, read: Document, array: StoredArray) -> Layout:
         document = read(below(_folder(array), "zarr.json"))
@@ -188,6 +194,10 @@ class Zarr2(ChunkedFormat):
 
     def attributes(self, read: Document, name: str = "") -> dict[str, Any]:
         return read(below(name, ".zattrs"))
+
+    def held(self, read: Document, array: StoredArray) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        document = read(below(_folder(array), ".zarray"))
+        return tuple(document["shape"]), np.dtype(document["dtype"])
 
     def layout(self, read: Document, array: StoredArray) -> Layout:
         document = read(below(_folder(array), ".zarray"))
