@@ -11,7 +11,7 @@ from znnpy.errors import OutputError, ResumeError
 from znnpy.volume import bucket as bucket_module
 from znnpy.volume import object_store
 from znnpy.volume.bucket import Bucket, check_bucket
-from znnpy.volume.bucket_journal import BucketJournal
+from znnpy.volume.bucket_journal import BucketJournal, print_kernels
 from znnpy.volume.journal import JournalHeader
 from znnpy.volume.location import Location
 
@@ -56,6 +56,15 @@ def test_a_run_is_read_back(store: ObjectStore) -> None:
     again.remove()
     assert BucketJournal(out).read() is None
     assert Bucket(out.with_name("back.zarr.journal")).keys("done") == []
+
+
+def test_kernels_are_printed_for_the_command_line(store: ObjectStore, capsys: pytest.CaptureFixture[str]) -> None:
+    out = place(store, "printed")
+    print_kernels(str(out))
+    assert capsys.readouterr().out == ""
+    BucketJournal(out).create(RUN, HEADER, {})
+    print_kernels(str(out))
+    assert capsys.readouterr().out == "p\nopenblas X\n"
 
 
 def test_of_two_runs_one_records(store: ObjectStore) -> None:

@@ -215,7 +215,7 @@ for door in (lambda: open_volume(Path("a.zarr")), lambda: store_for(Path("a.zarr
     need = "need the package tensorstore, which is not installed; "
     assert done.stdout == (
         f"Zarr, N5 and precomputed volumes, and volumes in buckets, {need}`{install('io')}`\n"
-        f"writing .zarr, .n5 and precomputed outputs needs the package tensorstore, which is not installed; `{install('io')}`\n"
+        f"writing .zarr, .n5 and precomputed outputs {need.replace('need', 'needs')}`{install('io')}`\n"
     )
 
 

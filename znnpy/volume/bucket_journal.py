@@ -29,6 +29,16 @@ def journal_location(out: Location) -> Location:
     return out.with_name(f"{out.name}.journal")
 
 
+def print_kernels(out: str) -> None:
+    """Print the processor and the BLAS kernels that the run of an output began with, a line each; nothing without one.
+
+    The command line calls it in a process of its own.
+    """
+    found = BucketJournal(Location.of(out)).read()
+    if found is not None:
+        print(found[0].settings["processor"], found[0].blas, sep="\n")
+
+
 class BucketJournal:
     """The journal of one output."""
 
