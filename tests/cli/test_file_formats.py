@@ -15,7 +15,7 @@ import pytest
 import tifffile
 
 from tests.support.cli import Place
-from tests.support.other_libraries import read_elsewhere
+from tests.support.stored_outputs import stored
 from znnpy.volume.registry import store_for
 
 pytestmark = pytest.mark.slow
@@ -41,23 +41,23 @@ def test_every_format_gives_the_same_prediction(place: Place, caplog: pytest.Log
     network = ("--network", place.folder / "net.yaml")
     assert place.run("plan", place.folder / "net.yaml", "--volume", place.volume, "--out", plan).exit_code == 0
     assert place.infer("--plan", plan).exit_code == 0
-    expected = read_elsewhere(place.out)
+    expected = stored(place.out)
     for path in copies(place.folder, voxels):
         out = place.folder / f"{path.name}.h5"
         result = place.run("infer", path, *network, "--plan", plan, "--out", out)
         assert result.exit_code == 0, result.output
-        np.testing.assert_array_equal(read_elsewhere(out), expected)
+        np.testing.assert_array_equal(stored(out), expected)
     for name in ("out.tif", "out.ome.tiff", "out.nii", "out.zarr"):
         with caplog.at_level(logging.WARNING):
             result = place.run("infer", place.folder / "v.nii", *network, "--plan", plan, "--out", place.folder / name)
         assert result.exit_code == 0, result.output
-        np.testing.assert_array_equal(read_elsewhere(place.folder / name), expected)
+        np.testing.assert_array_equal(stored(place.folder / name), expected)
         result = place.run("verify", place.folder / name, place.folder / "v.nii", *network)
         assert result.exit_code == 0, result.output
         again = place.run("infer", place.folder / "v.nii", *network, "--out", place.folder / name, "--resume")
         assert again.exit_code == 0, again.output
         kept = store_for(place.folder / name).attributes_of(place.folder / name)
-        assert list(kept["offset"]) == [2, 3, 3]
+        assert list(kept["voxel_offset"]) == [2, 3, 3]
     np.testing.assert_allclose(nibabel.load(place.folder / "out.nii").affine[:3, 3], (3 * 4, 3 * 8, 2 * 40))
 
 

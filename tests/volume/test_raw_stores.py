@@ -16,14 +16,14 @@ import pytest
 import tifffile
 
 from tests.support.box_reads import assert_file_reads, random_boxes
-from tests.support.other_libraries import read_elsewhere
+from tests.support.stored_outputs import stored
 from znnpy.errors import OutputError, ResumeError
 from znnpy.patches import Box
 from znnpy.volume import nifti_store, open_volume, raw_store, tiff_store
 from znnpy.volume.output import Output
 from znnpy.volume.registry import store_for
 from znnpy.volume.space import Space
-from znnpy.volume.store import OutputArray
+from znnpy.volume.store import OutputArray, Storage
 
 SIZE = (5, 43, 37)
 SPACE = Space((40.0, 8.0, 4.0), (100.0, -16.0, 12.0), ("nanometer",) * 3)
@@ -49,7 +49,8 @@ def made(
     """Write an output in random boxes that overlap, by two stores, as a resumed run does."""
     arrays, kind = [OutputArray((maps, *SIZE), attributes=attributes, space=space)], np.dtype(dtype)
     expected = voxels(maps, dtype)
-    store_for(path).check(path, arrays, kind)
+    store_for(path).check(kind, Storage())
+    store_for(path).check_arrays(arrays)
     store_for(path).create(path, arrays, kind, {"job": "{}", "znnpy_run": "0123456789abcdef"})
     size = path.stat().st_size
     for boxes in (random_boxes(SIZE)[1:], [Box((0, 0, 0), (5, 20, 37)), Box((0, 20, 0), SIZE)]):
@@ -77,7 +78,7 @@ def test_other_libraries_read_what_is_written(
     monkeypatch.setattr(raw_store, "RUN_BYTES", run_bytes)
     path = tmp_path / name
     expected = made(path, maps, dtype)
-    found = read_elsewhere(path)
+    found = stored(path)
     assert found.dtype == dtype
     np.testing.assert_array_equal(found, expected if maps > 1 else expected[0])
     assert_file_reads(path, expected)
@@ -86,9 +87,9 @@ def test_other_libraries_read_what_is_written(
 @pytest.mark.parametrize("name", NAMES)
 def test_place_and_attributes_are_kept(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
-    made(path, offset=np.array([1, 2, 3]))
+    made(path, voxel_offset=np.array([1, 2, 3]))
     kept = store_for(path).attributes_of(path)
-    assert kept["offset"] == [1, 2, 3]
+    assert kept["voxel_offset"] == [1, 2, 3]
     assert kept["resolution"] == [40, 8, 4]
     assert store_for(path).run_of(path) == "0123456789abcdef"
     with open_volume(path) as volume:
@@ -229,25 +230,25 @@ def output(path: Path, arrays: list[OutputArray], dtype: str = "float32") -> Out
             "v.nii",
             (1,),
             "float16",
-            r"v\.nii cannot hold float16, and \.nii files hold float32 and uint8; give outp",
+            r"\.nii outputs hold float32 and uint8, and not float16; give output_dtype='float32', or",
         ),
         (
             "v.mrc",
             (1,),
             "uint8",
-            r"v\.mrc cannot hold uint8, and \.mrc files hold float32 and float16; give outp",
+            r"\.mrc outputs hold float32 and float16, and not uint8; give output_dtype='float32', or",
         ),
         (
             "v.mrc",
             (3,),
             "float32",
-            r"the output has 3 maps, and .*v\.mrc holds one; give \.h5, \.zarr or \.tif",
+            r"the output has 3 maps, and an MRC output holds one; give \.h5, \.zarr or \.tif",
         ),
         (
             "v.tif",
             (1, 2),
             "float32",
-            r"the network has 2 outputs, and .*v\.tif holds one array; give \.h5 or",
+            r"the network has 2 outputs, and a \.tif output holds one; give \.h5 or \.zarr",
         ),
         (
             "v.nii.gz",
@@ -271,7 +272,7 @@ def test_short_writes_are_continued_and_errors_are_raised(tmp_path: Path, monkey
     pwrite = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda file, content, at: pwrite(file, content[:50], at))
     expected = made(tmp_path / "v.nii")
-    np.testing.assert_array_equal(read_elsewhere(tmp_path / "v.nii"), expected[0])
+    np.testing.assert_array_equal(stored(tmp_path / "v.nii"), expected[0])
 
     def full(file: int, content: memoryview, at: int) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -32,12 +31,12 @@ class MrcStore(RawStore):
     dtypes = tuple(MODES)
 
     @classmethod
-    def check(cls, path: Path, arrays: Sequence[OutputArray], dtype: np.dtype[Any]) -> None:
-        super().check(path, arrays, dtype)
+    def check_arrays(cls, arrays: Sequence[OutputArray]) -> None:
+        super().check_arrays(arrays)
         if arrays[0].shape[0] > 1:
             raise OutputError(
-                f"the output has {arrays[0].shape[0]} maps, and {path} holds one; give {', '.join(SEVERAL)} or .tif in "
-                f"{option('out')}"
+                f"the output has {arrays[0].shape[0]} maps, and an MRC output holds one; give {', '.join(SEVERAL)} or "
+                f".tif in {option('out')}"
             )
 
     @classmethod

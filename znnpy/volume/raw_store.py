@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -28,7 +28,7 @@ from znnpy.files import create_new, is_still, open_regular, reopen, write_all
 from znnpy.messages import option
 from znnpy.patches import Box
 from znnpy.volume.regions import Region
-from znnpy.volume.store import OutputArray, Store, check_filled, check_stored, damaged
+from znnpy.volume.store import OutputArray, Storage, Store, check_filled, check_stored, damaged
 
 RUN_BYTES = 2**20  # written at once where it is contiguous
 MOST_ATTRIBUTES = 2**26  # bytes of the text of attributes that are read
@@ -75,7 +75,9 @@ class RawStore(Store):
     suffix: ClassVar[str]  # of its names, for messages
     dtypes: ClassVar[tuple[str, ...]]  # of voxels that the format holds
 
-    def __init__(self, path: Path, arrays: Sequence[OutputArray], dtype: np.dtype[Any]) -> None:
+    def __init__(
+        self, path: Path, arrays: Sequence[OutputArray], dtype: np.dtype[Any], storage: Storage | None = None
+    ) -> None:
         self._path, self._dtype, (array,) = path, dtype, arrays
         self._file = reopen(path)
         try:
@@ -85,21 +87,38 @@ class RawStore(Store):
             raise
 
     @classmethod
-    def check(cls, path: Path, arrays: Sequence[OutputArray], dtype: np.dtype[Any]) -> None:
-        if len(arrays) > 1:
-            raise OutputError(
-                f"the network has {len(arrays)} outputs, and {path} holds one array; give {' or '.join(SEVERAL)} in "
-                f"{option('out')}"
-            )
+    def check(cls, dtype: np.dtype[Any], storage: Storage) -> None:
+        for asked, word, what in (
+            (storage.multiscale, "multiscale", "coarser levels"),
+            (storage.sharded, "sharded", "shards"),
+        ):
+            if asked:
+                raise OutputError(
+                    f"{cls.suffix} outputs have no {what}; leave out {option(word)}, or give a name that ends with "
+                    f".zarr in {option('out')}"
+                )
         if dtype.name not in cls.dtypes:
             raise OutputError(
-                f"{path} cannot hold {dtype.name}, and {cls.suffix} files hold {' and '.join(cls.dtypes)}; give "
+                f"{cls.suffix} outputs hold {' and '.join(cls.dtypes)}, and not {dtype.name}; give "
                 f"{option('output_dtype', cls.dtypes[0])}, or another format in {option('out')}"
             )
 
     @classmethod
+    def check_arrays(cls, arrays: Sequence[OutputArray]) -> None:
+        if len(arrays) > 1:
+            raise OutputError(
+                f"the network has {len(arrays)} outputs, and a {cls.suffix} output holds one; give "
+                f"{' or '.join(SEVERAL)} in {option('out')}"
+            )
+
+    @classmethod
     def create(
-        cls, path: Path, arrays: Sequence[OutputArray], dtype: np.dtype[Any], attributes: Mapping[str, Any]
+        cls,
+        path: Path,
+        arrays: Sequence[OutputArray],
+        dtype: np.dtype[Any],
+        attributes: Mapping[str, Any],
+        storage: Storage | None = None,
     ) -> None:
         (array,) = arrays
         text = _text(array, dtype, attributes)
@@ -109,6 +128,10 @@ class RawStore(Store):
             os.ftruncate(file.fileno(), cls.tiles(array, dtype, text).end)
             os.fsync(file.fileno())
         cls.say_lost(array)
+
+    @classmethod
+    def dataset_of(cls, path: Path, name: str) -> str | None:
+        return None
 
     @classmethod
     def attributes_of(cls, path: Path, name: str = "") -> dict[str, Any]:
@@ -157,6 +180,15 @@ class RawStore(Store):
                         inside = part.shifted([-at for at in corner])
                         found = plane[part.shifted([-at for at in area.lo]).slices]
                         self._write_part(self._tiles.address(channel, z, row, column), inside, found, corner[1])
+
+    def limit(self, budget: int) -> None:
+        """Do nothing: voxels are written as they come."""
+
+    def flush(self, serials: Set[int] | None = None) -> None:
+        """Do nothing: voxels are written as they come."""
+
+    def write_coarser(self) -> None:
+        """Do nothing: `check` refuses to have coarser levels."""
 
     def sync(self) -> None:
         os.fsync(self._file.fileno())

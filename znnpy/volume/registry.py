@@ -13,7 +13,7 @@ import os
 from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, cast
 
 from znnpy.errors import OutputError, VolumeError
@@ -60,10 +60,31 @@ HDF5 = Format("HDF5", (".h5", ".hdf5", ".hdf"), "znnpy.volume.hdf5", ("znnpy.vol
 ZARR = Format(
     "Zarr",
     (".zarr",),
-    "znnpy.volume.zarr",
-    ("znnpy.volume.zarr_store", "ZarrStore"),
+    "znnpy.volume.zarr_volume",
+    ("znnpy.volume.chunked_store", "ZarrStore"),
     marks=("zarr.json", ".zarray", ".zgroup"),
     prefixes=("zarr", "zarr2", "zarr3"),
+    remote=True,
+    folder=True,
+)
+N5 = Format(
+    "N5",
+    (".n5",),
+    "znnpy.volume.n5_volume",
+    ("znnpy.volume.chunked_store", "N5Store"),
+    marks=("attributes.json",),
+    prefixes=("n5",),
+    remote=True,
+    folder=True,
+)
+PRECOMPUTED = Format(
+    "Neuroglancer precomputed",
+    (".precomputed",),
+    "znnpy.volume.precomputed_volume",
+    ("znnpy.volume.chunked_store", "PrecomputedStore"),
+    marks=("info",),
+    prefixes=("precomputed",),
+    remote=True,
     folder=True,
 )
 NPY = Format("numpy", (".npy",), "znnpy.volume.array")
@@ -87,7 +108,7 @@ NRRD = Format("NRRD", (".nrrd", ".nhdr"), "znnpy.volume.nrrd")
 TIFF_SUFFIXES = (".tif", ".tiff", ".btf", ".tf8", ".ome.tif", ".ome.tiff")
 TIFF = Format("TIFF", TIFF_SUFFIXES, "znnpy.volume.tiff", ("znnpy.volume.tiff_store", "TiffStore"))
 SLICES = Format("a folder of TIFF slices", (), "znnpy.volume.slices", folder=True, inside=TIFF_SUFFIXES)
-FORMATS = (HDF5, ZARR, NPY, TIFF, SLICES, NIFTI, MRC, NRRD)
+FORMATS = (HDF5, ZARR, N5, PRECOMPUTED, NPY, TIFF, SLICES, NIFTI, MRC, NRRD)
 
 WRITTEN_SUFFIXES = tuple(
     suffix for one in FORMATS if one.writer for suffix in one.suffixes if suffix not in one.unwritten
@@ -103,7 +124,12 @@ def suffix_of(name: str) -> str:
 
 
 def format_of(location: Location) -> Format:
-    """Return the format of a volume: that of its prefix, of the files in its folder, or of its suffix; else HDF5."""
+    """Return the format of a volume: that of its prefix, of the files in its folder, or of its suffix; else HDF5.
+
+    In a bucket or on a web server files are looked for only where neither prefix nor suffix says the format.
+
+    VolumeError: the files in a bucket or on a web server cannot be read.
+    """
     if location.prefix is not None:
         return next(one for one in FORMATS if location.prefix in one.prefixes)
     if location.is_local and os.path.isdir(location.place):
@@ -114,7 +140,7 @@ def format_of(location: Location) -> Format:
     named = next((one for one in FORMATS if suffix in one.suffixes), None)
     if location.is_local and os.path.isdir(location.place) and (named is None or not named.folder):
         named = _format_inside(location.place) or named
-    return named or HDF5
+    return named or (HDF5 if location.is_local else _format_there(location))
 
 
 def _format_inside(folder: str) -> Format | None:
@@ -125,6 +151,18 @@ def _format_inside(folder: str) -> Format | None:
     except OSError:
         return None
     return next((one for one in FORMATS if found.intersection(one.inside)), None)
+
+
+def _format_there(location: Location) -> Format:
+    """Return the format whose marks lie below a URL."""
+    from znnpy.volume.object_store import context, files_of
+
+    files = files_of(location, context())
+    for one in FORMATS:
+        if any(files.read(mark, 1) is not None for mark in one.marks):
+            return one
+    marks = [mark for one in FORMATS for mark in one.marks]
+    raise VolumeError(f"{location} is no volume: none of {', '.join(marks)} lies there; check the name")
 
 
 def open_volume(
@@ -161,23 +199,37 @@ def open_volume(
     return cast("Volume", import_module(found.reader).open_volume(replace(location, dataset=None), reading))
 
 
-def store_for(path: Path) -> type[Store]:
-    """Return the store that writes outputs of this name, chosen by suffix.
+def store_for(place: Path | Location) -> type[Store]:
+    """Return the store that writes outputs of this name, chosen by its prefix, its suffix, or what the folder holds.
 
-    OutputError for a suffix that is not written, MissingExtraError if a package is missing that the format needs.
+    OutputError for a name that is not written, MissingExtraError if a package is missing that the format needs.
     """
-    suffix = suffix_of(path.name)
-    if path.suffix.lower() in COMPRESSED:
+    location = place if isinstance(place, Location) else Location(str(place))
+    found = _written_as(location)
+    name = PurePath(location.name)
+    if name.suffix.lower() in COMPRESSED:
         raise OutputError(
-            f"the output {path} would be compressed as a whole, so that a run that stops could not be resumed; give "
-            f"{path.stem} in {option('out')}, and compress it afterwards"
+            f"the output {location} would be compressed as a whole, so that a run that stops could not be resumed; "
+            f"give {name.stem} in {option('out')}, and compress it afterwards"
         )
-    for one in FORMATS:
-        if one.writer and suffix in one.suffixes and suffix not in one.unwritten:
-            module, name = one.writer
-            return cast("type[Store]", getattr(import_module(module), name))
-    *most, last = WRITTEN_SUFFIXES
-    raise OutputError(
-        f"the output {path} has suffix {path.suffix!r}, and only {', '.join(most)} and {last} are written; "
-        f"give one of these in {option('out')}"
-    )
+    if found is None or found.writer is None:
+        *most, last = WRITTEN_SUFFIXES
+        raise OutputError(
+            f"the output {location} has suffix {name.suffix!r}, and only {', '.join(most)} and "
+            f"{last} are written; give one of these in {option('out')}"
+        )
+    module, store = found.writer
+    return cast("type[Store]", getattr(import_module(module), store))
+
+
+def is_written(place: Path) -> bool:
+    """Return whether an output may have this name."""
+    found = _written_as(Location(str(place)))
+    return found is not None and found.writer is not None
+
+
+def _written_as(location: Location) -> Format | None:
+    if location.prefix is None and (suffix := suffix_of(location.name)):
+        return next((one for one in FORMATS if suffix in one.suffixes and suffix not in one.unwritten), None)
+    found = format_of(location)
+    return found if location.prefix is not None or found.folder else None
