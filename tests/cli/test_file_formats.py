@@ -1,4 +1,4 @@
-"""The same volume in every format of one file gives the same prediction, in every format that is written."""
+"""A volume gives the same prediction in whatever format it is, and the prediction is the same in every format."""
 
 from __future__ import annotations
 

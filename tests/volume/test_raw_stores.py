@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -282,3 +283,19 @@ def test_short_writes_are_continued_and_errors_are_raised(tmp_path: Path, monkey
     with pytest.raises(OSError, match="No space left"):
         store.write(WHOLE, expected)
     store.close()
+
+
+@pytest.mark.parametrize("name", ["v.tif", "v.nii"])
+def test_memory_of_writing_is_that_of_a_run(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raw_store, "RUN_BYTES", 2**16)
+    path, arrays, dtype = tmp_path / name, [OutputArray((1, 2, 2048, 512))], np.dtype("f4")
+    store_for(path).create(path, arrays, dtype, {})
+    store = store_for(path)(path, arrays, dtype)
+    voxels = np.ones((1, 2, 512, 2048), np.float32).swapaxes(2, 3)  # strides that have to be copied
+    tracemalloc.start()
+    store.write(Box((0, 0, 0), (2, 2048, 512)), voxels)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    store.close()
+    assert peak < 2**18
+    np.testing.assert_array_equal(stored(path), voxels[0])

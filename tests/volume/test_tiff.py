@@ -387,3 +387,9 @@ def test_files_without_pages_are_refused(tmp_path: Path, content: bytes) -> None
     path.write_bytes(content)
     with pytest.raises(VolumeError, match=r"v\.tif cannot be read as TIFF: .*; write it again"):
         open_volume(path)
+
+
+def test_colours_of_ome_are_channels(tmp_path: Path) -> None:
+    path = tmp_path / "v.ome.tif"
+    array = written(path, voxels("u1", (4, 37, 43, 3)), photometric="rgb", metadata={"axes": "ZYXS"})
+    assert_file_reads(path, np.moveaxis(array, -1, 0))

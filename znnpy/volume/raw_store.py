@@ -37,7 +37,7 @@ SEVERAL = (".h5", ".zarr")  # suffixes of outputs that hold several arrays
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Where the tiles of an array lie in a file.
+    """The places of the tiles of an array in a file.
 
     begin  byte of the first one
     size   rows and columns of a tile; those at the far edges are filled up with zeros
@@ -219,9 +219,13 @@ class RawStore(Store):
             if whole:
                 self._write(content, at)
                 continue
-            step = part.shape[1] * item
+            step, descriptor = part.shape[1] * item, self._file.fileno()
             for row in range(len(some)):
-                self._write(content[row * step : (row + 1) * step], at + row * width * item)
+                voxel_row = content[row * step : (row + 1) * step]
+                count = os.pwrite(descriptor, voxel_row, at)
+                if count < step:
+                    self._write(voxel_row[count:], at + count)
+                at += width * item
 
     def _write(self, content: memoryview, at: int) -> None:
         while content:

@@ -24,9 +24,7 @@ from znnpy.volume.tiff_pages import Directories, Kind, Page
 
 JPEG = 7
 PACKED = {5: "LZW", 8: "deflate", 32946: "deflate", 32773: "PackBits", 50000: "zstd", JPEG: "JPEG"}
-STEPS = (
-    4  # copies of a segment while it is unpacked: as stored, unpacked, in the order of the machine, without predictor
-)
+STEPS = 4  # copies of a segment while it is unpacked
 MOST_TABLES = 2**16  # bytes of the tables that JPEG segments share
 FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # markers of JPEG that state a size
 
@@ -126,12 +124,16 @@ class Segments:
     def _read_plain(self, page: Page, at: int, nbytes: int, rows: int, part: Region, target: npt.NDArray[Any]) -> None:
         """Read a part of a segment of so many rows that is stored as it is."""
         kind = page.kind
-        extent = (rows, kind.segment[1], kind.interleaved)
+        extent: tuple[int, ...] = (rows, kind.segment[1], kind.interleaved)
         array = RawArray(at, extent, kind.dtype)
         if not 0 < at <= self._directories.size - (array.end - at) or nbytes < array.end - at:
             raise self._damaged(page, f"a strip or tile at byte {at:,} has {nbytes:,} bytes of {array.end - at:,}")
-        region = Region((*part.lo, 0), (*part.hi, kind.interleaved))
-        read_runs(self._directories.descriptor, array, extent, region, np.moveaxis(target, 0, -1), self._path)
+        there = np.moveaxis(target, 0, -1)
+        if kind.interleaved > 1:
+            part = Region((*part.lo, 0), (*part.hi, kind.interleaved))
+        else:  # short rows are read completely, so columns have to be the last axis
+            extent, there = extent[:2], there[..., 0]
+        read_runs(self._directories.descriptor, array, extent, part, there, self._path)
 
     def _read_packed(
         self, page: Page, at: int, nbytes: int, number: int, part: Region, target: npt.NDArray[Any]
