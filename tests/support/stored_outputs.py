@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import mrcfile
+import nibabel
 import numpy as np
 import numpy.typing as npt
 import tensorstore
+import tifffile
 import zarr
 
 NAMES = ("out.h5", "out.zarr", "zarr2://out.zarr", "out.n5", "out.precomputed")
@@ -17,6 +20,14 @@ NAMES = ("out.h5", "out.zarr", "zarr2://out.zarr", "out.n5", "out.precomputed")
 
 def stored(path: Path, name: str = "", level: int = 0) -> npt.NDArray[Any]:
     """Return the voxels of an array of an output: (maps, z, y, x), or (z, y, x) where it has one map."""
+    if (kind := path.name.removesuffix(".partial")).endswith((".tif", ".tiff")):
+        return np.asarray(tifffile.imread(path))
+    if kind.endswith(".nii"):
+        found = np.asarray(nibabel.Nifti1Image.from_bytes(path.read_bytes()).dataobj).T
+        return found[:, 0] if found.ndim == 5 else found
+    if kind.endswith((".mrc", ".rec")):
+        with mrcfile.open(path) as opened:
+            return np.array(opened.data)
     if not path.is_dir():
         with h5py.File(path) as file:
             return np.asarray(file[name or "prediction"])

@@ -65,8 +65,10 @@ with output.Output(
         ("out.zarr", ["", "sharded"]),
         ("out.n5", [""]),
         ("out.precomputed", [""]),
+        ("out.tif", [""]),
+        ("out.nii", [""]),
     ],
-    ids=["HDF5", "Zarr 3", "Zarr 2", "shards", "N5", "precomputed"],
+    ids=["HDF5", "Zarr 3", "Zarr 2", "shards", "N5", "precomputed", "TIFF", "NIfTI"],
 )
 def test_output_survives_kills_at_random_moments(name: str, words: list[str], tmp_path: Path) -> None:
     rng = random.Random(20261120)
@@ -118,6 +120,9 @@ def test_output_survives_kills_at_random_moments(name: str, words: list[str], tm
     ("name", "words", "least"),
     [
         ("out.h5", [], 12),
+        ("out.tif", [], 12),
+        ("out.nii", [], 12),
+        ("out.mrc", [], 12),
         ("out.zarr", [], 30),
         ("out.zarr", ["zarr2"], 30),
         ("out.zarr", ["sharded", "2"], 30),

@@ -92,6 +92,7 @@ class Output:
         self._storage = storage or Storage()
         self._kind = store_for(Location(str(path), prefix=self._storage.prefix))
         self._kind.check(self.dtype, self._storage)
+        self._kind.check_arrays(arrays)
         self.rewritten = 0  # files of chunks that were written again because they had been written in part
         self._store: Store | None = None
         self._run: str | None = None  # id of the run that is begun or resumed here

@@ -100,6 +100,11 @@ class Store(ABC):
         """Raise OutputError for what the format does not have."""
 
     @classmethod
+    def check_arrays(cls, arrays: Sequence[OutputArray]) -> None:
+        """Raise OutputError if the format cannot hold these arrays; most formats hold any."""
+        del arrays
+
+    @classmethod
     @abstractmethod
     def create(
         cls,
