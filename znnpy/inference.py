@@ -21,7 +21,8 @@ from znnpy.job import arrays_of, attributes_of, columns_of, job_of, roi_text, se
 from znnpy.kernels.cpu.fft import Wisdom
 from znnpy.machine import Machine, limits_of, peak_bytes, this_machine
 from znnpy.measure.fftw_wisdom import wisdom_begun, wisdom_kept
-from znnpy.measure.transfers import LONG_SECONDS, transfers_of
+from znnpy.measure.storage_plans import suited_plan
+from znnpy.measure.transfers import Transfers, transfers_of, worth_measuring
 from znnpy.messages import option
 from znnpy.network_files import read_network
 from znnpy.option_declarations import function_of
@@ -50,7 +51,7 @@ from znnpy.run.workers import Sessions, sessions_of, workers_of
 from znnpy.run_log import log_phase
 from znnpy.run_warnings import half_missing, slower_here
 from znnpy.self_check import CheckedOutput
-from znnpy.shapes import text
+from znnpy.shapes import Vec3, text
 from znnpy.trained import TrainedNetwork, load_trained
 from znnpy.units import human_bytes, human_seconds
 from znnpy.values import Tallied, Tally, Values
@@ -168,9 +169,10 @@ def infer_as_asked(asked: InferOptions) -> Report:
                     break
             opened.expect(source.needed)
             transfers = None
-            if asked.calibrate and chosen.seconds >= LONG_SECONDS:
+            if asked.calibrate and worth_measuring(chosen, trained.network, source):
                 folder = destination.parent if isinstance(destination, Path) and isinstance(output, Output) else None
                 transfers = transfers_of(chosen, trained.network, source, folder)
+                chosen, transfers = run.suited(target, chosen, transfers)
             for above in target.above_memory(chosen.limits):
                 _log.warning("%s", above)
                 doubts = (*doubts, above)
@@ -268,6 +270,17 @@ class _Run:
         check_options(self.asked, begun, made)
         self._keep_chunks(made, target)
         return made
+
+    def suited(self, target: OpenTarget, plan: RunPlan, transfers: Transfers) -> tuple[RunPlan, Transfers]:
+        """Return a plan with wider columns where reading takes longer than computing, unless the plan is fixed."""
+        asked = self.asked
+        if not self.plans or asked.patch is not None or asked.cover == "patches":
+            return plan, transfers
+
+        def planned(patch: Vec3) -> RunPlan:
+            return choose(replace(asked, patch=patch, cover="columns"), self.work, target)
+
+        return suited_plan(plan, transfers, self.trained.network, self.source, planned)
 
     def _keep_chunks(self, plan: RunPlan, target: OpenTarget) -> None:
         """Keep chunks for the next step in what a plan that was made before leaves of its memory limit."""

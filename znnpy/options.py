@@ -233,7 +233,7 @@ class RegionOptions(_BorderOption, _MeaningOption):
     )
     fill_missing: float | None = option(
         None,
-        "value of voxels whose file is missing, in HDF5 volumes made of several files",
+        "value of voxels whose file is missing, or whose chunk is damaged",
         "number",
         unset="an error",
         metavar="VALUE",

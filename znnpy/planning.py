@@ -18,7 +18,8 @@ from znnpy.kernels.table import TABLE
 from znnpy.machine import Limits, limits_of, this_machine
 from znnpy.measure.calibrate import Calibration
 from znnpy.measure.rigor import RigorMeasurement, rigor_of
-from znnpy.measure.transfers import LONG_SECONDS, transfers_of
+from znnpy.measure.storage_plans import suited_plan
+from znnpy.measure.transfers import transfers_of, worth_measuring
 from znnpy.messages import option
 from znnpy.network import Network
 from znnpy.network_files import read_network
@@ -102,13 +103,10 @@ def _here(planning: _Planning, devices: AskedDevices) -> RunPlan:
             with suppress(NoPlanError):
                 estimated = planning.estimated(targets[1])
                 made = replace(made, alternatives=(*made.alternatives, kind_of(network, made, estimated)))
+        made = planning.suited(made, target)
         log_phase("planned", predicted(made))
         if asked.paranoid:
             check_plan(made, network, target, asked.tell_progress)
-        if asked.volume is not None and asked.calibrate and made.seconds >= LONG_SECONDS:
-            with _opened(asked) as volume:
-                transfers = transfers_of(made, network, _source(asked, volume, network), None)
-            asked.tell(f"{transfers}: a run reads, computes and writes at the same time")
         planning.tell(made, targets)
         return made
 
@@ -187,6 +185,25 @@ class _Planning:
         known = target.known_rates(self.work.network, request.limits, self.asked.mode)
         known = self.measurement.rates(target, request, known)
         return replace(make_plan(request, CostModel(known)), rigor=self.measurement.done)
+
+    def suited(self, made: RunPlan, target: OpenTarget) -> RunPlan:
+        """Return a plan with wider columns where reading the volume takes longer than computing, and tell of both."""
+        asked, network = self.asked, self.work.network
+        if asked.volume is None or not asked.calibrate:
+            return made
+        with _opened(asked) as volume:
+            source = _source(asked, volume, network)
+            if not worth_measuring(made, network, source):
+                return made
+            transfers = transfers_of(made, network, source, None)
+            if asked.patch is None and asked.cover != "patches":
+
+                def planned(patch: Vec3) -> RunPlan:
+                    return replace(self, asked=replace(asked, patch=patch, cover="columns")).plan(target)
+
+                made, transfers = suited_plan(made, transfers, network, source, planned)
+        asked.tell(f"{transfers}: a run reads, computes and writes at the same time")
+        return made
 
     def estimated(self, target: OpenTarget) -> RunPlan:
         """Return the fastest plan on another target, for which nothing is measured."""

@@ -109,6 +109,78 @@ def test_damaged_zarr_metadata_gives_voxels_or_a_sentence(tmp_path: Path, number
     assert refused > len(numbers) // 10
 
 
+def chunked(folder: Path) -> list[Path]:
+    """Metadata of N5 and precomputed volumes, each beside its chunks."""
+    ts = pytest.importorskip("tensorstore")
+    voxels = np.arange(480, dtype=np.uint16).reshape(8, 6, 10)
+    found = []
+    for kind in ("gzip", "blosc"):
+        path = folder / f"{kind}.n5"
+        metadata = {
+            "dimensions": [10, 6, 8],
+            "blockSize": [5, 3, 4],
+            "dataType": "uint16",
+            "compression": {"type": kind},
+            "resolution": [4, 4, 40],
+        }
+        spec = {"driver": "n5", "kvstore": {"driver": "file", "path": f"{path}/"}, "metadata": metadata}
+        ts.open(spec, create=True).result()[...] = voxels.T
+        found.append(path / "attributes.json")
+    sharding = {
+        "@type": "neuroglancer_uint64_sharded_v1",
+        "preshift_bits": 1,
+        "hash": "identity",
+        "minishard_bits": 1,
+        "shard_bits": 1,
+    }
+    for name, settings in (("files", {}), ("shards", {"sharding": sharding})):
+        path = folder / f"{name}.precomputed"
+        scale = {"size": [10, 6, 8], "chunk_size": [5, 3, 4], "encoding": "raw", "resolution": [4, 4, 40], **settings}
+        spec = {
+            "driver": "neuroglancer_precomputed",
+            "kvstore": {"driver": "file", "path": f"{path}/"},
+            "multiscale_metadata": {"data_type": "uint16", "num_channels": 1, "type": "image"},
+            "scale_metadata": scale,
+        }
+        ts.open(spec, create=True).result()[..., 0] = voxels.T
+        found.append(path / "info")
+    return found
+
+
+@numbers
+def test_damaged_metadata_of_other_chunks_gives_voxels_or_a_sentence(tmp_path: Path, numbers: range) -> None:
+    whole = [(path, path.read_text()) for path in chunked(tmp_path)]
+    refused = 0
+    for number in numbers:
+        rng = random.Random(number)
+        path, text = rng.choice(whole)
+        if rng.randrange(4):
+            path.write_text(damaged_json(json.loads(text), rng))
+        else:
+            path.write_bytes(damaged_bytes(text.encode(), rng))
+        refused += not ended(lambda path=path: read_whole(path.parent), str(path.parent))  # type: ignore[misc]
+        path.write_text(text)
+    assert refused > len(numbers) // 10
+
+
+@numbers
+def test_damaged_chunks_give_voxels_or_a_sentence(tmp_path: Path, numbers: range) -> None:
+    folders = [path.parent for path in (*documents(pytest.importorskip("zarr"), tmp_path), *chunked(tmp_path))]
+    marks = ("zarr.json", ".zarray", ".zgroup", ".zattrs", "attributes.json", "info")
+    files = sorted(
+        (file, folder) for folder in folders for file in folder.rglob("*") if file.is_file() and file.name not in marks
+    )
+    refused = 0
+    for number in numbers:
+        rng = random.Random(number)
+        file, folder = rng.choice(files)
+        content = file.read_bytes()
+        file.write_bytes(damaged_bytes(content, rng))
+        refused += not ended(lambda folder=folder: read_whole(folder), str(folder))  # type: ignore[misc]
+        file.write_bytes(content)
+    assert refused > len(numbers) // 10
+
+
 @numbers
 def test_damaged_npy_files_give_voxels_or_a_sentence(tmp_path: Path, numbers: range) -> None:
     path = tmp_path / "v.npy"

@@ -116,7 +116,7 @@ def test_each_chunk_is_written_once(store: ObjectStore, place: Path) -> None:
 
 
 class Stop(Exception):
-    """What a test stops a run with."""
+    """An error that stops a run in a test."""
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -28,22 +28,23 @@ CHUNK = 32**3
 
 # Reads the volumes that are named, first the good half; prints errors and how far the peak of memory rose, in MiB.
 READ = """
-import resource, sys
+import sys
 import numpy as np
 from pathlib import Path
 from znnpy.errors import VolumeError
+from znnpy.machine import peak_bytes
 from znnpy.patches import Box
 from znnpy.volume import open_volume
 volumes = [open_volume(Path(path)) for path in sys.argv[1:]]
 out = np.zeros((1, 32, 32, 32), np.uint8)
 for number, volume in enumerate(volumes):
     if number == len(volumes) // 2:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        before = peak_bytes()
     try:
         volume.read(Box((0, 0, 0), (32, 32, 32)), out)
     except VolumeError as error:
         print(error)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
+print((peak_bytes() - before) >> 20)
 """
 
 

@@ -29,6 +29,7 @@ MOST_BYTES = 2**26  # of such a chunk; of a larger one a part is read
 PLACES = (0.5, 0.25, 0.75, 0.125, 0.875)  # of what is read, as a share of the way from corner to corner
 DISK_BYTES = 2**25  # written at once
 LONG_SECONDS = 10.0  # predicted seconds of a run from which on its transfers are measured
+LARGE_BYTES = 2**28  # of the voxels that it reads, from which on they are measured too
 COLUMNS = 256  # columns whose reading is counted one by one; of more so many are taken for all
 
 
@@ -71,6 +72,11 @@ class Transfers:
             f"{read}, and writing {human_bytes(self.written_bytes)} takes {human_seconds(self.writing)} at "
             f"{human_bytes(int(self.write_rate))}/s, measured"
         )
+
+
+def worth_measuring(plan: RunPlan, network: Network, source: Source) -> bool:
+    """Return whether a run is so long, or reads so much, that its transfers are measured."""
+    return plan.seconds >= LONG_SECONDS or read_bytes(plan, network, source) >= LARGE_BYTES
 
 
 def transfers_of(plan: RunPlan, network: Network, source: Source, folder: Path | None) -> Transfers:

@@ -174,11 +174,15 @@ class Report:
         return [f"values     {self.values}{scale}{part}"]
 
     def _chunks(self) -> list[str]:
-        """Describe how much of the volume was never written."""
-        if self.chunks is None or not self.chunks.missing:
+        """Describe how much of the volume was never written or is damaged."""
+        if self.chunks is None:
             return []
-        missing, looked = f"{self.chunks.missing:,}", f"{self.chunks.looked:,}"
-        return [f"volume     {missing} of {looked} {self.chunks.unit} are missing and were read as the fill value"]
+        of = f"of {self.chunks.looked:,} {self.chunks.unit} are"
+        said = {
+            "missing and were read as the fill value": self.chunks.missing,
+            "damaged and were read as the value given for missing voxels": self.chunks.damaged,
+        }
+        return [f"volume     {count:,} {of} {what}" for what, count in said.items() if count]
 
     def _stages(self) -> str:
         """Describe planning and preparing, which run in turn, and then the stages that overlap."""
