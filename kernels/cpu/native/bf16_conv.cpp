@@ -116,7 +116,8 @@ ALWAYS Windowed in_windows(ptrdiff_t at, ptrdiff_t size) {
 // Raises the maxima of the windows that neighbouring outputs along x lie in. Outputs come in order along each axis: the
 // first of a window begins its maximum.
 template <class T>
-ALWAYS void raise_maxima(const Bf16Conv &c, const Position &at, ptrdiff_t outputs, ptrdiff_t map, const float *results) {
+ALWAYS void raise_maxima(const Bf16Conv &c, const Position &at, ptrdiff_t outputs, ptrdiff_t map,
+                         const float *results) {
   const int64_t *const size = c.max_window, *const first = c.max_first, *const count = c.max_count;
   const ptrdiff_t begin = most(0, first[2] - at.x), end = least(outputs, first[2] + count[2] * size[2] - at.x);
   if (at.z < first[0] || at.y < first[1] || begin >= end) return;
