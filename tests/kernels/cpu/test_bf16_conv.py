@@ -19,6 +19,7 @@ from znnpy.kernels.cpu import bf16_steps
 from znnpy.kernels.cpu.bf16_conv import Bf16Conv
 from znnpy.kernels.cpu.native import library
 from znnpy.kernels.dtypes import kept_dtype
+from znnpy.kernels.table import TABLE
 from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.layers import ONE, ZERO
 from znnpy.machine import AMX, AVX512_BF16, this_machine
@@ -294,5 +295,21 @@ def test_reasons_to_refuse() -> None:
             "a volume that is upsampled begins and ends with whole voxels",
         ),
         (replace(shape, n=(20, 20, 20), k=(17, 17, 17)), "takes kernels of up to 4096 taps, not 4913"),
+        (
+            replace(shape, fout=20, activation="softmax", pooled=Pooled(TWO, ZERO, (1, 2, 2))),
+            "takes maxima of all functions but a softmax",
+        ),
+        (
+            replace(shape, factors=(TWO,), pooled=Pooled(TWO, ZERO, (1, 2, 2))),
+            "takes no maxima where outputs come by phases",
+        ),
     ):
         assert primitive.why_not(other, WITH_UNITS) == reason
+
+
+def test_other_convolutions_take_no_maxima() -> None:
+    shape = GraphConvShape((8,), 8, (5, 6, 7), (3, 3, 3), pooled=Pooled(TWO, ZERO, (1, 2, 2)))
+    others = [one for one in TABLE if one.kind == "graph_conv" and not isinstance(one, Bf16Conv)]
+    assert len(others) > 3
+    for primitive in others:
+        assert primitive.why_not(shape, MACHINE) == "takes no maxima of its output: see cpu.graph_conv.amx"
