@@ -1,8 +1,8 @@
 """Measure convolutions on AMX and AVX512-BF16, beside float32 methods and PyTorch, with the share of the unit's peak.
 
 All subjects of a case run in interleaved rounds, and each round measures the peak of the unit too: products in
-registers alone, and products of factors that lie in L1. On a virtual machine other guests may use the same cores: those
-that are the fastest at the beginning are chosen, and the peaks of each round are kept.
+registers alone, and products of factors that lie in L1. On a virtual machine other guests may use the same cores:
+before each layer those that are the fastest then are chosen, and the peaks of each round are kept.
 
 PyTorch computes by oneDNN, channels last. With `--unit avx512_bf16` oneDNN is kept from AMX too.
 """
@@ -14,8 +14,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import combinations
 from math import prod
 from pathlib import Path
 from statistics import median
@@ -44,6 +47,7 @@ from znnpy.shapes import CPU_PRECISIONS, Precision
 ROUNDS = 7
 PEERS: tuple[Precision, ...] = ("bf16", "fp32")
 PEAK_TIMES = 100_000  # blocks: some milliseconds
+OTHERS = 3  # cores that are tried together with the fastest ones
 MEMORY = 40 * 2**10  # bytes that the peaks are measured with
 FACTS = ("gflops", "share_of_peak", "share_of_products")
 LIMITS = {"peak": "peak of {}", "products": "products of {} in L1"}
@@ -105,7 +109,8 @@ class Bench:
         found = {entry.name: [self._flops[entry.name] / spent for spent in entry.seconds] for entry in limits}
         for name, speeds in found.items():
             subject = LIMITS[name].format(self.unit)
-            yield Row("layers", str(shape), subject, "GFLOP/s", tuple(speed / 1e9 for speed in speeds))
+            on = {"cores": sorted(os.sched_getaffinity(0))}
+            yield Row("layers", str(shape), subject, "GFLOP/s", tuple(speed / 1e9 for speed in speeds), facts=on)
         for entry in others:
             facts = {
                 "gflops": flops / median(entry.seconds) / 1e9,
@@ -238,19 +243,33 @@ def errors(unit: str, pool: ThreadPool) -> Iterator[Row]:
             yield Row("errors", str(shape), f"{unit} {precision}", "relative error", (float(error),))
 
 
-def quiet_cores(unit: str, count: int) -> list[int]:
-    """Return the cores of this process where the unit is the fastest now, and run on these alone."""
-    allowed, speeds = sorted(os.sched_getaffinity(0)), {}
-    compute = unit_library(unit).znnpy_bf16_products
-    for core in allowed:
+def quiet_cores(unit: str, count: int, allowed: Sequence[int]) -> None:
+    """Keep this process on the cores among `allowed` where the unit is the fastest now, all of them at once.
+
+    Cores that are fast alone can be threads of the same core: the fastest ones are tried together.
+    """
+    alone = {core: _speed(unit, (core,)) for core in allowed}
+    fastest = sorted(allowed, key=lambda core: -alone[core])[: count + OTHERS]
+    chosen = max(combinations(fastest, count), key=partial(_speed, unit))
+    for task in os.listdir("/proc/self/task"):  # PyTorch's threads too
+        with suppress(ProcessLookupError):
+            os.sched_setaffinity(int(task), chosen)
+
+
+def _speed(unit: str, cores: Sequence[int]) -> float:
+    """Return the speed of the slowest of some cores that multiply in L1 at once, in blocks per second."""
+    compute, ready = unit_library(unit).znnpy_bf16_products, threading.Barrier(len(cores))
+
+    def on(core: int) -> float:
         os.sched_setaffinity(0, {core})
-        for times in (PEAK_TIMES // 10, PEAK_TIMES):
-            begin = time.perf_counter()
-            compute(_finite_values(), ctypes.c_int64(times))
-            speeds[core] = times / (time.perf_counter() - begin)
-    chosen = sorted(allowed, key=lambda core: -speeds[core])[:count]
-    os.sched_setaffinity(0, chosen)
-    return chosen
+        compute(_finite_values(), ctypes.c_int64(PEAK_TIMES // 10))
+        ready.wait()
+        begin = time.perf_counter()
+        compute(_finite_values(), ctypes.c_int64(PEAK_TIMES))
+        return PEAK_TIMES / (time.perf_counter() - begin)
+
+    with ThreadPoolExecutor(len(cores)) as threads:
+        return min(threads.map(on, cores))
 
 
 def copy_rate(pool: ThreadPool) -> float:
@@ -275,12 +294,13 @@ def command(out: Path | None, quick: bool, unit: str | None, threads: int, peers
         raise click.UsageError(f"this processor has no {unit or 'unit for bfloat16'}")
     if unit == AVX512_BF16:
         os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
-    cores = quiet_cores(unit, threads)
+    allowed = sorted(os.sched_getaffinity(0))
+    quiet_cores(unit, threads, allowed)
     if peers:
         import torch
 
         torch.set_num_threads(threads)
-    about = header() | {"cores_used": cores, "unit": unit, "threads": threads}
+    about = header() | {"unit": unit, "threads": threads}
     result = Result("units", f"{machine_name()}-{unit.replace('_', '-')}", about)
     with ThreadPool(threads) as pool:
         bench = Bench(unit, pool, peers, 1 if quick else ROUNDS)
@@ -289,9 +309,10 @@ def command(out: Path | None, quick: bool, unit: str | None, threads: int, peers
         for number, shape in enumerate(QUICK if quick else LAYERS):
             if only and number not in only:
                 continue
+            quiet_cores(unit, threads, allowed)
             for row in bench.rows(shape):
                 result.add([row])
                 shares = (f" {row.facts[name]:.2f}" for name in FACTS if name in row.facts)
                 click.echo(f"{row.case}  {row.subject:28} {row.median:10.1f} {row.unit}{''.join(shares)}")
-    if out is not None or not quick:
-        click.echo(f"wrote {result.write(out)}")
+            if out is not None or not quick:
+                result.write(out)

@@ -4,6 +4,7 @@ The planner calls `why_not`, `variants`, `footprint` and `work`: arithmetic on s
 `prepare` once per layer, `bind` once per shape, and the step's `run` once per patch. The session owns all arrays.
 
 A convolution whose shape has a `pool` is two layers in one; primitives that cannot fuse them refuse (`why_not_plain`).
+So is one of a graph whose shape is `pooled`: it gives two outputs (`why_not_pooled`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
+from znnpy.graph_shapes import GraphConvShape
 from znnpy.layer_shapes import LayerShape
 from znnpy.network import ConvWeights as ConvWeights
 from znnpy.shapes import CPU_PRECISIONS, ConvShape, FilterShape, MaxoutShape, PoolShape, Sized
@@ -146,7 +148,7 @@ class Footprint:
         return (
             max(
                 (shape.in_bytes if stage <= self.input_until else 0)
-                + (shape.out_bytes if stage >= self.output_from else 0)
+                + (shape.out_bytes + shape.pooled_bytes if stage >= self.output_from else 0)
                 + sum(s.nbytes for s in self.scratch if s.first <= stage <= s.last)
                 for stage in range(self.stages)
             )
@@ -192,7 +194,9 @@ class CarryingStep(Protocol):
 class GraphStep(Protocol):
     """A primitive bound to one shape of `znnpy/graph_shapes.py`: ready to run on one image."""
 
-    def run(self, inputs: Sequence[Array], out: Array, scratch: Mapping[str, Bytes]) -> None:
+    def run(
+        self, inputs: Sequence[Array], out: Array, scratch: Mapping[str, Bytes], pooled: Array | None = None
+    ) -> None:
         """Compute the layer. Arrays are of float32, or of bfloat16 if the shape's precision is bf16.
 
         inputs   one array (z, y, x, f) per input of the layer, of the shape's size `n`; not modified. The maps of a
@@ -202,6 +206,8 @@ class GraphStep(Protocol):
         out      (z, y, x, f') in C order, the shape's `out_shape` without the batch; overwritten. Its previous
                  contents are undefined.
         scratch  one array of bytes per Scratch of the footprint, aligned to ALIGNMENT; contents undefined.
+        pooled   the second output of a convolution whose shape has one, of the shape's `pooled_shape` and as `out`;
+                 only given to these.
 
         Raises ValuesOverflowError if a result of arithmetic is infinite or not a number.
         """
@@ -354,6 +360,12 @@ def why_not_plain(shape: LayerShape, pooling: str = "cpu.conv.fft_lanes") -> str
     if not isinstance(shape, ConvShape):
         return f"computes convolutions, not {shape.kind}"
     return f"does not fuse pooling into fragments: see {pooling}" if shape.pools else None
+
+
+def why_not_pooled(shape: Sized) -> str | None:
+    """Return None unless `shape` is a convolution of a graph with a second output, its maxima over windows."""
+    two = isinstance(shape, GraphConvShape) and shape.pooled is not None
+    return "takes no maxima of its output: see cpu.graph_conv.amx" if two else None
 
 
 def why_not_on_gpu(shape: LayerShape, machine: Machine, *, softmax: bool = True) -> str | None:

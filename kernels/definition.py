@@ -81,6 +81,15 @@ def convolve(shape: GraphConvShape, weights: ConvWeights, inputs: Sequence[AnyRe
     return activate(shape.activation, shape.parameters, out + weights.bias + addend)
 
 
+def pooled(shape: GraphConvShape, out: Real) -> Real:
+    """Return the second output of a convolution: the maximum over each window of the first."""
+    assert shape.pooled is not None, "it has one"
+    ends = zip(shape.pooled.first, shape.pooled.m, shape.pooled.window, strict=True)
+    z, y, x = (slice(first, first + count * size) for first, count, size in ends)
+    n = (z.stop - z.start, y.stop - y.start, x.stop - x.start)
+    return pool(WindowPoolShape(shape.fout, n, shape.pooled.window, shape.pooled.window), out[z, y, x])
+
+
 def repeated(shape: GraphConvShape, inputs: Sequence[AnyReal]) -> list[AnyReal]:
     """Return the inputs of a convolution with `n` voxels each: voxel j repeats voxel (j + first) // factor."""
     found = []

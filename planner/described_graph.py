@@ -53,7 +53,7 @@ class DescribedGraph:
     period         voxels of the first output of which steps are multiples
     steps          most steps of a column
     silent         most of them that come before the first output
-    nodes          the input, and then one for each choice of the plan
+    nodes          the input, and then one for each operation, whether or not it is merged with another
     """
 
     padded: tuple[Positive, Positive, Positive]

@@ -14,18 +14,19 @@ import numpy as np
 
 from znnpy.errors import NoPlanError
 from znnpy.graph_columns import Area, GraphCover, TurnedGraph
-from znnpy.graph_operations import Operation
 from znnpy.messages import option
 from znnpy.planner.described_graph import described
 from znnpy.planner.found_plan import choice_of
+from znnpy.planner.graph_options import fronts_of, runs_of
 from znnpy.planner.graph_tilings import MOST_STEPS, GraphTiling, tilings
-from znnpy.planner.layer_options import LayerContext, OptionTable
+from znnpy.planner.layer_options import OptionTable
 from znnpy.planner.layer_search import MAX_COLUMN_SECONDS, MAX_LOG2_PRICE, PRICE_STEPS
 from znnpy.planner.layout import Tensor, place
 from znnpy.planner.least_seen import LeastSeen
 from znnpy.planner.memory import Memory, StageMemory, reading_bytes, writing_bytes
 from znnpy.planner.pareto import (
     LayerOption,
+    LayerRun,
     ParetoFront,
     cheapest,
     fastest_within,
@@ -68,6 +69,11 @@ class GraphSolution:
     def seconds(self) -> float:
         """Predicted seconds for the whole output."""
         return total_seconds(self.options) + self.preparing
+
+    @property
+    def runs(self) -> tuple[LayerRun, ...]:
+        """The primitives in the order in which they run."""
+        return runs_of(self.options)
 
 
 @dataclass(frozen=True)
@@ -286,21 +292,11 @@ class GraphSearch:
         return None
 
     def _fronts(self, tiling: GraphTiling, options: OptionTable | None = None) -> list[ParetoFront]:
-        fronts, options = [], options or self.options
-        for operation, live in zip(tiling.graph.operations, tiling.live, strict=True):
-            context = LayerContext(live_elsewhere=live, steps=(tiling.executions(operation),))
-            front = options.front((tiling.shape(operation),), context)
-            if not front:
-                raise NoPlanError(self._why_none(tiling, operation))
-            moving = tiling.carry_traffic(operation.tensor) / self.options.rates.copy_bandwidth
-            if moving:
-                front = tuple(_slower(one, moving) for one in front)
-            fronts.append(front)
-        spent = np.array([front[0].seconds for front in fronts])
-        self.least.note(tiling, spent / np.maximum(1, tiling.totals[tiling.figures.computed]))
+        found = fronts_of(tiling, options or self.options)
+        self.least.note(tiling, found.spent / np.maximum(1, tiling.totals[tiling.figures.computed]))
         if self.every is None:
-            self._narrow(fronts)
-        return fronts
+            self._narrow(found.parts)
+        return found.groups
 
     def _narrow(self, fronts: Sequence[ParetoFront]) -> None:
         """Try only primitives from here on that are fast for some operation, or need the least memory."""
@@ -308,25 +304,22 @@ class GraphSearch:
         for front in fronts:
             lean = min(front, key=lambda option: option.arena_bytes + option.resident)
             fast = [option for option in front if option.seconds <= SLOW * front[0].seconds]
-            names |= {option.layer_runs[0].primitive.name for option in (*fast, lean)}
+            names |= {run.primitive.name for option in (*fast, lean) for run in option.layer_runs}
         table = tuple(primitive for primitive in self.options.table if primitive.name in names)
         self.options = OptionTable(
             table, self.options.machine, self.options.threads, self.options.rates, self.options.only
         )
 
-    def _why_none(self, tiling: GraphTiling, operation: Operation) -> str:
-        name, layer = tiling.graph.network.names[operation.layer], tiling.graph.network.layers[operation.layer]
-        return f"no primitive runs node {name} ({layer}) here: {self.options.why_none(tiling.shape(operation))}"
-
     def _laid_out(self, tiling: GraphTiling, chosen: Sequence[LayerOption], around: Memory) -> GraphSolution:
         """Place the tensors of a size with these primitives, and count memory and seconds."""
-        runs = [option.layer_runs[0] for option in chosen]
+        runs = runs_of(chosen)
+        operations = tiling.graph.computing(run.shape for run in runs)
         footprints = [
             tiling.footprint(operation, run.primitive, run.variant, self.request.limits.threads)
-            for operation, run in zip(tiling.graph.operations, runs, strict=True)
+            for operation, run in zip(operations, runs, strict=True)
         ]
-        tensors, arena = place(tiling.tensors(footprints))
-        stage = tiling.memory(footprints, arena)
+        tensors, arena = place(tiling.tensors(operations, footprints))
+        stage = tiling.memory(operations, footprints, arena)
         rates = self.options.rates
         memory = replace(around, stages=(stage,))
         return GraphSolution(tiling, tuple(chosen), tensors, memory, stage.prepared / rates.first_touch)
@@ -346,13 +339,6 @@ class GraphSearch:
             return solution
         shorter = self.solve(cut)
         return solution if shorter is None or shorter.seconds > CUT * solution.seconds else shorter
-
-
-def _slower(option: LayerOption, seconds: float) -> LayerOption:
-    """Return an option that takes so much longer each time it runs: its output is kept from step to step."""
-    (run,) = option.layer_runs
-    slower = replace(run, seconds=run.seconds + seconds)
-    return replace(option, layer_runs=(slower,), seconds=option.seconds + run.executions * seconds)
 
 
 def plan_graph(request: PlanRequest, costs: CostModel, options: OptionTable | None = None) -> RunPlan:
@@ -397,9 +383,9 @@ def plan_of(search: GraphSearch, found: GraphSolution) -> Plan:
     """Return what was found as a plan."""
     request, tiling, rates = search.request, found.tiling, search.options.rates
     cover, axis = tiling.cover, tiling.graph.axis
+    operations = tiling.graph.computing(run.shape for run in found.runs)
     choices = tuple(
-        choice_of((operation.layer, operation.layer), option.layer_runs[0], rates)
-        for operation, option in zip(tiling.graph.operations, found.options, strict=True)
+        choice_of(operation.layers, run, rates) for operation, run in zip(operations, found.runs, strict=True)
     )
     return Plan(
         limits=request.limits,
@@ -427,7 +413,7 @@ def _runner_up(found: GraphSolution) -> RunnerUp:
         patch_out=tiling.patch_out,
         axis=tiling.graph.axis,
         column_planes=tiling.cover.column * tiling.graph.voxels[0],
-        sub_batches=(1,) * len(found.options),
+        sub_batches=(1,) * len(found.runs),
         voxels_per_second=prod(tiling.cover.region.size) / found.seconds,
         waste=waste(tiling),
         over_bytes=0,

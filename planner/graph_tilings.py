@@ -21,7 +21,7 @@ from znnpy.layer_shapes import LayerShape
 from znnpy.layers import Maxout, Pad
 from znnpy.many_intervals import Intervals, Numbers, needed_by_each, read_by_each
 from znnpy.planner.graph_extents import AxisPlanes, Figures, Storage, Widths, blocks_of
-from znnpy.planner.layout import ALIGNMENT, Tensor
+from znnpy.planner.layout import ALIGNMENT, Tensor, aligned
 from znnpy.planner.memory import StageMemory
 from znnpy.shapes import Vec3, itemsize_of, turned_back
 
@@ -225,20 +225,24 @@ class GraphTiling:
         traffic = {"arena": 0, "carried": 4, "resident": 1}[self.storage(tensor)]
         return traffic * self.kept(tensor) * self.plane_bytes(tensor)
 
-    def tensors(self, footprints: Sequence[Footprint]) -> tuple[Tensor, ...]:
+    def arena_bytes(self, tensor: int) -> int:
+        """Return the bytes of a tensor in the arena."""
+        return 0 if self.storage(tensor) == "resident" else aligned(self.held(tensor) * self.plane_bytes(tensor))
+
+    def tensors(self, operations: Sequence[Operation], footprints: Sequence[Footprint]) -> tuple[Tensor, ...]:
         """Return the tensors of a step in the arena, not yet placed: outputs of operations, and their scratch.
 
         An operation's stages are ticks; a tensor is alive from its operation to the last that reads it, an output of
         the network for one more tick. Inputs and outputs of an operation never share memory.
         """
-        graph, ticks, tick = self.graph, [], 1  # in tick 0 the input is loaded
+        ticks, tick = [], 1  # in tick 0 the input is loaded
         for footprint in footprints:
             ticks.append((tick, tick + footprint.stages - 1))
             tick += footprint.stages
         begins, ends = [0, *(begin for begin, _ in ticks)], [0, *(end for _, end in ticks), tick]
         found = [
             Tensor(f"x{tensor}", self.held(tensor) * self.plane_bytes(tensor), begins[first], ends[last])
-            for tensor, (first, last) in graph.spans.items()
+            for tensor, (first, last) in self.graph.spans_of(operations).items()
             if self.storage(tensor) != "resident"
         ]
         for index, (footprint, (begin, _)) in enumerate(zip(footprints, ticks, strict=True)):
@@ -248,7 +252,7 @@ class GraphTiling:
             ]
         return tuple(found)
 
-    def memory(self, footprints: Sequence[Footprint], arena: int) -> StageMemory:
+    def memory(self, operations: Sequence[Operation], footprints: Sequence[Footprint], arena: int) -> StageMemory:
         """Return what operations with these footprints take, in an arena of so many bytes.
 
         What a step needs beside the arena counts as allowance: planes of columns that are worked out, and what
@@ -257,7 +261,7 @@ class GraphTiling:
         allowance = max(footprint.allowance for footprint in footprints) + self.kept_bytes
         weights = sum(footprint.resident for footprint in footprints)
         stage = StageMemory("cpu", arena=arena, carries=self.carries, weights=weights, allowance=allowance)
-        return replace(stage, allowance=allowance + max(0, self._preparing_bytes(footprints) - stage.total))
+        return replace(stage, allowance=allowance + max(0, self._preparing_bytes(operations, footprints) - stage.total))
 
     @property
     def kept_bytes(self) -> int:
@@ -266,13 +270,13 @@ class GraphTiling:
         kept, longest = min(KEPT_PLANES, columns), -(-self.steps // columns)
         return kept * planes_bytes(len(self.graph.network.maps), len(self.graph.network.outputs), longest)
 
-    def _preparing_bytes(self, footprints: Sequence[Footprint]) -> int:
+    def _preparing_bytes(self, operations: Sequence[Operation], footprints: Sequence[Footprint]) -> int:
         """Return the most bytes while weights are prepared: the arena and planes that stay are not there yet.
 
         The weights of a layer are copied where scales are merged into them or axes turned, until they are prepared.
         """
         most, resident, graph = 0, 0, self.graph
-        for operation, footprint in zip(graph.operations, footprints, strict=True):
+        for operation, footprint in zip(operations, footprints, strict=True):
             resident += footprint.resident
             shape, copied = self.shape(operation), 0
             if graph.lowered.copies(operation.layer, graph.axis) and isinstance(shape, GraphConvShape | TransposeShape):

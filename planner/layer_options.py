@@ -98,7 +98,7 @@ class OptionTable:
             self._placed(conv, self._names(conv), first, context.steps[0]),
             self._placed(pool, self._names(pool), second, context.steps[1]),
         )
-        return pareto_front((*separate, *self._in_one(conv, pool, context)))
+        return pareto_front((*separate, *self.in_one((conv, pool), fused(conv, pool), context)))
 
     def reads_carried(self, shape: LayerShape) -> bool:
         """Return whether some primitive for this layer reads carried planes where they are kept."""
@@ -122,14 +122,18 @@ class OptionTable:
             known = self._applying[shape] = frozenset(names & self.only or names)
         return known
 
-    def _in_one(self, conv: LayerShape, pool: LayerShape, context: LayerContext) -> ParetoFront:
-        """Return the options that fuse both layers, unless a requested primitive would lose a layer to them."""
-        shape = fused(conv, pool)
-        if shape is None:
+    def in_one(
+        self, layers: tuple[LayerShape, LayerShape], both: LayerShape | None, context: LayerContext
+    ) -> ParetoFront:
+        """Return the options that compute both layers, unless a requested primitive would lose a layer to them.
+
+        both  the shape of the two in one; None: there is none
+        """
+        if both is None:
             return ()
-        asked = [self._names(layer) & self.only for layer in (conv, pool)]
-        both = frozenset(name for name in self._names(shape) if all(name in names or not names for names in asked))
-        return self._placed(shape, both, context, context.steps[1])
+        asked = [self._names(layer) & self.only for layer in layers]
+        able = frozenset(name for name in self._names(both) if all(name in names or not names for names in asked))
+        return self._placed(both, able, context, context.steps[-1])
 
     def _placed(self, shape: LayerShape, names: frozenset[str], context: LayerContext, steps: int) -> ParetoFront:
         """Return the non-dominated options of a shape in a context, by the primitives of these names."""

@@ -147,6 +147,12 @@ class Plan:
         return tuple(choice for stage in self.stages for choice in stage.choices)
 
     @property
+    def by_node(self) -> tuple[Choice | None, ...]:
+        """The choice that computes each node of a graph behind its input; None: that of the node before does."""
+        each = ((choice,) if choice.layers[0] == choice.layers[1] else (choice, None) for choice in self.choices)
+        return tuple(one for some in each for one in some)
+
+    @property
     def offloaded(self) -> int:
         """Number of leading choices that are a stage of their own, with tensors in the memory of the host."""
         return len(self.stages[0].choices) if len(self.stages) > 1 else 0

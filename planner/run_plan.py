@@ -31,7 +31,7 @@ from znnpy.shapes import Precision, Vec3, text
 if TYPE_CHECKING:
     from znnpy.network import Network
 
-FORMAT = 11  # version of plan.json
+FORMAT = 12  # version of plan.json
 AGAIN = "make it again with `znnpy plan NETWORK --out plan.json`"
 
 

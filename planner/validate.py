@@ -95,13 +95,14 @@ def _check_graph(plan: Plan, network: Network, machine: Machine, table: Sequence
             f"{excerpt(network.name, 60)} over a volume of {text(plan.area.volume)}; {AGAIN}"
         )
     tiling = GraphTiling(plan.graph_cover(network))
-    if len(plan.choices) != len(graph.operations):
+    operations = graph.computing(choice.shape for choice in plan.choices)
+    if len(plan.choices) != len(operations):
         raise PlanFileError(
-            f"the plan has choices for {len(plan.choices)} layers, and the network has {len(graph.operations)}; {AGAIN}"
+            f"the plan has choices for {len(plan.choices)} layers, and the network has {len(operations)}; {AGAIN}"
         )
-    for index, (choice, operation) in enumerate(zip(plan.choices, graph.operations, strict=True)):
+    for index, (choice, operation) in enumerate(zip(plan.choices, operations, strict=True)):
         shape = tiling.shape(operation)
-        if choice.layers != (operation.layer, operation.layer) or choice.shape != shape:
+        if choice.layers != operation.layers or choice.shape != shape:
             raise PlanFileError(
                 f"entry {index} of the plan is {excerpt(choice.shape)}, and the network has "
                 f"{graph.network.names[operation.layer]} ({shape}) there; {AGAIN}"
@@ -117,11 +118,11 @@ def _check_graph(plan: Plan, network: Network, machine: Machine, table: Sequence
         _footprint_of(index, plan, machine, table)
     footprints = [
         tiling.footprint(operation, find(choice.primitive, tuple(table)), choice.variant, plan.compute_threads)
-        for choice, operation in zip(plan.choices, graph.operations, strict=True)
+        for choice, operation in zip(plan.choices, operations, strict=True)
     ]
     memory = plan.memory.stages[0]
-    _check_tensors(plan.stages[0].tensors, tiling.tensors(footprints), memory.arena, "arena")
-    here = tiling.memory(footprints, memory.arena)
+    _check_tensors(plan.stages[0].tensors, tiling.tensors(operations, footprints), memory.arena, "arena")
+    here = tiling.memory(operations, footprints, memory.arena)
     for what, promised, needed in (
         ("of weights", memory.weights, here.weights),
         ("for the libraries", memory.allowance, here.allowance),

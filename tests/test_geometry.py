@@ -32,7 +32,7 @@ from znnpy.layers import (
     Upsample,
 )
 from znnpy.lowering import lowered
-from znnpy.many_intervals import Intervals, frontiers, regions_of_each
+from znnpy.many_intervals import Intervals, Pooling, frontiers, regions_of_each
 from znnpy.network import Network
 from znnpy.shapes import Vec3
 
@@ -101,6 +101,33 @@ def _is_tight(layer: Layer) -> bool:
             return layer == replace(layer, kernel=layer.stride, dilation=ONE, output_padding=ZERO, padding=NO_PADDING)
         case _:
             return True
+
+
+@settings(max_examples=100, derandomize=True, deadline=None, suppress_health_check=SLOW)
+@given(geometries(), st.data(), st.integers(0, 2))
+def test_a_pooling_and_what_it_pools_advance_together(geometry: Geometry, data: st.DataObject, axis: int) -> None:
+    """Each step computes the windows that it computes the voxels of, whatever else reads these."""
+    along = geometry.axes[axis]
+    wanted = [some(data.draw, along.sizes[tensor]) for tensor in along.outputs]
+    regions = along.regions([Interval(own.start, own.stop) for own in wanted])
+    step = data.draw(st.integers(1, 3))
+    known = [
+        [min(own.start + step * i * along.voxels(t), own.stop) for i in range(30)]
+        for t, own in zip(along.outputs, wanted, strict=True)
+    ]
+    poolings = {
+        along.sources[index][0]: Pooling(along.sources[index][0], index + 1, layer.window[axis])
+        for index, layer in enumerate(geometry.network.layers)
+        if isinstance(layer, Pool) and layer.slides
+    }
+    found = frontiers(along, np.array(known), regions, tuple(poolings.values()))
+    assert (found >= frontiers(along, np.array(known), regions)).all()
+    assert (np.diff(found) >= 0).all()
+    for source, tensor, window in poolings.values():
+        begin, end = found[tensor][:-1], found[tensor][1:]
+        some_windows = end > begin
+        assert (window * begin >= found[source][:-1])[some_windows].all()
+        assert (window * end <= found[source][1:])[some_windows].all()
 
 
 @pytest.mark.slow

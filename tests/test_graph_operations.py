@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 
 from znnpy.formats.wiring import Given, network_of
+from znnpy.geometry import Interval
 from znnpy.graph_columns import TurnedGraph
-from znnpy.layers import ONE, Add, Concat, Conv, Crop, Function, Upsample
+from znnpy.graph_shapes import GraphConvShape, Pooled
+from znnpy.layers import ONE, Add, AveragePool, Concat, Conv, Crop, Function, Pool, Upsample
 from znnpy.planner.graph_extents import Figures
 from znnpy.shapes import Vec3
 
@@ -86,6 +88,67 @@ def test_a_convolution_does_not_wait_for_its_addend() -> None:
 def test_a_convolution_with_a_function_stays(function: Function) -> None:
     conv = replace(CONV, activation=function)
     assert len(graph_of(Given(conv, "conv"), Given(Add(), "sum", ("conv", "input"))).operations) == 2
+
+
+POOL = Pool((2, 2, 2))
+
+
+def test_a_convolution_and_the_pooling_behind_it_may_be_one_operation() -> None:
+    graph = graph_of(
+        Given(CONV, "conv"),
+        Given(Add("relu"), "sum", ("conv", "input")),
+        Given(POOL, "down"),
+        Given(CONV, "low"),
+        Given(Upsample((2, 2, 2)), "up"),
+        Given(Concat(), "joined", ("sum", "up")),
+        Given(CONV, "last"),
+    )
+    assert computed(graph)[:2] == ["sum of input + input", "down of sum"]
+    both = replace(graph.operations[0], pool=2)
+    assert graph.with_poolings == {0: both}
+    assert (both.layers, both.tensors, both.tensor) == ((0, 2), (2, 3), 2)
+    merged = (both, *graph.operations[2:])
+    last = len(graph.operations)
+    assert graph.spans_of(merged)[3] == (1, 2), "it is there from the convolution on"
+    assert graph.spans_of(graph.operations)[3] == (2, 3)
+    assert graph.spans_of(merged)[2] == (1, last - 1)
+
+
+@pytest.mark.parametrize(
+    "pool", [Pool((2, 2, 2), (1, 1, 1)), Pool((2, 2, 2), padding=(ONE, ONE)), Pool((3, 3, 3), ceil=True)], ids=str
+)
+def test_poolings_whose_windows_are_not_side_by_side_stay(pool: Pool) -> None:
+    assert not graph_of(Given(CONV, "conv"), Given(pool, "down")).with_poolings
+
+
+def test_poolings_of_other_tensors_stay() -> None:
+    crop = Given(Crop((1, 0, 0), (1, 0, 0)), "crop")
+    assert not graph_of(Given(CONV, "conv"), crop, Given(POOL, "down")).with_poolings
+    skip, down = Given(CONV, "skip"), Given(POOL, "down", ("conv",))
+    assert not graph_of(Given(CONV, "conv"), skip, down, output=["skip", "down"]).with_poolings, "not the next one"
+    assert not graph_of(Given(CONV, "conv"), Given(AveragePool((2, 2, 2)), "down")).with_poolings
+    assert not graph_of(Given(POOL, "down")).with_poolings
+
+
+def test_windows_of_a_region_are_whole() -> None:
+    graph = graph_of(Given(CONV, "conv"), Given(Pool((1, 2, 3)), "down"))
+    region = Interval(3, 7), Interval(3, 8), Interval(2, 3)
+    for wanted, first, m in (
+        (None, (0, 1, 1), (0, 0, 0)),
+        ((Interval(4, 6), Interval(2, 4), Interval(1, 1)), (0, 1, 1), (0, 0, 0)),
+    ):
+        shape = graph.shape_of(graph.with_poolings[0], region, wanted)
+        assert isinstance(shape, GraphConvShape)
+        assert shape.pooled == Pooled((1, 2, 3), first, m)
+    region = Interval(3, 7), Interval(3, 8), Interval(2, 7)
+    shape = graph.shape_of(graph.with_poolings[0], region)
+    assert isinstance(shape, GraphConvShape)
+    assert shape.pooled == Pooled((1, 2, 3), (0, 1, 1), (4, 2, 1))
+    assert shape.pooled_bytes == 4 * 2 * 4 * 2 * 1
+    assert str(shape).endswith("none and its maxima 1x2x3")
+    fewer = graph.shape_of(graph.with_poolings[0], region, (Interval(4, 6), Interval(3, 4), Interval(1, 2)))
+    assert isinstance(fewer, GraphConvShape)
+    assert fewer.pooled == Pooled((1, 2, 3), (1, 3, 1), (2, 1, 1))
 
 
 def test_what_others_read_and_sums_of_other_inputs_stay() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -21,7 +23,11 @@ from znnpy.errors import ShapeError, VerifyError
 from znnpy.geometry import Geometry, Interval
 from znnpy.graph_crop import outputs_in
 from znnpy.graph_operations import Region
+from znnpy.graph_shapes import GraphConvShape, Pooled
 from znnpy.graph_voxels import GraphVoxels
+from znnpy.kernels import definition
+from znnpy.kernels.contract import ConvWeights, Footprint, Variant
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.kernels.whole import whole
 from znnpy.patches import Box
 from znnpy.planning import plan
@@ -182,6 +188,42 @@ def test_layers_are_checked_before_a_run(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(self_check, "compared", off)
     with pytest.raises(VerifyError, match=r"^node enter \+ batch_norm \+ relu \(conv 3x3x3 -> 4 relu padding 1x1x1\)"):
         plan(file, shape=SIZE, ram="1G", calibrate=False, device="cpu", paranoid=True)
+
+
+class _Exact:
+    """A primitive that computes a convolution and its maxima by definition, these with an error of `off`."""
+
+    def __init__(self, off: float) -> None:
+        self._off = off
+
+    def footprint(self, *given: object) -> Footprint:
+        return Footprint()
+
+    def prepare(self, weights: ConvWeights, *given: object) -> ConvWeights:
+        return weights
+
+    def bind(self, weights: ConvWeights, shape: GraphConvShape, *given: object) -> Any:
+        def run(inputs: Any, out: Any, scratch: Any, pooled: Any) -> None:
+            exact = definition.convolve(shape, weights, inputs)
+            out[...], pooled[...] = exact, definition.pooled(shape, exact) + self._off
+
+        return SimpleNamespace(run=run)
+
+
+def test_a_second_output_is_checked_too() -> None:
+    large = GraphConvShape((3,), 2, (30, 41, 63), (3, 3, 3), pooled=Pooled((1, 2, 3), (2, 0, 1), (26, 19, 20)))
+    shape = graph_check.small(large)
+    assert isinstance(shape, GraphConvShape)
+    assert shape.out < large.out
+    assert shape.pooled == Pooled((1, 2, 3), (2, 0, 1), (shape.out[0] - 2, shape.out[1] // 2, (shape.out[2] - 1) // 3))
+    for off in (0.0, 1e-2):
+        with ThreadPool(1) as pool:
+            at, written, exact = graph_check.compared(shape, _Exact(off), Variant(), pool)  # type: ignore[arg-type]
+        wrong = np.abs(written - exact).max(axis=1) > 1e-3
+        assert {image for image, *_ in at} == {0, 1}
+        assert [image for (image, *_), bad in zip(at, wrong, strict=True) if bad] == [1] * (
+            prod(shape.pooled.m) * (off > 0)
+        )
 
 
 def test_an_image_that_is_mirrored_is_refused(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from znnpy.geometry import AxisGeometry, Interval
 from znnpy.graph_operations import Operation
-from znnpy.many_intervals import NONE, Intervals, Numbers, frontiers, read_by_each
+from znnpy.many_intervals import NONE, Intervals, Numbers, Pooling, frontiers, read_by_each
 
 NEVER = np.iinfo(np.int64).max  # a plane behind all others
 NUMBER_BYTES = 8  # of an int64
@@ -71,10 +71,11 @@ class StepBlock:
 class ColumnSteps:
     """The outputs and regions that the steps of a column follow from.
 
-    region  of the whole column, of each tensor
-    known   voxel up to which each output is known after each step, or NONE: a row for each output
-    given   voxels of each output that steps give: a row for each output
-    whole   there is one step, which computes the region and holds it
+    region    of the whole column, of each tensor
+    known     voxel up to which each output is known after each step, or NONE: a row for each output
+    given     voxels of each output that steps give: a row for each output
+    poolings  as for `frontiers`
+    whole     there is one step, which computes the region and holds it
     """
 
     axis: AxisGeometry
@@ -82,6 +83,7 @@ class ColumnSteps:
     region: tuple[Interval, ...]
     known: Numbers
     given: Intervals
+    poolings: Sequence[Pooling] = ()
     whole: bool = False
 
     @classmethod
@@ -94,22 +96,24 @@ class ColumnSteps:
         known: Numbers,
         begin: Sequence[int],
         thick: Sequence[int],
+        poolings: Sequence[Pooling] = (),
     ) -> ColumnSteps:
         """Return the steps of a column.
 
-        region  of each tensor
-        wanted  of each output
-        known   voxel up to which each output is known after each step that gives output: a row for each output
-        begin   voxel of each output at which the column begins, were there no faces
-        thick   voxels of each output in a step
+        region    of each tensor
+        wanted    of each output
+        known     voxel up to which each output is known after each step that gives output: a row for each output
+        begin     voxel of each output at which the column begins, were there no faces
+        thick     voxels of each output in a step
+        poolings  as for `frontiers`
         """
         some = np.array([want.size > 0 for want in wanted])[:, None]  # what an output would need is not computed else
-        ahead = _ahead(axis, region, some, begin, thick)
+        ahead = _ahead(axis, region, some, begin, thick, poolings)
         lo, hi = (side[:, None] for side in np.array(wanted, np.int64).T)
         until = np.concatenate((np.repeat(lo, 1 + ahead.shape[1], axis=1), known), axis=1)
         inside = np.minimum(np.maximum(until, lo), hi)
         upto = np.concatenate((ahead, np.where(some, known, NONE)), axis=1)
-        return cls(axis, operations, region, upto, Intervals(inside[:, :-1], inside[:, 1:]))
+        return cls(axis, operations, region, upto, Intervals(inside[:, :-1], inside[:, 1:]), poolings)
 
     @property
     def count(self) -> int:
@@ -140,7 +144,7 @@ class ColumnSteps:
             ends = np.array(self.region, np.int64)
             return StepBlock(0, ends, ends[:, :1]), later
         end = min(begin + block_of(len(self.region)), self.count)
-        ends = frontiers(self.axis, self.known[:, max(0, begin - 1) : end], self.region)
+        ends = frontiers(self.axis, self.known[:, max(0, begin - 1) : end], self.region, self.poolings)
         if begin == 0:
             ends = np.concatenate((self.nothing, ends), axis=1)
         new = Intervals(ends[:, :-1], ends[:, 1:])
@@ -234,6 +238,7 @@ def _ahead(
     some: npt.NDArray[np.bool_],
     begin: Sequence[int],
     thick: Sequence[int],
+    poolings: Sequence[Pooling],
 ) -> Numbers:
     """Return up to where outputs would be known after the steps before the first output that compute something."""
     nothing = np.array(region, np.int64)[:, 0]
@@ -242,7 +247,7 @@ def _ahead(
     while True:
         back = np.arange(number + count, number - 1, -1)
         known = np.where(some, np.array(begin)[:, None] - np.array(thick)[:, None] * back, NONE)
-        ends = frontiers(axis, known, region)
+        ends = frontiers(axis, known, region, poolings)
         changes = (ends[:, 1:] != ends[:, :-1]).any(axis=0)
         found.append(known[:, 1:][:, changes])
         if (ends[:, 0] == nothing).all():

@@ -31,7 +31,7 @@ def small(shape: GraphShape) -> GraphShape:
     match shape:
         case GraphConvShape():
             reach = _reach(shape.k, shape.dilation)
-            return replace(shape, n=_few(shape.n, reach, shape.stride))
+            return shape.of_size(_few(shape.n, reach, shape.stride))
         case WindowPoolShape():
             return replace(shape, n=_few(shape.n, shape.window, shape.stride))
         case PointShape():
@@ -74,10 +74,19 @@ def _fewer(n: Vec3, m: Vec3, factor: Vec3) -> tuple[Vec3, Vec3]:
 def compared(
     shape: GraphShape, primitive: Primitive, variant: Variant, pool: ThreadPool
 ) -> tuple[list[Position], Real, Real]:
-    """Return positions of a layer on random values, what a primitive gives there, and what it is by definition."""
+    """Return positions of a layer on random values, what a primitive gives there, and what it is by definition.
+
+    Positions of a second output are in image 1.
+    """
     layer = HostLayer(pool, primitive, shape, variant)
     layer.run()
     x = np.resize(layer.values.block, shape.in_bytes // shape.itemsize)
     exact = definition.layer(shape, layer.values.weights, inputs_of(shape, x))
-    at: list[Position] = [(0, z, y, x) for z, y, x in np.ndindex(*exact.shape[:3])]
-    return at, np.stack([layer.at(position) for position in at]), exact.reshape(len(at), -1)
+    outputs = [exact]
+    if isinstance(shape, GraphConvShape) and shape.pooled is not None:
+        outputs.append(definition.pooled(shape, exact))
+    at: list[Position] = [
+        (number, z, y, x) for number, one in enumerate(outputs) for z, y, x in np.ndindex(*one.shape[:3])
+    ]
+    written = np.stack([layer.at(position) for position in at])
+    return at, written, np.concatenate([one.reshape(-1, one.shape[3]) for one in outputs])

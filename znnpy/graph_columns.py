@@ -11,7 +11,7 @@ that nothing is computed outside.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import prod
@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from znnpy.admissible import admissible
 from znnpy.geometry import Geometry, Interval, vector
-from znnpy.graph_operations import Operation, Region, operations, shape_of
+from znnpy.graph_operations import Operation, Region, operations, shape_of, with_poolings
+from znnpy.graph_shapes import GraphConvShape
 from znnpy.layer_shapes import LayerShape
+from znnpy.layers import Pool
 from znnpy.lowering import Lowered, lowered
 from znnpy.network import Network
 from znnpy.patches import Box, Column, Columns, Patch, Piece
@@ -79,9 +81,24 @@ class TurnedGraph:
         geometry = admissible(made.network, turned(volume, axis))
         return TurnedGraph(made, geometry, axis, operations(geometry.network), precision)
 
-    def shape_of(self, operation: Operation, region: Region) -> LayerShape:
-        """Return the shape of an operation for a region of its output."""
-        return shape_of(self.geometry, operation, region, self.precision)
+    def shape_of(self, operation: Operation, region: Region, windows: Region | None = None) -> LayerShape:
+        """Return the shape of an operation for a region of its output, and of its second output if it has one."""
+        return shape_of(self.geometry, operation, region, self.precision, windows)
+
+    @cached_property
+    def with_poolings(self) -> dict[int, Operation]:
+        """The operations that convolutions and the poolings behind them may be merged into, by their numbers."""
+        return with_poolings(self.network, self.operations)
+
+    def computing(self, shapes: Iterable[LayerShape]) -> tuple[Operation, ...]:
+        """Return the operations of a plan, merged where one of the shapes of its choices has two outputs."""
+        found, number, given = list[Operation](), 0, iter(shapes)
+        while number < len(self.operations):
+            shape, merged = next(given, None), self.with_poolings.get(number)
+            pools = merged is not None and isinstance(shape, GraphConvShape) and shape.pooled is not None
+            found.append(merged if merged is not None and pools else self.operations[number])
+            number += 2 if pools else 1
+        return tuple(found)
 
     @property
     def network(self) -> Network:
@@ -99,13 +116,18 @@ class TurnedGraph:
 
         The input is there before the first, an output of the network also after the last.
         """
+        return self.spans_of(self.operations)
+
+    def spans_of(self, operations: Sequence[Operation]) -> dict[int, tuple[int, int]]:
+        """Return the spans with these operations, of which some are merged."""
         found = {0: (0, 0)}
-        for number, operation in enumerate(self.operations, 1):
-            found[operation.tensor] = number, number
+        for number, operation in enumerate(operations, 1):
+            for tensor in operation.tensors:
+                found[tensor] = number, number
             for tensor in operation.sources:
                 found[tensor] = found[tensor][0], number
         for tensor in self.network.outputs:
-            found[tensor] = found[tensor][0], len(self.operations) + 1
+            found[tensor] = found[tensor][0], len(operations) + 1
         return found
 
     def remembered(self, key: Hashable, work: Callable[[], T]) -> T:
@@ -182,6 +204,7 @@ class TurnedGraph:
     def steps(self, begin: int, end: int, thick: int) -> ColumnSteps:
         """Return what the planes of such a column follow from."""
         from znnpy.column_planes import ColumnSteps, known_after_steps, of_one_step
+        from znnpy.many_intervals import Pooling
 
         axis, region, wanted = self.geometry.axes[0], self.regions(0, begin, end), self.wanted(0, begin, end)
         if thick == 0:
@@ -189,7 +212,12 @@ class TurnedGraph:
         voxels = [axis.voxels(tensor) for tensor in self.network.outputs]
         known = known_after_steps(voxels, [axis.sizes[tensor] for tensor in self.network.outputs], begin, end, thick)
         ahead = [begin * one for one in voxels], [thick * one for one in voxels]
-        return ColumnSteps.of(axis, self.operations, region, wanted, known, *ahead)
+        poolings = []
+        for source, tensor in (one.tensors for one in self.with_poolings.values()):
+            pool = self.network.layers[tensor - 1]
+            assert isinstance(pool, Pool), pool
+            poolings.append(Pooling(source, tensor, pool.window[0]))
+        return ColumnSteps.of(axis, self.operations, region, wanted, known, *ahead, poolings)
 
     def _recent(self, key: Hashable, work: Callable[[], T]) -> T:
         """Return what `work` gives; the latest few results are kept."""

@@ -4,11 +4,16 @@ A crop is a view of what it crops, and a concatenation that only convolutions re
 inputs. Nor is an upsampling that repeats voxels for convolutions: they repeat them as they read. A convolution whose
 result is only added to another tensor adds it itself: the two layers are one operation. Every other layer is an
 operation, and its output a tensor in memory.
+
+A convolution and the max-pooling behind it are two operations, which may be merged into one that gives two tensors:
+whether they are depends on the primitives, so that the planner decides.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 from znnpy.geometry import Geometry, Interval, vector
@@ -17,6 +22,7 @@ from znnpy.graph_shapes import (
     GraphShape,
     PadShape,
     PointShape,
+    Pooled,
     TransposeShape,
     UpsampleShape,
     WindowPoolShape,
@@ -64,17 +70,29 @@ class Operation:
 
     added   the layer that adds the addend to the result; None: there is none
     addend  read at the voxels of the output
+    pool    the max-pooling of the result that it computes too; None: there is none
     """
 
     layer: int
     reads: tuple[Read, ...]
     added: int | None = None
     addend: Read | None = None
+    pool: int | None = None
 
     @property
     def tensor(self) -> int:
-        """The tensor that it gives."""
+        """The tensor that it gives; of two, that which is not pooled."""
         return (self.layer if self.added is None else self.added) + 1
+
+    @property
+    def tensors(self) -> tuple[int, ...]:
+        """The tensors that it gives."""
+        return (self.tensor,) if self.pool is None else (self.tensor, self.pool + 1)
+
+    @property
+    def layers(self) -> tuple[int, int]:
+        """The layer, and the last one that it computes with it, but for a sum."""
+        return self.layer, self.layer if self.pool is None else self.pool
 
     @property
     def sources(self) -> tuple[int, ...]:
@@ -101,6 +119,20 @@ def operations(network: Network) -> tuple[Operation, ...]:
         for index, sources in enumerate(network.sources)
         if index + 1 not in apart
     )
+
+
+def with_poolings(network: Network, found: Sequence[Operation]) -> dict[int, Operation]:
+    """Return what a convolution becomes with the pooling that is the next operation, by the number of the first.
+
+    Windows lie side by side, so that each is within the result of the convolution.
+    """
+    merged = {}
+    for number, (operation, behind) in enumerate(pairwise(found)):
+        layer = network.layers[behind.layer]
+        alone = behind.reads == (Read(operation.tensor, ZERO, network.maps[operation.tensor]),)
+        if isinstance(network.layers[operation.layer], Conv) and isinstance(layer, Pool) and layer.slides and alone:
+            merged[number] = replace(operation, pool=behind.layer)
+    return merged
 
 
 def _summed(network: Network, views: set[int], index: int) -> tuple[int, Read] | None:
@@ -205,11 +237,37 @@ def voxels_of(read: Read, region: Region) -> Box:
 
 
 def shape_of(
-    geometry: Geometry, operation: Operation, region: Region, precision: Precision = "fp32"
+    geometry: Geometry,
+    operation: Operation,
+    region: Region,
+    precision: Precision = "fp32",
+    windows: Region | None = None,
 ) -> GraphShape | MaxoutShape:
-    """Return the shape of an operation for a region of its output."""
+    """Return the shape of an operation for a region of its output.
+
+    windows  the region of the second output, if there is one; None: all windows within the region
+    """
     shape = _shape_of(geometry, operation, region)
+    if operation.pool is not None:
+        assert isinstance(shape, GraphConvShape), "only convolutions have two outputs"
+        shape = replace(shape, pooled=_pooled(geometry.network.layers[operation.pool], region, windows))
     return shape if precision == "fp32" else replace(shape, precision=precision)
+
+
+def _pooled(layer: Layer, region: Region, windows: Region | None) -> Pooled:
+    """Return which windows of a pooling a region of its input holds, or which of these are wanted."""
+    assert isinstance(layer, Pool), layer
+    axes = list(zip(region, layer.window, strict=True))
+    if windows is None:
+        z, y, x = (Interval(-(-along.lo // size), along.hi // size) for along, size in axes)
+        windows = z, y, x
+    if all(along.size > 0 for along in windows):
+        sides = list(zip(windows, axes, strict=True))
+        first = vector(wanted.lo * size - along.lo for wanted, (along, size) in sides)
+        behind = vector(along.hi - wanted.hi * size for wanted, (along, size) in sides)
+        assert min(*first, *behind) >= 0, f"windows {windows} of {layer} are not all within {region}"
+        return Pooled(layer.window, first, vector(wanted.size for wanted in windows))
+    return Pooled(layer.window, vector(-along.lo % size for along, size in axes), ZERO)
 
 
 def _shape_of(geometry: Geometry, operation: Operation, region: Region) -> GraphShape | MaxoutShape:

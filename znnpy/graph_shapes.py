@@ -7,7 +7,7 @@ faces.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
@@ -51,10 +51,20 @@ class _Resampled(_MapByMap):
 
 
 @dataclass(frozen=True, slots=True)
+class Pooled:
+    """A second output of a convolution: the maxima over windows of its output, which lie side by side."""
+
+    window: Vec3
+    first: Vec3  # voxels of the output that precede the first window
+    m: Vec3  # windows, all of them within the output
+
+
+@dataclass(frozen=True, slots=True)
 class GraphConvShape(_OneImage):
     """One convolution of a graph, of the maps of all its inputs one after the other, with zeros as padding.
 
-    With an addend it has one more input, which is as large as the output and is added before the activation.
+    With an addend it has one more input, which is as large as the output and is added before the activation. It may
+    give two outputs: its own, and the one that a max-pooling gives of it.
     """
 
     fins: tuple[int, ...]  # maps of each input; together f
@@ -73,6 +83,7 @@ class GraphConvShape(_OneImage):
     addend: bool = False
     factors: tuple[Vec3, ...] = ()  # how often each voxel of each input counts along each axis; (): once
     first: Vec3 = ZERO  # voxels of upsampled inputs that precede the first one of `n`
+    pooled: Pooled | None = None
 
     def __post_init__(self) -> None:
         if self.factors and len(self.factors) != len(self.fins):
@@ -119,6 +130,16 @@ class GraphConvShape(_OneImage):
         return self.itemsize * found + self.addend_bytes
 
     @property
+    def pooled_shape(self) -> tuple[int, int, int, int]:
+        """The shape (z, y, x, f) of the second output; without one it is empty."""
+        z, y, x = ZERO if self.pooled is None else self.pooled.m
+        return z, y, x, self.fout
+
+    @property
+    def pooled_bytes(self) -> int:
+        return self.itemsize * prod(self.pooled_shape)
+
+    @property
     def addend_bytes(self) -> int:
         """Bytes of the addend; 0 if there is none."""
         return self.out_bytes if self.addend else 0
@@ -127,6 +148,16 @@ class GraphConvShape(_OneImage):
     def plain(self) -> bool:
         """Return whether stride, dilation and groups are 1."""
         return self.stride == ONE and self.dilation == ONE and self.groups == 1
+
+    def of_size(self, n: Vec3) -> GraphConvShape:
+        """Return this convolution of so many voxels, with as many windows of its second output as there are then."""
+        other = replace(self, n=n)
+        if (pooled := self.pooled) is None:
+            return other
+        z, y, x = (
+            max(0, size - first) // by for size, first, by in zip(other.out, pooled.first, pooled.window, strict=True)
+        )
+        return replace(other, pooled=replace(pooled, m=(z, y, x)))
 
     @property
     def weight_bytes(self) -> int:
@@ -143,7 +174,9 @@ class GraphConvShape(_OneImage):
         if self.upsampled:
             words += [f"upsampled {'+'.join(map(text, self.factors))} from {text(self.first)}"]
         words += ["+ addend"] if self.addend else []
-        return " ".join((*words, self.activation)) + self._in_precision
+        words += [self.activation]
+        words += [f"and its maxima {text(self.pooled.window)}"] if self.pooled is not None else []
+        return " ".join(words) + self._in_precision
 
 
 @dataclass(frozen=True, slots=True)

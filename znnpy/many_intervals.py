@@ -81,21 +81,38 @@ def of_ranges(axis: AxisGeometry, wanted: Sequence[Sequence[Interval]]) -> Inter
     return regions_of_each(axis, [Intervals(*ends[:, number].T) for number in range(ends.shape[1])])
 
 
-def frontiers(axis: AxisGeometry, known: Numbers, regions: Sequence[Interval]) -> Numbers:
+class Pooling(NamedTuple):
+    """A tensor, and one that holds the maxima of its windows side by side along an axis."""
+
+    source: int
+    tensor: int
+    window: int
+
+
+def frontiers(
+    axis: AxisGeometry, known: Numbers, regions: Sequence[Interval], poolings: Sequence[Pooling] = ()
+) -> Numbers:
     """Return up to which voxel every tensor must be known for its outputs to be known up to `known`.
 
-    known    a row for each output, in the order of `outputs`, with any number of voxels; they may lie before its region
-    regions  of the tensors in the whole column; a frontier never leaves its region
+    known     a row for each output, in the order of `outputs`, with any number of voxels, also before its region
+    regions   of the tensors in the whole column; a frontier never leaves its region
+    poolings  those whose two tensors have the same frontier, on whole windows: each step then computes the maxima of
+              the windows within what it computes of the source, and no others
 
     The result has a row for each tensor. Frontiers grow with `known`, so that a column computes each voxel once.
     """
     found = np.full((len(axis.sizes), known.shape[1]), NONE)
     for tensor, end in zip(axis.outputs, known, strict=True):
         found[tensor] = np.maximum(found[tensor], end)
+    pooled = {pooling.source: pooling for pooling in poolings}
     for index in reversed(range(len(axis.layers))):
         end, first = found[index + 1], regions[index + 1].lo
         if end[0] == NONE:
             continue
+        if (pooling := pooled.get(index + 1)) is not None:  # all that reads the source is behind it
+            windows = -(-end // pooling.window)
+            np.multiply(windows, pooling.window, out=end)
+            np.maximum(found[pooling.tensor], windows, out=found[pooling.tensor])
         # A voxel before the region is none that is computed, and no face is near it.
         mine, ahead = Intervals(np.minimum(first, end - 1), end), end <= first
         free = needed_by_each(axis.layers[index], mine, None).hi

@@ -72,7 +72,7 @@ def _name(plan: RunPlan, network: Network, choice: Choice) -> str:
     """Name the layer of a choice, or the node of a graph."""
     if plan.main.graph is None:
         return f"{choice.where} ({network.layers[choice.layers[0]]})"
-    node = plan.main.graph.nodes[1 + plan.main.choices.index(choice)]
+    node = plan.main.graph.nodes[1 + plan.main.by_node.index(choice)]
     return f"node {excerpt(node.name)} ({excerpt(node.layer)})"
 
 

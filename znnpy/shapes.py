@@ -184,6 +184,11 @@ class Sized(ABC):
         return self.itemsize * prod(self.out_shape)
 
     @property
+    def pooled_bytes(self) -> int:
+        """Bytes of a second output, the maxima of the first over windows; 0 if there is none."""
+        return 0
+
+    @property
     def _in_precision(self) -> str:
         return "" if self.precision == "fp32" else f" {self.precision}"
 

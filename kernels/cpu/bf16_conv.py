@@ -5,7 +5,9 @@ Method   An implicit matrix product: for every tap, places by maps times maps by
          around them, into a ring of planes in L2, where the unit reads it for every tap. With few maps the inputs of
          all taps are gathered place by place instead. With few maps of the output the taps along x are maps too, and
          neighbours add theirs. A block of places and two panels of maps is summed in registers
-         over all taps, in float32; bias, addend, function and rounding follow while it is in L1.
+         over all taps, in float32; bias, addend, function and rounding follow while it is in L1. Maxima over windows
+         side by side, as a second output, are raised by these results as they come: a unit of work holds windows whole,
+         and the first result of a window begins its maximum.
 Words    Float32 values are divided into words of bfloat16. Six products of three words have the error of float32; three
          products of two words have an rms error of about 5e-6, for precision bf16x2.
 Memory   The packed kernels; a ring of planes per thread.
@@ -181,9 +183,18 @@ def _why_not(shape: AnyConv, machine: Machine, unit: str) -> str | None:
         return f"takes kernels of up to {MOST_TAPS} taps, not {prod(shape.k)}"
     if not isinstance(shape, ConvShape) and max(shape.stride) > MOST_SIDES:
         return f"takes strides of up to {MOST_SIDES}, not {max(shape.stride)}"
-    if isinstance(shape, GraphConvShape) and (reason := why_not_repeated(shape)):
+    if isinstance(shape, GraphConvShape) and (reason := why_not_repeated(shape) or _why_not_kept(shape)):
         return reason
     return why_not_bf16(machine, unit)
+
+
+def _why_not_kept(shape: GraphConvShape) -> str | None:
+    """Return None if the maxima of the outputs, if they are wanted, can be taken as these come, else a reason."""
+    if shape.pooled is None:
+        return None
+    if shape.activation == "softmax":
+        return "takes maxima of all functions but a softmax"
+    return None if upsampled_input(shape) is None else "takes no maxima where outputs come by phases"
 
 
 BF16_CONVOLUTIONS = tuple(Bf16Conv(unit, kind) for kind in WHAT for unit in (AMX, AVX512_BF16))

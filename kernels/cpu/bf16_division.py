@@ -18,6 +18,7 @@ STEP_CYCLES = {AMX: 2.0, AVX512_BF16: 16.0}  # of a core, for a step of one plac
 PACK_CYCLES = {1: 4.0, 2: 12.0, 3: 18.0}  # to pack the words of a step of a voxel
 PIECE_CYCLES = 2.0  # to gather neighbours along x for a place
 ROW_CYCLES = 150.0  # to begin a packed row: memory is read ahead within rows alone
+MAXIMA_CYCLES = 8.0  # to raise maxima by the results of a place of a block
 PLANE_CYCLES = 1000.0  # to begin a plane of a unit
 RING_BYTES = 512 * 1024  # of the packed planes of a thread: they stay in L2 beside kernels
 MOST_ROWS, MOST_RUN = 32, 128  # places of a unit of work along y and x
@@ -53,7 +54,7 @@ class Division(NamedTuple):
     before_pool: int  # bytes of scratch before what a pooling needs
     worker_bytes: int  # scratch of a thread
     multiplied: float  # places times steps, of all blocks and maps
-    packed: float  # cycles of packing
+    packed: float  # cycles of packing, and of what else is done beside the products
 
 
 def products_of(words: int) -> int:
@@ -77,9 +78,9 @@ def folds(problem: Problem, words: int, unit: str) -> bool:
 def division(problem: Problem, words: int, fold: bool, unit: str, threads: int) -> Division:
     """Return the division that takes the least cycles with its ring in L2; if none has, that of the smallest ring."""
     best: tuple[tuple[bool, float], Division] | None = None
-    _, along_y, along_x = problem.windows
-    for rows in _sizes(along_y, MOST_ROWS):
-        for run in _sizes(along_x, MOST_RUN):
+    (_, along_y, along_x), (_, wy, wx), (_, by, bx) = problem.windows, problem.kept, problem.before
+    for rows in _sizes(along_y + by, MOST_ROWS, wy):
+        for run in _sizes(along_x + bx, MOST_RUN, wx):
             found = _division(problem, words, fold, unit, threads, rows, run)
             cycles = found.multiplied * products_of(words) * STEP_CYCLES[unit] + found.packed
             large = found.worker_bytes > RING_BYTES
@@ -90,24 +91,31 @@ def division(problem: Problem, words: int, fold: bool, unit: str, threads: int) 
     return best[1]
 
 
-def _sizes(count: int, most: int) -> list[int]:
-    """Return some sizes of equal parts of an axis, at most so large, and half of these and so on."""
+def _sizes(count: int, most: int, window: int) -> list[int]:
+    """Return some sizes of equal parts of an axis, about so large at most, and half of these and so on.
+
+    They are multiples of `window`.
+    """
     least = -(-count // most)
-    return sorted({-(-count // min(count, least * 2**halvings + more)) for halvings in range(6) for more in range(3)})
+    sizes = (-(-count // min(count, least * 2**halvings + more)) for halvings in range(6) for more in range(3))
+    return sorted({-(-size // window) * window for size in sizes})
 
 
 def _division(problem: Problem, words: int, fold: bool, unit: str, threads: int, rows: int, run: int) -> Division:
     """Return the division into units of so many windows along y and x."""
     pz, py, px = problem.pool
     high, wide, size = rows + py - 1, run + px - 1, ROWS[unit]  # high, wide: places of a unit
-    planes, along_y, along_x = problem.windows
-    columns = problem.images * -(-along_y // rows) * -(-along_x // run)
+    (planes, along_y, along_x), (bz, by, bx) = problem.windows, problem.before
+    columns = problem.images * -(-(along_y + by) // rows) * -(-(along_x + bx) // run)
     depths = [reach[0] + 1 for reach in problem.reach]
     parts = min(max(1, -(-UNITS_A_THREAD * threads // columns)), max(1, planes // (LEAST_THICK * max(depths))))
-    thick = -(-planes // parts)
-    units = columns * -(-planes // thick)
-    computed = columns * (planes + -(-planes // thick) * (pz - 1))  # planes of places
+    thick = -(-(planes + bz) // (parts * problem.kept[0])) * problem.kept[0]
+    parts = -(-(planes + bz) // thick)
+    units = columns * parts
+    computed = columns * (planes + parts * (pz - 1))  # planes of places
     groups, at, cycles, factors = [], 0, computed * PLANE_CYCLES, 0
+    if problem.kept != ONE:
+        cycles += computed * high * wide * problem.width / WIDTH * MAXIMA_CYCLES
     pitch = _pitch(problem, fold, wide)
     for number, (group, depth) in enumerate(zip(problem.groups, depths, strict=True)):
         (sz, sy, _), (_, ry, _) = group.stride, problem.reach[number]

@@ -58,6 +58,8 @@ class Problem:
     dilation: Vec3 = ONE
     step: Vec3 = ONE  # outputs from place to place
     pool: Vec3 = ONE  # window of a pooling into fragments
+    kept: Vec3 = ONE  # window of a pooling whose input is an output too: units of work hold these whole
+    before: Vec3 = ZERO  # places of the first such window that there are none of
     shifts: int = 1  # taps along x that are maps of a panel
 
     @cached_property
@@ -159,7 +161,11 @@ def problem_of(shape: AnyConv) -> Problem:
     taps = tuple(_times(tap, shape.dilation) for tap in _positions(*map(range, shape.k)))
     group = Group(tuple(range(len(shape.fins))), shape.fin, shape.stride, shape.before, shape.n)
     phase = Phase((taps,), ZERO, ZERO, shape.out)
-    return Problem((group,), shape.fout, shape.out, (phase,), shape.k, dilation=shape.dilation)
+    found = Problem((group,), shape.fout, shape.out, (phase,), shape.k, dilation=shape.dilation)
+    if (pooled := shape.pooled) is None:
+        return found
+    before = vector(-first % size for first, size in zip(pooled.first, pooled.window, strict=True))
+    return replace(found, kept=pooled.window, before=before)
 
 
 def _times(a: Vec3, b: Vec3) -> Vec3:

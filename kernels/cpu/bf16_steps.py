@@ -73,7 +73,7 @@ class _Conv(ctypes.Structure):
     _fields_ = (
         ("step", ctypes.c_int64 * 3),
         *((name, ctypes.c_int64) for name in ("words", "fout", "shifts")),
-        *((name, ctypes.c_int64 * 3) for name in ("windows", "pool", "unit")),
+        *((name, ctypes.c_int64 * 3) for name in ("windows", "pool", "unit", "before")),
         *((name, ctypes.c_int64) for name in ("pitch", "flat", "fold")),
         ("window", ctypes.c_int64 * 3),
         *((name, ctypes.c_int64) for name in ("dilation_y", "floats", "gathered", "lists", "factors", "before_pool")),
@@ -85,6 +85,9 @@ class _Conv(ctypes.Structure):
         ("b", ctypes.c_double),
         ("addend", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("add_plane", "add_row", "add_voxel")),
+        ("maxima", ctypes.c_void_p),
+        *((name, ctypes.c_int64 * 3) for name in ("max_window", "max_first", "max_count")),
+        *((name, ctypes.c_int64) for name in ("max_plane", "max_row")),
     )
 
 
@@ -113,7 +116,9 @@ class Bf16Step:
             phases=len(problem.phases), bias=resident.bias.ctypes.data, function=code_of(shape.activation), a=a, b=b,
         )  # fmt: skip
         c.step[:], c.window[:] = problem.step, problem.k
-        c.windows[:], c.pool[:], c.unit[:] = problem.windows, problem.pool, found.unit
+        c.windows[:], c.pool[:], c.unit[:], c.before[:] = problem.windows, problem.pool, found.unit, problem.before
+        if isinstance(shape, GraphConvShape) and (pooled := shape.pooled) is not None:
+            c.max_window[:], c.max_first[:], c.max_count[:] = pooled.window, pooled.first, pooled.m
         for number, (target, group, packed) in enumerate(zip(c.group, problem.groups, found.groups, strict=False)):
             target.stride[:], target.lead[:], target.held[:] = group.stride, group.lead, group.held
             target.depth, target.steps, target.height = packed.depth, packed.steps, packed.height
@@ -133,8 +138,15 @@ class Bf16Step:
         c.phase = ctypes.addressof(self._phases)
         self._most = max(1, int(CALL_FLOPS * found.units // max(1.0, 2.0 * STEP * WIDTH * found.multiplied)))
 
-    def _run(self, inputs: Sequence[Array], addend: Array | None, out: Array, scratch: Mapping[str, Bytes]) -> None:
-        """Compute the layer of arrays (S, z, y, x, f); an addend is (z, y, x, f)."""
+    def _run(
+        self,
+        inputs: Sequence[Array],
+        addend: Array | None,
+        out: Array,
+        scratch: Mapping[str, Bytes],
+        pooled: Array | None = None,
+    ) -> None:
+        """Compute the layer of arrays (S, z, y, x, f); an addend and what is pooled are (z, y, x, f)."""
         shape, found = self._shape, self._division
         c = _Conv.from_buffer_copy(self._conv)  # a copy, since steps may run at the same time
         tables = [(_Input * len(group.inputs))() for group in self._groups]
@@ -154,6 +166,9 @@ class Bf16Step:
         if addend is not None:
             c.addend = addend.ctypes.data
             _, c.add_plane, c.add_row, c.add_voxel = _pitches(addend[np.newaxis])
+        if pooled is not None:
+            c.maxima = pooled.ctypes.data
+            _, c.max_plane, c.max_row, _ = _pitches(pooled[np.newaxis])
         buffers = scratch["planes"].reshape(-1, worker_bytes(found))
         compute_units(self._compute, c, found.units, self._most, out, self._pool, buffers)
 
@@ -168,11 +183,13 @@ class ChainStep(Bf16Step):
 class GraphStep(Bf16Step):
     """A convolution of a graph."""
 
-    def run(self, inputs: Sequence[Array], out: Array, scratch: Mapping[str, Bytes]) -> None:
+    def run(
+        self, inputs: Sequence[Array], out: Array, scratch: Mapping[str, Bytes], pooled: Array | None = None
+    ) -> None:
         addend = None
         if isinstance(self._shape, GraphConvShape):
             inputs, addend = divided(self._shape, inputs)
-        self._run([x[np.newaxis] for x in inputs], addend, out[np.newaxis], scratch)
+        self._run([x[np.newaxis] for x in inputs], addend, out[np.newaxis], scratch, pooled)
 
 
 def _pitches(x: Array) -> list[int]:

@@ -62,4 +62,4 @@ def is_past(shape: Sized) -> bool:
 
 def moved_bytes(shape: Sized) -> int:
     """Return the bytes that are moved: an output that is written through the caches is read first."""
-    return shape.in_bytes + shape.out_bytes * (1 if is_past(shape) else 2)
+    return shape.in_bytes + shape.out_bytes * (1 if is_past(shape) else 2) + 2 * shape.pooled_bytes

@@ -77,7 +77,7 @@ def test_written_files_are_the_network(tmp_path: Path) -> None:
     assert (written.network.normalise.mean, written.network.normalise.std) == ((100.0,), (20.0,))
     volume = np.random.default_rng(1).standard_normal((6, 8, 10), np.float32)
     ours = written(100 + 20 * volume, calibrate=False)
-    assert np.allclose(ours, direct(volume, calibrate=False)[:2], atol=1e-6)
+    assert np.allclose(ours, direct(volume, calibrate=False)[:2], atol=1e-5)  # the volume was rounded at 100
     assert run("import", path, "--out", out).exit_code == 1  # it is there already
     assert run("import", path, "--out", out, "--overwrite").exit_code == 0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -10,12 +10,13 @@ from time import process_time
 
 import pytest
 
-from tests.support.fake_primitives import CARRYING, GRAPH_FAKES, MACHINE, Fake
+from tests.support.fake_primitives import CARRYING, GRAPH_BOTH, GRAPH_FAKES, GRAPH_SLOW, MACHINE, Fake
 from tests.support.tiers import one_in
 from znnpy.costs.model import seconds
 from znnpy.errors import NoPlanError, PlanFileError
 from znnpy.formats.wiring import Given, network_of
 from znnpy.graph_columns import Area, TurnedGraph
+from znnpy.graph_operations import Operation
 from znnpy.kernels.contract import Variant
 from znnpy.layer_shapes import LayerShape
 from znnpy.layers import Add, Concat, Conv, Pool, Upsample
@@ -58,9 +59,10 @@ RESIDUAL = network_of(
     ],
 )
 SPACES: dict[str, tuple[Network, Vec3, tuple[str, ...]]] = {
-    "unet": (UNET, (6, 4, 6), ("cpu.upsample.quick",)),
-    "thick": (UNET, (12, 4, 4), ("cpu.graph_conv.over",)),
-    "residual": (RESIDUAL, (7, 6, 8), ("cpu.graph_conv.over",)),
+    "unet": (UNET, (6, 4, 6), ("cpu.upsample.quick", "cpu.graph_conv.both")),
+    "thick": (UNET, (12, 4, 4), ("cpu.graph_conv.over", "cpu.graph_conv.both")),
+    "residual": (RESIDUAL, (7, 6, 8), ("cpu.graph_conv.over", "cpu.graph_conv.both")),
+    "pooling": (UNET, (6, 4, 6), ("cpu.upsample.quick", "cpu.graph_conv.over", "cpu.graph_conv.slow")),
 }
 
 
@@ -79,7 +81,8 @@ def table_of(name: str) -> tuple[Fake, ...]:
 
 
 def ways(shape: LayerShape, table: tuple[Fake, ...]) -> list[tuple[Fake, Variant]]:
-    return [(fake, v) for fake in table if fake.kind == shape.kind for v in fake.variants(shape, MACHINE)]
+    able = [fake for fake in table if fake.kind == shape.kind and fake.why_not(shape, MACHINE) is None]
+    return [(fake, v) for fake in able for v in fake.variants(shape, MACHINE)]
 
 
 @cache
@@ -91,8 +94,12 @@ def everything(name: str) -> list[Known]:
         graph = TurnedGraph.of(network, volume, axis)
         region = Box((0, 0, 0), _output(network, volume))
         for tiling in () if axis and not streams else tilings(graph, Area(volume, region), streams=streams):
-            choices = [ways(tiling.shape(operation), table) for operation in graph.operations]
-            found += [known(tiling, chosen) for chosen in product(*choices)]
+            every = [graph.operations]
+            for number, both in graph.with_poolings.items():  # a network has one at most
+                every.append((*graph.operations[:number], both, *graph.operations[number + 2 :]))
+            for operations in every:
+                choices = [ways(tiling.shape(operation), table) for operation in operations]
+                found += [known(tiling, operations, chosen) for chosen in product(*choices)]
     return found
 
 
@@ -101,28 +108,28 @@ def _output(network: Network, volume: Vec3) -> Vec3:
     return graph.geometry.size(graph.output)
 
 
-def known(tiling: GraphTiling, chosen: tuple[tuple[Fake, Variant], ...]) -> Known:
+def known(tiling: GraphTiling, operations: Sequence[Operation], chosen: tuple[tuple[Fake, Variant], ...]) -> Known:
     """Bytes and seconds of one plan, from the parts it is made of."""
     graph, network = tiling.graph, tiling.graph.network
     footprints = [
         tiling.footprint(operation, fake, variant, THREADS)
-        for operation, (fake, variant) in zip(graph.operations, chosen, strict=True)
+        for operation, (fake, variant) in zip(operations, chosen, strict=True)
     ]
-    _, arena = place(tiling.tensors(footprints))
+    _, arena = place(tiling.tensors(operations, footprints))
     steps = tiling.steps
     beside = BASELINE
     beside += reading_bytes(network.input_channels, tiling.patch_in, 1, steps=steps)
     beside += writing_bytes(network.output_channels, tiling.patch_out, 4, steps=steps)
     spent = 0.0
     assumed = 0
-    for operation, (fake, variant), footprint, live in zip(
-        graph.operations, chosen, footprints, tiling.live, strict=True
-    ):
-        moved = tiling.carry_traffic(operation.tensor) / CARRYING.copy_bandwidth
+    lives = dict(zip((one.tensor for one in graph.operations), tiling.live, strict=True))
+    for operation, (fake, variant), footprint in zip(operations, chosen, footprints, strict=True):
+        live = lives[operation.tensor] + sum(map(tiling.arena_bytes, operation.tensors[1:]))
+        moved = sum(map(tiling.carry_traffic, operation.tensors)) / CARRYING.copy_bandwidth
         once = seconds(fake.work(tiling.shape(operation), variant), CARRYING) + moved
         spent += tiling.executions(operation) * once
         assumed = max(assumed, live + sum(-(-one.nbytes // 64) * 64 for one in footprint.scratch))
-    peak, most = (beside + tiling.memory(footprints, size).total for size in (arena, max(arena, assumed)))
+    peak, most = (beside + tiling.memory(operations, footprints, size).total for size in (arena, max(arena, assumed)))
     return Known(peak, most, spent, tiling.streams)
 
 
@@ -233,6 +240,37 @@ def test_a_graph_of_hundreds_of_layers_is_planned_in_seconds() -> None:
         plan = plan_graph(request, CostModel(rates={"cpu": CARRYING}, table=GRAPH_FAKES))
         assert process_time() - began < 40
         assert plan.memory.peak <= ram
+
+
+def test_a_pooling_is_merged_where_that_is_faster() -> None:
+    """The plan of the two in one names both layers, and promises memory for both tensors while it runs."""
+    for flops, merged in ((10.0, True), (1000.0, False)):
+        both = replace(GRAPH_BOTH, flops=flops, scratch=(), resident=0)
+        table = (GRAPH_SLOW, both, *(fake for fake in GRAPH_FAKES if fake.kind != "graph_conv"))
+        request = request_of("unet", 2**30, "patches", (2, 4, 6))
+        plan = plan_graph(request, CostModel(rates={"cpu": CARRYING}, table=table)).main
+        layers = [choice.layers for choice in plan.choices]
+        assert layers == ([(0, 1), (2, 2), (3, 3), (5, 5)] if merged else [(i, i) for i in (0, 1, 2, 3, 5)])
+        assert [choice is None for choice in plan.by_node] == [False, merged, False, False, False]
+        spans = {tensor.name: (tensor.first, tensor.last) for tensor in plan.stages[0].tensors}
+        assert (spans["x1"], spans["x2"]) == (((1, 4), (1, 2)) if merged else ((1, 5), (2, 3)))
+        check_plan(plan, UNET, MACHINE, table)
+        with pytest.raises(PlanFileError, match="the network has"):
+            check_plan(_unmerged(plan) if merged else _fewer(plan), UNET, MACHINE, table)
+
+
+def test_a_primitive_that_is_asked_for_keeps_its_layer() -> None:
+    request = request_of("unet", 2**30, "patches", (2, 4, 6))
+    for asked, merged in (("cpu.graph_conv.both", True), ("cpu.window_pool.made_up", False)):
+        wanted = replace(request, constraints=replace(request.constraints, only=(asked,)))
+        plan = plan_graph(wanted, CostModel(rates={"cpu": CARRYING}, table=GRAPH_FAKES)).main
+        assert any(choice.layers == (0, 1) for choice in plan.choices) == merged
+
+
+def _unmerged(plan: Plan) -> Plan:
+    stage = plan.stages[0]
+    alone = replace(stage.choices[0], layers=(0, 0))
+    return replace(plan, stages=(replace(stage, choices=(alone, *stage.choices[1:])),))
 
 
 def test_a_patch_that_is_no_multiple_of_the_period_is_refused() -> None:

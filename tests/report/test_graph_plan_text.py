@@ -10,20 +10,28 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tests.support.graph_runs import CPU, searched
+from tests.support.graph_runs import planned as graph_plan
 from tests.support.small_unet import SIZE, network, written
 from znnpy.errors import PlanFileError
+from znnpy.kernels.cpu.native import library
 from znnpy.kernels.table import TABLE
-from znnpy.machine import this_machine
+from znnpy.machine import AMX, this_machine
 from znnpy.network import Network
 from znnpy.network_files import read_network
 from znnpy.option_values import Cover
+from znnpy.patches import Box
+from znnpy.planner.request import Target
 from znnpy.planner.run_plan import RunPlan
 from znnpy.planner.validate import check_runs
 from znnpy.planning import plan
 from znnpy.report.plan_text import explain, plan_renderable
-from znnpy.report.rejected import Considered, why_table
+from znnpy.report.rejected import Considered, considered, why_table
 from znnpy.shapes import text, turned_back
 from znnpy.units import human_bytes, human_seconds
+
+WITH_UNIT = replace(this_machine(), bf16=(AMX,))
+UNITS = ("cpu.graph_conv.amx", "cpu.graph_conv.avx512_bf16")
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +77,11 @@ def test_every_operation_has_a_row(columns: RunPlan, unet: Network) -> None:
     assert sum(node.nbytes for node in graph.nodes) == main.memory.last.carries
     assert graph.nodes[1].planes > graph.nodes[2].planes > 0  # the skip waits for the deeper level
     total = sum(choice.total_seconds for choice in main.choices)
-    for node, choice in zip(graph.nodes[1:], main.choices, strict=True):
+    for node, choice in zip(graph.nodes[1:], main.by_node, strict=True):
         (row,) = [line for line in lines if line.startswith(f"{node.name} ")]
+        if choice is None:
+            assert " in one with the node above " in row
+            continue
         z, y, x, maps = choice.shape.out_shape[1:]
         size = text((*turned_back((z, y, x), main.axis), maps))
         for word in (node.level, size, choice.primitive, human_seconds(choice.seconds)):
@@ -142,5 +153,32 @@ def test_every_primitive_of_a_node_is_told_of(tmp_path: Path, unet: Network) -> 
     for choice in made.choices:
         mine = [row for row in rows if row.layers == choice.layers]
         assert [row.primitive for row in mine if row.taken] == [choice.primitive]
-        assert {row.primitive for row in mine} == {p.name for p in TABLE if p.kind == choice.shape.kind}
+        if choice.layers[0] == choice.layers[1]:
+            assert {row.primitive for row in mine} == {p.name for p in TABLE if p.kind == choice.shape.kind}
     assert "enter + batch_norm + relu" in stream.getvalue()
+
+
+@pytest.mark.skipif(library.why_not_bf16(WITH_UNIT, AMX) is not None, reason="its kernels are not compiled here")
+@pytest.mark.parametrize("width", [160, 80])
+def test_a_pooling_is_in_one_with_its_convolution(width: int, unet: Network) -> None:
+    target, whole = Target(WITH_UNIT, precision="bf16", mode="cpu"), Box((0, 0, 0), SIZE)
+    table = [p for p in CPU if p.kind != "graph_conv" or p.name in ("cpu.graph_conv.amx", "cpu.graph_conv.taps")]
+    search = searched(unet, SIZE, whole, table, target=target)
+    made = graph_plan(unet, SIZE, whole, (4, 10, 13), table=table, target=target)
+    assert [choice.layers for choice in made.choices][:2] == [(0, 1), (2, 2)]
+    assert made.graph is not None
+    lines = printed(RunPlan.of(unet, WITH_UNIT, made), unet, width).splitlines()
+    assert sum("in one with the node above" in line for line in lines) == 1
+    assert max(map(len, lines)) <= width
+    rows = considered(made, unet, WITH_UNIT, search.options.rates, table)
+    assert [row.primitive for row in rows if row.layers == (0, 1) and row.taken] == ["cpu.graph_conv.amx"]
+    alone = [row.why for row in rows if row.layers in ((0, 0), (1, 1)) and row.seconds is not None]
+    assert set(alone) == {"runs in one with the layer behind", "runs in one with the layer before"}
+    stream = io.StringIO()
+    Console(width=160, file=stream).print(why_table(rows, unet))
+    assert "enter + batch_norm + relu, down in one" in stream.getvalue()
+    apart = graph_plan(unet, SIZE, whole, (4, 10, 13), table=[p for p in CPU if p.name not in UNITS], target=target)
+    rows = considered(apart, unet, WITH_UNIT, search.options.rates, CPU)
+    (one,) = [row for row in rows if row.layers == (0, 1)]
+    assert not one.taken
+    assert one.why.endswith("times as long")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from tests.run.test_graph_session import SEEDS, unet
+from tests.run.test_graph_session import SEEDS, made, same, unet
 from tests.support.bf16_twins import compiler, twin
 from tests.support.graph_runs import (
+    CPU,
     MACHINE,
     assert_equal,
     planned,
@@ -23,10 +24,16 @@ from tests.support.graph_runs import (
 )
 from tests.support.seeded_graphs import case
 from tests.support.tiers import one_in
-from znnpy.kernels.cpu import bf16_steps
+from znnpy.formats.wiring import Given
+from znnpy.kernels.cpu import bf16_conv, bf16_steps
+from znnpy.layers import Add, Concat, Conv, Pool, Upsample
 from znnpy.machine import AMX, AVX512_BF16
 from znnpy.planner.graph_tilings import GraphTiling
 from znnpy.planner.request import Target
+
+if TYPE_CHECKING:
+    from tests.support.seeded_graphs import Case
+    from znnpy.shapes import Precision, Vec3
 
 CLOSE = 6e-2  # of the largest value, over many layers
 UNITS = (AMX, AVX512_BF16)
@@ -71,3 +78,51 @@ def test_a_unet_takes_half_the_memory_for_tensors(axis: int, column: int, unit: 
     assert GraphTiling(plan.graph_cover(one.network)).graph.precision == "bf16"
     exact = reference(one)
     assert_equal(ran(plan, one).out, exact, one, float(np.abs(exact).max()), CLOSE)
+
+
+def pooled_unet(size: Vec3) -> Case:
+    """Return a net whose first result is kept for longer than its pooling asks for, and whose poolings differ."""
+    return made(
+        [
+            Given(same(16), "first"),
+            Given(Conv((3, 3, 3), 16, padding=((1, 1, 1), (1, 1, 1))), "second"),
+            Given(Add("relu"), "sum", ("second", "first")),
+            Given(Pool((2, 2, 2)), "down"),
+            Given(same(16), "middle"),
+            Given(Pool((1, 2, 2)), "down2"),
+            Given(same(8), "bottom"),
+            Given(Upsample((1, 2, 2)), "up2"),
+            Given(Concat(), "joined2", ("middle", "up2")),
+            Given(Conv((1, 1, 1), 8), "after2"),
+            Given(Upsample((2, 2, 2)), "up"),
+            Given(Conv((13, 1, 3), 4, padding=((6, 0, 1), (6, 0, 1))), "wide", ("sum",)),
+            Given(Concat(), "joined", ("wide", "up")),
+            Given(same(2), "last"),
+        ],
+        size,
+    )
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16x2", "fp32"])
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("size", [(12, 8, 12), (15, 13, 10), (2, 4, 4)])
+def test_a_convolution_pools_its_result_and_keeps_it(
+    size: Vec3, unit: str, precision: Precision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gives the same bits as two operations, and the memory that is promised holds both tensors."""
+    one = pooled_unet(size)
+    exact, region = reference(one), whole_region(one)
+    kinds = ("graph_conv", "window_pool", "upsample", "point", "pad")
+    table = [p for p in CPU if p.kind in kinds[1:] or p.name == f"cpu.graph_conv.{unit}"]
+    here = replace(target(unit), precision=precision)
+    for axis, patch, column in ((0, (1, 2, 2), 0), (0, (1, 9, 9), 8), (1, (2, 1, 3), 4), (2, (1, 3, 2), 5)):
+        split: dict[str, Any] = {"axis": axis, "column": column, "table": table, "target": here}
+        merged = planned(one.network, one.size, region, patch, **split)
+        assert [choice.layers for choice in merged.choices][1:3] == [(1, 3), (4, 5)]
+        out = ran(merged, one).out
+        assert_equal(out, exact, one, float(np.abs(exact).max()), CLOSE if precision == "bf16" else 2e-5)
+        with monkeypatch.context() as patched:
+            patched.setattr(bf16_conv, "_why_not_kept", lambda shape: "not here" if shape.pooled else None)
+            apart = planned(one.network, one.size, region, patch, **split)
+            assert len(apart.choices) == len(merged.choices) + 2
+            np.testing.assert_array_equal(ran(apart, one).out, out)

@@ -9,7 +9,7 @@ from typing import Any
 
 from znnpy.costs.model import Rate, Rates
 from znnpy.graph_shapes import GraphConvShape
-from znnpy.kernels.contract import Footprint, Kind, Scratch, Step, Unit, Variant, Work, why_not_plain
+from znnpy.kernels.contract import Footprint, Kind, Scratch, Step, Unit, Variant, Work, why_not_plain, why_not_pooled
 from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.layer_shapes import LayerShape
 from znnpy.machine import Gpu, Limits, Machine
@@ -40,14 +40,16 @@ class Fake:
     allowance: int = 0
     scale: tuple[int, ...] = (1,)  # variant i: seconds / scale, residents and scratch * scale
     refuse: str | None = None
-    pools: bool = False  # convolutions that pool into fragments too
+    pools: bool = False  # convolutions that pool too: into fragments, or in graphs as a second output
     version: int = 1
     unit: Unit = "product"
     summary: str = "made up"
     source: str = "nowhere"
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
-        return self.refuse if self.pools or not isinstance(shape, ConvShape) else self.refuse or why_not_plain(shape)
+        if self.pools:
+            return self.refuse
+        return self.refuse or (why_not_plain(shape) if isinstance(shape, ConvShape) else why_not_pooled(shape))
 
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
         return tuple(Variant.of(scale=scale) for scale in self.scale)
@@ -91,8 +93,9 @@ MAXOUT = Fake("cpu.maxout.direct", "maxout", unit="pool")
 GRAPH_SLOW = Fake("cpu.graph_conv.slow", "graph_conv", flops=100.0)
 GRAPH_FAST = Fake("cpu.graph_conv.fast", "graph_conv", flops=10.0, resident=512, scratch=(0.5, 0.25), stages=2)
 GRAPH_OVER = Fake("cpu.graph_conv.over", "graph_conv", flops=40.0, scratch=(0.9,), allowance=4096, scale=(1, 2))
+GRAPH_BOTH = Fake("cpu.graph_conv.both", "graph_conv", flops=10.5, resident=256, scratch=(0.1,), pools=True)
 GRAPH_FAKES: tuple[Fake, ...] = (
-    GRAPH_SLOW, GRAPH_FAST, GRAPH_OVER,
+    GRAPH_SLOW, GRAPH_FAST, GRAPH_OVER, GRAPH_BOTH,
     Fake("cpu.window_pool.made_up", "window_pool", unit="pool"),
     Fake("cpu.upsample.made_up", "upsample", unit="pool"),
     Fake("cpu.upsample.quick", "upsample", unit="pool", flops=0.5, scratch=(1.0,)),

@@ -204,4 +204,5 @@ def needed_at_once(plan: Plan, network: Network) -> list[int]:
     cover = plan.graph_cover(network)
     begin, end = cover.periods
     along = [cover.graph.regions(axis, begin[axis], end[axis]) for axis in range(3)]
-    return [prod(regions[operation.tensor].size for regions in along) for operation in cover.graph.operations]
+    operations = cover.graph.computing(choice.shape for choice in plan.choices)
+    return [prod(regions[operation.tensor].size for regions in along) for operation in operations]

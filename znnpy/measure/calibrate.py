@@ -210,6 +210,8 @@ def _halved_of_graph(shape: GraphShape) -> GraphShape | None:
     match shape:
         case TransposeShape() | UpsampleShape():
             return replace(shape, n=n, m=with_size(shape.m, axis, shape.m[axis] - less * times))
+        case GraphConvShape():
+            return shape.of_size(n)
         case PadShape():
             m, high = shape.m[axis] - less, shape.high[axis] - less
             return replace(shape, n=n, m=with_size(shape.m, axis, m), high=with_size(shape.high, axis, high))

@@ -58,16 +58,22 @@ class HostLayer:
         self._scratch = {s.name: aligned_bytes(s.nbytes) for s in footprint.scratch}
 
         self._inputs = inputs_of(shape, self._x) if isinstance(shape, GraphShape) else None
+        self._pooled: list[npt.NDArray[Any]] = []
+        if isinstance(shape, GraphConvShape) and shape.pooled is not None:
+            pooled = aligned_bytes(shape.pooled_bytes).view(self._out.dtype)
+            self._pooled.append(pooled.reshape(shape.pooled_shape))
 
     def run(self) -> None:
         if self._inputs is None:
             self._step.run(self._x, self._out, self._scratch)
         else:
-            self._step.run(self._inputs, self._out[0], self._scratch)
+            self._step.run(self._inputs, self._out[0], self._scratch, *self._pooled)
 
     def at(self, position: Position) -> npt.NDArray[np.float64]:
-        """Return all maps of one output voxel."""
-        maps: npt.NDArray[np.float64] = self._out[position].astype(np.float64)
+        """Return all maps of one output voxel; those of a second output are in an image behind the others."""
+        image, *voxel = position
+        array = self._out[image] if image < len(self._out) else self._pooled[0]
+        maps: npt.NDArray[np.float64] = array[tuple(voxel)].astype(np.float64)
         return maps
 
 

@@ -98,7 +98,7 @@ def _draw_table(axes: Axes, plans: Sequence[tuple[str, Plan]], layers: int) -> N
 def _primitives(plan: Plan, layers: int) -> list[str]:
     """Return the primitive of every layer, without device and kind, and the number of parts it runs in."""
     if plan.graph is not None:
-        return [choice.primitive.rpartition(".")[2] for choice in plan.choices]
+        return ["in one" if choice is None else choice.primitive.rpartition(".")[2] for choice in plan.by_node]
     names = [""] * layers
     for choice, parts in zip(plan.choices, plan.sub_batches, strict=True):
         name = choice.primitive.rpartition(".")[2] + (f" in {parts}" if parts > 1 else "")

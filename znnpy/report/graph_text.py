@@ -60,15 +60,16 @@ def _table(plan: Plan, graph: DescribedGraph, *, stacked: bool = False) -> Table
     total = sum(choice.total_seconds for choice in plan.choices)
     widest = max(len(choice.primitive) for choice in plan.choices)
     above = "input"
-    for index, node in enumerate(graph.nodes):
-        choice = plan.choices[index - 1] if index else None
+    for node, choice in zip(graph.nodes, (None, *plan.by_node), strict=True):
+        merged = choice is None and node.reads != ()
         reads = [] if node.reads in ((), (above,)) else [f"of {', '.join(node.reads)}"]
         above = node.name.split(" + ", 1)[0]
-        size = _size(plan, choice)
+        size = "" if merged else _size(plan, choice)
         method = [] if choice is None else [choice.primitive, *wrap(str(choice.variant), widest)]
-        first = [node.name, *([] if choice is None else [f" {node.layer}"]), *(f" {line}" for line in reads)]
+        method = ["in one with the node above"] if merged else method
+        first = [node.name, *([f" {node.layer}"] if merged or choice else []), *(f" {line}" for line in reads)]
         if stacked:
-            first += [f" {line}" for line in (f"gives {size}", *method)]
+            first += [f" {line}" for line in (*([] if merged else [f"gives {size}"]), *method)]
         spent = "" if choice is None else human_seconds(choice.seconds)
         share = f"{choice.total_seconds / total:.0%}" if choice is not None and total else ""
         held = (f"{node.planes:,}", human_bytes(node.nbytes)) if node.planes else ("", "")

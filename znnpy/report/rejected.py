@@ -67,8 +67,8 @@ def why_table(rows: Sequence[Considered], network: Network) -> RenderableType:
     table.add_column("time", justify="right", no_wrap=True)
     table.add_column("why not")
     paragraphs: list[RenderableType] = []
-    names = _names(network)
-    cells = [_cells(row, names) for row in rows]
+    names, whole = _names(network), network.meaning == "whole"
+    cells = [_cells(row, names, whole=whole) for row in rows]
     for before, row, (layer, name, spent, reason) in zip([None, *rows], rows, cells, strict=False):
         layer = "" if before is not None and row.layers == before.layers else layer
         table.add_row(layer, name, spent, reason)
@@ -84,10 +84,10 @@ def _names(network: Network) -> Sequence[str]:
     return [f"{index} {layer}" for index, layer in enumerate(network.layers)]
 
 
-def _cells(row: Considered, names: Sequence[str]) -> tuple[str, str, str, str]:
-    """Return layer, primitive, time and reason of a row."""
+def _cells(row: Considered, names: Sequence[str], *, whole: bool) -> tuple[str, str, str, str]:
+    """Return layer, primitive, time and reason of a row; `whole`: layers have names, not numbers."""
     first, last = row.layers
-    layer = names[first] + (f", {last} in one" if last > first else "")
+    layer = names[first] + (f", {names[last] if whole else last} in one" if last > first else "")
     spent = "" if row.seconds is None else human_seconds(row.seconds)
     return layer, row.primitive, spent, "taken" if row.taken else row.why
 
@@ -106,8 +106,7 @@ class _Plan:
     def considered(self, network: Network) -> Iterator[Considered]:
         plan = self.plan
         if plan.area is not None:
-            for choice in plan.choices:
-                yield from self._of(choice.layers, choice.shape)
+            yield from self._of_operations()
             return
         shapes = plan.layer_shapes(network)
         for index, shape in enumerate(shapes):
@@ -115,6 +114,16 @@ class _Plan:
             both = fused(shape, shapes[index + 1]) if index + 1 < len(shapes) else None
             if both is not None:
                 yield from self._of((index, index + 1), both)
+
+    def _of_operations(self) -> Iterator[Considered]:
+        """Yield every primitive for each operation of a graph, and those that compute two in one."""
+        assert self.tiling is not None
+        graph = self.tiling.graph
+        for number, operation in enumerate(graph.operations):
+            yield from self._of(operation.layers, self.tiling.shape(operation))
+            if (both := graph.with_poolings.get(number)) is not None:
+                rows = self._of(both.layers, self.tiling.shape(both))
+                yield from (row for row in rows if row.seconds is not None)
 
     def _of(self, layers: tuple[int, int], shape: LayerShape) -> Iterator[Considered]:
         """Yield every primitive of the shape's kind: those that run, the fastest first, before the others."""
@@ -132,17 +141,19 @@ class _Plan:
             return Considered(layers, primitive.name, False, None, reason)
         variants = primitive.variants(shape, self.machine)
         once, variant = min(
-            ((self._seconds(primitive, shape, v, layers[0]), v) for v in variants), key=lambda pair: pair[0]
+            ((self._seconds(primitive, shape, v, layers), v) for v in variants), key=lambda pair: pair[0]
         )
         seconds = once * choices[-1].executions
-        why = self._why(primitive, variant, layers, choices, seconds / spent)
+        why = self._why(primitive, shape, variant, layers, choices, seconds / spent)
         return Considered(layers, primitive.name, False, seconds, why)
 
-    def _seconds(self, primitive: Primitive, shape: LayerShape, variant: Variant, layer: int) -> float:
+    def _seconds(self, primitive: Primitive, shape: LayerShape, variant: Variant, layers: tuple[int, int]) -> float:
         """Return the seconds of one run, with what it carries from step to step."""
         moved = 0.0
         if self.tiling is not None:
-            moved = self.tiling.carry_traffic(layer + 1)
+            graph = self.tiling.graph
+            found = next(one for one in (*graph.operations, *graph.with_poolings.values()) if one.layers == layers)
+            moved = sum(map(self.tiling.carry_traffic, found.tensors))
         elif self.plan.streams:
             apart = self._footprint(primitive, shape, variant).reads_carried
             moved = (CARRY_TRAFFIC if apart else CARRY_TRAFFIC + JOIN_TRAFFIC) * carry_bytes(shape)
@@ -151,6 +162,7 @@ class _Plan:
     def _why(
         self,
         primitive: Primitive,
+        shape: LayerShape,
         variant: Variant,
         layers: tuple[int, int],
         choices: Sequence[Choice],
@@ -161,13 +173,13 @@ class _Plan:
             return "another one is asked for"
         if choices[0].layers[0] < layers[0] or layers[1] < choices[-1].layers[1]:
             return f"runs in one with {'the layer before' if choices[0].layers[0] < layers[0] else 'the layer behind'}"
-        over, over_vram = self._with(primitive, variant, layers).excess(self.plan.limits)
+        over, over_vram = self._with(primitive, shape, variant, layers).excess(self.plan.limits)
         if over or over_vram:
             parts = [human_bytes(over)] * (over > 0) + [f"{human_bytes(over_vram)} of VRAM"] * (over_vram > 0)
             return f"{ratio:.2f} times as long, and does not fit: {' and '.join(parts)} more"
         return f"{ratio:.2f} times as long"
 
-    def _with(self, primitive: Primitive, variant: Variant, layers: tuple[int, int]) -> Memory:
+    def _with(self, primitive: Primitive, shape: LayerShape, variant: Variant, layers: tuple[int, int]) -> Memory:
         """Return the memory of the plan with this primitive for these layers, for which it has choices."""
         steps: list[tuple[LayerShape, Footprint]] = []
         replaced = [c for c in self.plan.choices if layers[0] <= c.layers[0] and c.layers[1] <= layers[1]]
@@ -176,21 +188,24 @@ class _Plan:
                 own = next(p for p in self.table if p.name == choice.primitive)
                 steps.append((choice.shape, self._footprint(own, choice.shape, choice.variant)))
             elif choice is replaced[0]:
-                both = fused(choice.shape, replaced[-1].shape) if len(replaced) > 1 else choice.shape
-                assert both is not None
+                both = choice.shape
+                if len(replaced) > 1:
+                    both = fused(choice.shape, replaced[-1].shape) or shape
                 steps.append((both, self._footprint(primitive, both, variant)))
         if self.tiling is not None:
-            return self._of_graph([footprint for _, footprint in steps])
+            return self._of_graph(steps)
         new = self.plan.patch_in[self.plan.axis]
         needs = last_stage(steps, 0, new, self.plan.device)
         return replace(self.plan.memory, stages=(replace(needs.memory, arena=place(needs.tensors)[1]),))
 
-    def _of_graph(self, footprints: Sequence[Footprint]) -> Memory:
-        """Return the memory of the plan of a graph with these footprints."""
+    def _of_graph(self, steps: Sequence[tuple[LayerShape, Footprint]]) -> Memory:
+        """Return the memory of the plan of a graph with these layers."""
         assert self.tiling is not None
+        footprints = [footprint for _, footprint in steps]
+        operations = self.tiling.graph.computing(shape for shape, _ in steps)
         stage = replace(
             self.plan.memory.stages[0],
-            arena=place(self.tiling.tensors(footprints))[1],
+            arena=place(self.tiling.tensors(operations, footprints))[1],
             weights=sum(footprint.resident for footprint in footprints),
             allowance=max(footprint.allowance for footprint in footprints),
         )

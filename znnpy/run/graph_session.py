@@ -144,6 +144,7 @@ class GraphSession:
         self._weights, self._table, self._trace, self._lane, self._prepared = weights, table, trace, lane, prepared
         self._tiling = GraphTiling(plan.graph_cover(network))
         self._graph = self._tiling.graph
+        self._operations = self._graph.computing(choice.shape for choice in plan.choices)
         self._bound: tuple[_Bound, ...] = ()
         self._tensors: dict[int, _Tensor] = {}
         self._across: tuple[tuple[Interval, ...], tuple[Interval, ...]] = ((), ())
@@ -152,7 +153,7 @@ class GraphSession:
     def __enter__(self) -> Self:
         graph, plan = self._graph, self.plan
         prepared = []
-        for operation, choice in zip(graph.operations, plan.choices, strict=True):
+        for operation, choice in zip(self._operations, plan.choices, strict=True):
             primitive = find(choice.primitive, self._table)
             weights = graph.lowered.weights(operation.layer, self._weights, graph.axis)
             prepared.append((operation, choice, primitive, primitive.prepare(weights, choice.variant, self.pool)))
@@ -231,7 +232,8 @@ class GraphSession:
                 load_voxels(raw.transpose(self._axes), new, network.normalise, self.pool)
         last_reads = self._last_reads
         for index, bound in enumerate(self._bound):
-            self._advance(bound.operation.tensor, planes)
+            for tensor in bound.operation.tensors:
+                self._advance(tensor, planes)
             region = self._region(bound.operation.tensor, planes)
             if all(interval.size for interval in region):  # a column may need none of it, but other columns do
                 self._run(index, bound, planes, region)
@@ -246,8 +248,8 @@ class GraphSession:
     @cached_property
     def _last_reads(self) -> list[list[int]]:
         """The tensors that no later operation of a step reads; outputs come with the last."""
-        found: list[list[int]] = [[] for _ in self._graph.operations]
-        for tensor, (_, last) in self._graph.spans.items():
+        found: list[list[int]] = [[] for _ in self._operations]
+        for tensor, (_, last) in self._graph.spans_of(self._operations).items():
             found[min(max(0, last - 1), len(found) - 1)].append(tensor)
         return found
 
@@ -273,7 +275,8 @@ class GraphSession:
     def _run(self, index: int, bound: _Bound, planes: StepPlanes, region: Region) -> None:
         """Compute the new planes of one operation."""
         operation, tensor = bound.operation, bound.operation.tensor
-        shape = self._graph.shape_of(operation, region)
+        windows = None if operation.pool is None else self._region(operation.tensors[1], planes)
+        shape = self._graph.shape_of(operation, region, windows)
         bind = bound.steps.pop(shape, None) or self._step(bound, shape)
         bound.steps[shape] = bind
         if len(bound.steps) > KEPT_STEPS:
@@ -282,17 +285,19 @@ class GraphSession:
         inputs = [self._view(read.tensor, voxels_of(read, there)) for read in operation.reads]
         if (addend := operation.addend) is not None:
             inputs.append(self._view(addend.tensor, voxels_of(addend, region)))
-        out = self._tensors[tensor].planes[planes.new[tensor].lo - planes.held[tensor].lo :]
+        out, *more = (
+            self._tensors[one].planes[planes.new[one].lo - planes.held[one].lo :] for one in operation.tensors
+        )
         with self._span(bound.name, layer=operation.layer):
             try:
                 primitive_step, scratch = bind
                 if shape.kind == "maxout":
                     primitive_step.run(_contiguous(inputs[0], bound.scratch)[None], out[None], scratch)
                 else:
-                    primitive_step.run(inputs, out, scratch)
+                    primitive_step.run(inputs, out, scratch, *more)
             except ValuesOverflowError as error:
                 raise error.with_context(f"node {self._graph.network.names[tensor - 1]}") from None
-        self.written[index] += prod(out.shape[:3])
+        self.written[index] += prod(out.shape[:3])  # of two outputs, that which is not pooled
 
     def _step(self, bound: _Bound, shape: LayerShape) -> tuple[Any, Mapping[str, Any]]:
         """Return a step of an operation for one shape, with as much of its scratch as this shape needs."""
@@ -358,4 +363,4 @@ def _contiguous(x: Array, scratch: Mapping[str, Any]) -> Array:
 
 
 def _name(choice: Choice, network: Network) -> str:
-    return f"{network.names[choice.layers[0]]} {choice.primitive}"
+    return f"{' and '.join(network.names[one] for one in sorted(set(choice.layers)))} {choice.primitive}"

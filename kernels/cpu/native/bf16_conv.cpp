@@ -16,6 +16,7 @@ constexpr ptrdiff_t MOST_PLANES = 64;  // as in bf16_division.py
 
 struct Run {  // neighbouring places of a block whose outputs are wanted
   float *sums;  // WIDTH floats from one to the next
+  float *ended;  // where results go besides the output, WIDTH floats from one to the next; null: nowhere
   ptrdiff_t places;
   int64_t out;      // the value of the output where the first begins
   int64_t addend;   // the same of the addend
@@ -42,7 +43,9 @@ int64_t end_run(const Bf16Conv &c, const Run &r) {
         store(sums + lane, x);
       }
       finite += x * 0.0f;  // kernels behind the last map are zero
-      put_lanes(out + i * out_voxel + lane, apply<FUNCTION>(x, a, b), count, c.past);
+      const V result = apply<FUNCTION>(x, a, b);
+      put_lanes(out + i * out_voxel + lane, result, count, c.past);
+      if (r.ended) store(r.ended + i * WIDTH + lane, result);
     }
   }
   bool all = true;
@@ -101,10 +104,49 @@ struct Plane {  // one plane of places of a unit
   ptrdiff_t pitch;  // places from row to row of blocks
 };
 
+struct Windowed {  // a position along an axis, in windows side by side
+  ptrdiff_t window, within;
+};
+
+ALWAYS Windowed in_windows(ptrdiff_t at, ptrdiff_t size) {
+  const ptrdiff_t window = size == 2 ? at >> 1 : at / size;  // a division takes long
+  return {window, at - window * size};
+}
+
+// Raises the maxima of the windows that neighbouring outputs along x lie in. Outputs come in order along each axis: the
+// first of a window begins its maximum.
+template <class T>
+ALWAYS void raise_maxima(const Bf16Conv &c, const Position &at, ptrdiff_t outputs, ptrdiff_t map,
+                         const float *results) {
+  const int64_t *const size = c.max_window, *const first = c.max_first, *const count = c.max_count;
+  const ptrdiff_t begin = most(0, first[2] - at.x), end = least(outputs, first[2] + count[2] * size[2] - at.x);
+  if (at.z < first[0] || at.y < first[1] || begin >= end) return;
+  const Windowed z = in_windows(at.z - first[0], size[0]), y = in_windows(at.y - first[1], size[1]);
+  if (z.window >= count[0] || y.window >= count[1]) return;
+  const Windowed x = in_windows(at.x + begin - first[2], size[2]);
+  const ptrdiff_t lanes = least(WIDTH, c.fout - map);
+  const bool begins = z.within == 0 && y.within == 0;
+  T *to = static_cast<T *>(c.maxima) + z.window * c.max_plane + y.window * c.max_row + x.window * c.fout + map;
+  bool fresh = begins && x.within == 0;
+  for (ptrdiff_t i = begin, next = i + size[2] - x.within; i < end; i = next, next += size[2], to += c.fout) {
+    next = least(next, end);
+    for (ptrdiff_t lane = 0; lane < lanes; lane += W) {
+      const int some = (int)least(W, lanes - lane);
+      V v = load(results + i * WIDTH + lane);
+      for (ptrdiff_t other = i + 1; other < next; other++) v = larger(v, load(results + other * WIDTH + lane));
+      if (!fresh) v = larger(v, some < W ? load_part(to + lane, some) : load(to + lane));
+      put_lanes(to + lane, v, some, false);
+    }
+    fresh = begins;
+  }
+}
+
 // Ends the part of a block that lies in the places whose outputs are wanted.
 template <class T>
 int64_t end_block(const Bf16Conv &c, const Plane &p, ptrdiff_t begin, ptrdiff_t places, ptrdiff_t map, float *sums) {
   const Bf16Phase &f = p.phase;
+  alignas(64) float results[ROWS * WIDTH];  // of which maxima are taken
+  float *const ended_at = c.maxima == nullptr ? nullptr : results;
   int64_t bad = 0;
   for (ptrdiff_t i = 0; i < places;) {
     const ptrdiff_t row = (begin + i) / p.pitch, column = (begin + i) % p.pitch, y = p.unit.first[1] + row;
@@ -112,9 +154,10 @@ int64_t end_block(const Bf16Conv &c, const Plane &p, ptrdiff_t begin, ptrdiff_t 
     const ptrdiff_t lo = most(x, f.lo[2]), hi = least(least(x + next, p.unit.first[2] + p.unit.count[2]), f.hi[2]);
     if (lo < hi && y >= f.lo[1] && y < f.hi[1]) {
       const ptrdiff_t oz = p.z * c.step[0] + f.at[0], oy = y * c.step[1] + f.at[1], ox = lo * c.step[2] + f.at[2];
-      bad += ended<T>(c, {sums + (i + lo - x) * WIDTH, hi - lo,
+      bad += ended<T>(c, {sums + (i + lo - x) * WIDTH, ended_at, hi - lo,
                           p.unit.image * c.out_image + oz * c.out_plane + oy * c.out_row + ox * c.fout + map,
                           oz * c.add_plane + oy * c.add_row + ox * c.add_voxel + map, least(WIDTH, c.fout - map)});
+      if (ended_at) raise_maxima<T>(c, {oz, oy, ox}, hi - lo, map, ended_at);
     }
     i += next;
   }
@@ -253,9 +296,10 @@ int64_t compute_unit(const Bf16Conv &c, const Unit &u, char *scratch) {
 Unit unit_of(const Bf16Conv &c, int64_t number) {
   Unit u;
   for (int axis = 2; axis >= 0; axis--) {
-    const int64_t along = (c.windows[axis] + c.unit[axis] - 1) / c.unit[axis];
-    u.first[axis] = number % along * c.unit[axis];
-    u.count[axis] = least(c.unit[axis], c.windows[axis] - u.first[axis]) + c.pool[axis] - 1;
+    const int64_t along = (c.windows[axis] + c.before[axis] + c.unit[axis] - 1) / c.unit[axis];
+    const int64_t first = number % along * c.unit[axis] - c.before[axis];
+    u.first[axis] = most(0, first);
+    u.count[axis] = least(first + c.unit[axis], c.windows[axis]) - u.first[axis] + c.pool[axis] - 1;
     number /= along;
   }
   u.image = number;

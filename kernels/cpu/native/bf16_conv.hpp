@@ -45,6 +45,7 @@ struct Bf16Conv {
   int64_t windows[3];        // positions of the window of a pooling into fragments; without one, the places
   int64_t pool[3];           // that window
   int64_t unit[3];           // windows of a unit of work: it computes pool - 1 places more
+  int64_t before[3];         // windows that the first unit along each axis has fewer
   int64_t pitch;             // voxels of a packed row
   int64_t flat;              // whether blocks of places go on from row to row
   int64_t fold;              // whether all taps are one: their inputs are gathered place by place
@@ -65,4 +66,8 @@ struct Bf16Conv {
   double a, b;               // its parameters
   const void *addend;        // an array that is added to the results, or null
   int64_t add_plane, add_row, add_voxel;  // values
+  void *maxima;              // of windows of the outputs side by side, which units hold whole; or null
+  int64_t max_window[3];     // such a window
+  int64_t max_first[3], max_count[3];  // outputs before the first window, and windows
+  int64_t max_plane, max_row;  // values
 };

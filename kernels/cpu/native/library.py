@@ -17,7 +17,7 @@ from znnpy.machine import AMX, AVX512_BF16, may_use_amx
 if TYPE_CHECKING:
     from znnpy.machine import Machine
 
-VERSION = 7  # as in vector.hpp: raised when a function or a structure of the libraries changes
+VERSION = 8  # as in vector.hpp: raised when a function or a structure of the libraries changes
 LANES = 16  # channels of a block, in every library, as in vector.hpp
 UNITS = {AMX: "AMX that the system lets programs use", AVX512_BF16: "AVX512-BF16"}
 STREAM_BYTES = 2**23  # larger outputs are written past the caches, if all their lines are whole

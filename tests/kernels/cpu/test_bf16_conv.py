@@ -12,13 +12,14 @@ import pytest
 from tests.support.bf16_twins import compiler, twin
 from tests.support.closeness import MACHINE, aligned
 from znnpy.errors import ValuesOverflowError
-from znnpy.graph_shapes import GraphConvShape, TransposeShape
+from znnpy.graph_shapes import GraphConvShape, Pooled, TransposeShape, WindowPoolShape
 from znnpy.kernels import definition, reference
 from znnpy.kernels.contract import ConvWeights
 from znnpy.kernels.cpu import bf16_steps
 from znnpy.kernels.cpu.bf16_conv import Bf16Conv
 from znnpy.kernels.cpu.native import library
 from znnpy.kernels.dtypes import kept_dtype
+from znnpy.kernels.table import TABLE
 from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.layers import ONE, ZERO
 from znnpy.machine import AMX, AVX512_BF16, this_machine
@@ -56,6 +57,24 @@ GRAPH_CONVOLUTIONS = [
     GraphConvShape((33, 2), 3, (3, 5, 6), (2, 3, 5), (0, 1, 2), (1, 1, 2), dilation=(1, 2, 1), activation="softmax"),
     GraphConvShape((3,), 4, (9, 2, 3), (3, 1, 1), stride=(4, 1, 2)),
 ]  # fmt: skip
+TWO = (2, 2, 2)
+POOLED = [
+    replace(shape, pooled=Pooled(*pooled))
+    for shape, *pooled in (
+        (GraphConvShape((32,), 32, (8, 10, 36), (3, 3, 3), ONE, ONE, activation="relu"), TWO, ZERO, (4, 5, 18)),
+        (GraphConvShape((20,), 37, (7, 9, 31), (3, 3, 3), ONE, ONE, activation="relu"), TWO, ZERO, (3, 4, 15)),  # odd
+        (GraphConvShape((8,), 16, (5, 6, 7), (3, 3, 3), addend=True, activation="elu"), (1, 2, 2), ZERO, (3, 2, 2)),
+        (GraphConvShape((33, 9), 70, (4, 7, 61), (3, 1, 3), ONE, ONE), (1, 2, 3), (1, 1, 2), (3, 4, 19)),
+        (GraphConvShape((40,), 33, (3, 3, 3), (3, 3, 3)), ONE, ZERO, ONE),  # one voxel
+        (GraphConvShape((40,), 33, (4, 4, 4), (3, 3, 3)), TWO, ZERO, ONE),
+        (GraphConvShape((40,), 33, (3, 3, 3), (3, 3, 3)), TWO, ZERO, ZERO),  # no whole window
+        (GraphConvShape((1,), 32, (9, 7, 40), (3, 3, 3), ONE, ONE, activation="relu"), (3, 2, 4), (2, 1, 3), (2, 3, 9)),
+        (GraphConvShape((24,), 3, (5, 8, 71), (3, 2, 3), ONE, (0, 1, 2), addend=True), TWO, (0, 1, 1), (2, 4, 35)),
+        (GraphConvShape((40,), 48, (12, 12, 22), TWO, stride=TWO, activation="relu"), TWO, ZERO, (3, 3, 5)),
+        (GraphConvShape((3, 4), 5, (8, 8, 8), (3, 3, 3), ONE, ONE, factors=(TWO, TWO)), TWO, ZERO, (4, 4, 4)),
+        (GraphConvShape((16,), 16, (40, 5, 35), (3, 3, 3), ONE, ONE, activation="tanh"), TWO, (1, 2, 3), (15, 1, 16)),
+    )
+]
 LONG = GraphConvShape((80,), 16, (9, 9, 10), (9, 9, 9))  # sums of 58,320 products
 TRANSPOSED = [
     TransposeShape(20, 18, (3, 4, 5), (6, 8, 10), (2, 2, 2), (0, 0, 0), (2, 2, 2)),
@@ -112,7 +131,15 @@ def inputs_of(shape: GraphConvShape | TransposeShape, seed: int) -> list[Array]:
     return [cut_out(rng.standard_normal(size, np.float32).astype(dtype)) for size in sizes]
 
 
-def computed(primitive: Any, shape: Any, weights: ConvWeights, inputs: Any, out: Array, threads: int = 2) -> Array:
+def computed(
+    primitive: Any,
+    shape: Any,
+    weights: ConvWeights,
+    inputs: Any,
+    out: Array,
+    threads: int = 2,
+    pooled: Array | None = None,
+) -> Array:
     """Run with NaN in output and scratch beforehand; fail when a byte around a scratch buffer changes."""
     (variant,) = primitive.variants(shape, WITH_UNITS)
     footprint = primitive.footprint(shape, variant, threads)
@@ -123,7 +150,8 @@ def computed(primitive: Any, shape: Any, weights: ConvWeights, inputs: Any, out:
         held = sum(len(kernels) for kernels in resident.kernels) + resident.bias.nbytes
         assert held <= footprint.resident, f"holds {held} bytes and promised {footprint.resident}"
         step = primitive.bind(resident, shape, variant, pool)
-        step.run(inputs, out, {name: store[GUARD : len(store) - GUARD] for name, store in stores.items()})
+        scratch = {name: store[GUARD : len(store) - GUARD] for name, store in stores.items()}
+        step.run(inputs, out, scratch, *(() if pooled is None else (pooled,)))
     for name, store in stores.items():
         assert (store[:GUARD] == 0xFF).all(), f"wrote before {name}"
         assert (store[len(store) - GUARD :] == 0xFF).all(), f"wrote beyond {name}"
@@ -159,6 +187,47 @@ def test_layers_of_graphs(
     weights, inputs = random_weights(shape, 1), inputs_of(shape, 2)
     out = computed(primitive, shape, weights, inputs, np.empty(shape.out_shape[1:], kept_dtype(precision)))
     assert_close(out, definition.layer(shape, weights, inputs), precision)
+
+
+@pytest.mark.parametrize("past", [False, True])
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16x2", "bf16"])
+@pytest.mark.parametrize("shape", POOLED, ids=str)
+@pytest.mark.parametrize(("unit", "real"), RUNS)
+def test_maxima_are_a_second_output(
+    unit: str,
+    real: bool,
+    shape: GraphConvShape,
+    precision: Precision,
+    threads: int,
+    past: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are those of the values that the first output holds, bit by bit, and lie among voxels left as they were."""
+    use(monkeypatch, unit, real=real)
+    if past:
+        monkeypatch.setattr(bf16_steps, "STREAM_BYTES", 0)
+    shape = replace(shape, precision=precision)
+    assert shape.pooled is not None
+    window, first, m = shape.pooled.window, shape.pooled.first, shape.pooled.m
+    primitive, dtype = Bf16Conv(unit, "graph_conv"), kept_dtype(precision)
+    assert primitive.why_not(shape, WITH_UNITS) is None
+    weights, inputs = random_weights(shape, 1), inputs_of(shape, 2)
+    around = np.full((m[0] + 2, *shape.pooled_shape[1:]), np.nan, dtype)
+    out = aligned(shape.out_bytes).view(dtype).reshape(shape.out_shape[1:])
+    computed(primitive, shape, weights, inputs, out, threads, around[1:-1])
+    exact = definition.layer(shape, weights, inputs)
+    assert_close(out, exact, precision)
+    covered = tuple(slice(lo, lo + size * count) for lo, size, count in zip(first, window, m, strict=True))
+    if min(m):
+        held = out[covered].astype(np.float64)
+        pool = WindowPoolShape(shape.fout, held.shape[:3], window, window)
+        np.testing.assert_array_equal(around[1:-1].astype(np.float64), definition.pool(pool, held))
+        assert_close(around[1:-1], definition.pool(pool, exact[covered]), precision)
+    assert np.isnan(around[[0, -1]].astype(np.float64)).all(), "wrote around the maxima"
+    alone = np.empty_like(out)
+    computed(primitive, replace(shape, pooled=None), weights, inputs, alone, threads)
+    np.testing.assert_array_equal(out.astype(np.float64), alone.astype(np.float64))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16x2", "bf16"])
@@ -226,5 +295,21 @@ def test_reasons_to_refuse() -> None:
             "a volume that is upsampled begins and ends with whole voxels",
         ),
         (replace(shape, n=(20, 20, 20), k=(17, 17, 17)), "takes kernels of up to 4096 taps, not 4913"),
+        (
+            replace(shape, fout=20, activation="softmax", pooled=Pooled(TWO, ZERO, (1, 2, 2))),
+            "takes maxima of all functions but a softmax",
+        ),
+        (
+            replace(shape, factors=(TWO,), pooled=Pooled(TWO, ZERO, (1, 2, 2))),
+            "takes no maxima where outputs come by phases",
+        ),
     ):
         assert primitive.why_not(other, WITH_UNITS) == reason
+
+
+def test_other_convolutions_take_no_maxima() -> None:
+    shape = GraphConvShape((8,), 8, (5, 6, 7), (3, 3, 3), pooled=Pooled(TWO, ZERO, (1, 2, 2)))
+    others = [one for one in TABLE if one.kind == "graph_conv" and not isinstance(one, Bf16Conv)]
+    assert len(others) > 3
+    for primitive in others:
+        assert primitive.why_not(shape, MACHINE) == "takes no maxima of its output: see cpu.graph_conv.amx"
