@@ -251,7 +251,9 @@ def whole(volume: Volume) -> npt.NDArray[Any]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("every", [0, 20, 7])
+@pytest.mark.parametrize(
+    "every", [20, pytest.param(0, marks=pytest.mark.long), pytest.param(7, marks=pytest.mark.long)]
+)
 @stores
 def test_volumes_in_buckets_are_equal_whatever_fails(
     tmp_path: Path, bucket: tuple[str, Any], monkeypatch: pytest.MonkeyPatch, store: Store, inside: str, every: int
@@ -271,7 +273,7 @@ def test_volumes_in_buckets_are_equal_whatever_fails(
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("every", [0, 20])
+@pytest.mark.parametrize("every", [20, pytest.param(0, marks=pytest.mark.long)])
 @stores
 def test_volumes_on_web_servers_are_equal_whatever_fails(tmp_path: Path, store: Store, inside: str, every: int) -> None:
     path = store(tmp_path)
