@@ -21,6 +21,9 @@ PINNED = 3  # the same for a GPU: a third one is copied meanwhile
 STAGED = 2  # input patches, and as many output patches, on a GPU
 READER_BYTES = 16 * MIB  # chunk cache of the volume, decompression, one chunk at a time
 WRITER_BYTES = 6 * MIB  # buffers of the output
+GATHERED_BYTES = 256 * MIB  # most that chunks of an output take until they are whole, ..
+PACKING_BYTES = 8 * MIB  # threads that pack and write chunks
+GATHERED_PART = 16  # .. and the part of the memory of the process, one in so many
 MARGIN_BYTES = 8 * MIB  # threads, allocators that keep what was freed, modules that are loaded later
 CONTEXT_BYTES = 512 * MIB  # of a GPU: what CUDA takes when it is initialised
 LIBRARIES_BYTES = 256 * MIB  # of a GPU: kernels, handles and tables that libraries load later
@@ -195,6 +198,21 @@ class StepSizes:
         if handed_over:
             return reading, writing, staging_bytes(handed_over, self.out_bytes, writes=writes)
         return reading, writing, staging_bytes(self.raw_bytes, self.out_bytes, reads=reads, writes=writes)
+
+
+def gathering_budget(ram_bytes: int) -> int:
+    """Return the bytes in which the chunks of an output are gathered, of a process that may take `ram_bytes`."""
+    return min(GATHERED_BYTES, ram_bytes // GATHERED_PART)
+
+
+def gathering_bytes(ram_bytes: int, output_bytes: int) -> int:
+    """Return what gathering, packing and writing chunks takes; `output_bytes` are 0 where nothing is gathered.
+
+    A quarter of the budget is packed at a time, which takes up to two copies.
+    """
+    if not output_bytes:
+        return 0
+    return min(gathering_budget(ram_bytes), output_bytes) * 3 // 2 + PACKING_BYTES
 
 
 def context_bytes(taken: int) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import znnpy
 from znnpy.formats.weights import sha256
 from znnpy.machine import Machine
 from znnpy.network import Network
-from znnpy.patches import Box
+from znnpy.patches import Box, Columns
 from znnpy.planner.run_plan import RunPlan
 from znnpy.shapes import Vec3
 from znnpy.trained import TrainedNetwork
@@ -36,8 +37,13 @@ def job_of(
     *,
     allow_nan: bool,
     fill_missing: float | None,
+    stored: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the identity of a run, which a resumed run must share. `sample` is that of the volume."""
+    """Return the identity of a run, which a resumed run must share.
+
+    sample  of the volume
+    stored  what `stored_as` says
+    """
     filled = {} if fill_missing is None else {"fill_missing": str(fill_missing)}  # NaN too, which equals nothing
     return {
         "meaning": trained.network.meaning,
@@ -49,8 +55,27 @@ def job_of(
         "output_dtype": output_dtype,
         "allow_nan": allow_nan,
         **filled,
+        **stored,
         **statistics_record(trained.network),
     }
+
+
+def stored_as(prefix: str | None, *, sharded: bool, multiscale: int) -> dict[str, Any]:
+    """Return how an output is stored, as far as it is not the usual way."""
+    return {
+        **({} if prefix in (None, "zarr", "zarr3") else {"format": prefix}),
+        **({"sharded": True} if sharded else {}),
+        **({"multiscale": multiscale} if multiscale else {}),
+    }
+
+
+def columns_of(plan: RunPlan, network: Network) -> list[Columns]:
+    """Return the columns that workers compute, to which the chunks of the output are fitted."""
+    items: Columns = plan.work_items(network)
+    if plan.sharing is None:
+        return [items]
+    cell = items[0].steps[0].write.size
+    return [items, *(replace(worker.plan, output=cell).cover(network) for worker in plan.workers)]
 
 
 def settings_of(only: Sequence[str], machine: Machine) -> Settings:
@@ -71,7 +96,11 @@ def arrays_of(network: Network, source: Source) -> tuple[OutputArray, ...]:
         OutputArray(
             (maps, *one.size),
             name,
-            {"offset": np.array(one.offset, np.int64), **({} if source.area is None else _lattice(one))},
+            {
+                "voxel_offset": np.array(one.offset, np.int64),
+                "offset": np.array(one.offset, np.int64),  # replaced by a position where the resolution is known
+                **({} if source.area is None else _lattice(one)),
+            },
             None if space is None else space.behind(one.position, one.step),
         )
         for name, maps, one in zip(_names(network), network.output_maps, source.outputs, strict=True)

@@ -50,6 +50,7 @@ MOST_THREADS = 2**12
 MEASURE_MINUTES = 2.0
 MOST_SCALE = 99
 MOST_TIME = 10**7
+MOST_LEVELS = 16
 
 
 NETWORK = "network file (.yaml, .znni, .onnx, .pt2, rdf.yaml), or the name of a network that ships"
@@ -324,6 +325,15 @@ class InferOptions(RegionOptions, RunOptions):
         in_python="or anything of such a shape and of `output_dtype` that takes assignment to slices: one thread "
         "assigns finished blocks, in any order. It has no journal: an error leaves it half written, and nothing can "
         "be resumed there",
+    )
+    sharded: bool = option(False, "write Zarr 3 with many chunks in a file, for outputs of very many chunks", "flag")
+    multiscale: int = option(
+        0,
+        "coarser resolutions to write for viewers, each the mean of 2x2x2 voxels of the one before",
+        "whole",
+        metavar="N",
+        least=0,
+        most=MOST_LEVELS,
     )
     allow_nan: bool = option(
         False, "write NaN wherever the field of view holds NaN or infinity, which are errors otherwise", "flag"

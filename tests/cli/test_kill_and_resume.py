@@ -9,20 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import pytest
-import zarr
 
 from tests.support.cli import Place
 from tests.support.forked_commands import Answer, ForkedRuns
+from tests.support.stored_outputs import stored
 from znnpy.network import Network
 from znnpy.volume.output_names import RUN_ATTRIBUTE
+from znnpy.volume.registry import FOLDER_SUFFIXES, store_for
 
 pytestmark = pytest.mark.slow
 
 KILLS_OF_AN_OUTPUT = 4
-SUFFIXES = (".h5", ".zarr")
+SUFFIXES = (".h5", ".zarr", ".n5", ".precomputed")
 Contents = dict[str, tuple[bytes, int]]
 Prediction = tuple[bytes, dict[str, Any]]
 
@@ -35,12 +35,7 @@ def contents(folder: Path) -> Contents:
 
 def prediction(path: Path) -> Prediction:
     """Voxels and attributes, but for the random id of the run."""
-    if path.suffix == ".zarr":
-        array = zarr.open_array(path, mode="r")
-        voxels, attributes = np.asarray(array[:]), dict(array.attrs)
-    else:
-        with h5py.File(path) as file:
-            voxels, attributes = file["prediction"][:], dict(file["prediction"].attrs)
+    voxels, attributes = stored(path), store_for(path).attributes_of(path)
     plain = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in attributes.items()}
     del plain[RUN_ATTRIBUTE]
     return voxels.tobytes(), plain
@@ -66,7 +61,7 @@ class Ground:
         out.with_name(f"{out.name}.new").mkdir()
         out.with_name(f"{out.name}.new").joinpath("notes.txt").write_text("a user's")
         if replaces:
-            copy = shutil.copytree if suffix == ".zarr" else shutil.copy2
+            copy = shutil.copytree if suffix in FOLDER_SUFFIXES else shutil.copy2
             copy(self.folder / f"earlier{suffix}", out)
         return out
 
@@ -143,11 +138,11 @@ class Case:
 
 
 def kill(ground: Ground, folder: Path, times: int) -> None:
-    """Kill so many runs, over HDF5 and Zarr, with and without an output to replace."""
+    """Kill so many runs, over all formats, with and without an output to replace."""
     rng, kills, number = random.Random(20261123), 0, 0
     while kills < times:
-        suffix = SUFFIXES[number % 2]
-        case = Case(ground, folder / str(number), suffix, replaces=number % 4 >= 2)
+        suffix = SUFFIXES[number % len(SUFFIXES)]
+        case = Case(ground, folder / str(number), suffix, replaces=number // len(SUFFIXES) % 2 > 0)
         for _ in range(min(KILLS_OF_AN_OUTPUT, times - kills)):
             at_change = rng.random() < 0.5
             change, moment = rng.randint(1, ground.changes[suffix]), rng.uniform(0.1, 1) * ground.seconds

@@ -51,8 +51,8 @@ def defined(place: Place, network: Network) -> Arrays:
 def stored(path: Path) -> Arrays:
     """Return the arrays of an output, (maps, z, y, x)."""
     if path.suffix == ".zarr":
-        group: Any = zarr.open_group(path, mode="r")["outputs"]
-        found = {name: np.asarray(array[:]) for name, array in group.arrays()}
+        outputs: Any = zarr.open_group(path, mode="r")["outputs"]
+        found = {name: np.asarray(group["0"][:]) for name, group in outputs.groups()}
     else:
         with h5py.File(path) as file:
             assert list(file) == ["outputs"]
@@ -127,7 +127,8 @@ def test_each_array_says_where_its_voxels_are(place: Place, name: str) -> None:
     }
     for node, (offset, position, step) in places.items():
         said = attributes_of(out, node)
-        assert (said["offset"], said["voxel_position"], said["voxel_step"]) == (offset, position, step)
+        assert (said["voxel_offset"], said["voxel_position"], said["voxel_step"]) == (offset, position, step)
+        assert said["offset"] == said["translation"]  # in units
         size = np.array([0.04, 0.02, 0.01])
         np.testing.assert_allclose(said["resolution"], size * step)
         np.testing.assert_allclose(said["translation"], size * position)
@@ -156,7 +157,7 @@ def test_changed_voxels_are_found_in_each_array(place: Place, name: str) -> None
     assert place.run(*place.arguments[:-1], out, "--no-calibrate").exit_code == 0
     if name == "out.zarr":
         group: Any = zarr.open_group(out, mode="r+")
-        group["outputs/half"][4, 5, 6] += np.float32(1e-3)
+        group["outputs/half/0"][4, 5, 6] += np.float32(1e-3)
     else:
         with h5py.File(out, "r+") as file:
             file["outputs/half"][4, 5, 6] += np.float32(1e-3)
@@ -169,10 +170,10 @@ def test_arrays_that_were_moved_or_renamed_are_refused(place: Place) -> None:
     assert place.infer("--no-calibrate").exit_code == 0
     words = ("verify", place.out, place.volume, "--network", place.folder / "net.yaml")
     with h5py.File(place.out, "r+") as file:
-        file["outputs/half"].attrs["offset"] = np.array([0, 1, 0])
+        file["outputs/half"].attrs["voxel_offset"] = np.array([0, 1, 0])
     assert "outputs/half has offset (0, 1, 0), and (0, 0, 0) follows from region" in place.refusal(*words)
     with h5py.File(place.out, "r+") as file:
-        file["outputs/half"].attrs["offset"] = np.array([0, 0, 0])
+        file["outputs/half"].attrs["voxel_offset"] = np.array([0, 0, 0])
         file.attrs["outputs"] = json.dumps(["outputs/half", "outputs/last", "outputs/in_side"])
     assert "has arrays ('outputs/half', " in place.refusal(*words)
     with h5py.File(place.out, "r+") as file:
@@ -229,7 +230,7 @@ def test_a_group_with_something_else_is_not_replaced(place: Place) -> None:
     command = [*place.arguments[:-1], out, "--no-calibrate"]
     assert place.run(*command).exit_code == 0
     (out / "mine").mkdir()
-    assert "is a folder that is not a Zarr array" in place.refusal(*command, "--overwrite")
+    assert "is a folder that is not an output or a Zarr array" in place.refusal(*command, "--overwrite")
 
 
 def test_patches_are_checked_before_they_are_written(place: Place) -> None:
@@ -273,7 +274,7 @@ def test_a_single_output_has_the_attributes_of_before(place: Place) -> None:
     graph(place)
     assert place.infer("--no-calibrate").exit_code == 0
     said = attributes(place.out)
-    assert {"offset", "voxel_step", "voxel_position", "job", "plan"} <= said.keys()
+    assert {"offset", "voxel_offset", "voxel_step", "voxel_position", "job", "plan"} <= said.keys()
     assert "outputs" not in said
 
 

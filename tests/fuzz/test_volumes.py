@@ -18,6 +18,9 @@ import pytest
 from tests.support.damage import damaged_bytes, damaged_json, ended
 from znnpy.patches import Box
 from znnpy.volume import open_volume
+from znnpy.volume.registry import store_for
+from znnpy.volume.space import Space
+from znnpy.volume.store import OutputArray
 
 pytestmark = pytest.mark.slow
 
@@ -189,4 +192,60 @@ def test_damaged_npy_files_give_voxels_or_a_sentence(tmp_path: Path, numbers: ra
         rng = random.Random(number)
         path.write_bytes(damaged_bytes(content[:128], rng) + content[128:])
         refused += not ended(lambda: read_whole(path), str(path))
+    assert refused > len(numbers) // 10
+
+
+def files_of_formats(folder: Path) -> list[Path]:
+    """Small volumes in every format of one file, plain and compressed, and one slice of a folder."""
+    import nibabel
+    import nrrd
+    import tifffile
+
+    voxels = np.arange(480, dtype=np.uint16).reshape(8, 6, 10)
+    grey: dict[str, Any] = {"photometric": "minisblack"}
+    tifffile.imwrite(folder / "plain.tif", voxels, **grey)
+    tifffile.imwrite(folder / "big.tif", voxels, bigtiff=True, byteorder=">", tile=(16, 16), metadata=None, **grey)
+    tifffile.imwrite(folder / "lzw.tif", voxels, compression="lzw", predictor=True, **grey)
+    tifffile.imwrite(folder / "zstd.tif", voxels, compression="zstd", rowsperstrip=2, metadata=None, **grey)
+    tifffile.imwrite(folder / "jpeg.tif", voxels.astype("u1"), compression="jpeg", metadata=None, **grey)
+    tifffile.imwrite(folder / "ome.ome.tif", voxels, metadata={"axes": "ZYX", "PhysicalSizeX": 4.0}, **grey)
+    tifffile.imwrite(folder / "imagej.tif", voxels, imagej=True, metadata={"axes": "ZYX", "spacing": 3.0, "unit": "um"})
+    (folder / "slices").mkdir()
+    for number, plane in enumerate(voxels):
+        tifffile.imwrite(folder / "slices" / f"{number}.tif", plane, **grey)
+    for version, kind in ((1, nibabel.Nifti1Image), (2, nibabel.Nifti2Image)):
+        nibabel.save(kind(voxels.T.astype("i2"), np.diag([4, 8, 40, 1])), folder / f"{version}.nii")
+    nibabel.save(nibabel.Nifti1Image(voxels.T.astype("f4"), np.eye(4)), folder / "packed.nii.gz")
+    nrrd.write(str(folder / "plain.nrrd"), voxels, {"encoding": "raw", "space directions": np.eye(3)}, index_order="C")
+    nrrd.write(str(folder / "packed.nrrd"), voxels, {"spacings": [1, 2, 3]}, index_order="C")
+    for suffix in ("tif", "nii", "mrc"):
+        path = folder / f"written.{suffix}"
+        arrays, dtype = [OutputArray((1, 8, 6, 10), space=Space((40.0, 8.0, 4.0)))], np.dtype("f4")
+        store_for(path).create(path, arrays, dtype, {"job": "{}"})
+        store = store_for(path)(path, arrays, dtype)
+        store.write(BOX, voxels[None].astype("f4"))
+        store.close()
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+@numbers
+def test_damaged_files_of_other_formats_give_voxels_or_a_sentence(
+    tmp_path: Path, numbers: range, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Headers are damaged more often than voxels; outputs are read as outputs too."""
+    whole = [(path, path.read_bytes()) for path in files_of_formats(tmp_path)]
+    refused = 0
+    for number in range(3 * numbers.start, 3 * numbers.stop):
+        rng = random.Random(number)
+        path, content = rng.choice(whole)
+        front = rng.choice((40, 400, len(content)))
+        path.write_bytes(damaged_bytes(content[:front], rng) + content[front:])
+        volume = path.parent if path.parent.name == "slices" else path
+        refused += not ended(lambda volume=volume: read_whole(volume), str(volume))  # type: ignore[misc]
+        if path.name.startswith("written"):
+            store_for(path).attributes_of(path)
+            array = OutputArray((1, 8, 6, 10), space=Space((40.0, 8.0, 4.0)))
+            ended(lambda path=path, array=array: store_for(path)(path, [array], np.dtype("f4")).close(), str(path))  # type: ignore[misc]
+        path.write_bytes(content)
+        caplog.clear()
     assert refused > len(numbers) // 10

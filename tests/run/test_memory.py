@@ -16,6 +16,7 @@ import pytest
 from tests.support.flat_requests import make_plan
 from tests.support.infer_process import infer, thin
 from tests.support.odd_networks import MACHINE, Ways, planned
+from tests.support.stored_outputs import stored
 from znnpy import plan
 from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.machine import Limits, this_machine
@@ -81,8 +82,11 @@ def as_zarr(folder: Path) -> Path:
         (as_nan, "out.h5", 240, ["--allow-nan"]),
         pytest.param(as_gzip, "out.h5", 200, [], marks=pytest.mark.long),
         (as_zarr, "out.zarr", 240, []),
+        (as_wide_hdf5, "out.zarr", 240, ["--sharded", "--multiscale", "2"]),
+        (as_wide_hdf5, "out.n5", 240, []),
+        pytest.param(as_wide_hdf5, "out.precomputed", 240, [], marks=pytest.mark.long),
     ],
-    ids=["HDF5", "npy", "NaN", "gzip", "Zarr"],
+    ids=["HDF5", "npy", "NaN", "gzip", "Zarr", "shards", "N5", "precomputed"],
 )
 def test_volume_larger_than_ram_runs_within_the_limit(
     tmp_path: Path, store: Callable[[Path], Path], out: str, ram: int, words: list[str]
@@ -116,12 +120,7 @@ def test_refusing_a_volume_takes_no_more_memory_than_running_it(tmp_path: Path) 
 
 
 def last_plane(out: Path) -> np.ndarray:
-    if out.suffix == ".zarr":
-        import zarr
-
-        return np.asarray(zarr.open_array(out, mode="r")[-1])
-    with h5py.File(out) as file:
-        return np.asarray(file["prediction"][-1])
+    return np.asarray(stored(out)[-1])
 
 
 def noise(folder: Path, size: Vec3 = (130, 150, 170)) -> Path:

@@ -136,9 +136,6 @@ def serve() -> None:
 
     import zarr  # noqa: F401 - each child would import it
 
-    import znnpy.inference
-    import znnpy.volume.hdf5
-    import znnpy.volume.zarr_store  # noqa: F401
     from znnpy.machine import this_machine
 
     this_machine()

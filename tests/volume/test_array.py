@@ -13,8 +13,8 @@ import pytest
 
 from znnpy.errors import VolumeError
 from znnpy.patches import Box
-from znnpy.volume import array as array_module
 from znnpy.volume import open_volume
+from znnpy.volume import raw as raw_module
 from znnpy.volume.base import MissingVoxels
 
 
@@ -42,8 +42,8 @@ BOXES = [
 def test_box_is_read(
     tmp_path: Path, shape: tuple[int, ...], order: str, box: Box, run: int, page: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(array_module, "RUN_BYTES", run)
-    monkeypatch.setattr(array_module, "PAGE", page)
+    monkeypatch.setattr(raw_module, "RUN_BYTES", run)
+    monkeypatch.setattr(raw_module, "PAGE", page)
     array = saved(tmp_path / "v.npy", shape, order=order).reshape(-1, 7, 9, 11)
     with open_volume(tmp_path / "v.npy") as volume:
         out = np.full((array.shape[0], *box.size), 999, np.uint16)

@@ -132,9 +132,9 @@ def test_volume_as_output_is_refused(path: Path, tmp_path: Path) -> None:
     assert volume.read_bytes() == b"the volume"
 
 
-@pytest.mark.parametrize("name", ["out.npy", "out", "out.tif"])
+@pytest.mark.parametrize("name", ["out.npy", "out", "out.png"])
 def test_unwritable_formats_are_refused(path: Path, name: str) -> None:
-    message = rf"{name} has suffix '.*', and only \.h5, \.hdf5, \.hdf and \.zarr are written; give one"
+    message = rf"{name} has suffix '.*', and only \.h5, .*, \.n5, .* and \.map are written; give one"
     with pytest.raises(OutputError, match=message):
         output(path.with_name(name))
 

@@ -9,11 +9,10 @@ import sys
 import time
 from pathlib import Path
 
-import h5py
 import numpy as np
-import numpy.typing as npt
 import pytest
 
+from tests.support.stored_outputs import stored
 from znnpy.patches import cover
 from znnpy.volume.journal import Journal, journal_path
 
@@ -34,11 +33,17 @@ columns = cover(size, patch)
 voxels = np.random.default_rng(4).standard_normal((2, *size)).astype(np.float32)
 path = Path(sys.argv[1])
 with output.Output(
-    path, inputs={}, arrays=(store.OutputArray((2, *size)),), dtype=np.dtype("f4"), mode="resume", job={"kill": 1}
+    path,
+    inputs={},
+    arrays=(store.OutputArray((2, *size)),),
+    dtype=np.dtype("f4"),
+    mode="resume",
+    job={"kill": 1},
+    storage=store.Storage(sys.argv[2] or None, len(sys.argv) > 3),
 ) as out:
     print("entered", flush=True)
     if out.header is None and not out.finished:
-        out.begin(JournalHeader({"kill": 1}, {}, "", "", len(columns)), {})
+        out.begin(JournalHeader({"kill": 1}, {}, "", "", len(columns)), {}, [columns])
     print("begun", flush=True)
     for index, column in enumerate(columns):
         if not out.finished and index not in out.done:
@@ -51,15 +56,21 @@ with output.Output(
 """
 
 
-def read(path: Path) -> npt.NDArray[np.float32]:
-    if path.is_dir():
-        return np.asarray(pytest.importorskip("zarr").open_array(path, mode="r")[:])
-    with h5py.File(path) as file:
-        return np.asarray(file["prediction"])
-
-
-@pytest.mark.parametrize("name", ["out.h5", "out.zarr"])
-def test_output_survives_kills_at_random_moments(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("out.h5", [""]),
+        ("out.zarr", [""]),
+        ("out.zarr", ["zarr2"]),
+        ("out.zarr", ["", "sharded"]),
+        ("out.n5", [""]),
+        ("out.precomputed", [""]),
+        ("out.tif", [""]),
+        ("out.nii", [""]),
+    ],
+    ids=["HDF5", "Zarr 3", "Zarr 2", "shards", "N5", "precomputed", "TIFF", "NIfTI"],
+)
+def test_output_survives_kills_at_random_moments(name: str, words: list[str], tmp_path: Path) -> None:
     rng = random.Random(20261120)
     size, patch = (60, 50, 40), (10, 25, 13)
     columns = cover(size, patch)
@@ -68,7 +79,7 @@ def test_output_survives_kills_at_random_moments(name: str, tmp_path: Path) -> N
     partial = tmp_path / f"{name}.partial"
     killed, finished, compared = 0, 0, 0
     while True:
-        with subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE) as writer:
+        with subprocess.Popen([sys.executable, "-c", WRITER, str(path), *words], stdout=subprocess.PIPE) as writer:
             assert writer.stdout is not None
             assert writer.stdout.readline() == b"entered\n"
             if killed % 4:  # else it may die while it makes the file
@@ -93,7 +104,7 @@ def test_output_survives_kills_at_random_moments(name: str, tmp_path: Path) -> N
         done = recorded[1]
         assert len(done) >= finished
         finished = len(done)
-        kept = read(partial)
+        kept = stored(partial)
         for index in done:
             for step in columns[index].steps:
                 where = (slice(None), *step.write.slices)
@@ -101,16 +112,27 @@ def test_output_survives_kills_at_random_moments(name: str, tmp_path: Path) -> N
                 compared += 1
     assert killed >= 4
     assert compared > 0
-    np.testing.assert_array_equal(read(path), voxels)
+    np.testing.assert_array_equal(stored(path), voxels)
     assert {item.name for item in tmp_path.iterdir()} == {name}
 
 
-@pytest.mark.parametrize(("name", "least"), [("out.h5", 12), ("out.zarr", 40)])
-def test_output_survives_a_kill_before_every_rename(name: str, least: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "words", "least"),
+    [
+        ("out.h5", [], 12),
+        ("out.tif", [], 12),
+        ("out.nii", [], 12),
+        ("out.mrc", [], 12),
+        ("out.zarr", [], 30),
+        ("out.zarr", ["zarr2"], 30),
+        ("out.zarr", ["sharded", "2"], 30),
+        pytest.param("out.n5", ["2"], 30, marks=pytest.mark.long),
+        pytest.param("out.precomputed", ["2"], 30, marks=pytest.mark.long),
+    ],
+)
+def test_output_survives_a_kill_before_every_rename(name: str, words: list[str], least: int, tmp_path: Path) -> None:
     """An output is replaced, and the run is killed before each change of a name; so is the run that goes on."""
-    if name.endswith(".zarr"):
-        pytest.importorskip("zarr")
-    command = [sys.executable, "-m", "tests.support.kill_at_every_step", str(tmp_path / name)]
+    command = [sys.executable, "-m", "tests.support.kill_at_every_step", str(tmp_path / name), *words]
     repository = Path(__file__).parents[2]
     done = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr

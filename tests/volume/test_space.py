@@ -11,8 +11,9 @@ import pytest
 import zarr
 
 from tests.support.cli import Place
+from tests.support.stored_outputs import attributes as attributes_of
 from znnpy.volume import open_volume
-from znnpy.volume.space import Space, ome_of
+from znnpy.volume.space import Space, image_of
 
 
 def ome_volume(folder: Path) -> Path:
@@ -48,9 +49,10 @@ def test_zarr_output_lies_at_the_same_place(place: Place) -> None:
     result = predict(place)
     out = place.folder / "volume_tiny.zarr"
     assert result.stdout.startswith(f"{out}: ")
-    attributes = dict(zarr.open_array(out).attrs)
+    attributes = attributes_of(out)
     assert (attributes["resolution"], attributes["translation"]) == (SCALE, TRANSLATION)
     assert (attributes["axes"], attributes["units"]) == ("z,y,x", "nanometer,nanometer,nanometer")
+    assert (attributes["voxel_offset"], attributes["offset"]) == ([6, 3, 4], TRANSLATION)
     (image,) = attributes["ome"]["multiscales"]
     assert [axis["name"] for axis in image["axes"]] == ["c", "z", "y", "x"]
     scale, translation = image["datasets"][0]["coordinateTransformations"]
@@ -67,6 +69,8 @@ def test_hdf5_output_states_the_place(place: Place) -> None:
     with h5py.File(place.out) as file:
         attributes = dict(file["prediction"].attrs)
     assert attributes["resolution"].tolist() == SCALE
+    assert attributes["voxel_offset"].tolist() == [6, 3, 4]
+    assert attributes["offset"].tolist() == TRANSLATION  # in units, as gunpowder and funlib read it
     assert attributes["translation"].tolist() == TRANSLATION
     assert (attributes["axes"], attributes["units"]) == ("z,y,x", "nanometer,nanometer,nanometer")
 
@@ -75,12 +79,9 @@ def test_hdf5_output_states_the_place(place: Place) -> None:
 def test_output_of_a_volume_without_place_states_none(place: Place, suffix: str) -> None:
     out = place.folder / f"x.{suffix}"
     assert place.run(*place.arguments[:-1], out).exit_code == 0
-    if suffix == "zarr":
-        attributes = dict(zarr.open_array(out).attrs)
-    else:
-        with h5py.File(out) as file:
-            attributes = dict(file["prediction"].attrs)
-    assert not {"resolution", "translation", "axes", "units", "ome"} & attributes.keys()
+    attributes = attributes_of(out)
+    assert not {"resolution", "translation", "axes", "units"} & attributes.keys()
+    assert list(attributes["voxel_offset"]) == list(attributes["offset"]) == [2, 3, 3]
 
 
 def test_units_may_be_missing() -> None:
@@ -88,6 +89,6 @@ def test_units_may_be_missing() -> None:
     attributes = space.attributes()
     assert attributes["units"] == "micrometer,,"
     assert attributes["translation"].tolist() == [2.0, 0.0, 5.0]
-    (image,) = ome_of(space, 1)["ome"]["multiscales"]
+    image = image_of("prediction", [("0", space)], 1, "0.5")
     assert [axis.get("unit") for axis in image["axes"]] == ["micrometer", None, None]
     assert len(image["datasets"][0]["coordinateTransformations"][0]["scale"]) == 3

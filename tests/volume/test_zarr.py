@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from tests.support.stored_outputs import stored
 from znnpy.errors import OutputError, ResumeError, VolumeError
 from znnpy.extras import install
 from znnpy.patches import Box, cover
@@ -147,7 +148,7 @@ def test_interrupted_output_resumes_byte_for_byte(path: Path, maps: int) -> None
         opened.begin(HEADER, {"offset": np.array([1, 2, 3]), "plan": "{}"})
         write(opened, range(5), maps)
     assert names(path) == {"out.zarr.partial", "out.zarr.journal"}
-    debris = path.with_name("out.zarr.partial") / "c" / "0.123.partial"
+    debris = path.with_name("out.zarr.partial") / "0" / "c" / "0.__lock"
     debris.write_bytes(b"half a chunk")
     with pytest.raises(OutputError, match=r"an unfinished run left .*out\.zarr\.partial with 5 of 12 columns done"):
         output(path, "new", maps).__enter__()
@@ -156,11 +157,12 @@ def test_interrupted_output_resumes_byte_for_byte(path: Path, maps: int) -> None
         write(opened, range(5, 12), maps)
         opened.complete()
     assert names(path) == {"out.zarr"}
-    assert not list(path.rglob("*.partial"))
-    array = zarr.open_array(path, mode="r")
+    assert not list(path.rglob("*.__lock"))
+    group: Any = zarr.open_group(path, mode="r")
+    array = group["0"]
     np.testing.assert_array_equal(np.asarray(array[:]).reshape(maps, *SIZE), expected(maps))
     assert array.chunks == ((6, 5, 5) if maps == 1 else (1, 6, 5, 5))
-    assert array.attrs["offset"] == [1, 2, 3]
+    assert group.attrs["offset"] == [1, 2, 3]
     assert array.metadata.dimension_names == (("z", "y", "x") if maps == 1 else ("c", "z", "y", "x"))
     with output(path, "resume", maps) as opened:
         assert opened.finished
@@ -181,7 +183,7 @@ def test_overwritten_folder_is_replaced_at_the_end(path: Path) -> None:
         assert (path / "precious").read_text() == "old"
         opened.complete()
     assert names(path) == {"out.zarr"}
-    np.testing.assert_array_equal(zarr.open_array(path, mode="r")[:], expected(1)[0])
+    np.testing.assert_array_equal(stored(path), expected(1)[0])
 
 
 def test_resume_with_another_shape_is_refused(path: Path) -> None:
@@ -210,10 +212,10 @@ for door in (lambda: open_volume(Path("a.zarr")), lambda: store_for(Path("a.zarr
         print(error)
 """
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    need = "need the package tensorstore, which is not installed; "
     assert done.stdout == (
-        "Zarr, N5 and precomputed volumes, and volumes in buckets, need the package tensorstore, which is not "
-        f"installed; `{install('io')}`\n"
-        f"reading and writing .zarr needs the package zarr, which is not installed; `{install('zarr')}`\n"
+        f"Zarr, N5 and precomputed volumes, and volumes in buckets, {need}`{install('io')}`\n"
+        f"writing .zarr, .n5 and precomputed outputs {need.replace('need', 'needs')}`{install('io')}`\n"
     )
 
 

@@ -13,7 +13,7 @@ from znnpy.measure.calibrate import Calibration
 from znnpy.messages import excerpt, option
 from znnpy.network import Network
 from znnpy.options import PlanningOptions, RunOptions
-from znnpy.planner.memory import MARGIN_BYTES, MIB, baseline_bytes, context_bytes
+from znnpy.planner.memory import MARGIN_BYTES, MIB, baseline_bytes, context_bytes, gathering_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import Constraints, PlanRequest
 from znnpy.planner.run_plan import RunPlan
@@ -38,6 +38,7 @@ class Work:
     masks            voxels that are not finite are allowed, so each patch comes with a mask of them
     unpacking_bytes  what the process takes to unpack the volume's chunks
     held_bytes       what else it will hold besides the plan, such as weights to be read or an output in memory
+    gathered_bytes   of the output, if its chunks are gathered in memory until they are whole
     """
 
     network: Network
@@ -48,10 +49,12 @@ class Work:
     masks: bool = False
     unpacking_bytes: int = 0
     held_bytes: int = 0
+    gathered_bytes: int = 0
 
-    def baseline(self, target: OpenTarget) -> int:
-        """Return the bytes of the process without the plan."""
-        return baseline_bytes() + target.later_bytes + self.unpacking_bytes + self.held_bytes
+    def baseline(self, target: OpenTarget, ram_bytes: int) -> int:
+        """Return the bytes of the process without the plan, within a limit of them all."""
+        held = self.unpacking_bytes + self.held_bytes + gathering_bytes(ram_bytes, self.gathered_bytes)
+        return baseline_bytes() + target.later_bytes + held
 
 
 def request_for(asked: PlanningOptions, work: Work, target: OpenTarget, limits: Limits) -> PlanRequest:
@@ -64,7 +67,7 @@ def request_for(asked: PlanningOptions, work: Work, target: OpenTarget, limits: 
         itemsize_in=work.itemsize_in,
         itemsize_out=work.itemsize_out,
         constraints=Constraints(asked.patch, asked.names, asked.cover, asked.depth_first),
-        baseline=work.baseline(target),
+        baseline=work.baseline(target, limits.ram_bytes),
         masks=work.masks,
         area=work.area,
     )
@@ -195,7 +198,7 @@ def _described(area: Area) -> str:
 
 def _charged(plan: Plan, work: Work, target: OpenTarget) -> Plan:
     """Return a worker's plan for other work, with the memory that it takes in this process and on this target."""
-    held, promised = work.baseline(target), plan.memory
+    held, promised = work.baseline(target, plan.limits.ram_bytes), plan.memory
     here = _stored_as(work, plan).covering(work.output, work.network, masks=work.masks)
     memory = replace(
         promised,

@@ -1,31 +1,22 @@
-"""Volumes in numpy's own forms: arrays in memory, and .npy files.
-
-A .npy file is read, not mapped: the pages of a mapping count as memory of the process while it exists.
-"""
+"""Volumes in numpy's own forms: arrays in memory, and .npy files."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
-from io import FileIO
-from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from znnpy.errors import VolumeError
-from znnpy.files import open_regular
 from znnpy.formats.npy import read_npy_header
 from znnpy.messages import excerpt
 from znnpy.patches import Box
 from znnpy.volume.base import Reading, Volume
 from znnpy.volume.location import Location
+from znnpy.volume.raw import RawArray, RawVolume, opened
 from znnpy.volume.storage_paths import storage_paths
-
-RUN_BYTES = 2**20  # read at once where it is contiguous
-PAGE = 4096  # bytes
 
 
 def why_unwritable(array: npt.NDArray[Any]) -> str | None:
@@ -72,86 +63,16 @@ class ArrayVolume(Volume):
         return self._voxels.nbytes, 0
 
 
-class NpyVolume(Volume):
-    """A .npy file in C or Fortran order, made by `open_volume`."""
-
-    def __init__(self, path: Path, file: BinaryIO) -> None:
-        """Read the header.
-
-        file  opened at its beginning; it is closed with the volume
-
-        VolumeError: it is not a volume, or the file ends too early. OSError, ValueError: the header is damaged.
-        """
-        header = read_npy_header(file)
-        shape, dtype = header.shape, header.dtype
-        super().__init__(path, "", shape, dtype)
-        self._stored_dtype, self._is_fortran = dtype, header.by_columns
-        self._begin, self._file = header.nbytes, cast("FileIO", file)
-        held, needed = os.fstat(file.fileno()).st_size, self._begin + prod(shape) * dtype.itemsize
-        if held < needed:
-            raise VolumeError(f"{path} is cut short: {held} bytes of the {needed} its header promises; copy it again")
-
-    def close(self) -> None:
-        self._file.close()
-
-    def read(self, box: Box, out: npt.NDArray[Any]) -> None:
-        """Read contiguous runs of the file: along the last axis, and along further axes that are read completely.
-
-        Rows shorter than a page are read completely: the system reads their pages anyway, and a run holds many rows.
-        """
-        extent, lo, target = self.shape, (0, *box.lo), out
-        if self._is_fortran:
-            extent, lo, target = extent[::-1], lo[::-1], out.T
-        columns = slice(lo[3], lo[3] + target.shape[3])
-        if extent[3] * out.itemsize > PAGE:
-            shape, columns = target.shape, slice(None)
-        else:
-            shape, lo = (*target.shape[:3], extent[3]), (*lo[:3], 0)
-        along = 3
-        while along and shape[along] == extent[along] and prod(shape[along - 1 :]) * out.itemsize <= RUN_BYTES:
-            along -= 1
-        run = np.empty(shape[along:], self._stored_dtype)
-        for index in np.ndindex(shape[:along]):
-            first = 0
-            for axis, n in enumerate(extent):
-                first = first * n + lo[axis] + (index[axis] if axis < along else 0)
-            self._fill(run, self._begin + first * run.itemsize)
-            target[index] = run[..., columns]
-
-    def _fill(self, run: npt.NDArray[Any], at: int) -> None:
-        """Read from byte `at` of the file until `run` is full."""
-        rest = run.reshape(-1).view(np.uint8).data
-        try:
-            self._file.seek(at)
-            while rest:
-                count = self._file.readinto(rest)
-                if not count:
-                    raise VolumeError(
-                        f"{self} ends before byte {at + run.nbytes}; it was cut short in the meantime: copy it again"
-                    )
-                rest = rest[count:]
-        except OSError as error:
-            raise VolumeError(f"{self} cannot be read at byte {at}: {error.strerror}; copy it again") from None
-
-    def stored(self) -> tuple[int, int]:
-        status = self.path.stat()
-        return status.st_size, status.st_mtime_ns
-
-
-def open_volume(location: Location, reading: Reading) -> NpyVolume:
+def open_volume(location: Location, reading: Reading) -> RawVolume:
     """Open a .npy file and read its header. VolumeError when it is missing, pickled, cut short, or not a volume."""
     path = location.path
     reading.missing.check_none(path)
     reading.check_single(path)
     reading.check_one_time(path)
+    file = opened(path, ".npy")
     try:
-        file = open_regular(path)
-    except FileNotFoundError:
-        raise VolumeError(f"there is no file {path}; check the path") from None
-    except (OSError, ValueError) as error:
-        raise VolumeError(f"{path} cannot be read: {getattr(error, 'strerror', error)}; give a .npy file") from None
-    try:
-        return NpyVolume(path, file)
+        header = read_npy_header(file)
+        return RawVolume(path, file, RawArray(header.nbytes, header.shape, header.dtype, header.by_columns))
     except VolumeError:
         file.close()
         raise

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from io import FileIO
 from itertools import product
@@ -28,10 +28,11 @@ import numpy.typing as npt
 
 from znnpy.errors import OutputError
 from znnpy.files import is_still, open_regular, reopen
+from znnpy.messages import option
 from znnpy.patches import Box
 from znnpy.shapes import Vec3, add, ceil_divide, multiply, subtract
 from znnpy.volume.output_names import OUTPUTS
-from znnpy.volume.store import DAMAGED, OutputArray, Store, check_filled, check_stored, chunks_of, damaged
+from znnpy.volume.store import DAMAGED, OutputArray, Storage, Store, check_filled, check_stored, chunks_of, damaged
 
 DATASET = "prediction"  # the only array of an output
 PAGE = 4096  # bytes: chunks are aligned to pages
@@ -42,7 +43,9 @@ THREAD_BYTES = 2**20  # part of a box for each thread: written in 0.5 ms (`writi
 class Hdf5Store(Store):
     """An HDF5 file with the dataset `prediction`, or one for each array: (c, z, y, x), or (z, y, x) where c is 1."""
 
-    def __init__(self, path: Path, arrays: Sequence[OutputArray], dtype: np.dtype[Any]) -> None:
+    def __init__(
+        self, path: Path, arrays: Sequence[OutputArray], dtype: np.dtype[Any], storage: Storage | None = None
+    ) -> None:
         self._arrays, self._dtype = arrays, dtype
         most = max(prod(array.chunk) for array in arrays)
         self._buffers = [np.empty(most, dtype) for _ in range(THREADS)]  # they take no memory until they are used
@@ -54,8 +57,25 @@ class Hdf5Store(Store):
             self._file.close()
             raise
 
-    @staticmethod
-    def create(path: Path, arrays: Sequence[OutputArray], dtype: np.dtype[Any], attributes: Mapping[str, Any]) -> None:
+    @classmethod
+    def check(cls, dtype: np.dtype[Any], storage: Storage) -> None:
+        for asked, word in ((storage.multiscale, "multiscale"), (storage.sharded, "sharded")):
+            if asked:
+                what = "coarser levels" if word == "multiscale" else "shards"
+                raise OutputError(
+                    f"HDF5 outputs have no {what}; leave out {option(word)}, or give a name that ends with .zarr in "
+                    f"{option('out')}"
+                )
+
+    @classmethod
+    def create(
+        cls,
+        path: Path,
+        arrays: Sequence[OutputArray],
+        dtype: np.dtype[Any],
+        attributes: Mapping[str, Any],
+        storage: Storage | None = None,
+    ) -> None:
         kind = h5py.h5t.py_create(dtype, logical=True)
         # All programs read format v108, and it allows attributes above 64 KiB, which plans need.
         with h5py.File(path, "x", libver=("v108", "v108"), alignment_threshold=PAGE, alignment_interval=PAGE) as file:
@@ -76,8 +96,12 @@ class Hdf5Store(Store):
             _check_same(path, os.fstat(written.fileno()), made)
             os.fsync(written.fileno())
 
-    @staticmethod
-    def attributes_of(path: Path, name: str = "") -> dict[str, Any]:
+    @classmethod
+    def dataset_of(cls, path: Path, name: str) -> str | None:
+        return name or DATASET
+
+    @classmethod
+    def attributes_of(cls, path: Path, name: str = "") -> dict[str, Any]:
         try:
             with open_regular(path) as there, h5py.File(path, "r") as file:
                 _check_same(path, os.fstat(there.fileno()), os.fstat(file.id.get_vfd_handle()))
@@ -115,6 +139,15 @@ class Hdf5Store(Store):
             _wait_for(threads)
         if errors:
             raise errors.pop()
+
+    def limit(self, budget: int) -> None:
+        """Do nothing: voxels are written as they come."""
+
+    def flush(self, serials: Set[int] | None = None) -> None:
+        """Do nothing: voxels are written as they come."""
+
+    def write_coarser(self) -> None:
+        """Do nothing: `check` refuses to have coarser levels."""
 
     def sync(self) -> None:
         os.fsync(self._file.fileno())

@@ -7,7 +7,6 @@ journal and the output contain the random id of the run, by which its files are 
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -15,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -25,18 +25,21 @@ from pydantic_core import from_json
 
 from znnpy.errors import OutputError, ResumeError, ZnnpyError
 from znnpy.files import Inputs, give_name, remove, sync_folder
-from znnpy.messages import excerpt, option
-from znnpy.patches import Box
+from znnpy.messages import option
+from znnpy.patches import Box, Columns
 from znnpy.units import human_bytes
 from znnpy.volume.journal import ColumnSet, Journal, JournalHeader, header_digest
+from znnpy.volume.location import Location
 from znnpy.volume.lock import OutputLock
-from znnpy.volume.output_names import FOLDER_SUFFIX, RUN_ATTRIBUTE, Names, check_place, check_replaced, new_run
+from znnpy.volume.output_errors import check_same_job, unwritable
+from znnpy.volume.output_names import RUN_ATTRIBUTE, Names, check_place, check_replaced, new_run
 from znnpy.volume.registry import store_for
-from znnpy.volume.store import JOURNAL_ATTRIBUTE, OutputArray, Store, taken_over
+from znnpy.volume.store import JOURNAL_ATTRIBUTE, OutputArray, Storage, Store, taken_over
 
 Mode = Literal["new", "overwrite", "resume"]
 
 SYNC_SECONDS = 1.0  # time between two syncs, so that small columns share one
+PATIENCE_SECONDS = 60.0  # after which chunks are written as they are, so that finished columns can be recorded
 
 
 class Output:
@@ -60,14 +63,16 @@ class Output:
         dtype: np.dtype[Any],
         mode: Mode,
         job: dict[str, Any],
+        storage: Storage | None = None,
     ) -> None:
-        """Store the arguments without touching the disk. OutputError for a suffix that is not written.
+        """Store the arguments without touching the disk. OutputError for what is not written.
 
         inputs  files and folders that the output must not replace, by their role, for example "volume".
         arrays  one, or one for each of several outputs.
         mode    new: refuse an existing output; overwrite: replace it once the new one is complete; resume: continue an
                 unfinished run of the same job, or begin.
         job     identifies the job, JSON types; it is compared on resume and stored as attribute `job`.
+        storage how it is stored, where the format leaves a choice.
         """
         if not path.name:
             raise OutputError(f"the output {str(path)!r} is a folder; give the name of a file in {option('out')}")
@@ -84,13 +89,18 @@ class Output:
         self._partial = self._names.partial
         self._journal = Journal(self._names.journal)
         self._held = OutputLock(self._names.lock, path)
-        self._kind = store_for(path)
+        self._storage = storage or Storage()
+        self._kind = store_for(Location(str(path), prefix=self._storage.prefix))
+        self._kind.check(self.dtype, self._storage)
+        self._kind.check_arrays(arrays)
+        self.rewritten = 0  # files of chunks that were written again because they had been written in part
         self._store: Store | None = None
         self._run: str | None = None  # id of the run that is begun or resumed here
         self._replaces = mode == "overwrite"  # whether the complete output may replace an existing one
         self._columns = 0
         self._kept = ColumnSet(0)  # recorded columns, of this run and earlier ones
-        self._pending: set[int] = set()  # finished, not yet synced
+        self._pending: dict[int, Set[int]] = {}  # finished, not yet recorded, and the chunks that they may wait for
+        self._oldest = 0.0  # time at which the first of them was finished
         self._sync_due = 0.0
         self._may_sync = True
         self._lock = threading.RLock()  # a writer may still be active when an interrupted run leaves
@@ -98,7 +108,7 @@ class Output:
 
     def __enter__(self) -> Self:
         with self._open, self._explained():
-            check_place(self.path, self._inputs)
+            check_place(self.path, self._inputs, folder=self._kind.folder)
             self._open.callback(self._held.release)
             self._held.hold()
             self._open.callback(self._journal.close)
@@ -111,7 +121,7 @@ class Output:
         with self._open, self._lock:
             try:
                 if self._store is not None and self._may_sync:
-                    self._sync()
+                    self._sync(whole=True)
             except OutputError as late:
                 if error is None:
                     raise
@@ -126,10 +136,28 @@ class Output:
                     f"{option('resume', True)} (and without {option('overwrite')}) continues from there"
                 )
 
-    def begin(self, header: JournalHeader, attributes: Mapping[str, Any]) -> None:
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """The attributes of the output that is there; none if there is none, or it cannot be read."""
+        return self._kind.attributes_of(self.path)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of the whole output if its chunks are gathered in memory until they are whole; else 0."""
+        return self._needed_bytes if self._kind.gathers else 0
+
+    def limit(self, budget: int) -> None:
+        """Set the bytes in which chunks are gathered."""
+        with self._lock:
+            self._storage = replace(self._storage, budget=budget)
+            if self._store is not None:
+                self._store.limit(budget)
+
+    def begin(self, header: JournalHeader, attributes: Mapping[str, Any], plans: Sequence[Columns] = ()) -> None:
         """Begin a new run: create the journal, then the file at its full size. Only if `self.header` is None.
 
         attributes  of all arrays: name -> text, number or array; `job` is added.
+        plans       columns that are computed, to which the chunks are fitted.
         """
         if self.header is not None or self.finished:
             raise ValueError(f"{self.path} was started before, so it cannot start again")
@@ -140,7 +168,8 @@ class Output:
             named = {RUN_ATTRIBUTE: run, JOURNAL_ATTRIBUTE: header_digest(header)}
             job = json.dumps(self._job, sort_keys=True)
             draft = self._names.draft(run)
-            self._kind.create(draft, self._arrays, self.dtype, {**attributes, **named, "job": job})
+            self._storage = replace(self._storage, plans=tuple(plans))
+            self._kind.create(draft, self._arrays, self.dtype, {**attributes, **named, "job": job}, self._storage)
             give_name(draft, self._partial)
             sync_folder(self.path.parent)
             self._open_store()
@@ -153,7 +182,7 @@ class Output:
         with self._lock:
             if self._store is None:
                 return
-            self._sync()
+            self._sync(whole=True)
             self.done = ColumnSet(self._columns, self._kept)
             if not self.done:
                 self.header = None
@@ -170,21 +199,27 @@ class Output:
         if not 0 <= index < self._columns:
             raise ValueError(f"there is no column {index} of {self._columns}")
         with self._lock:
-            self._opened()
-            self._pending.add(index)
+            unfinished = self._opened().unfinished
+            if not self._pending:
+                self._oldest = time.monotonic()
+            self._pending[index] = unfinished
             if time.monotonic() >= self._sync_due:
-                self._sync()
+                self._sync(whole=time.monotonic() > self._oldest + PATIENCE_SECONDS)
 
     def complete(self) -> None:
         """Give the output its name after the last column. Does nothing if it was complete before."""
         if self.finished:
             return
         store = self._opened()
-        missing = self._columns - len(self._kept) - len(self._pending - self._kept)
+        missing = self._columns - len(self._kept) - len(self._pending.keys() - self._kept)
         if missing:
             raise ValueError(f"{missing} of {self._columns} columns of {self.path} are not finished")
-        self._sync()
+        self._sync(whole=True)
         with self._explained():
+            store.flush()
+            store.write_coarser()
+            store.sync()
+            self.rewritten = store.rewritten
             self._held.hold()  # the lock may have been removed, and another run may be active
             self._check_ours()
             store.close()
@@ -201,9 +236,9 @@ class Output:
         if there:
             if not self._replaces:
                 raise self._appeared()
-            check_replaced(self.path)
+            self._check_replaced()
         old = self._names.old(run)
-        if there and self.path.suffix == FOLDER_SUFFIX:  # a folder cannot be replaced in one step
+        if there and self._kind.folder:  # a folder cannot be replaced in one step
             self.path.rename(old)
             there = False
         try:
@@ -216,6 +251,10 @@ class Output:
         sync_folder(self.path.parent)
         if os.path.lexists(old):
             self._names.discard(old, run)
+
+    def _check_replaced(self) -> None:
+        """Raise OutputError if replacing the output would remove more than one output."""
+        check_replaced(self.path, self._kind.run_of(self.path))
 
     def _appeared(self) -> OutputError:
         return OutputError(
@@ -247,22 +286,34 @@ class Output:
         if not (self._opened().is_still_there() and self._journal.is_still_there()):
             raise taken_over(self._partial)
 
-    def _sync(self) -> None:
-        """Bring the data to disk, then their record: in this order a recorded column is always complete."""
+    def _sync(self, *, whole: bool = False) -> None:
+        """Bring the data to disk, then their record: in this order a recorded column is always complete.
+
+        whole  write the chunks that finished columns wait for, though others will add to them
+        """
         if not self._pending:
             return
+        store = self._opened()
         self._may_sync = False  # a sync that failed once may lie about success the next time
         with self._explained():
-            self._opened().sync()
-            self._check_ours()
-            self._journal.append(self._pending)
+            if whole:
+                store.flush(frozenset().union(*self._pending.values()))
+            unfinished = store.unfinished
+            ready = [column for column, waits in self._pending.items() if unfinished.isdisjoint(waits)]
+            if ready:
+                store.sync()
+                self._check_ours()
+                self._journal.append(ready)
         self._may_sync = True
-        self._kept.update(self._pending)
-        self._pending.clear()
+        self._kept.update(ready)
+        for column in ready:
+            del self._pending[column]
+        if ready:
+            self._oldest = time.monotonic()
         self._sync_due = time.monotonic() + SYNC_SECONDS
 
     def _open_store(self) -> None:
-        self._store = self._kind(self._partial, self._arrays, self.dtype)
+        self._store = self._kind(self._partial, self._arrays, self.dtype, self._storage)
         self._open.callback(self._store.close)
 
     def _opened(self) -> Store:
@@ -290,7 +341,7 @@ class Output:
             )
         if self._mode == "overwrite":
             if os.path.lexists(self.path):
-                check_replaced(self.path)
+                self._check_replaced()
             return
         found = self._journal.read() if unfinished and recorded else None
         if going_on and found is None:
@@ -319,12 +370,12 @@ class Output:
 
     def _resume(self, header: JournalHeader, done: Set[int], made_by: str | None) -> None:
         """Open the unfinished output of an earlier run; ResumeError if it is damaged, or of another run or job."""
-        self._check_same(header.job, f"the unfinished {self._partial}", "finish it with the old settings")
+        check_same_job(header.job, self._job, f"the unfinished {self._partial}", "finish it with the old settings")
         self._replaces = self._journal.replaces
         if os.path.lexists(self.path):
             if not self._replaces:
                 raise self._appeared()
-            check_replaced(self.path)
+            self._check_replaced()
         self._open_store()
         if made_by != self._journal.run:
             raise ResumeError(
@@ -354,19 +405,9 @@ class Output:
                 f"{self.path} exists and was not written by znnpy; give {option('overwrite', True)} to replace it, or "
                 f"another {option('out')}"
             )
-        self._check_same(job, f"the finished {self.path}", f"give another {option('out')}")
+        check_same_job(job, self._job, f"the finished {self.path}", f"give another {option('out')}")
         self._clear()
         self.finished = True
-
-    def _check_same(self, theirs: Mapping[str, Any], what: str, else_do: str) -> None:
-        before, now = dict(_flat(theirs)), dict(_flat(self._job))
-        for field in sorted(before.keys() | now.keys()):
-            old, new = before.get(field), now.get(field)
-            if old != new:
-                raise ResumeError(
-                    f"{what} belongs to another job: {excerpt(field)} was {_shown(old)} and is {_shown(new)} now; "
-                    f"{else_do}, or start again with {option('overwrite', True)}"
-                )
 
     @property
     def _needed_bytes(self) -> int:
@@ -395,42 +436,11 @@ class Output:
         except ZnnpyError:
             raise
         except OSError as error:
-            raise OutputError(self._sentence(error)) from error
-
-    def _sentence(self, error: OSError) -> str:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            free = shutil.disk_usage(self.path.parent).free
-            needed = self._needed_bytes
-            cause = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}.get(
-                error.errno, "the file may not grow that large"
-            )
-            return (
-                f"{cause}: {self._partial} needs {human_bytes(needed)} in all, and {self.path.parent} has "
-                f"{human_bytes(free)} free; "
-                f"{len(self._kept)} of {self._columns} columns are kept: make room and give {option('resume', True)}"
-            )
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            return (
-                f"{self.path.parent} may not be written to ({os.strerror(error.errno)}); "
-                f"change its permissions or give another {option('out')}"
-            )
-        return f"{self.path} cannot be written: {error}; give another {option('out')}"
+            kept = f"{len(self._kept)} of {self._columns} columns"
+            raise OutputError(unwritable(error, self.path, self._partial, self._needed_bytes, kept)) from error
 
 
 def _taken(path: Path) -> int:
     """Return the bytes on disk of a file or a whole folder; 0 where there is none, or the system does not report it."""
     files = path.rglob("*") if path.is_dir() else [path] if path.exists() else []
     return sum(getattr(file.stat(), "st_blocks", 0) * 512 for file in files)
-
-
-def _flat(job: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield nested settings as `volume.dtype` -> value."""
-    for key, value in job.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def _shown(value: Any) -> str:
-    return "not given" if value is None else excerpt(json.dumps(value))

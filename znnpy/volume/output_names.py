@@ -20,14 +20,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from znnpy.errors import OutputError
-from znnpy.files import Inputs, is_zarr_array, refuse_inputs, remove, zarr_metadata
+from znnpy.files import Inputs, is_zarr_array, refuse_inputs, remove
 from znnpy.messages import option
 from znnpy.volume.journal import journal_path
 
 RUN = re.compile(r"[0-9a-f]{16}")
 RUN_ATTRIBUTE = "znnpy_run"  # the id of the run that made an output
 OUTPUTS = "outputs"  # group with the arrays of the outputs of a network that has several
-FOLDER_SUFFIX = ".zarr"  # suffix of outputs that are folders; all others are files
+# What lies in the folder of an output: metadata, the outputs of a network that has several, and the folders of arrays.
+_OF_OUTPUT = re.compile(
+    r"zarr\.json|\.zgroup|\.zattrs|attributes\.json|znnpy\.json|info|s?\d\d?|[\d.e+-]+_[\d.e+-]+_[\d.e+-]+|" + OUTPUTS
+)
 
 
 def new_run() -> str:
@@ -100,34 +103,38 @@ class Names:
         return self.out.with_name(f"{self.out.name}.{ending}")
 
 
-def check_place(out: Path, inputs: Inputs) -> None:
-    """Raise OutputError if `out` cannot be written, or if one of its names is that of an input."""
+def check_place(out: Path, inputs: Inputs, *, folder: bool) -> None:
+    """Raise OutputError if `out` cannot be written, or if one of its names is that of an input.
+
+    folder  whether the output will be a folder
+    """
     if not out.parent.is_dir():
         raise OutputError(f"there is no folder {out.parent} to write {out.name} in; create it first")
     names = Names(out)
     for name in (out, names.partial, names.journal, names.lock):
         refuse_inputs(name, inputs)
-    if out.is_dir() and out.suffix != FOLDER_SUFFIX:
+    if out.is_dir() and not folder:
         raise OutputError(f"the output {out} is a folder; give the name of a file in {option('out')}")
-    if out.exists() and not out.is_dir() and not (out.is_file() and out.suffix != FOLDER_SUFFIX):
-        kind = "is a file, and a Zarr output is a folder" if out.is_file() else "is neither a file nor a folder"
+    if out.exists() and not out.is_dir() and not (out.is_file() and not folder):
+        kind = "is a file, and the output is to be a folder" if out.is_file() else "is neither a file nor a folder"
         raise OutputError(f"the output {out} {kind}; remove it, or give another {option('out')}")
 
 
-def check_replaced(out: Path) -> None:
-    """Raise OutputError if replacing `out` would remove more than one output."""
+def check_replaced(out: Path, run: str | None) -> None:
+    """Raise OutputError if replacing `out` would remove more than one output.
+
+    run  id of the run that made it; None: no run did
+    """
     if os.path.ismount(out):
         raise OutputError(f"a file system is mounted at {out}, which cannot be replaced; give another {option('out')}")
-    if out.is_dir() and not out.is_symlink() and not is_zarr_array(out) and not _is_of_several(out):
+    if out.is_dir() and not out.is_symlink() and not is_zarr_array(out) and not _holds_one(out, run):
         raise OutputError(
-            f"the output {out} is a folder that is not a Zarr array, and replacing it would remove all that it holds; "
-            f"remove it, or give another {option('out')}"
+            f"the output {out} is a folder that is not an output or a Zarr array, and replacing it would remove all "
+            f"that it holds; remove it, or give another {option('out')}"
         )
 
 
-def _is_of_several(folder: Path) -> bool:
-    """Return whether a folder is empty, or holds nothing but the outputs of a network that has several."""
-    inside = {entry.name for entry in folder.iterdir()}
-    attributes = zarr_metadata(folder).get("attributes")
-    of_run = isinstance(attributes, dict) and RUN_ATTRIBUTE in attributes
-    return not inside or (of_run and inside <= {"zarr.json", OUTPUTS})
+def _holds_one(folder: Path, run: str | None) -> bool:
+    """Return whether a folder is empty, or holds nothing but what a run made."""
+    inside = [entry.name for entry in folder.iterdir()]
+    return not inside or (run is not None and all(map(_OF_OUTPUT.fullmatch, inside)))

@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from znnpy.errors import OutputError
 from znnpy.files import Inputs
-from znnpy.messages import option
+from znnpy.messages import excerpt, option
 from znnpy.volume.journal import default_output
-from znnpy.volume.location import volume_location
+from znnpy.volume.location import Location, volume_location
 from znnpy.volume.output import Mode, Output
 from znnpy.volume.sliceable import Assignable, BlockOutput, Sliceable
-from znnpy.volume.store import OutputArray
+from znnpy.volume.store import OutputArray, Storage
+
+if TYPE_CHECKING:
+    from znnpy.volume.bucket_output import BucketOutput
 
 
 def mode_of(*, overwrite: bool, resume: bool) -> Mode:
@@ -25,13 +29,14 @@ def mode_of(*, overwrite: bool, resume: bool) -> Mode:
     return "overwrite" if overwrite else "resume" if resume else "new"
 
 
-def target_of(volume: str | Path | Sliceable, out: str | Path | Assignable | None, network: str) -> Path:
-    """Return the path of an output, or a description of an array. ValueError where nothing determines it.
+def target_of(volume: str | Path | Sliceable, out: str | Path | Assignable | None, network: str) -> Path | Location:
+    """Return the path or the URL of an output, or a description of an array. ValueError where nothing determines it.
 
     network  name of the network, for an output beside the volume.
     """
     if isinstance(out, str | os.PathLike):
-        return Path(out)
+        place = place_of(out)
+        return place.path if place.is_local else place
     if out is not None:
         return Path(f"the {type(out).__name__}")
     if isinstance(volume, str | os.PathLike):
@@ -39,9 +44,28 @@ def target_of(volume: str | Path | Sliceable, out: str | Path | Assignable | Non
     raise ValueError(f"the volume is not a file, so the output needs a path or an array: give {option('out')}")
 
 
+def place_of(out: str | os.PathLike[str]) -> Location:
+    """Read the name of an output; OutputError for a name that cannot be read."""
+    try:
+        place = Location.of(out)
+    except ValueError as error:
+        raise OutputError(f"{error}; check the name in {option('out')}") from None
+    if place.dataset is not None:
+        raise OutputError(
+            f"{place} names the dataset {excerpt(place.dataset)}, and outputs name theirs themselves; "
+            f"leave it out of {option('out')}"
+        )
+    return place
+
+
+def prefix_of(out: object) -> str | None:
+    """Return the word before the name of an output that says its format; None: there is none."""
+    return place_of(out).prefix if isinstance(out, str | os.PathLike) else None
+
+
 def output_for(
     out: str | Path | Assignable | None,
-    target: Path,
+    target: Path | Location,
     volume: str | Path | Sliceable,
     *,
     inputs: Inputs,
@@ -49,13 +73,23 @@ def output_for(
     dtype: np.dtype[Any],
     mode: Mode,
     job: dict[str, Any],
-) -> Output | BlockOutput:
-    """Return the output to write to; parameters as for `Output`. An object takes arrays of one size alone.
+    sharded: bool,
+    multiscale: int,
+) -> Output | BucketOutput | BlockOutput:
+    """Return the output to write to; parameters as for `Output` and `Storage`. An object takes arrays of one size.
 
     OutputError if it does not fit, ValueError for a mode that only files have.
     """
     if out is None or isinstance(out, str | os.PathLike):
-        return Output(target, inputs=inputs, arrays=arrays, dtype=dtype, mode=mode, job=job)
+        storage = Storage(prefix_of(out), sharded, multiscale)
+        if isinstance(target, Location):
+            from znnpy.volume.bucket_output import BucketOutput
+
+            return BucketOutput(target, arrays=arrays, dtype=dtype, mode=mode, job=job, storage=storage)
+        return Output(target, inputs=inputs, arrays=arrays, dtype=dtype, mode=mode, job=job, storage=storage)
+    for word, asked in (("sharded", sharded), ("multiscale", multiscale)):
+        if asked:
+            raise ValueError(f"{option(word, asked)} is for an output with a path, not for an array: omit it")
     if mode != "new":
         raise ValueError(f"{option(mode, True)} is for an output with a path, not for an array: omit it")
     maps = [array.shape[0] for array in arrays]

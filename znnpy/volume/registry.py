@@ -12,7 +12,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from importlib import import_module
-from pathlib import Path
+from itertools import islice
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, cast
 
 from znnpy.errors import OutputError, VolumeError
@@ -22,6 +23,9 @@ from znnpy.volume.location import Location, volume_location
 if TYPE_CHECKING:
     from znnpy.volume.base import MissingVoxels, Volume
     from znnpy.volume.store import Store
+
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")  # suffixes of files that are compressed as a whole
+MOST_LOOKED_AT = 1000  # files of a folder, to find out what it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,8 @@ class Format:
     prefixes  words that may be written before a place, of `location.PREFIXES`
     remote    whether it is read from buckets and web servers, and written to buckets if it is written
     folder    whether it is a folder, or may be one
+    unwritten suffixes that are read alone
+    inside    suffixes of files by which a folder of another name is recognised
     """
 
     name: str
@@ -46,6 +52,8 @@ class Format:
     prefixes: tuple[str, ...] = ()
     remote: bool = False
     folder: bool = False
+    unwritten: tuple[str, ...] = ()
+    inside: tuple[str, ...] = ()
 
 
 HDF5 = Format("HDF5", (".h5", ".hdf5", ".hdf"), "znnpy.volume.hdf5", ("znnpy.volume.hdf5_store", "Hdf5Store"))
@@ -53,7 +61,7 @@ ZARR = Format(
     "Zarr",
     (".zarr",),
     "znnpy.volume.zarr_volume",
-    ("znnpy.volume.zarr_store", "ZarrStore"),
+    ("znnpy.volume.chunked_store", "ZarrStore"),
     marks=("zarr.json", ".zarray", ".zgroup"),
     prefixes=("zarr", "zarr2", "zarr3"),
     remote=True,
@@ -63,24 +71,48 @@ N5 = Format(
     "N5",
     (".n5",),
     "znnpy.volume.n5_volume",
+    ("znnpy.volume.chunked_store", "N5Store"),
     marks=("attributes.json",),
     prefixes=("n5",),
     remote=True,
     folder=True,
 )
 PRECOMPUTED = Format(
-    "precomputed",
+    "Neuroglancer precomputed",
     (".precomputed",),
     "znnpy.volume.precomputed_volume",
+    ("znnpy.volume.chunked_store", "PrecomputedStore"),
     marks=("info",),
     prefixes=("precomputed",),
     remote=True,
     folder=True,
 )
 NPY = Format("numpy", (".npy",), "znnpy.volume.array")
-FORMATS = (HDF5, ZARR, N5, PRECOMPUTED, NPY)
+NIFTI_OTHERS = (".nii.gz", ".hdr", ".img")  # read, or refused by what they are, and not written
+NIFTI = Format(
+    "NIfTI",
+    (".nii", *NIFTI_OTHERS),
+    "znnpy.volume.nifti",
+    ("znnpy.volume.nifti_store", "NiftiStore"),
+    unwritten=NIFTI_OTHERS,
+)
+MRC_STACKS = (".st", ".ali", ".mrcs")  # stacks of images, which a prediction is not
+MRC = Format(
+    "MRC",
+    (".mrc", ".rec", ".map", *MRC_STACKS),
+    "znnpy.volume.mrc",
+    ("znnpy.volume.mrc_store", "MrcStore"),
+    unwritten=MRC_STACKS,
+)
+NRRD = Format("NRRD", (".nrrd", ".nhdr"), "znnpy.volume.nrrd")
+TIFF_SUFFIXES = (".tif", ".tiff", ".btf", ".tf8", ".ome.tif", ".ome.tiff")
+TIFF = Format("TIFF", TIFF_SUFFIXES, "znnpy.volume.tiff", ("znnpy.volume.tiff_store", "TiffStore"))
+SLICES = Format("a folder of TIFF slices", (), "znnpy.volume.slices", folder=True, inside=TIFF_SUFFIXES)
+FORMATS = (HDF5, ZARR, N5, PRECOMPUTED, NPY, TIFF, SLICES, NIFTI, MRC, NRRD)
 
-WRITTEN_SUFFIXES = tuple(suffix for one in FORMATS if one.writer for suffix in one.suffixes)
+WRITTEN_SUFFIXES = tuple(
+    suffix for one in FORMATS if one.writer for suffix in one.suffixes if suffix not in one.unwritten
+)
 FOLDER_SUFFIXES = tuple(suffix for one in FORMATS if one.writer and one.folder for suffix in one.suffixes)
 
 
@@ -106,7 +138,19 @@ def format_of(location: Location) -> Format:
             return held[0]
     suffix = suffix_of(location.name)
     named = next((one for one in FORMATS if suffix in one.suffixes), None)
+    if location.is_local and os.path.isdir(location.place) and (named is None or not named.folder):
+        named = _format_inside(location.place) or named
     return named or (HDF5 if location.is_local else _format_there(location))
+
+
+def _format_inside(folder: str) -> Format | None:
+    """Return the format of the first files of a folder, by their suffixes."""
+    try:
+        with os.scandir(folder) as entries:
+            found = {suffix_of(entry.name) for entry in islice(entries, MOST_LOOKED_AT)}
+    except OSError:
+        return None
+    return next((one for one in FORMATS if found.intersection(one.inside)), None)
 
 
 def _format_there(location: Location) -> Format:
@@ -155,18 +199,37 @@ def open_volume(
     return cast("Volume", import_module(found.reader).open_volume(replace(location, dataset=None), reading))
 
 
-def store_for(path: Path) -> type[Store]:
-    """Return the store that writes outputs of this name, chosen by suffix.
+def store_for(place: Path | Location) -> type[Store]:
+    """Return the store that writes outputs of this name, chosen by its prefix, its suffix, or what the folder holds.
 
-    OutputError for a suffix that is not written, MissingExtraError if a package is missing that the format needs.
+    OutputError for a name that is not written, MissingExtraError if a package is missing that the format needs.
     """
-    suffix = suffix_of(path.name)
-    for one in FORMATS:
-        if one.writer and suffix in one.suffixes:
-            module, name = one.writer
-            return cast("type[Store]", getattr(import_module(module), name))
-    *most, last = WRITTEN_SUFFIXES
-    raise OutputError(
-        f"the output {path} has suffix {path.suffix!r}, and only {', '.join(most)} and {last} are written; "
-        f"give one of these in {option('out')}"
-    )
+    location = place if isinstance(place, Location) else Location(str(place))
+    found = _written_as(location)
+    name = PurePath(location.name)
+    if name.suffix.lower() in COMPRESSED:
+        raise OutputError(
+            f"the output {location} would be compressed as a whole, so that a run that stops could not be resumed; "
+            f"give {name.stem} in {option('out')}, and compress it afterwards"
+        )
+    if found is None or found.writer is None:
+        *most, last = WRITTEN_SUFFIXES
+        raise OutputError(
+            f"the output {location} has suffix {name.suffix!r}, and only {', '.join(most)} and "
+            f"{last} are written; give one of these in {option('out')}"
+        )
+    module, store = found.writer
+    return cast("type[Store]", getattr(import_module(module), store))
+
+
+def is_written(place: Path) -> bool:
+    """Return whether an output may have this name."""
+    found = _written_as(Location(str(place)))
+    return found is not None and found.writer is not None
+
+
+def _written_as(location: Location) -> Format | None:
+    if location.prefix is None and (suffix := suffix_of(location.name)):
+        return next((one for one in FORMATS if suffix in one.suffixes and suffix not in one.unwritten), None)
+    found = format_of(location)
+    return found if location.prefix is not None or found.folder else None

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from znnpy.errors import OutputError, VolumeError
 from znnpy.messages import option
-from znnpy.patches import Box
+from znnpy.patches import Box, Columns
 from znnpy.planner.memory import READER_BYTES
 from znnpy.volume.array import ArrayVolume, why_unwritable
 from znnpy.volume.base import MissingVoxels, Reading, Volume
@@ -184,6 +184,11 @@ class BlockOutput:
         self._lock = threading.Lock()
 
     @property
+    def attributes(self) -> dict[str, Any]:
+        """The attributes: an array has none."""
+        return {}
+
+    @property
     def held_bytes(self) -> int:
         """Memory of the process that a numpy array takes once it is written; 0 for other objects."""
         return prod(self.shape) * self.dtype.itemsize if isinstance(self._thing, np.ndarray) else 0
@@ -194,9 +199,22 @@ class BlockOutput:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         """Do nothing: the object belongs to the caller."""
 
-    def begin(self, header: JournalHeader, attributes: Mapping[str, Any]) -> None:
-        """Begin a run. The attributes are dropped, since an array cannot store them."""
-        del attributes
+    @property
+    def gathered_bytes(self) -> int:
+        """Return 0: blocks are assigned as they come."""
+        return 0
+
+    def limit(self, budget: int) -> None:
+        """Do nothing: blocks are assigned as they come."""
+
+    @property
+    def rewritten(self) -> int:
+        """Return 0: an array has no chunks that are known."""
+        return 0
+
+    def begin(self, header: JournalHeader, attributes: Mapping[str, Any], plans: Sequence[Columns] = ()) -> None:
+        """Begin a run. The attributes are dropped, since an array cannot store them, and so are the columns."""
+        del attributes, plans
         self.header = header
 
     def pause(self) -> None:

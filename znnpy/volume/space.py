@@ -8,6 +8,7 @@ from math import isfinite
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from znnpy.volume.stored_array import spelled
 
@@ -15,48 +16,94 @@ AXES = ("z", "y", "x")
 MOST_SCALES = 100  # datasets of a multiscale group, and transformations of one
 LONGEST_NAME = 64  # characters of the name of an axis or a unit
 
+Affine = tuple[tuple[float, float, float, float], tuple[float, float, float, float], tuple[float, float, float, float]]
+
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """The position of voxel (z, y, x) is `translation + scale * (z, y, x)`, in units."""
+    """The position of voxel (z, y, x) is `translation + scale * (z, y, x)`, in units.
+
+    affine  where the axes of the voxels are turned or run the other way: three rows of four numbers, whose product
+            with voxel (x, y, z, 1) is its position to the right, to the front and upwards, as NIfTI has it; its last
+            column is the translation, and the lengths of the others are the scale
+    """
 
     scale: tuple[float, float, float]
     translation: tuple[float, float, float] = (0.0, 0.0, 0.0)
     units: tuple[str | None, str | None, str | None] = (None, None, None)  # "nanometer", for example
     axes: tuple[str, ...] = AXES  # names of the axes of the stored array
+    affine: Affine | None = None
+
+    @classmethod
+    def turned(cls, affine: npt.NDArray[np.float64], unit: str | None) -> Space | None:
+        """Return the space of an affine matrix (3, 4); None if it places no voxels."""
+        sizes = np.sqrt((affine[:, :3] ** 2).sum(axis=0))
+        if not np.isfinite(affine).all() or not (np.isfinite(sizes) & (sizes > 0)).all():
+            return None
+        rows = tuple((float(x), float(y), float(z), float(t)) for x, y, z, t in affine)
+        is_plain = np.array_equal(affine[:, :3], np.diag(sizes))
+        x, y, z = map(float, sizes)
+        return cls(
+            (z, y, x),
+            (rows[2][3], rows[1][3], rows[0][3]),
+            (unit, unit, unit),
+            affine=None if is_plain else (rows[0], rows[1], rows[2]),
+        )
 
     def behind(self, offset: tuple[float, float, float], step: tuple[float, float, float] = (1.0, 1.0, 1.0)) -> Space:
         """Return the space of an array that begins at `offset` (z, y, x), with voxels `step` times as large."""
+        if self.affine is not None:
+            moved = np.array(self.affine)
+            moved[:, 3] += moved[:, :3] @ offset[::-1]
+            moved[:, :3] *= step[::-1]
+            found = Space.turned(moved, self.units[0])
+            assert found is not None  # it was one before
+            return found
         z, y, x = (t + s * o for t, s, o in zip(self.translation, self.scale, offset, strict=True))
         scale = (self.scale[0] * step[0], self.scale[1] * step[1], self.scale[2] * step[2])
         return Space(scale, (z, y, x), self.units)
 
-    def attributes(self) -> dict[str, Any]:
-        """Return the attributes of an array: resolution and translation, (z, y, x) float64, names of axes and units."""
+    def attributes(self, *, first: bool = True) -> dict[str, Any]:
+        """Return the attributes of an array: resolution and translation, (z, y, x) float64, names of axes and units.
+
+        first  add `offset`, the position of the first voxel, as programs read it that know `resolution`: they take it
+               to be in units once there is a resolution
+        """
+        at = np.array(self.translation, np.float64)
         return {
             "axes": ",".join(AXES),
             "resolution": np.array(self.scale, np.float64),
-            "translation": np.array(self.translation, np.float64),
+            "translation": at,
             "units": ",".join(unit or "" for unit in self.units),
+            **({"offset": at} if first else {}),
         }
 
 
-def ome_of(space: Space, maps: int) -> dict[str, Any]:
-    """Return `ome`, the metadata of OME-Zarr 0.5.
+def image_of(name: str, levels: Sequence[tuple[str, Space]], maps: int, version: str) -> dict[str, Any]:
+    """Return the description of an image in the metadata of OME-Zarr 0.4 and 0.5.
 
-    maps  number of maps of the array; more than one need a channel axis in front.
+    levels  path and space of each resolution, the finest first
+    maps    number of maps of the arrays; more than one need a channel axis in front
     """
-    axes = [
-        {"name": name, "type": "space"} | ({"unit": unit} if unit else {})
-        for name, unit in zip(AXES, space.units, strict=True)
-    ]
     channel = [{"name": "c", "type": "channel"}] if maps > 1 else []
-    steps = [
-        {"type": "scale", "scale": [1.0] * len(channel) + [float(n) for n in space.scale]},
-        {"type": "translation", "translation": [0.0] * len(channel) + [float(n) for n in space.translation]},
+    axes = [
+        {"name": axis, "type": "space"} | ({"unit": unit} if unit else {})
+        for axis, unit in zip(AXES, levels[0][1].units, strict=True)
     ]
-    image = {"axes": channel + axes, "datasets": [{"path": ".", "coordinateTransformations": steps}]}
-    return {"ome": {"version": "0.5", "multiscales": [image]}}
+    datasets = [
+        {
+            "path": path,
+            "coordinateTransformations": [
+                {"type": "scale", "scale": [1.0] * len(channel) + [float(n) for n in space.scale]},
+                {"type": "translation", "translation": [0.0] * len(channel) + [float(n) for n in space.translation]},
+            ],
+        }
+        for path, space in levels
+    ]
+    image: dict[str, Any] = {"name": name, "axes": channel + axes, "datasets": datasets}
+    if len(levels) > 1:
+        image["type"] = "mean"
+    return image if version == "0.5" else {"version": version, **image}
 
 
 @dataclass(frozen=True, slots=True)

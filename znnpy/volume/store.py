@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from znnpy.errors import OutputError, ResumeError
 from znnpy.messages import excerpt, option
-from znnpy.patches import Box
+from znnpy.patches import Box, Columns
 from znnpy.shapes import Vec3, ceil_divide, multiply
 from znnpy.volume.output_names import RUN, RUN_ATTRIBUTE
 from znnpy.volume.space import Space
@@ -64,25 +64,70 @@ class OutputArray:
         return self.shape[0] * prod(multiply(ceil_divide(self.size, self.chunk), self.chunk)) * dtype.itemsize
 
 
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """How an output is stored, as far as its format leaves a choice.
+
+    prefix      word that was written before its name, of `location.PREFIXES`
+    sharded     files hold many chunks
+    multiscale  coarser levels, for viewers
+    budget      bytes in which chunks are gathered until they are whole
+    plans       columns that are computed; several, where workers share the output
+    """
+
+    prefix: str | None = None
+    sharded: bool = False
+    multiscale: int = 0
+    budget: int = 64 * 2**20
+    plans: tuple[Columns, ...] = ()
+
+
 class Store(ABC):
     """A file or folder of the output's full size: voxels (c, z, y, x) of its arrays, written box by box."""
 
+    folder: ClassVar[bool] = False  # whether it is a folder
+    gathers: ClassVar[bool] = False  # whether chunks stay in memory until they are whole
+
     @abstractmethod
-    def __init__(self, path: Path, arrays: Sequence[OutputArray], dtype: np.dtype[Any]) -> None:
+    def __init__(
+        self, path: Path, arrays: Sequence[OutputArray], dtype: np.dtype[Any], storage: Storage | None = None
+    ) -> None:
         """Open what `create` made. OutputError if a shape or type differs, ResumeError if it is damaged."""
 
-    @staticmethod
+    @classmethod
     @abstractmethod
-    def create(path: Path, arrays: Sequence[OutputArray], dtype: np.dtype[Any], attributes: Mapping[str, Any]) -> None:
+    def check(cls, dtype: np.dtype[Any], storage: Storage) -> None:
+        """Raise OutputError for what the format does not have."""
+
+    @classmethod
+    def check_arrays(cls, arrays: Sequence[OutputArray]) -> None:
+        """Raise OutputError if the format cannot hold these arrays; most formats hold any."""
+        del arrays
+
+    @classmethod
+    @abstractmethod
+    def create(
+        cls,
+        path: Path,
+        arrays: Sequence[OutputArray],
+        dtype: np.dtype[Any],
+        attributes: Mapping[str, Any],
+        storage: Storage | None = None,
+    ) -> None:
         """Create it, with attributes (texts, numbers, arrays) of the output. It is on disk on return.
 
         The attributes are those of the array if there is one, and otherwise those of the file or folder.
         FileExistsError if there is anything at `path`.
         """
 
-    @staticmethod
+    @classmethod
     @abstractmethod
-    def attributes_of(path: Path, name: str = "") -> dict[str, Any]:
+    def dataset_of(cls, path: Path, name: str) -> str | None:
+        """Return the name by which the voxels of an array of the output at `path` are read; None: it needs none."""
+
+    @classmethod
+    @abstractmethod
+    def attributes_of(cls, path: Path, name: str = "") -> dict[str, Any]:
         """Return the attributes of the output at `path`; none if it is no such file, or cannot be read.
 
         name  of an array of its own, whose attributes are returned instead
@@ -104,6 +149,28 @@ class Store(ABC):
 
         number  of the array, in the order in which arrays were given
         """
+
+    @property
+    def unfinished(self) -> Set[int]:
+        """The numbers of chunks that wait in memory for more voxels. What was written is otherwise on its way."""
+        return frozenset()
+
+    @property
+    def rewritten(self) -> int:
+        """Number of times that a file was written again because it had been written in part."""
+        return 0
+
+    @abstractmethod
+    def limit(self, budget: int) -> None:
+        """Set the bytes in which chunks are gathered."""
+
+    @abstractmethod
+    def flush(self, serials: Set[int] | None = None) -> None:
+        """Write chunks that wait for more voxels, with what is stored in their place; None: all of them."""
+
+    @abstractmethod
+    def write_coarser(self) -> None:
+        """Write the coarser levels, once all voxels are written and synced."""
 
     @abstractmethod
     def sync(self) -> None:
