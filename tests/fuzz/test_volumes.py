@@ -114,13 +114,14 @@ def chunked(folder: Path) -> list[Path]:
     ts = pytest.importorskip("tensorstore")
     voxels = np.arange(480, dtype=np.uint16).reshape(8, 6, 10)
     found = []
-    for kind in ("gzip", "blosc"):
-        path = folder / f"{kind}.n5"
+    blosc = {"type": "blosc", "cname": "lz4", "clevel": 5, "shuffle": 1}
+    for compression in ({"type": "gzip"}, blosc):
+        path = folder / f"{compression['type']}.n5"
         metadata = {
             "dimensions": [10, 6, 8],
             "blockSize": [5, 3, 4],
             "dataType": "uint16",
-            "compression": {"type": kind},
+            "compression": compression,
             "resolution": [4, 4, 40],
         }
         spec = {"driver": "n5", "kvstore": {"driver": "file", "path": f"{path}/"}, "metadata": metadata}

@@ -253,9 +253,11 @@ from pathlib import Path
 sys.modules["hdf5plugin"] = None  # as if it were not installed
 from znnpy.errors import VolumeError
 from znnpy.volume import hdf5
+from znnpy.volume.base import Reading
+from znnpy.volume.location import Location
 hdf5.find_spec = lambda name: None
 try:
-    hdf5.open_volume(Path(sys.argv[1]), None)
+    hdf5.open_volume(Location(sys.argv[1]), Reading())
 except VolumeError as error:
     print(error)
 """
@@ -266,8 +268,10 @@ import numpy as np
 from znnpy.patches import Box
 from znnpy.planner.memory import READER_BYTES
 from znnpy.volume import hdf5
+from znnpy.volume.base import Reading
+from znnpy.volume.location import Location
 assert "hdf5plugin" not in sys.modules
-with hdf5.open_volume(Path(sys.argv[1]), None) as volume:
+with hdf5.open_volume(Location(sys.argv[1]), Reading()) as volume:
     out = np.zeros(volume.shape, volume.dtype)
     volume.read(Box((0, 0, 0), volume.size), out)
     print((out.ravel() == np.arange(1000)).all())

@@ -303,3 +303,15 @@ def test_packed_blosc_is_refused(tmp_path: Path) -> None:
     path = made(tmp_path / "v.zarr", compressors=[codecs.BloscCodec(), codecs.GzipCodec()])
     with pytest.raises(VolumeError, match="is packed by blosc and gzip, and only once is read with blosc; write it"):
         open_volume(path)
+
+
+@pytest.mark.parametrize("name", ["a b.zarr", "a#b?.zarr", "a%20b|c.zarr", "日本.zarr"])
+def test_names_of_folders_are_taken_as_they_are(tmp_path: Path, name: str) -> None:
+    with open_volume(made(tmp_path / "v.zarr").rename(tmp_path / name)) as volume:
+        np.testing.assert_array_equal(whole(volume)[0], noise())
+
+
+def test_names_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    path = made(tmp_path / "v.zarr").rename(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.zarr"))
+    with pytest.raises(VolumeError, match="has a name that is not UTF-8, which is not read; rename it"):
+        open_volume(path)

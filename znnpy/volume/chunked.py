@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from znnpy.errors import VolumeError
 from znnpy.messages import excerpt, option
 from znnpy.volume.base import Reading
@@ -10,7 +12,9 @@ from znnpy.volume.stored_files import StoredFiles
 
 
 def check_folder(location: Location) -> None:
-    """Raise VolumeError where a local volume is no folder."""
+    """Raise VolumeError where a local volume is no folder, or its name is no text, which tensorstore needs."""
+    if os.fsencode(location.place).decode(errors="replace") != location.place:
+        raise VolumeError(f"{location} has a name that is not UTF-8, which is not read; rename it")
     if location.is_local and not location.path.is_dir():
         raise VolumeError(
             f"{location} is not a folder; check the path"

@@ -78,7 +78,8 @@ class TensorVolume(Volume):
                 ts.open({**spec, "fill_missing_data_reads": is_filled}, read=True, context=limits).result()
                 for is_filled in (False, True)
             )
-        except (ValueError, OverflowError, NotImplementedError) as error:
+        except (ValueError, TypeError, RuntimeError, OverflowError) as error:  # RuntimeError: text that is not UTF-8
+            ThreadError.check(error)
             raise VolumeError(f"{self} cannot be opened: {excerpt(_reason(error))}; copy it again") from None
         self._voxels: ts.TensorStore = found[ts.d[:].translate_to[0]]  # precomputed ones may begin elsewhere
         if tuple(self._voxels.shape) != node.shape or self._voxels.dtype.numpy_dtype != self.dtype:
