@@ -112,7 +112,7 @@ def test_unknown_precision_is_refused(place: Place) -> None:
 def test_wrong_offset_is_found(place: Place) -> None:
     assert place.infer().exit_code == 0
     with h5py.File(place.out, "r+") as file:
-        file["prediction"].attrs["offset"] = np.array([2, 2, 3])
+        file["prediction"].attrs["voxel_offset"] = np.array([2, 2, 3])
     sentence = place.refusal(*arguments(place))
     assert_holds(sentence, "out.h5 has offset (2, 2, 3), and (2, 3, 3) follows", "border valid")
 

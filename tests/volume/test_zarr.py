@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.stored_outputs import stored
 from znnpy.errors import OutputError, ResumeError, VolumeError
+from znnpy.extras import install
 from znnpy.patches import Box, cover
 from znnpy.planner.memory import READER_BYTES
 from znnpy.shapes import Vec3
@@ -212,7 +213,7 @@ for door in (lambda: open_volume(Path("a.zarr")), lambda: store_for(Path("a.zarr
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     read = "reading and writing .zarr needs the package zarr, which is not installed; `pip install 'zarr>=3.1.3'`\n"
     written = "writing .zarr, .n5 and precomputed outputs needs the package tensorstore, which is not installed; "
-    assert done.stdout == f"{read}{written}`pip install 'tensorstore>=0.1.80'`\n"
+    assert done.stdout == f"{read}{written}`{install('io')}`\n"
 
 
 def test_memory_counts_only_existing_chunks(tmp_path: Path) -> None:
