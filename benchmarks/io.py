@@ -11,6 +11,8 @@ journal  Seconds of a run of many columns, with and without waiting for the disk
          timed, or skipped.
 whole    Output voxels per second of a real network from file to file, and from memory to memory; with --volume, of the
          network that ships with znnpy on a real volume.
+copy     GB/s of a run of one tiny convolution on uint8 Zarr from disk to disk, and of its reading and writing; for
+         comparison, of tensorstore reading and writing the same chunks in slabs that hold whole ones.
 
 All runs are calls of `znnpy.infer`, except for `whole` with a network of one tiny convolution; the report of each run
 has the times of its stages. With --against the runs alternate with those of another source tree.
@@ -38,12 +40,15 @@ from benchmarks.harness.merging import merge
 from benchmarks.harness.results import Program, Result, Results, Row
 from benchmarks.harness.timing import Budget
 
-EXPERIMENTS = ("read", "write", "journal", "whole")
+EXPERIMENTS = ("read", "write", "journal", "whole", "copy")
 GB = 1e9
 RUN_SECONDS = 300.0  # limit of one run
 VOLUME: Vec3 = (400, 400, 400)
 QUICK_VOLUME: Vec3 = (70, 80, 90)
 READING_STEP: Vec3 = (100, 100, 100)  # output of a patch: cuts chunks of 64
+
+COPIED = 1024  # voxels along each axis of what is copied
+COPIES = {"chunks of 64^3": False, "shards": True}  # whether the output is sharded
 
 Facts = dict[str, Any]
 
@@ -316,6 +321,27 @@ def whole(runs: Runs, network: str, side: int, real: Path | None) -> Iterator[Ro
         )
 
 
+def copy(runs: Runs, side: int) -> Iterator[Row]:
+    """Yield GB/s of copies from Zarr to Zarr by a run, and by tensorstore alone."""
+    size = (side, side, side)
+    network = str(copying_network(runs.folder, 1))
+    for name, sharded in COPIES.items():
+        if not runs.budget.allows(5):
+            return
+        volume, facts = str(runs.folder / "volume.zarr"), {"bytes": side**3, "size": size}
+        made = {"function": "store_for_copies", "volume": volume, "size": size, "sharded": sharded}
+        runs.ask("here", {**made, "device": runs.device})
+        asked = {"volume": volume, "out": str(runs.folder / "out.zarr"), "bytes": side**3, "sharded": sharded}
+        found = runs.of("copy", {**asked, "network": network, "output_dtype": "uint8"}, ours_only=True)
+        for subject in ("tensorstore", "znnpy"):
+            for part in ("read", "write", "copy"):
+                answers = {
+                    tree: [one if "failure" in one else one[subject] for one in some] for tree, some in found.items()
+                }
+                yield from runs.rows("copy", f"{side}^3, {name}", answers, f"{subject}, {part}", "GB/s", part, **facts)
+        remove(Path(volume))
+
+
 @click.command()
 @options.shared
 @options.AGAINST
@@ -354,6 +380,7 @@ def command(
             "write": write(runs, QUICK_WRITTEN if quick else WRITTEN),
             "journal": journal(runs, size, (20, 25, 30) if quick else (100, 40, 40)),
             "whole": whole(runs, "tiny" if quick else "fib25", 30 if quick else 256, volume),
+            "copy": copy(runs, 70 if quick else COPIED),
         }
         wanted = experiments or EXPERIMENTS
         for number, experiment in enumerate(wanted):
@@ -366,6 +393,9 @@ def command(
                     result.write(out)
             if not runs.budget.left:
                 result.left_out.append(f"{experiment}: the time was up before all of it was measured")
+
+
+COPY_SUBJECTS = tuple(f"{who}, {part}" for part in ("read", "write", "copy") for who in ("tensorstore", "znnpy"))
 
 
 def _table(result: Result, group: str, subjects: Sequence[str], head: str, digits: int = 3) -> str:
@@ -387,6 +417,7 @@ def tables_of(result: Result) -> str:
         "GB/s of writing": _table(result, "write", ("HDF5", "Zarr", "plain file"), "output"),
         "Seconds of a run of many columns": _table(result, "journal", ("fsync", "no fsync"), "run"),
         "Output voxels per second": _table(result, "whole", ("file to file", "memory to memory"), "run"),
+        "GB/s from Zarr to Zarr": _table(result, "copy", COPY_SUBJECTS, "uint8"),
     }
     return "\n\n".join(f"{name}:\n\n{part}" for name, part in parts.items() if part)
 

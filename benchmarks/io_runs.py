@@ -44,6 +44,8 @@ def answer(request: Facts) -> Facts:
         "write_plainly": write_plainly,
         "journal": journal,
         "whole": whole,
+        "store_for_copies": store_for_copies,
+        "copy": copy,
     }
     return functions[request["function"]](request)
 
@@ -51,7 +53,7 @@ def answer(request: Facts) -> Facts:
 def infer(request: Facts) -> Facts:
     """Run the network of the request over its volume, and return the report; if `out` is a shape, nothing is kept."""
     out: Any = request["out"]
-    arguments: Facts = {key: request[key] for key in ("cover", "output_dtype") if key in request}
+    arguments: Facts = {key: request[key] for key in ("cover", "output_dtype", "sharded") if key in request}
     if "patch" in request:
         arguments["patch"] = tuple(request["patch"])
     if isinstance(out, list):
@@ -121,6 +123,66 @@ def whole(request: Facts) -> Facts:
         done = subprocess.run([sys.executable, "-m", "znnpy", *command], capture_output=True, text=True, check=False)
         found["verified"] = done.returncode == 0
     return found
+
+
+def store_for_copies(request: Facts) -> Facts:
+    """Write a volume of grey values in slabs of whole chunks, and return how long it took."""
+    begin = time.perf_counter()
+    array = _new_array(request["volume"], request["size"], sharded=request["sharded"])
+    rng = np.random.default_rng(1)
+    for lo, hi in _slabs(array):
+        slab = rng.integers(0, 32, (hi - lo, *request["size"][1:]), np.uint8) * 8
+        array[lo:hi].write(slab).result()
+    return {"seconds": time.perf_counter() - begin}
+
+
+def copy(request: Facts) -> Facts:
+    """Copy a volume by tensorstore, and by a run; GB/s of reading, of writing and of both for each."""
+    import tensorstore
+
+    _remove(request["out"])
+    source = tensorstore.open({"driver": "zarr3", "kvstore": f"file://{request['volume']}"}, open=True).result()
+    target = _new_array(request["out"], source.shape, sharded=request["sharded"])
+    reading = writing = 0.0
+    for lo, hi in _slabs(source):
+        begin = time.perf_counter()
+        slab = source[lo:hi].read().result()
+        middle = time.perf_counter()
+        target[lo:hi].write(slab).result()
+        reading, writing = reading + middle - begin, writing + time.perf_counter() - middle
+    theirs = {"read": reading, "write": writing, "copy": reading + writing}
+    report = infer(request)
+    stages = report["stage_seconds"]
+    ours = {"read": stages["reading"], "write": stages["writing"], "copy": report["seconds"]}
+    return {
+        who: {part: request["bytes"] / seconds / GB for part, seconds in spent.items()} | {"seconds": spent["copy"]}
+        for who, spent in (("tensorstore", theirs), ("znnpy", ours))
+    }
+
+
+def _new_array(path: str, size: tuple[int, ...], *, sharded: bool) -> Any:
+    """Create a Zarr array of uint8, chunks of 64^3 and zstd by blosc, in shards of 256^3 or not."""
+    import tensorstore
+
+    codecs: list[Facts] = [
+        {"name": "bytes"},
+        {"name": "blosc", "configuration": {"cname": "zstd", "clevel": 1, "shuffle": "noshuffle", "typesize": 1}},
+    ]
+    chunk = [64] * 3
+    if sharded:
+        inner = {"chunk_shape": chunk, "codecs": codecs}
+        chunk, codecs = [256] * 3, [{"name": "sharding_indexed", "configuration": inner}]
+    grid = {"name": "regular", "configuration": {"chunk_shape": chunk}}
+    metadata = {"shape": list(size), "data_type": "uint8", "chunk_grid": grid, "codecs": codecs}
+    spec = {"driver": "zarr3", "kvstore": f"file://{path}", "metadata": metadata}
+    return tensorstore.open(spec, create=True, delete_existing=True).result()
+
+
+def _slabs(array: Any) -> Iterator[tuple[int, int]]:
+    """Yield the planes of slabs of whole chunks or shards."""
+    thick = array.chunk_layout.write_chunk.shape[0]
+    for lo in range(0, array.shape[0], thick):
+        yield lo, min(lo + thick, array.shape[0])
 
 
 @contextmanager

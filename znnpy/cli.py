@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -217,7 +219,11 @@ def infer(asked: InferCommand) -> None:
         raise click.UsageError(f"cannot derive an output name from {volume!r}: give --out")
     if asked.resume:
         name = read_network(asked.network).network.name
-        _request_same_kernels(default_output(volume_location(volume), name) if out is None else Path(out))
+        place = Location(str(default_output(volume_location(volume), name))) if out is None else Location.of(out)
+        if place.is_local:
+            _request_same_kernels(_begun_here(place.path))
+        else:
+            _request_same_kernels(_begun_in_bucket(place))
     _check_primitives(asked)
     import znnpy.inference
     from znnpy.progress import show
@@ -363,12 +369,34 @@ def _check_primitives(asked: PlanningOptions) -> None:
         raise click.UsageError(str(error)) from None
 
 
-def _request_same_kernels(out: Path) -> None:
+def _request_same_kernels(begun: tuple[str, str] | None) -> None:
     """Make BLAS run the kernels that the run to be resumed began with: they decide the last bits of its output.
 
     On another processor none are requested, since kernels that it cannot run would kill the process; the run is refused
     later.
+
+    begun  processor and BLAS kernels that the run began with; None if there is none
     """
+    if begun is None or begun[0] != processor():
+        return
+    library, _, kernels = begun[1].partition(" ")
+    if library == "openblas" and kernels in OPENBLAS_KERNELS:
+        os.environ["OPENBLAS_CORETYPE"] = kernels
+
+
+def _begun_in_bucket(place: Location) -> tuple[str, str] | None:
+    """Return processor and BLAS kernels of the run that wrote to a bucket, read by another process.
+
+    The package that reads buckets loads numpy, and this process must not before the kernels are requested.
+    """
+    program = "import sys; from znnpy.volume.bucket_journal import print_kernels; print_kernels(sys.argv[1])"
+    done = subprocess.run([sys.executable, "-c", program, str(place)], capture_output=True, text=True, check=False)
+    lines = done.stdout.splitlines()
+    return (lines[0], lines[1]) if done.returncode == 0 and len(lines) == 2 else None  # the run itself says what fails
+
+
+def _begun_here(out: Path) -> tuple[str, str] | None:
+    """Return processor and BLAS kernels of the run that wrote an output; None if there is none."""
     try:
         header = read_header(out)
     except ZnnpyError:  # some of them are OSErrors too
@@ -378,8 +406,4 @@ def _request_same_kernels(out: Path) -> None:
             f"cannot read the journal {journal_path(out)}: {error.strerror}, so it is not known what is finished; "
             "make it a readable file or move it away, or give another --out"
         ) from error
-    if header is None or header.settings.get("processor") != processor():
-        return
-    library, _, kernels = header.blas.partition(" ")
-    if library == "openblas" and kernels in OPENBLAS_KERNELS:
-        os.environ["OPENBLAS_CORETYPE"] = kernels
+    return None if header is None else (header.settings["processor"], header.blas)

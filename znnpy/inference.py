@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,8 +19,9 @@ from znnpy.errors import OutputError, VramError
 from znnpy.files import regular_file
 from znnpy.job import arrays_of, attributes_of, columns_of, job_of, roi_text, settings_of, stored_as
 from znnpy.kernels.cpu.fft import Wisdom
-from znnpy.machine import Machine, peak_bytes, this_machine
+from znnpy.machine import Machine, limits_of, peak_bytes, this_machine
 from znnpy.measure.fftw_wisdom import wisdom_begun, wisdom_kept
+from znnpy.measure.transfers import LONG_SECONDS, transfers_of
 from znnpy.messages import option
 from znnpy.network_files import read_network
 from znnpy.option_declarations import function_of
@@ -54,16 +55,19 @@ from znnpy.trained import TrainedNetwork, load_trained
 from znnpy.units import human_bytes, human_seconds
 from znnpy.values import Tallied, Tally, Values
 from znnpy.volume.base import Chunks, MissingVoxels, Volume
+from znnpy.volume.chunk_layers import layer_bytes
 from znnpy.volume.journal import JournalHeader
-from znnpy.volume.location import path_of
+from znnpy.volume.location import Location, path_of
 from znnpy.volume.output import Output
 from znnpy.volume.output_names import Names
 from znnpy.volume.output_target import mode_of, output_for, prefix_of, target_of
-from znnpy.volume.registry import store_for
 from znnpy.volume.sample import sample_of
 from znnpy.volume.sliceable import BlockOutput, SliceVolume, open_given
 from znnpy.volume.source import Source, parse_roi
 from znnpy.volume.statistics import with_statistics
+
+if TYPE_CHECKING:
+    from znnpy.volume.bucket_output import BucketOutput
 
 _log = logging.getLogger(__name__)
 
@@ -150,7 +154,7 @@ def infer_as_asked(asked: InferOptions) -> Report:
         )
         stack.enter_context(output)
         if output.finished:
-            made = plan_finished(destination, store_for(destination).attributes_of(destination).get("plan"))
+            made = plan_finished(destination, output.attributes.get("plan"))
             return _report(destination, started, made, this_machine(), doubts=doubts)
         watched = None
         if asked.paranoid:  # an object of the caller's is read by one thread at a time, so it is opened once
@@ -163,14 +167,18 @@ def infer_as_asked(asked: InferOptions) -> Report:
                     chosen = run.plan(target)
                     break
             opened.expect(source.needed)
+            transfers = None
+            if asked.calibrate and chosen.seconds >= LONG_SECONDS:
+                folder = destination.parent if isinstance(destination, Path) and isinstance(output, Output) else None
+                transfers = transfers_of(chosen, trained.network, source, folder)
             for above in target.above_memory(chosen.limits):
                 _log.warning("%s", above)
                 doubts = (*doubts, above)
-            log_phase("planned", predicted(chosen))
+            log_phase("planned", predicted(chosen) if transfers is None else f"{predicted(chosen)}; {transfers}")
             done = run.compute(target, chosen)
     doubts = (*doubts, *half_missing(opened.chunks))
     report = _report(destination, started, done.plan, target.machine, done, target.sentences, doubts, opened.chunks)
-    report = replace(report, earlier_peak_bytes=earlier)
+    report = replace(report, earlier_peak_bytes=earlier, transfers=transfers)
     for sentence in report.above_limit:
         _log.warning("%s", sentence)
     log_phase("finished", f"{destination}: {report.computed:,} voxels in {human_seconds(report.seconds)}")
@@ -195,7 +203,7 @@ class _Run:
 
     trained: TrainedNetwork
     source: Source
-    output: Output | BlockOutput
+    output: Output | BucketOutput | BlockOutput
     job: dict[str, Any]
     asked: RunOptions
     progress: Callable[[pipeline.Event], None] | None
@@ -220,10 +228,20 @@ class _Run:
             itemsize_out=self.output.dtype.itemsize,
             area=source.area,
             masks=self.masks,
-            unpacking_bytes=source.volume.extra_bytes,
+            unpacking_bytes=source.volume.extra_bytes + (self.kept_bytes if self.plans else 0),
             held_bytes=self.output.held_bytes if isinstance(self.output, BlockOutput) else 0,
             gathered_bytes=self.output.gathered_bytes,
         )
+
+    @property
+    def plans(self) -> bool:
+        """Return whether the run searches for its plan: none is given, and it resumes none."""
+        return self.asked.plan is None and self.output.header is None
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of chunks that the run may keep for the next step."""
+        return layer_bytes(self.source.volume, limits_of(this_machine(), self.asked.ram).ram_bytes)
 
     def meant(self, device: Device) -> Device:
         """Return the device of the plan that there is, or `device`; ResumeError where a GPU is gone."""
@@ -238,12 +256,24 @@ class _Run:
     def plan(self, target: OpenTarget) -> RunPlan:
         """Return the plan that the run began with, the one that was given, or the fastest."""
         begun, network = self.output.header, self.trained.network
-        if begun is None:
+        if self.plans:
+            self.source.keep_chunks(self.kept_bytes)
             return choose(self.asked, self.work, target)
+        if begun is None:
+            made = choose(self.asked, self.work, target)
+            self._keep_chunks(made, target)
+            return made
         settings = settings_of(self.asked.names, target.machine)
         made = plan_begun(begun, settings, network, target.machine, self.source.output, devices=target.devices)
         check_options(self.asked, begun, made)
+        self._keep_chunks(made, target)
         return made
+
+    def _keep_chunks(self, plan: RunPlan, target: OpenTarget) -> None:
+        """Keep chunks for the next step in what a plan that was made before leaves of its memory limit."""
+        memory, limit = plan.memory, plan.limits.ram_bytes
+        spare = limit - memory.peak + max(0, memory.baseline - self.work.baseline(target, limit))
+        self.source.keep_chunks(min(self.kept_bytes, max(0, spare)))
 
     def compute(self, target: OpenTarget, plan: RunPlan) -> _Done:
         """Run the plan; if the GPU refuses memory that it was promised, plan anew within less and run that plan."""
@@ -323,11 +353,13 @@ def _asked_volume(asked: InferOptions, absent: MissingVoxels) -> Volume:
     return open_given(asked.volume, asked.dataset, absent, scale=asked.scale, time=asked.time)
 
 
-def _trace(path: str | Path | None, overwrite: bool, output: Path) -> AbstractContextManager[Trace | None]:
+def _trace(path: str | Path | None, overwrite: bool, output: Path | Location) -> AbstractContextManager[Trace | None]:
     """Open the trace of the run, or no trace without a path; raise OutputError if the path may not be written."""
     if path is None:
         return nullcontext()
     target = regular_file(Path(path), overwrite, "trace")
+    if isinstance(output, Location):
+        return Trace(target)
     names = Names(output)
     if target in {Path(os.path.realpath(name)) for name in (output, names.partial, names.journal, names.lock)}:
         raise OutputError(f"{path} is the output or a file that it needs; give another {option('trace')}")
@@ -335,7 +367,7 @@ def _trace(path: str | Path | None, overwrite: bool, output: Path) -> AbstractCo
 
 
 def _report(
-    target: Path,
+    target: Path | Location,
     started: float,
     plan: RunPlan,
     machine: Machine,

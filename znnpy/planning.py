@@ -15,9 +15,10 @@ from znnpy.costs.store import CostStore
 from znnpy.errors import NoPlanError, ShapeError
 from znnpy.graph_columns import Area
 from znnpy.kernels.table import TABLE
-from znnpy.machine import Limits, this_machine
+from znnpy.machine import Limits, limits_of, this_machine
 from znnpy.measure.calibrate import Calibration
 from znnpy.measure.rigor import RigorMeasurement, rigor_of
+from znnpy.measure.transfers import LONG_SECONDS, transfers_of
 from znnpy.messages import option
 from znnpy.network import Network
 from znnpy.network_files import read_network
@@ -38,7 +39,8 @@ from znnpy.run.target import OpenTarget, Targets, elsewhere, for_elsewhere
 from znnpy.run_log import log_phase
 from znnpy.self_check import check_plan
 from znnpy.shapes import FLOAT32, Vec3
-from znnpy.volume.base import MissingVoxels
+from znnpy.volume.base import MissingVoxels, Volume
+from znnpy.volume.chunk_layers import layer_bytes
 from znnpy.volume.registry import open_volume
 from znnpy.volume.source import Source, area_of, parse_roi
 from znnpy.volume.source import predicted as predicted_of
@@ -103,6 +105,10 @@ def _here(planning: _Planning, devices: AskedDevices) -> RunPlan:
         log_phase("planned", predicted(made))
         if asked.paranoid:
             check_plan(made, network, target, asked.tell_progress)
+        if asked.volume is not None and asked.calibrate and made.seconds >= LONG_SECONDS:
+            with _opened(asked) as volume:
+                transfers = transfers_of(made, network, _source(asked, volume, network), None)
+            asked.tell(f"{transfers}: a run reads, computes and writes at the same time")
         planning.tell(made, targets)
         return made
 
@@ -118,12 +124,10 @@ def _work(asked: PlanOptions) -> Work:
     network = read_network(asked.network, asked.meaning).network
     weights = FLOAT32 * network.parameters  # a run holds them
     if asked.volume is not None:
-        with open_volume(
-            asked.volume, asked.dataset, MissingVoxels(asked.fill_missing), scale=asked.scale, time=asked.time
-        ) as opened:
-            region = parse_roi(roi, opened.size) if roi else None
-            source = Source(opened, roi=region, border=border, network=network, allow_nan=False)
-            itemsize_in, unpacking = opened.dtype.itemsize, opened.extra_bytes
+        with _opened(asked) as opened:
+            source = _source(asked, opened, network)
+            kept = layer_bytes(opened, limits_of(this_machine(), asked.ram).ram_bytes)
+            itemsize_in, unpacking = opened.dtype.itemsize, opened.extra_bytes + kept
             return Work(
                 network,
                 source.output,
@@ -139,6 +143,19 @@ def _work(asked: PlanOptions) -> Work:
     size = parse_roi(roi, shape or DEFAULT_SHAPE).size if roi else shape or DEFAULT_SHAPE
     output = size if border == "reflect" else network.dense_size(size)
     return Work(network, output, 1, itemsize_out, held_bytes=weights)
+
+
+def _opened(asked: PlanOptions) -> Volume:
+    """Open the volume that the options name."""
+    assert asked.volume is not None
+    absent = MissingVoxels(asked.fill_missing)
+    return open_volume(asked.volume, asked.dataset, absent, scale=asked.scale, time=asked.time)
+
+
+def _source(asked: PlanOptions, volume: Volume, network: Network) -> Source:
+    """Return what a run with these options reads."""
+    region = parse_roi(asked.roi, volume.size) if asked.roi else None
+    return Source(volume, roi=region, border=asked.border, network=network, allow_nan=False)
 
 
 def _area(network: Network, volume: Vec3, roi: str | None) -> Area:

@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import isfinite, prod
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,10 +29,12 @@ from znnpy.run_log import log_phase
 from znnpy.shapes import Vec3, add
 from znnpy.trained import TrainedNetwork, load_trained
 from znnpy.volume.base import MissingVoxels, Volume
+from znnpy.volume.location import Location, volume_location
 from znnpy.volume.provenance import JobClaim, Provenance, array_names
-from znnpy.volume.registry import is_written, open_volume, store_for
+from znnpy.volume.registry import open_volume
 from znnpy.volume.source import Source, parse_roi
 from znnpy.volume.statistics import normalise_of
+from znnpy.volume.written import dataset_of
 
 # Largest allowed difference of a voxel, by precision: for fp32 its rounding, for the others ten times the rms
 # error that a layer may have.
@@ -115,12 +116,12 @@ def verify(asked: VerifyOptions) -> VerifyReport:
 
 def verify_as_asked(asked: VerifyOptions) -> VerifyReport:
     """Return the report that `verify` returns for these options."""
-    samples, output = asked.samples, Path(asked.output)
+    samples, output = asked.samples, volume_location(asked.output)
     of_precision, allowed = _allowed(samples, asked.precision, asked.tolerance)
     started = time.perf_counter()
     with ExitStack() as stack:
         names = array_names(output)
-        predictions = [stack.enter_context(open_volume(output, _dataset(output, name))) for name in names]
+        predictions = [stack.enter_context(open_volume(output, dataset_of(output, name))) for name in names]
         origin = Provenance.of(output, names)
         trained = _trained(origin, output, asked)
         name = origin.job.volume.dataset or None if asked.dataset is None else asked.dataset
@@ -271,7 +272,7 @@ class Judged:
         )
 
 
-def _trained(origin: Provenance, output: Path, asked: VerifyOptions) -> TrainedNetwork:
+def _trained(origin: Provenance, output: Location, asked: VerifyOptions) -> TrainedNetwork:
     """Return the network that made the output; VerifyError if another one is given, or another meaning of it."""
     network, meaning = asked.network, origin.job.meaning
     if asked.meaning is not None and meaning not in (None, asked.meaning):
@@ -297,7 +298,7 @@ def _trained(origin: Provenance, output: Path, asked: VerifyOptions) -> TrainedN
     return _normalised_as_before(trained, origin.job, output)
 
 
-def _normalised_as_before(trained: TrainedNetwork, job: JobClaim, output: Path) -> TrainedNetwork:
+def _normalised_as_before(trained: TrainedNetwork, job: JobClaim, output: Location) -> TrainedNetwork:
     """Return the network with the statistics of the volume that the output states, if it has such."""
     network = trained.network
     if network.statistics is None:
@@ -311,7 +312,7 @@ def _normalised_as_before(trained: TrainedNetwork, job: JobClaim, output: Path) 
     return replace(trained, network=replace(network, normalise=made))
 
 
-def _check_volume(job: JobClaim, volume: Volume, output: Path) -> None:
+def _check_volume(job: JobClaim, volume: Volume, output: Location) -> None:
     """Raise VerifyError if the volume's shape, dtype or sampled content differ. Its path does not matter."""
     made, given = job.volume, volume.identity()
     for field, before, now in (
@@ -333,7 +334,7 @@ def _check_place(
     predictions: Sequence[Volume],
     volume: Volume,
     network: Network,
-    output: Path,
+    output: Location,
 ) -> Source:
     """Return what was predicted; VerifyError if arrays, shape, dtype or offset do not follow from it."""
     job = origin.job
@@ -362,11 +363,6 @@ def _check_place(
                 f"was predicted; predict it again with {option('overwrite', True)}"
             )
     return source
-
-
-def _dataset(output: Path, name: str) -> str | None:
-    """Return the name by which an array of an output is read."""
-    return store_for(output).dataset_of(output, name) if is_written(output) else name or None
 
 
 def _positions(size: Vec3, samples: int, seed: int) -> Iterator[npt.NDArray[np.int64]]:

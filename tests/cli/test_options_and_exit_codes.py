@@ -325,7 +325,7 @@ def test_only_kernels_known_to_openblas_are_requested(
     monkeypatch.setenv("OPENBLAS_CORETYPE", "")
     monkeypatch.delenv("OPENBLAS_CORETYPE")
     header(place, blas)
-    cli._request_same_kernels(place.out)
+    cli._request_same_kernels(cli._begun_here(place.out))
     assert os.environ.get("OPENBLAS_CORETYPE") == asked
 
 
@@ -333,7 +333,7 @@ def test_kernels_are_not_requested_on_another_processor(place: Place, monkeypatc
     monkeypatch.setenv("OPENBLAS_CORETYPE", "mine")
     header(place, "openblas Nehalem")
     monkeypatch.setattr(cli, "processor", lambda: "another")
-    cli._request_same_kernels(place.out)
+    cli._request_same_kernels(cli._begun_here(place.out))
     assert os.environ["OPENBLAS_CORETYPE"] == "mine"
 
 

@@ -14,6 +14,7 @@ import pytest
 import zarr
 
 from znnpy.errors import VolumeError
+from znnpy.volume.location import Location
 from znnpy.volume.provenance import Provenance
 
 VOLUME: dict[str, Any] = {"dataset": "raw", "shape": [1, 20, 23, 25], "dtype": "uint8", "samples_sha256": "a" * 64}
@@ -47,7 +48,7 @@ def short(text: str) -> str:
 
 def refusal(path: Path) -> str:
     with pytest.raises(VolumeError) as caught:
-        Provenance.of(path)
+        Provenance.of(Location(str(path)))
     sentence = str(caught.value)
     assert len(sentence) < 400 + len(str(path))
     assert sentence.isprintable()
@@ -56,10 +57,10 @@ def refusal(path: Path) -> str:
 
 @pytest.mark.parametrize("suffix", [".h5", ".zarr"])
 def test_written_attributes_are_read_back(tmp_path: Path, suffix: str) -> None:
-    found = Provenance.of(written(tmp_path, suffix))
+    found = Provenance.of(Location(str(written(tmp_path, suffix))))
     assert (found.network, found.offsets, found.precision) == ("net", ((2, 3, 4),), "tf32")
     assert (found.job.roi, found.job.border, found.job.volume.shape) == ("1:2,3:4,5:6", "valid", (1, 20, 23, 25))
-    assert Provenance.of(written(tmp_path, suffix, precision=None)).precision == "fp32"
+    assert Provenance.of(Location(str(written(tmp_path, suffix, precision=None)))).precision == "fp32"
 
 
 @pytest.mark.parametrize("suffix", [".h5", ".zarr", ".npy"])

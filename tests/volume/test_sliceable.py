@@ -160,7 +160,8 @@ def test_unfit_arrays_are_refused(place: Place, voxels: np.ndarray[Any, Any], ex
     with pytest.raises(VolumeError, match="leave out `dataset`"):
         infer(place, voxels, other, dataset="raw")
     with pytest.raises(
-        VolumeError, match=r"the volume is not an HDF5 volume made of several files, .*: remove `fill_missing`"
+        VolumeError,
+        match=r"the volume is neither in chunks nor an HDF5 volume made of several files, .*: remove `fill_missing`",
     ):
         infer(place, voxels, other, fill_missing=5)
     with pytest.raises(

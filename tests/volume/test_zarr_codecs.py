@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bz2
 import gzip
-import lzma
 import struct
 import subprocess
 import sys
@@ -74,9 +73,6 @@ def bomb(codec: str) -> bytes:
     if codec == "bz2":
         bzip = bz2.BZ2Compressor()
         return zeros(bzip.compress, bzip.flush)
-    if codec == "lzma":
-        xz = lzma.LZMACompressor()
-        return zeros(xz.compress, xz.flush)
     if codec == "zstd":
         return zarr.registry.get_numcodec({"id": "zstd"}).encode(bytes(BOMB))  # type: ignore[no-any-return]
     if codec == "zstd that does not say":
@@ -116,23 +112,25 @@ def read_in_child(good: list[Path], bad: list[Path]) -> tuple[int, list[str]]:
     return int(memory), messages
 
 
-CODECS = ["gzip", "zlib", "bz2", "lzma", "zstd", "zstd that does not say", "zstd of two frames", "blosc", "lz4"]
+CODECS = {
+    2: ["gzip", "zlib", "bz2", "zstd", "zstd that does not say", "zstd of two frames", "blosc"],
+    3: ["gzip", "zstd", "zstd that does not say", "blosc"],
+}
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of zarr: codecs that are not in the specification
 @pytest.mark.parametrize("zarr_format", [2, 3])
 def test_chunks_unpacking_to_too_much_are_refused(tmp_path: Path, zarr_format: int) -> None:
-    good, bad = ([made(tmp_path / f"{name} {codec}.zarr", codec, zarr_format) for codec in CODECS] for name in "ab")
-    for path, codec in zip(bad, CODECS, strict=True):
+    codecs = CODECS[zarr_format]
+    good, bad = ([made(tmp_path / f"{name} {codec}.zarr", codec, zarr_format) for codec in codecs] for name in "ab")
+    for path, codec in zip(bad, codecs, strict=True):
         (path / ("0.0.0" if zarr_format == 2 else "c/0/0/0")).write_bytes(bomb(codec))
     memory, messages = read_in_child(good, bad)
-    for path, codec, message in zip(bad, CODECS, messages, strict=True):
-        size = f"{BOMB:,}" if codec in ("zstd", "blosc", "lz4") else f"at least {2 * CHUNK + 4097:,}"
-        assert message == (
-            f"{path}: chunk (0, 0, 0) unpacks to {size} bytes, and a chunk of the array has {CHUNK:,}; it is damaged: "
-            "copy the folder again"
-        )
+    for path, codec, message in zip(bad, codecs, messages, strict=True):
+        assert message.startswith(f"{path}: chunk (0, 0, 0) in {path}/")
+        said = f"it unpacks to {BOMB:,} bytes, and a chunk of the array has {CHUNK:,}"
+        assert f" is damaged: {said if codec == 'blosc' else ''}" in message
     assert memory < MEMORY
 
 
@@ -154,13 +152,14 @@ def test_chunk_within_a_shard_is_limited_too(tmp_path: Path) -> None:
     index = struct.pack("<4Q", 0, len(packed), len(packed), len(full))
     file.write_bytes(packed + full + index + struct.pack("<I", google_crc32c.value(index)))
     memory, (message,) = read_in_child([good], [bad])
-    assert f"{bad}: chunk (1, 0, 0) unpacks to at least {CHUNK + 4097:,} bytes, and a chunk of the array has" in message
+    assert message.startswith(f"{bad}: chunk (1, 0, 0) in {file} is damaged: ")
     assert memory < MEMORY
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("codec", ["gzip", "zlib", "bz2", "lzma", "blosc", "lz4", "zstd"])
-@pytest.mark.parametrize("zarr_format", [2, 3])
+@pytest.mark.parametrize(
+    ("zarr_format", "codec"), [(version, codec) for version in (2, 3) for codec in CODECS[version] if " " not in codec]
+)
 def test_valid_chunks_are_read(tmp_path: Path, codec: str, zarr_format: int) -> None:
     with open_volume(made(tmp_path / "v.zarr", codec, zarr_format)) as volume:
         out = np.zeros(volume.shape, volume.dtype)
@@ -168,20 +167,19 @@ def test_valid_chunks_are_read(tmp_path: Path, codec: str, zarr_format: int) -> 
     np.testing.assert_array_equal(out[0], (np.arange(CHUNK).reshape(32, 32, 32) >> 8).astype(np.uint8))
 
 
-@pytest.mark.parametrize("frames", [1, 2])
-def test_zstandard_frame_of_unknown_size_is_read(tmp_path: Path, frames: int) -> None:
+def test_zstandard_frame_of_unknown_size_is_read(tmp_path: Path) -> None:
     path = made(tmp_path / "v.zarr", "zstd", 3)
-    (path / "c/0/0/0").write_bytes(b"".join([zstd_frame(CHUNK // frames)] * frames))
+    (path / "c/0/0/0").write_bytes(zstd_frame(CHUNK))
     with open_volume(path) as volume:
         out = np.zeros(volume.shape, volume.dtype)
         volume.read(Box((0, 0, 0), volume.size), out)
     assert (out == 7).all()
 
 
-@pytest.mark.parametrize("codec", ["gzip", "zlib", "bz2", "lzma"])
+@pytest.mark.parametrize("codec", ["gzip", "zlib", "bz2", "zstd", "blosc"])
 def test_cut_chunk_is_reported_in_one_sentence(tmp_path: Path, codec: str) -> None:
     path = made(tmp_path / "v.zarr", codec, 2)
     content = (path / "0.0.0").read_bytes()
     (path / "0.0.0").write_bytes(content[: len(content) // 2])
-    with open_volume(path) as volume, pytest.raises(VolumeError, match=f"{codec} data are damaged"):
+    with open_volume(path) as volume, pytest.raises(VolumeError, match=r"0\.0\.0 is damaged: "):
         volume.read(Box((0, 0, 0), volume.size), np.zeros(volume.shape, volume.dtype))

@@ -94,8 +94,8 @@ def test_invalid_metadata_is_refused(tmp_path: Path, zarr_format: int, key: str,
         (lambda d: d.update(data_type=[{"name": "a"}]), "holds compound"),
         (lambda d: d.update(data_type="struct"), "holds object"),
         (lambda d: d.update(codecs=None), "codecs is None"),
-        (lambda d: d.update(codecs=[]), "cannot be opened as Zarr"),
-        (lambda d: d.update(codecs=[{"name": "nonsense"}]), "cannot be opened as Zarr"),
+        (lambda d: d.update(codecs=[]), r"codecs is \[\]"),
+        (lambda d: d.update(codecs=[{"name": "nonsense"}]), "is stored with the codec nonsense, and only bytes, "),
         (lambda d: d.update(codecs=[{"name": "sharding_indexed"}]), "configuration is None"),
         (lambda d: d.update(node_type="leaf"), "node_type is leaf"),
         (lambda d: d.update(attributes=7), "zarr_format is 3"),
@@ -114,9 +114,9 @@ def test_invalid_metadata_of_format_3_is_refused(tmp_path: Path, change: Change,
         (lambda d: d.update(dtype="<q9"), "dtype is <q9"),
         (lambda d: d.update(dtype="|O"), "holds object"),
         (lambda d: d.update(compressor="zstd"), "compressor is zstd"),
-        (lambda d: d.update(compressor={"id": "nonsense"}), "cannot be opened as Zarr"),
-        (lambda d: d.update(filters=[{"id": 7}]), "cannot be opened as Zarr"),
-        (lambda d: d.update(order="Q"), "cannot be opened as Zarr"),
+        (lambda d: d.update(compressor={"id": "nonsense"}), "is compressed with nonsense, and only blosc, bz2, "),
+        (lambda d: d.update(filters=[{"id": 7}]), "is stored with filters, which are not read"),
+        (lambda d: d.update(order="Q"), "order is Q, and must be C or F"),
     ],
     ids=range(7),
 )
@@ -158,7 +158,7 @@ def test_pipes_are_refused_without_waiting(tmp_path: Path, name: str) -> None:
 def test_folder_or_huge_file_as_chunk_is_refused(tmp_path: Path) -> None:
     path = made(tmp_path / "v.zarr")
     os.truncate(path / "c/0/0/0", 2**24)
-    with pytest.raises(VolumeError, match=r"c/0/0/0 holds 16,777,216 bytes where at most 4,194,304 can be; it is"):
+    with pytest.raises(VolumeError, match=r"c/0/0/0 is damaged: the file holds 16,777,216 bytes where at most 1,048,"):
         whole(open_volume(path))
     (path / "c/0/0/0").unlink()
     (path / "c/0/0/0").mkdir()
@@ -255,9 +255,7 @@ def test_damaged_index_of_a_shard_counts_no_missing_chunk(tmp_path: Path) -> Non
     shard.write_bytes(content)
     with open_volume(path, None, MissingVoxels(chunks="error")) as volume:
         volume.expect(Box((0, 0, 0), (8, 6, 5)))
-        with pytest.raises(
-            VolumeError, match="a chunk is damaged or was changed in the meantime: copy the folder again"
-        ):
+        with pytest.raises(VolumeError, match=r"chunk \(0, 0, 0\) in .* is damaged: .*Digest mismatch"):
             whole(volume)
 
 
@@ -324,7 +322,7 @@ def test_finest_scale_of_an_image_is_chosen(tmp_path: Path) -> None:
     ("axes", "steps"),
     [
         (AXES[:4], []),
-        ([AXES[i] for i in (0, 1, 4, 3, 2)], []),
+        ([*AXES[:4], {"name": "y", "type": "space"}], []),
         (AXES, [{"type": "scale", "scale": [1, 1, 40, 4]}]),
         (AXES, [{"type": "scale", "scale": [1, 1, 40, 4, "4"]}]),
         (AXES, [{"type": "scale", "scale": [1, 1, 40, 4, 0]}]),

@@ -17,9 +17,11 @@ from znnpy.shapes import Precision, text
 from znnpy.units import human_bytes, human_seconds
 
 if TYPE_CHECKING:
+    from znnpy.measure.transfers import Transfers
     from znnpy.run.pipeline import WorkerTimings
     from znnpy.values import Values
     from znnpy.volume.base import Chunks
+    from znnpy.volume.location import Location
 
 PRECISION_WORDS: Mapping[Precision, str] = {
     "fp32": "fp32, 32-bit floating point",
@@ -38,7 +40,7 @@ LEAST_OFF = 1.0  # seconds; smaller differences are due to the start of a proces
 class Report:
     """A finished run: where its output is, how long it took, what it held in memory."""
 
-    output: Path  # path of the output, or a description of the caller's array
+    output: Path | Location  # path or URL of the output, or a description of the caller's array
     voxels: int  # of the dense output, per map
     computed: int  # voxels computed in this run; fewer than `voxels` after a resume
     seconds: float  # from opening the volume to renaming the output, including planning and preparation
@@ -55,6 +57,7 @@ class Report:
     values: Values | None = None  # range of what this run wrote; None if nothing was finite
     idle_seconds: Mapping[str, float] = field(default_factory=dict)  # of both sides, if a step uses two devices
     earlier_peak_bytes: int = 0  # largest resident memory of the process before the run began
+    transfers: Transfers | None = None  # predicted reading and writing; None if they were not measured
 
     def __repr__(self) -> str:
         """Return one line; `str(report)` is the whole report."""
@@ -80,8 +83,13 @@ class Report:
     @property
     def predicted_speed(self) -> float:
         """Output voxels per second that the plan predicts; 0 if a plan edited by hand states an impossible time."""
-        speed = self.voxels / self.plan.seconds if self.plan.seconds else 0.0
+        speed = self.voxels / self._seconds if self._seconds else 0.0
         return speed if speed < inf else 0.0
+
+    @property
+    def _seconds(self) -> float:
+        """Predicted seconds for the whole output: of computing, or of reading or writing if that takes longer."""
+        return max(self.plan.seconds, 0.0 if self.transfers is None else self.transfers.seconds)
 
     @property
     def predicted_seconds(self) -> float:
@@ -89,7 +97,7 @@ class Report:
         if not self.predicted_speed:
             return 0.0
         preparing = self.plan.main.preparing_seconds
-        return preparing + (self.plan.seconds - preparing) * self.computed / self.voxels
+        return preparing + (self._seconds - preparing) * self.computed / self.voxels
 
     @property
     def _threads(self) -> int:
@@ -113,6 +121,7 @@ class Report:
             *self._values(),
             *self._chunks(),
             f"stages     {self._stages()}",
+            *([] if self.transfers is None else [f"transfers  {self.transfers}"]),
             *self._workers(),
             *self._mode(),
             f"{self._cover()}, computed by {threads} thread{'s' if threads != 1 else ''}",
@@ -240,6 +249,7 @@ class Report:
                 "peak_bytes": self.plan.memory.peak,
                 "vram_bytes": self.plan.memory.vram,
             },
+            "transfers": asdict(self.transfers) if self.transfers else None,
             "ram_bytes": self.plan.limits.ram_bytes,
             "threads": self._threads,
             "patch": list(self.plan.patch_out),

@@ -22,6 +22,7 @@ from znnpy.run.target import DRIVER, OpenTarget
 from znnpy.shapes import Vec3, text
 from znnpy.units import human_bytes, mebibytes
 from znnpy.volume.journal import JournalHeader, Settings, read_header
+from znnpy.volume.location import Location
 from znnpy.volume.registry import is_written, store_for
 
 
@@ -98,7 +99,7 @@ def device_begun(begun: JournalHeader) -> DeviceKind:
     return "gpu"
 
 
-def plan_finished(path: Path, plan: object) -> RunPlan:
+def plan_finished(path: Path | Location, plan: object) -> RunPlan:
     """Return the plan that a finished output holds; ResumeError where it holds none that can be read."""
     try:
         return RunPlan.from_json(plan if isinstance(plan, str) else "{}")
@@ -109,8 +110,12 @@ def plan_finished(path: Path, plan: object) -> RunPlan:
         ) from None
 
 
-def statistics_kept(path: Path) -> object:
+def statistics_kept(path: Path | Location) -> object:
     """Return the statistics of its volume that an unfinished or finished output keeps; None if it keeps none."""
+    if isinstance(path, Location):
+        from znnpy.volume.bucket_output import kept_job
+
+        return kept_job(path).get("statistics")
     if not is_written(path):
         return None
     try:

@@ -31,15 +31,26 @@ MOST_VOXELS = 10**7  # along one axis
 class MissingVoxels:
     """How to treat voxels that a file should hold but does not."""
 
-    fill: float | None = None  # value for voxels whose file is missing; None: they are an error
+    fill: float | None = None  # value for voxels whose file is missing or damaged; None: they are an error
     chunks: MissingChunks = "fill"  # for chunks never written: use the fill value of the format, or raise an error
 
     def check_fill(self, volume: object) -> None:
         """Raise VolumeError if a fill value is given: `volume` does not consist of several files."""
         if self.fill is not None:
             raise VolumeError(
-                f"{volume} is not an HDF5 volume made of several files, so no file can be missing: remove "
-                f"{option('fill_missing')}"
+                f"{volume} is neither in chunks nor an HDF5 volume made of several files, so no file can be missing: "
+                f"remove {option('fill_missing')}"
+            )
+
+    def check_value(self, volume: Volume) -> None:
+        """Raise VolumeError if the type of the voxels cannot hold the fill value."""
+        value, dtype = self.fill, volume.dtype
+        if value is None or dtype.kind == "f":
+            return
+        info = np.iinfo(dtype)
+        if not (float(value).is_integer() and int(info.min) <= int(value) <= int(info.max)):
+            raise VolumeError(
+                f"{volume} holds {dtype} voxels, which cannot hold {value}; give another {option('fill_missing')}"
             )
 
     def check_none(self, volume: object) -> None:
@@ -87,11 +98,12 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """The number of chunks of a volume that were looked up, and of those that are not stored."""
+    """The number of chunks of a volume that were looked up, and of those that are not stored or damaged."""
 
     missing: int = 0
     looked: int = 0
-    unit: Literal["chunks", "voxels"] = "chunks"  # unit of both; voxels if a volume consists of several datasets
+    unit: Literal["chunks", "voxels"] = "chunks"  # unit of all; voxels if a volume consists of several datasets
+    damaged: int = 0  # read as the value that was given for missing voxels
 
 
 class Volume(ABC):
@@ -234,7 +246,7 @@ def why_not(shape: tuple[int, ...] | None, dtype: np.dtype[Any]) -> str | None:
     return None
 
 
-def pick(arrays: Mapping[str, tuple[tuple[int, ...] | None, np.dtype[Any]]], dataset: str | None, path: Path) -> str:
+def pick(arrays: Mapping[str, tuple[tuple[int, ...] | None, np.dtype[Any]]], dataset: str | None, path: object) -> str:
     """Return the name of the array to read among those that a file holds, given as name -> (shape, dtype).
 
     With `dataset` None it is the only one that can be a volume. VolumeError lists them if the choice is not clear.

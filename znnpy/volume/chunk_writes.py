@@ -6,7 +6,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from znnpy.errors import MissingExtraError
 from znnpy.extras import install
@@ -46,6 +46,8 @@ def context() -> Any:
 class ChunkFiles:
     """The files of the arrays of one output."""
 
+    more: ClassVar[Mapping[str, Any]] = {}  # what tensorstore is told besides
+
     def __init__(
         self,
         form: ChunkedFormat,
@@ -65,8 +67,8 @@ class ChunkFiles:
         """
         self._form, self._arrays, self._note, self.most_bytes = form, arrays, note, most_bytes
         inside = inside or context()
-        self._opened = [_opened(form, array, store, inside) for array in arrays]
-        self._waiting: deque[tuple[Any, Voxels]] = deque()
+        self._opened = [self._open(array, store, inside) for array in arrays]
+        self._waiting: deque[tuple[Any, Callable[[], Any], Voxels]] = deque()
         self._bytes = 0
 
     def start(self, place: Place, region: Region, voxels: Voxels, buffer: Voxels) -> None:
@@ -75,12 +77,17 @@ class ChunkFiles:
         if self._note is not None:
             self._note(self._form.key(self._arrays[number], index))
         target = self._opened[number][region.slices]
-        try:
+
+        def begin() -> Any:
             future = target.write(voxels, can_reference_source_data_indefinitely=True)
             future.commit.force()
+            return future
+
+        try:
+            future = begin()
         except _ERRORS as error:
             raise as_system_error(error) from error
-        self._waiting.append((future, buffer))
+        self._waiting.append((future, begin, buffer))
         self._bytes += buffer.nbytes
 
     def finished(self, *, wait: bool) -> list[Voxels]:
@@ -92,13 +99,10 @@ class ChunkFiles:
             or self._bytes > self.most_bytes
             or self._waiting[0][0].done()
         ):
-            future, buffer = self._waiting.popleft()
+            future, begin, buffer = self._waiting.popleft()
             self._bytes -= buffer.nbytes
             back.append(buffer)
-            try:
-                future.result()
-            except _ERRORS as error:
-                raise as_system_error(error) from error
+            self._wait_for(future, begin)
         return back
 
     def read(self, number: int, region: Region) -> Voxels:
@@ -112,9 +116,30 @@ class ChunkFiles:
     def close(self) -> None:
         """Wait for what is being written, whatever becomes of it."""
         while self._waiting:
-            future, _ = self._waiting.popleft()
-            future.exception()
+            self._waiting.popleft()[0].exception()
         self._opened = []
+
+    def _wait_for(self, future: Any, begin: Callable[[], Any]) -> None:
+        """Return once a file is written, which `begin` would begin to write again."""
+        del begin  # what fails in a folder fails again
+        try:
+            future.result()
+        except _ERRORS as error:
+            raise as_system_error(error) from error
+
+    def _open(self, array: StoredArray, store: KvStore, inside: Any) -> Any:
+        """Open an array with the axes (maps, z, y, x)."""
+        form = self._form
+        folder = array.name if form.whole_maps else form.folder(array)
+        spec = {
+            **form.spec(array),
+            "kvstore": store(folder),
+            "open": True,
+            "assume_metadata": True,
+            "store_data_equal_to_fill_value": form.keeps_zeros,
+            **self.more,
+        }
+        return form.turned(tensorstore.open(spec, context=inside).result())
 
 
 def as_system_error(error: Exception) -> OSError:
@@ -124,16 +149,3 @@ def as_system_error(error: Exception) -> OSError:
         number = int(found[1])
         return OSError(number, os.strerror(number))
     return error if isinstance(error, OSError) else OSError(text)
-
-
-def _opened(form: ChunkedFormat, array: StoredArray, store: KvStore, inside: Any) -> Any:
-    """Open an array with the axes (maps, z, y, x)."""
-    folder = array.name if form.whole_maps else form.folder(array)
-    spec = {
-        **form.spec(array),
-        "kvstore": store(folder),
-        "open": True,
-        "assume_metadata": True,
-        "store_data_equal_to_fill_value": form.keeps_zeros,
-    }
-    return form.turned(tensorstore.open(spec, context=inside).result())

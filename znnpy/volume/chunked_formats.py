@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, ClassVar
@@ -114,6 +114,7 @@ class ChunkedFormat(ABC):
     dtypes: ClassVar[tuple[str, ...]] = ("uint8", "float16", "float32")
     has_shards: ClassVar[bool] = False
     whole_maps: ClassVar[bool] = False  # whether a chunk holds all maps
+    marks: ClassVar[tuple[str, ...]]  # files below the root without which there is no output
     keeps_zeros: ClassVar[bool] = False  # whether chunks of zeros are stored: readers miss them otherwise
 
     def check(self, dtype: np.dtype[Any], *, sharded: bool) -> None:
@@ -170,6 +171,10 @@ class ChunkedFormat(ABC):
         stored      the levels of each array, the finest first
         attributes  those that all arrays share
         """
+
+    def in_order(self, names: Iterable[str]) -> list[str]:
+        """Return the names of metadata files in the order in which they are written, `marks` last."""
+        return sorted(names, key=lambda name: (name in self.marks, name))
 
     @abstractmethod
     def attributes(self, read: Document, name: str = "") -> dict[str, Any]:
@@ -228,6 +233,22 @@ def box_region(box: Box, maps: int) -> Region:
 def listed(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """Return attributes with lists in place of arrays, as JSON has them."""
     return {key: value.tolist() if hasattr(value, "tolist") else value for key, value in attributes.items()}
+
+
+def stored_levels(
+    form: ChunkedFormat, read: Document, arrays: Sequence[OutputArray], dtype: np.dtype[Any], multiscale: int
+) -> list[list[StoredArray]]:
+    """Return the levels of each array, with the layouts that metadata files say.
+
+    ValueError, or what `read` and damaged metadata raise, if they are not what this version writes.
+    """
+    layouts = [form.layout(read, levels[0]) for levels in form.arrays(arrays, dtype)]
+    stored = form.arrays(arrays, dtype, layouts, multiscale)
+    for levels in stored:
+        for one in levels[1:]:
+            if form.layout(read, one) != one.layout:
+                raise ValueError(f"the chunks of level {one.level} are not those of the finest one")
+    return stored
 
 
 def as_json(document: Mapping[str, Any]) -> bytes:

@@ -22,7 +22,7 @@ from znnpy.patches import Box
 from znnpy.volume.chunk_assembly import Assembler
 from znnpy.volume.chunk_layout import layouts_of
 from znnpy.volume.chunk_writes import ChunkFiles
-from znnpy.volume.chunked_formats import ChunkedFormat, StoredArray, box_region
+from znnpy.volume.chunked_formats import ChunkedFormat, StoredArray, box_region, stored_levels
 from znnpy.volume.coarser_levels import write_coarser
 from znnpy.volume.n5_format import N5
 from znnpy.volume.precomputed_format import Precomputed
@@ -75,7 +75,7 @@ class ChunkedStore(Store):
 
     @classmethod
     def check(cls, dtype: np.dtype[Any], storage: Storage) -> None:
-        cls._wanted(storage).check(dtype, sharded=storage.sharded)
+        cls.wanted(storage).check(dtype, sharded=storage.sharded)
 
     @classmethod
     def create(
@@ -87,7 +87,7 @@ class ChunkedStore(Store):
         storage: Storage | None = None,
     ) -> None:
         storage = storage or Storage()
-        form = cls._wanted(storage)
+        form = cls.wanted(storage)
         layouts = layouts_of(
             storage.plans,
             arrays,
@@ -179,7 +179,8 @@ class ChunkedStore(Store):
         self._folder = -1
 
     @classmethod
-    def _wanted(cls, storage: Storage) -> ChunkedFormat:
+    def wanted(cls, storage: Storage) -> ChunkedFormat:
+        """Return the format that a prefix asks for, else the first one."""
         return next((form for form in cls.formats if form.prefix == storage.prefix), cls.formats[0])
 
     @contextmanager
@@ -278,17 +279,11 @@ def _stored(
     try:
         for levels, array in zip(form.arrays(arrays, dtype), arrays, strict=True):
             check_stored(path, *form.held(read, levels[0]), array, dtype)
-        layouts = [form.layout(read, levels[0]) for levels in form.arrays(arrays, dtype)]
-        stored = form.arrays(arrays, dtype, layouts, multiscale)
-        for levels in stored:
-            for one in levels[1:]:
-                if form.layout(read, one) != one.layout:
-                    raise ValueError(f"the chunks of level {one.level} are not those of the finest one")
+        return stored_levels(form, read, arrays, dtype, multiscale)
     except OutputError:
         raise
     except DAMAGED as error:
         raise damaged(path, error) from error
-    return stored
 
 
 def _reader(path: Path) -> Callable[[str], dict[str, Any]]:

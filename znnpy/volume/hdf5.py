@@ -83,13 +83,7 @@ class Hdf5Volume(Volume):
         if lost and (self._missing_voxels.fill is None or not is_fillable):
             raise VolumeError(f"{self}: {_first(lost, is_fillable=is_fillable)}")
         if lost:
-            value = self._missing_voxels.fill
-            assert value is not None
-            if self.dtype.kind != "f" and not (float(value).is_integer() and _holds(self.dtype, int(value))):
-                raise VolumeError(
-                    f"{self} holds {self.dtype} voxels, which cannot hold {value}; "
-                    f"give another {option('fill_missing')}"
-                )
+            self._missing_voxels.check_value(self)
         self._missing = [one.region for one in lost]
 
     def close(self) -> None:
@@ -364,11 +358,6 @@ def _first(lost: Sequence[Missing], *, is_fillable: bool) -> str:
     if is_fillable:
         advice += f", or give {option('fill_missing')} with the value to read"
     return f"voxels (z, y, x) = {lo} to {last} are missing: {one.why}; {more}{advice}"
-
-
-def _holds(dtype: np.dtype[Any], value: int) -> bool:
-    info = np.iinfo(dtype)
-    return int(info.min) <= value <= int(info.max)
 
 
 def _check_filters(volume: Hdf5Volume, made: h5py.h5p.PropDCID) -> None:

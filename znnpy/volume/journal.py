@@ -189,7 +189,7 @@ class Journal:
             number = 2
             while line := lines.readline(MOST_LINE_BYTES):
                 number += 1
-                columns = _columns(line, header.columns)
+                columns = columns_of(line, header.columns)
                 if columns is None:
                     if lines.read(1):
                         shown = excerpt(line.removesuffix(b"\n").decode(errors="replace"), 40)
@@ -202,12 +202,7 @@ class Journal:
 
     def append(self, columns: Iterable[int]) -> None:
         """Record columns whose data are on disk; on return the record is on disk too."""
-        file, left = self._opened(), sorted(columns)
-        records = b""
-        while left:
-            part, left = left[:COLUMNS_A_RECORD], left[COLUMNS_A_RECORD:]
-            numbers = b", ".join(b"%d" % column for column in part)
-            records += b"[%s] %08x\n" % (numbers, zlib.crc32(numbers))
+        file, records = self._opened(), record_lines(columns)
         file.truncate(self._length)
         file.seek(self._length)
         write_all(file, records)
@@ -250,14 +245,9 @@ class Journal:
 
     def _header(self, line: bytes) -> JournalHeader:
         try:
-            header = _adapter().validate_json(line)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "the header"
-            raise self.damaged(2, f"{excerpt(where, 80)}: {excerpt(first['msg'], 100)}") from None
-        if not 0 < header.columns <= MOST_COLUMNS:
-            raise self.damaged(2, f"columns: {excerpt(header.columns, 40)}")
-        return header
+            return header_of(line)
+        except ValueError as error:
+            raise self.damaged(2, str(error)) from None
 
     def damaged(self, line: int, why: str) -> ResumeError:
         """Make the error for a damaged line, counted from 1."""
@@ -278,6 +268,19 @@ def header_line(header: JournalHeader) -> bytes:
     return _adapter().dump_json(header) + b"\n"
 
 
+def header_of(line: bytes) -> JournalHeader:
+    """Read the header from a line of the journal; ValueError says what is wrong with it."""
+    try:
+        header = _adapter().validate_json(line)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the header"
+        raise ValueError(f"{excerpt(where, 80)}: {excerpt(first['msg'], 100)}") from None
+    if not 0 < header.columns <= MOST_COLUMNS:
+        raise ValueError(f"columns: {excerpt(header.columns, 40)}")
+    return header
+
+
 def header_digest(header: JournalHeader) -> str:
     """Return the digest by which an output identifies its journal: SHA-256 of the header, in hexadecimal digits."""
     return hashlib.sha256(header_line(header)).hexdigest()
@@ -290,7 +293,17 @@ def _rests(line: bytes) -> Iterator[bytes]:
         yield whole[len(line) :]
 
 
-def _columns(line: bytes, count: int) -> list[int] | None:
+def record_lines(columns: Iterable[int]) -> bytes:
+    """Return the records of columns, a line for at most COLUMNS_A_RECORD of them."""
+    records, left = b"", sorted(columns)
+    while left:
+        part, left = left[:COLUMNS_A_RECORD], left[COLUMNS_A_RECORD:]
+        numbers = b", ".join(b"%d" % column for column in part)
+        records += b"[%s] %08x\n" % (numbers, zlib.crc32(numbers))
+    return records
+
+
+def columns_of(line: bytes, count: int) -> list[int] | None:
     """Return the columns of one record; None if the line is not a record, or only the first part of one."""
     found = RECORD.fullmatch(line)
     if found is None or zlib.crc32(found[1]) != int(found[2], 16):

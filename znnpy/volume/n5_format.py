@@ -34,6 +34,7 @@ class N5(ChunkedFormat):
     """N5, with the metadata that Neuroglancer, n5-viewer and funlib read."""
 
     name, prefix, dtypes = "N5", "n5", ("uint8", "float32")
+    marks = ("attributes.json",)
 
     def folder(self, array: StoredArray) -> str:
         return below(array.name, f"s{array.level}")

@@ -136,6 +136,11 @@ class Output:
                 )
 
     @property
+    def attributes(self) -> dict[str, Any]:
+        """The attributes of the output that is there; none if there is none, or it cannot be read."""
+        return self._kind.attributes_of(self.path)
+
+    @property
     def gathered_bytes(self) -> int:
         """Bytes of the whole output if its chunks are gathered in memory until they are whole; else 0."""
         return self._needed_bytes if self._kind.gathers else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from znnpy.volume.output import Mode, Output
 from znnpy.volume.sliceable import Assignable, BlockOutput, Sliceable
 from znnpy.volume.store import OutputArray, Storage
 
+if TYPE_CHECKING:
+    from znnpy.volume.bucket_output import BucketOutput
+
 
 def mode_of(*, overwrite: bool, resume: bool) -> Mode:
     """Return how to begin an output; ValueError if both options are given."""
@@ -26,13 +29,14 @@ def mode_of(*, overwrite: bool, resume: bool) -> Mode:
     return "overwrite" if overwrite else "resume" if resume else "new"
 
 
-def target_of(volume: str | Path | Sliceable, out: str | Path | Assignable | None, network: str) -> Path:
-    """Return the path of an output, or a description of an array. ValueError where nothing determines it.
+def target_of(volume: str | Path | Sliceable, out: str | Path | Assignable | None, network: str) -> Path | Location:
+    """Return the path or the URL of an output, or a description of an array. ValueError where nothing determines it.
 
     network  name of the network, for an output beside the volume.
     """
     if isinstance(out, str | os.PathLike):
-        return place_of(out).path
+        place = place_of(out)
+        return place.path if place.is_local else place
     if out is not None:
         return Path(f"the {type(out).__name__}")
     if isinstance(volume, str | os.PathLike):
@@ -41,13 +45,11 @@ def target_of(volume: str | Path | Sliceable, out: str | Path | Assignable | Non
 
 
 def place_of(out: str | os.PathLike[str]) -> Location:
-    """Read the name of an output; OutputError for a name that cannot be read, and for a place that is not here."""
+    """Read the name of an output; OutputError for a name that cannot be read."""
     try:
         place = Location.of(out)
     except ValueError as error:
         raise OutputError(f"{error}; check the name in {option('out')}") from None
-    if not place.is_local:
-        raise OutputError(f"{place} is not on this machine, where outputs are written; give a path as {option('out')}")
     if place.dataset is not None:
         raise OutputError(
             f"{place} names the dataset {excerpt(place.dataset)}, and outputs name theirs themselves; "
@@ -63,7 +65,7 @@ def prefix_of(out: object) -> str | None:
 
 def output_for(
     out: str | Path | Assignable | None,
-    target: Path,
+    target: Path | Location,
     volume: str | Path | Sliceable,
     *,
     inputs: Inputs,
@@ -73,13 +75,17 @@ def output_for(
     job: dict[str, Any],
     sharded: bool,
     multiscale: int,
-) -> Output | BlockOutput:
+) -> Output | BucketOutput | BlockOutput:
     """Return the output to write to; parameters as for `Output` and `Storage`. An object takes arrays of one size.
 
     OutputError if it does not fit, ValueError for a mode that only files have.
     """
     if out is None or isinstance(out, str | os.PathLike):
         storage = Storage(prefix_of(out), sharded, multiscale)
+        if isinstance(target, Location):
+            from znnpy.volume.bucket_output import BucketOutput
+
+            return BucketOutput(target, arrays=arrays, dtype=dtype, mode=mode, job=job, storage=storage)
         return Output(target, inputs=inputs, arrays=arrays, dtype=dtype, mode=mode, job=job, storage=storage)
     for word, asked in (("sharded", sharded), ("multiscale", multiscale)):
         if asked:

@@ -44,7 +44,7 @@ class Precomputed(ChunkedFormat):
     """Unsharded volumes of Neuroglancer, with raw chunks."""
 
     name, prefix, dtypes = "Precomputed", "precomputed", ("uint8", "float32")
-    whole_maps, keeps_zeros = True, True
+    whole_maps, keeps_zeros, marks = True, True, (ATTRIBUTES, "info")
 
     def folder(self, array: StoredArray) -> str:
         return below(array.name, _key(array))

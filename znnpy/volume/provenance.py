@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Self
 
 import numpy as np
@@ -18,8 +17,9 @@ from znnpy.messages import excerpt
 from znnpy.network import MOST_LAYERS
 from znnpy.option_values import Border, Meaning, OutputDtype
 from znnpy.shapes import PRECISIONS, Vec3
+from znnpy.volume.location import Location
 from znnpy.volume.output_names import OUTPUTS
-from znnpy.volume.registry import is_written, store_for
+from znnpy.volume.written import attributes_of
 
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(gt=0, lt=2**63)]
@@ -70,7 +70,7 @@ class Provenance:
     precision: str  # one of PRECISIONS
 
     @classmethod
-    def of(cls, output: Path, names: Sequence[str] = ("",)) -> Self:
+    def of(cls, output: Location, names: Sequence[str] = ("",)) -> Self:
         """Read the provenance that the output at `output` states.
 
         names  of its arrays, if it has several
@@ -78,7 +78,7 @@ class Provenance:
         VolumeError if it states none, as files of other programs, or if an attribute has another type or length than
         znnpy writes.
         """
-        said, *own = (_attributes(output, name) for name in ("", *names))
+        said, *own = (attributes_of(output, name) for name in ("", *names))
         if not {"job", "network"} <= said.keys() or not all(_OFFSETS & one.keys() for one in own):
             raise VolumeError(f"{output} was not written by znnpy; give the file that `znnpy infer` wrote")
         precision = _text(output, "precision", said.get("precision", "fp32"))  # early versions did not write it
@@ -92,12 +92,12 @@ class Provenance:
         return cls(_job(output, said["job"]), network, offsets, precision)
 
 
-def array_names(output: Path) -> tuple[str, ...]:
+def array_names(output: Location) -> tuple[str, ...]:
     """Return the names of the arrays that an output states; of one with a single array, an empty name.
 
     VolumeError if the attribute is damaged.
     """
-    said = _attributes(output, "").get("outputs")
+    said = attributes_of(output, "").get("outputs")
     if said is None:
         return ("",)
     try:
@@ -106,18 +106,13 @@ def array_names(output: Path) -> tuple[str, ...]:
         raise _damaged(output, "outputs", error.errors(include_url=False)[0]["msg"]) from None
 
 
-def _attributes(output: Path, name: str) -> dict[str, Any]:
-    """Return the attributes of an output, or of one of its arrays; none if it is no output."""
-    return store_for(output).attributes_of(output, name) if is_written(output) else {}
-
-
-def _text(output: Path, name: str, value: Any) -> str:
+def _text(output: Location, name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise _damaged(output, name, f"it is of type {type(value).__name__}, not text")
     return value
 
 
-def _job(output: Path, value: Any) -> JobClaim:
+def _job(output: Location, value: Any) -> JobClaim:
     text = _text(output, "job", value).encode("utf-8", "surrogateescape")
     try:
         return JobClaim.model_validate_json(text)
@@ -127,7 +122,7 @@ def _job(output: Path, value: Any) -> JobClaim:
         raise _damaged(output, "job", f"{where}: {first['msg']}") from None
 
 
-def _offset(output: Path, said: dict[str, Any]) -> Vec3:
+def _offset(output: Location, said: dict[str, Any]) -> Vec3:
     """Return the position of an array in voxels, which early versions wrote as `offset`."""
     name = "voxel_offset" if "voxel_offset" in said else "offset"
     value = said[name]
@@ -137,7 +132,7 @@ def _offset(output: Path, said: dict[str, Any]) -> Vec3:
     return numbers[0], numbers[1], numbers[2]
 
 
-def _damaged(output: Path, name: str, why: str) -> VolumeError:
+def _damaged(output: Location, name: str, why: str) -> VolumeError:
     return VolumeError(
         f"the attribute {name} of {output} is damaged: {excerpt(why)}; copy the output again, or predict it again"
     )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from importlib import import_module
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, cast
 
 from znnpy.errors import OutputError, VolumeError
@@ -52,28 +52,31 @@ HDF5 = Format("HDF5", (".h5", ".hdf5", ".hdf"), "znnpy.volume.hdf5", ("znnpy.vol
 ZARR = Format(
     "Zarr",
     (".zarr",),
-    "znnpy.volume.zarr",
+    "znnpy.volume.zarr_volume",
     ("znnpy.volume.chunked_store", "ZarrStore"),
     marks=("zarr.json", ".zarray", ".zgroup"),
     prefixes=("zarr", "zarr2", "zarr3"),
+    remote=True,
     folder=True,
 )
 N5 = Format(
     "N5",
     (".n5",),
-    "znnpy.volume.zarr",
+    "znnpy.volume.n5_volume",
     ("znnpy.volume.chunked_store", "N5Store"),
     marks=("attributes.json",),
     prefixes=("n5",),
+    remote=True,
     folder=True,
 )
 PRECOMPUTED = Format(
     "Neuroglancer precomputed",
     (".precomputed",),
-    "znnpy.volume.zarr",
+    "znnpy.volume.precomputed_volume",
     ("znnpy.volume.chunked_store", "PrecomputedStore"),
-    marks=("info", "znnpy.json"),
+    marks=("info",),
     prefixes=("precomputed",),
+    remote=True,
     folder=True,
 )
 NPY = Format("numpy", (".npy",), "znnpy.volume.array")
@@ -91,7 +94,12 @@ def suffix_of(name: str) -> str:
 
 
 def format_of(location: Location) -> Format:
-    """Return the format of a volume: that of its prefix, of the files in its folder, or of its suffix; else HDF5."""
+    """Return the format of a volume: that of its prefix, of the files in its folder, or of its suffix; else HDF5.
+
+    In a bucket or on a web server files are looked for only where neither prefix nor suffix says the format.
+
+    VolumeError: the files in a bucket or on a web server cannot be read.
+    """
     if location.prefix is not None:
         return next(one for one in FORMATS if location.prefix in one.prefixes)
     if location.is_local and os.path.isdir(location.place):
@@ -99,7 +107,20 @@ def format_of(location: Location) -> Format:
         if held:
             return held[0]
     suffix = suffix_of(location.name)
-    return next((one for one in FORMATS if suffix in one.suffixes), HDF5)
+    named = next((one for one in FORMATS if suffix in one.suffixes), None)
+    return named or (HDF5 if location.is_local else _format_there(location))
+
+
+def _format_there(location: Location) -> Format:
+    """Return the format whose marks lie below a URL."""
+    from znnpy.volume.object_store import context, files_of
+
+    files = files_of(location, context())
+    for one in FORMATS:
+        if any(files.read(mark, 1) is not None for mark in one.marks):
+            return one
+    marks = [mark for one in FORMATS for mark in one.marks]
+    raise VolumeError(f"{location} is no volume: none of {', '.join(marks)} lies there; check the name")
 
 
 def open_volume(
@@ -146,8 +167,8 @@ def store_for(place: Path | Location) -> type[Store]:
     if found is None or found.writer is None:
         *most, last = WRITTEN_SUFFIXES
         raise OutputError(
-            f"the output {location} has suffix {location.path.suffix!r}, and only {', '.join(most)} and {last} are "
-            f"written; give one of these in {option('out')}"
+            f"the output {location} has suffix {PurePath(location.name).suffix!r}, and only {', '.join(most)} and "
+            f"{last} are written; give one of these in {option('out')}"
         )
     module, name = found.writer
     return cast("type[Store]", getattr(import_module(module), name))

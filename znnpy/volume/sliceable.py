@@ -184,6 +184,11 @@ class BlockOutput:
         self._lock = threading.Lock()
 
     @property
+    def attributes(self) -> dict[str, Any]:
+        """The attributes: an array has none."""
+        return {}
+
+    @property
     def held_bytes(self) -> int:
         """Memory of the process that a numpy array takes once it is written; 0 for other objects."""
         return prod(self.shape) * self.dtype.itemsize if isinstance(self._thing, np.ndarray) else 0

@@ -31,6 +31,7 @@ from znnpy.option_values import BORDERS, Border
 from znnpy.patches import Box
 from znnpy.shapes import Vec3, add, subtract, text
 from znnpy.volume.base import Volume
+from znnpy.volume.chunk_layers import ChunkLayers
 
 SLAB_BYTES = 2 * 2**20  # part of a patch that is assembled or checked at once
 
@@ -62,6 +63,7 @@ class Source:
         self.area: Area | None = None  # of a graph that is computed whole
         self._how: PadToPeriod = "reflect"  # what lies beyond the faces
         self.volume = volume
+        self._layers = ChunkLayers(volume)
         self.allow_nan = allow_nan
         self.dtype = volume.dtype
         self.channels = volume.channels
@@ -100,6 +102,10 @@ class Source:
         self.area = area_of(self.volume.size, self.outputs)
         self.field_of_view = seen_by_one(network)
         self.domain, self._how = Box((0, 0, 0), geometry.volume), network.pad_to_period
+
+    def keep_chunks(self, most_bytes: int) -> None:
+        """Keep the chunks that the next step needs too, in at most so many bytes."""
+        self._layers = ChunkLayers(self.volume, most_bytes)
 
     @property
     def output(self) -> Vec3:
@@ -146,7 +152,7 @@ class Source:
         inside = box.clipped(self.domain)
         part = out
         if inside == box and box.clipped(Box((0, 0, 0), self.volume.size)) == box:
-            self.volume.read(box, out)
+            self._layers.read(box, out)
         else:
             for channel, mean in enumerate(self._mean):
                 out[channel] = mean
@@ -154,12 +160,12 @@ class Source:
                 return None
             part = out[(slice(None), *inside.shifted(subtract((0, 0, 0), box.lo)).slices)]
             if inside.clipped(Box((0, 0, 0), self.volume.size)) == inside:
-                self.volume.read(inside, part)
+                self._layers.read(inside, part)
             elif self._how == "zeros":
                 part[...] = 0
                 there = inside.clipped(Box((0, 0, 0), self.volume.size))
                 if there.voxels:
-                    self.volume.read(there, part[(slice(None), *there.shifted(subtract((0, 0, 0), inside.lo)).slices)])
+                    self._layers.read(there, part[(slice(None), *there.shifted(subtract((0, 0, 0), inside.lo)).slices)])
             else:
                 self._gather(self._indices(inside), part)
         if self.dtype.kind != "f" or all(np.isfinite(part[:, z, y]).all() for z, y in _slabs(part)):
@@ -188,7 +194,7 @@ class Source:
             lo = (int(iz.min()), int(iy.min()), int(ix.min()))
             box = Box(lo, (int(iz.max()) + 1, int(iy.max()) + 1, int(ix.max()) + 1))
             slab = np.empty((self.channels, *box.size), self.dtype)
-            self.volume.read(box, slab)
+            self._layers.read(box, slab)
             for plane, at in zip(range(z.start, z.stop), iz - lo[0], strict=True):
                 out[:, plane, y] = _picked(slab[:, at], iy - lo[1], ix - lo[2])
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from znnpy.volume.stored_array import spelled
+
 AXES = ("z", "y", "x")
 MOST_SCALES = 100  # datasets of a multiscale group, and transformations of one
 LONGEST_NAME = 64  # characters of the name of an axis or a unit
@@ -74,10 +76,16 @@ def image_of(name: str, levels: Sequence[tuple[str, Space]], maps: int, version:
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """The arrays of one image at several resolutions, as described by OME-Zarr 0.4 and 0.5."""
+    """The arrays of one image at several resolutions, as described by OME-Zarr 0.4, 0.5 and 0.6.
 
-    paths: tuple[str, ...]  # names of the arrays in the group, the finest first
+    paths   names of the arrays in the group, the finest first
+    spaces  of each; None where its transformations are damaged, or others than scales and translations
+    names   of the axes of all arrays, as `znnpy.volume.axes` spells them; None: they are damaged
+    """
+
+    paths: tuple[str, ...]
     spaces: tuple[Space | None, ...]
+    names: tuple[str, ...] | None = None
 
     @classmethod
     def of(cls, attributes: Mapping[str, Any]) -> Scales | None:
@@ -93,25 +101,47 @@ class Scales:
         if not all(isinstance(one, Mapping) and isinstance(one.get("path"), str) for one in datasets):
             return None
         paths = tuple(one["path"].strip("/") for one in datasets)
-        return cls(paths, tuple(_space(image.get("axes"), one, image) for one in datasets))
+        axes = _axes(image)
+        names = None if axes is None else tuple(_axis_name(axis) for axis in axes)
+        if axes is None or names is None or len(set(names)) != len(names):
+            return cls(paths, (None,) * len(paths))
+        return cls(paths, tuple(_space(axes, names, one, image) for one in datasets), names)
 
 
-def _space(axes: Any, dataset: Mapping[str, Any], image: Mapping[str, Any]) -> Space | None:
+def _axes(image: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
+    """Return the axes of an image, in 0.6 those of its first coordinate system; None if they are damaged."""
+    axes, systems = image.get("axes"), image.get("coordinateSystems")
+    if axes is None and isinstance(systems, list) and systems and isinstance(systems[0], Mapping):
+        axes = systems[0].get("axes")
+    return axes if isinstance(axes, list) and all(_is_axis(axis) for axis in axes) else None
+
+
+def _axis_name(axis: Mapping[str, Any]) -> str:
+    """Return the name of an axis by its type, since channels and time may have any name, or else by its name."""
+    kind = axis.get("type")
+    kind = kind if isinstance(kind, str) else ""
+    return {"channel": "c", "time": "t"}.get(kind) or spelled(axis["name"])
+
+
+def _space(
+    axes: list[Mapping[str, Any]], names: tuple[str, ...], dataset: Mapping[str, Any], image: Mapping[str, Any]
+) -> Space | None:
     """Return the space of one dataset, whose transformations are applied before those of the image."""
-    if not isinstance(axes, list) or not all(_is_axis(axis) for axis in axes):
-        return None
-    names = tuple(axis["name"] for axis in axes)
-    if len(set(names)) != len(names) or names[-3:] != AXES:
-        return None
-    scale, translation = [1.0] * len(names), [0.0] * len(names)
     steps: list[Any] = []
     for holder in (dataset, image):
         found = holder.get("coordinateTransformations", [])
         if not isinstance(found, list) or len(found) > MOST_SCALES:
             return None
-        steps += found
+        for step in found:
+            inner = step.get("transformations") if isinstance(step, Mapping) and _type(step) == "sequence" else [step]
+            if not isinstance(inner, list) or len(inner) > MOST_SCALES:
+                return None
+            steps += inner
+    scale, translation = [1.0] * len(names), [0.0] * len(names)
     for step in steps:
-        kind = step.get("type") if isinstance(step, Mapping) else None
+        kind = _type(step) if isinstance(step, Mapping) else ""
+        if kind == "identity":
+            continue
         numbers = _numbers(step.get(kind), len(names)) if kind in ("scale", "translation") else None
         if numbers is None:
             return None
@@ -122,10 +152,25 @@ def _space(axes: Any, dataset: Mapping[str, Any], image: Mapping[str, Any]) -> S
             translation = [a + b for a, b in zip(translation, numbers, strict=True)]
     if not all(isfinite(n) and n > 0 for n in scale) or not all(map(isfinite, translation)):
         return None
-    z, y, x = (axis.get("unit") for axis in axes[-3:])
+    places = {name: place for place, name in enumerate(names)}
+    if not {"y", "x"} <= set(places):
+        return None
+    z, y, x = (places.get(name) for name in AXES)
     return Space(
-        (scale[-3], scale[-2], scale[-1]), (translation[-3], translation[-2], translation[-1]), (z, y, x), names
+        (_at(scale, z, 1.0), _at(scale, y, 1.0), _at(scale, x, 1.0)),
+        (_at(translation, z, 0.0), _at(translation, y, 0.0), _at(translation, x, 0.0)),
+        tuple(None if place is None else axes[place].get("unit") for place in (z, y, x)),  # type: ignore[arg-type]
+        names,
     )
+
+
+def _type(step: Mapping[str, Any]) -> str:
+    kind = step.get("type")
+    return kind if isinstance(kind, str) else ""
+
+
+def _at(numbers: Sequence[float], place: int | None, otherwise: float) -> float:
+    return otherwise if place is None else numbers[place]
 
 
 def _is_axis(axis: Any) -> bool:

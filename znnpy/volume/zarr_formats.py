@@ -72,7 +72,7 @@ def _plain(level: int) -> Space:
 class Zarr3(ChunkedFormat):
     """OME-Zarr 0.5, with or without shards."""
 
-    name, prefix, has_shards = "Zarr 3", "zarr3", True
+    name, prefix, has_shards, marks = "Zarr 3", "zarr3", True, ("zarr.json",)
 
     def folder(self, array: StoredArray) -> str:
         return _folder(array)
@@ -167,7 +167,7 @@ class Zarr3(ChunkedFormat):
 class Zarr2(ChunkedFormat):
     """OME-Zarr 0.4."""
 
-    name, prefix = "Zarr 2", "zarr2"
+    name, prefix, marks = "Zarr 2", "zarr2", (".zattrs", ".zgroup")
 
     def folder(self, array: StoredArray) -> str:
         return _folder(array)
