@@ -24,7 +24,7 @@ except ImportError:
 
 PACKING = 2  # threads that pack chunks
 WRITING = 4  # files that are written at a time
-MOST_WAITING = 16  # files that are packed, written or wait for it
+MOST_WAITING = 512  # files that are packed, written or wait for it: they are packed while the next slabs are copied
 COPIES = 2  # of a file that is packed: its packed chunks, and those joined to a file
 _SYSTEM_ERROR = re.compile(r"os_error_code='(\d+)'")
 _ERRORS = (ValueError, RuntimeError, OSError)  # raised by tensorstore
