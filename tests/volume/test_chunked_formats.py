@@ -15,7 +15,9 @@ import zarr
 from tests.support.small_outputs import COLUMNS, HEADER, JOB, SIZE, expected, write
 from tests.support.stored_outputs import stored
 from znnpy.errors import OutputError, ResumeError
+from znnpy.volume import output as output_module
 from znnpy.volume import store as store_module
+from znnpy.volume.journal import Journal, journal_path
 from znnpy.volume.location import Location
 from znnpy.volume.output import Output
 from znnpy.volume.registry import store_for
@@ -195,6 +197,52 @@ def test_a_resumed_run_keeps_the_chunks_that_are_there(tmp_path: Path, name: str
         assert opened.done == frozenset(range(5))
         write(opened, range(5, len(COLUMNS)), expected())
         opened.complete()
+    np.testing.assert_array_equal(stored(path), expected()[0])
+
+
+def recorded(path: Path) -> set[int]:
+    """Return the columns that the journal has, as a run after a kill would read it."""
+    journal = Journal(journal_path(path))
+    assert journal.open()
+    found = journal.read()
+    journal.close()
+    assert found is not None
+    return set(found[1])
+
+
+@pytest.mark.parametrize(("name", "storage"), STORAGES, ids=str)
+def test_a_column_is_recorded_only_when_its_chunks_are_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, storage: Storage
+) -> None:
+    """Chunks here hold voxels of several columns; what the journal has is what a kill leaves."""
+    monkeypatch.setattr(output_module, "SYNC_SECONDS", 0.0)
+    monkeypatch.setattr(store_module, "CHUNK", 64)  # one chunk
+    path = tmp_path / name
+    partial, last = path.with_name(f"{name}.partial"), len(COLUMNS) - 1
+    with output(path, storage) as opened:
+        opened.begin(HEADER, {})
+        write(opened, range(last), expected())
+        assert recorded(path) == set()
+        assert not stored(partial).any()
+        write(opened, range(last, last + 1), expected())
+        assert recorded(path) == set(range(len(COLUMNS)))
+        np.testing.assert_array_equal(stored(partial), expected()[0])
+        opened.complete()
+        assert opened.rewritten == 0
+
+
+def test_columns_do_not_wait_for_their_chunks_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_module, "SYNC_SECONDS", 0.0)
+    monkeypatch.setattr(output_module, "PATIENCE_SECONDS", -1.0)
+    monkeypatch.setattr(store_module, "CHUNK", 64)
+    path = tmp_path / "out.zarr"
+    with output(path, Storage()) as opened:
+        opened.begin(HEADER, {})
+        for index in range(len(COLUMNS)):
+            write(opened, range(index, index + 1), expected())
+            assert recorded(path) == set(range(index + 1))
+        opened.complete()
+        assert opened.rewritten == len(COLUMNS) - 1
     np.testing.assert_array_equal(stored(path), expected()[0])
 
 

@@ -131,6 +131,7 @@ class Assembler:
             self.rewritten += 1
             self.settle()  # nor need two writes end in order
         self._written.add(place)
+        self._take_back(wait=False)  # a slab may complete many files, and not all are packed at a time
         self._files.start(place, one.region, one.voxels, one.buffer)
 
     def _buffer(self, values: int, dtype: np.dtype[Any]) -> Voxels:

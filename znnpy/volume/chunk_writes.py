@@ -70,6 +70,7 @@ class ChunkFiles:
         self._opened = [self._open(array, store, inside) for array in arrays]
         self._waiting: deque[tuple[Any, Callable[[], Any], Voxels]] = deque()
         self._bytes = 0
+        self._largest = max(array.file_bytes for array in arrays)
 
     def start(self, place: Place, region: Region, voxels: Voxels, buffer: Voxels) -> None:
         """Begin to write a file; see `chunk_assembly.Files`."""
@@ -96,7 +97,7 @@ class ChunkFiles:
         while self._waiting and (
             (wait and not back)
             or len(self._waiting) > MOST_WAITING
-            or self._bytes > self.most_bytes
+            or self._bytes > self.most_bytes - self._largest  # so that one more fits
             or self._waiting[0][0].done()
         ):
             future, begin, buffer = self._waiting.popleft()
