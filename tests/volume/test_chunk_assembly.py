@@ -30,14 +30,17 @@ class Kept:
         self.written: Counter[Place] = Counter()
         self.waiting: list[tuple[Region, Voxels, Voxels]] = []
         self.read_values = 0
+        self.in_a_row = self.most_in_a_row = 0  # files that are begun before any is asked for
 
     def start(self, place: Place, region: Region, voxels: Voxels, buffer: Voxels) -> None:
         assert not any(region.clipped(other).elements for other, _, _ in self.waiting), "it is being written"
+        self.in_a_row += 1
+        self.most_in_a_row = max(self.most_in_a_row, self.in_a_row)
         self.written[place] += 1
         self.waiting.append((region, voxels, buffer))
 
     def finished(self, *, wait: bool) -> list[Voxels]:
-        back = []
+        back, self.in_a_row = [], 0
         while wait and self.waiting:
             region, voxels, buffer = self.waiting.pop(0)
             self.voxels[region.slices] = voxels  # only now: a buffer that is used again too early spoils this
@@ -81,6 +84,17 @@ def test_slabs_write_each_file_once(thick: int, whole_maps: bool) -> None:
     assert set(files.written.values()) == {1}
     assert len(files.written) == 3 * 2 * 2 * (1 if whole_maps else 2)
     assert (files.read_values, assembler.rewritten) == (0, 0)
+
+
+def test_files_of_one_slab_are_not_all_on_their_way_at_once() -> None:
+    """Only `finished` can hold back: a slab that completes many files must ask it before each."""
+    array = stored_array(1)
+    files = Kept(array)
+    assembler = Assembler([array], files, PLENTY)
+    for box in slabs(1):
+        add(assembler, box, values(1))
+    assembler.settle()
+    assert files.most_in_a_row == 1
 
 
 def test_a_piece_that_comes_twice_does_not_make_a_file_whole() -> None:
