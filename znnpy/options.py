@@ -319,7 +319,8 @@ class InferOptions(RegionOptions, RunOptions):
     )
     out: str | Path | Assignable | None = option(
         None,
-        "output file, (maps, z, y, x), or (z, y, x) for one map",
+        "output file or folder, (maps, z, y, x), or (z, y, x) for one map: HDF5, .zarr, .n5 or .precomputed; zarr2:// "
+        "in front of a .zarr means OME-Zarr 0.4",
         "new place",
         unset="a file in the volume's folder, named after the volume and the network",
         in_python="or anything of such a shape and of `output_dtype` that takes assignment to slices: one thread "

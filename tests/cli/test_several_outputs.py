@@ -21,6 +21,7 @@ from znnpy.kernels.whole import grown_by, whole
 from znnpy.network import Network
 from znnpy.planner.memory import BUFFERS, WRITER_BYTES
 from znnpy.verify import verify
+from znnpy.volume.registry import store_for
 
 # Deep supervision: at full and at half resolution, and one that is cropped.
 DEEP: Layers = [
@@ -146,7 +147,8 @@ def test_arrays_are_read_as_volumes(place: Place) -> None:
         out = place.folder / name
         assert place.run(*place.arguments[:-1], out, "--no-calibrate").exit_code == 0
         words = ("plan", "fib25_unet", "--volume", out, "--no-calibrate", "--device", "cpu")
-        assert place.run(*words, "--dataset", "outputs/half").exit_code == 0
+        dataset = store_for(out).dataset_of(out, "outputs/half")
+        assert place.run(*words, "--dataset", dataset).exit_code == 0
         assert "name one with --dataset" in place.refusal(*words)
 
 

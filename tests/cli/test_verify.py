@@ -112,7 +112,7 @@ def test_unknown_precision_is_refused(place: Place) -> None:
 def test_wrong_offset_is_found(place: Place) -> None:
     assert place.infer().exit_code == 0
     with h5py.File(place.out, "r+") as file:
-        file["prediction"].attrs["offset"] = np.array([2, 2, 3])
+        file["prediction"].attrs["voxel_offset"] = np.array([2, 2, 3])
     sentence = place.refusal(*arguments(place))
     assert_holds(sentence, "out.h5 has offset (2, 2, 3), and (2, 3, 3) follows", "border valid")
 
@@ -238,10 +238,24 @@ def test_seed_chooses_the_voxels(place: Place) -> None:
     assert worst[0] == worst[1] != worst[2]
 
 
-def test_zarr_output_passes(place: Place) -> None:
-    pytest.importorskip("zarr")
-    out = place.folder / "out.zarr"
-    assert place.run(*place.arguments[:-1], out).exit_code == 0
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["out.zarr"],
+        ["zarr2://out.zarr"],
+        ["out.zarr", "--sharded"],
+        ["out.n5"],
+        ["out.precomputed"],
+        ["precomputed://out"],
+        ["out.zarr", "--multiscale", "2"],
+    ],
+    ids=" ".join,
+)
+def test_outputs_of_every_chunked_format_pass(place: Place, words: list[str]) -> None:
+    prefix, mark, name = words[0].rpartition("://")
+    out = place.folder / name
+    result = place.run(*place.arguments[:-1], f"{prefix}{mark}{out}", *words[1:])
+    assert result.exit_code == 0, result.output
     network = place.folder / "net.yaml"
     report = verify(out, place.volume, network=network, samples=30)
     assert 0 < report.worst <= 1e-5

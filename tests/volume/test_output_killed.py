@@ -39,11 +39,12 @@ with output.Output(
     dtype=np.dtype("f4"),
     mode="resume",
     job={"kill": 1},
-    storage=store.Storage(sys.argv[2] or None, len(sys.argv) > 3),
+    storage=store.Storage(sys.argv[2] or None, "sharded" in sys.argv),
 ) as out:
     print("entered", flush=True)
     if out.header is None and not out.finished:
-        out.begin(JournalHeader({"kill": 1}, {}, "", "", len(columns)), {}, [columns])
+        plans = [] if "across" in sys.argv else [columns]  # chunks that lie across the edges of columns, or do not
+        out.begin(JournalHeader({"kill": 1}, {}, "", "", len(columns)), {}, plans)
     print("begun", flush=True)
     for index, column in enumerate(columns):
         if not out.finished and index not in out.done:
@@ -67,8 +68,14 @@ with output.Output(
         ("out.precomputed", [""]),
         ("out.tif", [""]),
         ("out.nii", [""]),
+        ("out.zarr", ["", "across"]),
+        ("out.zarr", ["zarr2", "across"]),
+        ("out.precomputed", ["", "across"]),
     ],
-    ids=["HDF5", "Zarr 3", "Zarr 2", "shards", "N5", "precomputed", "TIFF", "NIfTI"],
+    ids=[
+        *("HDF5", "Zarr 3", "Zarr 2", "shards", "N5", "precomputed", "TIFF", "NIfTI"),
+        *("Zarr 3 across", "Zarr 2 across", "precomputed across"),
+    ],
 )
 def test_output_survives_kills_at_random_moments(name: str, words: list[str], tmp_path: Path) -> None:
     rng = random.Random(20261120)
@@ -84,7 +91,7 @@ def test_output_survives_kills_at_random_moments(name: str, words: list[str], tm
             assert writer.stdout.readline() == b"entered\n"
             if killed % 4:  # else it may die while it makes the file
                 assert writer.stdout.readline() == b"begun\n"
-                for _ in range(rng.randint(0, 3)):
+                for _ in range(rng.randint(0, 30 if "across" in words else 3)):
                     writer.stdout.readline()  # a column, if any is left
             if killed < 8:
                 time.sleep(rng.uniform(0, 0.03))

@@ -63,6 +63,14 @@ def test_written_attributes_are_read_back(tmp_path: Path, suffix: str) -> None:
     assert Provenance.of(Location(str(written(tmp_path, suffix, precision=None)))).precision == "fp32"
 
 
+@pytest.mark.parametrize("suffix", [".h5", ".zarr"])
+def test_offset_in_voxels_comes_first(tmp_path: Path, suffix: str) -> None:
+    """Once a resolution is known, `offset` is in its units; outputs of early versions have `offset` alone."""
+    place = {"voxel_offset": np.array([5, 6, 7]), "offset": np.array([20.0, 24.0, 28.0])}
+    assert Provenance.of(Location.of(written(tmp_path, suffix, **place))).offsets == ((5, 6, 7),)
+    assert Provenance.of(Location.of(written(tmp_path, suffix))).offsets == ((2, 3, 4),)
+
+
 @pytest.mark.parametrize("suffix", [".h5", ".zarr", ".npy"])
 @pytest.mark.parametrize("name", ["job", "offset", "network"])
 def test_missing_attributes_are_refused(tmp_path: Path, suffix: str, name: str) -> None:

@@ -119,6 +119,8 @@ class Assembler:
         if one.lacks == [one.region]:
             self._free[one.buffer.size].append(one.buffer)
             return
+        if place in self._written:
+            self.settle()  # a read need not see a write that has not ended
         for lack in one.lacks:
             stored = self._files.read(place[0], lack)
             one.voxels[lack.shifted([-at for at in one.region.lo]).slices] = stored
@@ -127,7 +129,9 @@ class Assembler:
     def _pass_on(self, place: Place, one: _Open) -> None:
         if place in self._written:
             self.rewritten += 1
+            self.settle()  # nor need two writes end in order
         self._written.add(place)
+        self._take_back(wait=False)  # a slab may complete many files, and not all are packed at a time
         self._files.start(place, one.region, one.voxels, one.buffer)
 
     def _buffer(self, values: int, dtype: np.dtype[Any]) -> Voxels:

@@ -24,7 +24,7 @@ except ImportError:
 
 PACKING = 2  # threads that pack chunks
 WRITING = 4  # files that are written at a time
-MOST_WAITING = 16  # files that are packed, written or wait for it
+MOST_WAITING = 512  # files that are packed, written or wait for it: they are packed while the next slabs are copied
 COPIES = 2  # of a file that is packed: its packed chunks, and those joined to a file
 _SYSTEM_ERROR = re.compile(r"os_error_code='(\d+)'")
 _ERRORS = (ValueError, RuntimeError, OSError)  # raised by tensorstore
@@ -70,6 +70,7 @@ class ChunkFiles:
         self._opened = [self._open(array, store, inside) for array in arrays]
         self._waiting: deque[tuple[Any, Callable[[], Any], Voxels]] = deque()
         self._bytes = 0
+        self._largest = max(array.file_bytes for array in arrays)
 
     def start(self, place: Place, region: Region, voxels: Voxels, buffer: Voxels) -> None:
         """Begin to write a file; see `chunk_assembly.Files`."""
@@ -96,7 +97,7 @@ class ChunkFiles:
         while self._waiting and (
             (wait and not back)
             or len(self._waiting) > MOST_WAITING
-            or self._bytes > self.most_bytes
+            or self._bytes > self.most_bytes - self._largest  # so that one more fits
             or self._waiting[0][0].done()
         ):
             future, begin, buffer = self._waiting.popleft()

@@ -1,4 +1,4 @@
-"""What formats made of one file for each chunk have in common: their arrays, metadata files and keys of chunks.
+"""Descriptions of formats that have a file for each chunk: their arrays, metadata files and keys of chunks.
 
 A format is a description: which metadata files lie where, and what tensorstore is told of an array. It opens nothing,
 so the same description serves folders and buckets.

@@ -20,6 +20,7 @@ def write_coarser(levels: Sequence[StoredArray], numbers: Sequence[int], assembl
 
     numbers  of the levels, as the assembler and the files count arrays
     """
+    assembler.settle()
     for level in range(1, len(levels)):
         finer, coarse = levels[level - 1], levels[level]
         counts = Region((0,) * 4, coarse.shape).in_steps(coarse.file).hi

@@ -27,7 +27,7 @@ from znnpy.volume.journal import journal_path
 RUN = re.compile(r"[0-9a-f]{16}")
 RUN_ATTRIBUTE = "znnpy_run"  # the id of the run that made an output
 OUTPUTS = "outputs"  # group with the arrays of the outputs of a network that has several
-# What lies in the folder of an output: metadata, the outputs of a network that has several, and the folders of arrays.
+# Names in the folder of an output: metadata, the outputs of a network that has several, and the folders of arrays.
 _OF_OUTPUT = re.compile(
     r"zarr\.json|\.zgroup|\.zattrs|attributes\.json|znnpy\.json|info|s?\d\d?|[\d.e+-]+_[\d.e+-]+_[\d.e+-]+|" + OUTPUTS
 )
