@@ -92,6 +92,7 @@ def plan(asked: PlanCommand) -> None:
         "time": asked.time,
         "fill-missing": asked.fill_missing,
         "roi": asked.roi,
+        "mask": asked.mask,
     }
     for name, value in parts.items():
         if value is not None and asked.volume is None:
@@ -112,6 +113,7 @@ def plan(asked: PlanCommand) -> None:
     machine_file = None if asked.machine is None else Path(asked.machine)
     read: dict[str, Path | Collection[Path] | None] = {
         "volume": None if asked.volume is None else path_of(asked.volume),
+        "mask": None if asked.mask is None else path_of(asked.mask),
         "costs": None if asked.costs is None else Path(asked.costs),
         "machine": machine_file,
         "network": file.path,

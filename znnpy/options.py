@@ -239,10 +239,18 @@ class RegionOptions(_BorderOption, _MeaningOption):
     )
     roi: str | None = option(
         None,
-        "part of the volume, z0:z1,y0:y1,x0:x1 in voxels",
+        "part of the volume, z0:z1,y0:y1,x0:x1 in voxels, or with units as in 10um:20um,:,0nm:500nm by position",
         "region",
         unset="all of it",
         metavar="Z0:Z1,Y0:Y1,X0:X1",
+    )
+    mask: str | Path | Sliceable | None = option(
+        None,
+        "volume that is not zero where output is wanted, FILE or FILE::DATASET, also of another resolution; elsewhere "
+        "the output is zero, and most of it is not computed",
+        "place",
+        unset="output is wanted everywhere",
+        metavar="VOLUME",
     )
     output_dtype: OutputDtype = option(
         "float32", "dtype of the output; uint8: 255 times the value, clipped to 0..1", "text", values=OUTPUT_DTYPES
@@ -439,6 +447,13 @@ class VerifyOptions(Checked):
         values=MEANINGS,
     )
     dataset: str | None = option(None, "array inside the volume's file", "text", unset="the one that was predicted")
+    mask: str | Path | Sliceable | None = option(
+        None,
+        "mask that the output was predicted with, outside of which it must be zero",
+        "place",
+        unset="the output has none",
+        metavar="VOLUME",
+    )
     fill_missing: float | None = option(
         None,
         "value that `znnpy infer` was given for voxels whose file is missing",

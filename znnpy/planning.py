@@ -34,12 +34,15 @@ from znnpy.report.plan_text import predicted
 from znnpy.report.rejected import considered
 from znnpy.run.asked import AskedDevices, devices_asked
 from znnpy.run.choice import Work, request_for
+from znnpy.run.masked_plan import fitted_to_mask
 from znnpy.run.target import OpenTarget, Targets, elsewhere, for_elsewhere
 from znnpy.run_log import log_phase
 from znnpy.self_check import check_plan
 from znnpy.shapes import FLOAT32, Vec3
 from znnpy.volume.base import MissingVoxels
+from znnpy.volume.mask import WantedOutputs
 from znnpy.volume.registry import open_volume
+from znnpy.volume.sliceable import open_given
 from znnpy.volume.source import Source, area_of, parse_roi
 from znnpy.volume.source import predicted as predicted_of
 
@@ -124,6 +127,10 @@ def _work(asked: PlanOptions) -> Work:
             region = parse_roi(roi, opened.size) if roi else None
             source = Source(opened, roi=region, border=border, network=network, allow_nan=False)
             itemsize_in, unpacking = opened.dtype.itemsize, opened.extra_bytes
+            wanted = None
+            if asked.mask is not None:
+                with open_given(asked.mask, None, MissingVoxels()) as mask:
+                    wanted = WantedOutputs.of(mask, source)
             return Work(
                 network,
                 source.output,
@@ -132,6 +139,7 @@ def _work(asked: PlanOptions) -> Work:
                 area=source.area,
                 unpacking_bytes=unpacking,
                 held_bytes=weights,
+                wanted=wanted,
             )
     if network.meaning == "whole":
         area = _area(network, shape or DEFAULT_SHAPE, roi)
@@ -166,15 +174,19 @@ class _Planning:
         """Return the fastest plan on a target, with the best of every other kind there and what was measured for it."""
         request = replace(self.request(target), kinds=True, baselines=self.asked.tell_why is not None)
         if self.rigor.level == "estimate":
-            return Calibration().best_plan(target, request)
+            made = Calibration().best_plan(target, request)
+            known = target.known_rates(self.work.network, request.limits, self.asked.mode)
+            return fitted_to_mask(made, request, CostModel(known), self.work.wanted)
         known = target.known_rates(self.work.network, request.limits, self.asked.mode)
         known = self.measurement.rates(target, request, known)
-        return replace(make_plan(request, CostModel(known)), rigor=self.measurement.done)
+        made = fitted_to_mask(make_plan(request, CostModel(known)), request, CostModel(known), self.work.wanted)
+        return replace(made, rigor=self.measurement.done)
 
     def estimated(self, target: OpenTarget) -> RunPlan:
         """Return the fastest plan on another target, for which nothing is measured."""
         request = self.request(target)
-        return make_plan(request, CostModel(target.known_rates(self.work.network, request.limits, self.asked.mode)))
+        costs = CostModel(target.known_rates(self.work.network, request.limits, self.asked.mode))
+        return fitted_to_mask(make_plan(request, costs), request, costs, self.work.wanted)
 
     def rates(self, target: OpenTarget, limits: Limits) -> Rates:
         """Return the rates that a plan was made with; of another target the rates that are stored or assumed."""

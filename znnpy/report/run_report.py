@@ -54,6 +54,8 @@ class Report:
     chunks: Chunks | None = None  # count of the volume's chunks; None if nothing was left to do
     values: Values | None = None  # range of what this run wrote; None if nothing was finite
     idle_seconds: Mapping[str, float] = field(default_factory=dict)  # of both sides, if a step uses two devices
+    mask: str = ""  # the mask, and how its voxels were found; empty: there is none
+    skipped: int = 0  # voxels of the (first) output outside of it that no run of the job computed
     earlier_peak_bytes: int = 0  # largest resident memory of the process before the run began
 
     def __repr__(self) -> str:
@@ -112,6 +114,7 @@ class Report:
             *self._vram(),
             *self._values(),
             *self._chunks(),
+            *self._masked(),
             f"stages     {self._stages()}",
             *self._workers(),
             *self._mode(),
@@ -170,6 +173,13 @@ class Report:
             return []
         missing, looked = f"{self.chunks.missing:,}", f"{self.chunks.looked:,}"
         return [f"volume     {missing} of {looked} {self.chunks.unit} are missing and were read as the fill value"]
+
+    def _masked(self) -> list[str]:
+        """Say how much of the output was not computed."""
+        if not self.mask:
+            return []
+        share = self.skipped / self.voxels
+        return [f"mask       {share:.0%} of the output lies outside the mask and was not computed ({self.mask})"]
 
     def _stages(self) -> str:
         """Describe planning and preparing, which run in turn, and then the stages that overlap."""
@@ -257,6 +267,8 @@ class Report:
             "gpu": self.gpu,
             "notes": list(self.notes),
             "chunks": asdict(self.chunks) if self.chunks else None,
+            "mask": self.mask or None,
+            "skipped": self.skipped,
             "precision": self.precision,
             "blas": self.blas,
             "off_by": next(iter(self._off()), None),

@@ -220,7 +220,8 @@ class GraphSession:
         assert isinstance(step, GraphStep), "patches of a graph say what is computed"
         column = self._graph.planes(step.begin[0], step.end[0], step.thick)
         if begins:
-            self._begin(step, column.region)
+            first = column.region if step.number == 0 else column.step(step.number).held
+            self._begin(step, first)
         planes = column.step(step.number)
         later = column.step(step.number + 1).held if step.number + 1 < column.steps else None
         self._advance(0, planes)
@@ -256,12 +257,12 @@ class GraphSession:
         """The order of the axes of an array (maps, z, y, x) that puts the axis of columns first."""
         return (0, *(1 + axis for axis in turn(self._graph.axis)))
 
-    def _begin(self, step: GraphStep, region: Sequence[Interval]) -> None:
-        """Prepare for the first step of a column."""
+    def _begin(self, step: GraphStep, first: Sequence[Interval]) -> None:
+        """Prepare for the first step of a column, or of a part of it; `first` begins with its first planes."""
         y, x = (self._graph.regions(along, step.begin[along], step.end[along]) for along in (1, 2))
         self._across = y, x
         for tensor, held in self._tensors.items():
-            held.begin((y[tensor].size, x[tensor].size), region[tensor].lo)
+            held.begin((y[tensor].size, x[tensor].size), first[tensor].lo)
 
     def _advance(self, tensor: int, planes: StepPlanes) -> None:
         self._tensors[tensor].advance(planes.held[tensor], planes.new[tensor], self.pool)
