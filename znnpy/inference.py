@@ -126,7 +126,6 @@ def infer_as_asked(asked: InferOptions) -> Report:
             mask = stack.enter_context(open_given(asked.mask, None, MissingVoxels()))
             inputs["mask"] = mask.files
             wanted = WantedOutputs.of(mask, source)
-            log_phase("masked", f"{mask}: {text(mask.size)} voxels, {wanted.mask.voxels:,} of them not zero")
         doubts = (*sample.doubts(trained.network), *(() if wanted is None else wanted.doubts()))
         for doubt in doubts:
             _log.warning("%s", doubt)

@@ -124,7 +124,8 @@ class Mask:
         """Return whether each voxel of a box is wanted."""
         voxels = np.empty((1, *box.size), self.volume.dtype)
         self.volume.read(box, voxels)
-        return voxels[0] != 0
+        wanted: Wanted = voxels[0] != 0
+        return wanted
 
 
 def _boxes(volume: Volume, block: int) -> Iterator[Box]:
