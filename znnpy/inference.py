@@ -62,9 +62,10 @@ from znnpy.volume.output import Output
 from znnpy.volume.output_names import Names
 from znnpy.volume.output_target import mode_of, output_for, target_of
 from znnpy.volume.registry import store_for
+from znnpy.volume.roi import has_unit, parse_roi
 from znnpy.volume.sample import sample_of
 from znnpy.volume.sliceable import BlockOutput, SliceVolume, open_given
-from znnpy.volume.source import Source, parse_roi
+from znnpy.volume.source import Source
 from znnpy.volume.statistics import with_statistics
 
 _log = logging.getLogger(__name__)
@@ -115,7 +116,7 @@ def infer_as_asked(asked: InferOptions) -> Report:
         opened = stack.enter_context(_asked_volume(asked, absent))
         inputs["source of the volume"] = opened.files
         log_phase("opened", f"{opened}: {text(opened.size)} voxels of {opened.dtype}, network {trained.network.name}")
-        region = parse_roi(roi, opened.size) if roi else None
+        region = parse_roi(roi, opened.size, opened.space, opened) if roi else None
         if trained.network.statistics is not None:
             kept = statistics_kept(destination) if asked.resume else None
             trained = replace(trained, network=with_statistics(trained.network, opened, kept))
@@ -171,6 +172,8 @@ def infer_as_asked(asked: InferOptions) -> Report:
         items = work_items(done.plan, trained.network, wanted)
         assert isinstance(items, MaskedColumns)
         report = replace(report, mask=f"{wanted.mask.volume}, laid on the volume {wanted.how}", skipped=items.skipped)
+    if region is not None and has_unit(roi or ""):
+        report = replace(report, region=f"{roi_text(region, opened.size) or 'the whole volume'} in voxels, from {roi}")
     report = replace(report, earlier_peak_bytes=earlier)
     for sentence in report.above_limit:
         _log.warning("%s", sentence)

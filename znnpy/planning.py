@@ -42,8 +42,9 @@ from znnpy.shapes import FLOAT32, Vec3
 from znnpy.volume.base import MissingVoxels
 from znnpy.volume.mask import WantedOutputs
 from znnpy.volume.registry import open_volume
+from znnpy.volume.roi import parse_roi
 from znnpy.volume.sliceable import open_given
-from znnpy.volume.source import Source, area_of, parse_roi
+from znnpy.volume.source import Source, area_of
 from znnpy.volume.source import predicted as predicted_of
 
 CURVES_SECONDS = 12.0  # for all curves together: more points would take longer than one waits for a picture
@@ -124,7 +125,7 @@ def _work(asked: PlanOptions) -> Work:
         with open_volume(
             asked.volume, asked.dataset, MissingVoxels(asked.fill_missing), scale=asked.scale, time=asked.time
         ) as opened:
-            region = parse_roi(roi, opened.size) if roi else None
+            region = parse_roi(roi, opened.size, opened.space, opened) if roi else None
             source = Source(opened, roi=region, border=border, network=network, allow_nan=False)
             itemsize_in, unpacking = opened.dtype.itemsize, opened.extra_bytes
             wanted = None

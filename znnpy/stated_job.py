@@ -19,8 +19,9 @@ from znnpy.trained import TrainedNetwork, load_trained
 from znnpy.volume.base import MissingVoxels, Volume
 from znnpy.volume.mask import WantedOutputs
 from znnpy.volume.provenance import JobClaim, Provenance
+from znnpy.volume.roi import parse_roi
 from znnpy.volume.sliceable import open_given
-from znnpy.volume.source import Source, parse_roi
+from znnpy.volume.source import Source
 from znnpy.volume.statistics import normalise_of
 
 

@@ -54,6 +54,7 @@ class Report:
     chunks: Chunks | None = None  # count of the volume's chunks; None if nothing was left to do
     values: Values | None = None  # range of what this run wrote; None if nothing was finite
     idle_seconds: Mapping[str, float] = field(default_factory=dict)  # of both sides, if a step uses two devices
+    region: str = ""  # the region in voxels, where it was named by position
     mask: str = ""  # the mask, and how its voxels were found; empty: there is none
     skipped: int = 0  # voxels of the (first) output outside of it that no run of the job computed
     earlier_peak_bytes: int = 0  # largest resident memory of the process before the run began
@@ -114,6 +115,7 @@ class Report:
             *self._vram(),
             *self._values(),
             *self._chunks(),
+            *([f"region     {self.region}"] if self.region else []),
             *self._masked(),
             f"stages     {self._stages()}",
             *self._workers(),
@@ -267,6 +269,7 @@ class Report:
             "gpu": self.gpu,
             "notes": list(self.notes),
             "chunks": asdict(self.chunks) if self.chunks else None,
+            "region": self.region or None,
             "mask": self.mask or None,
             "skipped": self.skipped,
             "precision": self.precision,

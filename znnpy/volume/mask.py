@@ -148,7 +148,7 @@ def _whole(chunk: int, block: int, most: int, size: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WantedOutput:
-    """Where one output is wanted.
+    """The places at which one output is wanted.
 
     mask    the mask
     places  for each axis the voxel of the mask at each voxel of the output, -1 where the mask ends before
@@ -220,7 +220,7 @@ class WantedOutput:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WantedOutputs:
-    """Where each output of a run is wanted.
+    """The places at which the outputs of a run are wanted.
 
     how  the rule by which voxels of the mask were found, for the report
     """
