@@ -31,7 +31,8 @@ MOST_BLOCKS = 2**21  # of a mask: what is known of each takes BLOCK_BYTES
 BLOCK_BYTES = 13  # of a block: its state, sums of blocks, and while a mask is read the number of its wanted voxels
 PIECE_BYTES = 4 * 2**20  # voxels of a mask that are read at once
 PIECES = 3  # copies of a piece: as read, whether each voxel is wanted, and the same for the voxels of the output
-MOST_TERM = 64  # largest number in the quotient of the sizes of a volume and a mask without voxel sizes
+MOST_TIMES = 64  # voxels of a volume on one of a mask along an axis, or the reverse, without voxel sizes
+MOST_TERM = 5  # largest number in another quotient of their sizes
 TIE = 1e-6  # of a voxel: a position this close below the face between two voxels belongs to the later one
 NONE, SOME, ALL = 0, 1, 2  # states of a block
 
@@ -320,13 +321,14 @@ def _share(mask: Volume, volume: Volume, axis: int) -> tuple[int, int]:
     """Return how many voxels of a volume lie on how many of a mask; VolumeError if that is no small quotient."""
     n, m = volume.size[axis], mask.size[axis]
     both = int(np.gcd(n, m))
-    if max(n // both, m // both) <= MOST_TERM:
+    most = MOST_TIMES if both in (n, m) else MOST_TERM
+    if max(n, m) // both <= most:
         return n // both, m // both
     times = round(n / m)
-    if 1 < times <= MOST_TERM and m in (n // times, -(-n // times)):  # the last voxels of a mask are cut off
+    if 1 < times <= MOST_TIMES and m in (n // times, -(-n // times)):  # the last voxels of a mask are cut off
         return times, 1
     raise VolumeError(
-        f"the mask {mask} has {m:,} voxels along {'zyx'[axis]} and the volume {n:,}, which is no quotient of numbers "
-        f"up to {MOST_TERM}; give a mask of the volume's size or a whole fraction of it, or state voxel sizes in the "
+        f"the mask {mask} has {m:,} voxels along {'zyx'[axis]} and the volume {n:,}, which is neither a whole "
+        f"multiple nor a quotient of numbers up to {MOST_TERM}; give a mask of the volume's size or a whole fraction of it, or state voxel sizes in the "
         "metadata of both"
     )
