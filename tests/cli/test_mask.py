@@ -17,6 +17,8 @@ from tests.cli.test_several_outputs import OUTPUTS, deep, stored
 from tests.support.cli import Place
 from znnpy.errors import OutputError, ResumeError, VerifyError, VolumeError
 from znnpy.inference import infer
+from znnpy.layers import Conv
+from znnpy.network import Network
 from znnpy.planner.run_plan import RunPlan
 from znnpy.planning import plan
 from znnpy.report.run_report import Report
@@ -102,6 +104,23 @@ def test_output_is_the_unmasked_one_inside_and_zero_outside(
     assert (masked.view(np.uint32) == np.where(inside, whole, 0).astype(np.float32).view(np.uint32)).all()
     assert report.skipped > 0
     assert report.computed == report.voxels
+
+
+@pytest.mark.parametrize("patch", [(4, 16, 16), (12, 16, 16)])
+def test_rounding_in_transforms_is_that_of_the_whole_column(
+    tmp_path: Path, tiny_network: Callable[..., Network], patch: tuple[int, int, int]
+) -> None:
+    """Planes that are computed together round together: parts of columns begin early enough to have the same ones."""
+    place = Place.furnish(tmp_path, tiny_network(*[Conv((5, 3, 3), 4, "none")] * 3))
+    place.write_volume(np.random.default_rng(7).integers(0, 256, (200, 23, 25), np.uint8))
+    mask = np.zeros((200, 23, 25), np.uint8)
+    mask[[8, *range(102, 117), 190]] = 1  # from the first output of a step on
+    made = planned(place, patch=patch, only="cpu.conv.fft_data")
+    assert {choice.primitive for choice in made.choices} == {"cpu.conv.fft_data"}
+    _, whole = run(place, made)
+    report, masked = run(place, made, "masked.h5", mask=write_mask(place, mask))
+    np.testing.assert_array_equal(masked, np.where(cut(mask, whole), whole, 0))
+    assert report.skipped > 0.1 * report.voxels
 
 
 @pytest.mark.parametrize("output_dtype", ["float16", "uint8"])
@@ -262,7 +281,7 @@ def test_interrupted_run_goes_on_to_the_same_bytes(place: Place) -> None:
     again: dict[str, Any] = {"out": place.out, "plan": made}
     with pytest.raises(Interrupted):
         infer(place.volume, place.folder / "net.yaml", mask=path, progress=stop, **again)
-    with pytest.raises(ResumeError, match="mask.blocks_sha256 was .* and is not given now"):
+    with pytest.raises(ResumeError, match=r"mask.blocks_sha256 was .* and is not given now"):
         infer(place.volume, place.folder / "net.yaml", resume=True, **again)
     report = infer(place.volume, place.folder / "net.yaml", mask=path, resume=True, **again)
     assert 0 < report.computed < report.voxels
@@ -277,12 +296,12 @@ def test_verify_needs_the_mask_and_checks_both_sides(place: Place) -> None:
     run(place, planned(place), mask=path)
     report = verify(place.out, place.volume, network=network, mask=path)
     assert report.samples == 1000
-    with pytest.raises(VerifyError, match="was predicted with a mask of 96x23x25 voxels, .* give it as `mask`"):
+    with pytest.raises(VerifyError, match=r"was predicted with a mask of 96x23x25 voxels, .* give it as `mask`"):
         verify(place.out, place.volume, network=network)
     with h5py.File(place.out, "r+") as file:
         kept = file["prediction"][:]
         file["prediction"][:, :20] = 1e-9
-    with pytest.raises(VerifyError, match="0.00000000 by definition"):
+    with pytest.raises(VerifyError, match=r"0.00000000 by definition"):
         verify(place.out, place.volume, network=network, mask=path)
     with h5py.File(place.out, "r+") as file:
         file["prediction"][...] = kept
@@ -290,7 +309,7 @@ def test_verify_needs_the_mask_and_checks_both_sides(place: Place) -> None:
     with pytest.raises(VerifyError, match="voxels are wrong"):
         verify(place.out, place.volume, network=network, mask=path)
     other = write_mask(place, ends(SIZE))
-    with pytest.raises(VerifyError, match="is not the mask .* was predicted with"):
+    with pytest.raises(VerifyError, match=r"is not the mask .* was predicted with"):
         verify(place.out, place.volume, network=network, mask=other)
     run(place, planned(place))
     with pytest.raises(VerifyError, match="was predicted without a mask; leave out `mask`"):

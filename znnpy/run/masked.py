@@ -3,7 +3,7 @@
 A column keeps its number and its place. Its steps outside the mask are only written, as zeros. A column that streams
 may have several parts that are computed, each of which is primed: its first steps read what the later ones need. They
 begin so early that every layer has read real voxels alone once there is output. Its results are then the bytes of the
-whole column, since no layer computes a voxel together with one that another column or part would not have.
+whole column: transforms round a voxel together with others, and these are then the ones of the whole column too.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from znnpy.run.pipeline import Writes
 from znnpy.run.step_work import StepWork
 from znnpy.shapes import Vec3
 from znnpy.volume.mask import WantedOutputs
+
+# Words in the names of primitives in which the rounding of a voxel depends on others that are computed with it.
+MIXING = ("fft", "cudnn", "host_ram")
 
 Lead = Callable[[Column, int], tuple[int, int]]  # the step that a part begins with, and how many give no output
 
@@ -128,9 +131,12 @@ def lead_of(plan: Plan, network: Network) -> Lead:
         return GraphLead(plan.graph_cover(network))
     thick = plan.patch_out[plan.axis]
     margins = [margin[plan.axis] for margin in network.margins]
-    of_each = [margins[choice.layers[0]] - margins[choice.layers[1] + 1] for choice in plan.choices]
-    early = sum(-(-margin // thick) for margin in of_each)  # each layer waits until all it reads was computed from all
-    ahead = plan.cover(network).ahead
+    same = 0  # planes behind the first that is read, from which on a layer gives what it gives in the whole column
+    for choice in plan.choices:
+        same += margins[choice.layers[0]] - margins[choice.layers[1] + 1]
+        if any(word in choice.primitive for word in MIXING):
+            same = -(-same // thick) * thick
+    early, ahead = -(-same // thick), plan.cover(network).ahead
 
     def lead(column: Column, step: int) -> tuple[int, int]:
         del column

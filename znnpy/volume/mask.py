@@ -329,6 +329,7 @@ def _share(mask: Volume, volume: Volume, axis: int) -> tuple[int, int]:
         return times, 1
     raise VolumeError(
         f"the mask {mask} has {m:,} voxels along {'zyx'[axis]} and the volume {n:,}, which is neither a whole "
-        f"multiple nor a quotient of numbers up to {MOST_TERM}; give a mask of the volume's size or a whole fraction of it, or state voxel sizes in the "
+        f"multiple nor a quotient of numbers up to {MOST_TERM}; give a mask of the volume's size or a whole "
+        "fraction of it, or state voxel sizes in the "
         "metadata of both"
     )
