@@ -34,7 +34,15 @@ from znnpy.import_command import import_model
 from znnpy.machine import processor
 from znnpy.network_files import read_network
 from znnpy.option_declarations import option
-from znnpy.options import DemoOptions, InferOptions, MeasureOptions, PlanningOptions, PlanOptions, VerifyOptions
+from znnpy.options import (
+    DemoOptions,
+    InferOptions,
+    InfoOptions,
+    MeasureOptions,
+    PlanningOptions,
+    PlanOptions,
+    VerifyOptions,
+)
 from znnpy.plot_commands import graph, timeline
 from znnpy.shapes import text
 from znnpy.stopping import working
@@ -299,6 +307,29 @@ def verify(asked: VerifyCommand) -> None:
         print_json(report.as_json())
     else:
         print_lines(report.lines())
+
+
+@dataclass(frozen=True, kw_only=True)
+class InfoCommand(InfoOptions):
+    """The options of the command `info`."""
+
+    as_json: bool = option(False, "print one JSON document")
+
+
+@command_of(main, InfoCommand, Command)
+def info(asked: InfoCommand) -> None:
+    """Describe VOLUME on one screen.
+
+    Prints its format, axes, size, type, chunks, compression, voxel size, resolutions and arrays, and what `infer` would
+    make of it.
+    """
+    from znnpy.volume_info import info_as_asked
+
+    found = info_as_asked(asked)
+    if asked.as_json:
+        print_json(found.as_json())
+    else:
+        print_lines(found.lines())
 
 
 @dataclass(frozen=True, kw_only=True)

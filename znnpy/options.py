@@ -425,6 +425,34 @@ class DemoOptions(Checked):
 
 
 @dataclass(frozen=True)
+class InfoOptions(Checked):
+    """The options of `znnpy info`."""
+
+    volume: str | Path = needed("volume to describe", "place")
+    _: KW_ONLY
+    network: str | Path | Trained = option(DEFAULT, f"what it would be predicted with: {NETWORK}", "text")
+    dataset: str | None = option(None, "array inside the file", "text", unset="the only 3D or 4D one")
+    scale: int | None = option(
+        None,
+        "resolution of an image that is stored at several; 0 is the finest",
+        "whole",
+        unset="the finest",
+        metavar="N",
+        least=0,
+        most=MOST_SCALE,
+    )
+    time: int | None = option(
+        None,
+        "point of time of a series, counted from 0",
+        "whole",
+        unset="the only one",
+        metavar="T",
+        least=0,
+        most=MOST_TIME,
+    )
+
+
+@dataclass(frozen=True)
 class VerifyOptions(Checked):
     """The options of `znnpy verify`."""
 

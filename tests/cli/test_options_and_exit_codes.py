@@ -83,7 +83,10 @@ def test_numbers_with_leading_zeros_are_decimal(place: Place) -> None:
     assert place.run("plan", "--shape", f"{'0' * 5000}40, 040,40", "--json").exit_code == 0
 
 
-@pytest.mark.parametrize("command", ["plan", "infer", "measure", "verify", "demo", "primitives", "graph", "timeline"])
+COMMANDS = ["plan", "infer", "measure", "info", "verify", "demo", "primitives", "graph", "timeline"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_prints_its_help(place: Place, command: str) -> None:
     result = place.run(command, "--help")
     assert result.exit_code == 0

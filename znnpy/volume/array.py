@@ -20,6 +20,7 @@ from znnpy.files import open_regular
 from znnpy.formats.npy import read_npy_header
 from znnpy.messages import excerpt
 from znnpy.patches import Box
+from znnpy.volume.about import About
 from znnpy.volume.base import Reading, Volume
 from znnpy.volume.location import Location
 from znnpy.volume.storage_paths import storage_paths
@@ -93,6 +94,9 @@ class NpyVolume(Volume):
 
     def close(self) -> None:
         self._file.close()
+
+    def about(self) -> About:
+        return About("numpy .npy", notes=("stored in Fortran order",) if self._is_fortran else ())
 
     def read(self, box: Box, out: npt.NDArray[Any]) -> None:
         """Read contiguous runs of the file: along the last axis, and along further axes that are read completely.

@@ -15,10 +15,11 @@ import numpy.typing as npt
 from znnpy.errors import MissingExtraError, ThreadError, VolumeError, ZnnpyError
 from znnpy.extras import install
 from znnpy.geometry import vector
-from znnpy.messages import excerpt
+from znnpy.messages import excerpt, option
 from znnpy.patches import Box
 from znnpy.planner.memory import READER_BYTES
 from znnpy.shapes import Vec3
+from znnpy.volume.about import About, Inside
 from znnpy.volume.base import Chunks, MissingVoxels, Reading, Volume, pick, why_not
 from znnpy.volume.decompression import ChunkTooLargeError
 from znnpy.volume.location import Location
@@ -64,6 +65,9 @@ class ZarrVolume(Volume):
                 f"the array is {self._voxels.dtype} of shape {self._voxels.shape}, not as its metadata state"
             )
         self._voxels = bounded_array(self._voxels, node.chunk_bytes)
+        self.scales: tuple[Inside, ...] = ()  # of the image that the array belongs to
+        self.arrays: tuple[Inside, ...] = ()  # in the folder
+        self.ome = ""  # version of OME-Zarr
         self._lock = threading.Lock()  # one thread reads at a time, so that memory is counted once
 
     def close(self) -> None:
@@ -80,6 +84,18 @@ class ZarrVolume(Volume):
     @property
     def chunks(self) -> Chunks:
         return self._files.chunks
+
+    def about(self) -> About:
+        meta, node = self._voxels.metadata, self._node
+        ome = f", OME-Zarr {self.ome}" if self.ome else ""
+        packed = [_codec(one) for one in self._voxels.compressors]
+        return About(
+            f"Zarr {meta.zarr_format}{ome}",
+            compression=", ".join(packed),
+            shard=node.file if node.is_sharded else (),
+            scales=self.scales,
+            datasets=self.arrays if len(self.arrays) > 1 else (),
+        )
 
     def expect(self, box: Box) -> None:
         needed = self.stored_region(box)
@@ -141,6 +157,29 @@ class ZarrVolume(Volume):
         return sum(file.st_size for file in files), max(file.st_mtime_ns for file in files)
 
 
+def _scale_of(path: Path, scales: Scales | None, reading: Reading) -> str | None:
+    """Return the array of a resolution of the image in a folder; VolumeError if there is none such."""
+    if reading.scale is None or reading.dataset is not None:
+        if reading.scale and reading.dataset is not None:
+            raise VolumeError(
+                f"a dataset and a resolution of {path} are named: give {option('dataset')} or {option('scale')}"
+            )
+        return scales.paths[0] if scales else None
+    if scales is None or not reading.scale < len(scales.paths):
+        held = f"{len(scales.paths)} resolutions, from 0" if scales else "one resolution"
+        raise VolumeError(f"{path} has {held}, and no {option('scale', reading.scale)}; leave it out, or give another")
+    return scales.paths[reading.scale]
+
+
+def _codec(codec: Any) -> str:
+    """Name a codec, with its level where it has one."""
+    settings = codec.to_dict() if hasattr(codec, "to_dict") else codec.get_config()
+    settings = {**settings, **settings.get("configuration", {})}
+    name = settings.get("name") or settings.get("id") or type(codec).__name__
+    words = [name, settings.get("cname"), settings.get("level", settings.get("clevel"))]
+    return excerpt(" ".join(str(getattr(word, "value", word)) for word in words if word is not None), 40)
+
+
 def open_volume(location: Location, reading: Reading) -> ZarrVolume:
     """Open an array of a folder: the named one, the only 3D or 4D numeric one in any group, or the folder itself.
 
@@ -151,6 +190,7 @@ def open_volume(location: Location, reading: Reading) -> ZarrVolume:
     """
     path, dataset = location.path, reading.dataset
     reading.missing.check_fill(path)
+    reading.check_one_time(path)
     if not path.is_dir():
         raise VolumeError(
             f"{path} is not a folder; check the path" if path.exists() else f"there is no folder {path}; check the path"
@@ -162,10 +202,11 @@ def open_volume(location: Location, reading: Reading) -> ZarrVolume:
     scales = Scales.of(nodes[""].attributes)
     if "" in arrays and dataset is not None:
         raise VolumeError(f"{path} is one Zarr array, so there is no dataset {excerpt(repr(dataset))} to name")
+    wanted = _scale_of(path, scales, reading)
     if "" in arrays:
         name = ""
-    elif dataset is None and scales and scales.paths[0] in arrays and why_not(*arrays[scales.paths[0]]) is None:
-        name = scales.paths[0]
+    elif dataset is None and wanted in arrays and (reading.scale is not None or why_not(*arrays[wanted]) is None):
+        name = wanted
     else:
         name = pick(arrays, dataset, path)
     try:
@@ -180,4 +221,9 @@ def open_volume(location: Location, reading: Reading) -> ZarrVolume:
     scales = Scales.of(nodes[group].attributes) if group in nodes else None
     if scales and last in scales.paths:
         volume.space = scales.spaces[scales.paths.index(last)]
+        below = [(f"{group}/{one}".lstrip("/"), space) for one, space in zip(scales.paths, scales.spaces, strict=True)]
+        found = [(one, nodes[one], space) for one, space in below if one in nodes]
+        volume.scales = tuple(Inside(one, node.shape, str(node.dtype), space) for one, node, space in found)
+        volume.ome = "0.5" if "ome" in nodes[group].attributes else "0.4"
+    volume.arrays = tuple(Inside(one, *(shape, str(dtype))) for one, (shape, dtype) in arrays.items())
     return volume
