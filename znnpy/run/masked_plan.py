@@ -21,7 +21,7 @@ from znnpy.shapes import Vec3, turned_back
 from znnpy.volume.mask import WantedOutputs
 
 LEAST_SHARE = 1e-6  # of the work of a plan, so that a run predicts some seconds
-LONG_RUN = 2.0  # predicted seconds, from which on other patches are tried
+LONG_RUN = 1.0  # predicted seconds, from which on other patches are tried
 TRIED_SECONDS = 3.0  # for trying them
 HALVINGS = 4  # of the patch, along some of its axes
 
