@@ -100,11 +100,12 @@ def plan(asked: PlanCommand) -> None:
         "time": asked.time,
         "fill-missing": asked.fill_missing,
         "roi": asked.roi,
-        "mask": asked.mask,
     }
     for name, value in parts.items():
         if value is not None and asked.volume is None:
             raise click.UsageError(f"--{name} is a part of a volume: give --volume too")
+    if asked.mask is not None and asked.volume is None:
+        raise click.UsageError("--mask lies on a volume: give --volume too")
     if asked.overwrite and out is None and plot is None:
         raise click.UsageError("--overwrite replaces the files given as --out and --plot: give one of them too")
     runs = _check_what_runs(asked)

@@ -119,6 +119,8 @@ def _work(asked: PlanOptions) -> Work:
         raise ShapeError(f"a shape has three sizes (z, y, x), not {shape}")
     if asked.volume is not None and shape is not None:
         raise ValueError("a volume and a shape both give a size: give one of them")
+    if asked.mask is not None and asked.volume is None:
+        raise ValueError(f"a mask lies on a volume: give {option('volume')} too, or leave out {option('mask')}")
     network = read_network(asked.network, asked.meaning).network
     weights = FLOAT32 * network.parameters  # a run holds them
     if asked.volume is not None:

@@ -31,7 +31,7 @@ NAME = 60  # characters of a name
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What `infer` would take of a volume for a network.
+    """The outputs that `infer` would give of a volume for a network.
 
     outputs  for each border that applies, the voxels of every output, or why there are none
     refused  why the network does not take the volume; empty: it does

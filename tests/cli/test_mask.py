@@ -65,7 +65,7 @@ def write_mask(place: Place, mask: Array, **attributes: Any) -> Path:
     return path
 
 
-def planned(place: Place, cover: str = "columns", patch: tuple[int, int, int] = (2, 8, 10), **more: Any) -> RunPlan:
+def planned(place: Place, cover: Any = "columns", patch: tuple[int, int, int] = (2, 8, 10), **more: Any) -> RunPlan:
     return plan(
         place.folder / "net.yaml", volume=place.volume, cover=cover, patch=patch, threads=2, calibrate=False, **more
     )
@@ -189,9 +189,9 @@ def test_several_outputs_are_masked_by_their_own_lattices(place: Place) -> None:
     mask[6:9, 4:, 3:20] = 1
     made = planned(place, patch=(2, 24, 26))
     results = {}
-    for name, more in (("whole.h5", {}), ("masked.h5", {"mask": write_mask(place, mask)})):
+    for name, given_mask in (("whole.h5", None), ("masked.h5", write_mask(place, mask))):
         out = place.folder / name
-        infer(place.volume, place.folder / "net.yaml", out=out, plan=made, **more)
+        infer(place.volume, place.folder / "net.yaml", out=out, plan=made, mask=given_mask)
         results[name] = stored(out)
     whole, masked = results["whole.h5"], results["masked.h5"]
     with h5py.File(place.folder / "masked.h5") as file:
@@ -329,6 +329,11 @@ def test_masks_that_do_not_fit_are_errors(place: Place, mask: Array, said: str) 
     with pytest.raises(VolumeError, match=said):
         infer(place.volume, place.folder / "net.yaml", mask=path)
     assert said in place.refusal(*place.arguments, "--mask", path)
+
+
+def test_mask_without_a_volume_is_an_error(place: Place) -> None:
+    with pytest.raises(ValueError, match="a mask lies on a volume: give `volume` too"):
+        plan(place.folder / "net.yaml", shape=SIZE, mask=ball(SIZE))
 
 
 def test_mask_is_never_replaced_by_the_output(place: Place) -> None:

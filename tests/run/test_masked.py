@@ -1,4 +1,4 @@
-"""What a mask leaves of columns: every voxel is written once, and parts begin early enough; its memory is bounded."""
+"""Columns with a mask: every voxel is written once, and parts begin early enough; its memory is bounded."""
 
 from __future__ import annotations
 

@@ -55,12 +55,12 @@ class MaskedColumns(Columns):
         _, rows, wide = self.counts
         number = (place[0] * rows + place[1]) * wide + place[2]
         column = self.whole[number]
-        if number not in self._touched:
-            bits = (
-                1 << i for i, step in enumerate(column.steps) if self.wanted.touches([one.write for one in step.pieces])
-            )
-            self._touched[number] = sum(bits)
-        touched = self._touched[number]
+        touched = self._touched.get(number)
+        if touched is None:
+            steps = enumerate(column.steps)
+            touched = sum(1 << i for i, step in steps if self.wanted.touches([one.write for one in step.pieces]))
+            if len(column.steps) > 1:  # patches may be very many, and each is looked up in a moment
+                self._touched[number] = touched
         wanted = [i for i in range(len(column.steps)) if touched >> i & 1]
         return Column(tuple(_left(column, self._parts(column, wanted))))
 
