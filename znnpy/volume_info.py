@@ -27,6 +27,7 @@ from znnpy.volume.space import Space
 
 MOST_LISTED = 12  # arrays or scales
 NAME = 60  # characters of a name
+OPTION = "--"  # before the names of options in the command that is printed
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +168,10 @@ def _command(asked: InfoOptions) -> str:
     """Return the command line that predicts the volume."""
     words = ["znnpy", "infer", str(asked.volume)]
     if asked.network != DEFAULT and isinstance(asked.network, str | Path):
-        words += ["--network", str(asked.network)]
+        words += [f"{OPTION}network", str(asked.network)]
     for name, value in (("dataset", asked.dataset), ("scale", asked.scale), ("time", asked.time)):
         if value is not None:
-            words += [f"--{name}", str(value)]
+            words += [f"{OPTION}{name}", str(value)]
     return shlex.join(words)
 
 
