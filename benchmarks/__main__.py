@@ -1,4 +1,4 @@
-"""Run a benchmark: `python -m benchmarks layers|networks|graphs|units|planner|io|papers|tables`."""
+"""Run a benchmark: `python -m benchmarks layers|networks|graphs|units|planner|io|masks|papers|tables`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ PROGRAMS = {
     "units": "How fast are convolutions on AMX and AVX512-BF16, and in PyTorch?",
     "tiled_products": "How fast are products of spectra on AMX and AVX512-BF16, beside float32?",
     "io": "How fast are volumes read and written?",
+    "masks": "How much time does a mask save?",
     "papers": "What did the papers measure, and how fast is it here?",
     "tables": "Fill the tables in README.md and docs/ from results/current.",
 }

@@ -91,6 +91,7 @@ class RunPlan:
     alternatives: tuple[Alternative, ...] = ()  # if they were asked for
     made_for: str | None = None  # name of the machine it is for, if made on another
     single_device_seconds: Seconds | None = None  # of one GPU instead of several, or of all GPUs without the CPU
+    inside: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of the work that a mask leaves
 
     def __post_init__(self) -> None:
         modes = [worker.plan.mode for worker in self.workers]
@@ -191,8 +192,10 @@ class RunPlan:
 
     @property
     def seconds(self) -> float:
-        """Predicted seconds for the whole output, until the device that ends last is done."""
-        return self.main.seconds_on(self.devices) if self.sharing is None else self.sharing.seconds()
+        """Predicted seconds for the whole output, or what a mask leaves of it, until the last device is done."""
+        whole = self.main.seconds_on(self.devices) if self.sharing is None else self.sharing.seconds()
+        preparing = min(whole, self.main.preparing_seconds)
+        return preparing + self.inside * (whole - preparing)
 
     @property
     def voxels_per_second(self) -> float:

@@ -36,7 +36,15 @@ from znnpy.import_command import import_model
 from znnpy.machine import processor
 from znnpy.network_files import read_network
 from znnpy.option_declarations import option
-from znnpy.options import DemoOptions, InferOptions, MeasureOptions, PlanningOptions, PlanOptions, VerifyOptions
+from znnpy.options import (
+    DemoOptions,
+    InferOptions,
+    InfoOptions,
+    MeasureOptions,
+    PlanningOptions,
+    PlanOptions,
+    VerifyOptions,
+)
 from znnpy.plot_commands import graph, timeline
 from znnpy.shapes import text
 from znnpy.stopping import working
@@ -98,6 +106,8 @@ def plan(asked: PlanCommand) -> None:
     for name, value in parts.items():
         if value is not None and asked.volume is None:
             raise click.UsageError(f"--{name} is a part of a volume: give --volume too")
+    if asked.mask is not None and asked.volume is None:
+        raise click.UsageError("--mask lies on a volume: give --volume too")
     if asked.overwrite and out is None and plot is None:
         raise click.UsageError("--overwrite replaces the files given as --out and --plot: give one of them too")
     runs = _check_what_runs(asked)
@@ -114,6 +124,7 @@ def plan(asked: PlanCommand) -> None:
     machine_file = None if asked.machine is None else Path(asked.machine)
     read: dict[str, Path | Collection[Path] | None] = {
         "volume": None if asked.volume is None else path_of(asked.volume),
+        "mask": None if asked.mask is None else path_of(asked.mask),
         "costs": None if asked.costs is None else Path(asked.costs),
         "machine": machine_file,
         "network": file.path,
@@ -303,6 +314,29 @@ def verify(asked: VerifyCommand) -> None:
         print_json(report.as_json())
     else:
         print_lines(report.lines())
+
+
+@dataclass(frozen=True, kw_only=True)
+class InfoCommand(InfoOptions):
+    """The options of the command `info`."""
+
+    as_json: bool = option(False, "print one JSON document")
+
+
+@command_of(main, InfoCommand, Command)
+def info(asked: InfoCommand) -> None:
+    """Describe VOLUME on one screen.
+
+    Prints its format, axes, size, type, chunks, compression, voxel size, resolutions and arrays, and what `infer` would
+    make of it.
+    """
+    from znnpy.volume_info import info_as_asked
+
+    found = info_as_asked(asked)
+    if asked.as_json:
+        print_json(found.as_json())
+    else:
+        print_lines(found.lines())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ import click
 from znnpy.machine import parse_bytes
 from znnpy.option_declarations import Option, about, options_of
 from znnpy.shapes import Vec3
+from znnpy.volume.lengths import LENGTH
 from znnpy.volume.location import Location
 
 MOST_VOXELS = 10**7  # along an axis; more is a slip of the keyboard
@@ -94,10 +95,10 @@ def _voxels(value: str) -> Vec3:
 
 def _region(value: str) -> str:
     """Check the form of `z0:z1,y0:y1,x0:x1`; whether it fits is checked when the volume is open."""
-    end = r"\d{0,18}"
+    end = rf"(?:\d{{0,18}}|{LENGTH.pattern})"
     form = ",".join([f"{end}:{end}"] * 3)
     if not re.fullmatch(form, re.sub(r"\s", "", value)):
-        raise ValueError(f"{_shortened(value)} is not of the form z0:z1,y0:y1,x0:x1 such as 0:64,100:200,:")
+        raise ValueError(f"{_shortened(value)} is not of the form z0:z1,y0:y1,x0:x1 such as 0:64,10um:20um,:")
     return value
 
 

@@ -33,7 +33,7 @@ QUIET = "znnpy.quiet"  # key in the context of a command: whether it prints erro
 PLAIN = "znnpy.plain"  # how standard streams treat a character that their encoding lacks
 SECTIONS = {  # of a long help page: the parameters in each; all others come last
     "Input": (
-        *("network", "weights", "volume", "shape", "dataset", "roi", "border", "meaning"),
+        *("network", "weights", "volume", "shape", "dataset", "scale", "time", "roi", "mask", "border", "meaning"),
         *("missing_chunks", "fill_missing", "allow_nan"),
     ),
     "Output": ("out", "output_dtype", "overwrite", "resume", "plot"),

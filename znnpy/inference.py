@@ -28,6 +28,7 @@ from znnpy.network_files import read_network
 from znnpy.option_declarations import function_of
 from znnpy.option_values import Device
 from znnpy.options import InferOptions, RunOptions
+from znnpy.patches import Box
 from znnpy.planner.memory import gathering_budget
 from znnpy.planner.run_plan import RunPlan
 from znnpy.report.plan_text import predicted
@@ -35,6 +36,7 @@ from znnpy.report.run_report import Report
 from znnpy.run import pipeline
 from znnpy.run.asked import devices_asked
 from znnpy.run.choice import Work, choose, forgetful, given_plan, smaller_plan
+from znnpy.run.masked import MaskedColumns, MaskedOutput, work_items
 from znnpy.run.preparing import Preparing
 from znnpy.run.resume import (
     check_options,
@@ -59,12 +61,14 @@ from znnpy.volume.base import Chunks, MissingVoxels, Volume
 from znnpy.volume.chunk_layers import layer_bytes
 from znnpy.volume.journal import JournalHeader
 from znnpy.volume.location import Location, path_of
+from znnpy.volume.mask import WantedOutputs
 from znnpy.volume.output import Output
 from znnpy.volume.output_names import Names
 from znnpy.volume.output_target import mode_of, output_for, prefix_of, target_of
+from znnpy.volume.roi import has_unit, parse_roi
 from znnpy.volume.sample import sample_of
 from znnpy.volume.sliceable import BlockOutput, SliceVolume, open_given
-from znnpy.volume.source import Source, parse_roi
+from znnpy.volume.source import Source
 from znnpy.volume.statistics import with_statistics
 
 if TYPE_CHECKING:
@@ -118,13 +122,18 @@ def infer_as_asked(asked: InferOptions) -> Report:
         opened = stack.enter_context(_asked_volume(asked, absent))
         inputs["source of the volume"] = opened.files
         log_phase("opened", f"{opened}: {text(opened.size)} voxels of {opened.dtype}, network {trained.network.name}")
-        region = parse_roi(roi, opened.size) if roi else None
+        region = parse_roi(roi, opened.size, opened.space, opened) if roi else None
         if trained.network.statistics is not None:
             kept = statistics_kept(destination) if asked.resume else None
             trained = replace(trained, network=with_statistics(trained.network, opened, kept))
         source = Source(opened, roi=region, border=asked.border, network=trained.network, allow_nan=asked.allow_nan)
         sample = sample_of(opened)
-        doubts = sample.doubts(trained.network)
+        wanted = None
+        if asked.mask is not None:
+            mask = stack.enter_context(open_given(asked.mask, None, MissingVoxels()))
+            inputs["mask"] = mask.files
+            wanted = WantedOutputs.of(mask, source)
+        doubts = (*sample.doubts(trained.network), *(() if wanted is None else wanted.doubts()))
         for doubt in doubts:
             _log.warning("%s", doubt)
         job = job_of(
@@ -137,6 +146,8 @@ def infer_as_asked(asked: InferOptions) -> Report:
             allow_nan=asked.allow_nan,
             fill_missing=asked.fill_missing,
             stored=stored_as(prefix_of(out), sharded=asked.sharded, multiscale=asked.multiscale),
+            mask=None if wanted is None else wanted.mask,
+            time=asked.time,
         )
         arrays, dtype = arrays_of(trained.network, source), np.dtype(asked.output_dtype)
         if out is not None and not isinstance(out, str | os.PathLike):
@@ -161,7 +172,7 @@ def infer_as_asked(asked: InferOptions) -> Report:
         if asked.paranoid:  # an object of the caller's is read by one thread at a time, so it is opened once
             once = isinstance(opened, SliceVolume)
             watched = opened if once else stack.enter_context(_asked_volume(asked, absent))
-        run = _Run(trained, source, output, job, asked, asked.progress, watched, traced, started)
+        run = _Run(trained, source, output, job, asked, asked.progress, watched, traced, started, wanted)
         with Targets(replace(devices, device=run.meant(devices.device)), store) as targets:
             for target in targets:
                 with targets.attempt():
@@ -180,6 +191,12 @@ def infer_as_asked(asked: InferOptions) -> Report:
             done = run.compute(target, chosen)
     doubts = (*doubts, *half_missing(opened.chunks))
     report = _report(destination, started, done.plan, target.machine, done, target.sentences, doubts, opened.chunks)
+    if wanted is not None:
+        items = work_items(done.plan, trained.network, wanted)
+        assert isinstance(items, MaskedColumns)
+        report = replace(report, mask=f"{wanted.mask.volume}, laid on the volume {wanted.how}", skipped=items.skipped)
+    if region is not None and has_unit(roi or ""):
+        report = replace(report, region=f"{roi_text(region, opened.size) or 'the whole volume'} in voxels, from {roi}")
     report = replace(report, earlier_peak_bytes=earlier, transfers=transfers)
     for sentence in report.above_limit:
         _log.warning("%s", sentence)
@@ -212,6 +229,7 @@ class _Run:
     watched: Volume | None  # opened once more, where patches are held against the definition
     trace: Trace | None
     started: float  # by `time.perf_counter()`
+    wanted: WantedOutputs | None  # where outputs are wanted; None: everywhere
     tally: Tally = field(default_factory=Tally)  # of what is written
 
     @property
@@ -233,6 +251,7 @@ class _Run:
             unpacking_bytes=source.volume.extra_bytes + (self.kept_bytes if self.plans else 0),
             held_bytes=self.output.held_bytes if isinstance(self.output, BlockOutput) else 0,
             gathered_bytes=self.output.gathered_bytes,
+            wanted=self.wanted,
         )
 
     @property
@@ -274,7 +293,7 @@ class _Run:
     def suited(self, target: OpenTarget, plan: RunPlan, transfers: Transfers) -> tuple[RunPlan, Transfers]:
         """Return a plan with wider columns where reading takes longer than computing, unless the plan is fixed."""
         asked = self.asked
-        if not self.plans or asked.patch is not None or asked.cover == "patches":
+        if not self.plans or asked.patch is not None or asked.cover == "patches" or self.wanted is not None:
             return plan, transfers
 
         def planned(patch: Vec3) -> RunPlan:
@@ -319,7 +338,7 @@ class _Run:
         """Run those work items of the plan that the output does not hold yet."""
         network = self.trained.network
         log_phase("preparing", f"{human_bytes(plan.main.memory.last.prepared)}")
-        preparing = Preparing(plan, network, self.started, self.output.done, self.progress)
+        preparing = Preparing(plan, network, self.started, self.output.done, self.progress, self.wanted)
         with self._awake(target, plan, preparing) as (sessions, wisdom):
             before = preparing.done()
             self.output.limit(gathering_budget(plan.limits.ram_bytes))
@@ -331,9 +350,10 @@ class _Run:
                 self.output.begin(
                     header, attributes_of(network, self.source, self.job, plan), columns_of(plan, network)
                 )
-            workers = workers_of(plan, sessions, network, self.output.done)
+            workers = workers_of(plan, sessions, network, self.output.done, self.wanted)
             log_phase("running", f"{len(self.output.done)} of {len(plan.work_items(network))} work items done before")
-            timings = pipeline.run_workers(workers, self.source, self._writes(plan), self.progress, self.trace, before)
+            output, leave_out = self._writes(plan)
+            timings = pipeline.run_workers(workers, self.source, output, self.progress, self.trace, before, leave_out)
             gone = [worker for worker in timings.workers if worker.lost]
             lost = [f"{worker.name} was lost, and the others went on: {worker.lost}" for worker in gone]
             late = [
@@ -346,11 +366,17 @@ class _Run:
                 plan, timings, target.taken_bytes(), (*lost, *late, *wisdom.sentences), idle, self.tally.values
             )
 
-    def _writes(self, plan: RunPlan) -> pipeline.Writes:
-        output = Tallied(self.output, self.tally)
-        if self.watched is None:
-            return output
-        return CheckedOutput(output, self.trained, self.watched, self.source.offset, self.source.area, plan.precision)
+    def _writes(self, plan: RunPlan) -> tuple[pipeline.Writes, Callable[[Box, int], None] | None]:
+        """Return what takes computed voxels, and what writes zeros outside a mask."""
+        output: pipeline.Writes = Tallied(self.output, self.tally)
+        leave_out = None
+        if self.wanted is not None:
+            masked = MaskedOutput(output, self.wanted, self.trained.network.output_maps)
+            output, leave_out = masked, masked.leave_out
+        if self.watched is not None:
+            area = self.source.area
+            output = CheckedOutput(output, self.trained, self.watched, self.source.offset, area, plan.precision)
+        return output, leave_out
 
     @contextmanager
     def _awake(self, target: OpenTarget, plan: RunPlan, preparing: Preparing) -> Iterator[tuple[Sessions, Wisdom]]:

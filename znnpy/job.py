@@ -20,6 +20,7 @@ from znnpy.shapes import Vec3
 from znnpy.trained import TrainedNetwork
 from znnpy.volume.base import Volume
 from znnpy.volume.journal import Settings
+from znnpy.volume.mask import Mask
 from znnpy.volume.output_names import OUTPUTS
 from znnpy.volume.sample import Sample
 from znnpy.volume.source import Predicted, Source
@@ -38,24 +39,28 @@ def job_of(
     allow_nan: bool,
     fill_missing: float | None,
     stored: Mapping[str, Any],
+    mask: Mask | None = None,
+    time: int | None = None,
 ) -> dict[str, Any]:
     """Return the identity of a run, which a resumed run must share.
 
     sample  of the volume
     stored  what `stored_as` says
+    time    point of time that was asked for
     """
     filled = {} if fill_missing is None else {"fill_missing": str(fill_missing)}  # NaN too, which equals nothing
     return {
         "meaning": trained.network.meaning,
         "network": trained.network.sha256,
         "weights": sha256(trained.weights),
-        "volume": volume.identity(sample),
+        "volume": {**volume.identity(sample), **({} if time is None else {"time": time})},
         "roi": roi,
         "border": border,
         "output_dtype": output_dtype,
         "allow_nan": allow_nan,
         **filled,
         **stored,
+        **({} if mask is None else {"mask": mask.identity()}),
         **statistics_record(trained.network),
     }
 

@@ -240,10 +240,18 @@ class RegionOptions(_BorderOption, _MeaningOption):
     )
     roi: str | None = option(
         None,
-        "part of the volume, z0:z1,y0:y1,x0:x1 in voxels",
+        "part of the volume, z0:z1,y0:y1,x0:x1 in voxels, or with units as in 10um:20um,:,0nm:500nm by position",
         "region",
         unset="all of it",
         metavar="Z0:Z1,Y0:Y1,X0:X1",
+    )
+    mask: str | Path | Sliceable | None = option(
+        None,
+        "volume that is not zero where output is wanted, FILE or FILE::DATASET, also of another resolution; elsewhere "
+        "the output is zero, and most of it is not computed",
+        "place",
+        unset="output is wanted everywhere",
+        metavar="VOLUME",
     )
     output_dtype: OutputDtype = option(
         "float32", "dtype of the output; uint8: 255 times the value, clipped to 0..1", "text", values=OUTPUT_DTYPES
@@ -428,6 +436,34 @@ class DemoOptions(Checked):
 
 
 @dataclass(frozen=True)
+class InfoOptions(Checked):
+    """The options of `znnpy info`."""
+
+    volume: str | Path = needed("volume to describe", "place")
+    _: KW_ONLY
+    network: str | Path | Trained = option(DEFAULT, f"what it would be predicted with: {NETWORK}", "text")
+    dataset: str | None = option(None, "array inside the file", "text", unset="the only 3D or 4D one")
+    scale: int | None = option(
+        None,
+        "resolution of an image that is stored at several; 0 is the finest",
+        "whole",
+        unset="the finest",
+        metavar="N",
+        least=0,
+        most=MOST_SCALE,
+    )
+    time: int | None = option(
+        None,
+        "point of time of a series, counted from 0",
+        "whole",
+        unset="the only one",
+        metavar="T",
+        least=0,
+        most=MOST_TIME,
+    )
+
+
+@dataclass(frozen=True)
 class VerifyOptions(Checked):
     """The options of `znnpy verify`."""
 
@@ -450,6 +486,13 @@ class VerifyOptions(Checked):
         values=MEANINGS,
     )
     dataset: str | None = option(None, "array inside the volume's file", "text", unset="the one that was predicted")
+    mask: str | Path | Sliceable | None = option(
+        None,
+        "mask that the output was predicted with, outside of which it must be zero",
+        "place",
+        unset="the output has none",
+        metavar="VOLUME",
+    )
     fill_missing: float | None = option(
         None,
         "value that `znnpy infer` was given for voxels whose file is missing",

@@ -67,6 +67,8 @@ class Patch:
 
     Steps of a graph differ in size (`graph_columns`): `size` is that of the input, and `step` says what is computed.
     `out` and `write` are those of its first output, and `others` of the further ones.
+
+    A step outside a mask is not computed: zeros are written (`znnpy.run.masked`).
     """
 
     read: Vec3
@@ -75,6 +77,7 @@ class Patch:
     size: Vec3 | None = None  # None: as large as the plan says
     step: object | None = None
     others: tuple[Piece, ...] = ()
+    computed: bool = True
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -100,6 +103,11 @@ class Column:
     def voxels(self) -> int:
         """Number of voxels of the first output that are written."""
         return sum(step.write.voxels for step in self.steps)
+
+    @property
+    def computed_voxels(self) -> int:
+        """Number of them that are computed: the others lie outside a mask."""
+        return sum(step.write.voxels for step in self.steps if step.computed)
 
     def shifted(self, by: Vec3) -> Column:
         return Column(tuple(step.shifted(by) for step in self.steps))

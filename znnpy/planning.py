@@ -36,14 +36,18 @@ from znnpy.report.plan_text import predicted
 from znnpy.report.rejected import considered
 from znnpy.run.asked import AskedDevices, devices_asked
 from znnpy.run.choice import Work, request_for
+from znnpy.run.masked_plan import fitted_to_mask
 from znnpy.run.target import OpenTarget, Targets, elsewhere, for_elsewhere
 from znnpy.run_log import log_phase
 from znnpy.self_check import check_plan
 from znnpy.shapes import FLOAT32, Vec3
 from znnpy.volume.base import MissingVoxels, Volume
 from znnpy.volume.chunk_layers import layer_bytes
+from znnpy.volume.mask import WantedOutputs
 from znnpy.volume.registry import open_volume
-from znnpy.volume.source import Source, area_of, parse_roi
+from znnpy.volume.roi import parse_roi
+from znnpy.volume.sliceable import open_given
+from znnpy.volume.source import Source, area_of
 from znnpy.volume.source import predicted as predicted_of
 
 CURVES_SECONDS = 12.0  # for all curves together: more points would take longer than one waits for a picture
@@ -119,6 +123,8 @@ def _work(asked: PlanOptions) -> Work:
         raise ShapeError(f"a shape has three sizes (z, y, x), not {shape}")
     if asked.volume is not None and shape is not None:
         raise ValueError("a volume and a shape both give a size: give one of them")
+    if asked.mask is not None and asked.volume is None:
+        raise ValueError(f"a mask lies on a volume: give {option('volume')} too, or leave out {option('mask')}")
     network = read_network(asked.network, asked.meaning).network
     weights = FLOAT32 * network.parameters  # a run holds them
     if asked.volume is not None:
@@ -126,6 +132,10 @@ def _work(asked: PlanOptions) -> Work:
             source = _source(asked, opened, network)
             kept = layer_bytes(opened, limits_of(this_machine(), asked.ram).ram_bytes)
             itemsize_in, unpacking = opened.dtype.itemsize, opened.extra_bytes + kept
+            wanted = None
+            if asked.mask is not None:
+                with open_given(asked.mask, None, MissingVoxels()) as mask:
+                    wanted = WantedOutputs.of(mask, source)
             return Work(
                 network,
                 source.output,
@@ -134,6 +144,7 @@ def _work(asked: PlanOptions) -> Work:
                 area=source.area,
                 unpacking_bytes=unpacking,
                 held_bytes=weights,
+                wanted=wanted,
             )
     if network.meaning == "whole":
         area = _area(network, shape or DEFAULT_SHAPE, roi)
@@ -152,7 +163,7 @@ def _opened(asked: PlanOptions) -> Volume:
 
 def _source(asked: PlanOptions, volume: Volume, network: Network) -> Source:
     """Return what a run with these options reads."""
-    region = parse_roi(asked.roi, volume.size) if asked.roi else None
+    region = parse_roi(asked.roi, volume.size, volume.space, volume) if asked.roi else None
     return Source(volume, roi=region, border=asked.border, network=network, allow_nan=False)
 
 
@@ -181,10 +192,13 @@ class _Planning:
         """Return the fastest plan on a target, with the best of every other kind there and what was measured for it."""
         request = replace(self.request(target), kinds=True, baselines=self.asked.tell_why is not None)
         if self.rigor.level == "estimate":
-            return Calibration().best_plan(target, request)
+            made = Calibration().best_plan(target, request)
+            known = target.known_rates(self.work.network, request.limits, self.asked.mode)
+            return fitted_to_mask(made, request, CostModel(known), self.work.wanted)
         known = target.known_rates(self.work.network, request.limits, self.asked.mode)
         known = self.measurement.rates(target, request, known)
-        return replace(make_plan(request, CostModel(known)), rigor=self.measurement.done)
+        made = fitted_to_mask(make_plan(request, CostModel(known)), request, CostModel(known), self.work.wanted)
+        return replace(made, rigor=self.measurement.done)
 
     def suited(self, made: RunPlan, target: OpenTarget) -> RunPlan:
         """Return a plan with wider columns where reading the volume takes longer than computing, and tell of both."""
@@ -196,7 +210,7 @@ class _Planning:
             if not worth_measuring(made, network, source):
                 return made
             transfers = transfers_of(made, network, source, None)
-            if asked.patch is None and asked.cover != "patches":
+            if asked.patch is None and asked.cover != "patches" and asked.mask is None:
 
                 def planned(patch: Vec3) -> RunPlan:
                     return replace(self, asked=replace(asked, patch=patch, cover="columns")).plan(target)
@@ -208,7 +222,8 @@ class _Planning:
     def estimated(self, target: OpenTarget) -> RunPlan:
         """Return the fastest plan on another target, for which nothing is measured."""
         request = self.request(target)
-        return make_plan(request, CostModel(target.known_rates(self.work.network, request.limits, self.asked.mode)))
+        costs = CostModel(target.known_rates(self.work.network, request.limits, self.asked.mode))
+        return fitted_to_mask(make_plan(request, costs), request, costs, self.work.wanted)
 
     def rates(self, target: OpenTarget, limits: Limits) -> Rates:
         """Return the rates that a plan was made with; of another target the rates that are stored or assumed."""

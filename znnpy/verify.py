@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from math import isfinite, prod
 from typing import Any
@@ -13,27 +13,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from znnpy.errors import VerifyError, ZnnpyError
-from znnpy.formats.weights import sha256
+from znnpy.errors import VerifyError
 from znnpy.graph_voxels import GraphVoxels
-from znnpy.job import arrays_of
 from znnpy.kernels.reference import dense_by_sliding
-from znnpy.messages import excerpt, option
+from znnpy.messages import option
 from znnpy.network import Network
-from znnpy.network_files import read_network, shipped
 from znnpy.option_declarations import function_of
 from znnpy.option_values import Meaning
 from znnpy.options import VerifyOptions
 from znnpy.patches import Box
 from znnpy.run_log import log_phase
 from znnpy.shapes import Vec3, add
-from znnpy.trained import TrainedNetwork, load_trained
+from znnpy.stated_job import check_volume, mask_of, place_of, trained_of
+from znnpy.trained import TrainedNetwork
 from znnpy.volume.base import MissingVoxels, Volume
-from znnpy.volume.location import Location, volume_location
-from znnpy.volume.provenance import JobClaim, Provenance, array_names
+from znnpy.volume.location import volume_location
+from znnpy.volume.provenance import Provenance, array_names
 from znnpy.volume.registry import open_volume
-from znnpy.volume.source import Source, parse_roi
-from znnpy.volume.statistics import normalise_of
 from znnpy.volume.written import dataset_of
 
 # Largest allowed difference of a voxel, by precision: for fp32 its rounding, for the others ten times the rms
@@ -123,11 +119,13 @@ def verify_as_asked(asked: VerifyOptions) -> VerifyReport:
         names = array_names(output)
         predictions = [stack.enter_context(open_volume(output, dataset_of(output, name))) for name in names]
         origin = Provenance.of(output, names)
-        trained = _trained(origin, output, asked)
+        trained = trained_of(origin, output, asked)
         name = origin.job.volume.dataset or None if asked.dataset is None else asked.dataset
-        source = stack.enter_context(open_volume(asked.volume, name, MissingVoxels(asked.fill_missing)))
-        _check_volume(origin.job, source, output)
-        place = _check_place(origin, names, predictions, source, trained.network, output)
+        absent, moment = MissingVoxels(asked.fill_missing), origin.job.volume.time
+        source = stack.enter_context(open_volume(asked.volume, name, absent, time=moment))
+        check_volume(origin.job, source, output)
+        place = place_of(origin, names, predictions, source, trained.network, output)
+        wanted = mask_of(origin.job, asked, place, output, stack)
         counts = [min(samples, prod(prediction.size)) for prediction in predictions]
         log_phase("opened", f"{output} and {source}")
         log_phase("running", f"{sum(counts)} voxels {HOW[trained.network.meaning]}")
@@ -139,7 +137,8 @@ def verify_as_asked(asked: VerifyOptions) -> VerifyReport:
             else:
                 blocks = _positions(prediction.size, count, asked.seed)
                 exactly = partial(at_voxels, trained, source, place.offset)
-            judged, wrong, found = _judged(prediction, exactly, blocks, allowed)
+            inside = None if wanted is None else wanted.outputs[number].at
+            judged, wrong, found = _judged(prediction, exactly, blocks, allowed, inside)
             samples, beyond = samples + judged, beyond + wrong
             if worst is None or found.share > worst.share:
                 worst, dataset = found, names[number]
@@ -175,17 +174,27 @@ def _judged(
     exactly: Callable[[npt.NDArray[np.int64]], Real],
     blocks: Iterator[npt.NDArray[np.int64]],
     allowed: float,
+    inside: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.bool_]] | None = None,
 ) -> tuple[int, int, Judged]:
     """Count the voxels of `prediction`, and those with more than the allowed error; find the block with the worst one.
 
     exactly  returns the maps (n, maps) at positions (n, 3) in the prediction by definition
     blocks   positions, at least one block
     allowed  tolerance for values around 1
+    inside   returns which positions lie in the mask: all others must be zero; None: there is no mask
     """
     samples, beyond, worst = 0, 0, None
     for at in blocks:
         written = np.stack([_voxel(prediction, where) for where in at])
-        judged = Judged.of(at, written, exactly(at), allowed)
+        if inside is None:
+            exact = exactly(at)
+        else:
+            exact, there = np.zeros(written.shape), inside(at)
+            if there.any():
+                exact[there] = exactly(at[there])
+        judged = Judged.of(at, written, exact, allowed)
+        if inside is not None and not there.all() and np.any(written[~there]):
+            judged = Judged.of(at[~there], written[~there], exact[~there], float(np.finfo(np.float32).tiny))
         samples, beyond = samples + len(at), beyond + judged.beyond
         worst = judged if worst is None or judged.share > worst.share else worst
     assert worst is not None  # there is at least one sample
@@ -270,99 +279,6 @@ class Judged:
             allowed=float(allowed[sample, channel]),
             magnitude=float(magnitude[sample, channel]),
         )
-
-
-def _trained(origin: Provenance, output: Location, asked: VerifyOptions) -> TrainedNetwork:
-    """Return the network that made the output; VerifyError if another one is given, or another meaning of it."""
-    network, meaning = asked.network, origin.job.meaning
-    if asked.meaning is not None and meaning not in (None, asked.meaning):
-        raise VerifyError(
-            f"{output} was predicted with {option('meaning', meaning)}; leave out {option('meaning', asked.meaning)}"
-        )
-    if network is None and origin.network not in shipped():
-        raise VerifyError(
-            f"{output} was predicted with {excerpt(origin.network)}, which does not ship with znnpy; give its file as "
-            f"{option('network')}"
-        )
-    file = read_network(origin.network if network is None else network, asked.meaning)
-    if meaning == "whole" or (meaning == "sliding" and file.network.why_not_sliding is None):
-        file = replace(file, network=replace(file.network, asked_meaning=meaning))
-    trained = load_trained(file, asked.weights)
-    made = {"network": origin.job.network, "weights": origin.job.weights}
-    for what, given in (("network", trained.network.sha256), ("weights", sha256(trained.weights))):
-        if given != made[what]:
-            raise VerifyError(
-                f"{output} was predicted with other {what}: digest {made[what][:12]} against {given[:12]} of what is "
-                f"given; give the files that made it as {option('network')} and {option('weights')}"
-            )
-    return _normalised_as_before(trained, origin.job, output)
-
-
-def _normalised_as_before(trained: TrainedNetwork, job: JobClaim, output: Location) -> TrainedNetwork:
-    """Return the network with the statistics of the volume that the output states, if it has such."""
-    network = trained.network
-    if network.statistics is None:
-        return trained
-    made = normalise_of(network, job.statistics)
-    if made is None:
-        raise VerifyError(
-            f"{output} does not state the statistics of its volume by which {excerpt(network.name, 60)} normalises; "
-            f"predict it again with {option('overwrite', True)}"
-        )
-    return replace(trained, network=replace(network, normalise=made))
-
-
-def _check_volume(job: JobClaim, volume: Volume, output: Location) -> None:
-    """Raise VerifyError if the volume's shape, dtype or sampled content differ. Its path does not matter."""
-    made, given = job.volume, volume.identity()
-    for field, before, now in (
-        ("shape", list(made.shape), given["shape"]),
-        ("dtype", made.dtype, given["dtype"]),
-        ("samples_sha256", made.samples_sha256, given["samples_sha256"]),
-    ):
-        if before != now:
-            raise VerifyError(
-                f"{volume} is not the volume {output} was predicted from: {field} was {excerpt(before)} and is {now}; "
-                f"give the volume as it was, or another {option('dataset')}, or predict again with "
-                f"{option('overwrite', True)}"
-            )
-
-
-def _check_place(
-    origin: Provenance,
-    names: Sequence[str],
-    predictions: Sequence[Volume],
-    volume: Volume,
-    network: Network,
-    output: Location,
-) -> Source:
-    """Return what was predicted; VerifyError if arrays, shape, dtype or offset do not follow from it."""
-    job = origin.job
-    try:
-        region = parse_roi(job.roi, volume.size) if job.roi else None
-        slides = network.meaning == "sliding"
-        source = Source(volume, roi=region, border=job.border, network=network, allow_nan=slides)
-    except ZnnpyError as error:
-        raise VerifyError(f"{output} names a region that cannot have been predicted: {error}") from None
-    of = f"region {job.roi or 'of the whole volume'}, border {job.border} and the network's field of view"
-    if not slides:
-        of = f"region {job.roi or 'of the whole volume'} and the network"
-    arrays = arrays_of(network, source)
-    facts: list[tuple[str, str, object, object]] = [("", "arrays", tuple(names), tuple(one.name for one in arrays))]
-    for array, prediction, offset, one in zip(arrays, predictions, origin.offsets, source.outputs, strict=False):
-        facts += [
-            (array.name, "shape (c, z, y, x)", prediction.shape, array.shape),
-            (array.name, "offset", offset, one.offset),
-            (array.name, "dtype", prediction.dtype.name, job.output_dtype),
-        ]
-    for name, what, found, due in facts:
-        if found != due:
-            there = f"{output}: {name}" if name else f"{output}"
-            raise VerifyError(
-                f"{there} has {what} {excerpt(found)}, and {due} follows from {of}: it was changed or cut after it "
-                f"was predicted; predict it again with {option('overwrite', True)}"
-            )
-    return source
 
 
 def _positions(size: Vec3, samples: int, seed: int) -> Iterator[npt.NDArray[np.int64]]:

@@ -48,6 +48,7 @@ from znnpy.volume.journal import Journal, JournalHeader, journal_path
         (("infer", "v.h5", "--only", "cpu.conv.dirct"), "no primitive 'cpu.conv.dirct'; did you mean cpu.conv.direct"),
         (("plan", "--volume", "v.h5", "--shape", "9,9,9"), "--volume and --shape both give a size"),
         (("plan", "--roi", ":,:,:"), "--roi is a part of a volume: give --volume too"),
+        (("plan", "--mask", "m.h5"), "--mask lies on a volume: give --volume too"),
         (("plan", "--dataset", "raw"), "--dataset is a part of a volume: give --volume too"),
         (("plan", "--overwrite"), "--overwrite replaces the files given as --out and --plot: give one of them too"),
         (("plan", "--ram", "9" * 400), "is beyond any memory: give a size such as 600M or 2G"),
@@ -83,7 +84,10 @@ def test_numbers_with_leading_zeros_are_decimal(place: Place) -> None:
     assert place.run("plan", "--shape", f"{'0' * 5000}40, 040,40", "--json").exit_code == 0
 
 
-@pytest.mark.parametrize("command", ["plan", "infer", "measure", "verify", "demo", "primitives", "graph", "timeline"])
+COMMANDS = ["plan", "infer", "measure", "info", "verify", "demo", "primitives", "graph", "timeline"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_prints_its_help(place: Place, command: str) -> None:
     result = place.run(command, "--help")
     assert result.exit_code == 0
@@ -339,5 +343,5 @@ def test_kernels_are_not_requested_on_another_processor(place: Place, monkeypatc
 
 def test_commands_are_click_commands() -> None:
     assert isinstance(cli.main, click.Group)
-    expected = {"plan", "infer", "verify", "demo", "primitives", "graph", "import", "timeline", "measure"}
+    expected = {"plan", "infer", "verify", "demo", "primitives", "graph", "import", "timeline", "measure", "info"}
     assert set(cli.main.commands) == expected

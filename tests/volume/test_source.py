@@ -18,7 +18,8 @@ from znnpy.patches import Box
 from znnpy.shapes import Vec3
 from znnpy.volume import source as source_module
 from znnpy.volume.array import ArrayVolume
-from znnpy.volume.source import Source, parse_roi
+from znnpy.volume.roi import parse_roi
+from znnpy.volume.source import Source
 
 
 def network(fov: Vec3, channels: int = 1, normalise: Normalise | None = None) -> Network:

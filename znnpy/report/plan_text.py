@@ -276,6 +276,8 @@ def _prediction(run: RunPlan, machine: Machine | None) -> list[str]:
             else f"with {plan.limits.threads} thread{'s' if plan.limits.threads != 1 else ''}"
         )
     ]
+    if run.inside < 1:
+        lines.append(f"the mask leaves out {1 - run.inside:.0%} of the work")
     if run.single_device_seconds is not None and run.sharing is not None:
         lines.append(
             f"{run.single_device_seconds / run.seconds:.2f} times as fast as without the CPU, "

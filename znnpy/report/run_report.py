@@ -56,6 +56,9 @@ class Report:
     chunks: Chunks | None = None  # count of the volume's chunks; None if nothing was left to do
     values: Values | None = None  # range of what this run wrote; None if nothing was finite
     idle_seconds: Mapping[str, float] = field(default_factory=dict)  # of both sides, if a step uses two devices
+    region: str = ""  # the region in voxels, where it was named by position
+    mask: str = ""  # the mask, and how its voxels were found; empty: there is none
+    skipped: int = 0  # voxels of the (first) output outside of it that no run of the job computed
     earlier_peak_bytes: int = 0  # largest resident memory of the process before the run began
     transfers: Transfers | None = None  # predicted reading and writing; None if they were not measured
 
@@ -120,6 +123,8 @@ class Report:
             *self._vram(),
             *self._values(),
             *self._chunks(),
+            *([f"region     {self.region}"] if self.region else []),
+            *self._masked(),
             f"stages     {self._stages()}",
             *([] if self.transfers is None else [f"transfers  {self.transfers}"]),
             *self._workers(),
@@ -183,6 +188,13 @@ class Report:
             "damaged and were read as the value given for missing voxels": self.chunks.damaged,
         }
         return [f"volume     {count:,} {of} {what}" for what, count in said.items() if count]
+
+    def _masked(self) -> list[str]:
+        """Say how much of the output was not computed."""
+        if not self.mask:
+            return []
+        share = self.skipped / self.voxels
+        return [f"mask       {share:.0%} of the output lies outside the mask and was not computed ({self.mask})"]
 
     def _stages(self) -> str:
         """Describe planning and preparing, which run in turn, and then the stages that overlap."""
@@ -271,6 +283,9 @@ class Report:
             "gpu": self.gpu,
             "notes": list(self.notes),
             "chunks": asdict(self.chunks) if self.chunks else None,
+            "region": self.region or None,
+            "mask": self.mask or None,
+            "skipped": self.skipped,
             "precision": self.precision,
             "blas": self.blas,
             "off_by": next(iter(self._off()), None),

@@ -50,6 +50,7 @@ class BalancedQueue(WorkQueue):
     axis      the axis of the columns of workers that take runs
     profiles  of the workers, by name
     step      patch of the workers that take runs; a cell at an edge weighs less, by the columns and steps it lacks
+    masked    the same cells, those outside a mask marked as not computed; empty: there is no mask
     now       returns the seconds of a clock
     """
 
@@ -61,13 +62,15 @@ class BalancedQueue(WorkQueue):
         done: Set[int] = frozenset(),
         *,
         step: Vec3 = (1, 1, 1),
+        masked: Sequence[Column] = (),
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__(cells, done)
-        self._profiles, self._now = profiles, now
+        self._profiles, self._now, self._masked = profiles, now, masked
         strides = (cells.counts[1] * cells.counts[2], cells.counts[2], 1)
         self._stride, self._long = strides[axis], cells.counts[axis]
         self._stacks: dict[int, list[int]] = {}  # cells that no worker has begun, each in order along the axis
+        self._outside: dict[int, Column] = {}  # cells outside a mask that no worker has begun
         self._wide: dict[int, float] = {}  # columns in each stack for workers that take runs, relative to the first
         self._weights: list[float] = []  # of all cells for workers that take runs, relative to the first
         steps = [ceil(size / step[axis]) for size in cells.sizes(axis)]
@@ -80,8 +83,13 @@ class BalancedQueue(WorkQueue):
                 self._wide[place] = prod(ceil(size[i] / step[i]) for i in across) / most
             self._weights.append(self._wide[place] * steps[index // self._stride % self._long] / steps[0])
             stack = self._stacks.setdefault(place, [])
-            if index not in done:
+            if index in done:
+                continue
+            left = masked[index] if masked else None
+            if left is None or left.computed_voxels:
                 stack.append(index)
+            else:
+                self._outside[index] = left
         self._spent = {name: [0.0, 0.0] for name in profiles}  # measured and predicted seconds of what was computed
         self._last: dict[str, int] = {}  # the last cell that each worker took
         self._since = dict.fromkeys(profiles, now())  # when each worker took its lease, or ended the one before
@@ -91,9 +99,13 @@ class BalancedQueue(WorkQueue):
         return PINNED, PINNED
 
     def _left(self) -> bool:
-        return any(self._stacks.values())
+        return bool(self._outside) or any(self._stacks.values())
 
     def _next(self, worker: QueueUser) -> Lease | None:
+        if self._outside:
+            index = next(iter(self._outside))
+            self._last.pop(worker.name, None)  # it computes nothing that the next cell may continue
+            return Lease((index,), (self._outside.pop(index),), worker, "cell")
         profile = self._profiles[worker.name]
         lease = self._run(worker, profile) if profile.runs else self._one(worker, profile)
         if lease is None and profile.runs and self._takes_over(worker, profile):
@@ -252,7 +264,10 @@ class BalancedQueue(WorkQueue):
 
     def _give_back(self, numbers: Iterable[int]) -> None:
         for number in numbers:
-            insort(self._stacks[self._place(number)], number)
+            if self._masked and not self._masked[number].computed_voxels:
+                self._outside[number] = self._masked[number]
+            else:
+                insort(self._stacks[self._place(number)], number)
         busy = {held.worker.name for held in self._held}  # the others wait from now on
         self._since |= {name: self._now() for name in self._since if name not in busy}
 

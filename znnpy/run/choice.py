@@ -15,12 +15,14 @@ from znnpy.network import Network
 from znnpy.options import PlanningOptions, RunOptions
 from znnpy.planner.memory import MARGIN_BYTES, MIB, baseline_bytes, context_bytes, gathering_bytes
 from znnpy.planner.plan import Plan
-from znnpy.planner.request import Constraints, PlanRequest
+from znnpy.planner.request import Constraints, CostModel, PlanRequest
 from znnpy.planner.run_plan import RunPlan
 from znnpy.planner.validate import check_runs
+from znnpy.run.masked_plan import fitted_to_mask, with_mask
 from znnpy.run.target import OpenTarget
 from znnpy.shapes import Precision, Vec3, cpu_precision, text
 from znnpy.units import human_bytes
+from znnpy.volume.mask import WantedOutputs
 
 
 def given_plan(asked: RunOptions) -> RunPlan | None:
@@ -39,6 +41,7 @@ class Work:
     unpacking_bytes  what the process takes to unpack the volume's chunks
     held_bytes       what else it will hold besides the plan, such as weights to be read or an output in memory
     gathered_bytes   of the output, if its chunks are gathered in memory until they are whole
+    wanted           where outputs are wanted; None: everywhere
     """
 
     network: Network
@@ -50,11 +53,13 @@ class Work:
     unpacking_bytes: int = 0
     held_bytes: int = 0
     gathered_bytes: int = 0
+    wanted: WantedOutputs | None = None
 
     def baseline(self, target: OpenTarget, ram_bytes: int) -> int:
         """Return the bytes of the process without the plan, within a limit of them all."""
         held = self.unpacking_bytes + self.held_bytes + gathering_bytes(ram_bytes, self.gathered_bytes)
-        return baseline_bytes() + target.later_bytes + held
+        mask = 0 if self.wanted is None else self.wanted.held_bytes
+        return baseline_bytes() + target.later_bytes + held + mask
 
 
 def request_for(asked: PlanningOptions, work: Work, target: OpenTarget, limits: Limits) -> PlanRequest:
@@ -77,10 +82,12 @@ def choose(asked: RunOptions, work: Work, target: OpenTarget) -> RunPlan:
     """Return the plan that was given, once it is known to run here; else the fastest one."""
     given = given_plan(asked)
     if given is not None:
-        return _known_to_run(given, asked, work, target)
+        return with_mask(_known_to_run(given, asked, work, target), work.network, work.wanted)
     request = request_for(asked, work, target, target.limits(asked.ram, asked.threads, asked.vram))
     try:
-        return _counted_plan(target, request)
+        made = _counted_plan(target, request)
+        costs = CostModel(target.known_rates(work.network, request.limits, request.target.mode))
+        return fitted_to_mask(made, request, costs, work.wanted)
     except NoPlanError as error:
         if not work.unpacking_bytes:
             raise

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from znnpy.column_planes import StepPlanes
+from znnpy.column_planes import ColumnPlanes, StepPlanes
 from znnpy.errors import ValuesOverflowError
 from znnpy.geometry import Interval
 from znnpy.graph_columns import GraphStep
@@ -61,10 +61,15 @@ class _Tensor:
         self._size = (0, 0)  # y, x
         self._first = 0  # plane at the front of a resident block
 
-    def begin(self, size: tuple[int, int], first: int) -> None:
-        """Prepare for a column in which the tensor has `size` voxels across, and begins with plane `first`."""
+    def begin(self, size: tuple[int, int], first: int, lacking: int) -> None:
+        """Prepare for a column in which the tensor has `size` voxels across, and begins with plane `first`.
+
+        lacking  planes that the first step needs and does not compute, since the column begins in its midst: zeros
+        """
         self._size, self._first = size, first
         self.held = Interval(first, first)
+        kept = self.beside if self.storage == "carried" else self.block
+        kept[: lacking * size[0] * size[1] * self.maps] = 0
 
     def advance(self, held: Interval, new: Interval, pool: ThreadPool) -> None:
         """Make room for the planes of a step; those that were kept are in front of the new ones."""
@@ -221,7 +226,7 @@ class GraphSession:
         assert isinstance(step, GraphStep), "patches of a graph say what is computed"
         column = self._graph.planes(step.begin[0], step.end[0], step.thick)
         if begins:
-            self._begin(step, column.region)
+            self._begin(step, column)
         planes = column.step(step.number)
         later = column.step(step.number + 1).held if step.number + 1 < column.steps else None
         self._advance(0, planes)
@@ -258,12 +263,17 @@ class GraphSession:
         """The order of the axes of an array (maps, z, y, x) that puts the axis of columns first."""
         return (0, *(1 + axis for axis in turn(self._graph.axis)))
 
-    def _begin(self, step: GraphStep, region: Sequence[Interval]) -> None:
-        """Prepare for the first step of a column."""
+    def _begin(self, step: GraphStep, column: ColumnPlanes) -> None:
+        """Prepare for the first step of a column, or of a part of it."""
+        planes = column.step(step.number)
         y, x = (self._graph.regions(along, step.begin[along], step.end[along]) for along in (1, 2))
         self._across = y, x
         for tensor, held in self._tensors.items():
-            held.begin((y[tensor].size, x[tensor].size), region[tensor].lo)
+            size, first = (y[tensor].size, x[tensor].size), planes.held[tensor].lo
+            if step.number == 0:
+                held.begin(size, column.region[tensor].lo, 0)
+            else:
+                held.begin(size, first, planes.new[tensor].lo - first)
 
     def _advance(self, tensor: int, planes: StepPlanes) -> None:
         self._tensors[tensor].advance(planes.held[tensor], planes.new[tensor], self.pool)

@@ -125,6 +125,7 @@ def run_workers(
     progress: Callable[[Event], None] | None = None,
     trace: Tracer | None = None,
     before: Before | None = None,
+    leave_out: Callable[[Box, int], None] | None = None,
 ) -> Timings:
     """Read, compute and write everything in the queue of the workers.
 
@@ -132,6 +133,7 @@ def run_workers(
               while it has nothing left to do, a few times a second.
     trace     records when each worker read and waited, and when outputs were written.
     before    the work of this run before it computed; None: there was none.
+    leave_out writes zeros to a box of the output with this number; None: all steps are computed.
 
     The first exception of any thread stops the others and is raised here once they have ended; so are KeyboardInterrupt
     and whatever else interrupts the calling thread. Patches computed by then are still written, so every column
@@ -139,7 +141,7 @@ def run_workers(
     DeviceError or DeviceLostError while another has the same queue is lost, and nothing else stops; nor does it where
     one gives up its last cells to another (`Cells`), which then is no longer there for those of a worker that fails.
     """
-    return _Run(workers, source, output, progress, trace, before).run()
+    return _Run(workers, source, output, progress, trace, before, leave_out).run()
 
 
 @dataclass(slots=True)
@@ -161,8 +163,9 @@ class _Run:
         progress: Callable[[Event], None] | None,
         trace: Tracer | None,
         before: Before | None,
+        leave_out: Callable[[Box, int], None] | None,
     ) -> None:
-        self._before = before
+        self._before, self._leave_out = before, leave_out
         self._given, self._workers = workers, list[RunningWorker]()
         self._source, self._output, self._progress, self._trace = source, output, progress, trace
         self._completed: SimpleQueue[Any] = SimpleQueue()
@@ -183,7 +186,7 @@ class _Run:
             for tally in (self._all, self._early) if index in queue.done else (self._all,):
                 tally.columns += 1
                 tally.steps += len(column.steps)
-                tally.work += column.voxels
+                tally.work += column.computed_voxels
                 tally.voxels += column.voxels
 
     def run(self) -> Timings:
@@ -311,14 +314,8 @@ class _Run:
         worker, task, patch = completed.worker, completed.task, completed.task.patch
         if not task.lease.void:
             began = time.perf_counter()
-            outputs = outputs_in(worker.out[completed.buffer], patch, self._maps)
-            for number, (piece, voxels) in enumerate(zip(patch.pieces, outputs, strict=True)):
-                if completed.hidden is not None:
-                    np.copyto(voxels, np.nan, where=completed.hidden)
-                kept = piece.write.shifted(subtract((0, 0, 0), piece.out.lo))
-                if piece.write.voxels:
-                    with error_context(task, after=True):
-                        self._output.write(piece.write, voxels[(slice(None), *kept.slices)], number)
+            with error_context(task, after=True):
+                self._write_pieces(completed)
             if self._add(task, patch.write.voxels, worker) and task.ends:
                 for index in task.lease.indices:
                     self._output.finish_column(index)
@@ -327,7 +324,25 @@ class _Run:
             self._writing += ended - began
             if self._trace is not None:
                 self._trace.record("writer", str(task), began, ended)
-        worker.free(completed.buffer)
+        if completed.buffer is not None:
+            worker.free(completed.buffer)
+
+    def _write_pieces(self, completed: CompletedStep) -> None:
+        """Write what a step gives of every output."""
+        patch = completed.task.patch
+        if completed.buffer is None:
+            assert self._leave_out is not None, "steps are left out of a masked output alone"
+            for number, piece in enumerate(patch.pieces):
+                if piece.write.voxels:
+                    self._leave_out(piece.write, number)
+            return
+        outputs = outputs_in(completed.worker.out[completed.buffer], patch, self._maps)
+        for number, (piece, voxels) in enumerate(zip(patch.pieces, outputs, strict=True)):
+            if completed.hidden is not None:
+                np.copyto(voxels, np.nan, where=completed.hidden)
+            kept = piece.write.shifted(subtract((0, 0, 0), piece.out.lo))
+            if piece.write.voxels:
+                self._output.write(piece.write, voxels[(slice(None), *kept.slices)], number)
 
     def _thread(self, name: str, work: Callable[[], None]) -> Thread:
         return Thread(name, partial(self._guarded, work))
@@ -378,6 +393,6 @@ class _Run:
                 int(voxels * self._voxel_bytes),
                 steps,
                 whole.steps,
-                work / whole.work if steps < whole.steps else 1.0,
+                work / whole.work if steps < whole.steps and whole.work else 1.0,
             )
         self._progress(event)

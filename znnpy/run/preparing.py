@@ -5,11 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 from math import prod
+from typing import TYPE_CHECKING
 
 from znnpy.network import Network
 from znnpy.planner.run_plan import RunPlan
+from znnpy.run.masked import work_items
 from znnpy.run.pipeline import Before, Event
 from znnpy.run.worker import values_per_voxel
+
+if TYPE_CHECKING:
+    from znnpy.volume.mask import WantedOutputs
 
 LEAST_TOLD = 2**28  # bytes; less is prepared in a moment and not reported
 
@@ -20,6 +25,7 @@ class Preparing:
     began     when the run began, by `time.perf_counter()`
     finished  indices of the columns, or patches, that earlier runs finished
     progress  called with the number of prepared bytes, for plans of a processor alone
+    wanted    where outputs are wanted; None: everywhere
     """
 
     def __init__(
@@ -29,8 +35,9 @@ class Preparing:
         began: float,
         finished: Collection[int],
         progress: Callable[[Event], None] | None,
+        wanted: WantedOutputs | None = None,
     ) -> None:
-        self._plan, self._network, self._finished = plan, network, finished
+        self._plan, self._network, self._finished, self._wanted = plan, network, finished, wanted
         self._began, self._progress, self._since = began, progress, time.perf_counter()
         self._touched, self._all = 0, plan.main.memory.last.arena + plan.main.memory.last.carries
 
@@ -47,7 +54,8 @@ class Preparing:
     def _tell(self, nbytes: int) -> None:
         assert self._progress is not None, "called only where there is progress"
         self._touched += nbytes
-        parts, plan = self._plan.work_items(self._network), self._plan
+        plan, network = self._plan, self._network
+        parts = work_items(plan, network, self._wanted)
         voxels = sum(parts[index].voxels for index in self._finished)
         steps, now = [len(part.steps) for part in parts], time.perf_counter()
         event = Event(
@@ -57,7 +65,7 @@ class Preparing:
             voxels=prod(plan.output),
             seconds=now - self._began,
             stage_seconds={"planning": self._since - self._began, "preparing": now - self._since},
-            bytes_done=int(voxels * values_per_voxel(plan.main, self._network)) * plan.main.itemsize_out,
+            bytes_done=int(voxels * values_per_voxel(plan.main, network)) * plan.main.itemsize_out,
             steps_done=sum(steps[index] for index in self._finished),
             steps=sum(steps),
             work_done=voxels / prod(plan.output),

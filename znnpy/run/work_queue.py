@@ -161,8 +161,8 @@ class ColumnQueue(WorkQueue):
         reads = writes = 0
         for index, column in enumerate(self.columns):  # a cover makes its columns anew each time
             if index not in self.done:
-                reads += len(column.steps)
-                writes += sum(step.writes for step in column.steps)
+                reads += sum(step.computed for step in column.steps)
+                writes += sum(step.computed and step.writes for step in column.steps)
         return reads, writes
 
     def _left(self) -> bool:

@@ -23,9 +23,10 @@ import numpy.typing as npt
 
 from znnpy.errors import DeviceError, DeviceLostError, Stopped, VramError, ZnnpyError
 from znnpy.network import Network
-from znnpy.patches import Box, Column, Patch
+from znnpy.patches import Box, Patch
 from znnpy.planner.plan import Plan
 from znnpy.run.nan_mask import Mask, NanMask
+from znnpy.run.step_work import StepWork
 from znnpy.run.work_queue import Lease, WorkQueue
 from znnpy.shapes import Vec3
 
@@ -120,8 +121,10 @@ class StepTask:
 
     @property
     def begins(self) -> bool:
-        """Return whether it is the first step of a column that does not continue the one before."""
-        return self.number == 0 and not self.lease.goes_on
+        """Return whether nothing is kept for it: it is the first of a column, or the step before was not computed."""
+        if self.number == 0:
+            return not self.lease.goes_on
+        return not self.lease.columns[self.column].steps[self.number - 1].computed
 
     @property
     def writes(self) -> bool:
@@ -147,52 +150,32 @@ class StepTask:
 
 @dataclass(frozen=True, slots=True)
 class CompletedStep:
-    """A computed step, with its output in a buffer of its worker."""
+    """A computed step, with its output in a buffer of its worker; no buffer: zeros are its output."""
 
     task: StepTask
     worker: RunningWorker
-    buffer: int
+    buffer: int | None
     hidden: Mask | None  # where its output is NaN
 
 
 @dataclass(frozen=True, slots=True)
 class _ReadStep:
-    """A step whose input was read into a buffer."""
+    """A step whose input was read into a buffer; no buffer: it is not computed."""
 
     task: StepTask
-    buffer: int
+    buffer: int | None
     bad: Mask | None
 
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    """A submitted step, and its buffers."""
+    """A submitted step, and its buffers; a step that is not computed waits here for those before it."""
 
     task: StepTask
-    ticket: Any  # of the session
-    raw: int
-    out: int | None
-    hidden: Mask | None
-
-
-class StepWork:
-    """The work of each step of a column by the plan: its output voxels, or fewer where few layers run."""
-
-    def __init__(self, plan: Plan, network: Network) -> None:
-        self._graph = plan.area is not None
-        self._ahead = plan.warmup_work(network) if plan.streams and not self._graph else ()
-        self._whole = float(prod(plan.patch_out))
-
-    def of(self, number: int) -> float:
-        """Return the work of step `number` of a column."""
-        return self._whole * (self._ahead[number] if number < len(self._ahead) else 1.0)
-
-    def of_steps(self, lease: Lease, column: Column) -> list[float]:
-        """Return the work of each step of a column of a lease; one that continues another begins with output."""
-        if self._graph:
-            return [1.0] * len(column.steps)
-        first = len(self._ahead) if lease.goes_on else 0
-        return [self.of(first + number) for number in range(len(column.steps))]
+    ticket: Any = None  # of the session
+    raw: int | None = None
+    out: int | None = None
+    hidden: Mask | None = None
 
 
 class RunningWorker:
@@ -227,7 +210,7 @@ class RunningWorker:
         self._in_flight: deque[_InFlight] = deque()
         self._unseen = None if session.plan.area else NanMask(session.plan, session.network.field_of_view)
         reads, writes = self.queue.moves()
-        self._raws, outs = session.buffers(source.dtype, dtype, reads=reads, writes=writes)
+        self._raws, outs = session.buffers(source.dtype, dtype, reads=max(1, reads), writes=writes)
         self._outs = iter(outs)
         self.queue.join(self)
 
@@ -285,13 +268,17 @@ class RunningWorker:
         buffer: int | None = None
         while (lease := self.queue.take(self)) is not None:
             for task in self._tasks(lease):
+                if not task.patch.computed:
+                    self._raw_full.put(_ReadStep(task, None, None))
+                    continue
                 buffer = self._raw_buffer(unmade) if buffer is None else buffer
                 with self._timed("reading", task), error_context(task, after=True):
                     bad = self._source.read(task.patch.read, front(self._raw[buffer], task.patch.size))
                 self._raw_full.put(_ReadStep(task, buffer, bad))
                 del bad  # a mask lives as long as its buffer is in use
                 buffer = None
-            buffer = self._raw_buffer(unmade)  # take no lease before it can be read: later the speeds are known better
+            # Take no lease before it can be read: later the speeds are known better.
+            buffer = self._raw_buffer(unmade) if buffer is None else buffer
         self._raw_full.put(END)
 
     def _raw_buffer(self, unmade: Iterator[Voxels]) -> int:
@@ -310,6 +297,9 @@ class RunningWorker:
                 finally:
                     del read  # it refers to this frame
             task, out = read.task, None
+            if read.buffer is None:
+                self._submitted(_InFlight(task))
+                continue
             if task.writes:
                 out = self._next(self._out_free, task)
             with self._timed("computing", task):
@@ -319,19 +309,29 @@ class RunningWorker:
                     raw = front(self._raw[read.buffer], patch.size)
                     ticket = self._session.submit(raw, voxels, begins=task.begins, step=patch.step)
                 hidden = None if self._unseen is None else self._unseen.after(read.bad, writes=task.writes)
-            self._in_flight.append(_InFlight(task, ticket, read.buffer, out, hidden))
+            submitted = _InFlight(task, ticket, read.buffer, out, hidden)
             del read, hidden
-            while len(self._in_flight) > self._session.max_in_flight:
-                self._complete(self._in_flight.popleft())
+            self._submitted(submitted)
+            del submitted
         while self._in_flight:
+            self._complete(self._in_flight.popleft())
+
+    def _submitted(self, step: _InFlight) -> None:
+        """Note a step; wait for earlier ones while more are in flight than the session allows."""
+        self._in_flight.append(step)
+        del step
+        while len(self._in_flight) > self._session.max_in_flight:
             self._complete(self._in_flight.popleft())
 
     def _next(self, queue: SimpleQueue[Any], task: StepTask | None = None) -> Any:
         """Return the next item of `queue`; until there is one, complete steps in flight as soon as they are done."""
         while self._in_flight and queue.empty():
-            if self._session.done(self._in_flight[0].ticket):
+            first = self._in_flight[0]
+            if first.raw is None or self._session.done(first.ticket):
+                del first
                 self._complete(self._in_flight.popleft())
             else:
+                del first
                 with self._timed("computing", self._in_flight[0].task):
                     time.sleep(LOOK_SECONDS)
         with self._timed("waiting", task):
@@ -340,18 +340,21 @@ class RunningWorker:
     def _complete(self, step: _InFlight) -> None:
         """Wait for the step that was submitted first, and release its input buffer."""
         task = step.task
-        with self._timed("computing", task), error_context(task):
-            self._session.wait(step.ticket)
-        self._raw_free.put(step.raw)
+        if step.raw is not None:
+            with self._timed("computing", task), error_context(task):
+                self._session.wait(step.ticket)
+            self._raw_free.put(step.raw)
         if task.ends:
             self.queue.finish(task.lease)
-        completed = None if step.out is None else CompletedStep(task, self, step.out, step.hidden)
+        gives = step.out is not None or step.raw is None
+        completed = CompletedStep(task, self, step.out, step.hidden) if gives else None
         del step  # and its mask
         self._on_complete(task, completed)
 
     def _tasks(self, lease: Lease) -> Iterator[StepTask]:
-        efforts = [self._effort.of_steps(lease, column) for column in lease.columns]
-        share = sum(column.voxels for column in lease.columns) / sum(map(sum, efforts))
+        efforts = [self._effort.of_steps(column.steps, goes_on=lease.goes_on) for column in lease.columns]
+        voxels = sum(column.computed_voxels for column in lease.columns)
+        share = voxels / (sum(map(sum, efforts)) or 1.0)
         for index, (column, effort) in enumerate(zip(lease.columns, efforts, strict=True)):
             written = [next((one.write for one in step.pieces if one.write.voxels), None) for step in column.steps]
             first = next(box for box in written if box is not None)

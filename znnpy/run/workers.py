@@ -14,6 +14,7 @@ from znnpy.planner.plan import Plan
 from znnpy.planner.run_plan import RunPlan
 from znnpy.run.balanced_queue import BalancedQueue, WorkerProfile
 from znnpy.run.graph_session import GraphSession
+from znnpy.run.masked import work_items
 from znnpy.run.session import Session
 from znnpy.run.target import OpenTarget
 from znnpy.run.work_queue import ColumnQueue, WorkQueue
@@ -21,6 +22,7 @@ from znnpy.run.worker import Worker
 
 if TYPE_CHECKING:
     from znnpy.run.trace import Trace
+    from znnpy.volume.mask import WantedOutputs
 
 Sessions = Mapping[str, Session | GraphSession]  # by names of devices
 
@@ -58,19 +60,35 @@ def sessions_of(
         yield sessions
 
 
-def workers_of(run: RunPlan, sessions: Sessions, network: Network, done: Set[int] = frozenset()) -> list[Worker]:
-    """Return everything that computes, with one queue of the work items that are not done."""
-    queue = queue_of(run, {name: session.plan for name, session in sessions.items()}, network, done)
+def workers_of(
+    run: RunPlan,
+    sessions: Sessions,
+    network: Network,
+    done: Set[int] = frozenset(),
+    wanted: WantedOutputs | None = None,
+) -> list[Worker]:
+    """Return everything that computes, with one queue of the work items that are not done.
+
+    wanted  where outputs are wanted; None: everywhere
+    """
+    queue = queue_of(run, {name: session.plan for name, session in sessions.items()}, network, done, wanted)
     return [Worker(name, session, session.pool, queue) for name, session in sessions.items()]
 
 
-def queue_of(run: RunPlan, plans: Mapping[str, Plan], network: Network, done: Set[int] = frozenset()) -> WorkQueue:
+def queue_of(
+    run: RunPlan,
+    plans: Mapping[str, Plan],
+    network: Network,
+    done: Set[int] = frozenset(),
+    wanted: WantedOutputs | None = None,
+) -> WorkQueue:
     """Return the queue of a run's work items; `plans` are those of its devices, by name."""
     sharing = run.sharing
     if sharing is None:
-        return ColumnQueue(run.work_items(network), done)
+        return ColumnQueue(work_items(run, network, wanted), done)
+    masked = () if wanted is None else work_items(run, network, wanted)
     profiles = {name: _profile(plan, sharing, network) for name, plan in plans.items()}
-    return BalancedQueue(sharing.cells, sharing.gpu.axis, profiles, done, step=sharing.gpu.patch_out)
+    return BalancedQueue(sharing.cells, sharing.gpu.axis, profiles, done, step=sharing.gpu.patch_out, masked=masked)
 
 
 def _profile(plan: Plan, sharing: CoExecution, network: Network) -> WorkerProfile:

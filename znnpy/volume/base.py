@@ -18,6 +18,7 @@ from znnpy.messages import excerpt, option
 from znnpy.option_values import MissingChunks
 from znnpy.patches import Box
 from znnpy.shapes import Vec3, text
+from znnpy.volume.about import About
 from znnpy.volume.axes import Arranged
 from znnpy.volume.location import Location
 from znnpy.volume.regions import Region
@@ -177,6 +178,10 @@ class Volume(ABC):
     def chunks(self) -> Chunks:
         """Number of chunks of the expected box, and of those that are missing, as far as it is known."""
         return Chunks()
+
+    def about(self) -> About:
+        """Return how the volume is stored, as far as its format knows it."""
+        return About()
 
     def expect(self, box: Box) -> None:
         """Announce once, before reading, that all voxels of `box` will be read; count their chunks from now on.

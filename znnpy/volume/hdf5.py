@@ -23,6 +23,7 @@ from znnpy.messages import excerpt, option
 from znnpy.patches import Box
 from znnpy.planner.memory import READER_BYTES
 from znnpy.shapes import Vec3
+from znnpy.volume.about import About, Inside
 from znnpy.volume.base import Chunks, MissingVoxels, Reading, Volume, pick
 from znnpy.volume.hdf5_compressed import CompressedChunks
 from znnpy.volume.hdf5_links import (
@@ -103,6 +104,18 @@ class Hdf5Volume(Volume):
     @property
     def chunks(self) -> Chunks:
         return self._chunks
+
+    def about(self) -> About:
+        made = self._voxels.get_create_plist()
+        found = dict(all_datasets(self._file))
+        inside = [Inside(shown(name), _shape(one) or (), str(_dtype(one))) for name, one in found.items()]
+        files = len(self._sources.files) - 1
+        return About(
+            "HDF5" if self._own else "HDF5, a virtual dataset",
+            compression=", ".join(_filters(made)),
+            datasets=tuple(inside) if len(inside) > 1 else (),
+            notes=(f"made of {files:,} other file{'s' if files != 1 else ''}",) if files else (),
+        )
 
     def expect(self, box: Box) -> None:
         if self._own is None:
@@ -372,6 +385,15 @@ def _check_filters(volume: Hdf5Volume, made: h5py.h5p.PropDCID) -> None:
             f"{volume} is compressed with HDF5 filter {code} ({excerpt(name) or 'unnamed'}), which is not installed "
             f"here; `{install('plugins')}` brings the usual ones"
         )
+
+
+def _filters(made: h5py.h5p.PropDCID) -> Iterator[str]:
+    """Yield the names of the filters that chunks pass through, such as `gzip 4`."""
+    of = h5py.h5z
+    names = {of.FILTER_DEFLATE: "gzip", of.FILTER_SHUFFLE: "shuffle", of.FILTER_FLETCHER32: "fletcher32"}
+    for code, _, values, name in map(made.get_filter, range(made.get_nfilters())):
+        known = names.get(code) or name.decode(errors="replace").partition(";")[0] or f"filter {code}"
+        yield f"{known} {values[0]}" if code == h5py.h5z.FILTER_DEFLATE else excerpt(known, 40)
 
 
 def _cause(error: Exception) -> str:

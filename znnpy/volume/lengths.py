@@ -1,23 +1,24 @@
-"""Units of length: their names in files, and spaces in another unit."""
+"""Units of length: what they are called in metadata and on the command line, and how long they are.
+
+This module loads no numpy, as the command line does not.
+"""
 
 from __future__ import annotations
 
-import logging
-from dataclasses import replace
+import re
+from fractions import Fraction
 
+from znnpy.errors import VolumeError
 from znnpy.messages import excerpt
-from znnpy.volume.space import Affine, Space
-
-_log = logging.getLogger(__name__)
 
 METERS = {
-    "meter": 1.0,
-    "centimeter": 1e-2,
-    "millimeter": 1e-3,
-    "micrometer": 1e-6,
-    "nanometer": 1e-9,
-    "angstrom": 1e-10,
-    "picometer": 1e-12,
+    "meter": Fraction(1),
+    "centimeter": Fraction(1, 10**2),
+    "millimeter": Fraction(1, 10**3),
+    "micrometer": Fraction(1, 10**6),
+    "nanometer": Fraction(1, 10**9),
+    "angstrom": Fraction(1, 10**10),
+    "picometer": Fraction(1, 10**12),
 }
 SHORT = {
     "meter": "m",
@@ -38,6 +39,8 @@ _OTHERWISE = {
     "å": "angstrom",
     "ångström": "angstrom",
 }
+UNITS = "pm, nm, um, mm, cm, m and angstrom"  # for messages and help
+LENGTH = re.compile(r"(-?\d{1,18}(?:\.\d{1,18})?)([^\W\d_]+)")
 
 
 def length_unit(name: str) -> str | None:
@@ -51,41 +54,34 @@ def length_unit(name: str) -> str | None:
     return None
 
 
-def in_unit(space: Space, unit: str) -> Space | None:
-    """Return a space in another unit of length; None where one of its units is not a length."""
-    known = [length_unit(name) if name else None for name in space.units]
-    if None in known:
-        return None
-    z, y, x = (_ratio(name or "", unit) for name in known)
-    scale = (space.scale[0] * z, space.scale[1] * y, space.scale[2] * x)
-    translation = (space.translation[0] * z, space.translation[1] * y, space.translation[2] * x)
-    return replace(space, scale=scale, translation=translation, units=(unit,) * 3, affine=_scaled(space.affine, z))
+def meters(unit: str | None) -> Fraction | None:
+    """Return the meters in a unit, by its name in metadata or its short form; None if it is no known unit of length."""
+    name = None if unit is None else length_unit(unit)
+    return None if name is None else METERS[name]
 
 
-def say_turned(space: Space | None, holder: str) -> None:
-    """Log that the orientation of the voxels is lost, where there is one, in a format that cannot hold it."""
-    if space is not None and space.affine is not None:
-        _log.warning(
-            "%s",
-            f"the axes of the volume are turned or mirrored in the specimen, which {holder} cannot hold: the output "
-            "has its voxels in the order of the volume, and their size alone",
-        )
+def short_name(unit: str) -> str:
+    """Return the short form of a unit, or the unit itself if it is not known."""
+    name = length_unit(unit)
+    return excerpt(unit, 20) if name is None else SHORT[name]
 
 
-def say_unit(space: Space, holder: str) -> None:
-    """Log that the unit of the voxel sizes is lost, which the format does not know."""
-    units = ", ".join(sorted({unit for unit in space.units if unit}))
-    _log.warning("%s", f"{holder} cannot hold the unit of the voxel size ({excerpt(units, 60)}), so it is left out")
+def length_of(text: str) -> Fraction | None:
+    """Return the meters that a text such as `10um` or `-0.5 nm` means; None if it is no number with a known unit."""
+    match = LENGTH.fullmatch(re.sub(r"\s", "", text))
+    unit = meters(match[2]) if match else None
+    return Fraction(match[1]) * unit if match and unit is not None else None
 
 
-def _ratio(old: str, new: str) -> float:
-    """Return how many of the new unit an old one is, without the errors of rounding of a division by 1e-9."""
-    ratio = METERS[old] / METERS[new]
-    return float(f"{ratio:.12g}")
+def in_voxels(position: Fraction, first: float, size: float, unit: str | None, what: object) -> Fraction:
+    """Return where a position in meters lies along an axis, counted in voxels from the centre of the first one.
 
+    first  position of the centre of the first voxel, and `size` of a voxel, in `unit`
 
-def _scaled(affine: Affine | None, by: float) -> Affine | None:
-    if affine is None:
-        return None
-    first, second, third = ((a * by, b * by, c * by, d * by) for a, b, c, d in affine)
-    return first, second, third
+    VolumeError if the unit is not known.
+    """
+    length = meters(unit)
+    if length is None:
+        named = "states no unit of length" if unit is None else f"states the unit {excerpt(unit, 20)}"
+        raise VolumeError(f"{what} {named} in its metadata, and {UNITS} are known; give voxels, as in 0:64,0:64,0:64")
+    return (position / length - Fraction(first)) / Fraction(size)

@@ -11,9 +11,9 @@ import numpy as np
 
 from znnpy.errors import OutputError
 from znnpy.messages import option
-from znnpy.volume.lengths import in_unit, say_turned, say_unit
 from znnpy.volume.mrc import HEADER, LITTLE, UNIT, MrcHeader
 from znnpy.volume.raw_store import MOST_ATTRIBUTES, SEVERAL, RawStore, Tiles, padding
+from znnpy.volume.space_units import in_unit, say_turned, say_unit
 from znnpy.volume.store import OutputArray
 
 MODES = {"float32": 2, "float16": 12}

@@ -13,10 +13,10 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from znnpy.volume.lengths import in_unit, say_unit
 from znnpy.volume.nifti import SINGLE, SIZES, UNITS
 from znnpy.volume.raw_store import MOST_ATTRIBUTES, RawStore, Tiles, padding
 from znnpy.volume.space import Space
+from znnpy.volume.space_units import in_unit, say_unit
 from znnpy.volume.store import OutputArray
 
 MOST_SHORT = 2**15 - 1  # voxels along an axis of NIfTI 1

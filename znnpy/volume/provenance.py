@@ -45,6 +45,14 @@ class VolumeClaim(_Checked):
     shape: tuple[Count, Count, Count, Count]  # (c, z, y, x)
     dtype: Annotated[str, Field(max_length=20)]
     samples_sha256: Digest
+    time: Annotated[int, Field(ge=0, lt=2**63)] | None = None  # point of time, where one was named
+
+
+class MaskClaim(_Checked):
+    """The mask outside of which the output is zero, by its content."""
+
+    shape: tuple[Count, Count, Count, Count]  # (1, z, y, x)
+    blocks_sha256: Digest
 
 
 class JobClaim(_Checked):
@@ -57,6 +65,7 @@ class JobClaim(_Checked):
     roi: Annotated[str, Field(pattern=r"^([0-9]{1,18}:[0-9]{1,18}(,[0-9]{1,18}:[0-9]{1,18}){2})?$")]
     border: Border
     output_dtype: OutputDtype
+    mask: MaskClaim | None = None  # where the output has one
     statistics: dict[str, Any] | None = None  # of the volume, where the network normalises by them
 
 

@@ -11,7 +11,6 @@ A region names the output voxels whose centres lie in it, and next to a face tho
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -32,6 +31,7 @@ from znnpy.patches import Box
 from znnpy.shapes import Vec3, add, subtract, text
 from znnpy.volume.base import Volume
 from znnpy.volume.chunk_layers import ChunkLayers
+from znnpy.volume.roi import check_inside
 
 SLAB_BYTES = 2 * 2**20  # part of a patch that is assembled or checked at once
 
@@ -59,7 +59,7 @@ class Source:
                 f"takes {network.input_channels}; give a volume with {network.input_channels}, axes in this order"
             )
         region = Box((0, 0, 0), volume.size) if roi is None else roi
-        _check_inside(region, volume.size)
+        check_inside(region, volume.size)
         self.area: Area | None = None  # of a graph that is computed whole
         self._how: PadToPeriod = "reflect"  # what lies beyond the faces
         self.volume = volume
@@ -302,37 +302,6 @@ def _named(network: Network, tensor: int) -> str:
 def _floats(values: Iterable[int | Fraction]) -> tuple[float, float, float]:
     z, y, x = map(float, values)
     return z, y, x
-
-
-def parse_roi(roi: str, size: Vec3) -> Box:
-    """Return the box that `z0:z1,y0:y1,x0:x1` names in a volume of `size`; an end may be open, as in `10:,:50,:`.
-
-    VolumeError if it is malformed, empty, or reaches outside; ValueError if it is not text.
-    """
-    if not isinstance(roi, str):
-        raise ValueError(f"roi is text of the form 'z0:z1,y0:y1,x0:x1', not {excerpt(repr(roi))}")
-    parts = [re.fullmatch(r"\s*(\d*)\s*:\s*(\d*)\s*", part) for part in roi.split(",")]
-    if len(parts) != 3 or not all(parts):
-        raise VolumeError(
-            f"{option('roi')} {roi!r} is not of the form z0:z1,y0:y1,x0:x1; "
-            "count voxels from 0 and leave an end open for the "
-            f"volume's, such as 10:,:50,: (the volume is {text(size)})"
-        )
-    ends = [(int(part[1] or 0), int(part[2]) if part[2] else n) for part, n in zip(parts, size, strict=True) if part]
-    box = Box((ends[0][0], ends[1][0], ends[2][0]), (ends[0][1], ends[1][1], ends[2][1]))
-    _check_inside(box, size)
-    return box
-
-
-def _check_inside(roi: Box, size: Vec3) -> None:
-    for axis, lo, hi, n in zip("zyx", roi.lo, roi.hi, size, strict=True):
-        if lo < 0 or hi > n:
-            raise VolumeError(
-                f"{option('roi')} reaches outside the volume along {axis}: {lo}:{hi} of 0:{n}; "
-                f"give a region inside {text(size)} voxels"
-            )
-        if lo >= hi:
-            raise VolumeError(f"{option('roi')} is empty along {axis}: {lo}:{hi}; give an end beyond {lo}, at most {n}")
 
 
 def _dense_size(network: Network, size: Vec3, *, is_roi: bool) -> Vec3:

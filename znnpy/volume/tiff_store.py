@@ -8,9 +8,10 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from znnpy.volume.lengths import length_unit, say_turned, say_unit
+from znnpy.volume.lengths import length_unit
 from znnpy.volume.ome_xml import TYPES, ome_xml
 from znnpy.volume.raw_store import MOST_ATTRIBUTES, RawStore, Tiles, padding
+from znnpy.volume.space_units import say_turned, say_unit
 from znnpy.volume.store import OutputArray
 from znnpy.volume.tiff_pages import (
     BITS,
