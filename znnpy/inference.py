@@ -197,7 +197,7 @@ def infer_as_asked(asked: InferOptions) -> Report:
         report = replace(report, mask=f"{wanted.mask.volume}, laid on the volume {wanted.how}", skipped=items.skipped)
     if region is not None and has_unit(roi or ""):
         report = replace(report, region=f"{roi_text(region, opened.size) or 'the whole volume'} in voxels, from {roi}")
-    report = replace(report, earlier_peak_bytes=earlier, transfers=transfers)
+    report = replace(report, earlier_peak_bytes=earlier, transfers=transfers, rewritten=output.rewritten)
     for sentence in report.above_limit:
         _log.warning("%s", sentence)
     log_phase("finished", f"{destination}: {report.computed:,} voxels in {human_seconds(report.seconds)}")

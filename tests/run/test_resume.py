@@ -274,9 +274,9 @@ KILLED = """
 import os, signal, sys, time
 from pathlib import Path
 from znnpy.inference import infer
-from znnpy.volume import output
+from znnpy.volume import column_record
 
-output.SYNC_SECONDS = 0.0  # columns are on record as soon as they are written
+column_record.SYNC_SECONDS = 0.0  # columns are on record as soon as they are written
 steps = -1
 
 

@@ -91,9 +91,9 @@ class Changes:
 def child(order: Order, log: Path) -> None:
     """Run the command in this process, which ends here."""
     from znnpy.cli import main
-    from znnpy.volume import output
+    from znnpy.volume import column_record
 
-    output.SYNC_SECONDS = 0.0  # else a short run records its columns all at once
+    column_record.SYNC_SECONDS = 0.0  # else a short run records its columns all at once
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

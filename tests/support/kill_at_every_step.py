@@ -23,7 +23,7 @@ from tests.support.stored_outputs import stored
 from znnpy.errors import ResumeError
 from znnpy.patches import cover
 from znnpy.shapes import Vec3
-from znnpy.volume import output, registry, store
+from znnpy.volume import column_record, registry, store
 from znnpy.volume.chunk_writes import ChunkFiles
 from znnpy.volume.journal import JournalHeader
 from znnpy.volume.location import PREFIXES
@@ -41,7 +41,7 @@ BYSTANDERS = ("out.old", "out.draft", "partial")  # files that are nobody's busi
 
 def main(path: Path) -> None:
     """Kill the first run before its first step, its second, and so on, until it ends; and the runs after it too."""
-    store.CHUNK, output.SYNC_SECONDS = 6, 0.0
+    store.CHUNK, column_record.SYNC_SECONDS = 6, 0.0
     registry.store_for(path)  # imports libraries once, not in every process
     for name in BYSTANDERS:
         path.with_name(name).write_text("of the user")

@@ -15,7 +15,7 @@ import zarr
 from tests.support.small_outputs import COLUMNS, HEADER, JOB, SIZE, expected, write
 from tests.support.stored_outputs import stored
 from znnpy.errors import OutputError, ResumeError
-from znnpy.volume import output as output_module
+from znnpy.volume import column_record
 from znnpy.volume import store as store_module
 from znnpy.volume.journal import Journal, journal_path
 from znnpy.volume.location import Location
@@ -215,7 +215,7 @@ def test_a_column_is_recorded_only_when_its_chunks_are_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, storage: Storage
 ) -> None:
     """Chunks here hold voxels of several columns; what the journal has is what a kill leaves."""
-    monkeypatch.setattr(output_module, "SYNC_SECONDS", 0.0)
+    monkeypatch.setattr(column_record, "SYNC_SECONDS", 0.0)
     monkeypatch.setattr(store_module, "CHUNK", 64)  # one chunk
     path = tmp_path / name
     partial, last = path.with_name(f"{name}.partial"), len(COLUMNS) - 1
@@ -232,8 +232,8 @@ def test_a_column_is_recorded_only_when_its_chunks_are_on_disk(
 
 
 def test_columns_do_not_wait_for_their_chunks_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output_module, "SYNC_SECONDS", 0.0)
-    monkeypatch.setattr(output_module, "PATIENCE_SECONDS", -1.0)
+    monkeypatch.setattr(column_record, "SYNC_SECONDS", 0.0)
+    monkeypatch.setattr(column_record, "PATIENCE_SECONDS", -1.0)
     monkeypatch.setattr(store_module, "CHUNK", 64)
     path = tmp_path / "out.zarr"
     with output(path, Storage()) as opened:

@@ -23,11 +23,11 @@ import sys, time
 from pathlib import Path
 import numpy as np
 from znnpy.patches import cover
-from znnpy.volume import output, store
+from znnpy.volume import column_record, output, store
 from znnpy.volume.journal import JournalHeader
 
 store.CHUNK = 16
-output.SYNC_SECONDS = 0.002
+column_record.SYNC_SECONDS = 0.002
 size, patch = (60, 50, 40), (10, 25, 13)
 columns = cover(size, patch)
 voxels = np.random.default_rng(4).standard_normal((2, *size)).astype(np.float32)

@@ -263,7 +263,7 @@ def test_column_with_a_failed_sync_is_not_recorded(path: Path, monkeypatch: pyte
         with output(path) as opened:
             opened.begin(HEADER, {})
             write(opened, range(1), expected())
-            opened._sync_due = 0.0
+            opened._record._due = 0.0
             monkeypatch.setattr(os, "fsync", fails_once)
             write(opened, range(1, 2), expected())
 

@@ -61,6 +61,7 @@ class Report:
     skipped: int = 0  # voxels of the (first) output outside of it that no run of the job computed
     earlier_peak_bytes: int = 0  # largest resident memory of the process before the run began
     transfers: Transfers | None = None  # predicted reading and writing; None if they were not measured
+    rewritten: int = 0  # files of chunks that were written again because they had been written in part
 
     def __repr__(self) -> str:
         """Return one line; `str(report)` is the whole report."""
@@ -127,6 +128,7 @@ class Report:
             *self._masked(),
             f"stages     {self._stages()}",
             *([] if self.transfers is None else [f"transfers  {self.transfers}"]),
+            *self._rewritten(),
             *self._workers(),
             *self._mode(),
             f"{self._cover()}, computed by {threads} thread{'s' if threads != 1 else ''}",
@@ -169,6 +171,13 @@ class Report:
             rates = "assumed: `znnpy measure` takes a minute and measures those of this machine"
         factor = max(spent / predicted, predicted / spent)
         return [f"{factor:.1f} times from the plan: {why}; its rates are {rates}"]
+
+    def _rewritten(self) -> list[str]:
+        """Say how many files were written more than once."""
+        if not self.rewritten:
+            return []
+        files = "file of chunks was" if self.rewritten == 1 else "files of chunks were"
+        return [f"chunks     {self.rewritten:,} {files} written again, since more of them came later"]
 
     def _values(self) -> list[str]:
         """Describe the range of the output, which shows whether the network responds at all."""
@@ -266,6 +275,7 @@ class Report:
                 "vram_bytes": self.plan.memory.vram,
             },
             "transfers": asdict(self.transfers) if self.transfers else None,
+            "rewritten": self.rewritten,
             "ram_bytes": self.plan.limits.ram_bytes,
             "threads": self._threads,
             "patch": list(self.plan.patch_out),

@@ -11,8 +11,7 @@ import json
 import os
 import shutil
 import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from znnpy.files import Inputs, give_name, remove, sync_folder
 from znnpy.messages import option
 from znnpy.patches import Box, Columns
 from znnpy.units import human_bytes
+from znnpy.volume.column_record import ColumnRecord
 from znnpy.volume.journal import ColumnSet, Journal, JournalHeader, header_digest
 from znnpy.volume.location import Location
 from znnpy.volume.lock import OutputLock
@@ -37,9 +37,6 @@ from znnpy.volume.registry import store_for
 from znnpy.volume.store import JOURNAL_ATTRIBUTE, OutputArray, Storage, Store, taken_over
 
 Mode = Literal["new", "overwrite", "resume"]
-
-SYNC_SECONDS = 1.0  # time between two syncs, so that small columns share one
-PATIENCE_SECONDS = 60.0  # after which chunks are written as they are, so that finished columns can be recorded
 
 
 class Output:
@@ -97,11 +94,7 @@ class Output:
         self._store: Store | None = None
         self._run: str | None = None  # id of the run that is begun or resumed here
         self._replaces = mode == "overwrite"  # whether the complete output may replace an existing one
-        self._columns = 0
-        self._kept = ColumnSet(0)  # recorded columns, of this run and earlier ones
-        self._pending: dict[int, Set[int]] = {}  # finished, not yet recorded, and the chunks that they may wait for
-        self._oldest = 0.0  # time at which the first of them was finished
-        self._sync_due = 0.0
+        self._record = ColumnRecord(0)
         self._may_sync = True
         self._lock = threading.RLock()  # a writer may still be active when an interrupted run leaves
         self._open = ExitStack()
@@ -127,12 +120,13 @@ class Output:
                     raise
                 error.add_note(f"afterwards: {late}")  # the first error is the cause of this one
             finally:
-                if self._run is not None and not self.finished and not self._kept:
+                if self._run is not None and not self.finished and not self._record.kept:
                     self._abandon()  # nothing to continue: leave no files that block another run
                 self._store = None
-            if self._kept and not self.finished and isinstance(error, KeyboardInterrupt):
+            kept = len(self._record.kept)
+            if kept and not self.finished and isinstance(error, KeyboardInterrupt):
                 error.add_note(
-                    f"what was finished is kept, {len(self._kept)} of {self._columns} columns: the same call with "
+                    f"what was finished is kept, {kept} of {self._record.count} columns: the same call with "
                     f"{option('resume', True)} (and without {option('overwrite')}) continues from there"
                 )
 
@@ -174,8 +168,7 @@ class Output:
             sync_folder(self.path.parent)
             self._open_store()
         self.header = header
-        self._columns = header.columns
-        self._kept = ColumnSet(header.columns)
+        self._record = ColumnRecord(header.columns)
 
     def pause(self) -> None:
         """Keep what a run finished that ended early and will continue. If that is nothing, the run may begin again."""
@@ -183,7 +176,7 @@ class Output:
             if self._store is None:
                 return
             self._sync(whole=True)
-            self.done = ColumnSet(self._columns, self._kept)
+            self.done = ColumnSet(self._record.count, self._record.kept)
             if not self.done:
                 self.header = None
                 with self._explained():
@@ -196,24 +189,17 @@ class Output:
 
     def finish_column(self, index: int) -> None:
         """Note that a column is written. It counts once it is synced, about a second later or on leaving."""
-        if not 0 <= index < self._columns:
-            raise ValueError(f"there is no column {index} of {self._columns}")
         with self._lock:
-            unfinished = self._opened().unfinished
-            if not self._pending:
-                self._oldest = time.monotonic()
-            self._pending[index] = unfinished
-            if time.monotonic() >= self._sync_due:
-                self._sync(whole=time.monotonic() > self._oldest + PATIENCE_SECONDS)
+            if self._record.finish(index, self._opened()):
+                self._sync()
 
     def complete(self) -> None:
         """Give the output its name after the last column. Does nothing if it was complete before."""
         if self.finished:
             return
         store = self._opened()
-        missing = self._columns - len(self._kept) - len(self._pending.keys() - self._kept)
-        if missing:
-            raise ValueError(f"{missing} of {self._columns} columns of {self.path} are not finished")
+        if self._record.missing:
+            raise ValueError(f"{self._record.missing} of {self._record.count} columns of {self.path} are not finished")
         self._sync(whole=True)
         with self._explained():
             store.flush()
@@ -291,26 +277,15 @@ class Output:
 
         whole  write the chunks that finished columns wait for, though others will add to them
         """
-        if not self._pending:
-            return
-        store = self._opened()
+
+        def write(columns: Collection[int]) -> None:
+            self._check_ours()
+            self._journal.append(columns)
+
         self._may_sync = False  # a sync that failed once may lie about success the next time
         with self._explained():
-            if whole:
-                store.flush(frozenset().union(*self._pending.values()))
-            unfinished = store.unfinished
-            ready = [column for column, waits in self._pending.items() if unfinished.isdisjoint(waits)]
-            if ready:
-                store.sync()
-                self._check_ours()
-                self._journal.append(ready)
+            self._record.record(self._opened(), write, whole=whole)
         self._may_sync = True
-        self._kept.update(ready)
-        for column in ready:
-            del self._pending[column]
-        if ready:
-            self._oldest = time.monotonic()
-        self._sync_due = time.monotonic() + SYNC_SECONDS
 
     def _open_store(self) -> None:
         self._store = self._kind(self._partial, self._arrays, self.dtype, self._storage)
@@ -390,8 +365,7 @@ class Output:
         self.done = done
         self.header = header
         self._run = self._journal.run
-        self._columns = header.columns
-        self._kept = ColumnSet(header.columns, done)
+        self._record = ColumnRecord(header.columns, done)
 
     def _check_finished(self) -> None:
         """Raise ResumeError unless the existing output is the complete one of this job."""
@@ -436,7 +410,7 @@ class Output:
         except ZnnpyError:
             raise
         except OSError as error:
-            kept = f"{len(self._kept)} of {self._columns} columns"
+            kept = f"{len(self._record.kept)} of {self._record.count} columns"
             raise OutputError(unwritable(error, self.path, self._partial, self._needed_bytes, kept)) from error
 
 
