@@ -121,6 +121,16 @@ def copying_network(folder: Path, maps: int) -> Path:
     return path
 
 
+def point_network(folder: Path) -> Path:
+    """Write a network that gives its input divided by 255: a convolution of one tap, so that files decide the time."""
+    path = folder / "point.yaml"
+    weight = np.full((1, 1, 1, 1, 1), 1 / 255, np.float32)
+    np.savez(folder / "point.npz", conv0_weight=weight, conv0_bias=np.zeros(1, np.float32))
+    layer = "- {type: conv, kernel: [1, 1, 1], out: 1, activation: none}"
+    path.write_text(f"name: point\ninput_channels: 1\nweights: point.npz\nlayers:\n{layer}\n")
+    return path
+
+
 def grey_values(size: Vec3) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Return noise of about 5 bits a voxel, which compresses like images of microscopes."""
     return noise(size) // 8 * 8
@@ -324,7 +334,7 @@ def whole(runs: Runs, network: str, side: int, real: Path | None) -> Iterator[Ro
 def copy(runs: Runs, side: int) -> Iterator[Row]:
     """Yield GB/s of copies from Zarr to Zarr by a run, and by tensorstore alone."""
     size = (side, side, side)
-    network = str(copying_network(runs.folder, 1))
+    network = str(point_network(runs.folder))
     for name, sharded in COPIES.items():
         if not runs.budget.allows(5):
             return

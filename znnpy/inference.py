@@ -297,7 +297,7 @@ class _Run:
             return plan, transfers
 
         def planned(patch: Vec3) -> RunPlan:
-            return choose(replace(asked, patch=patch, cover="columns"), self.work, target)
+            return choose(replace(asked, patch=patch), self.work, target)
 
         return suited_plan(plan, transfers, self.trained.network, self.source, planned)
 

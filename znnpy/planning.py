@@ -213,7 +213,7 @@ class _Planning:
             if asked.patch is None and asked.cover != "patches" and asked.mask is None:
 
                 def planned(patch: Vec3) -> RunPlan:
-                    return replace(self, asked=replace(asked, patch=patch, cover="columns")).plan(target)
+                    return replace(self, asked=replace(asked, patch=patch)).plan(target)
 
                 made, transfers = suited_plan(made, transfers, network, source, planned)
         asked.tell(f"{transfers}: a run reads, computes and writes at the same time")

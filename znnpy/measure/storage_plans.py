@@ -25,8 +25,8 @@ def suited_plan(
 ) -> tuple[RunPlan, Transfers]:
     """Return the plan that is the fastest with its reading, and what it reads.
 
-    planned  makes the fastest plan whose columns are as wide as a patch, and take its planes in each step; NoPlanError
-             if none fits
+    planned  makes the fastest plan whose columns are as wide as a patch, and take its planes in each step, or that
+             computes such patches; NoPlanError if none fits
     """
     best, found = max(plan.seconds, transfers.reading), (plan, transfers)
     if transfers.reading <= plan.seconds or plan.main.area is not None:
