@@ -145,7 +145,7 @@ class InferOptions(RegionOptions, RunOptions):
         "fill: chunks that were never written read as the fill value of the volume; error: they end the run",
         "text",
         values=MISSING_CHUNKS,
-        in_python="in a Zarr volume with shards, only shards that are missing completely count",
+        in_python="shards within shards are not looked into, so that `error` refuses a Zarr volume of such",
     )
     overwrite: bool = option(False, "replace the output, and the files of an unfinished run", "flag")
     resume: bool = option(
