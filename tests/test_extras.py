@@ -12,7 +12,7 @@ import pytest
 from znnpy.extras import install
 
 
-@pytest.mark.parametrize("extra", ["gpu", "cudnn", "zarr", "safetensors", "plugins", "plots"])
+@pytest.mark.parametrize("extra", ["gpu", "cudnn", "io", "tiff", "medical", "safetensors", "plugins", "plots"])
 def test_every_package_of_an_extra_is_named(extra: str, repository: Path) -> None:
     project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
     named = re.findall(r"'([\w.-]+)", install(extra))
@@ -26,4 +26,4 @@ def test_advice_for_an_uninstalled_copy_names_the_extra(monkeypatch: pytest.Monk
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "requires", missing)
-    assert install("zarr") == "pip install '.[zarr]'"
+    assert install("io") == "pip install '.[io]'"

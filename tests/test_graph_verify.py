@@ -158,10 +158,13 @@ def test_another_network_is_refused(tmp_path: Path) -> None:
         verify(out, tmp_path / "volume.npy", network=tmp_path / "other.yaml")
 
 
-def test_another_offset_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["voxel_offset", "offset"])
+def test_another_offset_is_refused(tmp_path: Path, name: str) -> None:
+    """Early versions wrote `offset` alone; it is read only where there is no `voxel_offset`."""
     out = predicted(tmp_path, roi="3:20,:,5:")
     with h5py.File(out, "r+") as file:
-        file["prediction"].attrs["offset"] = np.array([3, 0, 4])
+        del file["prediction"].attrs["voxel_offset"]
+        file["prediction"].attrs[name] = np.array([3, 0, 4])
     with pytest.raises(VerifyError, match=r"has offset \(3, 0, 4\), and \(3, 0, 5\) follows from region .* and the"):
         verify(out, tmp_path / "volume.npy", network=tmp_path / "net.yaml")
 

@@ -20,7 +20,6 @@ from znnpy.measure.fftw_wisdom import wisdom_kept
 from znnpy.messages import excerpt, option
 from znnpy.network import ConvWeights, Network
 from znnpy.option_values import Border
-from znnpy.options import RunOptions
 from znnpy.patches import Box
 from znnpy.planner.run_plan import RunPlan
 from znnpy.report.plan_text import predicted
@@ -31,6 +30,7 @@ from znnpy.run.target import OpenTarget, Targets, check_here
 from znnpy.run.workers import Sessions, sessions_of, workers_of
 from znnpy.run_log import log_once, log_phase
 from znnpy.shapes import FLOAT32
+from znnpy.shared_options import RunOptions
 from znnpy.units import human_bytes
 from znnpy.volume.array import ArrayVolume, why_unwritable
 from znnpy.volume.sample import sample_of

@@ -36,17 +36,10 @@ from znnpy.import_command import import_model
 from znnpy.machine import processor
 from znnpy.network_files import read_network
 from znnpy.option_declarations import option
-from znnpy.options import (
-    DemoOptions,
-    InferOptions,
-    InfoOptions,
-    MeasureOptions,
-    PlanningOptions,
-    PlanOptions,
-    VerifyOptions,
-)
+from znnpy.options import DemoOptions, InferOptions, InfoOptions, MeasureOptions, PlanOptions, VerifyOptions
 from znnpy.plot_commands import graph, timeline
 from znnpy.shapes import text
+from znnpy.shared_options import PlanningOptions
 from znnpy.stopping import working
 from znnpy.volume.journal import default_output, journal_path, read_header
 from znnpy.volume.location import Location, path_of, volume_location

@@ -8,9 +8,9 @@ _REQUIREMENT = re.compile(r"""(?P<package>[^;]+?)\s*;.*\bextra\s*==\s*['"](?P<ex
 
 
 def install(extra: str) -> str:
-    """Return the `pip` command for the packages of an extra, such as `pip install 'zarr>=3.1.3'`.
+    """Return the `pip` command for the packages of an extra, such as `pip install 'nibabel>=5.3'`.
 
-    It names the packages and not `znnpy[zarr]`, which pip finds only if znnpy itself came from a package index.
+    It names the packages and not `znnpy[medical]`, which pip finds only if znnpy itself came from a package index.
     """
     from importlib.metadata import PackageNotFoundError, requires
 

@@ -27,7 +27,7 @@ from znnpy.messages import option
 from znnpy.network_files import read_network
 from znnpy.option_declarations import function_of
 from znnpy.option_values import Device
-from znnpy.options import InferOptions, RunOptions
+from znnpy.options import InferOptions
 from znnpy.patches import Box
 from znnpy.planner.memory import gathering_budget
 from znnpy.planner.run_plan import RunPlan
@@ -54,6 +54,7 @@ from znnpy.run_log import log_phase
 from znnpy.run_warnings import half_missing, slower_here
 from znnpy.self_check import CheckedOutput
 from znnpy.shapes import Vec3, text
+from znnpy.shared_options import RunOptions
 from znnpy.trained import TrainedNetwork, load_trained
 from znnpy.units import human_bytes, human_seconds
 from znnpy.values import Tallied, Tally, Values

@@ -1,13 +1,13 @@
 """The options of every command and of the Python function behind it, each declared once: name, type, default and help.
 
 The command line (`znnpy.command_options`), the signatures and the docstrings of the Python functions are made from
-these classes. Their instances carry what a caller asked for, checked, to the code that does it. This module loads no
-numpy, as the command line does not.
+these classes and those of `znnpy.shared_options`. Their instances carry what a caller asked for, checked, to the code
+that does it. This module loads no numpy, as the command line does not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,247 +15,39 @@ from typing import TYPE_CHECKING, Any
 from znnpy.network_files import DEFAULT
 from znnpy.option_declarations import Checked, needed, option
 from znnpy.option_values import (
-    BORDERS,
-    COVERS,
-    DEVICES,
     MEANINGS,
     MISSING_CHUNKS,
-    MODES,
-    OUTPUT_DTYPES,
     RIGOR_LEVELS,
-    AskedMode,
-    Border,
-    Cover,
-    Device,
     Meaning,
     MissingChunks,
-    OutputDtype,
     RigorLevel,
 )
 from znnpy.run_log import log_once
 from znnpy.shapes import PRECISIONS, Precision, Vec3
+from znnpy.shared_options import (
+    NETWORK,
+    WITH_WEIGHTS,
+    BorderOption,
+    MachineOptions,
+    MeaningOption,
+    PlanningOptions,
+    RegionOptions,
+    RunOptions,
+    SourceOptions,
+)
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from znnpy.measure.budget import LayerTimer, Progress
     from znnpy.network_files import Trained
-    from znnpy.planner.run_plan import RunPlan
     from znnpy.report.memory_sweep import Point
     from znnpy.report.rejected import Considered
     from znnpy.run.pipeline import Event
     from znnpy.volume.sliceable import Assignable, Sliceable
 
-MOST_THREADS = 2**12
 MEASURE_MINUTES = 2.0
-MOST_SCALE = 99
-MOST_TIME = 10**7
 MOST_LEVELS = 16
-
-
-NETWORK = "network file (.yaml, .znni, .onnx, .pt2, rdf.yaml), or the name of a network that ships"
-WITH_WEIGHTS = "or a TrainedNetwork, such as znnpy.from_torch gives"
-
-
-@dataclass(frozen=True, kw_only=True)
-class MachineOptions(Checked):
-    """Options that say how much of the machine is used."""
-
-    ram: int | str | None = option(
-        None,
-        "memory limit of the whole process, such as 16G",
-        "size",
-        unset="3/4 of the machine's memory",
-        in_python='in bytes or as "16G"',
-    )
-    threads: int | None = option(
-        None,
-        "threads that compute",
-        "whole",
-        unset="one for each core that the process may use",
-        metavar="N",
-        least=1,
-        most=MOST_THREADS,
-    )
-    device: Device = option(
-        "auto", "device to use; auto: the GPU if one works, otherwise the CPU", "text", values=DEVICES
-    )
-    precision: Precision | None = option(
-        None,
-        "precision, with the relative error of one layer: fp32, 1e-6; on a GPU tf32, 1e-3, and fp16, 5e-3 and half the "
-        "memory; on a CPU with AMX or AVX512-BF16 bf16x2, 1e-5, and bf16, 5e-3 and half the memory. A CPU computes in "
-        "fp32 where tf32 or fp16 is asked for",
-        "text",
-        unset="fp32",
-        values=PRECISIONS,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ComputeOptions(MachineOptions):
-    """Options that restrict the plan for one device."""
-
-    cover: Cover | None = option(
-        None,
-        "how the output is cut; columns: each step keeps what the next one needs; patches: each is computed by itself",
-        "text",
-        unset="whichever is faster",
-        values=COVERS,
-    )
-    patch: Vec3 | None = option(
-        None,
-        "output voxels Z,Y,X of one patch, or of one step of a column",
-        "voxels",
-        unset="the fastest size",
-        metavar="Z,Y,X",
-    )
-    depth_first: bool = option(
-        True,
-        "let layers behind a pooling take its fragments in parts, which needs less memory",
-        "flag",
-        off="After a pooling, run each layer on all of its results (fragments) before the next layer begins, which "
-        "needs more memory",
-    )
-    only: str | Sequence[str] = option(
-        (),
-        "use this primitive for every layer that it can compute; repeatable; `znnpy primitives` lists them",
-        "names",
-        metavar="PRIMITIVE",
-        in_python="a name or several; empty: any primitive",
-    )
-    vram: int | str | None = option(
-        None,
-        "memory limit of each GPU, everything counted, such as 12G",
-        "size",
-        unset="90 % of what is free",
-        in_python='in bytes or as "12G"',
-    )
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names in `only`."""
-        return (self.only,) if isinstance(self.only, str) else tuple(self.only)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeviceOptions(Checked):
-    """Options that say which devices work together, and which measured costs are used."""
-
-    mode: AskedMode = option(
-        "auto",
-        "how devices share the work; cpu, gpu: one kind computes everything; gpu-host: the first layers run one at a "
-        "time with tensors in main memory, then the rest on the GPU; cpu-to-gpu: the CPU computes the first layers of "
-        "each step, the GPU the others; side-by-side: CPU and GPUs compute different parts of the volume; auto: gpu or "
-        "cpu, and another mode if a long run gains much. A mode other than auto decides the device too",
-        "text",
-        values=MODES,
-    )
-    gpus: int | str | None = option(None, 'number of identical GPUs to use, or "all"', "gpus", unset="1", metavar="N")
-    costs: str | Path | None = option(
-        None,
-        "file of speeds that `znnpy measure --out` wrote on this machine",
-        "path",
-        unset="the speeds stored for this machine, if they still fit",
-        metavar="FILE",
-    )
-    calibrate: bool = option(
-        True,
-        "measure a device of which no speeds are stored for at most 5 seconds; a processor only for a run of 10 "
-        "seconds or more",
-        "flag",
-        off="Do not time this machine before the plan is made",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanningOptions(ComputeOptions, DeviceOptions):
-    """Options that restrict the search for a plan."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunOptions(PlanningOptions):
-    """Options that give the plan of a run, or restrict the search for it."""
-
-    plan: str | Path | RunPlan | None = option(
-        None,
-        "plan that `znnpy plan --out` wrote",
-        "path",
-        unset="the fastest plan is searched for",
-        in_python="a file or a Plan",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _MeaningOption(Checked):
-    meaning: Meaning | None = option(
-        None,
-        "meaning of an output voxel; sliding: what the network gives for the field of view around it; whole: what it "
-        "gives there for the whole volume, with poolings that lower the resolution",
-        "text",
-        unset="the one that the network file names, or sliding if the network supports it",
-        values=MEANINGS,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _BorderOption(Checked):
-    border: Border = option(
-        "valid",
-        "valid: the output is smaller than the input by the field of view minus 1; reflect: the output is as large as "
-        "the input, which is mirrored at its faces",
-        "text",
-        values=BORDERS,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class RegionOptions(_BorderOption, _MeaningOption):
-    """Options that say which part of a volume is predicted, and how the output is stored."""
-
-    dataset: str | None = option(None, "array inside the file", "text", unset="the only 3D or 4D one")
-    scale: int | None = option(
-        None,
-        "resolution to read of an image that is stored at several; 0 is the finest",
-        "whole",
-        unset="the finest",
-        metavar="N",
-        least=0,
-        most=MOST_SCALE,
-    )
-    time: int | None = option(
-        None,
-        "point of time to read of a series, counted from 0",
-        "whole",
-        unset="the only one",
-        metavar="T",
-        least=0,
-        most=MOST_TIME,
-    )
-    fill_missing: float | None = option(
-        None,
-        "value of voxels whose file is missing, or whose chunk is damaged",
-        "number",
-        unset="an error",
-        metavar="VALUE",
-    )
-    roi: str | None = option(
-        None,
-        "part of the volume, z0:z1,y0:y1,x0:x1 in voxels, or with units as in 10um:20um,:,0nm:500nm by position",
-        "region",
-        unset="all of it",
-        metavar="Z0:Z1,Y0:Y1,X0:X1",
-    )
-    mask: str | Path | Sliceable | None = option(
-        None,
-        "volume that is not zero where output is wanted, FILE or FILE::DATASET, also of another resolution; elsewhere "
-        "the output is zero, and most of it is not computed",
-        "place",
-        unset="output is wanted everywhere",
-        metavar="VOLUME",
-    )
-    output_dtype: OutputDtype = option(
-        "float32", "dtype of the output; uint8: 255 times the value, clipped to 0..1", "text", values=OUTPUT_DTYPES
-    )
 
 
 def ignore(progress: Progress) -> None:
@@ -315,9 +107,10 @@ class InferOptions(RegionOptions, RunOptions):
     """The options of `znnpy.infer`."""
 
     volume: str | Path | Sliceable = needed(
-        "path of the volume: HDF5, .zarr or .npy, (z, y, x) or (c, z, y, x), integers or floating point; or anything "
-        "of such a shape and dtype that can be sliced: an array of numpy, Zarr or dask, a dataset of h5py. It is read "
-        "box by box, by one thread at a time. A memory map takes memory beyond `ram`: give the path of its file",
+        "path or URL of the volume: HDF5, Zarr, N5, Neuroglancer precomputed, TIFF, a folder of TIFF slices, NIfTI, "
+        "MRC, NRRD or .npy, integers or floating point; or anything that can be sliced, (z, y, x) or (c, z, y, x): an "
+        "array of numpy, Zarr or dask, a dataset of h5py. It is read box by box, by one thread at a time. A memory "
+        "map takes memory beyond `ram`: give the path of its file",
         "place",
     )
     network: str | Path | Trained = option(DEFAULT, NETWORK, "text", in_python=WITH_WEIGHTS)
@@ -327,8 +120,8 @@ class InferOptions(RegionOptions, RunOptions):
     )
     out: str | Path | Assignable | None = option(
         None,
-        "output file or folder, (maps, z, y, x), or (z, y, x) for one map: HDF5, .zarr, .n5 or .precomputed; zarr2:// "
-        "in front of a .zarr means OME-Zarr 0.4",
+        "path or URL of the output, (maps, z, y, x), or (z, y, x) for one map: .h5, .zarr, .n5, .precomputed, .tif, "
+        ".nii or .mrc; zarr2:// in front of a .zarr means OME-Zarr 0.4",
         "new place",
         unset="a file in the volume's folder, named after the volume and the network",
         in_python="or anything of such a shape and of `output_dtype` that takes assignment to slices: one thread "
@@ -352,7 +145,7 @@ class InferOptions(RegionOptions, RunOptions):
         "fill: chunks that were never written read as the fill value of the volume; error: they end the run",
         "text",
         values=MISSING_CHUNKS,
-        in_python="in a Zarr volume with shards, only shards that are missing completely count",
+        in_python="shards within shards are not looked into, so that `error` refuses a Zarr volume of such",
     )
     overwrite: bool = option(False, "replace the output, and the files of an unfinished run", "flag")
     resume: bool = option(
@@ -382,7 +175,7 @@ class InferOptions(RegionOptions, RunOptions):
 
 
 @dataclass(frozen=True)
-class CallOptions(_BorderOption, RunOptions):
+class CallOptions(BorderOption, RunOptions):
     """The options of a call of a network on an array."""
 
     array: npt.NDArray[Any] = needed(
@@ -395,7 +188,7 @@ class CallOptions(_BorderOption, RunOptions):
 
 
 @dataclass(frozen=True)
-class SessionOptions(_BorderOption, RunOptions):
+class SessionOptions(BorderOption, RunOptions):
     """The options of a session for arrays of one shape."""
 
     shape: tuple[int, ...] = needed("shape of the arrays, (z, y, x) or (c, z, y, x)")
@@ -407,7 +200,7 @@ class SessionOptions(_BorderOption, RunOptions):
 
 
 @dataclass(frozen=True)
-class MeasureOptions(MachineOptions, _MeaningOption):
+class MeasureOptions(MachineOptions, MeaningOption):
     """The options of `znnpy measure`."""
 
     network: str | Path | Trained | None = option(
@@ -436,31 +229,12 @@ class DemoOptions(Checked):
 
 
 @dataclass(frozen=True)
-class InfoOptions(Checked):
+class InfoOptions(SourceOptions):
     """The options of `znnpy info`."""
 
     volume: str | Path = needed("volume to describe", "place")
     _: KW_ONLY
     network: str | Path | Trained = option(DEFAULT, f"what it would be predicted with: {NETWORK}", "text")
-    dataset: str | None = option(None, "array inside the file", "text", unset="the only 3D or 4D one")
-    scale: int | None = option(
-        None,
-        "resolution of an image that is stored at several; 0 is the finest",
-        "whole",
-        unset="the finest",
-        metavar="N",
-        least=0,
-        most=MOST_SCALE,
-    )
-    time: int | None = option(
-        None,
-        "point of time of a series, counted from 0",
-        "whole",
-        unset="the only one",
-        metavar="T",
-        least=0,
-        most=MOST_TIME,
-    )
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from znnpy.volume.space import Space
 
 MOST_LISTED = 12  # arrays or scales
 NAME = 60  # characters of a name
+ALIGNED = 1e-3  # tilt of an axis that is not worth a word
 OPTION = "--"  # before the names of options in the command that is printed
 
 
@@ -62,6 +63,7 @@ class VolumeInfo:
     nbytes: int
     stored_bytes: int | None  # None: it is not known
     chunk: Vec3
+    times: int | None  # number of points of time; None: there is no axis of time
     about: About
     space: Space | None
     greys: tuple[Greys | None, ...]  # of sampled voxels, for each channel
@@ -82,18 +84,21 @@ class VolumeInfo:
             f"chunks     {self._chunks()}",
             f"position   {placed(self.space)}",
         ]
-        if about.times is not None:
-            lines.append(f"time       {about.times:,} point{'s' if about.times != 1 else ''}")
+        if self.times is not None and self.times > 1:
+            lines.append(f"time       {self.times:,} points")
         lines += _listed("scales", about.scales) + _listed("inside", about.datasets)
         lines.append(f"values     {'; '.join(map(_grey, self.greys[:3]))} in sampled voxels")
-        lines += [f"note       {excerpt(note)}" for note in about.notes]
+        lines += [f"note       {excerpt(note)}" for note in (*about.notes, *turned(self.space))]
         return lines + self._fit()
 
     def _chunks(self) -> str:
+        packed = excerpt(self.about.compression, NAME)
+        if self.about.parts:
+            return f"{self.about.parts}; {packed or 'not compressed'}"
         if self.chunk == (1, 1, 1):
-            return "none: voxels lie in one row"
+            return f"none: voxels lie in one row{f', compressed as a whole by {packed}' if packed else ''}"
         shard = f", in files of {'x'.join(map(str, self.about.shard))}" if self.about.shard else ""
-        return f"{text(self.chunk)} voxels{shard}; {excerpt(self.about.compression, NAME) or 'not compressed'}"
+        return f"{text(self.chunk)} voxels{shard}; {packed or 'not compressed'}"
 
     def _fit(self) -> list[str]:
         fit = self.fit
@@ -136,6 +141,7 @@ def info_as_asked(asked: InfoOptions) -> VolumeInfo:
             nbytes=prod(volume.shape) * volume.dtype.itemsize,
             stored_bytes=volume.stored()[0] if volume.location.is_local else None,
             chunk=volume.chunk_size,
+            times=volume.arranged.times,
             about=about,
             space=volume.space,
             greys=sample.channels,
@@ -182,6 +188,20 @@ def placed(space: Space | None) -> str:
     sizes = [f"{size:.6g}{_unit(unit)}" for size, unit in zip(space.scale, space.units, strict=True)]
     first = [f"{at:.6g}{_unit(unit)}" for at, unit in zip(space.translation, space.units, strict=True)]
     return f"voxels of {' x '.join(sizes)}, the first at {', '.join(first)}"
+
+
+def turned(space: Space | None) -> list[str]:
+    """Say in a sentence where the axes run, if they are turned or mirrored in the specimen."""
+    if space is None or space.affine is None:
+        return []
+    ends = (("left", "right"), ("back", "front"), ("bottom", "top"))
+    words, is_slanted = [], False
+    for column in range(3):
+        along = [row[column] for row in space.affine]
+        most = max(range(3), key=lambda row: abs(along[row]))
+        words.append(ends[most][along[most] > 0])
+        is_slanted |= any(abs(part) > ALIGNED * abs(along[most]) for row, part in enumerate(along) if row != most)
+    return [f"x, y and z run to the {', '.join(words)}{', at an angle' if is_slanted else ''}"]
 
 
 def _unit(unit: str | None) -> str:

@@ -7,12 +7,33 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import mrcfile
+import nibabel
 import numpy as np
 import pytest
+import tifffile
 import zarr
 
+from tests.cli.test_all_formats import INPUTS, SHARDED, n5, precomputed
 from tests.support.cli import Place
 from znnpy.volume.registry import open_volume
+
+DESCRIBED = [  # name in INPUTS, format, chunks
+    ("HDF5", "HDF5", "16x24x32 voxels; gzip 4"),
+    ("numpy", "numpy .npy", "none: voxels lie in one row"),
+    ("Zarr 2", "Zarr 2, OME-Zarr 0.4", "16x24x32 voxels; blosc lz4 5"),
+    ("Zarr 3", "Zarr 3, OME-Zarr 0.5", "16x24x32 voxels; zstd 0"),
+    ("Zarr 3 with shards", "Zarr 3, OME-Zarr 0.5", "16x24x32 voxels, in files of 32x48x64; zstd 0"),
+    ("N5", "N5", "16x24x32 voxels; gzip"),
+    ("precomputed", "Neuroglancer precomputed", "16x24x32 voxels; not compressed"),
+    ("precomputed with shards", "Neuroglancer precomputed", "16x24x32 voxels; gzip"),
+    ("OME-TIFF", "TIFF, OME-TIFF", "strips of 40x44 pixels; deflate"),
+    ("slices", "a folder of 48 TIFF slices", "strips of 40x44 pixels; not compressed"),
+    ("NIfTI", "NIfTI 1", "none: voxels lie in one row"),
+    ("compressed NIfTI", "NIfTI 1", "none: voxels lie in one row, compressed as a whole by gzip"),
+    ("MRC", "MRC, mode 6", "none: voxels lie in one row"),
+    ("NRRD", "NRRD 5", "none: voxels lie in one row"),
+]
 
 
 def lines_of(place: Place, *arguments: object) -> dict[str, str]:
@@ -86,9 +107,102 @@ def test_resolutions_of_ome_zarr_are_listed_and_chosen(place: Place, zarr_format
     coarse = lines_of(place, path, *net(place), "--scale", 1)
     assert coarse["volume"] == f"{path}: s1"
     assert coarse["command"].endswith(" --scale 1")
-    assert "has 2 resolutions, from 0, and no --scale 2" in place.refusal("info", path, "--scale", 2)
-    both = place.refusal("info", path, "--scale", 1, "--dataset", "s0")
-    assert "are named: give --dataset or --scale" in both
+    assert "holds 2 resolutions, from 0 to 1, and no 2; give" in place.refusal("info", path, "--scale", 2)
+    assert "leave out --scale 1" in place.refusal("info", path, "--scale", 1, "--dataset", "s0")
+
+
+@pytest.mark.parametrize(("name", "form", "chunks"), DESCRIBED)
+def test_every_format_is_described(place: Place, name: str, form: str, chunks: str) -> None:
+    voxels = np.random.default_rng(2).integers(0, 256, (48, 40, 44), np.uint8)
+    found = lines_of(place, INPUTS[name](place.folder, voxels), *net(place))
+    assert found["format"] == form
+    assert found["chunks"] == chunks
+    assert found["voxels"].startswith("z 48, y 40, x 44; 1 channel; uint")
+    assert found["values"].startswith("0 to 255, mean 12")
+    assert found["output"].startswith("border valid: 43x33x38 voxels")
+    sizes = {"M": "400 angstrom x 80 angstrom x 40 angstrom", "NI": "0.04 um x 0.008 um x 0.004 um"}
+    size = sizes.get(found["format"][:1], sizes.get(found["format"][:2], "40 nm x 8 nm x 4 nm"))
+    is_without = name in ("numpy", "slices")
+    assert found["position"].startswith("no voxel size is stated" if is_without else f"voxels of {size}, the first at")
+
+
+def test_every_input_format_has_a_description() -> None:
+    assert {name for name, _, _ in DESCRIBED} == INPUTS.keys()
+
+
+def test_resolutions_of_n5_and_precomputed_are_listed(place: Place) -> None:
+    voxels = np.zeros((48, 40, 44), np.uint8)
+    path = n5(place.folder, voxels)
+    group = place.folder / "image.n5"
+    (group / "em").mkdir(parents=True)
+    (group / "attributes.json").write_text('{"n5": "4.0.0"}')
+    factors = [[1, 1, 1], [2, 2, 2]]
+    (group / "em/attributes.json").write_text(json.dumps({"downsamplingFactors": factors}))
+    path.rename(group / "em/s0")
+    n5(place.folder, voxels[::2, ::2, ::2]).rename(group / "em/s1")
+    found = lines_of(place, group, *net(place))
+    assert found["format"] == "N5 4.0.0"
+    assert "inside" not in found
+    first, second = found["scales"].split(" | ")
+    assert first.startswith("em/s0: 44x40x48 uint8, voxels of 40 nm")
+    assert second.startswith("em/s1: 22x20x24 uint8, voxels of ")
+
+    path = precomputed("two", key="fine")(place.folder, voxels)
+    described = json.loads((path / "info").read_text())
+    (finest,) = described["scales"]
+    coarse = {**finest, "key": "coarse", "size": [22, 20, 24], "resolution": [8, 16, 80], **SHARDED}
+    damaged = {**finest, "size": "large"}
+    (path / "info").write_text(json.dumps({**described, "scales": [finest, coarse, damaged]}))
+    found = lines_of(place, path, *net(place))
+    first, second = found["scales"].split(" | ")
+    assert first.startswith("fine: 44x40x48x1 uint8, voxels of 40 nm x 8 nm x 4 nm")
+    assert second.startswith("coarse: 22x20x24x1 uint8, voxels of 80 nm x 16 nm x 8 nm")
+
+
+def test_arrays_beside_those_of_the_image_are_listed(place: Place) -> None:
+    path = ome_zarr(place.folder, 3)
+    zarr.open_group(path, mode="r+").create_array("labels", shape=(5, 6), dtype="uint16")
+    found = lines_of(place, path, *net(place))
+    assert "labels: 5x6 uint16" in found["inside"].split(" | ")
+    assert len(found["scales"].split(" | ")) == 2
+
+
+def test_tiff_files_say_their_kind_series_and_points_of_time(place: Place) -> None:
+    path, voxels = place.folder / "cells.tif", np.zeros((3, 24, 20, 22), np.uint8)
+    tifffile.imwrite(path, voxels, imagej=True, metadata={"axes": "TZYX", "unit": "um", "spacing": 0.5})
+    found = lines_of(place, path, *net(place), "--time", 1)
+    assert found["format"] == "TIFF, ImageJ"
+    assert found["time"] == "3 points"
+    assert found["command"].endswith(" --time 1")
+    with tifffile.TiffWriter(place.folder / "two.btf", bigtiff=True) as file:
+        file.write(voxels[0], compression="lzw", predictor=True, tile=(16, 16), photometric="minisblack")
+        file.write(np.zeros((9, 8, 7), np.uint16), photometric="minisblack")
+    found = lines_of(place, place.folder / "two.btf", *net(place), "--dataset", "0")
+    assert found["format"] == "BigTIFF"
+    assert found["chunks"] == "tiles of 16x16 pixels; LZW of differences"
+    assert found["inside"] == "0: 24x20x22 uint8 | 1: 9x8x7 uint16"
+
+
+def test_headers_of_other_files_are_told_in_notes(place: Place) -> None:
+    voxels = np.zeros((24, 20, 22), np.int16)
+    np.save(place.folder / "columns.npy", np.asfortranarray(voxels))
+    assert "the order of Fortran" in lines_of(place, place.folder / "columns.npy", *net(place))["note"]
+    affine = np.array([[0, 2.0, 0, 5], [-1.0, 0, 0, 6], [0, 0.0, 3, 7], [0, 0, 0, 1]])
+    nibabel.save(nibabel.Nifti2Image(voxels, affine), place.folder / "turned.nii")
+    found = lines_of(place, place.folder / "turned.nii", *net(place))
+    assert found["format"] == "NIfTI 2"
+    assert found["note"] == "x, y and z run to the back, right, top"
+    affine[2, 0] = 0.4
+    scaled = nibabel.Nifti1Image(voxels, affine)
+    scaled.header.set_slope_inter(0.5, 3)
+    nibabel.save(scaled, place.folder / "scaled.nii")
+    first, second = lines_of(place, place.folder / "scaled.nii", *net(place))["note"].split(" | ")
+    assert first == "a voxel is the stored int16 number times 0.5, plus 3"
+    assert second.endswith("right, top, at an angle")
+    with mrcfile.new(place.folder / "bytes.mrc") as file:
+        file.set_data(voxels.astype(np.int8))
+    found = lines_of(place, place.folder / "bytes.mrc", *net(place))
+    assert (found["format"], found["note"]) == ("MRC, mode 0", "its bytes are signed")
 
 
 def test_volume_that_the_network_does_not_take_is_described_nevertheless(place: Place) -> None:

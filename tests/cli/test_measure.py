@@ -249,8 +249,8 @@ def test_existing_file_is_replaced_only_with_overwrite(here: Place) -> None:
 
 def test_resumed_run_refuses_other_costs(here: Place) -> None:
     assert here.run("measure", "--device", "cpu", "--out", here.folder / "c.json").exit_code == 0
-    from znnpy.options import RunOptions
     from znnpy.run.resume import check_options
+    from znnpy.shared_options import RunOptions
 
     made = RunPlan.from_json(json.dumps(planned(here)["plan"]))
     wishes = RunOptions(costs=here.folder / "c.json")

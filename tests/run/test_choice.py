@@ -16,7 +16,6 @@ from znnpy.errors import PlanFileError, ResumeError
 from znnpy.machine import process_bytes, this_machine
 from znnpy.measure import calibrate
 from znnpy.option_values import COVERS, Cover
-from znnpy.options import RunOptions
 from znnpy.planner.memory import MARGIN_BYTES, MIB, reading_bytes, writing_bytes
 from znnpy.planner.modes import make_plan
 from znnpy.planner.request import CostModel, PlanRequest
@@ -25,6 +24,7 @@ from znnpy.run import choice
 from znnpy.run.resume import check_options
 from znnpy.run.target import OpenTarget
 from znnpy.shapes import Vec3
+from znnpy.shared_options import RunOptions
 from znnpy.trained import load_network
 from znnpy.volume.array import ArrayVolume
 from znnpy.volume.journal import JournalHeader

@@ -276,3 +276,21 @@ def test_a_changed_layout_is_refused(tmp_path: Path, change: str) -> None:
 )
 def test_names_choose_the_format(name: str, store: str) -> None:
     assert store_for(Location.of(name)).__name__ == store
+
+
+@pytest.mark.parametrize(("name", "storage"), [*STORAGES, ("out.h5", Storage())])
+def test_orientation_is_said_to_be_lost_once(
+    tmp_path: Path, name: str, storage: Storage, caplog: pytest.LogCaptureFixture
+) -> None:
+    space = Space.turned(np.array([[0, -4.0, 0, 0], [8.0, 0, 0, 0], [0, 0, 40.0, 0]]), "nanometer")
+    arrays = tuple(OutputArray((1, *SIZE), f"outputs/{one}", OWN, space) for one in "ab")
+    with (
+        caplog.at_level(logging.WARNING),
+        Output(
+            tmp_path / name, inputs={}, arrays=arrays, dtype=np.dtype("f4"), mode="new", job=JOB, storage=storage
+        ) as opened,
+    ):
+        opened.begin(HEADER, {})
+    (said,) = [record.message for record in caplog.records if "turned or mirrored" in record.message]
+    assert "which " in said
+    assert " cannot hold: the output has its voxels in the order of the volume" in said

@@ -49,7 +49,7 @@ def test_sizes_that_are_not_exact_in_binary_make_no_difference() -> None:
         ("401nm:410nm,:,:", SPACE, "is empty along z: 11:11 \\(401nm:410nm,:,: in voxels\\)"),
         ("1um:50,:,:", SPACE, "one end along z in voxels and one with a unit"),
         ("1um:2um,:,:", None, "states no voxel size in its metadata, so it is not known where 1um lies"),
-        ("1um:2um,:,:", Space((1.0, 1.0, 1.0)), "states no unit of length in its metadata, and nm, um, mm"),
+        ("1um:2um,:,:", Space((1.0, 1.0, 1.0)), "states no unit of length in its metadata, and pm, nm, um, mm"),
         (
             "1um:2um,:,:",
             Space((1.0, 1.0, 1.0), units=("furlong", None, None)),

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from znnpy.messages import option
 from znnpy.option_values import OFFLOAD_MODES, Device
-from znnpy.options import PlanningOptions
 from znnpy.shapes import Precision
+from znnpy.shared_options import PlanningOptions
 
 
 @dataclass(frozen=True, slots=True)

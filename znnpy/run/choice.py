@@ -12,7 +12,6 @@ from znnpy.machine import Limits, give_back_memory, parse_bytes, peak_bytes, pro
 from znnpy.measure.calibrate import Calibration
 from znnpy.messages import excerpt, option
 from znnpy.network import Network
-from znnpy.options import PlanningOptions, RunOptions
 from znnpy.planner.memory import MARGIN_BYTES, MIB, baseline_bytes, context_bytes, gathering_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import Constraints, CostModel, PlanRequest
@@ -21,6 +20,7 @@ from znnpy.planner.validate import check_runs
 from znnpy.run.masked_plan import fitted_to_mask, with_mask
 from znnpy.run.target import OpenTarget
 from znnpy.shapes import Precision, Vec3, cpu_precision, text
+from znnpy.shared_options import PlanningOptions, RunOptions
 from znnpy.units import human_bytes
 from znnpy.volume.mask import WantedOutputs
 

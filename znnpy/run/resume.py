@@ -13,13 +13,13 @@ from znnpy.machine import Machine, parse_bytes
 from znnpy.messages import excerpt, option
 from znnpy.network import Network
 from znnpy.option_values import DeviceKind
-from znnpy.options import RunOptions
 from znnpy.planner.plan import Choice
 from znnpy.planner.run_plan import AGAIN, RunPlan
 from znnpy.planner.validate import check_runs
 from znnpy.run.choice import Work, given_plan, meant_precision, smaller_plan
 from znnpy.run.target import DRIVER, OpenTarget
 from znnpy.shapes import Vec3, text
+from znnpy.shared_options import RunOptions
 from znnpy.units import human_bytes, mebibytes
 from znnpy.volume.journal import JournalHeader, Settings, read_header
 from znnpy.volume.location import Location

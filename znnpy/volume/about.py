@@ -25,21 +25,21 @@ class Inside:
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """The way in which a volume is stored.
+    """How a volume is stored.
 
     format       with its version, such as "Zarr 3, OME-Zarr 0.5"; empty: the format has none
     compression  of the chunks, such as "zstd 3"; empty: there is none, or it is not known
     shard        elements of a file that holds several chunks, along the stored axes; empty: there are none
+    parts        parts of a page that are stored together, such as "tiles of 64x64 pixels"; empty: there are no pages
     scales       the resolutions of the image that the volume belongs to, the finest first; empty: there is one
     datasets     the arrays in the file or folder; empty: it holds this array alone
-    times        number of points of time; None: there is no axis of time
     notes        further sentences without their full stops
     """
 
     format: str = ""
     compression: str = ""
     shard: tuple[int, ...] = ()
+    parts: str = ""
     scales: tuple[Inside, ...] = ()
     datasets: tuple[Inside, ...] = ()
-    times: int | None = None
     notes: tuple[str, ...] = ()

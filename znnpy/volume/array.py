@@ -13,6 +13,7 @@ from znnpy.errors import VolumeError
 from znnpy.formats.npy import read_npy_header
 from znnpy.messages import excerpt
 from znnpy.patches import Box
+from znnpy.volume.about import About
 from znnpy.volume.base import Reading, Volume
 from znnpy.volume.location import Location
 from znnpy.volume.raw import RawArray, RawVolume, opened
@@ -72,10 +73,13 @@ def open_volume(location: Location, reading: Reading) -> RawVolume:
     file = opened(path, ".npy")
     try:
         header = read_npy_header(file)
-        return RawVolume(path, file, RawArray(header.nbytes, header.shape, header.dtype, header.by_columns))
+        volume = RawVolume(path, file, RawArray(header.nbytes, header.shape, header.dtype, header.by_columns))
     except VolumeError:
         file.close()
         raise
     except (OSError, ValueError) as error:
         file.close()
         raise VolumeError(f"{path} cannot be read as .npy: {excerpt(error)}; write it again with numpy.save") from None
+    order = ("its voxels are in the order of Fortran: the first axis varies fastest",) if header.by_columns else ()
+    volume.described = About("numpy .npy", notes=order)
+    return volume

@@ -30,11 +30,13 @@ class Arranged:
     stored    length of each axis
     order     the stored axis of c, z, y and x; None: there is no such axis, and one voxel along it
     fixed     index along each stored axis that the volume does not have
+    times     number of points of time; None: there is no axis of time
     """
 
     stored: tuple[int, ...]
     order: tuple[int | None, int | None, int | None, int | None]
     fixed: tuple[tuple[int, int], ...] = ()
+    times: int | None = None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -96,7 +98,8 @@ def arranged(names: Sequence[str], shape: Sequence[int], time: int | None, what:
                 )
             fixed.append((place, 0))
     order = (places.get(CHANNEL), places.get("z"), places.get("y"), places.get("x"))
-    return Arranged(tuple(shape), order, tuple(sorted(fixed)))
+    times = shape[places[TIME]] if TIME in places else None
+    return Arranged(tuple(shape), order, tuple(sorted(fixed)), times)
 
 
 def _point(time: int | None, length: int, what: object) -> int:

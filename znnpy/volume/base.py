@@ -135,6 +135,7 @@ class Volume(ABC):
             fixed = tuple((axis, 0) for axis in range(lead - 1))
             arranged = Arranged(shape, (channel, lead, lead + 1, lead + 2), fixed)
         self.arranged = arranged
+        self.described = About()  # what the reader of the format says
         self.space: Space | None = None  # position of the voxels in the specimen, if metadata state it
         self.channels: int = arranged.shape[0]
         self.size: Vec3 = arranged.shape[1:]
@@ -181,7 +182,7 @@ class Volume(ABC):
 
     def about(self) -> About:
         """Return how the volume is stored, as far as its format knows it."""
-        return About()
+        return self.described
 
     def expect(self, box: Box) -> None:
         """Announce once, before reading, that all voxels of `box` will be read; count their chunks from now on.

@@ -41,6 +41,7 @@ from znnpy.volume.output_errors import check_same_job
 from znnpy.volume.output_names import RUN, RUN_ATTRIBUTE, new_run
 from znnpy.volume.precomputed_format import Precomputed
 from znnpy.volume.registry import FORMATS, store_for
+from znnpy.volume.space_units import say_turned
 from znnpy.volume.store import DAMAGED, JOURNAL_ATTRIBUTE, OutputArray, Storage, check_filled
 from znnpy.volume.zarr_formats import Zarr2, Zarr3
 
@@ -201,6 +202,7 @@ class BucketOutput:
         named = {RUN_ATTRIBUTE: run, JOURNAL_ATTRIBUTE: header_digest(header)}
         job = json.dumps(self._job, sort_keys=True)
         journal.create(run, header, self._form.documents(levels, {**attributes, **named, "job": job}))
+        say_turned((array.space for array in self._arrays), self._form.name)
         self._store = BucketStore(bucket, self._form, levels, storage)
         self.header, self._record = header, ColumnRecord(header.columns)
 

@@ -26,6 +26,7 @@ from znnpy.volume.chunked_formats import ChunkedFormat, StoredArray, box_region,
 from znnpy.volume.coarser_levels import write_coarser
 from znnpy.volume.n5_format import N5
 from znnpy.volume.precomputed_format import Precomputed
+from znnpy.volume.space_units import say_turned
 from znnpy.volume.store import (
     DAMAGED,
     OutputArray,
@@ -108,6 +109,7 @@ class ChunkedStore(Store):
             folders |= dict.fromkeys(folder for folder in file.parents if path in folder.parents)
         for folder in folders:
             sync_folder(folder)
+        say_turned((array.space for array in arrays), form.name)
 
     @classmethod
     def attributes_of(cls, path: Path, name: str = "") -> dict[str, Any]:

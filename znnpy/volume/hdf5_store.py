@@ -32,6 +32,7 @@ from znnpy.messages import option
 from znnpy.patches import Box
 from znnpy.shapes import Vec3, add, ceil_divide, multiply, subtract
 from znnpy.volume.output_names import OUTPUTS
+from znnpy.volume.space_units import say_turned
 from znnpy.volume.store import DAMAGED, OutputArray, Storage, Store, check_filled, check_stored, chunks_of, damaged
 
 DATASET = "prediction"  # the only array of an output
@@ -95,6 +96,7 @@ class Hdf5Store(Store):
         with reopen(path) as written:
             _check_same(path, os.fstat(written.fileno()), made)
             os.fsync(written.fileno())
+        say_turned((array.space for array in arrays), "HDF5")
 
     @classmethod
     def dataset_of(cls, path: Path, name: str) -> str | None:

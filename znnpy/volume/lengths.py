@@ -24,17 +24,18 @@ SHORT = {
     "meter": "m",
     "centimeter": "cm",
     "millimeter": "mm",
-    "micrometer": "µm",
+    "micrometer": "um",  # as it is typed
     "nanometer": "nm",
-    "angstrom": "Å",
+    "angstrom": "angstrom",
     "picometer": "pm",
 }
 _OTHERWISE = {
     **{short: name for name, short in SHORT.items()},
-    "μm": "micrometer",  # the Greek letter; above is the sign for micro
-    "um": "micrometer",
+    "µm": "micrometer",  # the sign for micro
+    "μm": "micrometer",  # the Greek letter
     "micron": "micrometer",
-    "Å": "angstrom",  # the sign for angstrom; above is the letter
+    "Å": "angstrom",  # the letter
+    "Å": "angstrom",  # the sign for angstrom
     "a": "angstrom",
     "å": "angstrom",
     "ångström": "angstrom",

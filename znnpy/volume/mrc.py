@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from znnpy.errors import VolumeError
+from znnpy.volume.about import About
 from znnpy.volume.axes import arranged
 from znnpy.volume.base import Reading
 from znnpy.volume.location import Location
@@ -92,6 +94,13 @@ class MrcHeader:
             shape, names = (*shape[:2], depth, many // depth), (*names, "t")
         return RawArray(HEADER + self.extended, shape, self.dtype, by_columns=True), names
 
+    def notes(self) -> Iterator[str]:
+        """Yield sentences about the header."""
+        if self.mode == 0:
+            yield f"its bytes are {'unsigned, as its IMOD header says' if self.is_unsigned else 'signed'}"
+        if self.axes != (1, 2, 3):
+            yield f"its columns, rows and sections lie along {', '.join('xyz'[axis - 1] for axis in self.axes)}"
+
     def space(self) -> Space | None:
         """Return the position of the voxels; None if the header does not state their size."""
         if min(self.intervals) < 1 or not all(isfinite(length) and length > 0 for length in self.cell):
@@ -117,6 +126,7 @@ def open_volume(location: Location, reading: Reading) -> RawVolume:
         array, names = header.array()
         volume = RawVolume(path, file, array, arranged(names, array.shape, reading.time, path))
         volume.space = header.space()
+        volume.described = About(f"MRC, mode {header.mode}", notes=tuple(header.notes()))
         return volume
     except VolumeError:
         file.close()

@@ -74,6 +74,6 @@ class MrcStore(RawStore):
     @classmethod
     def say_lost(cls, array: OutputArray) -> None:
         space = array.space
-        say_turned(space, "MRC")
+        say_turned([space], "MRC")
         if space is not None and any(space.units) and in_unit(space, UNIT) is None:
             say_unit(space, "MRC")

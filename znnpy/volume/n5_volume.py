@@ -10,6 +10,7 @@ from znnpy.messages import excerpt
 from znnpy.volume.axes import arranged
 from znnpy.volume.base import Reading, pick
 from znnpy.volume.chunked import check_folder, chosen_scale, not_listed, nothing_there
+from znnpy.volume.chunked_about import about_chunks, version
 from znnpy.volume.location import Location
 from znnpy.volume.n5_nodes import ATTRIBUTES, read_nodes, space_of
 from znnpy.volume.object_store import context, files_of
@@ -40,7 +41,13 @@ def open_volume(location: Location, reading: Reading) -> TensorVolume:
     how = arranged(node.names or (), node.shape, reading.time, what)
     volume = TensorVolume(files, name, node, how, reading.missing, limits, f"{name}/{ATTRIBUTES}".lstrip("/"))
     group, _, last = name.rpartition("/")
-    volume.space = space_of(nodes[group].attributes if name and group in nodes else {}, node, last)
+    around = nodes[group].attributes if name and group in nodes else {}
+    volume.space = space_of(around, node, last)
+    arrays = {one: other.volume_shape for one, other in nodes.items() if other.dtype is not None}
+    levels = _images(arrays).get(group, []) if SCALE.fullmatch(last) else []
+    scales = [(one, space_of(around, nodes[one], one.rpartition("/")[2])) for one in levels]
+    stated = version(nodes[""].attributes.get("n5"), "") if "" in nodes else ""
+    volume.described = about_chunks(f"N5 {stated}".strip(), node, nodes, scales)
     return volume
 
 

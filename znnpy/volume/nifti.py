@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
+from collections.abc import Iterator
 from math import isfinite
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -13,6 +14,7 @@ import numpy as np
 from znnpy.errors import MissingExtraError, VolumeError
 from znnpy.extras import install
 from znnpy.messages import excerpt
+from znnpy.volume.about import About
 from znnpy.volume.axes import arranged
 from znnpy.volume.base import Reading
 from znnpy.volume.location import Location
@@ -55,6 +57,8 @@ def open_volume(location: Location, reading: Reading) -> RawVolume:
         layout = arranged(names, array.shape, reading.time, path)
         volume = (UnpackedVolume if packed else RawVolume)(path, file, array, layout)
         volume.space = _space(header)
+        form = f"NIfTI {1 if length == min(SIZES) else 2}"
+        volume.described = About(form, compression="gzip" if packed else "", notes=tuple(_notes(header, array)))
         return volume
     except VolumeError:
         file.close()
@@ -128,6 +132,15 @@ def _array(header: Any, length: int, order: str) -> tuple[RawArray, tuple[str, .
     if not isfinite(slope) or slope == 0 or (slope, intercept) == (1, 0) or code in (*COLOURS, *COMPLEX):
         return RawArray(int(offset), shape, dtype, by_columns=True), names
     return RawArray(int(offset), shape, dtype, by_columns=True, slope=slope, intercept=intercept), names
+
+
+def _notes(header: Any, array: RawArray) -> Iterator[str]:
+    """Yield sentences about the header."""
+    if array.slope is not None:
+        stored = array.dtype.name
+        yield f"a voxel is the stored {stored} number times {array.slope:.6g}, plus {array.intercept:.6g}"
+    if int(header["sform_code"]) <= 0 and int(header["qform_code"]) <= 0:
+        yield "it states no orientation, so its axes are taken to run to the right, to the front and upwards"
 
 
 def _space(header: Any) -> Space | None:

@@ -9,6 +9,7 @@ from typing import BinaryIO
 
 from znnpy.errors import VolumeError
 from znnpy.messages import excerpt
+from znnpy.volume.about import About
 from znnpy.volume.axes import arranged
 from znnpy.volume.base import Reading
 from znnpy.volume.location import Location
@@ -33,6 +34,9 @@ def open_volume(location: Location, reading: Reading) -> RawVolume:
             file = opened(data, "NRRD")
         volume = _volume(path, file, data, header, reading)
         volume.space = header.space()
+        notes = () if data is None else (f"its voxels are in the file {excerpt(data.name, 60)}",)
+        packed = "gzip" if isinstance(volume, UnpackedVolume) else ""
+        volume.described = About(f"NRRD {header.version}", compression=packed, notes=notes)
         return volume
     except VolumeError:
         file.close()

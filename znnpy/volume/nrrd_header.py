@@ -46,10 +46,11 @@ SIGNS = {
 
 @dataclass(frozen=True, slots=True)
 class NrrdHeader:
-    """The fields of a header, by their names in small letters, and the byte behind it."""
+    """The fields of a header, by their names in small letters, the byte behind it, and the version of the format."""
 
     fields: dict[str, str]
     end: int
+    version: int
 
     @classmethod
     def of(cls, file: BinaryIO) -> NrrdHeader:
@@ -68,7 +69,7 @@ class NrrdHeader:
             if line.startswith("#") or not mark or value.startswith("="):  # comments, and key/value pairs
                 continue
             fields[name.strip().lower().replace(" ", "")] = value.strip()
-        return cls(fields, end)
+        return cls(fields, end, int(first.strip()[-1]))
 
     @property
     def shape(self) -> tuple[int, ...]:

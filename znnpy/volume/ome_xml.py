@@ -19,6 +19,7 @@ MOST_BYTES = 2**26  # of the text
 MOST_IMAGES = 10_000
 NAMESPACE = "http://www.openmicroscopy.org/Schemas/OME/2016-06"
 TYPES = {"uint8": "uint8", "float16": "half", "float32": "float"}  # of voxels
+UNITS = {**SHORT, "micrometer": "µm", "angstrom": "Å"}  # as its schema spells them
 UNKNOWN_UNIT = "reference frame"  # of a length whose unit is not known
 
 
@@ -158,7 +159,7 @@ def ome_xml(name: str, shape: tuple[int, int, int, int], dtype: str, space: Spac
     if space is not None:
         for axis, size, at, unit in zip("ZYX", space.scale, space.translation, space.units, strict=True):
             known = length_unit(unit) if unit else None
-            word = quoteattr(SHORT[known] if known else UNKNOWN_UNIT)
+            word = quoteattr(UNITS[known] if known else UNKNOWN_UNIT)
             lengths += f' PhysicalSize{axis}="{size!r}" PhysicalSize{axis}Unit={word}'
             place += f' Position{axis}="{at!r}" Position{axis}Unit={word}'
     channels = "".join(f'<Channel ID="Channel:0:{n}" SamplesPerPixel="1"/>' for n in range(c))

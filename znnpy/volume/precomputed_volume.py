@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
 from znnpy.errors import VolumeError
 from znnpy.messages import excerpt, option
+from znnpy.volume.about import Inside
 from znnpy.volume.axes import arranged
 from znnpy.volume.base import Reading
 from znnpy.volume.chunked import check_folder, chosen_scale, nothing_there
+from znnpy.volume.chunked_about import about_chunks, inside
 from znnpy.volume.location import Location
 from znnpy.volume.object_store import context, files_of
 from znnpy.volume.precomputed_info import INFO, node_of, resolutions
@@ -39,4 +46,14 @@ def open_volume(location: Location, reading: Reading) -> TensorVolume:
     how = arranged(node.names or (), node.shape, reading.time, location)
     volume = TensorVolume(files, "", node, how, reading.missing, limits, INFO)
     volume.space = space
+    about = about_chunks("Neuroglancer precomputed", node, {})
+    volume.described = replace(about, scales=tuple(_scales(document, every)) if len(every) > 1 else ())
     return volume
+
+
+def _scales(document: dict[str, Any], every: Sequence[dict[str, Any]]) -> Iterator[Inside]:
+    """Describe the resolutions; those whose metadata are wrong are left out."""
+    for one in every:
+        with suppress(InvalidError):
+            node, space = node_of(document, one)
+            yield inside(str(one["key"]), node, space)

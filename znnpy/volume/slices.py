@@ -16,6 +16,7 @@ from znnpy.messages import excerpt
 from znnpy.patches import Box
 from znnpy.planner.memory import READER_BYTES
 from znnpy.shapes import Vec3
+from znnpy.volume.about import About
 from znnpy.volume.axes import Arranged, arranged
 from znnpy.volume.base import Reading, Volume
 from znnpy.volume.location import Location
@@ -24,7 +25,7 @@ from znnpy.volume.regions import Region
 from znnpy.volume.registry import TIFF_SUFFIXES, suffix_of
 from znnpy.volume.tiff import check_same, page_axes
 from znnpy.volume.tiff_pages import Directories, Page
-from znnpy.volume.tiff_segments import Decoders, Segments, decoders_of, extra_bytes
+from znnpy.volume.tiff_segments import Decoders, Segments, decoders_of, extra_bytes, packing_of, parts_of
 
 MOST_SLICES = 10**6
 
@@ -36,6 +37,10 @@ class SlicesVolume(Volume):
         super().__init__(path, "", layout.stored, pages[0].kind.dtype, layout)
         self._names, self._pages, self._decoders = names, pages, decoders
         self._kinds = {page.kind for page in pages}
+        kind = pages[0].kind
+        form = f"a folder of {len(names):,} TIFF slice{'s' if len(names) != 1 else ''}"
+        notes = (f"the slices are {excerpt(names[0], 60)} to {excerpt(names[-1], 60)}",)
+        self.described = About(form, compression=packing_of(kind), parts=parts_of(kind), notes=notes)
 
     @property
     def extra_bytes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import replace
 
 from znnpy.messages import excerpt
@@ -23,13 +24,13 @@ def in_unit(space: Space, unit: str) -> Space | None:
     return replace(space, scale=scale, translation=translation, units=(unit,) * 3, affine=_scaled(space.affine, z))
 
 
-def say_turned(space: Space | None, holder: str) -> None:
-    """Log that the orientation of the voxels is lost, where there is one, in a format that cannot hold it."""
-    if space is not None and space.affine is not None:
+def say_turned(spaces: Iterable[Space | None], holder: str) -> None:
+    """Log once that the orientation of voxels is lost, where there is one, in a format that cannot hold it."""
+    if any(space is not None and space.affine is not None for space in spaces):
         _log.warning(
             "%s",
             f"the axes of the volume are turned or mirrored in the specimen, which {holder} cannot hold: the output "
-            "has its voxels in the order of the volume, and their size alone",
+            "has its voxels in the order of the volume, their size, and the place of the first one",
         )
 
 

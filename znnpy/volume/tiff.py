@@ -17,13 +17,14 @@ from znnpy.option_values import MissingChunks
 from znnpy.patches import Box
 from znnpy.planner.memory import READER_BYTES
 from znnpy.shapes import Vec3
+from znnpy.volume.about import About, Inside
 from znnpy.volume.axes import Arranged, arranged
 from znnpy.volume.base import Reading, Volume, pick
 from znnpy.volume.location import Location
 from znnpy.volume.raw import opened
 from znnpy.volume.regions import Region
 from znnpy.volume.tiff_pages import Directories, Kind, Page
-from znnpy.volume.tiff_segments import Segments, decoders_of, extra_bytes
+from znnpy.volume.tiff_segments import Segments, decoders_of, extra_bytes, packing_of, parts_of
 from znnpy.volume.tiff_series import NOT_STORED, Series, series_of
 
 
@@ -104,7 +105,9 @@ def open_volume(location: Location, reading: Reading) -> TiffVolume:
         name, series = _chosen(path, directories, found, reading.dataset)
         layout = layout_of(path, directories, series, reading.time)
         shown = name if len(found) > 1 else ""
-        return TiffVolume(path, file, directories, series, layout, name=shown, missing=reading.missing.chunks)
+        volume = TiffVolume(path, file, directories, series, layout, name=shown, missing=reading.missing.chunks)
+        volume.described = _about(directories, series, found)
+        return volume
     except VolumeError:
         file.close()
         raise
@@ -114,6 +117,26 @@ def open_volume(location: Location, reading: Reading) -> TiffVolume:
     except BaseException:
         file.close()
         raise
+
+
+def _about(directories: Directories, series: Series, found: list[Series]) -> About:
+    """Return how a series is stored, and which others the file has."""
+    kind = pages_of(directories, series)[0].kind
+    form = "BigTIFF" if directories.is_big else "TIFF"
+    inside = []
+    for number, one in enumerate(found):
+        own = pages_of(directories, one)[0].kind
+        shape = (*one.pages.shape, *page_axes(own)[1])
+        inside.append(Inside(str(number), shape, own.dtype.newbyteorder("=").name, one.space))
+    smaller = sum(page.reduced for page in directories.pages)
+    notes = (f"smaller copies are left out: {smaller:,} page{'s' if smaller != 1 else ''}",) if smaller else ()
+    return About(
+        f"{form}, {series.form}" if series.form else form,
+        compression=packing_of(kind),
+        parts=parts_of(kind),
+        datasets=tuple(inside) if len(inside) > 1 else (),
+        notes=notes,
+    )
 
 
 def page_axes(kind: Kind) -> tuple[tuple[str, ...], tuple[int, ...]]:

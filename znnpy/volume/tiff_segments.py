@@ -24,6 +24,7 @@ from znnpy.volume.tiff_pages import Directories, Kind, Page
 
 JPEG = 7
 PACKED = {5: "LZW", 8: "deflate", 32946: "deflate", 32773: "PackBits", 50000: "zstd", JPEG: "JPEG"}
+PREDICTORS = {2: " of differences", 3: " of differences of floating-point numbers"}
 STEPS = 4  # copies of a segment while it is unpacked
 MOST_TABLES = 2**16  # bytes of the tables that JPEG segments share
 FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # markers of JPEG that state a size
@@ -71,6 +72,18 @@ def _decoder(path: Path, directories: Directories, page: Page) -> Decoder:
         ThreadError.check(error)
         raise VolumeError(f"{path} cannot be read as TIFF: {excerpt(error)}; write it again") from None
     return found
+
+
+def parts_of(kind: Kind) -> str:
+    """Name the parts of pages that are stored together, with their size."""
+    rows, columns = kind.segment
+    return f"{'tiles' if kind.is_tiled else 'strips'} of {rows}x{columns} pixels"
+
+
+def packing_of(kind: Kind) -> str:
+    """Name the compression of pages; empty: there is none."""
+    name = PACKED.get(kind.compression, "")
+    return f"{name}{PREDICTORS.get(kind.predictor, '')}" if name else ""
 
 
 class Segments:

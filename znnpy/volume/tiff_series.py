@@ -26,12 +26,14 @@ class Series:
 
     axes   names of the axes along which its pages lie
     pages  index of the page of each slice, along these axes
+    form   what its metadata are, such as "OME-TIFF"; empty: there are none, or they are plain
     """
 
     name: str
     axes: tuple[str, ...]
     pages: npt.NDArray[np.int64]
     space: Space | None = None
+    form: str = ""
 
 
 def series_of(directories: Directories) -> list[Series]:
@@ -99,7 +101,7 @@ def _of_image(directories: Directories, image: OmeImage, own: str | None) -> Ser
                 f"page {number:,} has {kind.length} x {kind.width} pixels of {kind.samples} samples, and its OME-XML "
                 f"says {image.sizes['y']} x {image.sizes['x']} of {image.samples}"
             )
-    return Series(image.name, axes, flat.reshape(shape), image.space)
+    return Series(image.name, axes, flat.reshape(shape), image.space, "OME-TIFF")
 
 
 def _of_imagej(directories: Directories, text: str, own: list[Page]) -> Series | None:
@@ -111,7 +113,7 @@ def _of_imagej(directories: Directories, text: str, own: list[Page]) -> Series |
     pages = _following(directories, own, images)
     if pages is None:
         return None
-    return Series("0", ("t", "z", "c"), pages.reshape(shape), _imagej_space(directories, words))
+    return Series("0", ("t", "z", "c"), pages.reshape(shape), _imagej_space(directories, words), "ImageJ")
 
 
 def _imagej_space(directories: Directories, words: dict[str, str]) -> Space | None:

@@ -80,7 +80,7 @@ class TiffStore(RawStore):
     @classmethod
     def say_lost(cls, array: OutputArray) -> None:
         space = array.space
-        say_turned(space, "OME-TIFF")
+        say_turned([space], "OME-TIFF")
         if space is not None and not all(unit is None or length_unit(unit) for unit in space.units):
             say_unit(space, "OME-TIFF")
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from znnpy.errors import VolumeError
 from znnpy.messages import excerpt
 from znnpy.volume.axes import arranged
 from znnpy.volume.base import Reading, pick, why_not
 from znnpy.volume.chunked import check_folder, chosen_scale, not_listed, nothing_there
+from znnpy.volume.chunked_about import about_chunks, version
 from znnpy.volume.location import Location
 from znnpy.volume.object_store import context, files_of
-from znnpy.volume.space import Scales
+from znnpy.volume.space import Scales, Space
 from znnpy.volume.stored_array import Node
 from znnpy.volume.tensor_volume import TensorVolume
 from znnpy.volume.zarr_nodes import read_nodes
@@ -43,9 +45,24 @@ def open_volume(location: Location, reading: Reading) -> TensorVolume:
     document = "zarr.json" if node.spec["driver"] == "zarr3" else ".zarray"
     volume = TensorVolume(files, name, node, how, reading.missing, limits, f"{name}/{document}".lstrip("/"))
     scales, number = _image(nodes, name)
+    below: list[tuple[str, Space | None]] = []
+    form = f"Zarr {node.spec['metadata']['zarr_format']}"
     if scales is not None:
         volume.space = scales.spaces[number]
+        group = name.rpartition("/")[0]
+        paths = (f"{group}/{path}".lstrip("/") if path != "." else name for path in scales.paths)
+        below = list(zip(paths, scales.spaces, strict=True))
+        form += f", OME-Zarr {_ome_version(nodes[group].attributes)}"
+    volume.described = about_chunks(form, node, nodes, below)
     return volume
+
+
+def _ome_version(attributes: Mapping[str, Any]) -> str:
+    """Return the version of the metadata of an image."""
+    ome = attributes.get("ome")
+    if isinstance(ome, Mapping):
+        return version(ome.get("version"), "0.5")
+    return version(attributes["multiscales"][0].get("version"), "0.4")
 
 
 def _image(nodes: Mapping[str, Node], name: str) -> tuple[Scales | None, int]:

@@ -1,0 +1,247 @@
+"""Options that several commands and functions share, each declared once. This module loads no numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from znnpy.option_declarations import Checked, option
+from znnpy.option_values import (
+    BORDERS,
+    COVERS,
+    DEVICES,
+    MEANINGS,
+    MODES,
+    OUTPUT_DTYPES,
+    AskedMode,
+    Border,
+    Cover,
+    Device,
+    Meaning,
+    OutputDtype,
+)
+from znnpy.shapes import PRECISIONS, Precision, Vec3
+
+if TYPE_CHECKING:
+    from znnpy.planner.run_plan import RunPlan
+    from znnpy.volume.sliceable import Sliceable
+
+MOST_THREADS = 2**12
+MOST_SCALE = 99
+MOST_TIME = 10**7
+
+NETWORK = "network file (.yaml, .znni, .onnx, .pt2, rdf.yaml), or the name of a network that ships"
+WITH_WEIGHTS = "or a TrainedNetwork, such as znnpy.from_torch gives"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineOptions(Checked):
+    """Options that say how much of the machine is used."""
+
+    ram: int | str | None = option(
+        None,
+        "memory limit of the whole process, such as 16G",
+        "size",
+        unset="3/4 of the machine's memory",
+        in_python='in bytes or as "16G"',
+    )
+    threads: int | None = option(
+        None,
+        "threads that compute",
+        "whole",
+        unset="one for each core that the process may use",
+        metavar="N",
+        least=1,
+        most=MOST_THREADS,
+    )
+    device: Device = option(
+        "auto", "device to use; auto: the GPU if one works, otherwise the CPU", "text", values=DEVICES
+    )
+    precision: Precision | None = option(
+        None,
+        "precision, with the relative error of one layer: fp32, 1e-6; on a GPU tf32, 1e-3, and fp16, 5e-3 and half the "
+        "memory; on a CPU with AMX or AVX512-BF16 bf16x2, 1e-5, and bf16, 5e-3 and half the memory. A CPU computes in "
+        "fp32 where tf32 or fp16 is asked for",
+        "text",
+        unset="fp32",
+        values=PRECISIONS,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeOptions(MachineOptions):
+    """Options that restrict the plan for one device."""
+
+    cover: Cover | None = option(
+        None,
+        "how the output is cut; columns: each step keeps what the next one needs; patches: each is computed by itself",
+        "text",
+        unset="whichever is faster",
+        values=COVERS,
+    )
+    patch: Vec3 | None = option(
+        None,
+        "output voxels Z,Y,X of one patch, or of one step of a column",
+        "voxels",
+        unset="the fastest size",
+        metavar="Z,Y,X",
+    )
+    depth_first: bool = option(
+        True,
+        "let layers behind a pooling take its fragments in parts, which needs less memory",
+        "flag",
+        off="After a pooling, run each layer on all of its results (fragments) before the next layer begins, which "
+        "needs more memory",
+    )
+    only: str | Sequence[str] = option(
+        (),
+        "use this primitive for every layer that it can compute; repeatable; `znnpy primitives` lists them",
+        "names",
+        metavar="PRIMITIVE",
+        in_python="a name or several; empty: any primitive",
+    )
+    vram: int | str | None = option(
+        None,
+        "memory limit of each GPU, everything counted, such as 12G",
+        "size",
+        unset="90 % of what is free",
+        in_python='in bytes or as "12G"',
+    )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names in `only`."""
+        return (self.only,) if isinstance(self.only, str) else tuple(self.only)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceOptions(Checked):
+    """Options that say which devices work together, and which measured costs are used."""
+
+    mode: AskedMode = option(
+        "auto",
+        "how devices share the work; cpu, gpu: one kind computes everything; gpu-host: the first layers run one at a "
+        "time with tensors in main memory, then the rest on the GPU; cpu-to-gpu: the CPU computes the first layers of "
+        "each step, the GPU the others; side-by-side: CPU and GPUs compute different parts of the volume; auto: gpu or "
+        "cpu, and another mode if a long run gains much. A mode other than auto decides the device too",
+        "text",
+        values=MODES,
+    )
+    gpus: int | str | None = option(None, 'number of identical GPUs to use, or "all"', "gpus", unset="1", metavar="N")
+    costs: str | Path | None = option(
+        None,
+        "file of speeds that `znnpy measure --out` wrote on this machine",
+        "path",
+        unset="the speeds stored for this machine, if they still fit",
+        metavar="FILE",
+    )
+    calibrate: bool = option(
+        True,
+        "measure a device of which no speeds are stored for at most 5 seconds; a processor only for a run of 10 "
+        "seconds or more",
+        "flag",
+        off="Do not time this machine before the plan is made",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanningOptions(ComputeOptions, DeviceOptions):
+    """Options that restrict the search for a plan."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(PlanningOptions):
+    """Options that give the plan of a run, or restrict the search for it."""
+
+    plan: str | Path | RunPlan | None = option(
+        None,
+        "plan that `znnpy plan --out` wrote",
+        "path",
+        unset="the fastest plan is searched for",
+        in_python="a file or a Plan",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeaningOption(Checked):
+    """The option that names the meaning of an output voxel."""
+
+    meaning: Meaning | None = option(
+        None,
+        "meaning of an output voxel; sliding: what the network gives for the field of view around it; whole: what it "
+        "gives there for the whole volume, with poolings that lower the resolution",
+        "text",
+        unset="the one that the network file names, or sliding if the network supports it",
+        values=MEANINGS,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BorderOption(Checked):
+    """The option that says how the faces of a volume are treated."""
+
+    border: Border = option(
+        "valid",
+        "valid: the output is smaller than the input by the field of view minus 1; reflect: the output is as large as "
+        "the input, which is mirrored at its faces",
+        "text",
+        values=BORDERS,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceOptions(Checked):
+    """Options that say which array of a file or folder is read."""
+
+    dataset: str | None = option(None, "array inside the file", "text", unset="the only 3D or 4D one")
+    scale: int | None = option(
+        None,
+        "resolution to read of an image that is stored at several; 0 is the finest",
+        "whole",
+        unset="the finest",
+        metavar="N",
+        least=0,
+        most=MOST_SCALE,
+    )
+    time: int | None = option(
+        None,
+        "point of time to read of a series, counted from 0",
+        "whole",
+        unset="the only one",
+        metavar="T",
+        least=0,
+        most=MOST_TIME,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegionOptions(SourceOptions, BorderOption, MeaningOption):
+    """Options that say which part of a volume is predicted, and how the output is stored."""
+
+    fill_missing: float | None = option(
+        None,
+        "value of voxels whose file is missing, or whose chunk is damaged",
+        "number",
+        unset="an error",
+        metavar="VALUE",
+    )
+    roi: str | None = option(
+        None,
+        "part of the volume, z0:z1,y0:y1,x0:x1 in voxels, or with units as in 10um:20um,:,0nm:500nm by position",
+        "region",
+        unset="all of it",
+        metavar="Z0:Z1,Y0:Y1,X0:X1",
+    )
+    mask: str | Path | Sliceable | None = option(
+        None,
+        "volume that is not zero where output is wanted, FILE or FILE::DATASET, also of another resolution; elsewhere "
+        "the output is zero, and most of it is not computed",
+        "place",
+        unset="output is wanted everywhere",
+        metavar="VOLUME",
+    )
+    output_dtype: OutputDtype = option(
+        "float32", "dtype of the output; uint8: 255 times the value, clipped to 0..1", "text", values=OUTPUT_DTYPES
+    )
