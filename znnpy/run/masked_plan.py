@@ -13,11 +13,13 @@ from math import ceil
 from znnpy.errors import NoPlanError, ShapeError
 from znnpy.graph_columns import TurnedGraph
 from znnpy.network import Network
-from znnpy.option_values import COVERS, Cover
+from znnpy.option_values import COVERS
+from znnpy.patches import Cover
 from znnpy.planner.modes import make_plan
-from znnpy.planner.request import CostModel, PlanRequest
+from znnpy.planner.request import Constraints, CostModel, PlanRequest
 from znnpy.planner.run_plan import RunPlan
 from znnpy.run.masked import share_left
+from znnpy.run.step_grid import StepGrid
 from znnpy.shapes import Vec3, turned_back
 from znnpy.volume.mask import WantedOutputs
 
@@ -25,7 +27,9 @@ LEAST_SHARE = 1e-6  # of the work of a plan, so that a run predicts some seconds
 LONG_RUN = 1.0  # predicted seconds, from which on other patches are tried
 TRIED_SHARE = 0.1  # of the predicted seconds, for trying them
 TRIED_SECONDS = 6.0  # for trying them at most
-HALVINGS = 4  # of the patch, along some of its axes
+STEP_SECONDS = 3e-4  # that a step takes to be read, handed over and written, which predictions leave out: 2 CPU cores
+HALVINGS = 4, 5  # of the patch along the axis of columns, and along the others, so many less one at most
+BOUND = 0.9  # of the seconds of the fastest plan: those with the least memory of several as fast are chosen
 FACTORS = (Fraction(1, 2), Fraction(3, 4), Fraction(4, 3), Fraction(2))  # of the number of patches along an axis
 
 
@@ -38,8 +42,8 @@ def with_mask(plan: RunPlan, network: Network, wanted: WantedOutputs | None) -> 
 def fitted_to_mask(made: RunPlan, request: PlanRequest, costs: CostModel, wanted: WantedOutputs | None) -> RunPlan:
     """Return the fastest plan found for a mask: `made`, or one with other patches or columns.
 
-    Patches are halved some times, since those that are a little smaller may gain nothing where much smaller ones do.
-    From the best of these on, the number of patches along one axis is changed for as long as this gains something.
+    The patch is halved some times along the axis of columns, and along the others. From the best of these on, the
+    number of patches along an axis, or two, is changed for as long as this gains something.
 
     made     the fastest plan without the mask
     request  that it was made for
@@ -47,61 +51,73 @@ def fitted_to_mask(made: RunPlan, request: PlanRequest, costs: CostModel, wanted
     network, best = request.network, with_mask(made, request.network, wanted)
     if wanted is None or request.constraints.patch is not None or best.sharing is not None or best.seconds < LONG_RUN:
         return best
-    tried = _Tried(made, request, costs, wanted)
-    size = best.patch_out
-    for _ in range(HALVINGS):
-        if (nearest := tried.fastest(_halved(size, made, network))) is None:
-            break
-        size = nearest.patch_out
-        best = _faster(best, nearest)
-    while (nearest := tried.fastest(_changed(best.patch_out, made, network))) is not None:
-        if nearest.seconds >= best.seconds:
-            break
-        best = nearest
-    return best
+    tried = _Tried(best, request, costs, wanted)
+    tried.all(_halved(made, network))
+    while tried.all(_changed(tried.best.patch_out, made, network)):
+        pass
+    return tried.best
 
 
-def _faster(*plans: RunPlan) -> RunPlan:
-    return min(plans, key=lambda plan: plan.seconds)
+def _seconds(plan: RunPlan) -> float:
+    """Return the predicted seconds of a plan, with what each of its steps takes beside its layers."""
+    main = plan.main
+    steps = main.choices[0].executions / main.sub_batches[0]
+    return plan.seconds + STEP_SECONDS * plan.inside * steps
 
 
 class _Tried:
-    """Plans with other patches, each of which is made once, for a while."""
+    """Plans with other patches, each of which is made once, for a while.
+
+    best  the fastest plan so far
+    """
 
     def __init__(self, made: RunPlan, request: PlanRequest, costs: CostModel, wanted: WantedOutputs) -> None:
         asked = replace(request.without_alternatives(), baseline=made.memory.baseline)
         self._asked = replace(asked, target=replace(asked.target, mode=made.mode))
-        self._made, self._costs, self._wanted = made, costs, wanted
-        self._seen = set[tuple[Vec3, Cover]]()
-        self._until = time.monotonic() + min(TRIED_SECONDS, TRIED_SHARE * made.seconds)
+        self._costs, self._wanted = costs, wanted
+        self._seen = set[tuple[Vec3, str]]()
+        self._whole = replace(made, inside=1.0).seconds
+        self._until = time.monotonic() + min(TRIED_SECONDS, TRIED_SHARE * self._whole)
+        self.best = made
 
-    def fastest(self, patches: Iterable[Vec3]) -> RunPlan | None:
-        """Return the fastest plan with one of these patches; None if each was tried before, fits nowhere or is late."""
-        found, network, constraints = [], self._asked.network, self._asked.constraints
+    def all(self, patches: Iterable[Vec3]) -> bool:
+        """Try patches and columns of these sizes; return whether one of them is faster than those before."""
+        before, constraints = self.best, self._asked.constraints
         for patch, cover in product(patches, COVERS):
             if constraints.cover not in (None, cover) or (patch, cover) in self._seen:
                 continue
+            self._seen.add((patch, cover))
             if time.monotonic() > self._until:
                 break
-            self._seen.add((patch, cover))
-            limited = replace(constraints, patch=patch, cover=cover)
-            with suppress(NoPlanError, ShapeError):
-                other = make_plan(replace(self._asked, constraints=limited), self._costs)
-                found.append(with_mask(other.on_devices(self._made.devices), network, self._wanted))
-        return _faster(*found) if found else None
+            if self._least(patch) < _seconds(self.best):
+                with suppress(NoPlanError, ShapeError):
+                    self._try(replace(constraints, patch=patch, cover=cover))
+        return self.best is not before
+
+    def _try(self, constraints: Constraints) -> None:
+        other = make_plan(replace(self._asked, constraints=constraints), self._costs)
+        other = with_mask(other.on_devices(self.best.devices), self._asked.network, self._wanted)
+        self.best = min(self.best, other, key=_seconds)
+
+    def _least(self, patch: Vec3) -> float:
+        """Return the least seconds of a plan with such a patch: none computes a voxel sooner than the first plan."""
+        if self._asked.area is not None:
+            return 0.0
+        touched = StepGrid.of(Cover(self._asked.output, patch), self._wanted.outputs[0]).touched
+        return BOUND * self._whole * float(touched.mean()) + STEP_SECONDS * int(touched.sum())
 
 
-def _halved(size: Vec3, plan: RunPlan, network: Network) -> Iterator[Vec3]:
-    """Yield patches of half the size along all axes, along all but the shortest, and along the longest alone."""
-    longest = sorted(range(3), key=lambda axis: -size[axis])
-    for axes in (longest, longest[:2], longest[:1]):
-        yield _parted(size, [Fraction(2 if axis in axes else 1) for axis in range(3)], plan, network)
+def _halved(plan: RunPlan, network: Network) -> Iterator[Vec3]:
+    """Yield patches of a half, a quarter and so on of the size along the axis of columns, and along the other two."""
+    for along, across in product(*map(range, HALVINGS)):
+        factors = [Fraction(2 ** (along if axis == plan.main.axis else across)) for axis in range(3)]
+        yield _parted(plan.patch_out, factors, plan, network)
 
 
 def _changed(size: Vec3, plan: RunPlan, network: Network) -> Iterator[Vec3]:
-    """Yield patches of another size along one axis."""
-    for axis, factor in product(range(3), FACTORS):
-        yield _parted(size, [factor if i == axis else Fraction(1) for i in range(3)], plan, network)
+    """Yield patches of another size along one axis or two."""
+    for axes, factor in product(((0,), (1,), (2,), (1, 2), (0, 2), (0, 1)), FACTORS):
+        yield _parted(size, [factor if axis in axes else Fraction(1) for axis in range(3)], plan, network)
 
 
 def _parted(size: Vec3, factors: Sequence[Fraction], plan: RunPlan, network: Network) -> Vec3:
