@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import prod
 from typing import NamedTuple, overload
 
@@ -180,6 +180,12 @@ class Cover(Columns):
         places = (with_size((0, 0, 0), axis, place) for place in range(1 + self.counts[axis]))
         ends = [min(self.size[axis], self._corner(place)[axis]) for place in places]
         return [end - begin for begin, end in pairwise(ends)]
+
+    def edges(self, axis: int) -> list[int]:
+        """Return where steps with output begin to write along an axis, in order, and the end of the output."""
+        if self.column and axis == self.axis:
+            return [*range(0, self.size[axis], self.patch[axis]), self.size[axis]]
+        return [0, *accumulate(self.sizes(axis))]
 
     @property
     def ahead(self) -> int:

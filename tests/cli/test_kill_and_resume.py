@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 
@@ -51,6 +52,7 @@ class Ground:
     earlier: dict[str, Prediction]  # of another job
     seconds: float  # that a run takes
     changes: dict[str, int]  # of files in a run, by suffix
+    options: tuple[object, ...] = ()  # of every run
 
     def copy(self, folder: Path, suffix: str, *, replaces: bool) -> Path:
         """Make `folder` with the files of a user, some of them with names like ours. Returns where the output goes."""
@@ -115,7 +117,7 @@ class Case:
 
     def run(self, **when: Any) -> bool:
         """Run or go on, and look at all files; whether it was killed before the output was complete."""
-        ended = self.ground.runs.run(*arguments(self.folder, self.out, self.mode), **when)
+        ended = self.ground.runs.run(*arguments(self.folder, self.out, self.mode, *self.ground.options), **when)
         now = contents(self.folder)
         assert {name: now.get(name) for name in self.users} == self.users, "a file of the user's has changed"
         if ended.code == 1:  # it was killed before a column was on record, and what is there is the earlier output
@@ -157,6 +159,30 @@ def kill(ground: Ground, folder: Path, times: int) -> None:
 
 def test_output_survives_a_dozen_kills(ground: Ground, tmp_path: Path) -> None:
     kill(ground, tmp_path, 12)
+
+
+def test_masked_output_survives_a_dozen_kills(ground: Ground, tmp_path: Path) -> None:
+    """What is left out is written as zeros, once, by whichever run comes to it."""
+    path = ground.folder / "mask.npy"
+    with h5py.File(ground.folder / "volume.h5") as file:
+        size = file["raw"].shape
+    axes = np.meshgrid(*((np.arange(n) + 0.5) / n - 0.5 for n in size), indexing="ij")
+    np.save(path, np.asarray(sum(axis**2 for axis in axes) <= 0.3**2, np.uint8))
+    expected, changes, seconds = {}, {}, 0.0
+    for suffix in SUFFIXES:
+        out = tmp_path / f"out{suffix}"
+        ended = ground.runs.run(*arguments(ground.folder, out, "--mask", path))
+        assert ended.code == 0, ended.stderr
+        voxels, _ = expected[suffix] = prediction(out)
+        whole, _ = ground.expected[suffix]
+        inside = np.frombuffer(voxels, np.float32) != 0
+        assert 0 < inside.sum() < 0.5 * inside.size
+        np.testing.assert_array_equal(
+            np.frombuffer(voxels, np.float32), np.where(inside, np.frombuffer(whole, np.float32), 0)
+        )
+        changes[suffix], seconds = ended.changes, max(seconds, ended.seconds)
+    masked = replace(ground, expected=expected, changes=changes, seconds=seconds, options=("--mask", path))
+    kill(masked, tmp_path, 12)
 
 
 @pytest.mark.long

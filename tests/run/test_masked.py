@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ def wanted(mask: npt.NDArray[Any]) -> WantedOutputs:
     return WantedOutputs(read, (_wanted_output(read, places),), "")
 
 
-def lead(column: Column, step: int) -> tuple[int, int]:
+def lead(column: Column | None, step: int) -> tuple[int, int]:
     """Begin 5 steps early, of which 3 give no output."""
     del column
     return (0, 0) if step <= 5 else (step - 5, 3)
@@ -87,6 +88,44 @@ def test_column_of_everything_is_the_column_itself() -> None:
     columns = MaskedColumns(COVER, wanted(np.ones(SIZE, np.uint8)), lead)
     assert list(columns) == list(COVER)
     assert columns.skipped == 0
+
+
+COVERS = [
+    COVER,
+    Cover(SIZE, (7, 5, 4)),
+    Cover(SIZE, (3, 6, 5), axis=0, column=24, margin=7),
+    Cover(SIZE, (9, 3, 10), axis=1, column=6, margin=4),
+    Cover(SIZE, (70, 5, 3), axis=2, column=6, margin=2),
+]
+
+
+@pytest.mark.parametrize("cover", COVERS)
+@pytest.mark.parametrize("inside", [Box((0, 0, 0), SIZE), Box((11, 2, 0), (37, 9, 10)), Box((5, 5, 5), (5, 5, 5))])
+@pytest.mark.parametrize("blocks", [2**21, 40])
+def test_steps_of_a_cover_are_looked_up_together_as_each_is_alone(
+    monkeypatch: pytest.MonkeyPatch, cover: Cover, inside: Box, blocks: int
+) -> None:
+    monkeypatch.setattr(masks, "MOST_BLOCKS", blocks)
+    mask = (np.random.default_rng(5).random(inside.size) < 0.004).astype(np.uint8)
+    read = Mask.of(ArrayVolume(mask if mask.size else np.zeros((1, 1, 1), np.uint8)))
+    places = [np.where((at >= lo) & (at < hi), at - lo, -1.0) for at, lo, hi in (
+        (np.arange(n), lo, hi) for n, lo, hi in zip(SIZE, inside.lo, inside.hi, strict=True)
+    )]  # fmt: skip
+    there = WantedOutputs(read, (_wanted_output(read, places),), "")
+
+    def begins(column: Column | None, step: int) -> tuple[int, int]:
+        del column
+        return (0, 0) if step <= cover.ahead + 1 else (step - cover.ahead - 1, cover.ahead)
+
+    columns = MaskedColumns(cover, there, begins)
+    grid = columns.grid
+    assert grid is not None
+    for number, place in enumerate(np.ndindex(*cover.counts)):
+        touched = [i for i, step in enumerate(cover[number].steps) if there.touches([step.write])]
+        assert grid.wanted_steps((place[0], place[1], place[2])) == touched
+    assert columns.skipped == sum(step.write.voxels for column in columns for step in column.steps if not step.computed)
+    work = grid.work(partial(columns.parts, None), float)
+    assert work == sum(step.computed for column in columns for step in column.steps)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32, np.int64])

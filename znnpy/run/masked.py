@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,11 @@ from znnpy.geometry import AxisGeometry, Interval
 from znnpy.graph_columns import GraphCover, GraphStep, TurnedGraph
 from znnpy.graph_operations import Operation
 from znnpy.network import Network
-from znnpy.patches import Box, Column, Columns, Patch, Piece
+from znnpy.patches import Box, Column, Columns, Cover, Patch, Piece
 from znnpy.planner.plan import Plan
 from znnpy.planner.run_plan import RunPlan
 from znnpy.run.pipeline import Writes
+from znnpy.run.step_grid import Part, StepGrid
 from znnpy.run.step_work import StepWork
 from znnpy.shapes import Vec3
 from znnpy.volume.mask import WantedOutputs
@@ -30,7 +32,8 @@ from znnpy.volume.mask import WantedOutputs
 # Words in the names of primitives in which the rounding of a voxel depends on others that are computed with it.
 MIXING = ("fft", "cudnn", "host_ram")
 
-Lead = Callable[[Column, int], tuple[int, int]]  # the step that a part begins with, and how many give no output
+# The step that a part of a column begins with, and how many give no output. The column is None for those of a `Cover`.
+Lead = Callable[[Column | None, int], tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -45,28 +48,40 @@ class MaskedColumns(Columns):
     whole: Columns
     wanted: WantedOutputs
     lead: Lead
-    _touched: dict[int, int] = field(default_factory=dict, repr=False, compare=False)  # steps of columns, as bits
+    _touched: dict[int, list[int]] = field(default_factory=dict, repr=False, compare=False)  # steps of columns
 
     @property
     def counts(self) -> Vec3:
         return self.whole.counts
 
+    @cached_property
+    def grid(self) -> StepGrid | None:
+        """The steps of a network that slides over a volume, whose mask is looked up for all of them at once."""
+        cover = self.whole
+        if not isinstance(cover, Cover) or cover.later is not None:
+            return None
+        (output,) = self.wanted.outputs
+        return StepGrid.of(cover, output)
+
     def _at(self, place: Vec3) -> Column:
         _, rows, wide = self.counts
         number = (place[0] * rows + place[1]) * wide + place[2]
         column = self.whole[number]
-        touched = self._touched.get(number)
-        if touched is None:
-            steps = enumerate(column.steps)
-            touched = sum(1 << i for i, step in steps if self.wanted.touches([one.write for one in step.pieces]))
-            if len(column.steps) > 1:  # patches may be very many, and each is looked up in a moment
-                self._touched[number] = touched
-        wanted = [i for i in range(len(column.steps)) if touched >> i & 1]
-        return Column(tuple(_left(column, self._parts(column, wanted))))
+        wanted = self._wanted_steps(number, column) if self.grid is None else self.grid.wanted_steps(place)
+        return Column(tuple(_left(column, self.parts(column, wanted))))
 
-    def _parts(self, column: Column, wanted: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Return the parts of a column that are computed: first step, first step with output, and behind the last."""
-        found: list[tuple[int, int, int]] = []
+    def _wanted_steps(self, number: int, column: Column) -> list[int]:
+        """Return the steps of a column whose output may be wanted."""
+        if (found := self._touched.get(number)) is None:
+            steps = enumerate(column.steps)
+            found = [i for i, step in steps if self.wanted.touches([one.write for one in step.pieces])]
+            if len(column.steps) > 1:  # patches may be very many, and each is looked up in a moment
+                self._touched[number] = found
+        return found
+
+    def parts(self, column: Column | None, wanted: Sequence[int]) -> list[Part]:
+        """Return the parts of a column that are computed where these of its steps are wanted."""
+        found: list[Part] = []
         for step in wanted:
             if not found or step > found[-1][2]:
                 begin, silent = self.lead(column, step)
@@ -79,10 +94,12 @@ class MaskedColumns(Columns):
     @property
     def skipped(self) -> int:
         """Voxels of the first output that are not computed."""
-        return sum(step.write.voxels for column in self for step in column.steps if not step.computed)
+        if self.grid is None:
+            return sum(step.write.voxels for column in self for step in column.steps if not step.computed)
+        return self.grid.voxels_outside(partial(self.parts, None))
 
 
-def _left(column: Column, parts: Sequence[tuple[int, int, int]]) -> Iterator[Patch]:
+def _left(column: Column, parts: Sequence[Part]) -> Iterator[Patch]:
     """Yield the steps of a column that are computed in these parts, and zeros for all others that have output."""
     waiting = list(parts)
     for number, step in enumerate(column.steps):
@@ -117,7 +134,7 @@ def work_items(plan: RunPlan, network: Network, wanted: WantedOutputs | None) ->
     return MaskedColumns(items, wanted, _alone if plan.sharing is not None else lead_of(plan.main, network))
 
 
-def _alone(column: Column, step: int) -> tuple[int, int]:
+def _alone(column: Column | None, step: int) -> tuple[int, int]:
     """Return that a patch or cell begins with itself."""
     del column
     return step, 0
@@ -138,7 +155,7 @@ def lead_of(plan: Plan, network: Network) -> Lead:
             same = -(-same // thick) * thick
     early, ahead = -(-same // thick), plan.cover(network).ahead
 
-    def lead(column: Column, step: int) -> tuple[int, int]:
+    def lead(column: Column | None, step: int) -> tuple[int, int]:
         del column
         return (0, 0) if step <= early else (step - early, ahead)
 
@@ -152,7 +169,8 @@ class GraphLead:
         self._graph = cover.graph
         self._found: dict[tuple[int, int, int], int] = {}  # by the column along its axis, and the step
 
-    def __call__(self, column: Column, step: int) -> tuple[int, int]:
+    def __call__(self, column: Column | None, step: int) -> tuple[int, int]:
+        assert column is not None, "columns of a graph are no `Cover`"
         here = column.steps[step].step
         assert isinstance(here, GraphStep), "patches of a graph say what is computed"
         key = here.begin[0], here.end[0], step
@@ -204,6 +222,8 @@ def share_left(plan: RunPlan, network: Network, wanted: WantedOutputs) -> float:
         return sum(column.computed_voxels for column in items) / voxels
     work = StepWork(plan.main, network)
     assert isinstance(items, MaskedColumns)
+    if (grid := items.grid) is not None:
+        return grid.work(partial(items.parts, None), work.of_first) / work.of_all(grid.cover)
     whole = sum(sum(work.of_steps(column.steps)) for column in items.whole)
     return sum(sum(work.of_steps(column.steps)) for column in items) / whole
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from fractions import Fraction
 from itertools import product
 from math import ceil
 
@@ -13,17 +14,23 @@ from znnpy.errors import NoPlanError, ShapeError
 from znnpy.graph_columns import TurnedGraph
 from znnpy.network import Network
 from znnpy.option_values import COVERS
+from znnpy.patches import Cover
 from znnpy.planner.modes import make_plan
-from znnpy.planner.request import CostModel, PlanRequest
+from znnpy.planner.request import Constraints, CostModel, PlanRequest
 from znnpy.planner.run_plan import RunPlan
 from znnpy.run.masked import share_left
+from znnpy.run.step_grid import StepGrid
 from znnpy.shapes import Vec3, turned_back
 from znnpy.volume.mask import WantedOutputs
 
 LEAST_SHARE = 1e-6  # of the work of a plan, so that a run predicts some seconds
 LONG_RUN = 1.0  # predicted seconds, from which on other patches are tried
-TRIED_SECONDS = 3.0  # for trying them
-HALVINGS = 4  # of the patch, along some of its axes
+TRIED_SHARE = 0.1  # of the predicted seconds, for trying them
+TRIED_SECONDS = 6.0  # for trying them at most
+STEP_SECONDS = 3e-4  # that a step takes to be read, handed over and written, which predictions leave out: 2 CPU cores
+HALVINGS = 4, 5  # of the patch along the axis of columns, and along the others, so many less one at most
+BOUND = 0.9  # of the seconds of the fastest plan: those with the least memory of several as fast are chosen
+FACTORS = (Fraction(1, 2), Fraction(3, 4), Fraction(4, 3), Fraction(2))  # of the number of patches along an axis
 
 
 def with_mask(plan: RunPlan, network: Network, wanted: WantedOutputs | None) -> RunPlan:
@@ -33,7 +40,10 @@ def with_mask(plan: RunPlan, network: Network, wanted: WantedOutputs | None) -> 
 
 
 def fitted_to_mask(made: RunPlan, request: PlanRequest, costs: CostModel, wanted: WantedOutputs | None) -> RunPlan:
-    """Return the fastest plan found for a mask: `made`, or one with smaller patches or columns.
+    """Return the fastest plan found for a mask: `made`, or one with other patches or columns.
+
+    The patch is halved some times along the axis of columns, and along the others. From the best of these on, the
+    number of patches along an axis, or two, is changed for as long as this gains something.
 
     made     the fastest plan without the mask
     request  that it was made for
@@ -41,37 +51,84 @@ def fitted_to_mask(made: RunPlan, request: PlanRequest, costs: CostModel, wanted
     network, best = request.network, with_mask(made, request.network, wanted)
     if wanted is None or request.constraints.patch is not None or best.sharing is not None or best.seconds < LONG_RUN:
         return best
-    until, size = time.monotonic() + TRIED_SECONDS, best.patch_out
-    asked = replace(request.without_alternatives(), baseline=made.memory.baseline)
-    asked = replace(asked, target=replace(asked.target, mode=made.mode))
-    for _ in range(HALVINGS):
-        found = []
-        for patch, cover in product(_halved(size, made, network), COVERS):
-            if request.constraints.cover not in (None, cover) or time.monotonic() > until:
+    tried = _Tried(best, request, costs, wanted)
+    tried.all(_halved(made, network))
+    while tried.all(_changed(tried.best.patch_out, made, network)):
+        pass
+    return tried.best
+
+
+def _seconds(plan: RunPlan) -> float:
+    """Return the predicted seconds of a plan, with what each of its steps takes beside its layers."""
+    main = plan.main
+    steps = main.choices[0].executions / main.sub_batches[0]
+    return plan.seconds + STEP_SECONDS * plan.inside * steps
+
+
+class _Tried:
+    """Plans with other patches, each of which is made once, for a while.
+
+    best  the fastest plan so far
+    """
+
+    def __init__(self, made: RunPlan, request: PlanRequest, costs: CostModel, wanted: WantedOutputs) -> None:
+        asked = replace(request.without_alternatives(), baseline=made.memory.baseline)
+        self._asked = replace(asked, target=replace(asked.target, mode=made.mode))
+        self._costs, self._wanted = costs, wanted
+        self._seen = set[tuple[Vec3, str]]()
+        self._whole = replace(made, inside=1.0).seconds
+        self._until = time.monotonic() + min(TRIED_SECONDS, TRIED_SHARE * self._whole)
+        self.best = made
+
+    def all(self, patches: Iterable[Vec3]) -> bool:
+        """Try patches and columns of these sizes; return whether one of them is faster than those before."""
+        before, constraints = self.best, self._asked.constraints
+        for patch, cover in product(patches, COVERS):
+            if constraints.cover not in (None, cover) or (patch, cover) in self._seen:
                 continue
-            limited = replace(asked.constraints, patch=patch, cover=cover)
-            with suppress(NoPlanError, ShapeError):
-                other = make_plan(replace(asked, constraints=limited), costs).on_devices(made.devices)
-                found.append(with_mask(other, network, wanted))
-        if not found:
-            break
-        nearest = min(found, key=lambda plan: plan.seconds)
-        size = nearest.patch_out
-        best = min(best, nearest, key=lambda plan: plan.seconds)
-    return best
+            self._seen.add((patch, cover))
+            if time.monotonic() > self._until:
+                break
+            if self._least(patch) < _seconds(self.best):
+                with suppress(NoPlanError, ShapeError):
+                    self._try(replace(constraints, patch=patch, cover=cover))
+        return self.best is not before
+
+    def _try(self, constraints: Constraints) -> None:
+        other = make_plan(replace(self._asked, constraints=constraints), self._costs)
+        other = with_mask(other.on_devices(self.best.devices), self._asked.network, self._wanted)
+        self.best = min(self.best, other, key=_seconds)
+
+    def _least(self, patch: Vec3) -> float:
+        """Return the least seconds of a plan with such a patch: none computes a voxel sooner than the first plan."""
+        if self._asked.area is not None:
+            return 0.0
+        touched = StepGrid.of(Cover(self._asked.output, patch), self._wanted.outputs[0]).touched
+        return BOUND * self._whole * float(touched.mean()) + STEP_SECONDS * int(touched.sum())
 
 
-def _halved(size: Vec3, plan: RunPlan, network: Network) -> Iterator[Vec3]:
-    """Yield patches of half the size along all axes, along all but the shortest, and along the longest alone."""
+def _halved(plan: RunPlan, network: Network) -> Iterator[Vec3]:
+    """Yield patches of a half, a quarter and so on of the size along the axis of columns, and along the other two."""
+    for along, across in product(*map(range, HALVINGS)):
+        factors = [Fraction(2 ** (along if axis == plan.main.axis else across)) for axis in range(3)]
+        yield _parted(plan.patch_out, factors, plan, network)
+
+
+def _changed(size: Vec3, plan: RunPlan, network: Network) -> Iterator[Vec3]:
+    """Yield patches of another size along one axis or two."""
+    for axes, factor in product(((0,), (1,), (2,), (1, 2), (0, 2), (0, 1)), FACTORS):
+        yield _parted(size, [factor if axis in axes else Fraction(1) for axis in range(3)], plan, network)
+
+
+def _parted(size: Vec3, factors: Sequence[Fraction], plan: RunPlan, network: Network) -> Vec3:
+    """Return the size of so many times as many patches along each axis, a multiple of the least one."""
     if plan.main.area is None:
         unit = network.period
     else:
-        area = plan.main.area
-        graph = TurnedGraph.of(network, area.volume, plan.main.axis, plan.precision)
+        graph = TurnedGraph.of(network, plan.main.area.volume, plan.main.axis, plan.precision)
         unit = turned_back(graph.voxels, plan.main.axis)
-    longest = sorted(range(3), key=lambda axis: -size[axis])
-    for axes in (longest, longest[:2], longest[:1]):
-        parts = [ceil(plan.output[axis] / size[axis]) * (2 if axis in axes else 1) for axis in range(3)]
-        z, y, x = (ceil(ceil(n / part) / one) * one for n, part, one in zip(plan.output, parts, unit, strict=True))
-        if (z, y, x) != size:
-            yield z, y, x
+    found = []
+    for n, patch, factor, least in zip(plan.output, size, factors, unit, strict=True):
+        parts = max(1, round(ceil(n / patch) * factor))
+        found.append(ceil(ceil(n / parts) / least) * least)
+    return found[0], found[1], found[2]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import prod
 
 from znnpy.network import Network
-from znnpy.patches import Patch
+from znnpy.patches import Cover, Patch
 from znnpy.planner.plan import Plan
 
 
@@ -21,6 +21,14 @@ class StepWork:
     def of(self, number: int) -> float:
         """Return the work of step `number` of a column."""
         return self._whole * (self._ahead[number] if number < len(self._ahead) else 1.0)
+
+    def of_first(self, steps: int) -> float:
+        """Return the work of the first steps of a column."""
+        return sum(self._ahead[:steps]) * self._whole + max(0, steps - len(self._ahead)) * self._whole
+
+    def of_all(self, cover: Cover) -> float:
+        """Return the work of all columns."""
+        return len(cover) * sum(self._ahead) * self._whole + cover.steps(0) * self._whole
 
     def of_steps(self, steps: Sequence[Patch], *, goes_on: bool = False) -> list[float]:
         """Return the work of each step of a column: none where nothing is computed, less in the first steps behind it.

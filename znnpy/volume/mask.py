@@ -165,6 +165,18 @@ class WantedOutput:
         there = box.clipped(self.inside)
         return there.voxels > 0 and self.mask.touches(self._of_mask(there))
 
+    def touched(self, edges: Sequence[Numbers]) -> Wanted:
+        """Return what `touches` says of all boxes of a grid: each lies between neighbouring edges along every axis."""
+        found = self.mask.sums
+        for axis, (along, ends) in enumerate(zip(self.places, edges, strict=True)):
+            ends = np.clip(ends, self.inside.lo[axis], self.inside.hi[axis])
+            lo, hi = ends[:-1], ends[1:]
+            first = along[np.minimum(lo, len(along) - 1)] // self.mask.block
+            end = np.where(hi > lo, along[hi - 1] // self.mask.block + 1, first)
+            found = found.take(end, axis) - found.take(first, axis)
+        wanted: Wanted = found > 0
+        return wanted
+
     def clear(self, box: Box, voxels: npt.NDArray[Any]) -> None:
         """Set the voxels (maps, *box.size) of a box to zero that are not wanted."""
         there = box.clipped(self.inside)
