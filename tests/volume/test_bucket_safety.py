@@ -169,11 +169,11 @@ class TestCutShort:
 
         def lose(files: Any, *arguments: Any) -> None:
             count[0] += 1
-            if count[0] == 7:
+            if count[0] == 1:
                 raise Stop
             start(files, *arguments)
 
-        monkeypatch.setattr(column_record, "SYNC_SECONDS", 1000.0)
+        monkeypatch.setattr(store_module, "CHUNK", 64)  # so that several columns wait for one chunk
         with monkeypatch.context() as patch:
             patch.setattr(chunk_writes.ChunkFiles, "start", lose)
             with pytest.raises(Stop):

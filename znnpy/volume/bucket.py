@@ -14,7 +14,7 @@ from znnpy.errors import MissingExtraError, OutputError, VolumeError
 from znnpy.extras import install
 from znnpy.messages import excerpt, option
 from znnpy.volume.location import Location
-from znnpy.volume.object_store import NEVER, SECONDS, context, kvstore_spec, remote_error
+from znnpy.volume.object_store import NEVER, REFUSED, SECONDS, context, kvstore_spec, remote_error
 
 try:
     import tensorstore as ts
@@ -90,7 +90,8 @@ class Bucket:
                 return ask()
             except ERRORS as error:
                 said = str(error)
-                is_passing = said.startswith(PASSING) and not (is_first and NEVER.search(said))
+                is_passing = said.startswith(PASSING) and not REFUSED.search(said)
+                is_passing = is_passing and not (is_first and NEVER.search(said))
                 if not is_passing or time.monotonic() + pause > until:
                     raise self.error(error, resumes=not is_first) from None
             time.sleep(pause)

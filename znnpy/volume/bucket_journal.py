@@ -19,7 +19,7 @@ from collections.abc import Iterable, Set
 
 from znnpy.errors import OutputError, ResumeError
 from znnpy.messages import excerpt, option
-from znnpy.volume.bucket import Bucket
+from znnpy.volume.bucket import Bucket, check_bucket
 from znnpy.volume.journal import ColumnSet, JournalHeader, columns_of, header_line, header_of, record_lines
 from znnpy.volume.location import Location
 from znnpy.volume.output_names import RUN
@@ -40,7 +40,9 @@ def print_kernels(out: str) -> None:
 
     The command line calls it in a process of its own.
     """
-    found = BucketJournal(Location.of(out)).read()
+    place = Location.of(out)
+    check_bucket(place)
+    found = BucketJournal(place).read()
     if found is not None:
         print(found[0].settings["processor"], found[0].blas, sep="\n")
 

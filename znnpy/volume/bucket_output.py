@@ -357,6 +357,7 @@ class BucketOutput:
 
 def kept_job(place: Location) -> dict[str, Any]:
     """Return the job of the unfinished or finished output at a place; an empty one if there is none."""
+    check_bucket(place)
     found = BucketJournal(place).read()
     if found is not None:
         return found[0].job

@@ -209,6 +209,8 @@ def remote_error(what: object, error: Exception) -> VolumeError:
     said = str(error)
     if NO_CREDENTIALS.search(said):
         why = "its credentials are not complete; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+    elif re.search(r"Invalid \w+ bucket name", said):
+        why = "no bucket can have this name; check the name"
     elif NO_BUCKET.search(said):
         why = "there is no such bucket; check its name, and the server in AWS_ENDPOINT_URL"
     elif REFUSED.search(said):
