@@ -86,8 +86,7 @@ class TestReading:
         voxels[8:16, 16:24, 0:8] = 0
         np.save(tmp_path / "zeros.npy", voxels)
         infer(place, tmp_path / "expected.h5", volume=tmp_path / "zeros.npy")
-        source = {"s3": s3_store, "gcs": gcs_store, "http": lambda: http_store(tmp_path)}[kind]
-        with source() as store:
+        with s3_store() if kind == "s3" else gcs_store() if kind == "gcs" else http_store(tmp_path) as store:
             local = {"driver": "file", "path": f"{tmp_path}/v.zarr/"}
             kvstore = local if kind == "http" else store.kvstore("v.zarr/")
             store_volume(place, kvstore, "zarr3")

@@ -149,6 +149,17 @@ def test_faults_pass(store: ObjectStore) -> None:
         assert len(proxy.faults_met) == 4
 
 
+def test_an_object_is_removed_though_the_bucket_says_that_it_is_not_there(store: ObjectStore) -> None:
+    with behind_proxy(store, every=0) as (near, proxy):
+        objects = Bucket(place(near, "removed"))
+        for remove in (objects.remove_one, lambda key: objects.remove(key.partition("/")[0])):
+            objects.write("a/b", b"content")
+            proxy.spoil("missing", every=10**6, methods=("DELETE", "POST"))
+            remove("a/b")
+            assert not objects.every()
+        assert proxy.faults_met["missing"] == 2
+
+
 def test_a_lost_answer_is_no_other_run(store: ObjectStore) -> None:
     with behind_proxy(store, every=0) as (near, proxy):
         journal = BucketJournal(place(near, "lost"))

@@ -78,7 +78,8 @@ class TestOfOthers:
         out = s3.url("beside.zarr")
         objects = bucket_of(out)
         objects.write("notes/today.txt", b"a user's")
-        for mode in ({}, {"overwrite": True}):
+        modes: list[dict[str, Any]] = [{}, {"overwrite": True}]
+        for mode in modes:
             with pytest.raises(OutputError, match=r"was not written by znnpy \(notes/today.txt is there\)"):
                 infer(place, out, **mode)
         objects.remove("notes")
@@ -146,7 +147,7 @@ class TestCutShort:
                 infer(place, out)
         assert len(records) > 1
         assert np.array_equal(read(out), expected(place))
-        infer(place, out, **{mode: True})
+        infer(place, out, resume=mode == "resume", overwrite=mode == "overwrite")
         assert np.array_equal(read(out), expected(place))
         assert bucket_of(out, ".journal").every() == []
 

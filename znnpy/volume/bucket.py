@@ -73,11 +73,21 @@ class Bucket:
 
     def remove(self, folder: str) -> None:
         """Remove all objects below a folder; "" for all below the place."""
-        self.repeated(lambda: self._store.delete_range(_below(folder)).result(timeout=SECONDS))
+        self._remove(lambda: self._store.delete_range(_below(folder)).result(timeout=SECONDS), _below(folder))
 
     def remove_one(self, key: str) -> None:
         """Remove an object if it is there."""
-        self.repeated(lambda: self._store.write(key, None).result(timeout=SECONDS))
+        self._remove(lambda: self._store.write(key, None).result(timeout=SECONDS), ts.KvStore.KeyRange(key, f"{key}\0"))
+
+    def _remove(self, ask: Callable[[], Any], keys: Any) -> None:
+        """Remove objects until the bucket lists none: an answer that one is not there is taken for its removal."""
+
+        def removed() -> None:
+            ask()
+            if left := self._listed(keys):
+                raise ValueError(f"ABORTED: {left[0]} could not be removed")
+
+        self.repeated(removed)
 
     def repeated(self, ask: Callable[[], T], *, is_first: bool = False) -> T:
         """Return what a request gives, repeated while its faults may pass by themselves; OutputError afterwards.
