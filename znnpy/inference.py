@@ -164,6 +164,7 @@ def infer_as_asked(asked: InferOptions) -> Report:
             job=job,
             sharded=asked.sharded,
             multiscale=asked.multiscale,
+            mask=asked.mask,
         )
         stack.enter_context(output)
         if output.finished:

@@ -112,6 +112,13 @@ class FaultyProxy(Server):
         return Counter(one.fault for one in list(self.seen) if one.fault)
 
     @property
+    def spoiled_uploads(self) -> Counter[str]:
+        """Return how many uploads of each object, by its bucket and key, met a fault."""
+        return Counter(
+            name_of_object(one.path) for one in list(self.seen) if one.fault and one.method in ("PUT", "POST")
+        )
+
+    @property
     def uploads(self) -> Counter[str]:
         """Return how often the store took each object, by its bucket and key.
 

@@ -7,14 +7,14 @@ Requests that fail are repeated with growing pauses, by tensorstore for most fau
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from znnpy.errors import MissingExtraError, OutputError, VolumeError
 from znnpy.extras import install
-from znnpy.messages import option
+from znnpy.messages import excerpt, option
 from znnpy.volume.location import Location
-from znnpy.volume.object_store import SECONDS, context, kvstore_spec, remote_error
+from znnpy.volume.object_store import NEVER, REFUSED, SECONDS, context, kvstore_spec, remote_error
 
 try:
     import tensorstore as ts
@@ -38,12 +38,14 @@ class Bucket:
         self.place = place
         self.limits = context()
         self.spec = kvstore_spec(place)
-        self._store = self.repeated(lambda: ts.KvStore.open(self.spec, context=self.limits).result(timeout=SECONDS))
+        self._store = self.repeated(
+            lambda: ts.KvStore.open(self.spec, context=self.limits).result(timeout=SECONDS), is_first=True
+        )
 
     def check(self) -> None:
         """Raise OutputError unless the bucket is there and may be listed: some writing to no bucket never ends."""
         nothing = ts.KvStore.KeyRange(".znnpy", ".znnpy\0")
-        self.repeated(lambda: self._store.list(nothing).result(timeout=SECONDS), passing=PASSING[1:])
+        self.repeated(lambda: self._store.list(nothing).result(timeout=SECONDS), is_first=True)
 
     def read(self, key: str) -> bytes | None:
         """Return an object; None where there is none, by the bucket's own list."""
@@ -56,9 +58,9 @@ class Bucket:
         """Return whether the bucket lists an object of this key."""
         return bool(self._listed(ts.KvStore.KeyRange(key, f"{key}\0")))
 
-    def keys(self, folder: str) -> list[str]:
-        """Return the keys of all objects below a folder, sorted."""
-        return sorted(self._listed(ts.KvStore.KeyRange(f"{folder}/", f"{folder}0")))
+    def every(self, folder: str = "") -> list[str]:
+        """Return the keys of all objects below a folder, sorted; "" for all below the place."""
+        return sorted(self._listed(_below(folder)))
 
     def write(self, key: str, content: bytes) -> None:
         """Write an object, whatever is there."""
@@ -71,30 +73,47 @@ class Bucket:
 
     def remove(self, folder: str) -> None:
         """Remove all objects below a folder; "" for all below the place."""
-        everything = ts.KvStore.KeyRange(f"{folder}/", f"{folder}0") if folder else ts.KvStore.KeyRange()
-        self.repeated(lambda: self._store.delete_range(everything).result(timeout=SECONDS))
+        self._remove(lambda: self._store.delete_range(_below(folder)).result(timeout=SECONDS), _below(folder))
 
     def remove_one(self, key: str) -> None:
         """Remove an object if it is there."""
-        self.repeated(lambda: self._store.write(key, None).result(timeout=SECONDS))
+        self._remove(lambda: self._store.write(key, None).result(timeout=SECONDS), ts.KvStore.KeyRange(key, f"{key}\0"))
 
-    def repeated(self, ask: Callable[[], T], passing: tuple[str, ...] = PASSING) -> T:
-        """Return what a request gives, repeated while its faults may pass by themselves; OutputError afterwards."""
+    def _remove(self, ask: Callable[[], Any], keys: Any) -> None:
+        """Remove objects until the bucket lists none: an answer that one is not there is taken for its removal."""
+
+        def removed() -> None:
+            ask()
+            if left := self._listed(keys):
+                raise ValueError(f"ABORTED: {left[0]} could not be removed")
+
+        self.repeated(removed)
+
+    def repeated(self, ask: Callable[[], T], *, is_first: bool = False) -> T:
+        """Return what a request gives, repeated while its faults may pass by themselves; OutputError afterwards.
+
+        is_first  whether nothing was asked before, so that a bucket or a host which is not there has not vanished
+        """
         until, pause = time.monotonic() + SECONDS_IN_ALL, FIRST_PAUSE
         while True:
             try:
                 return ask()
             except ERRORS as error:
-                if not str(error).startswith(passing) or time.monotonic() + pause > until:
-                    raise self.error(error) from None
+                said = str(error)
+                is_passing = said.startswith(PASSING) and not REFUSED.search(said)
+                is_passing = is_passing and not (is_first and NEVER.search(said))
+                if not is_passing or time.monotonic() + pause > until:
+                    raise self.error(error, resumes=not is_first) from None
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    def error(self, error: BaseException) -> OutputError:
-        """Return an error of the bucket in one sentence."""
+    def error(self, error: BaseException, *, resumes: bool = True) -> OutputError:
+        """Return an error of the bucket in one sentence; `resumes`: with the advice to continue."""
         said = str(remote_error(self.place, error if isinstance(error, Exception) else RuntimeError(str(error))))
         said = said.replace("cannot be read", "cannot be written").replace("may read it", "may write it")
-        return OutputError(f"{said.removesuffix('; run it again')}; continue with {option('resume', True)}")
+        return OutputError(
+            f"{said.removesuffix('; run it again')}; continue with {option('resume', True)}" if resumes else said
+        )
 
     def _present(self, key: str) -> Any:
         """Read an object that is known to be there; ValueError if the bucket says that it is not."""
@@ -117,12 +136,37 @@ class Bucket:
         return [one.decode() if isinstance(one, bytes) else str(one) for one in found]
 
 
-def check_bucket(place: Location) -> Bucket:
-    """Open the place of an output; OutputError for a web server, and for a bucket that cannot be listed."""
+def _below(folder: str) -> Any:
+    return ts.KvStore.KeyRange(f"{folder}/", f"{folder}0") if folder else ts.KvStore.KeyRange()
+
+
+def check_place(place: Location, reads: Sequence[Location]) -> None:
+    """Raise OutputError for an output that would be a whole bucket, or replace or contain something that is read."""
     if place.scheme in ("http", "https"):
         raise OutputError(
             f"{place} is on a web server, which takes no files; give a path, s3:// or gs:// in {option('out')}"
         )
+    if not place.key:
+        raise OutputError(f"the output {place} is a whole bucket; give a name inside it in {option('out')}")
+    for read in reads:
+        for name, what in ((place.place, place.name), (f"{place.place}.journal", f"{place.name}.journal")):
+            theirs = read.place
+            if name == theirs:
+                why = "is"
+            elif theirs.startswith(f"{name}/"):
+                why = "contains"
+            elif name.startswith(f"{theirs}/"):
+                why = "is inside"
+            else:
+                continue
+            raise OutputError(
+                f"the output {place}, which writes to {excerpt(what)}, {why} {theirs}, which is read; give another "
+                f"name in {option('out')}"
+            )
+
+
+def check_bucket(place: Location) -> Bucket:
+    """Open the place of an output; OutputError for a bucket that cannot be listed."""
     try:
         bucket = Bucket(place)
         bucket.check()

@@ -8,7 +8,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from znnpy.errors import OutputError
+from znnpy.messages import option
 from znnpy.volume.bucket import ERRORS, Bucket
+from znnpy.volume.bucket_journal import BucketJournal
 from znnpy.volume.chunk_assembly import Voxels
 from znnpy.volume.chunk_writes import ChunkFiles
 from znnpy.volume.chunked_formats import ChunkedFormat, StoredArray
@@ -22,9 +25,16 @@ class BucketFiles(ChunkFiles):
     # Every file is written, so that one which is not there was not written; and none is read as zeros.
     more: ClassVar = {"fill_missing_data_reads": False, "store_data_equal_to_fill_value": True}
 
-    def __init__(self, form: ChunkedFormat, arrays: Sequence[StoredArray], bucket: Bucket, most_bytes: int) -> None:
+    def __init__(
+        self,
+        form: ChunkedFormat,
+        arrays: Sequence[StoredArray],
+        bucket: Bucket,
+        journal: BucketJournal,
+        most_bytes: int,
+    ) -> None:
         """Open arrays without reading anything; `most_bytes` as in `ChunkFiles`."""
-        self._bucket = bucket
+        self._bucket, self._journal = bucket, journal
         super().__init__(form, arrays, self._below, most_bytes, inside=bucket.limits)
 
     def read(self, number: int, region: Region) -> Voxels:
@@ -33,16 +43,30 @@ class BucketFiles(ChunkFiles):
         found = np.zeros(region.shape, array.dtype)
         steps = region.in_steps(array.file)
         for index in product(*(range(lo, hi) for lo, hi in zip(steps.lo, steps.hi, strict=True))):
-            if self._bucket.holds(self._form.key(array, index)):
+            if self._is_there(self._form.key(array, index)):
                 part = array.region_of(index).clipped(region)
                 found[part.shifted([-at for at in region.lo]).slices] = self._stored(number, part)
         return found
+
+    def _is_there(self, key: str) -> bool:
+        """Return whether the bucket lists a file. Of Google's, a bucket that is gone or denied lists nothing at all."""
+        if self._bucket.holds(key):
+            return True
+        if not self._journal.is_listed:
+            raise OutputError(
+                f"{self._journal.place} is not listed any more, so the bucket is gone or may not be listed; see to it, "
+                f"and continue with {option('resume', True)}"
+            )
+        return self._bucket.holds(key)  # the bucket may have been back when the journal was listed
 
     def _stored(self, number: int, region: Region) -> Voxels:
         """Return what files hold that are known to be there."""
         target = self._opened[number][region.slices]
         found: Voxels = self._bucket.repeated(lambda: target.read().result(timeout=SECONDS))
         return found
+
+    def _explained(self, error: Exception) -> Exception:
+        return self._bucket.error(error)
 
     def _wait_for(self, future: Any, begin: Callable[[], Any]) -> None:
         try:

@@ -1,27 +1,33 @@
-"""The journal of an output in a bucket: objects below `OUTPUT.journal/`, each written once.
+"""The journal of an output in a bucket: objects below `OUTPUT.journal/`.
 
-    run              the id of the run, and the header; written first, and only where there is none
-    files/NAME       the metadata files of the output, which get their own names when it is complete
-    done/0000000001  columns that are in the bucket; each further record has the next number
+    run                  the id of the run, and the header; written first, and only where there is none
+    RUN/owner            the process that writes now; whoever continues the run puts its own name there
+    RUN/files/NAME       the metadata files of the output, which get their own names when it is complete
+    RUN/done/0000000001  columns that are in the bucket; each further record has the next number
 
-A record is written only where none of its number is. So of two runs that write one output the first to record columns
-goes on, and the other finds its number taken and stops.
+A record is written only where none of its number is, by the owner. So of two processes that write one output, the one
+that finds another owner, or its number taken, stops. An owner looks every CHECK_SECONDS, before it writes chunks; and
+who takes an output over waits for HANDOVER_SECONDS, so that an earlier owner that still runs has noticed.
 """
 
 from __future__ import annotations
 
 import re
+import secrets
+import time
 from collections.abc import Iterable, Set
 
 from znnpy.errors import OutputError, ResumeError
 from znnpy.messages import excerpt, option
-from znnpy.volume.bucket import Bucket
+from znnpy.volume.bucket import Bucket, check_bucket
 from znnpy.volume.journal import ColumnSet, JournalHeader, columns_of, header_line, header_of, record_lines
 from znnpy.volume.location import Location
 from znnpy.volume.output_names import RUN
 
-RUN_KEY, FILES, DONE = "run", "files", "done"
-_RECORD = re.compile(rf"{DONE}/(\d{{10}})")
+CHECK_SECONDS = 1.0  # time for which an owner may write without having looked whether it still is
+HANDOVER_SECONDS = 2.0
+RUN_KEY, OWNER, FILES, DONE = "run", "owner", "files", "done"
+_RECORD = re.compile(r"\d{10}")
 
 
 def journal_location(out: Location) -> Location:
@@ -34,7 +40,9 @@ def print_kernels(out: str) -> None:
 
     The command line calls it in a process of its own.
     """
-    found = BucketJournal(Location.of(out)).read()
+    place = Location.of(out)
+    check_bucket(place)
+    found = BucketJournal(place).read()
     if found is not None:
         print(found[0].settings["processor"], found[0].blas, sep="\n")
 
@@ -47,17 +55,49 @@ class BucketJournal:
         self.run: str | None = None  # id of the run that is recorded
         self._bucket = Bucket(self.place)
         self._records = 0  # number of the last one
+        self._owner = secrets.token_hex(8).encode()
+        self._looked = 0.0  # time at which this was known to be the owner
 
-    def create(self, run: str, header: JournalHeader, files: dict[str, bytes]) -> None:
+    @property
+    def is_listed(self) -> bool:
+        """Whether the bucket lists the journal."""
+        return self._bucket.holds(RUN_KEY)
+
+    def create(self, run: str, header: JournalHeader, files: dict[str, bytes], *, handover: bool = False) -> None:
         """Create the journal of a run; OutputError if another run was faster.
 
-        files  the metadata files of the output, by their names below it
+        files     the metadata files of the output, by their names below it
+        handover  whether there was another run, which may still write
         """
         if not self._bucket.create(RUN_KEY, run.encode() + b"\n" + header_line(header)):
             raise self.taken()
-        for name, content in files.items():
-            self._bucket.write(f"{FILES}/{name}", content)
         self.run, self._records = run, 0
+        self._bucket.write(self._key(OWNER), self._owner)
+        for left in {key.partition("/")[0] for key in self._bucket.every()} - {run}:
+            if RUN.fullmatch(left):
+                self._bucket.remove(left)
+        for name, content in files.items():
+            self._bucket.write(self._key(FILES, name), content)
+        if handover:
+            time.sleep(HANDOVER_SECONDS)
+        self._looked = time.monotonic()
+
+    def take_over(self) -> None:
+        """Become the owner of the run that was read; OutputError if it has gone on since."""
+        if not self._is_of(self.run) or self._bucket.holds(self._record(self._records + 1)):
+            raise self.taken()
+        self._bucket.write(self._key(OWNER), self._owner)
+        time.sleep(HANDOVER_SECONDS)
+        self.check()
+
+    def check(self, seconds: float = 0.0) -> None:
+        """Raise OutputError if another process owns the run; nothing is asked within so many seconds."""
+        now = time.monotonic()
+        if now < self._looked + seconds:
+            return
+        if not self.is_ours(self.run):
+            raise self.taken()
+        self._looked = now
 
     def read(self) -> tuple[JournalHeader, Set[int]] | None:
         """Return the header and the finished columns of an earlier run; None if there is none. ResumeError: damaged."""
@@ -75,9 +115,16 @@ class BucketJournal:
         except ValueError as error:
             raise self._damaged(RUN_KEY, str(error)) from None
         self.run, done = first.decode(), ColumnSet(header.columns)
-        for number, key in enumerate(self._bucket.keys(DONE), 1):
-            found = _RECORD.fullmatch(key)
-            if found is None or int(found[1]) != number:
+        folder = self._key(DONE, "")
+        keys = self._bucket.every()
+        if RUN_KEY not in keys:
+            raise OutputError(
+                f"the bucket of {self.place} does not list it, so it is not known what is finished; give credentials "
+                f"that may list the bucket, and run it again"
+            )
+        for number, key in enumerate((key for key in keys if key.startswith(folder)), 1):
+            found = key.removeprefix(folder)
+            if not _RECORD.fullmatch(found) or int(found) != number:
                 raise self._damaged(key, f"it is not record {number}")
             for record in (self._bucket.read(key) or b"").splitlines(keepends=True):
                 columns = columns_of(record, header.columns)
@@ -89,27 +136,46 @@ class BucketJournal:
 
     def files(self) -> dict[str, bytes]:
         """Return the metadata files of the output, by their names below it."""
-        keys = self._bucket.keys(FILES)
-        found = {key.removeprefix(f"{FILES}/"): self._bucket.read(key) for key in keys}
+        folder = self._key(FILES, "")
+        found = {key.removeprefix(folder): self._bucket.read(key) for key in self._bucket.every(folder.rstrip("/"))}
         return {name: content for name, content in found.items() if content is not None}
 
     def append(self, columns: Iterable[int]) -> None:
         """Record columns whose chunks are in the bucket; OutputError if another run records too."""
-        if not self._bucket.create(f"{DONE}/{self._records + 1:010}", record_lines(columns)):
+        self.check()
+        if not self._bucket.create(self._record(self._records + 1), record_lines(columns)):
             raise self.taken()
         self._records += 1
 
-    def is_ours(self, run: str) -> bool:
-        """Return whether the journal is still that of a run."""
-        content = self._bucket.read(RUN_KEY)
-        return content is not None and content.startswith(run.encode() + b"\n")
+    def is_ours(self, run: str | None) -> bool:
+        """Return whether the journal is still that of a run, and this process is its owner."""
+        return self._is_of(run) and self._bucket.read(self._key(OWNER)) == self._owner
 
-    def remove(self) -> None:
-        """Remove all objects of the journal, the one that names the run last."""
-        for folder in (DONE, FILES):
-            self._bucket.remove(folder)
+    def exists(self) -> bool:
+        """Return whether there is a journal."""
+        return self._bucket.read(RUN_KEY) is not None
+
+    def forget(self) -> None:
+        """Remove the records: before the chunks that they tell of are removed."""
+        if self.run is not None:
+            self._bucket.remove(self._key(DONE))
+
+    def remove(self, run: str | None = None) -> None:
+        """Remove the journal. If that is cut short, what is left belongs to no run; `run` is the one it belonged to."""
         self._bucket.remove_one(RUN_KEY)
+        if run := self.run or run:
+            self._bucket.remove(run)
         self.run, self._records = None, 0
+
+    def _is_of(self, run: str | None) -> bool:
+        content = self._bucket.read(RUN_KEY)
+        return run is not None and content is not None and content.startswith(run.encode() + b"\n")
+
+    def _key(self, *parts: str) -> str:
+        return "/".join((self.run or "", *parts))
+
+    def _record(self, number: int) -> str:
+        return self._key(DONE, f"{number:010}")
 
     def taken(self) -> OutputError:
         """Make the error for a journal that another run writes."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
@@ -23,14 +24,12 @@ from znnpy.errors import OutputError, ResumeError
 from znnpy.files import MOST_METADATA_BYTES
 from znnpy.messages import excerpt, option
 from znnpy.patches import Box, Columns
-from znnpy.volume.bucket import Bucket, check_bucket
-from znnpy.volume.bucket_files import BucketFiles
-from znnpy.volume.bucket_journal import BucketJournal
-from znnpy.volume.chunk_assembly import Assembler
+from znnpy.volume.bucket import Bucket, check_bucket, check_place
+from znnpy.volume.bucket_journal import CHECK_SECONDS, BucketJournal
+from znnpy.volume.bucket_store import BucketStore
 from znnpy.volume.chunk_layout import layouts_of
-from znnpy.volume.chunked_formats import ChunkedFormat, StoredArray, box_region, stored_levels
-from znnpy.volume.chunked_store import ON_THE_WAY, ChunkedStore
-from znnpy.volume.coarser_levels import write_coarser
+from znnpy.volume.chunked_formats import ChunkedFormat, stored_levels
+from znnpy.volume.chunked_store import ChunkedStore
 from znnpy.volume.column_record import ColumnRecord
 from znnpy.volume.journal import JournalHeader, header_digest
 from znnpy.volume.location import Location
@@ -38,63 +37,12 @@ from znnpy.volume.n5_format import N5
 from znnpy.volume.object_store import context, files_of
 from znnpy.volume.output import Mode
 from znnpy.volume.output_errors import check_same_job
-from znnpy.volume.output_names import RUN, RUN_ATTRIBUTE, new_run
+from znnpy.volume.output_names import RUN, RUN_ATTRIBUTE, is_of_output, new_run
 from znnpy.volume.precomputed_format import Precomputed
 from znnpy.volume.registry import FORMATS, store_for
 from znnpy.volume.space_units import say_turned
 from znnpy.volume.store import DAMAGED, JOURNAL_ATTRIBUTE, OutputArray, Storage, check_filled
 from znnpy.volume.zarr_formats import Zarr2, Zarr3
-
-
-class BucketStore:
-    """The chunks of an output that is open for writing."""
-
-    def __init__(
-        self, bucket: Bucket, form: ChunkedFormat, levels: Sequence[Sequence[StoredArray]], storage: Storage
-    ) -> None:
-        self._levels, first = levels, [some[0] for some in levels]
-        every = first + [one for some in levels for one in some[1:]]
-        self._numbers = {(one.name, one.level): number for number, one in enumerate(every)}
-        self._files = BucketFiles(form, every, bucket, storage.budget // ON_THE_WAY)
-        self._assembler = Assembler(every, self._files, storage.budget)
-
-    @property
-    def unfinished(self) -> Set[int]:
-        """The numbers of chunks that wait in memory for more voxels."""
-        return self._assembler.unfinished
-
-    @property
-    def rewritten(self) -> int:
-        """Number of times that a file was written again."""
-        return self._assembler.rewritten
-
-    def limit(self, budget: int) -> None:
-        """Set the bytes in which chunks are gathered."""
-        self._assembler.budget, self._files.most_bytes = budget, budget // ON_THE_WAY
-
-    def write(self, box: Box, voxels: npt.NDArray[Any], number: int) -> None:
-        """Gather voxels (c, *box.size) of an array."""
-        if voxels.size:
-            self._assembler.add(number, box_region(box, len(voxels)), voxels)
-
-    def flush(self, serials: Set[int] | None = None) -> None:
-        """Write chunks that wait for more voxels, with what is stored in their place; None: all of them."""
-        self._assembler.flush(serials)
-
-    def sync(self) -> None:
-        """Return once everything that was passed on is in the bucket."""
-        self._assembler.settle()
-
-    def write_coarser(self) -> None:
-        """Write the coarser levels."""
-        for levels in self._levels:
-            numbers = [self._numbers[one.name, one.level] for one in levels]
-            write_coarser(levels, numbers, self._assembler, self._files)
-
-    def close(self) -> None:
-        """Wait for what is being written, and forget the rest."""
-        self._files.close()
-        self._assembler.drop()
 
 
 class BucketOutput:
@@ -109,8 +57,13 @@ class BucketOutput:
         mode: Mode,
         job: dict[str, Any],
         storage: Storage,
+        reads: Sequence[Location] = (),
     ) -> None:
-        """Store the arguments; parameters as for `Output`. OutputError for a format that buckets do not take."""
+        """Store the arguments; parameters as for `Output`. OutputError for a format that buckets do not take.
+
+        reads  places of what the run reads, which the output must neither replace nor contain
+        """
+        check_place(place, reads)
         self.place, self.dtype, self.rewritten = place, np.dtype(dtype), 0
         self.header: JournalHeader | None = None
         self.finished = False
@@ -131,6 +84,8 @@ class BucketOutput:
         self._store: BucketStore | None = None
         self._run: str | None = None
         self._record = ColumnRecord(0)
+        self._continues = False  # an earlier run, from the first write on
+        self._failed = False  # what was passed on may not be in the bucket
         self._lock = threading.RLock()  # a writer may still be active when an interrupted run leaves
 
     def __enter__(self) -> Self:
@@ -142,7 +97,7 @@ class BucketOutput:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         with self._lock:
             try:
-                if self._store is not None and not isinstance(error, OutputError):
+                if self._store is not None and not (self._continues or self._failed or self.finished):
                     self._sync(whole=True)
                 if self._run is not None and not self.finished and not self._record.kept:
                     self._abandon()
@@ -187,7 +142,7 @@ class BucketOutput:
         bucket, journal = self._opened()
         if self.header is not None or self.finished:
             raise ValueError(f"{self.place} was started before, so it cannot start again")
-        self._clear(bucket, journal)
+        another = self._clear(bucket, journal)
         run = self._run = new_run()
         storage = self._storage
         layouts = layouts_of(
@@ -201,9 +156,10 @@ class BucketOutput:
         levels = self._form.arrays(self._arrays, self.dtype, layouts, storage.multiscale)
         named = {RUN_ATTRIBUTE: run, JOURNAL_ATTRIBUTE: header_digest(header)}
         job = json.dumps(self._job, sort_keys=True)
-        journal.create(run, header, self._form.documents(levels, {**attributes, **named, "job": job}))
+        documents = self._form.documents(levels, {**attributes, **named, "job": job})
+        journal.create(run, header, documents, handover=another)
         say_turned((array.space for array in self._arrays), self._form.name)
-        self._store = BucketStore(bucket, self._form, levels, storage)
+        self._store = BucketStore(bucket, journal, self._form, levels, storage)
         self.header, self._record = header, ColumnRecord(header.columns)
 
     def pause(self) -> None:
@@ -211,7 +167,8 @@ class BucketOutput:
         with self._lock:
             if self._store is None:
                 return
-            self._sync(whole=True)
+            with self._noting():
+                self._sync(whole=True)
             self.done = frozenset(self._record.kept)
             if not self.done:
                 self.header = None
@@ -220,12 +177,14 @@ class BucketOutput:
     def write(self, box: Box, voxels: npt.NDArray[Any], number: int = 0) -> None:
         """Write voxels (maps, *box.size) of `self.dtype`, any strides, at coordinates `box` of an array."""
         check_filled(box, voxels, self.dtype)
-        with self._lock:
-            self._writing().write(box, voxels, number)
+        with self._lock, self._noting():
+            store = self._writing()
+            self._opened()[1].check(CHECK_SECONDS)
+            store.write(box, voxels, number)
 
     def finish_column(self, index: int) -> None:
         """Note that a column is written. It counts once it is recorded, some seconds later or on leaving."""
-        with self._lock:
+        with self._lock, self._noting():
             if self._record.finish(index, self._writing()):
                 self._sync()
 
@@ -233,26 +192,36 @@ class BucketOutput:
         """Make the chunks an output after the last column: write the metadata files, and remove the journal."""
         if self.finished:
             return
-        bucket, journal = self._opened()
-        store = self._writing()
-        if self._record.missing:
-            raise ValueError(f"{self._record.missing} of {self._record.count} columns of {self.place} are not finished")
-        self._sync(whole=True)
-        store.flush()
-        store.write_coarser()
-        store.sync()
-        self.rewritten = store.rewritten
-        if self._run is None or not journal.is_ours(self._run):
-            raise journal.taken()
-        files = journal.files()
-        for name in self._form.in_order(files):
-            bucket.write(name, files[name])
-        journal.remove()
-        self.finished = True
+        with self._lock, self._noting():
+            bucket, journal = self._opened()
+            store = self._writing()
+            if lacking := self._record.missing:
+                raise ValueError(f"{lacking} of {self._record.count} columns of {self.place} are not finished")
+            self._sync(whole=True)
+            store.flush()
+            store.write_coarser()
+            store.sync()
+            self.rewritten = store.rewritten
+            journal.check()
+            files = journal.files()
+            for name in self._form.in_order(files):
+                bucket.write(name, files[name])
+            journal.remove()
+            self.finished = True
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Note an error inside: a chunk may be lost, so no column is recorded any more."""
+        try:
+            yield
+        except BaseException:
+            self._failed = True
+            raise
 
     def _sync(self, *, whole: bool = False) -> None:
         """Record the columns whose chunks are all in the bucket."""
         _, journal = self._opened()
+        journal.check(CHECK_SECONDS)
 
         def write(columns: Collection[int]) -> None:
             journal.append(columns)
@@ -261,20 +230,37 @@ class BucketOutput:
 
     def _inspect(self, journal: BucketJournal) -> None:
         """Decide what to do with what is in the bucket."""
-        found, there = journal.read(), self.attributes
-        if self._mode == "overwrite":
-            if there and RUN_ATTRIBUTE not in there:
-                raise OutputError(
-                    f"{self.place} was not written by znnpy, and is left as it is; remove it, or give another "
-                    f"{option('out')}"
-                )
-            return
-        if self._mode == "new":
+        there, found = self.attributes, None
+        try:
+            found = journal.read()
+        except ResumeError:
+            if self._mode != "overwrite":
+                raise
+        if journal.run is None and not RUN.fullmatch(str(there.get(RUN_ATTRIBUTE))):
+            self._check_free(nothing=True)
+        elif self._mode == "overwrite":
+            self._check_free(nothing=False)
+        elif self._mode == "new":
             self._check_new(found, there)
         elif found is not None and found[1]:
             self._resume(*found)
         elif there:
             self._check_finished(there)
+
+    def _check_free(self, *, nothing: bool) -> None:
+        """Raise OutputError for objects at the place that no run wrote: they would be replaced or removed.
+
+        nothing  whether nothing may be there; else an output
+        """
+        bucket = self._opened()[0]
+        marks = {mark for one in FORMATS for mark in one.marks} if nothing else ()
+        foreign = [mark for mark in sorted(marks) if bucket.read(mark) is not None]
+        foreign = foreign or [key for key in bucket.every() if nothing or not is_of_output(key.partition("/")[0])]
+        if foreign:
+            raise OutputError(
+                f"{self.place} was not written by znnpy ({excerpt(foreign[0])} is there), and is left as it is; remove "
+                f"it, or give another {option('out')}"
+            )
 
     def _check_new(self, found: tuple[JournalHeader, Set[int]] | None, there: Mapping[str, Any]) -> None:
         """Raise OutputError if there is an unfinished run to continue, or an output to replace."""
@@ -307,9 +293,9 @@ class BucketOutput:
                 f"the journal {journal.place} was changed after the run began, so it is not known what is finished; "
                 f"start again with {option('overwrite', True)}"
             )
-        self._store = BucketStore(bucket, self._form, levels, self._storage)
+        self._store = BucketStore(bucket, journal, self._form, levels, self._storage)
         self._record, self.done, self.header = ColumnRecord(header.columns, done), done, header
-        self._run = journal.run
+        self._run, self._continues = journal.run, True
 
     def _check_finished(self, there: Mapping[str, Any]) -> None:
         """Raise ResumeError unless the existing output is the complete one of this job."""
@@ -322,19 +308,27 @@ class BucketOutput:
                 f"{self.place} exists and was not written by znnpy; give another {option('out')}, or remove it"
             )
         check_same_job(job, self._job, f"the finished {self.place}", f"give another {option('out')}")
-        self._opened()[1].remove()
+        self._opened()[1].remove(str(there.get(RUN_ATTRIBUTE)))
         self.finished = True
 
-    def _clear(self, bucket: Bucket, journal: BucketJournal) -> None:
-        """Remove what an earlier run left, the metadata files first: without them the chunks are no output."""
-        left = journal.read() is not None
+    def _clear(self, bucket: Bucket, journal: BucketJournal) -> bool:
+        """Remove what an earlier run left, the metadata files first: without them the chunks are no output.
+
+        Returns whether there was a journal, so that the run may still go on.
+        """
+        left = journal.exists()
         if left or RUN.fullmatch(str(self.attributes.get(RUN_ATTRIBUTE))):
             for form in self._kind.formats:
                 for name in form.marks:
                     bucket.remove_one(name)
-            bucket.remove("")
-        if left:
-            journal.remove()
+            self._remove(bucket, journal)
+        return left
+
+    def _remove(self, bucket: Bucket, journal: BucketJournal) -> None:
+        """Remove chunks and journal, such that no record is left of a chunk that is not there."""
+        journal.forget()
+        bucket.remove("")
+        journal.remove()
 
     def _abandon(self) -> None:
         """Remove what the run begun here wrote, if it is still its own."""
@@ -343,8 +337,7 @@ class BucketOutput:
             self._store.close()
             self._store = None
         if self._run is not None and journal.is_ours(self._run):
-            bucket.remove("")
-            journal.remove()
+            self._remove(bucket, journal)
         self._run = None
 
     def _document(self, name: str) -> dict[str, Any]:
@@ -358,11 +351,15 @@ class BucketOutput:
     def _writing(self) -> BucketStore:
         if self._store is None:
             raise ValueError(f"{self.place} is not open for writing: enter it, and `begin` a new run")
+        if self._continues:
+            self._opened()[1].take_over()
+            self._continues = False
         return self._store
 
 
 def kept_job(place: Location) -> dict[str, Any]:
     """Return the job of the unfinished or finished output at a place; an empty one if there is none."""
+    check_bucket(place)
     found = BucketJournal(place).read()
     if found is not None:
         return found[0].job

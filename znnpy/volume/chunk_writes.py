@@ -87,7 +87,7 @@ class ChunkFiles:
         try:
             future = begin()
         except _ERRORS as error:
-            raise as_system_error(error) from error
+            raise self._explained(error) from error
         self._waiting.append((future, begin, buffer))
         self._bytes += buffer.nbytes
 
@@ -119,6 +119,9 @@ class ChunkFiles:
         while self._waiting:
             self._waiting.popleft()[0].exception()
         self._opened = []
+
+    def _explained(self, error: Exception) -> Exception:
+        return as_system_error(error)
 
     def _wait_for(self, future: Any, begin: Callable[[], Any]) -> None:
         """Return once a file is written, which `begin` would begin to write again."""

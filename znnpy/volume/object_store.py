@@ -22,6 +22,10 @@ from znnpy.messages import excerpt
 from znnpy.volume.location import Location
 from znnpy.volume.stored_files import LocalFiles, StoredFiles
 
+LOW_SPEED = {"TIME_SECONDS": "15", "LIMIT_BYTES": "1"}  # a server that sends nothing for so long is not waited for
+for _name, _value in LOW_SPEED.items():
+    os.environ.setdefault(f"TENSORSTORE_CURL_LOW_SPEED_{_name}", _value)  # read when tensorstore is first used
+
 try:
     import tensorstore
 except ImportError:
@@ -38,7 +42,13 @@ MOST_THREADS = 16  # that unpack and copy at the same time
 REQUESTS = 32  # at the same time
 AMAZON = Path("/sys/devices/virtual/dmi/id/board_vendor")  # says so on machines of Amazon
 AMAZON_VARIABLES = ("AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_ROLE_ARN")
-REFUSED = re.compile(r"\b40[13]\b|PERMISSION_DENIED|UNAUTHENTICATED|AccessDenied|Forbidden|InvalidAccessKeyId")
+REFUSED = re.compile(r"code\W{1,2}40[13]\b|PERMISSION_DENIED|UNAUTHENTICATED|AccessDenied|Forbidden|InvalidAccessKeyId")
+MISSING = re.compile(r"code\W{1,2}404\b|NOT_FOUND")
+NO_BUCKET = re.compile(r"NoSuchBucket|bucket does not exist")
+NO_CREDENTIALS = re.compile(
+    r"Failed to (get|create) credentials|INVALID_ENVIRONMENT|No credentials|credentials.*not found", re.I
+)
+NEVER = re.compile(f"{NO_BUCKET.pattern}|resolve host|Could not connect|{NO_CREDENTIALS.pattern}")
 TOO_LATE = re.compile(r"DEADLINE_EXCEEDED|timed out|Timeout", re.IGNORECASE)
 
 
@@ -104,6 +114,7 @@ class ObjectFiles(StoredFiles):
 
     def __init__(self, place: Location, limits: ts.Context) -> None:
         super().__init__(place)
+        self._known: str | None = None  # key of a file that was read, so that it is there
         try:
             self._store = ts.KvStore.open(kvstore_spec(place), context=limits).result(timeout=SECONDS)
         except (ValueError, TimeoutError) as error:
@@ -112,6 +123,7 @@ class ObjectFiles(StoredFiles):
     def read(self, key: str, most: int) -> bytes | None:
         for attempt in range(ATTEMPTS):
             found = self.heads([key], most)[0]
+            self._known = self._known if found is None else key
             if found is not None or self.holds(key) is False or attempt == ATTEMPTS - 1:
                 return found
         return None
@@ -146,24 +158,39 @@ class ObjectFiles(StoredFiles):
         """Return whether a bucket lists this file; None for web servers, which list nothing.
 
         A request for the file itself may be answered that it is not there although it is; a list that is not
-        answered is an error.
+        answered is an error. Of Google's, a bucket that is gone or may not be listed lists nothing at all, so there a
+        list that lacks a file which was read says nothing.
         """
         if self.place.scheme in ("http", "https"):
             return None
+        if self._lists(key):
+            return True
+        return None if self.place.scheme == "gs" and self._known is not None and not self._lists(self._known) else False
+
+    def check_there(self, key: str) -> None:
+        """Raise VolumeError if a file of metadata, which was read before, is not there any more."""
+        if self.read(key, 1) is None:
+            raise VolumeError(
+                f"{self.place} is gone: {self.named(key)} was read before, and is not there now; run it again when it "
+                "is back"
+            )
+
+    def _lists(self, key: str) -> bool:
         for attempt in range(ATTEMPTS):
             try:
                 return bool(self._store.list(ts.KvStore.KeyRange(key, f"{key}\0")).result(timeout=SECONDS))
             except (ValueError, TimeoutError) as error:
-                if attempt == ATTEMPTS - 1 or not (is_transient(error) or "NOT_FOUND" in str(error)):
+                is_passing = is_transient(error) or ("NOT_FOUND" in str(error) and not NEVER.search(str(error)))
+                if attempt == ATTEMPTS - 1 or not is_passing:
                     raise remote_error(self.named(key), error) from None
                 pause(attempt)
-        return None
+        raise AssertionError("the last attempt returns or raises")
 
 
 def is_transient(error: Exception) -> bool:
     """Return whether the same request may succeed later."""
     said = str(error)
-    never = REFUSED.search(said) or "resolve host" in said or "Could not connect" in said or "NoSuchBucket" in said
+    never = REFUSED.search(said) or NEVER.search(said) or isinstance(error, TimeoutError) or TOO_LATE.search(said)
     return not never and not said.startswith("NOT_FOUND")
 
 
@@ -180,7 +207,11 @@ def files_of(place: Location, limits: ts.Context) -> StoredFiles:
 def remote_error(what: object, error: Exception) -> VolumeError:
     """Return an error of a bucket or web server in one sentence."""
     said = str(error)
-    if "NoSuchBucket" in said:
+    if NO_CREDENTIALS.search(said):
+        why = "its credentials are not complete; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+    elif re.search(r"Invalid \w+ bucket name", said):
+        why = "no bucket can have this name; check the name"
+    elif NO_BUCKET.search(said):
         why = "there is no such bucket; check its name, and the server in AWS_ENDPOINT_URL"
     elif REFUSED.search(said):
         why = (
@@ -193,7 +224,7 @@ def remote_error(what: object, error: Exception) -> VolumeError:
         why = "its server does not answer; check its address, and the network of this machine"
     elif isinstance(error, TimeoutError) or TOO_LATE.search(said):
         why = f"no answer came within {SECONDS} s; run it again when the network is faster"
-    elif "404" in said or "NOT_FOUND" in said:
+    elif MISSING.search(said):
         why = "it is not there; check the name"
     else:
         why = f"{excerpt(said)}; run it again"

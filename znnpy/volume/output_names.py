@@ -137,4 +137,9 @@ def check_replaced(out: Path, run: str | None) -> None:
 def _holds_one(folder: Path, run: str | None) -> bool:
     """Return whether a folder is empty, or holds nothing but what a run made."""
     inside = [entry.name for entry in folder.iterdir()]
-    return not inside or (run is not None and all(map(_OF_OUTPUT.fullmatch, inside)))
+    return not inside or (run is not None and all(map(is_of_output, inside)))
+
+
+def is_of_output(name: str) -> bool:
+    """Return whether a file or folder in the folder of an output has a name that outputs give."""
+    return _OF_OUTPUT.fullmatch(name) is not None

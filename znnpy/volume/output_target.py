@@ -75,8 +75,11 @@ def output_for(
     job: dict[str, Any],
     sharded: bool,
     multiscale: int,
+    mask: object = None,
 ) -> Output | BucketOutput | BlockOutput:
     """Return the output to write to; parameters as for `Output` and `Storage`. An object takes arrays of one size.
+
+    mask  what else is read, and must not be replaced.
 
     OutputError if it does not fit, ValueError for a mode that only files have.
     """
@@ -85,7 +88,8 @@ def output_for(
         if isinstance(target, Location):
             from znnpy.volume.bucket_output import BucketOutput
 
-            return BucketOutput(target, arrays=arrays, dtype=dtype, mode=mode, job=job, storage=storage)
+            read = [volume_location(one) for one in (volume, mask) if isinstance(one, str | Path)]
+            return BucketOutput(target, arrays=arrays, dtype=dtype, mode=mode, job=job, storage=storage, reads=read)
         return Output(target, inputs=inputs, arrays=arrays, dtype=dtype, mode=mode, job=job, storage=storage)
     for word, asked in (("sharded", sharded), ("multiscale", multiscale)):
         if asked:

@@ -27,7 +27,16 @@ from znnpy.shapes import Vec3
 from znnpy.volume.axes import Arranged
 from znnpy.volume.base import Chunks, MissingVoxels, Volume
 from znnpy.volume.chunk_files import ChunkFiles, Index, Look, table_bytes
-from znnpy.volume.object_store import ATTEMPTS, is_transient, kvstore_spec, pause, remote_error, threads, ts
+from znnpy.volume.object_store import (
+    ATTEMPTS,
+    ObjectFiles,
+    is_transient,
+    kvstore_spec,
+    pause,
+    remote_error,
+    threads,
+    ts,
+)
 from znnpy.volume.regions import Region, pieces
 from znnpy.volume.stored_array import Node
 from znnpy.volume.stored_files import StoredFiles
@@ -208,6 +217,7 @@ class TensorVolume(Volume):
             elif self._files.is_confirmed_missing(chunk):
                 is_missing = True
             elif is_last:
+                self._check_there()
                 is_missing = not self._node.is_nested
                 why = None if is_missing else self._read_filled(one, chunk)
         if not is_missing and why is None:
@@ -228,6 +238,11 @@ class TensorVolume(Volume):
             )
         one.target[...] = self._fill_value
         self._note(chunk, missing=True)
+
+    def _check_there(self) -> None:
+        """Raise VolumeError if the whole volume is gone, of which every chunk seems to be missing."""
+        if isinstance(self._stored_files, ObjectFiles):
+            self._stored_files.check_there(self._document)
 
     def _read_filled(self, one: _Piece, chunk: Index) -> str | None:
         """Read a shard whose chunks may be missing, which are filled; return why it cannot be read."""
