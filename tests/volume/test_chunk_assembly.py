@@ -225,16 +225,16 @@ def test_after_a_failure_nothing_is_taken_for_written() -> None:
 
     class Full(Kept):
         def start(self, place: Place, region: Region, voxels: Voxels, buffer: Voxels) -> None:
-            if len(self.written) == 2:
+            if len(self.written) == 5:
                 self.written[place] += 1
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             super().start(place, region, voxels, buffer)
 
     assembler = Assembler([array], Full(array), PLENTY)
+    add(assembler, slabs(4)[0], values(1))
     with pytest.raises(OSError, match="No space left") as first:
-        for box in slabs(3):
-            add(assembler, box, values(1))
-    for again in (assembler.flush, assembler.settle, lambda: add(assembler, slabs(3)[0], values(1))):
+        add(assembler, slabs(4)[1], values(1))
+    for again in (assembler.flush, assembler.settle, lambda: add(assembler, slabs(4)[0], values(1))):
         with pytest.raises(OSError, match="No space left") as later:
             again()
         assert later.value is first.value

@@ -295,6 +295,15 @@ def test_run_without_a_finished_column_leaves_no_obstacle(path: Path, leave: str
             again.begin(HEADER, {})
 
 
+def write_slowly(path: Path) -> None:
+    """Write all columns, so that the files of one are written while the next ones come."""
+    with output(path) as opened:
+        opened.begin(HEADER, {}, [COLUMNS])
+        for column in range(len(COLUMNS)):
+            write(opened, range(column, column + 1), expected())
+            time.sleep(0.05)
+
+
 def test_columns_of_a_file_that_could_not_be_written_are_not_on_record(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,11 +319,8 @@ def test_columns_of_a_file_that_could_not_be_written_are_not_on_record(
 
     with monkeypatch.context() as patch:
         patch.setattr(ChunkFiles, "_wait_for", wait)
-        with pytest.raises(OutputError, match="the disk is full") as caught, output(path) as opened:
-            opened.begin(HEADER, {}, [COLUMNS])
-            for column in range(len(COLUMNS)):
-                write(opened, range(column, column + 1), expected())
-                time.sleep(0.05)
+        with pytest.raises(OutputError, match="the disk is full") as caught:
+            write_slowly(path)
     assert not hasattr(caught.value, "__notes__")  # the same error, which came again on leaving
     with output(path, "resume") as opened:
         assert opened.done <= {0, 1}  # each has a file of its own here
