@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections import Counter
 from typing import Any
 
@@ -216,3 +218,23 @@ def test_any_boxes_leave_what_a_plain_array_has(parts: list[Box], held: int, who
     assembler.flush()
     assembler.settle()
     np.testing.assert_array_equal(files.voxels, plain)
+
+
+def test_after_a_failure_nothing_is_taken_for_written() -> None:
+    array = stored_array(maps=1)
+
+    class Full(Kept):
+        def start(self, place: Place, region: Region, voxels: Voxels, buffer: Voxels) -> None:
+            if len(self.written) == 5:
+                self.written[place] += 1
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            super().start(place, region, voxels, buffer)
+
+    assembler = Assembler([array], Full(array), PLENTY)
+    add(assembler, slabs(4)[0], values(1))
+    with pytest.raises(OSError, match="No space left") as first:
+        add(assembler, slabs(4)[1], values(1))
+    for again in (assembler.flush, assembler.settle, lambda: add(assembler, slabs(4)[0], values(1))):
+        with pytest.raises(OSError, match="No space left") as later:
+            again()
+        assert later.value is first.value

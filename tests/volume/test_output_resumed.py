@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from tests.support.small_outputs import (
 from znnpy.errors import OutputError, ResumeError
 from znnpy.patches import cover
 from znnpy.volume import store as store_module
+from znnpy.volume.chunk_writes import ChunkFiles
 from znnpy.volume.hdf5_store import Hdf5Store
 from znnpy.volume.journal import Journal, JournalHeader, read_header
 from znnpy.volume.output import Mode, Output
@@ -290,3 +293,34 @@ def test_run_without_a_finished_column_leaves_no_obstacle(path: Path, leave: str
         with output(path, mode, allow_nan=True) as again:
             assert again.header is None
             again.begin(HEADER, {})
+
+
+def write_slowly(path: Path) -> None:
+    """Write all columns, so that the files of one are written while the next ones come."""
+    with output(path) as opened:
+        opened.begin(HEADER, {}, [COLUMNS])
+        for column in range(len(COLUMNS)):
+            write(opened, range(column, column + 1), expected())
+            time.sleep(0.05)
+
+
+def test_columns_of_a_file_that_could_not_be_written_are_not_on_record(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = path.with_name("out.zarr")
+    written = 0
+
+    def wait(self: ChunkFiles, future: Any, begin: object) -> None:
+        nonlocal written
+        future.result()
+        written += 1
+        if written == 3:  # the error of a full disk comes while other columns are written
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ChunkFiles, "_wait_for", wait)
+        with pytest.raises(OutputError, match="the disk is full") as caught:
+            write_slowly(path)
+    assert not hasattr(caught.value, "__notes__")  # the same error, which came again on leaving
+    with output(path, "resume") as opened:
+        assert opened.done <= {0, 1}  # each has a file of its own here

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +93,22 @@ def test_units_may_be_missing() -> None:
     image = image_of("prediction", [("0", space)], 1, "0.5")
     assert [axis.get("unit") for axis in image["axes"]] == ["micrometer", None, None]
     assert len(image["datasets"][0]["coordinateTransformations"][0]["scale"]) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["out.precomputed", "out.tif", "out.nii"])
+@pytest.mark.parametrize(("size", "at"), [(1e-299, 1e299), (1e200, 0.0), (1.0, 1e30), (1e-15, 1e15)])
+def test_impossible_voxel_sizes_are_left_out(place: Place, name: str, size: float, at: float) -> None:
+    volume = ome_volume(place.folder)
+    described = json.loads((volume / "zarr.json").read_text())
+    steps = described["attributes"]["ome"]["multiscales"][0]["datasets"][0]["coordinateTransformations"]
+    steps[0]["scale"], steps[1]["translation"] = [1.0, size, size, size], [0.0, at, at, at]
+    (volume / "zarr.json").write_text(json.dumps(described))
+    done = place.run("infer", volume, "--network", place.folder / "net.yaml", "--out", place.folder / name)
+    if (size, at, name) == (1e-15, 1e15, "out.precomputed"):
+        assert done.exit_code == 1
+        assert "voxels from the origin" in done.stderr
+        return
+    assert done.exit_code == 0, done.stderr
+    with open_volume(volume) as opened:
+        assert (opened.space is None) == (size != 1e-15)

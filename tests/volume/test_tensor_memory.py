@@ -31,7 +31,7 @@ from znnpy.patches import Box
 from znnpy.volume import open_volume
 with open_volume(Path(sys.argv[1])) as volume:
     z, y, x = volume.size
-    slab = min(z, 64)
+    slab = min(z, int(sys.argv[2]))
     out = np.ones((volume.channels, slab, y, x), volume.dtype)
     before = peak_bytes()
     volume.expect(Box((0, 0, 0), volume.size))
@@ -108,13 +108,18 @@ def as_precomputed(folder: Path) -> Path:
         pytest.param(as_zarr((256, 256, 256), (32, 32, 32), "uint8", "gzip", (256, 256, 256)), id="shards"),
         pytest.param(as_zarr((256, 256, 256), (4, 8, 8), "uint8", "zstd", (128, 256, 256)), id="many in a shard"),
         pytest.param(as_zarr((64, 512, 512), (64, 512, 512), "uint8", "blosc"), id="one chunk"),
+        pytest.param(as_zarr((128, 512, 512), (64, 256, 256), "uint8", "zstd"), id="chunks of 4 MiB"),
+        pytest.param(as_zarr((96, 512, 1024), (96, 512, 512), "uint8", "zstd"), id="chunks of 24 MiB"),
         pytest.param(as_n5, id="N5"),
         pytest.param(as_precomputed, id="compressed segmentation"),
     ],
 )
-def test_reading_takes_no_more_memory_than_promised(tmp_path: Path, store: Store) -> None:
+@pytest.mark.parametrize("slab", [8, 64])
+def test_reading_takes_no_more_memory_than_promised(tmp_path: Path, store: Store, slab: int) -> None:
     path = store(tmp_path)
-    done = subprocess.run([sys.executable, "-c", READ, str(path)], check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", READ, str(path), str(slab)], check=True, capture_output=True, text=True
+    )
     promised, taken = map(int, done.stdout.split())
     assert taken <= READER_BYTES + promised, f"{taken >> 20} MiB, and {(READER_BYTES + promised) >> 20} are promised"
     print(f"{taken >> 20} of {(READER_BYTES + promised) >> 20} MiB")

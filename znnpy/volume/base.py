@@ -136,7 +136,7 @@ class Volume(ABC):
             arranged = Arranged(shape, (channel, lead, lead + 1, lead + 2), fixed)
         self.arranged = arranged
         self.described = About()  # what the reader of the format says
-        self.space: Space | None = None  # position of the voxels in the specimen, if metadata state it
+        self._space: Space | None = None
         self.channels: int = arranged.shape[0]
         self.size: Vec3 = arranged.shape[1:]
         self.dtype: np.dtype[Any] = dtype.newbyteorder("=")
@@ -154,6 +154,15 @@ class Volume(ABC):
     def shape(self) -> tuple[int, int, int, int]:
         """Shape of the volume, (c, z, y, x); c is 1 where the array has no channel axis."""
         return self.channels, *self.size
+
+    @property
+    def space(self) -> Space | None:
+        """The position of the voxels in the specimen, if metadata state one that can be true."""
+        return self._space
+
+    @space.setter
+    def space(self, space: Space | None) -> None:
+        self._space = space if space is not None and space.is_possible else None
 
     @property
     def path(self) -> Path:

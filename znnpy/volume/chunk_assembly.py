@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
@@ -52,6 +53,9 @@ class _Open:
 class Assembler:
     """Gathers the values of arrays within a number of bytes; a single file may take more.
 
+    Once a file could not be written or read, its values are lost: the same error ends every later call, so that no
+    column is taken for stored whose values were in it.
+
     rewritten  files that were written before they were whole, or again
     """
 
@@ -62,6 +66,7 @@ class Assembler:
         self._held = 0  # bytes of all buffers
         self._serial = 0
         self._written: set[Place] = set()
+        self._failed: Exception | None = None
         self.rewritten = 0
 
     @property
@@ -76,34 +81,50 @@ class Assembler:
 
     def add(self, number: int, region: Region, voxels: Voxels) -> None:
         """Add values (maps, z, y, x) that fill a region of an array. They are copied."""
-        array = self._arrays[number]
-        for index in _indices(region.in_steps(array.file)):
-            place = number, index
-            one = self._open.get(place) or self._begin(place)
-            part = region.clipped(one.region)
-            here = part.shifted([-at for at in one.region.lo])
-            one.voxels[here.slices] = voxels[part.shifted([-at for at in region.lo]).slices]
-            one.lacks = [rest for lack in one.lacks for rest in lack.without([part])]
-            if one.lacks:
-                self._open.move_to_end(place)
-            else:
-                del self._open[place]
-                self._pass_on(place, one)
+        with self._unless_failed():
+            array = self._arrays[number]
+            for index in _indices(region.in_steps(array.file)):
+                place = number, index
+                one = self._open.get(place) or self._begin(place)
+                part = region.clipped(one.region)
+                here = part.shifted([-at for at in one.region.lo])
+                one.voxels[here.slices] = voxels[part.shifted([-at for at in region.lo]).slices]
+                one.lacks = [rest for lack in one.lacks for rest in lack.without([part])]
+                if one.lacks:
+                    self._open.move_to_end(place)
+                else:
+                    del self._open[place]
+                    self._pass_on(place, one)
 
     def flush(self, serials: Set[int] | None = None) -> None:
         """Write files that are not whole, with what is stored where they lack values; None: all of them."""
-        for place in [place for place, one in self._open.items() if serials is None or one.serial in serials]:
-            self._evict(place)
+        with self._unless_failed():
+            for place in [place for place, one in self._open.items() if serials is None or one.serial in serials]:
+                self._evict(place)
 
     def settle(self) -> None:
         """Return once all files that were passed on are written."""
-        while self._take_back(wait=True):
-            pass
+        with self._unless_failed():
+            self._wait()
 
     def drop(self) -> None:
         """Forget the files that are not whole, and the buffers."""
         self._open.clear()
         self._free.clear()
+
+    @contextmanager
+    def _unless_failed(self) -> Iterator[None]:
+        if self._failed is not None:
+            raise self._failed
+        try:
+            yield
+        except Exception as error:
+            self._failed = error
+            raise
+
+    def _wait(self) -> None:
+        while self._take_back(wait=True):
+            pass
 
     def _begin(self, place: Place) -> _Open:
         array = self._arrays[place[0]]
@@ -120,7 +141,7 @@ class Assembler:
             self._free[one.buffer.size].append(one.buffer)
             return
         if place in self._written:
-            self.settle()  # a read need not see a write that has not ended
+            self._wait()  # a read need not see a write that has not ended
         for lack in one.lacks:
             stored = self._files.read(place[0], lack)
             one.voxels[lack.shifted([-at for at in one.region.lo]).slices] = stored
@@ -129,7 +150,7 @@ class Assembler:
     def _pass_on(self, place: Place, one: _Open) -> None:
         if place in self._written:
             self.rewritten += 1
-            self.settle()  # nor need two writes end in order
+            self._wait()  # nor need two writes end in order
         self._written.add(place)
         self._take_back(wait=False)  # a slab may complete many files, and not all are packed at a time
         self._files.start(place, one.region, one.voxels, one.buffer)

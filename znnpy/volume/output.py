@@ -118,7 +118,8 @@ class Output:
             except OutputError as late:
                 if error is None:
                     raise
-                error.add_note(f"afterwards: {late}")  # the first error is the cause of this one
+                if str(late) != str(error):  # files of chunks that failed once go on to fail
+                    error.add_note(f"afterwards: {late}")  # the first error is the cause of this one
             finally:
                 if self._run is not None and not self.finished and not self._record.kept:
                     self._abandon()  # nothing to continue: leave no files that block another run
@@ -311,8 +312,7 @@ class Output:
         if unfinished and made_by is None and not going_on:
             raise OutputError(
                 f"{self._partial} is not the unfinished output of a run, or is damaged, and is left as it is; move it "
-                f"away "
-                f"or remove it, or give another {option('out')}"
+                f"away or remove it, or give another {option('out')}"
             )
         if self._mode == "overwrite":
             if os.path.lexists(self.path):

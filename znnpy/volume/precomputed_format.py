@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from znnpy.errors import OutputError
 from znnpy.messages import option
 from znnpy.shapes import Vec3
 from znnpy.volume.chunked_formats import (
@@ -37,6 +38,7 @@ NANOMETERS = {
     "centimeter": 1e7,
     "meter": 1e9,
 }
+FARTHEST = 2**40  # voxels from the origin, as they are read
 _log = logging.getLogger(__name__)
 
 
@@ -146,6 +148,11 @@ def _begin(array: StoredArray) -> Vec3:
         round(at / size - (factor - 1) / 2 / factor)
         for at, size in zip(array.space.translation, array.space.scale, strict=True)
     )
+    if (far := max(map(abs, (z, y, x)))) > FARTHEST:
+        raise OutputError(
+            f"the output lies {far:.3g} voxels from the origin, and precomputed positions reach {FARTHEST:,}; choose "
+            f".zarr or .n5 in {option('out')}"
+        )
     return z, y, x
 
 

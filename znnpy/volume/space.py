@@ -14,6 +14,7 @@ from znnpy.volume.stored_array import spelled
 
 AXES = ("z", "y", "x")
 MOST_SCALES = 100  # datasets of a multiscale group, and transformations of one
+SMALLEST, LARGEST = 1e-20, 1e20  # size of a voxel in any unit, and the largest position: all formats hold these
 LONGEST_NAME = 64  # characters of the name of an axis or a unit
 
 Affine = tuple[tuple[float, float, float, float], tuple[float, float, float, float], tuple[float, float, float, float]]
@@ -34,10 +35,18 @@ class Space:
     axes: tuple[str, ...] = AXES  # names of the axes of the stored array
     affine: Affine | None = None
 
+    @property
+    def is_possible(self) -> bool:
+        """Whether the numbers are within what any specimen can have; damaged metadata may state others."""
+        return all(SMALLEST <= size <= LARGEST for size in self.scale) and all(
+            abs(at) <= LARGEST for at in self.translation
+        )
+
     @classmethod
     def turned(cls, affine: npt.NDArray[np.float64], unit: str | None) -> Space | None:
         """Return the space of an affine matrix (3, 4); None if it places no voxels."""
-        sizes = np.sqrt((affine[:, :3] ** 2).sum(axis=0))
+        with np.errstate(all="ignore"):
+            sizes = np.sqrt((affine[:, :3] ** 2).sum(axis=0))
         if not np.isfinite(affine).all() or not (np.isfinite(sizes) & (sizes > 0)).all():
             return None
         rows = tuple((float(x), float(y), float(z), float(t)) for x, y, z, t in affine)

@@ -44,6 +44,9 @@ from znnpy.volume.stored_files import StoredFiles
 PIECE_BYTES = 4 * 2**20  # voxels read at once, unless one chunk is larger
 AT_ONCE = 64  # chunks per piece: each takes some KiB while it is read
 STEPS = 3  # copies of a chunk while it is unpacked: as stored, unpacked, and in another order
+KEPT_STEPS = 3  # and as many that the allocator keeps for the next one, unless they are so large that it returns them
+KEPT_BYTES = 12 * 2**20  # that it keeps beside them, in the memory of several threads
+RETURNED = 2**25  # bytes of a chunk from which on the allocator returns its memory at once
 INDEX_STEPS = 4  # copies of the index of a shard while it is read
 LOOKED_FOR = 100_000  # chunk files: up to this number they are all looked up before a run, if none may be missing
 THREAD_BYTES = 2 * 2**20  # memory kept by each thread: its stack, and memory that it freed
@@ -148,7 +151,8 @@ class TensorVolume(Volume):
         at_once = min(AT_ONCE, max(1, PIECE_BYTES // chunk), node.chunks)
         index = INDEX_STEPS * node.index_bytes
         table = table_bytes(node.shape, node.chunk)
-        most = at_once * STEPS * chunk + threads() * THREAD_BYTES + index + table + SPARE_BYTES
+        kept = KEPT_STEPS * chunk + KEPT_BYTES if PIECE_BYTES <= chunk < RETURNED else 0
+        most = at_once * STEPS * chunk + kept + threads() * THREAD_BYTES + index + table + SPARE_BYTES
         return max(0, most - READER_BYTES)
 
     def read(self, box: Box, out: npt.NDArray[Any]) -> None:
