@@ -38,7 +38,7 @@ from benchmarks.harness.results import Program, Ratio, Result, Results, Row, rat
 INSIDE = 0.3  # of the volume
 WHOLE = "none"  # the name of a run without a mask
 PLAIN = {"shallow": (2, 32), "chain": (4, 24)}  # convolutions of a network, and maps between them
-CASES = ("shallow:512", "chain:256", "fib25:256")
+CASES = ("shallow:512", "chain:512", "fib25:384")
 BLOB = 0.06  # radius of a blob, in sides of the volume
 Mask = npt.NDArray[np.uint8]
 

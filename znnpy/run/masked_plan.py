@@ -25,7 +25,7 @@ from znnpy.volume.mask import WantedOutputs
 
 LEAST_SHARE = 1e-6  # of the work of a plan, so that a run predicts some seconds
 LONG_RUN = 1.0  # predicted seconds, from which on other patches are tried
-TRIED_SHARE = 0.1  # of the predicted seconds, for trying them
+TRIED_SHARE = 0.1  # of the predicted seconds, for trying them: of a core, since other programs may run
 TRIED_SECONDS = 6.0  # for trying them at most
 STEP_SECONDS = 3e-4  # that a step takes to be read, handed over and written, which predictions leave out: 2 CPU cores
 HALVINGS = 4, 5  # of the patch along the axis of columns, and along the others, so many less one at most
@@ -77,7 +77,7 @@ class _Tried:
         self._costs, self._wanted = costs, wanted
         self._seen = set[tuple[Vec3, str]]()
         self._whole = replace(made, inside=1.0).seconds
-        self._until = time.monotonic() + min(TRIED_SECONDS, TRIED_SHARE * self._whole)
+        self._until = time.thread_time() + min(TRIED_SECONDS, TRIED_SHARE * self._whole)
         self.best = made
 
     def all(self, patches: Iterable[Vec3]) -> bool:
@@ -87,7 +87,7 @@ class _Tried:
             if constraints.cover not in (None, cover) or (patch, cover) in self._seen:
                 continue
             self._seen.add((patch, cover))
-            if time.monotonic() > self._until:
+            if time.thread_time() > self._until:
                 break
             if self._least(patch) < _seconds(self.best):
                 with suppress(NoPlanError, ShapeError):
