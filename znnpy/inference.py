@@ -149,6 +149,7 @@ def infer_as_asked(asked: InferOptions) -> Report:
             stored=stored_as(prefix_of(out), sharded=asked.sharded, multiscale=asked.multiscale),
             mask=None if wanted is None else wanted.mask,
             time=asked.time,
+            scale=asked.scale,
         )
         arrays, dtype = arrays_of(trained.network, source), np.dtype(asked.output_dtype)
         if out is not None and not isinstance(out, str | os.PathLike):

@@ -41,19 +41,22 @@ def job_of(
     stored: Mapping[str, Any],
     mask: Mask | None = None,
     time: int | None = None,
+    scale: int | None = None,
 ) -> dict[str, Any]:
     """Return the identity of a run, which a resumed run must share.
 
     sample  of the volume
     stored  what `stored_as` says
     time    point of time that was asked for
+    scale   resolution that was asked for: part of the identity where the name of the dataset does not tell it
     """
+    named = {"time": time, "scale": None if volume.dataset else scale or None}
     filled = {} if fill_missing is None else {"fill_missing": str(fill_missing)}  # NaN too, which equals nothing
     return {
         "meaning": trained.network.meaning,
         "network": trained.network.sha256,
         "weights": sha256(trained.weights),
-        "volume": {**volume.identity(sample), **({} if time is None else {"time": time})},
+        "volume": {**volume.identity(sample), **{key: at for key, at in named.items() if at is not None}},
         "roi": roi,
         "border": border,
         "output_dtype": output_dtype,

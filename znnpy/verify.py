@@ -121,8 +121,8 @@ def verify_as_asked(asked: VerifyOptions) -> VerifyReport:
         origin = Provenance.of(output, names)
         trained = trained_of(origin, output, asked)
         name = origin.job.volume.dataset or None if asked.dataset is None else asked.dataset
-        absent, moment = MissingVoxels(asked.fill_missing), origin.job.volume.time
-        source = stack.enter_context(open_volume(asked.volume, name, absent, time=moment))
+        absent, made = MissingVoxels(asked.fill_missing), origin.job.volume
+        source = stack.enter_context(open_volume(asked.volume, name, absent, scale=made.scale, time=made.time))
         check_volume(origin.job, source, output)
         place = place_of(origin, names, predictions, source, trained.network, output)
         wanted = mask_of(origin.job, asked, place, output, stack)

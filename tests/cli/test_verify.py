@@ -10,6 +10,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+import tensorstore
 
 from tests.support.cli import Place
 from tests.support.messages import assert_holds
@@ -343,3 +344,26 @@ def test_invalid_options_are_usage_errors(place: Place) -> None:
     assert place.run(*arguments(place, "--precision", "tf32", "--tolerance", 1e-3)).exit_code == 2
     with pytest.raises(ValueError, match="0 samples show nothing"):
         verify(place.out, place.volume, samples=0)
+
+
+def test_coarser_resolution_of_a_precomputed_volume_is_verified(place: Place) -> None:
+    volume = place.folder / "volume.precomputed"
+    for level, size in enumerate(((40, 46, 50), (20, 23, 25))):
+        spec: Any = {
+            "driver": "neuroglancer_precomputed",
+            "kvstore": {"driver": "file", "path": f"{volume}/"},
+            "multiscale_metadata": {"type": "image", "data_type": "uint8", "num_channels": 1},
+            "scale_metadata": {
+                "size": size[::-1],
+                "chunk_size": [16, 16, 16],
+                "resolution": [2**level] * 3,
+                "encoding": "raw",
+            },
+        }
+        voxels = np.random.default_rng(level).integers(0, 256, (*size[::-1], 1), np.uint8)
+        tensorstore.open(spec, create=True).result()[...] = voxels
+    network = ("--network", place.folder / "net.yaml")
+    done = place.run("infer", volume, "--scale", "1", "--out", place.out, *network)
+    assert done.exit_code == 0, done.output
+    checked = place.run("verify", place.out, volume, *network, "--samples", "50")
+    assert checked.exit_code == 0, checked.output

@@ -13,7 +13,6 @@ from znnpy.volume.chunked_formats import Layout
 from znnpy.volume.store import OutputArray
 
 SAMPLED = 12  # columns along each axis of the grid whose edges are looked at: further ones repeat them
-THINNEST = 8  # voxels of a chunk along the axis that columns walk along
 SHARD = 512  # largest number of voxels of a shard along an axis that no column ends in
 
 
@@ -90,7 +89,7 @@ def _around(boxes: Sequence[Box]) -> Box:
 def _layout(
     edges: Sequence[Edges], array: OutputArray, itemsize: int, share: int, *, sharded: bool, whole_maps: bool
 ) -> Layout:
-    """Return the layout of an array whose slabs of chunks take `share` bytes, if chunks of THINNEST voxels do."""
+    """Return the layout of an array whose slabs of chunks take `share` bytes, if chunks of one voxel do."""
     size = array.size
     chunk = [chunk_along(most, one.common) for most, one in zip(size, edges, strict=True)]
 
@@ -103,8 +102,8 @@ def _layout(
         return array.shape[0] * prod(across) * itemsize
 
     for axis, one in enumerate(edges):
-        while one.walked and slab() > share and chunk[axis] > THINNEST:
-            thinner = max(THINNEST, chunk[axis] * share // slab())
+        while one.walked and slab() > share and chunk[axis] > 1:  # thin chunks cost less than chunks written twice
+            thinner = max(1, chunk[axis] * share // slab())
             chunk[axis] = _divisor(one.common or size[axis], min(thinner, chunk[axis] - 1))
     found = chunk[0], chunk[1], chunk[2]
     if not sharded:

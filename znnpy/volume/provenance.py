@@ -46,6 +46,7 @@ class VolumeClaim(_Checked):
     dtype: Annotated[str, Field(max_length=20)]
     samples_sha256: Digest
     time: Annotated[int, Field(ge=0, lt=2**63)] | None = None  # point of time, where one was named
+    scale: Annotated[int, Field(ge=0, lt=2**63)] | None = None  # resolution, where the dataset does not name it
 
 
 class MaskClaim(_Checked):
