@@ -162,7 +162,7 @@ def test_output_survives_a_dozen_kills(ground: Ground, tmp_path: Path) -> None:
 
 
 def test_masked_output_survives_a_dozen_kills(ground: Ground, tmp_path: Path) -> None:
-    """Zeros outside a mask are written by whichever run comes to them."""
+    """Kill masked runs: what is left out is written as zeros, once, by whichever run comes to it."""
     path = ground.folder / "mask.npy"
     with h5py.File(ground.folder / "volume.h5") as file:
         size = file["raw"].shape

@@ -25,6 +25,7 @@ from znnpy.volume.journal import JournalHeader
 from znnpy.volume.object_store import threads
 from znnpy.volume.output import Mode, Output
 from znnpy.volume.store import OutputArray
+from znnpy.volume.tensor_volume import KEPT_BYTES, KEPT_STEPS
 
 zarr = pytest.importorskip("zarr")
 
@@ -223,4 +224,5 @@ def test_memory_counts_only_existing_chunks(tmp_path: Path) -> None:
     chunk = (64, 512, 512)
     zarr.create_array(tmp_path / "one.zarr", shape=chunk, chunks=chunk, dtype="u1")
     with open_volume(tmp_path / "one.zarr") as volume:
-        assert volume.extra_bytes == 3 * 2**24 + threads() * 2**21 + 2**22 + 1 - READER_BYTES
+        kept = KEPT_STEPS * 2**24 + KEPT_BYTES
+        assert volume.extra_bytes == 3 * 2**24 + kept + threads() * 2**21 + 2**22 + 1 - READER_BYTES
