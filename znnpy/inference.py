@@ -59,7 +59,7 @@ from znnpy.trained import TrainedNetwork, load_trained
 from znnpy.units import human_bytes, human_seconds
 from znnpy.values import Tallied, Tally, Values
 from znnpy.volume.base import Chunks, MissingVoxels, Volume
-from znnpy.volume.chunk_layers import layer_bytes
+from znnpy.volume.chunk_layers import check_unpacking, layer_bytes
 from znnpy.volume.journal import JournalHeader
 from znnpy.volume.location import Location, path_of
 from znnpy.volume.mask import WantedOutputs
@@ -128,6 +128,7 @@ def infer_as_asked(asked: InferOptions) -> Report:
             kept = statistics_kept(destination) if asked.resume else None
             trained = replace(trained, network=with_statistics(trained.network, opened, kept))
         source = Source(opened, roi=region, border=asked.border, network=trained.network, allow_nan=asked.allow_nan)
+        check_unpacking(opened, limits_of(this_machine(), asked.ram).ram_bytes)
         sample = sample_of(opened)
         wanted = None
         if asked.mask is not None:

@@ -33,6 +33,11 @@ def test_patches_are_whole_chunks_and_periods() -> None:
         assert patch[0] == CHUNK[0]
 
 
+def test_patches_are_no_thinner_than_some_planes() -> None:
+    source = Source(Counted(2, (1, 8, 12)), roi=None, border="valid", network=network(), allow_nan=False)
+    assert {patch[0] for patch in wide_patches(network(), source)} == {16}
+
+
 def test_slow_volumes_get_wide_columns_and_fast_ones_keep_their_plan(tmp_path: Path) -> None:
     narrow, source, made = planned(tmp_path, (5, 6, 7), "patches"), source_of(network()), list[Vec3]()
 

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from tests.support.infer_process import infer, thin
-from znnpy.errors import NoPlanError
+from znnpy.errors import NoPlanError, VolumeError
 from znnpy.inference import infer as infer_here
 from znnpy.shapes import Vec3
+from znnpy.volume import open_volume
 
 pytestmark = pytest.mark.slow
 
@@ -75,6 +76,10 @@ def test_chunk_larger_than_the_memory_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "volume.h5"
     with h5py.File(path, "w") as file:
         file.create_dataset("raw", (1000, 1000, 1000), "u1", chunks=(1000, 1000, 1000), compression="gzip")
+    with open_volume(path) as volume:
+        takes = volume.extra_bytes
+    with pytest.raises(VolumeError, match=r"takes [23]\.\d\d GiB of memory to unpack its large chunks"):
+        infer_here(path, thin(tmp_path), out=tmp_path / "out.h5", ram=takes - 1)
     message = r"the process takes [23]\.\d\d GiB to unpack the volume's large chunks, and would take nothing"
     with pytest.raises(NoPlanError, match=message):
-        infer_here(path, thin(tmp_path), out=tmp_path / "out.h5", ram="2G")
+        infer_here(path, thin(tmp_path), out=tmp_path / "out.h5", ram=takes + 2**20)

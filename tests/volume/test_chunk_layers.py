@@ -10,10 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from znnpy.errors import VolumeError
 from znnpy.patches import Box, with_size
 from znnpy.shapes import Vec3
 from znnpy.volume.base import Volume
-from znnpy.volume.chunk_layers import MOST_BYTES, ChunkLayers, layer_bytes
+from znnpy.volume.chunk_layers import MOST_BYTES, ChunkLayers, check_unpacking, layer_bytes
 
 SIZE: Vec3 = (37, 29, 41)
 CHUNK: Vec3 = (16, 8, 12)
@@ -102,6 +103,13 @@ def test_a_layer_that_could_not_be_read_is_not_kept(monkeypatch: pytest.MonkeyPa
             layers.read(Box((0, 0, 0), (4, 20, 20)), np.empty((2, 4, 20, 20), "u2"))
     read(layers, volume, Box((0, 0, 0), (4, 20, 20)))
     read(layers, volume, Box((4, 0, 0), (8, 20, 20)))
+
+
+def test_chunks_beyond_the_memory_limit_are_refused_before_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Counted, "extra_bytes", 2**31)
+    with pytest.raises(VolumeError, match=r"takes 2.00 GiB of memory to unpack .* the limit is 1.00 GiB"):
+        check_unpacking(Counted(), 2**30)
+    check_unpacking(Counted(), 2**31)
 
 
 def test_room_is_a_part_of_the_memory_limit() -> None:

@@ -61,6 +61,15 @@ def test_chunks_are_thin_along_columns_where_memory_is_little() -> None:
     assert thin.chunk[0] * 1024 * 1024 * 4 <= 32 * MIB
 
 
+def test_chunks_that_hold_several_thin_patches_fit_into_memory() -> None:
+    size = (192, 512, 768)
+    thin = layout(cover(size, (1, 512, 768)), size, budget=16 * MIB)
+    assert thin.chunk[1:] == (64, 64)
+    assert 1 < thin.chunk[0] <= 8 * MIB // (512 * 768 * 4)
+    across = layout(cover(size, (4, 128, 128)), size, budget=16 * MIB)  # a layer of patches is open at a time
+    assert across.chunk[0] * 512 * 768 * 4 <= 8 * MIB
+
+
 def test_shards_hold_the_cross_section_of_a_column() -> None:
     size = (600, 900, 800)
     columns = Cover(size, (12, 300, 400), 0, 600, 30)

@@ -18,6 +18,7 @@ from znnpy.shapes import Vec3
 from znnpy.volume.source import Source
 
 WIDTHS = (1, 2, 4)  # columns across y and x that are tried
+LEAST_PLANES = 16  # of a patch, where chunks are thinner
 
 
 def suited_plan(
@@ -47,7 +48,7 @@ def wide_patches(network: Network, source: Source) -> Iterator[Vec3]:
     seen = set()
     for wide in WIDTHS:
         z, y, x = (
-            _multiple(chunk if axis == 0 else -(-size // wide), chunk, period, size)
+            _multiple(max(chunk, LEAST_PLANES) if axis == 0 else -(-size // wide), chunk, period, size)
             for axis, (size, chunk, period) in enumerate(
                 zip(source.output, source.volume.chunk_size, network.period, strict=True)
             )

@@ -14,8 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from znnpy.errors import VolumeError
+from znnpy.messages import option
 from znnpy.patches import Box, with_size
 from znnpy.shapes import subtract
+from znnpy.units import human_bytes
 from znnpy.volume.base import Volume
 
 MOST_BYTES = 128 * 2**20  # of all layers that are kept
@@ -26,6 +29,15 @@ NOWHERE = Box((-1, -1, -1), (-1, -1, -1))  # place of a layer that is being read
 def layer_bytes(volume: Volume, ram_bytes: int) -> int:
     """Return the bytes that the layers of a volume may take within a memory limit; 0 where chunks are single planes."""
     return min(MOST_BYTES, ram_bytes // SHARE) if max(volume.chunk_size) > 1 else 0
+
+
+def check_unpacking(volume: Volume, ram_bytes: int) -> None:
+    """Raise VolumeError for a volume whose chunks take more memory than the limit: it is read before it is planned."""
+    if volume.extra_bytes > ram_bytes:
+        raise VolumeError(
+            f"{volume} takes {human_bytes(volume.extra_bytes)} of memory to unpack its large chunks, and the limit is "
+            f"{human_bytes(ram_bytes)}; give a larger {option('ram')}, or store it in chunks of about 1 MiB"
+        )
 
 
 class ChunkLayers:

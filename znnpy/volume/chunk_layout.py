@@ -93,16 +93,24 @@ def _layout(
     size = array.size
     chunk = [chunk_along(most, one.common) for most, one in zip(size, edges, strict=True)]
 
+    def spans(axis: int) -> bool:
+        """Return whether chunks reach over several columns along an axis."""
+        return chunk[axis] > edges[axis].longest
+
+    def open_along(axis: int) -> int:
+        """Return the voxels of open chunks along an axis: of a column, or of all where a slower axis is spanned."""
+        if edges[axis].walked or spans(axis):
+            return chunk[axis]
+        reach = size[axis] if any(map(spans, range(axis))) else min(edges[axis].longest, size[axis])
+        return -(-reach // chunk[axis]) * chunk[axis]
+
     def slab() -> int:
-        """Return the bytes of the chunks that are open while a column walks."""
-        across = (
-            each if one.walked else -(-min(one.longest, most) // each) * each
-            for each, one, most in zip(chunk, edges, size, strict=True)
-        )
-        return array.shape[0] * prod(across) * itemsize
+        """Return the bytes of the chunks that are open while a column walks, or columns follow one another."""
+        return array.shape[0] * prod(map(open_along, range(3))) * itemsize
 
     for axis, one in enumerate(edges):
-        while one.walked and slab() > share and chunk[axis] > 1:  # thin chunks cost less than chunks written twice
+        # Thin chunks cost less than chunks written twice.
+        while (one.walked or spans(axis)) and slab() > share and chunk[axis] > 1:
             thinner = max(1, chunk[axis] * share // slab())
             chunk[axis] = _divisor(one.common or size[axis], min(thinner, chunk[axis] - 1))
     found = chunk[0], chunk[1], chunk[2]

@@ -314,7 +314,10 @@ class TensorVolume(Volume):
         if not self.location.is_local:
             content = self._stored_files.read(self._document, MOST_METADATA_BYTES) or b""
             return len(content), int.from_bytes(hashlib.sha256(content).digest()[:7], "big")
-        found = list(_statuses(self.path / self.dataset))
+        try:
+            found = list(_statuses(self.path / self.dataset))
+        except OSError as error:
+            raise VolumeError(f"{self} cannot be listed: {error.strerror}; copy the folder again") from None
         return sum(one.st_size for one in found), max((one.st_mtime_ns for one in found), default=0)
 
 
