@@ -193,6 +193,8 @@ class _Planning:
         request = replace(self.request(target), kinds=True, baselines=self.asked.tell_why is not None)
         if self.rigor.level == "estimate":
             made = Calibration().best_plan(target, request)
+            if self.work.wanted is None:
+                return made
             known = target.known_rates(self.work.network, request.limits, self.asked.mode)
             return fitted_to_mask(made, request, CostModel(known), self.work.wanted)
         known = target.known_rates(self.work.network, request.limits, self.asked.mode)

@@ -14,7 +14,18 @@ import znnpy
 from benchmarks.harness.machine import machine_name
 from benchmarks.harness.results import Result, Row, read
 from benchmarks.harness.timing import Budget
-from benchmarks.io import EXPERIMENTS, STORED, Runs, Stored, copying_network, grey_values, headline, store, tables_of
+from benchmarks.io import (
+    COPY_SUBJECTS,
+    EXPERIMENTS,
+    STORED,
+    Runs,
+    Stored,
+    copying_network,
+    grey_values,
+    headline,
+    store,
+    tables_of,
+)
 from benchmarks.io_runs import Discard, timed_fsync
 
 
@@ -34,6 +45,8 @@ def test_every_experiment_runs_and_forgets_its_files(repository: Path, tmp_path:
         "journal",
         "--do",
         "whole",
+        "--do",
+        "copy",
     ]
     done = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -46,7 +59,14 @@ def test_every_experiment_runs_and_forgets_its_files(repository: Path, tmp_path:
         assert [row.subject for row in rows] == ["fsync", "no fsync"], case
         assert all(row.facts["fsyncs"] > 3 for row in rows), "of the output, its journal and their folder"
     assert {row.subject for row in result.of_group("whole")} == {"file to file", "memory to memory"}
-    for table in ("GB/s of writing", "Seconds of a run of many columns", "Output voxels per second"):
+    assert {row.subject for row in result.of_group("copy")} == set(COPY_SUBJECTS)
+    tables = (
+        "GB/s of writing",
+        "Seconds of a run of many columns",
+        "Output voxels per second",
+        "GB/s from Zarr to Zarr",
+    )
+    for table in tables:
         assert table in tables_of(result)
 
 

@@ -18,6 +18,7 @@ from tests.support.cli import Place
 from znnpy import cli, command_runtime
 from znnpy.errors import NoPlanError
 from znnpy.machine import processor
+from znnpy.planner import memory
 from znnpy.planner.run_plan import RunPlan
 from znnpy.stopping import Terminated
 from znnpy.volume.journal import Journal, JournalHeader, journal_path
@@ -171,7 +172,8 @@ def test_columns_and_patches_give_equal_predictions(place: Place, axis: int) -> 
     assert place.run("verify", place.out, place.volume, "--network", place.folder / "net.yaml").exit_code == 0
 
 
-def test_no_depth_first_computes_all_fragments_together(place: Place) -> None:
+def test_no_depth_first_computes_all_fragments_together(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "process_bytes", lambda: 300 * 2**20)  # whatever tests before this one left
     arguments = (
         "plan",
         "fib25_boundary",

@@ -86,6 +86,8 @@ def choose(asked: RunOptions, work: Work, target: OpenTarget) -> RunPlan:
     request = request_for(asked, work, target, target.limits(asked.ram, asked.threads, asked.vram))
     try:
         made = _counted_plan(target, request)
+        if work.wanted is None:
+            return made
         costs = CostModel(target.known_rates(work.network, request.limits, request.target.mode))
         return fitted_to_mask(made, request, costs, work.wanted)
     except NoPlanError as error:
