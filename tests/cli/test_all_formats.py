@@ -201,7 +201,8 @@ def of_n5(path: Path) -> tuple[Voxels, list[float]]:
         sizes = np.frombuffer(content, ">u4", axes, 4).astype(int)
         values = np.frombuffer(gzip.decompress(content[4 + 4 * axes :]), ">f4").reshape(sizes, order="F")
         lo = np.array([int(part) for part in file.relative_to(folder).parts]) * about["blockSize"]
-        found[tuple(slice(a, a + n) for a, n in zip(lo, sizes, strict=True))] = values
+        there = found[tuple(slice(a, a + n) for a, n in zip(lo, sizes, strict=True))]
+        there[...] = values[tuple(slice(n) for n in there.shape)]  # a block at the end may hold more
     return found.T, about["resolution"][2::-1]
 
 
@@ -315,5 +316,5 @@ def test_an_output_of_one_map_is_read_by_mrcfile(ground: tuple[Path, Voxels, Vox
     (one / "n.yaml").write_text((folder / "n.yaml").read_text().replace("out: 2", "out: 1"))
     path = infer(one, folder / "v.h5", "out.mrc", plan=None, ram="2G", calibrate=False, device="cpu")
     with mrcfile.open(path) as file:
-        np.testing.assert_allclose(file.data, expected[0], rtol=1e-5, atol=1e-4)
+        assert np.abs(file.data - expected[0]).max() <= 1e-5 * np.abs(expected).max()
         assert [float(file.voxel_size[axis]) for axis in "zyx"] == pytest.approx([10 * size for size in NM])
