@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
 from itertools import product
-from math import ceil
+from math import ceil, prod
 
 from znnpy.errors import NoPlanError, ShapeError
 from znnpy.graph_columns import TurnedGraph
@@ -16,18 +16,21 @@ from znnpy.network import Network
 from znnpy.option_values import COVERS
 from znnpy.patches import Cover
 from znnpy.planner.modes import make_plan
+from znnpy.planner.plan import Plan
 from znnpy.planner.request import Constraints, CostModel, PlanRequest
 from znnpy.planner.run_plan import RunPlan
 from znnpy.run.masked import share_left
 from znnpy.run.step_grid import StepGrid
 from znnpy.shapes import Vec3, turned_back
 from znnpy.volume.mask import WantedOutputs
+from znnpy.volume.store import chunk_of
 
 LEAST_SHARE = 1e-6  # of the work of a plan, so that a run predicts some seconds
 LONG_RUN = 1.0  # predicted seconds, from which on other patches are tried
 TRIED_SHARE = 0.1  # of the predicted seconds, for trying them: of a core, since other programs may run
 TRIED_SECONDS = 6.0  # for trying them at most
 STEP_SECONDS = 3e-4  # that a step takes to be read, handed over and written, which predictions leave out: 2 CPU cores
+WRITTEN_PER_SECOND = 1e9  # bytes of chunks that are read and written again where patches cut them: 2 CPU cores
 HALVINGS = 4, 5  # of the patch along the axis of columns, and along the others, so many less one at most
 BOUND = 0.9  # of the seconds of the fastest plan: those with the least memory of several as fast are chosen
 FACTORS = (Fraction(1, 2), Fraction(3, 4), Fraction(4, 3), Fraction(2))  # of the number of patches along an axis
@@ -62,7 +65,23 @@ def _seconds(plan: RunPlan) -> float:
     """Return the predicted seconds of a plan, with what each of its steps takes beside its layers."""
     main = plan.main
     steps = main.choices[0].executions / main.sub_batches[0]
-    return plan.seconds + STEP_SECONDS * plan.inside * steps
+    return plan.seconds + STEP_SECONDS * plan.inside * steps + _rewriting(main)
+
+
+def _rewriting(plan: Plan) -> float:
+    """Return the seconds for chunks of the output that several patches write a part of, as in HDF5.
+
+    Each of them reads the planes that it touches, and writes them again. Steps that are left out write zeros.
+    """
+    chunk, factor = chunk_of(plan.output), 1.0
+    for axis in (1, 2):  # the planes of a chunk follow each other, so cuts along z cost nothing
+        size, whole = min(plan.patch_out[axis], plan.output[axis]), plan.output[axis]
+        if size < whole and size % chunk[axis]:
+            factor *= (size + chunk[axis]) / size
+    if factor == 1:
+        return 0.0
+    voxels = plan.choices[-1].shape.out_shape[4] * prod(plan.output)
+    return 2 * factor * voxels * plan.itemsize_out / WRITTEN_PER_SECOND
 
 
 class _Tried:
@@ -111,13 +130,24 @@ def _halved(plan: RunPlan, network: Network) -> Iterator[Vec3]:
     """Yield patches of a half, a quarter and so on of the size along the axis of columns, and along the other two."""
     for along, across in product(*map(range, HALVINGS)):
         factors = [Fraction(2 ** (along if axis == plan.main.axis else across)) for axis in range(3)]
-        yield _parted(plan.patch_out, factors, plan, network)
+        yield from _sizes(_parted(plan.patch_out, factors, plan, network), plan, network)
 
 
 def _changed(size: Vec3, plan: RunPlan, network: Network) -> Iterator[Vec3]:
     """Yield patches of another size along one axis or two."""
     for axes, factor in product(((0,), (1,), (2,), (1, 2), (0, 2), (0, 1)), FACTORS):
-        yield _parted(size, [factor if axis in axes else Fraction(1) for axis in range(3)], plan, network)
+        parted = _parted(size, [factor if axis in axes else Fraction(1) for axis in range(3)], plan, network)
+        yield from _sizes(parted, plan, network)
+
+
+def _sizes(size: Vec3, plan: RunPlan, network: Network) -> Iterator[Vec3]:
+    """Yield a size whose edges lie on those of the output's chunks where they can, and the size itself."""
+    chunk, period = chunk_of(plan.output), network.period if plan.main.area is None else (1, 1, 1)
+    y, x = (
+        max(1, round(n / each)) * each if each % least == 0 else n
+        for n, each, least in zip(size[1:], chunk[1:], period[1:], strict=True)
+    )
+    yield from dict.fromkeys(((size[0], y, x), size))
 
 
 def _parted(size: Vec3, factors: Sequence[Fraction], plan: RunPlan, network: Network) -> Vec3:
