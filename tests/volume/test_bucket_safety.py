@@ -36,7 +36,7 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "RETRIES", {"max_retries": 4, "initial_delay": "10ms", "max_delay": "50ms"})
     monkeypatch.setattr(bucket_module, "FIRST_PAUSE", 0.01)
     monkeypatch.setattr(bucket_module, "SECONDS_IN_ALL", 2.0)
-    monkeypatch.setattr(bucket_journal, "HANDOVER_SECONDS", 0.0)
+    monkeypatch.setattr(bucket_journal, "HANDOVER_SECONDS", 0.5)  # for writes that are under way
     monkeypatch.setattr(bucket_journal, "CHECK_SECONDS", 0.0)
     monkeypatch.setattr(column_record, "SYNC_SECONDS", 0.0)
     monkeypatch.setattr(store_module, "CHUNK", 20)

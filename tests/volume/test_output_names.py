@@ -305,6 +305,7 @@ def test_run_without_its_lock_yields_to_a_second_run(path: Path) -> None:
         with output(path, "overwrite") as one:
             one.begin(HEADER, {})
             write(one, range(len(COLUMNS)), expected())
+            one._opened().sync()  # a file that is still being written would make its folder anew
             path.with_name(f"{path.name}.lock").unlink()
             two = output(path, "overwrite").__enter__()
             two.begin(HEADER, {})

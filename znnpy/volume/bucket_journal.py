@@ -60,7 +60,7 @@ class BucketJournal:
 
     @property
     def is_listed(self) -> bool:
-        """Whether the bucket lists the journal."""
+        """Say whether the bucket lists the journal."""
         return self._bucket.holds(RUN_KEY)
 
     def create(self, run: str, header: JournalHeader, files: dict[str, bytes], *, handover: bool = False) -> None:

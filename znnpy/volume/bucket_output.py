@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
@@ -25,12 +25,13 @@ from znnpy.files import MOST_METADATA_BYTES
 from znnpy.messages import excerpt, option
 from znnpy.patches import Box, Columns
 from znnpy.volume.bucket import Bucket, check_bucket, check_place
+from znnpy.volume.bucket_files import BucketFiles
 from znnpy.volume.bucket_journal import CHECK_SECONDS, BucketJournal
-from znnpy.volume.bucket_store import BucketStore
 from znnpy.volume.chunk_layout import layouts_of
-from znnpy.volume.chunked_formats import ChunkedFormat, stored_levels
+from znnpy.volume.chunked_formats import ChunkedFormat, StoredArray, stored_levels
 from znnpy.volume.chunked_store import ChunkedStore
 from znnpy.volume.column_record import ColumnRecord
+from znnpy.volume.gathered_chunks import GatheredChunks
 from znnpy.volume.journal import JournalHeader, header_digest
 from znnpy.volume.location import Location
 from znnpy.volume.n5_format import N5
@@ -81,7 +82,7 @@ class BucketOutput:
         self._kind, self._form = kind, kind.wanted(storage)
         self._bucket: Bucket | None = None
         self._journal: BucketJournal | None = None
-        self._store: BucketStore | None = None
+        self._store: GatheredChunks | None = None
         self._run: str | None = None
         self._record = ColumnRecord(0)
         self._continues = False  # an earlier run, from the first write on
@@ -159,7 +160,7 @@ class BucketOutput:
         documents = self._form.documents(levels, {**attributes, **named, "job": job})
         journal.create(run, header, documents, handover=another)
         say_turned((array.space for array in self._arrays), self._form.name)
-        self._store = BucketStore(bucket, journal, self._form, levels, storage)
+        self._store = self._gathered(levels, storage.budget)
         self.header, self._record = header, ColumnRecord(header.columns)
 
     def pause(self) -> None:
@@ -222,11 +223,7 @@ class BucketOutput:
         """Record the columns whose chunks are all in the bucket."""
         _, journal = self._opened()
         journal.check(CHECK_SECONDS)
-
-        def write(columns: Collection[int]) -> None:
-            journal.append(columns)
-
-        self._record.record(self._writing(), write, whole=whole)
+        self._record.record(self._writing(), journal.append, whole=whole)
 
     def _inspect(self, journal: BucketJournal) -> None:
         """Decide what to do with what is in the bucket."""
@@ -277,7 +274,7 @@ class BucketOutput:
 
     def _resume(self, header: JournalHeader, done: Set[int]) -> None:
         """Continue an earlier run; ResumeError if it is of another job, or its files are damaged."""
-        bucket, journal = self._opened()
+        _, journal = self._opened()
         check_same_job(header.job, self._job, f"the unfinished {self.place}", "finish it with the old settings")
         files = journal.files()
         try:
@@ -293,7 +290,7 @@ class BucketOutput:
                 f"the journal {journal.place} was changed after the run began, so it is not known what is finished; "
                 f"start again with {option('overwrite', True)}"
             )
-        self._store = BucketStore(bucket, journal, self._form, levels, self._storage)
+        self._store = self._gathered(levels, self._storage.budget)
         self._record, self.done, self.header = ColumnRecord(header.columns, done), done, header
         self._run, self._continues = journal.run, True
 
@@ -348,7 +345,14 @@ class BucketOutput:
             raise ValueError(f"{self.place} is not open: enter it")
         return self._bucket, self._journal
 
-    def _writing(self) -> BucketStore:
+    def _gathered(self, levels: Sequence[Sequence[StoredArray]], budget: int) -> GatheredChunks:
+        """Open the chunks for writing."""
+        bucket, journal = self._opened()
+        return GatheredChunks(
+            levels, budget, lambda every, within: BucketFiles(self._form, every, bucket, journal, within)
+        )
+
+    def _writing(self) -> GatheredChunks:
         if self._store is None:
             raise ValueError(f"{self.place} is not open for writing: enter it, and `begin` a new run")
         if self._continues:

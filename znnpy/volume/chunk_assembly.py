@@ -27,7 +27,7 @@ Place = tuple[int, tuple[int, ...]]  # number of an array, and the index of a fi
 
 
 class Files(Protocol):
-    """Where files go to, and come from."""
+    """The place where files go to, and come from."""
 
     def start(self, place: Place, region: Region, voxels: Voxels, buffer: Voxels) -> None:
         """Begin to write a file. `buffer`, which `voxels` is a view of, belongs to it until `finished` returns it."""

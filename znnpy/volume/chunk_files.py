@@ -45,7 +45,7 @@ class Look:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every chunk is there, as far as it is known before unpacking."""
+        """Say whether every chunk is there, as far as it is known before unpacking."""
         return not self.missing and not self.damaged and not self.is_doubted
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,11 +20,10 @@ from pydantic_core import from_json
 from znnpy.errors import OutputError
 from znnpy.files import MOST_METADATA_BYTES, create_new, is_still, open_regular, remove, sync_folder, write_all
 from znnpy.patches import Box
-from znnpy.volume.chunk_assembly import Assembler
 from znnpy.volume.chunk_layout import layouts_of
 from znnpy.volume.chunk_writes import ChunkFiles
-from znnpy.volume.chunked_formats import ChunkedFormat, StoredArray, box_region, stored_levels
-from znnpy.volume.coarser_levels import write_coarser
+from znnpy.volume.chunked_formats import ChunkedFormat, StoredArray, stored_levels
+from znnpy.volume.gathered_chunks import GatheredChunks
 from znnpy.volume.n5_format import N5
 from znnpy.volume.precomputed_format import Precomputed
 from znnpy.volume.space_units import say_turned
@@ -40,7 +40,6 @@ from znnpy.volume.store import (
 from znnpy.volume.zarr_formats import Zarr2, Zarr3
 
 LOCKS = ".__lock"  # tensorstore writes a file under this ending, and renames it
-ON_THE_WAY = 4  # the part of the budget for files that are packed and written, one in so many
 
 
 class ChunkedStore(Store):
@@ -57,17 +56,15 @@ class ChunkedStore(Store):
         self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         self._unsynced: set[str] = set()  # folders below the root in which folders were made
         self._known: set[str] = set()  # folders of files
-        self._files: ChunkFiles | None = None
+        self._chunks: GatheredChunks | None = None
         try:
             self._sweep()
             form = _form(path, self.formats)
-            self._levels = _stored(path, form, arrays, dtype, storage.multiscale)
-            first = [levels[0] for levels in self._levels]
-            every = first + [one for levels in self._levels for one in levels[1:]]
-            within = storage.budget // ON_THE_WAY
-            self._files = ChunkFiles(form, every, self._place, within, note=self._note)
-            self._assembler = Assembler(every, self._files, storage.budget)
-            self._numbers = {(one.name, one.level): number for number, one in enumerate(every)}
+            levels = _stored(path, form, arrays, dtype, storage.multiscale)
+            opened = partial(ChunkFiles, form, store=self._place, note=self._note)
+            self._chunks = GatheredChunks(
+                levels, storage.budget, lambda every, within: opened(arrays=every, most_bytes=within)
+            )
             if not self.is_still_there():
                 raise taken_over(path)
         except BaseException:
@@ -126,35 +123,27 @@ class ChunkedStore(Store):
 
     @property
     def unfinished(self) -> Set[int]:
-        return self._assembler.unfinished
+        return self._open.unfinished
 
     @property
     def rewritten(self) -> int:
-        return self._assembler.rewritten
-
-    @property
-    def layouts(self) -> list[Any]:
-        """The layout of each array."""
-        return [levels[0].layout for levels in self._levels]
+        return self._open.rewritten
 
     def limit(self, budget: int) -> None:
-        self._assembler.budget = budget
-        if self._files is not None:
-            self._files.most_bytes = budget // ON_THE_WAY
+        self._open.limit(budget)
 
     def write(self, box: Box, voxels: npt.NDArray[Any], number: int = 0) -> None:
         check_filled(box, voxels, self._dtype)
         with self._ours():
-            if voxels.size:
-                self._assembler.add(number, box_region(box, len(voxels)), voxels)
+            self._open.write(box, voxels, number)
 
     def flush(self, serials: Set[int] | None = None) -> None:
         with self._ours():
-            self._assembler.flush(serials)
+            self._open.flush(serials)
 
     def sync(self) -> None:
         with self._ours():
-            self._assembler.settle()
+            self._open.sync()
         for folder in sorted(self._unsynced):
             there = self._path / folder
             if there.is_dir():
@@ -162,20 +151,16 @@ class ChunkedStore(Store):
         self._unsynced.clear()
 
     def write_coarser(self) -> None:
-        assert self._files is not None, "the store is open"
-        for levels in self._levels:
-            numbers = [self._numbers[one.name, one.level] for one in levels]
-            with self._ours():
-                write_coarser(levels, numbers, self._assembler, self._files)
+        with self._ours():
+            self._open.write_coarser()
 
     def is_still_there(self) -> bool:
         return self._folder >= 0 and is_still(self._path, self._folder)
 
     def close(self) -> None:
-        if self._files is not None:
-            self._files.close()
-            self._assembler.drop()
-            self._files = None
+        if self._chunks is not None:
+            self._chunks.close()
+            self._chunks = None
         if self._folder >= 0:
             os.close(self._folder)
         self._folder = -1
@@ -184,6 +169,11 @@ class ChunkedStore(Store):
     def wanted(cls, storage: Storage) -> ChunkedFormat:
         """Return the format that a prefix asks for, else the first one."""
         return next((form for form in cls.formats if form.prefix == storage.prefix), cls.formats[0])
+
+    @property
+    def _open(self) -> GatheredChunks:
+        assert self._chunks is not None, "the store is open"
+        return self._chunks
 
     @contextmanager
     def _ours(self) -> Iterator[None]:

@@ -92,7 +92,7 @@ class Location:
 
     @property
     def is_local(self) -> bool:
-        """Whether it is a path on this machine."""
+        """Say whether it is a path on this machine."""
         return self.scheme == "file"
 
     @property

@@ -25,7 +25,7 @@ from znnpy.volume.output_names import OUTPUTS
 from znnpy.volume.space import Space, image_of
 
 SHUFFLED = 1  # blosc: the first bytes of all values, then the second ones, and so on
-LEVEL = 1  # of zstd within blosc: a third of the time of level 3, for files that are 2 % larger
+LEVEL = 1  # of zstd within blosc
 
 
 def _folder(array: StoredArray) -> str:

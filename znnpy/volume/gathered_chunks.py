@@ -1,39 +1,41 @@
-"""The chunks of an output in a bucket: gathered in memory until they are whole, and written."""
+"""The chunks of an output that is open for writing: gathered until they are whole, then written as files."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import numpy.typing as npt
 
 from znnpy.patches import Box
-from znnpy.volume.bucket import Bucket
-from znnpy.volume.bucket_files import BucketFiles
-from znnpy.volume.bucket_journal import BucketJournal
 from znnpy.volume.chunk_assembly import Assembler
-from znnpy.volume.chunked_formats import ChunkedFormat, StoredArray, box_region
-from znnpy.volume.chunked_store import ON_THE_WAY
+from znnpy.volume.chunk_writes import ChunkFiles
+from znnpy.volume.chunked_formats import StoredArray, box_region
 from znnpy.volume.coarser_levels import write_coarser
-from znnpy.volume.store import Storage
+
+ON_THE_WAY = 4  # the part of the budget for files that are packed and written, one in so many
 
 
-class BucketStore:
-    """The chunks of an output that is open for writing."""
+class GatheredChunks:
+    """The levels of the arrays of an output, in a folder or a bucket."""
 
     def __init__(
         self,
-        bucket: Bucket,
-        journal: BucketJournal,
-        form: ChunkedFormat,
         levels: Sequence[Sequence[StoredArray]],
-        storage: Storage,
+        budget: int,
+        opened: Callable[[Sequence[StoredArray], int], ChunkFiles],
     ) -> None:
+        """Open the files of all levels.
+
+        levels  of each array, the finest first
+        budget  bytes in which chunks are gathered
+        opened  opens the files of arrays; its second argument are the bytes of those on their way
+        """
         self._levels, first = levels, [some[0] for some in levels]
         every = first + [one for some in levels for one in some[1:]]
         self._numbers = {(one.name, one.level): number for number, one in enumerate(every)}
-        self._files = BucketFiles(form, every, bucket, journal, storage.budget // ON_THE_WAY)
-        self._assembler = Assembler(every, self._files, storage.budget)
+        self._files = opened(every, budget // ON_THE_WAY)
+        self._assembler = Assembler(every, self._files, budget)
 
     @property
     def unfinished(self) -> Set[int]:
@@ -59,7 +61,7 @@ class BucketStore:
         self._assembler.flush(serials)
 
     def sync(self) -> None:
-        """Return once everything that was passed on is in the bucket."""
+        """Return once everything that was passed on is stored."""
         self._assembler.settle()
 
     def write_coarser(self) -> None:
