@@ -1,0 +1,94 @@
+"""Settings of the windows of a volume: their size, overlap and weights, and whose rule places them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations
+from math import isfinite
+from typing import Any, Literal
+
+from znnpy.errors import ShapeError
+from znnpy.shapes import Vec3, text
+
+Blend = Literal["constant", "gaussian", "bump"]
+BLENDS: tuple[Blend, ...] = ("constant", "gaussian", "bump")
+Rule = Literal["monai", "nnunet"]
+RULES: tuple[Rule, ...] = ("monai", "nnunet")
+
+DECIMALS = 12  # of a step that is stated as an overlap
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Windows of one size that overlap, with weights by which their results are averaged.
+
+    size     voxels of a window
+    overlap  share of the window along each axis, 0 <= overlap < 1; nnU-Net's `tile_step_size` is 1 - overlap
+    blend    weights: the same everywhere, a Gaussian, or a bump (`znnpy.windows.weights`)
+    sigma    standard deviation of the Gaussian, as a share of the window
+    mirror   axes, 0 is z, along which windows are also computed mirrored; results of all subsets are averaged
+    rule     whose positions and Gaussian: MONAI's SlidingWindowInferer or nnU-Net's nnUNetPredictor
+    """
+
+    size: Vec3
+    overlap: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    blend: Blend = "gaussian"
+    sigma: float = 0.125
+    mirror: tuple[int, ...] = ()
+    rule: Rule = "monai"
+
+    def __post_init__(self) -> None:
+        if min(self.size) < 1:
+            raise ShapeError(f"a window must have at least 1 voxel along every axis, not {text(self.size)}")
+        if not all(0 <= share < 1 for share in self.overlap):
+            raise ShapeError(f"windows must overlap by at least 0 and less than 1 of their size, not by {self.overlap}")
+        if self.blend not in BLENDS:
+            raise ShapeError(f"weights of windows are {', '.join(BLENDS)}, not {self.blend!r}")
+        if not (isfinite(self.sigma) and self.sigma > 0):
+            raise ShapeError(f"the sigma of weights must be a positive share of the window, not {self.sigma}")
+        if self.mirror not in _subsets((0, 1, 2)):
+            raise ShapeError(f"windows are mirrored along different axes of 0, 1, 2, ascending, not {self.mirror}")
+        if self.rule not in RULES:
+            raise ShapeError(f"windows follow the rule of {' or '.join(RULES)}, not {self.rule!r}")
+        if self.rule == "nnunet":
+            self._check_steps()
+
+    def _check_steps(self) -> None:
+        """Raise ShapeError where windows that overlap move by less than a voxel: nnU-Net would count some twice."""
+        for axis, size, share in zip("zyx", self.size, self.steps, strict=True):
+            if size > 1 and size * share < 1:
+                raise ShapeError(
+                    f"windows of {size} voxels that overlap by {1 - share:g} move by {size * share:g} voxels along "
+                    f"{axis}, and nnU-Net's rule needs at least 1: make the overlap at most {1 - 1 / size:g}"
+                )
+
+    @property
+    def steps(self) -> tuple[float, float, float]:
+        """The share of a window by which the next one is moved, as nnU-Net takes it.
+
+        It is rounded, as 1 - 0.8 is not the number 0.2, and one of them may need a window more than the other.
+        """
+        z, y, x = (round(1 - share, DECIMALS) for share in self.overlap)
+        return z, y, x
+
+    @property
+    def mirrors(self) -> tuple[tuple[int, ...], ...]:
+        """The subsets of axes along which a window is mirrored, in nnU-Net's order: the empty one first."""
+        return _subsets(self.mirror)
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """The settings that decide the result, as JSON has them."""
+        sigma = {"sigma": self.sigma} if self.blend == "gaussian" else {}
+        return {
+            "size": list(self.size),
+            "overlap": list(self.overlap),
+            "blend": self.blend,
+            **sigma,
+            "mirror": list(self.mirror),
+            "rule": self.rule,
+        }
+
+
+def _subsets(axes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    return tuple(subset for count in range(len(axes) + 1) for subset in combinations(axes, count))
