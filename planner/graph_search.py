@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, inf, prod
+from typing import Literal
 
 import numpy as np
 
@@ -40,6 +41,7 @@ from znnpy.planner.request import CostModel, PlanRequest
 from znnpy.planner.run_plan import RunnerUp, RunPlan
 from znnpy.planner.search import ALIKE
 from znnpy.planner.tiling_search import SMALLER_SHARE
+from znnpy.planner.window_tilings import WindowTiling, window_tilings
 from znnpy.shapes import Vec3, text, turned, turned_back
 from znnpy.units import human_bytes
 
@@ -96,6 +98,7 @@ class GraphSearch:
     least: LeastSeen = field(default_factory=LeastSeen)
     every: OptionTable | None = None  # all primitives, from when only some of them are tried
     smallest: GraphSolution | None = None  # the plan that needs the least memory, if it was searched for
+    sums: Literal["float32", "float16"] = "float32"  # of windows that are blended
 
     def run(self) -> list[GraphSolution]:
         """Return the best that fits and the next ones, the fastest first; empty if nothing fits.
@@ -196,7 +199,14 @@ class GraphSearch:
         return best
 
     def _tilings(self) -> Iterator[GraphTiling]:
-        wanted = self.request.constraints
+        wanted, network = self.request.constraints, self.request.network
+        if network.windows is not None:
+            if wanted.patch is not None or wanted.cover is not None:
+                given = option("patch") if wanted.patch is not None else option("cover")
+                raise NoPlanError(f"{network.name} is computed in windows of one size; leave out {given}")
+            precision = self.request.target.cpu_precision
+            yield from window_tilings(network, self.area, precision, self.sums, self.graph)
+            return
         area = self.area.volume, *(size for region in self.area.regions for size in (region.size, region.lo))
         seen, whole = set(), (self.area.region, self.area.others)
         for axis in range(3):
@@ -221,9 +231,9 @@ class GraphSearch:
     def graph(self, axis: int) -> TurnedGraph:
         """Return the graph with an axis first."""
         if axis not in self.graphs:
-            self.graphs[axis] = TurnedGraph.of(
-                self.request.network, self.area.volume, axis, self.request.target.cpu_precision
-            )
+            network = self.request.network
+            volume = self.area.volume if network.windows is None else network.windows.size
+            self.graphs[axis] = TurnedGraph.of(network, volume, axis, self.request.target.cpu_precision)
         return self.graphs[axis]
 
     @staticmethod
@@ -256,7 +266,7 @@ class GraphSearch:
         request, network = self.request, self.request.network
         steps = tiling.steps
         reading = reading_bytes(network.input_channels, tiling.patch_in, request.itemsize_in, steps=steps)
-        writing = writing_bytes(tiling.cover.values, (1, 1, 1), request.itemsize_out, steps=steps)
+        writing = writing_bytes(tiling.values, (1, 1, 1), request.itemsize_out, steps=steps)
         return Memory((StageMemory("cpu", allowance=tiling.kept_bytes),), request.baseline, reading, writing)
 
     def _draft(self, tiling: GraphTiling, below: float) -> Draft | None:
@@ -349,16 +359,21 @@ def plan_graph(request: PlanRequest, costs: CostModel, options: OptionTable | No
         )
     if request.area is None:
         raise NoPlanError(f"{request.network.name} is computed whole, and the size of the volume is not known")
-    search = GraphSearch(request, options or costs.options(request), request.area)
+    options = options or costs.options(request)
+    search = GraphSearch(request, options, request.area)
+    found = search.run()
+    if not found and request.network.windows is not None:
+        search = GraphSearch(request, options, request.area, sums="float16")
+        found = search.run()
     try:
-        return _run_plan(search)
+        return _run_plan(search, found)
     finally:
         for graph in search.graphs.values():
             graph.forget()  # they are kept, but not for the regions of the sizes that were tried
 
 
-def _run_plan(search: GraphSearch) -> RunPlan:
-    request, found = search.request, search.run()
+def _run_plan(search: GraphSearch, found: list[GraphSolution]) -> RunPlan:
+    request = search.request
     if not found:
         raise NoPlanError(_nearest(search))
     best, *others = found
@@ -398,12 +413,13 @@ def plan_of(search: GraphSearch, found: GraphSolution) -> Plan:
         memory=found.memory,
         itemsize_in=request.itemsize_in,
         itemsize_out=request.itemsize_out,
-        columns=len(cover),
+        columns=len(tiling.windows) if isinstance(tiling, WindowTiling) else len(cover),
         preparing_seconds=found.preparing,
         preparing_measured=found.preparing > 0 and rates.first_touch_measured,
         area=search.area,
         work_ratio=waste(tiling),
         graph=described(tiling),
+        sums=tiling.sums if isinstance(tiling, WindowTiling) else None,
     )
 
 
@@ -414,7 +430,7 @@ def _runner_up(found: GraphSolution) -> RunnerUp:
         axis=tiling.graph.axis,
         column_planes=tiling.cover.column * tiling.graph.voxels[0],
         sub_batches=(1,) * len(found.runs),
-        voxels_per_second=prod(tiling.cover.region.size) / found.seconds,
+        voxels_per_second=prod(tiling.output) / found.seconds,
         waste=waste(tiling),
         over_bytes=0,
         over_vram_bytes=0,
@@ -423,6 +439,8 @@ def _runner_up(found: GraphSolution) -> RunnerUp:
 
 def waste(tiling: GraphTiling) -> float:
     """Return the values computed over those that the predicted region needs if it is computed at once."""
+    if isinstance(tiling, WindowTiling):
+        return tiling.work_ratio
     cover, graph = tiling.cover, tiling.graph
     begin, end = cover.periods
     needed = [1] * len(graph.network.maps)

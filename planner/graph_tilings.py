@@ -42,6 +42,16 @@ class GraphTiling:
         return self.cover.column > 0
 
     @property
+    def output(self) -> Vec3:
+        """Voxels (z, y, x) that are predicted of the first output."""
+        return self.cover.region.size
+
+    @property
+    def values(self) -> int:
+        """The most values that a step gives."""
+        return self.cover.values
+
+    @property
     def figures(self) -> Figures:
         """The figures that all sizes share."""
         return self.graph.remembered("figures", lambda: Figures.of(self.graph))

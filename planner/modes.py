@@ -60,7 +60,7 @@ def make_plan(request: PlanRequest, costs: CostModel | None = None, thresholds: 
 def _best(request: PlanRequest, costs: CostModel, thresholds: Thresholds) -> tuple[RunPlan, list[RunPlan]]:
     """Return the best plan, and those of other modes that lost."""
     mode = request.target.mode
-    if request.network.meaning == "whole":
+    if request.network.meaning != "sliding":
         return plan_graph(request, costs), []
     if mode in OFFLOAD_MODES:
         return plan_offloaded(request, costs), []

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, prod
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
 from znnpy.costs.model import unhidden_io_seconds
 from znnpy.costs.two_stages import two_stage_seconds
-from znnpy.graph_columns import Area, GraphCover, TurnedGraph
+from znnpy.graph_columns import Area, GraphCover, TurnedGraph, cover_of_window
 from znnpy.kernels.contract import Variant
 from znnpy.layer_shapes import LayerShape
 from znnpy.machine import Limits
@@ -26,6 +26,7 @@ from znnpy.planner.layout import Tensor as Tensor
 from znnpy.planner.memory import PINNED, StepSizes
 from znnpy.planner.memory import Memory as Memory
 from znnpy.shapes import Precision, Vec3, turned
+from znnpy.window_cover import WindowCover
 
 if TYPE_CHECKING:
     from znnpy.network import Network
@@ -85,6 +86,18 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
+class Sums:
+    """How the results of windows are summed up until no later window adds to them.
+
+    dtype  of what a row of windows keeps for the next one; what is finished in a row is summed up in float32
+    parts  of the output, each of which has sums of its own: windows across a boundary are computed for both
+    """
+
+    dtype: Literal["float32", "float16"] = "float32"
+    parts: Positive = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """The plan of one kind of device: how it covers the output, and its layers. It needs network and weights."""
 
@@ -106,6 +119,7 @@ class Plan:
     area: Area | None = None  # what a graph that is computed whole was planned for
     work_ratio: Annotated[float, Field(gt=0, lt=1e12)] | None = None  # of such a graph: `waste`
     graph: DescribedGraph | None = None  # of such a graph, to print the plan with
+    sums: Sums | None = None  # of windows that are blended; `patch_out` and `patch_in` are then those of a window
 
     def __post_init__(self) -> None:
         if self.device == "gpu" and self.limits.vram_bytes is None:
@@ -114,6 +128,8 @@ class Plan:
             raise ValueError(f"{self.feed_threads} of {self.limits.threads} threads feed the GPU, and none computes")
         if (self.area is None) != (self.graph is None):
             raise ValueError("a plan of a graph has both an area and a description of the graph")
+        if self.sums is not None and self.area is None:
+            raise ValueError("windows are blended in an area, and the plan has none")
         devices, promised = ([stage.device for stage in stages] for stages in (self.stages, self.memory.stages))
         if devices != promised:
             raise ValueError(f"its stages run on {devices}, and memory is promised for stages on {promised}")
@@ -316,8 +332,10 @@ class Plan:
         stages = (replace(stage, choices=tuple(map(change, stage.choices))) for stage in self.stages)
         return replace(self, stages=tuple(stages))
 
-    def work_items(self, network: Network) -> Cover | GraphCover:
-        """Return the columns that cover the output, of a chain or of a graph."""
+    def work_items(self, network: Network) -> Cover | GraphCover | WindowCover:
+        """Return the columns that cover the output, of a chain or of a graph, or the rows of windows."""
+        if self.sums is not None:
+            return self.window_cover(network)
         return self.cover(network) if self.area is None else self.graph_cover(network)
 
     def cover(self, network: Network) -> Cover:
@@ -325,9 +343,18 @@ class Plan:
         margin = network.field_of_view[self.axis] - 1
         return Cover(self.output, self.patch_out, self.axis, self.column_planes, margin)
 
+    def window_cover(self, network: Network) -> WindowCover:
+        """Return the windows whose results are blended."""
+        assert self.area is not None, "plans of windows have it"
+        assert self.sums is not None, "plans of windows have them"
+        assert network.windows is not None, "networks that are computed in windows have them"
+        return WindowCover(network.windows, self.area.volume, self.area.region, self.axis, self.sums.parts)
+
     def graph_cover(self, network: Network) -> GraphCover:
-        """Return the columns that cover the output of a graph that is computed whole."""
+        """Return the columns that cover the output of a graph that is computed whole, or the patch that is a window."""
         assert self.area is not None, "plans of such graphs have it"
+        if self.sums is not None:
+            return cover_of_window(network, self.axis, self.precision)
         graph = TurnedGraph.of(network, self.area.volume, self.axis, self.precision)
         voxels = turned(self.patch_out, self.axis)
         patch = tuple(size // each for size, each in zip(voxels, graph.voxels, strict=True))

@@ -27,11 +27,12 @@ from znnpy.planner.layout import Count, Positive
 from znnpy.planner.memory import Memory, run_memory
 from znnpy.planner.plan import Axis, Choice, Plan, Seconds, Size
 from znnpy.shapes import Precision, Vec3, text
+from znnpy.window_cover import WindowCover
 
 if TYPE_CHECKING:
     from znnpy.network import Network
 
-FORMAT = 12  # version of plan.json
+FORMAT = 13  # version of plan.json
 AGAIN = "make it again with `znnpy plan NETWORK --out plan.json`"
 
 
@@ -202,7 +203,7 @@ class RunPlan:
         """Predicted output voxels written per second, last partial patches included."""
         return float(prod(self.output)) / self.seconds
 
-    def work_items(self, network: Network) -> Cover | GraphCover:
+    def work_items(self, network: Network) -> Cover | GraphCover | WindowCover:
         """Return the work items of a run, recorded when written: columns of one worker, or cells shared by two."""
         return self.main.work_items(network) if self.sharing is None else self.sharing.cells
 

@@ -21,6 +21,7 @@ from znnpy.planner.layout import ALIGNMENT, Tensor, aligned
 from znnpy.planner.plan import Plan, patch_in
 from znnpy.planner.run_plan import AGAIN, RunPlan
 from znnpy.planner.stages import handover_buffers, in_host_ram, stage_needs
+from znnpy.planner.window_tilings import WindowTiling
 from znnpy.shapes import fused, text, turned, turned_back
 
 
@@ -61,7 +62,9 @@ def check_plan(
     plan: Plan, network: Network, machine: Machine, table: Sequence[Primitive] = (*TABLE, *IN_HOST_RAM)
 ) -> None:
     """Raise PlanFileError unless the plan of one worker runs this network here, whatever its limits are."""
-    if (network.meaning == "whole") != (plan.area is not None):
+    if (network.meaning != "sliding") != (plan.area is not None) or (network.meaning == "windows") != (
+        plan.sums is not None
+    ):
         raise PlanFileError(f"the plan is of another kind of network than {excerpt(network.name, 60)}; {AGAIN}")
     if plan.area is not None:
         _check_graph(plan, network, machine, table)
@@ -74,11 +77,14 @@ def _check_graph(plan: Plan, network: Network, machine: Machine, table: Sequence
     """Raise PlanFileError unless the plan of a graph runs here as it stands."""
     assert plan.area is not None, "plans of graphs have it"
     try:
-        graph = TurnedGraph.of(network, plan.area.volume, plan.axis, plan.precision)
+        tiling = _window_tiling(plan, network) if plan.sums is not None else None
+        graph = tiling.graph if tiling else TurnedGraph.of(network, plan.area.volume, plan.axis, plan.precision)
     except ShapeError as error:
         raise PlanFileError(f"the plan does not fit its network: {error}") from None
     voxels, step, outputs = graph.voxels, turned(plan.patch_out, plan.axis), graph.network.outputs
     regions, sizes = plan.area.regions, [turned_back(graph.geometry.size(tensor), plan.axis) for tensor in outputs]
+    if tiling:
+        sizes = [plan.area.volume]
     inside = (
         len(regions) in (1, len(outputs))
         and regions[0].size == plan.output
@@ -89,12 +95,14 @@ def _check_graph(plan: Plan, network: Network, machine: Machine, table: Sequence
         )
     )
     whole = all(a % b == 0 for a, b in zip((*step, plan.column_planes), (*voxels, voxels[0]), strict=True))
+    if tiling and (plan.patch_out != tiling.patch_out or plan.column_planes):
+        whole = False
     if not inside or not whole or plan.column_planes % step[0] or len(plan.stages) != 1:
         raise PlanFileError(
             f"the plan's steps of {text(plan.patch_out)} voxels, or its output of {text(plan.output)}, are none of "
             f"{excerpt(network.name, 60)} over a volume of {text(plan.area.volume)}; {AGAIN}"
         )
-    tiling = GraphTiling(plan.graph_cover(network))
+    tiling = tiling or GraphTiling(plan.graph_cover(network))
     operations = graph.computing(choice.shape for choice in plan.choices)
     if len(plan.choices) != len(operations):
         raise PlanFileError(
@@ -129,6 +137,18 @@ def _check_graph(plan: Plan, network: Network, machine: Machine, table: Sequence
         ("for planes that stay", memory.carries, here.carries),
     ):
         _check_promise(promised, needed, what)
+
+
+def _window_tiling(plan: Plan, network: Network) -> WindowTiling:
+    """Return the windows of a plan; PlanFileError if there are not as many parts."""
+    assert plan.sums is not None, "plans of windows have it"
+    windows = plan.window_cover(network)
+    if plan.sums.parts > windows.most_parts:
+        raise PlanFileError(
+            f"the plan divides the output into {plan.sums.parts} parts, and its windows allow {windows.most_parts}; "
+            f"{AGAIN}"
+        )
+    return WindowTiling(plan.graph_cover(network), windows, plan.sums)
 
 
 def _check_sharing(sharing: CoExecution) -> None:

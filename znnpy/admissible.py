@@ -23,6 +23,7 @@ from znnpy.layers import (
     Pool,
     Upsample,
 )
+from znnpy.messages import option
 from znnpy.network import Network
 from znnpy.shapes import Vec3, text
 
@@ -31,12 +32,16 @@ VOXELS_AT_ONCE = 4096  # of a period, of which it is worked out together what th
 
 
 def refuse_non_local(network: Network) -> None:
-    """Raise ShapeError that names a node of which a voxel depends on the whole volume, and says what to do."""
+    """Raise ShapeError that names a node of which a voxel depends on the whole volume, and says what to do.
+
+    In windows each voxel may depend on the whole window.
+    """
     for node in network.nodes:
-        if isinstance(node.layer, NonLocal):
+        if isinstance(node.layer, NonLocal) and network.meaning != "windows":
             raise ShapeError(
                 f"every voxel of node {node.name} ({node.layer}) depends on the whole image, so that the network over "
-                "a volume has no result that patches can give; use a network with batch norm or none"
+                f"a volume has no result that patches can give; compute it in windows, with {option('window')} and "
+                f"without {option('meaning', 'whole')}"
             )
         if isinstance(node.layer, Upsample) and node.layer.how == "linear" and node.layer.align_corners:
             raise ShapeError(

@@ -34,7 +34,7 @@ from znnpy.errors import OutputError, ResumeError, ZnnpyError
 from znnpy.files import Inputs, regular_file, write_asked
 from znnpy.import_command import import_model
 from znnpy.machine import processor
-from znnpy.network_files import read_network
+from znnpy.network_files import read_asked, read_network
 from znnpy.option_declarations import option
 from znnpy.options import DemoOptions, InferOptions, InfoOptions, MeasureOptions, PlanOptions, VerifyOptions
 from znnpy.plot_commands import graph, timeline
@@ -113,7 +113,7 @@ def plan(asked: PlanCommand) -> None:
     from znnpy.report.rejected import Considered, why_table
     from znnpy.run.target import machine_of
 
-    file = read_network(asked.network, asked.meaning)
+    file = read_asked(asked.network, asked)
     machine_file = None if asked.machine is None else Path(asked.machine)
     read: dict[str, Path | Collection[Path] | None] = {
         "volume": None if asked.volume is None else path_of(asked.volume),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import MISSING, Field
-from math import inf
+from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -93,6 +93,33 @@ def _voxels(value: str) -> Vec3:
     return counts[0], counts[1], counts[2]
 
 
+def _shares(value: str) -> tuple[float, ...]:
+    """Read one share of a window for all axes, or one for each."""
+    shares = _numbers(value)
+    if len(shares) not in (1, 3) or not all(0 <= share < 1 for share in shares):
+        raise ValueError(f"{_shortened(value)} is neither a share such as 0.5, nor three for Z,Y,X, each below 1")
+    return shares
+
+
+def _axes(value: str) -> str:
+    """Read different axes, `z,y,x` or some of them."""
+    axes = re.sub(r"\s", "", value).split(",")
+    if not set(axes) <= set("zyx") or len(set(axes)) < len(axes):
+        raise ValueError(f"{_shortened(value)} is not one or several of the axes z,y,x")
+    return ",".join(axes)
+
+
+def _numbers(value: str) -> tuple[float, ...]:
+    """Read finite numbers with commas between them."""
+    try:
+        numbers = tuple(map(float, value.split(",")))
+    except ValueError:
+        numbers = ()
+    if not numbers or not all(map(isfinite, numbers)):
+        raise ValueError(f"{_shortened(value)} is not a number such as 0.5, or several with commas between them")
+    return numbers
+
+
 def _region(value: str) -> str:
     """Check the form of `z0:z1,y0:y1,x0:x1`; whether it fits is checked when the volume is open."""
     end = rf"(?:\d{{0,18}}|{LENGTH.pattern})"
@@ -144,6 +171,9 @@ _TYPES: dict[str, ParamType] = {
     "new place": _Read("place", _new_place),
     "size": _Read("size", _size),
     "voxels": VOXELS,
+    "shares": _Read("shares", _shares),
+    "axes": _Read("axes", _axes),
+    "numbers": _Read("numbers", _numbers),
     "region": _Read("region", _region),
     "number": _Read("number", _number),
     "positive": _Read("float", _positive),

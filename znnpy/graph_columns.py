@@ -19,15 +19,17 @@ from threading import RLock
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from znnpy.admissible import admissible
+from znnpy.errors import ShapeError
 from znnpy.geometry import Geometry, Interval, vector
 from znnpy.graph_operations import Operation, Region, operations, shape_of, with_poolings
 from znnpy.graph_shapes import GraphConvShape
 from znnpy.layer_shapes import LayerShape
 from znnpy.layers import Pool
 from znnpy.lowering import Lowered, lowered
+from znnpy.messages import option
 from znnpy.network import Network
 from znnpy.patches import Box, Column, Columns, Patch, Piece
-from znnpy.shapes import Precision, Vec3, multiply, turned, turned_back
+from znnpy.shapes import Precision, Vec3, multiply, text, turned, turned_back
 
 if TYPE_CHECKING:
     from znnpy.column_planes import ColumnPlanes, ColumnSteps
@@ -323,3 +325,23 @@ class GraphCover(Columns):
     def _box(self, along: Region) -> Box:
         lo, hi = (along[0].lo, along[1].lo, along[2].lo), (along[0].hi, along[1].hi, along[2].hi)
         return Box(turned_back(lo, self.graph.axis), turned_back(hi, self.graph.axis))
+
+
+def cover_of_window(network: Network, axis: int, precision: Precision) -> GraphCover:
+    """Return the one patch that computes a window; ShapeError if the network does not admit its size."""
+    assert network.windows is not None, "networks that are computed in windows have it"
+    size = network.windows.size
+    graph = TurnedGraph.of(network, size, axis, precision)
+    if (admitted := turned_back(graph.geometry.volume, axis)) != size:
+        raise ShapeError(
+            f"{network.name} takes no window of {text(size)} voxels; the next larger one is {text(admitted)}: change "
+            f"{option('window')}"
+        )
+    given = turned_back(graph.geometry.size(graph.output), axis)
+    if len(network.outputs) > 1 or given != size:
+        what = f"{len(network.outputs)} outputs" if len(network.outputs) > 1 else f"{text(given)} voxels"
+        raise ShapeError(
+            f"{network.name} gives {what} for a window of {text(size)}, and only networks with one output as large as "
+            "the input are computed in windows; name one output in the network file, or pad its convolutions"
+        )
+    return GraphCover(graph, graph.periods, 0, Box((0, 0, 0), size))

@@ -24,7 +24,7 @@ from znnpy.measure.fftw_wisdom import wisdom_begun, wisdom_kept
 from znnpy.measure.storage_plans import suited_plan
 from znnpy.measure.transfers import Transfers, transfers_of, worth_measuring
 from znnpy.messages import option
-from znnpy.network_files import read_network
+from znnpy.network_files import read_asked
 from znnpy.option_declarations import function_of
 from znnpy.option_values import Device
 from znnpy.options import InferOptions
@@ -106,7 +106,7 @@ def infer_as_asked(asked: InferOptions) -> Report:
     store = CostStore(asked.costs, calibrate=asked.calibrate)
     devices = devices_asked(asked)
     devices = replace(devices, device=store.meant(devices.device))
-    named = read_network(asked.network, asked.meaning)
+    named = read_asked(asked.network, asked)
     trained = load_trained(named, asked.weights, asked.ram)
     inputs: dict[str, Path | Collection[Path] | None] = {
         "volume": path_of(volume),
@@ -152,7 +152,7 @@ def infer_as_asked(asked: InferOptions) -> Report:
             time=asked.time,
             scale=asked.scale,
         )
-        arrays, dtype = arrays_of(trained.network, source), np.dtype(asked.output_dtype)
+        arrays, dtype = arrays_of(trained.network, source), np.dtype(job["output_dtype"])
         if out is not None and not isinstance(out, str | os.PathLike):
             source.check_one_size(trained.network, f"give a path as {option('out')}")
         output = output_for(

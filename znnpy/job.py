@@ -14,6 +14,7 @@ import znnpy
 from znnpy.formats.weights import sha256
 from znnpy.machine import Machine
 from znnpy.network import Network
+from znnpy.network_result import MAPS
 from znnpy.patches import Box, Columns
 from znnpy.planner.run_plan import RunPlan
 from znnpy.shapes import Vec3
@@ -59,13 +60,25 @@ def job_of(
         "volume": {**volume.identity(sample), **{key: at for key, at in named.items() if at is not None}},
         "roi": roi,
         "border": border,
-        "output_dtype": output_dtype,
+        "output_dtype": written_dtype(trained.network, output_dtype),
+        **_windows_record(trained.network),
         "allow_nan": allow_nan,
         **filled,
         **stored,
         **({} if mask is None else {"mask": mask.identity()}),
         **statistics_record(trained.network),
     }
+
+
+def written_dtype(network: Network, asked: str) -> str:
+    """Return the dtype of an output: the one that was asked for, or that of labels."""
+    return "uint8" if network.result.is_integer else asked
+
+
+def _windows_record(network: Network) -> dict[str, Any]:
+    """Return the windows and the result of a network, as far as they are not the usual ones."""
+    windows = {} if network.windows is None else {"windows": network.windows.described}
+    return windows if network.result == MAPS else {**windows, "result": network.result.described}
 
 
 def stored_as(prefix: str | None, *, sharded: bool, multiscale: int) -> dict[str, Any]:

@@ -19,9 +19,10 @@ from znnpy.layers import Conv as Conv
 from znnpy.layers import Layer as Layer
 from znnpy.layers import MaxFilter as MaxFilter
 from znnpy.layers import Maxout as Maxout
+from znnpy.layers import NonLocal, has_weights, maps_after, parameter_count
 from znnpy.layers import Pool as Pool
-from znnpy.layers import has_weights, maps_after, parameter_count
 from znnpy.messages import excerpt, option
+from znnpy.network_result import MAPS, NetworkResult
 from znnpy.normalisation import Normalise as Normalise
 from znnpy.normalisation import VolumeStatistics
 from znnpy.option_values import Meaning
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from znnpy.windows.settings import Windows
 
 MOST_LAYERS = 500  # layers of one network, since planning takes longer with more
 
@@ -136,7 +138,8 @@ class Network:
     """A graph of layers in an order in which each comes after those it reads; without wiring, a chain.
 
     Sizes are (z, y, x). `asked_meaning` is one that was asked for, instead of the usual one of such a graph.
-    `statistics` are those of the volume that `normalise` follows from; it is None until there is a volume.
+    `statistics` are those of the volume that `normalise` follows from; it is None until there is a volume. `windows`
+    are those in which the network is computed, if it is to be, and `result` what is written of the maps that it gives.
     """
 
     name: str
@@ -146,6 +149,8 @@ class Network:
     wiring: Wiring | None = None
     asked_meaning: Meaning | None = None
     statistics: VolumeStatistics | None = None
+    windows: Windows | None = None
+    result: NetworkResult = MAPS
 
     def __post_init__(self) -> None:
         if self.input_channels < 1:
@@ -175,7 +180,11 @@ class Network:
     def __repr__(self) -> str:
         """Return one line; `layers` lists the layers."""
         maps = f"{self.input_channels} -> {self.output_channels} maps"
-        seen = f", field of view {text(self.field_of_view)}" if self.meaning == "sliding" else ", computed whole"
+        seen = {
+            "sliding": f", field of view {text(self.field_of_view)}",
+            "whole": ", computed whole",
+            "windows": ", computed in windows",
+        }[self.meaning]
         return (
             f"<Network {excerpt(self.name, 60)}: {len(self.layers)} layers, {maps}, {self.parameters:,} parameters"
             f"{seen}>"
@@ -223,8 +232,20 @@ class Network:
 
     @cached_property
     def meaning(self) -> Meaning:
-        """Meaning of an output voxel: `sliding`, the network on its field of view; `whole`, on the volume."""
-        return self.asked_meaning or ("sliding" if self.why_not_sliding is None else "whole")
+        """Meaning of an output voxel: `sliding`, the network on its field of view; `whole`, on the volume.
+
+        `windows`, the mean of what the network gives in windows of a fixed size.
+        """
+        if self.asked_meaning is not None:
+            return self.asked_meaning
+        if self.windows is not None or not self.is_local:
+            return "windows"
+        return "sliding" if self.why_not_sliding is None else "whole"
+
+    @property
+    def is_local(self) -> bool:
+        """Return whether no layer makes each voxel depend on the whole image."""
+        return not any(isinstance(layer, NonLocal) for layer in self.layers)
 
     @cached_property
     def why_not_sliding(self) -> str | None:
@@ -253,8 +274,8 @@ class Network:
 
     @property
     def output_maps(self) -> tuple[int, ...]:
-        """Maps of each output."""
-        return tuple(self.maps[tensor] for tensor in self.outputs)
+        """Maps of each output, as they are written."""
+        return tuple(self.result.maps_of(self.maps[tensor]) for tensor in self.outputs)
 
     @property
     def output_channels(self) -> int:
@@ -323,8 +344,12 @@ class Network:
             "layers": [_described(layer) for layer in self.layers],
             "normalise": given if self.statistics is None else self.statistics.described,
         }
-        if self.meaning == "whole":
+        if self.meaning != "sliding":
             what |= {"sources": self.sources, "outputs": self.outputs, "pad_to_period": self.pad_to_period}
+        if self.windows is not None and self.meaning == "windows":
+            what["windows"] = self.windows.described
+        if self.result != MAPS:
+            what["result"] = self.result.described
         return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
     def patch_in(self, out: Vec3) -> Vec3:

@@ -7,21 +7,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from znnpy.errors import NetworkFileError, ShapeError
 from znnpy.files import read_regular
 from znnpy.formats import network_yaml, network_znni
 from znnpy.formats.files import LARGEST, cannot_read, require_file
 from znnpy.importing.recognised import description_in, is_described
-from znnpy.messages import excerpt
+from znnpy.messages import excerpt, option
 from znnpy.network import ConvWeights, Network
 from znnpy.option_values import Meaning
 from znnpy.shapes import Vec3, text
+from znnpy.windows.settings import Windows
 
 if TYPE_CHECKING:
     from znnpy.importing.finish import Wishes
     from znnpy.importing.imported import Imported
+    from znnpy.shared_options import WindowOptions
 
 DEFAULT = "fib25_boundary"
 SHIPPED = Path(__file__).parent / "networks"  # real files, not importlib.resources: numpy and safetensors need them
@@ -71,6 +73,53 @@ def read_network(where: str | Path | Trained, meaning: Meaning | None = None) ->
     """
     file = _read(where) if isinstance(where, str | Path) else NetworkFile(where.network, None, None, where.weights)
     return file if meaning is None else replace(file, network=replace(file.network, asked_meaning=meaning))
+
+
+def read_asked(where: str | Path | Trained, asked: WindowOptions) -> NetworkFile:
+    """Return what `read_network` does, with the windows and the result that options ask for.
+
+    ShapeError if the network has no such result, or if options of windows are given and it is not computed in windows.
+    """
+    file = read_network(where, "windows" if asked.meaning is None and asked.window is not None else asked.meaning)
+    network = file.network
+    windows = _windows(network, asked) if network.meaning == "windows" else None
+    if windows is None and (given := _window_options(asked)):
+        raise ShapeError(
+            f"{network.name} is computed {network.meaning}, and not in windows: leave out {' and '.join(given)}, or "
+            f"give {option('window')}"
+        )
+    asked.result.check([network.maps[tensor] for tensor in network.outputs])
+    if asked.output != "maps" and windows is None:
+        raise ShapeError(
+            f"{option('output', asked.output)} is made of the blended results of windows, and {network.name} is "
+            f"computed {network.meaning}; give {option('window')}, or leave it out"
+        )
+    return replace(file, network=replace(network, windows=windows, result=asked.result))
+
+
+def _windows(network: Network, asked: WindowOptions) -> Windows:
+    """Return the windows of a network, changed as options say."""
+    size = asked.window or (None if network.windows is None else network.windows.size)
+    if size is None:
+        raise ShapeError(
+            f"{network.name} is computed in windows, and their size is not known; give {option('window')}, such as "
+            f"{option('window', '128,128,128')}: that with which the network was trained"
+        )
+    changed: dict[str, Any] = {"size": size}
+    if asked.overlap is not None:
+        overlap = (asked.overlap,) if isinstance(asked.overlap, int | float) else tuple(asked.overlap)
+        changed["overlap"] = tuple(map(float, overlap * (3 // len(overlap))))
+    if asked.mirror is not None:
+        changed["mirror"] = tuple(axis for axis, name in enumerate("zyx") if name in asked.mirror)
+    given = {"blend": asked.blend, "sigma": asked.sigma, "rule": asked.windows_like}
+    changed |= {key: value for key, value in given.items() if value is not None}
+    return Windows(**changed) if network.windows is None else replace(network.windows, **changed)
+
+
+def _window_options(asked: WindowOptions) -> list[str]:
+    """Name the options of windows that are given."""
+    words = ("window", "overlap", "blend", "sigma", "mirror", "windows_like")
+    return [option(word) for word in words if getattr(asked, word) is not None]
 
 
 def read_model(path: Path, wishes: Wishes, name: str | None = None) -> Imported:

@@ -13,8 +13,17 @@ BORDERS: tuple[Border, ...] = get_args(Border)
 OutputDtype = Literal["float32", "float16", "uint8"]
 OUTPUT_DTYPES: tuple[OutputDtype, ...] = get_args(OutputDtype)
 
-Meaning = Literal["sliding", "whole"]  # of a network over a volume
+Meaning = Literal["sliding", "whole", "windows"]  # of a network over a volume
 MEANINGS: tuple[Meaning, ...] = get_args(Meaning)
+
+Blend = Literal["gaussian", "constant", "bump"]  # of windows
+BLENDS: tuple[Blend, ...] = get_args(Blend)
+
+WindowRule = Literal["monai", "nnunet"]  # whose windows and weights
+WINDOW_RULES: tuple[WindowRule, ...] = get_args(WindowRule)
+
+Result = Literal["maps", "softmax", "sigmoid", "labels", "above"]  # of the maps that a network gives
+RESULTS: tuple[Result, ...] = get_args(Result)
 
 MissingChunks = Literal["fill", "error"]
 MISSING_CHUNKS: tuple[MissingChunks, ...] = get_args(MissingChunks)

@@ -68,7 +68,8 @@ class Patch:
     Steps of a graph differ in size (`graph_columns`): `size` is that of the input, and `step` says what is computed.
     `out` and `write` are those of its first output, and `others` of the further ones.
 
-    A step outside a mask is not computed: zeros are written (`znnpy.run.masked`).
+    A step outside a mask is not computed: zeros are written (`znnpy.run.masked`). A step that is repeated was computed
+    before, in another column or by an earlier run; it counts for nothing, and gives no output.
     """
 
     read: Vec3
@@ -78,6 +79,7 @@ class Patch:
     step: object | None = None
     others: tuple[Piece, ...] = ()
     computed: bool = True
+    repeated: bool = False
 
     @property
     def pieces(self) -> tuple[Piece, ...]:

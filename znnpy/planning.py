@@ -14,6 +14,7 @@ from znnpy.costs.model import Rates, assumed_rates
 from znnpy.costs.store import CostStore
 from znnpy.errors import NoPlanError, ShapeError
 from znnpy.graph_columns import Area
+from znnpy.job import written_dtype
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Limits, limits_of, this_machine
 from znnpy.measure.calibrate import Calibration
@@ -22,7 +23,7 @@ from znnpy.measure.storage_plans import suited_plan
 from znnpy.measure.transfers import transfers_of, worth_measuring
 from znnpy.messages import option
 from znnpy.network import Network
-from znnpy.network_files import read_network
+from znnpy.network_files import read_asked
 from znnpy.option_declarations import function_of
 from znnpy.option_values import COVERS
 from znnpy.options import PlanOptions
@@ -118,14 +119,14 @@ def _here(planning: _Planning, devices: AskedDevices) -> RunPlan:
 def _work(asked: PlanOptions) -> Work:
     """Return what is to be computed of a volume, or of a shape; ValueError where both are given."""
     shape, roi, border = asked.shape, asked.roi, asked.border
-    itemsize_out = np.dtype(asked.output_dtype).itemsize
     if shape is not None and len(shape) != 3:
         raise ShapeError(f"a shape has three sizes (z, y, x), not {shape}")
     if asked.volume is not None and shape is not None:
         raise ValueError("a volume and a shape both give a size: give one of them")
     if asked.mask is not None and asked.volume is None:
         raise ValueError(f"a mask lies on a volume: give {option('volume')} too, or leave out {option('mask')}")
-    network = read_network(asked.network, asked.meaning).network
+    network = read_asked(asked.network, asked).network
+    itemsize_out = np.dtype(written_dtype(network, asked.output_dtype)).itemsize
     weights = FLOAT32 * network.parameters  # a run holds them
     if asked.volume is not None:
         with _opened(asked) as opened:
@@ -146,6 +147,10 @@ def _work(asked: PlanOptions) -> Work:
                 held_bytes=weights,
                 wanted=wanted,
             )
+    if network.meaning == "windows":
+        volume = shape or DEFAULT_SHAPE
+        area = Area(volume, parse_roi(roi, volume) if roi else Box((0, 0, 0), volume))
+        return Work(network, area.region.size, 1, itemsize_out, area=area, held_bytes=weights)
     if network.meaning == "whole":
         area = _area(network, shape or DEFAULT_SHAPE, roi)
         return Work(network, area.region.size, 1, itemsize_out, area=area, held_bytes=weights)

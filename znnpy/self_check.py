@@ -40,6 +40,7 @@ from znnpy.trained import TrainedNetwork
 from znnpy.units import human_bytes
 from znnpy.verify import TOLERANCES, Judged, at_voxels, magnitude_of
 from znnpy.volume.base import Volume
+from znnpy.window_voxels import WindowVoxels, result_of
 
 if TYPE_CHECKING:
     from znnpy.kernels.gpu.device import Device
@@ -196,6 +197,8 @@ class CheckedOutput:
         """The maps at positions in each output by definition."""
         if self.area is None:
             return [partial(at_voxels, self.trained, self.volume, self.offset)]
+        if self.trained.network.meaning == "windows":
+            return [WindowVoxels(self.trained, self.volume, self.offset).at]
         regions = enumerate(self.area.regions)
         return [GraphVoxels(self.trained, self.volume, number, region.lo).at for number, region in regions]
 
@@ -213,7 +216,10 @@ class CheckedOutput:
         inside = np.stack([rng.integers(0, size, PATCH_VOXELS) for size in box.size], axis=1)
         written = np.stack([voxels[(slice(None), *place)] for place in inside])
         at = inside + np.array(box.lo)
-        exact = self._exactly[number](at)
+        result, tolerance = self.trained.network.result, TOLERANCES[self.precision]
+        exact = result_of(self._exactly[number](at), result, written, tolerance)
+        if result.is_integer:
+            written, voxels = written.astype(np.float64), voxels.astype(np.float64)
         some = np.stack([rng.integers(0, size, SCALE_VOXELS) for size in box.size])
         others = voxels[(slice(None), *some)].T
         judged = Judged.of(at, written, exact, TOLERANCES[self.precision], others)

@@ -7,20 +7,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from znnpy.network_result import NetworkResult
 from znnpy.option_declarations import Checked, option
 from znnpy.option_values import (
+    BLENDS,
     BORDERS,
     COVERS,
     DEVICES,
     MEANINGS,
     MODES,
     OUTPUT_DTYPES,
+    RESULTS,
+    WINDOW_RULES,
     AskedMode,
+    Blend,
     Border,
     Cover,
     Device,
     Meaning,
     OutputDtype,
+    Result,
+    WindowRule,
 )
 from znnpy.shapes import PRECISIONS, Precision, Vec3
 
@@ -171,11 +178,79 @@ class MeaningOption(Checked):
     meaning: Meaning | None = option(
         None,
         "meaning of an output voxel; sliding: what the network gives for the field of view around it; whole: what it "
-        "gives there for the whole volume, with poolings that lower the resolution",
+        "gives there for the whole volume, with poolings that lower the resolution; windows: the mean of what it gives "
+        "in overlapping windows",
         "text",
-        unset="the one that the network file names, or sliding if the network supports it",
+        unset="the one that the network file names, or sliding or whole if the network supports it",
         values=MEANINGS,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowOptions(MeaningOption):
+    """Options that say in which windows a network is computed, and what is written of its maps."""
+
+    window: Vec3 | None = option(
+        None,
+        "compute the network in windows of Z,Y,X voxels, each by itself, and write the weighted mean of their results",
+        "voxels",
+        unset="that of the network file; none if the network does not need windows",
+        metavar="Z,Y,X",
+    )
+    overlap: float | Sequence[float] | None = option(
+        None,
+        "share of a window by which it overlaps the next one, or three shares Z,Y,X",
+        "shares",
+        unset="0.5",
+        metavar="SHARE",
+    )
+    blend: Blend | None = option(
+        None,
+        "weights of the voxels of a window; gaussian: more in its middle; constant: equal; bump: much more in its "
+        "middle",
+        "text",
+        unset="gaussian",
+        values=BLENDS,
+    )
+    sigma: float | None = option(
+        None,
+        "standard deviation of the Gaussian, as a share of the window",
+        "positive",
+        unset="0.125",
+        metavar="SHARE",
+    )
+    mirror: str | None = option(
+        None,
+        "axes, such as z,y,x, along which windows are computed mirrored too, in every combination, and averaged",
+        "axes",
+        unset="none",
+        metavar="AXES",
+    )
+    windows_like: WindowRule | None = option(
+        None,
+        "whose positions and weights of windows are computed; monai: SlidingWindowInferer; nnunet: nnUNetPredictor",
+        "text",
+        unset="monai",
+        values=WINDOW_RULES,
+    )
+    output: Result = option(
+        "maps",
+        "what is written; maps: what the network gives; softmax, sigmoid: the function of it; labels: the number of "
+        "the largest map; above: 1 where a map is above its threshold, else 0",
+        "text",
+        values=RESULTS,
+    )
+    threshold: float | Sequence[float] = option(
+        0.5, "threshold of the output above, or one for each map", "numbers", metavar="NUMBER"
+    )
+
+    @property
+    def result(self) -> NetworkResult:
+        """What is written of the maps."""
+        if self.output != "above":
+            return NetworkResult(self.output)
+        above = (self.threshold,) if isinstance(self.threshold, int | float) else tuple(self.threshold)
+        return NetworkResult(self.output, tuple(map(float, above)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +292,7 @@ class SourceOptions(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RegionOptions(SourceOptions, BorderOption, MeaningOption):
+class RegionOptions(SourceOptions, BorderOption, WindowOptions):
     """Options that say which part of a volume is predicted, and how the output is stored."""
 
     fill_missing: float | None = option(

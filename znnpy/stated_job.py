@@ -38,8 +38,11 @@ def trained_of(origin: Provenance, output: Location, asked: VerifyOptions) -> Tr
             f"{option('network')}"
         )
     file = read_network(origin.network if network is None else network, asked.meaning)
-    if meaning == "whole" or (meaning == "sliding" and file.network.why_not_sliding is None):
-        file = replace(file, network=replace(file.network, asked_meaning=meaning))
+    if meaning == "windows":
+        network_in = replace(file.network, asked_meaning=meaning, windows=origin.job.windows, result=origin.job.result)
+        file = replace(file, network=network_in)
+    elif meaning == "whole" or (meaning == "sliding" and file.network.why_not_sliding is None):
+        file = replace(file, network=replace(file.network, asked_meaning=meaning, windows=None))
     trained = load_trained(file, asked.weights)
     made = {"network": origin.job.network, "weights": origin.job.weights}
     for what, given in (("network", trained.network.sha256), ("weights", sha256(trained.weights))):

@@ -18,6 +18,7 @@ from znnpy.graph_voxels import GraphVoxels
 from znnpy.kernels.reference import dense_by_sliding
 from znnpy.messages import option
 from znnpy.network import Network
+from znnpy.network_result import MAPS, NetworkResult
 from znnpy.option_declarations import function_of
 from znnpy.option_values import Meaning
 from znnpy.options import VerifyOptions
@@ -31,6 +32,7 @@ from znnpy.volume.location import volume_location
 from znnpy.volume.provenance import Provenance, array_names
 from znnpy.volume.registry import open_volume
 from znnpy.volume.written import dataset_of
+from znnpy.window_voxels import WindowVoxels, result_of
 
 # Largest allowed difference of a voxel, by precision: for fp32 its rounding, for the others ten times the rms
 # error that a layer may have.
@@ -39,6 +41,7 @@ BLOCK = 2**14  # samples judged at a time, so that memory does not grow with the
 HOW: Mapping[Meaning, str] = {
     "sliding": "by sliding the window",
     "whole": "from the part of the volume that each depends on",
+    "windows": "from all windows around each",
 }
 BATCH_BYTES = 2**22  # fields of view recomputed at a time, in float64 with the most maps; fits the cache
 
@@ -131,14 +134,18 @@ def verify_as_asked(asked: VerifyOptions) -> VerifyReport:
         log_phase("running", f"{sum(counts)} voxels {HOW[trained.network.meaning]}")
         samples, beyond, worst, dataset = 0, 0, None, ""
         for number, (prediction, count) in enumerate(zip(predictions, counts, strict=True)):
-            if place.area is not None:
+            exactly: Callable[[npt.NDArray[np.int64]], Real]
+            if trained.network.meaning == "windows":
+                windows = WindowVoxels(trained, source, place.offset)
+                blocks, exactly = windows.drawn(prediction.size, count, asked.seed), windows.at
+            elif place.area is not None:
                 graph = GraphVoxels(trained, source, number, place.area.regions[number].lo)
                 blocks, exactly = graph.drawn(prediction.size, count, asked.seed), graph.at
             else:
                 blocks = _positions(prediction.size, count, asked.seed)
                 exactly = partial(at_voxels, trained, source, place.offset)
             inside = None if wanted is None else wanted.outputs[number].at
-            judged, wrong, found = _judged(prediction, exactly, blocks, allowed, inside)
+            judged, wrong, found = _judged(prediction, exactly, blocks, allowed, inside, trained.network.result)
             samples, beyond = samples + judged, beyond + wrong
             if worst is None or found.share > worst.share:
                 worst, dataset = found, names[number]
@@ -175,6 +182,7 @@ def _judged(
     blocks: Iterator[npt.NDArray[np.int64]],
     allowed: float,
     inside: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.bool_]] | None = None,
+    result: NetworkResult = MAPS,
 ) -> tuple[int, int, Judged]:
     """Count the voxels of `prediction`, and those with more than the allowed error; find the block with the worst one.
 
@@ -182,16 +190,19 @@ def _judged(
     blocks   positions, at least one block
     allowed  tolerance for values around 1
     inside   returns which positions lie in the mask: all others must be zero; None: there is no mask
+    result   what is written of the maps
     """
     samples, beyond, worst = 0, 0, None
     for at in blocks:
         written = np.stack([_voxel(prediction, where) for where in at])
+        if result.is_integer:
+            written = written.astype(np.float64)
         if inside is None:
-            exact = exactly(at)
+            exact = result_of(exactly(at), result, written, allowed)
         else:
             exact, there = np.zeros(written.shape), inside(at)
             if there.any():
-                exact[there] = exactly(at[there])
+                exact[there] = result_of(exactly(at[there]), result, written[there], allowed)
         judged = Judged.of(at, written, exact, allowed)
         if inside is not None and not there.all() and np.any(written[~there]):
             judged = Judged.of(at[~there], written[~there], exact[~there], float(np.finfo(np.float32).tiny))

@@ -67,7 +67,7 @@ def why_table(rows: Sequence[Considered], network: Network) -> RenderableType:
     table.add_column("time", justify="right", no_wrap=True)
     table.add_column("why not")
     paragraphs: list[RenderableType] = []
-    names, whole = _names(network), network.meaning == "whole"
+    names, whole = _names(network), network.meaning != "sliding"
     cells = [_cells(row, names, whole=whole) for row in rows]
     for before, row, (layer, name, spent, reason) in zip([None, *rows], rows, cells, strict=False):
         layer = "" if before is not None and row.layers == before.layers else layer
@@ -79,7 +79,7 @@ def why_table(rows: Sequence[Considered], network: Network) -> RenderableType:
 
 def _names(network: Network) -> Sequence[str]:
     """Return the layers in words: those of a graph by the names of its nodes."""
-    if network.meaning == "whole":
+    if network.meaning != "sliding":
         return [excerpt(name) for name in node_names(lowered(network))]
     return [f"{index} {layer}" for index, layer in enumerate(network.layers)]
 

@@ -225,16 +225,45 @@ class GraphSession:
         """
         assert isinstance(step, GraphStep), "patches of a graph say what is computed"
         column = self._graph.planes(step.begin[0], step.end[0], step.thick)
+
+        def load(new: Array) -> None:
+            load_voxels(raw.transpose(self._axes), new, self.network.normalise, self.pool)
+
+        self._computed(step, load, begins=begins)
+        if out is not None:
+            with self.span("store"):
+                self._store(column.outputs(step.number), step, out.reshape(-1))
+        self._steps += 1
+
+    def image(self, load: Callable[[Array], None]) -> Array:
+        """Compute a plan of one patch, and return its output (z, y, x, maps), turned, which the next call overwrites.
+
+        load  writes the input (z, y, x, c), turned
+        """
+        (column,) = self._tiling.cover
+        (patch,) = column.steps
+        step = patch.step
+        assert isinstance(step, GraphStep), "patches of a graph say what is computed"
+        planes = self._computed(step, load, begins=True)
+        self._steps += 1
+        tensor = self._graph.network.outputs[0]
+        z, y, x = self._region(tensor, planes)
+        return self._view(tensor, box_of((z, y, x)))
+
+    def _computed(self, step: GraphStep, load: Callable[[Array], None], *, begins: bool) -> StepPlanes:
+        """Run the operations of a step, and return the planes of its tensors; `load` writes the new ones of the input.
+
+        They are there until the next step.
+        """
+        column = self._graph.planes(step.begin[0], step.end[0], step.thick)
         if begins:
             self._begin(step, column)
         planes = column.step(step.number)
         later = column.step(step.number + 1).held if step.number + 1 < column.steps else None
         self._advance(0, planes)
         if planes.new[0].size:
-            with self._span("load"):
-                source, network = self._tensors[0], self.network
-                new = source.planes[planes.new[0].lo - planes.held[0].lo :]
-                load_voxels(raw.transpose(self._axes), new, network.normalise, self.pool)
+            with self.span("load"):
+                load(self._tensors[0].planes[planes.new[0].lo - planes.held[0].lo :])
         last_reads = self._last_reads
         for index, bound in enumerate(self._bound):
             for tensor in bound.operation.tensors:
@@ -245,10 +274,7 @@ class GraphSession:
             if later is not None:
                 for tensor in last_reads[index]:
                     self._tensors[tensor].keep(later[tensor].lo, self.pool)
-        if out is not None:
-            with self._span("store"):
-                self._store(column.outputs(step.number), step, out.reshape(-1))
-        self._steps += 1
+        return planes
 
     @cached_property
     def _last_reads(self) -> list[list[int]]:
@@ -298,7 +324,7 @@ class GraphSession:
         out, *more = (
             self._tensors[one].planes[planes.new[one].lo - planes.held[one].lo :] for one in operation.tensors
         )
-        with self._span(bound.name, layer=operation.layer):
+        with self.span(bound.name, layer=operation.layer):
             try:
                 primitive_step, scratch = bind
                 if shape.kind == "maxout":
@@ -341,7 +367,7 @@ class GraphSession:
                 store_voxels(self._view(tensor, box_of(region)), target.transpose(self._axes), self.pool)
             first += count
 
-    def _span(self, name: str, **facts: int) -> Any:
+    def span(self, name: str, **facts: int) -> Any:
         if self._trace is None:
             return UNTRACED
         return self._trace.span(self._lane or "CPU", name, step=self._steps, **facts)

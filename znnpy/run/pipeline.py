@@ -185,7 +185,7 @@ class _Run:
         for index, column in enumerate(queue.columns):
             for tally in (self._all, self._early) if index in queue.done else (self._all,):
                 tally.columns += 1
-                tally.steps += len(column.steps)
+                tally.steps += sum(not step.repeated for step in column.steps)
                 tally.work += column.computed_voxels
                 tally.voxels += column.voxels
 

@@ -18,6 +18,7 @@ from typing import Protocol
 
 from znnpy.errors import Stopped
 from znnpy.patches import Column
+from znnpy.window_cover import WindowCover
 
 LOOK_SECONDS = 0.5  # between looks at whether waiting still pays
 
@@ -181,3 +182,25 @@ class ColumnQueue(WorkQueue):
 
     def _give_back(self, numbers: Iterable[int]) -> None:
         self._returned.extend(sorted(numbers))
+
+
+class RowQueue(ColumnQueue):
+    """Rows of windows, for one worker: a row that does not continue the one before computes parts of that again."""
+
+    def __init__(self, columns: WindowCover, done: Set[int] = frozenset()) -> None:
+        super().__init__(columns, done)
+        self._rows = columns
+        self._latest = -1  # the row that was taken before
+
+    def _next(self, worker: QueueUser) -> Lease | None:
+        lease = super()._next(worker)
+        if lease is None:
+            return None
+        (number,) = lease.indices
+        goes_on = number == self._latest + 1 and self._rows.goes_on(number)
+        self._latest = number
+        if goes_on:
+            lease.goes_on = True
+        else:
+            lease.columns = (self._rows.begun_at(number),)
+        return lease

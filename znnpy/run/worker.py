@@ -140,6 +140,8 @@ class StepTask:
     @property
     def steps(self) -> int:
         """Number of steps of the run that it counts for."""
+        if self.patch.repeated:
+            return 0
         return 1 if not self.lease.of_cells else len(self.lease.indices) if self.ends else 0
 
     def __str__(self) -> str:

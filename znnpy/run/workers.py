@@ -17,14 +17,17 @@ from znnpy.run.graph_session import GraphSession
 from znnpy.run.masked import work_items
 from znnpy.run.session import Session
 from znnpy.run.target import OpenTarget
-from znnpy.run.work_queue import ColumnQueue, WorkQueue
+from znnpy.run.window_session import WindowSession
+from znnpy.run.work_queue import ColumnQueue, RowQueue, WorkQueue
 from znnpy.run.worker import Worker
+from znnpy.window_cover import WindowCover
 
 if TYPE_CHECKING:
     from znnpy.run.trace import Trace
     from znnpy.volume.mask import WantedOutputs
 
-Sessions = Mapping[str, Session | GraphSession]  # by names of devices
+AnySession = Session | GraphSession | WindowSession
+Sessions = Mapping[str, AnySession]  # by names of devices
 
 
 @contextmanager
@@ -42,12 +45,14 @@ def sessions_of(
     prepared  as for `Session`
     """
     with ExitStack() as stack:
-        sessions: dict[str, Session | GraphSession] = {}
+        sessions: dict[str, AnySession] = {}
         for plan in (worker.plan for worker in run.workers):
             pool = stack.enter_context(ThreadPool(plan.compute_threads))
             for name, device in target.named_devices(plan.device).items():
-                session: Session | GraphSession
-                if plan.area is not None:
+                session: AnySession
+                if plan.sums is not None:
+                    session = WindowSession(plan, network, weights, pool, trace=trace, lane=name, prepared=prepared)
+                elif plan.area is not None:
                     session = GraphSession(plan, network, weights, pool, trace=trace, lane=name, prepared=prepared)
                 else:
                     session = Session(
@@ -84,6 +89,9 @@ def queue_of(
 ) -> WorkQueue:
     """Return the queue of a run's work items; `plans` are those of its devices, by name."""
     sharing = run.sharing
+    items = run.work_items(network)
+    if isinstance(items, WindowCover):
+        return RowQueue(items, done)
     if sharing is None:
         return ColumnQueue(work_items(run, network, wanted), done)
     masked = () if wanted is None else work_items(run, network, wanted)

@@ -15,11 +15,13 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from znnpy.errors import VolumeError
 from znnpy.messages import excerpt
 from znnpy.network import MOST_LAYERS
+from znnpy.network_result import MAPS, NetworkResult
 from znnpy.option_values import Border, Meaning, OutputDtype
 from znnpy.shapes import PRECISIONS, Vec3
 from znnpy.volume.location import Location
 from znnpy.volume.output_names import OUTPUTS
 from znnpy.volume.written import attributes_of
+from znnpy.windows.settings import Windows
 
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(gt=0, lt=2**63)]
@@ -68,6 +70,8 @@ class JobClaim(_Checked):
     output_dtype: OutputDtype
     mask: MaskClaim | None = None  # where the output has one
     statistics: dict[str, Any] | None = None  # of the volume, where the network normalises by them
+    windows: Windows | None = None  # in which the network was computed
+    result: NetworkResult = MAPS  # what is written of its maps
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,10 @@ class Source:
         self.allow_nan = allow_nan
         self.dtype = volume.dtype
         self.channels = volume.channels
+        if network.meaning == "windows":
+            self._windows(network, region, border)
+            self._mean = _representable(network, volume)
+            return
         if network.meaning == "whole":
             self._whole(network, region, border)
             self._mean = _representable(network, volume)
@@ -85,18 +89,32 @@ class Source:
         self.field_of_view = fov
         self._mean = _representable(network, volume)
 
-    def _whole(self, network: Network, region: Box, border: Border) -> None:
-        """Find what is predicted of a graph that is computed whole."""
+    def _windows(self, network: Network, region: Box, border: Border) -> None:
+        """Find what is predicted of a network that is computed in windows: as many voxels as the region has."""
+        self._refuse_sliding(network, border)
+        self.outputs = (Predicted(region, _floats(region.lo), (1.0, 1.0, 1.0)),)
+        self.area = Area(self.volume.size, region)
+        assert network.windows is not None, "networks that are computed in windows have it"
+        self.field_of_view = network.windows.size
+        self.domain = Box((0, 0, 0), self.volume.size)
+
+    def _refuse_sliding(self, network: Network, border: Border) -> None:
+        """Raise an error for what only networks that slide over a volume can do."""
         if border != "valid":
             raise ShapeError(
                 f"{option('border', border)} is for networks that slide over a volume, and {network.name} pads by "
                 f"itself; leave out {option('border')}"
             )
         if self.allow_nan:
+            where = "whole" if network.meaning == "whole" else "in windows"
             raise VolumeError(
-                f"{network.name} is computed whole, where every voxel that is not finite reaches far; leave out "
+                f"{network.name} is computed {where}, and every voxel that is not finite reaches far; leave out "
                 f"{option('allow_nan', True)}, and repair the volume"
             )
+
+    def _whole(self, network: Network, region: Box, border: Border) -> None:
+        """Find what is predicted of a graph that is computed whole."""
+        self._refuse_sliding(network, border)
         geometry = admissible(network, self.volume.size)
         self.outputs = predicted(geometry, self.volume.size, region)
         self.area = area_of(self.volume.size, self.outputs)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from math import isfinite
 from typing import Any, Literal
 
 from znnpy.errors import ShapeError
-from znnpy.shapes import Vec3, text
+from znnpy.shapes import Vec3, text, turn, turned
 
 Blend = Literal["constant", "gaussian", "bump"]
 BLENDS: tuple[Blend, ...] = ("constant", "gaussian", "bump")
@@ -75,6 +75,13 @@ class Windows:
     def mirrors(self) -> tuple[tuple[int, ...], ...]:
         """The subsets of axes along which a window is mirrored, in nnU-Net's order: the empty one first."""
         return _subsets(self.mirror)
+
+    def turned(self, axis: int) -> Windows:
+        """Return the same windows of a volume with `axis` first: sizes are reordered by `shapes.turned`."""
+        order = turn(axis)
+        overlap = (self.overlap[order[0]], self.overlap[order[1]], self.overlap[order[2]])
+        mirror = tuple(sorted(order.index(one) for one in self.mirror))
+        return replace(self, size=turned(self.size, axis), overlap=overlap, mirror=mirror)
 
     @property
     def described(self) -> dict[str, Any]:

@@ -1,0 +1,69 @@
+"""Add the results of windows, times their weights, to sums."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from znnpy.kernels.cpu.native.library import library, why_not
+from znnpy.machine import this_machine
+
+Array = npt.NDArray[Any]
+
+BLOCK_BYTES = 2**17  # of products that a thread holds at a time
+
+
+class _Blend(ctypes.Structure):
+    """The arguments of a call: struct Blend in blend.hpp."""
+
+    _fields_ = (
+        ("n", ctypes.c_int64 * 2),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("maps", "sums_row", "values_row", "values_voxel", "weights_row", "weights_voxel", "bf16")
+        ),
+        ("share", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("sums", "values", "weights")),
+    )
+
+
+def add_weighted(sums: Array, values: Array, weights: npt.NDArray[np.float32], share: float = 1.0) -> None:
+    """Add `values * weights * share` to sums, in compiled code where it is there and sums are float32.
+
+    sums     (y, x, maps) float32 or float16, with rows in C order; products are added in float32, and sums rounded
+    values   (y, x, maps) float32 or bfloat16, with the maps of a voxel next to each other
+    weights  (y, x) float32, any strides
+    """
+    if sums.dtype == np.float32 and why_not(this_machine()) is None:
+        _compiled(sums, values, weights, share)
+    else:
+        add_in_numpy(sums, values, weights, share)
+
+
+def _compiled(sums: Array, values: Array, weights: npt.NDArray[np.float32], share: float) -> None:
+    height, width, maps = sums.shape
+    assert values.strides[2] == values.itemsize, "the maps of a voxel are next to each other"
+    assert sums.strides[1:] == (4 * maps, 4), "the voxels of a row are next to each other"
+    call = _Blend(
+        (ctypes.c_int64 * 2)(height, width),
+        maps,
+        sums.strides[0] // 4,
+        *(stride // values.itemsize for stride in values.strides[:2]),
+        *(stride // 4 for stride in weights.strides),
+        values.dtype != np.float32,
+        share,
+        *(array.ctypes.data for array in (sums, values, weights)),
+    )
+    library(this_machine().simd).znnpy_blend(ctypes.byref(call))
+
+
+def add_in_numpy(sums: Array, values: Array, weights: npt.NDArray[np.float32], share: float = 1.0) -> None:
+    """Do what `add_weighted` does, some rows at a time."""
+    rows = max(1, BLOCK_BYTES // (4 * max(1, values.shape[1] * values.shape[2])))
+    for first in range(0, values.shape[0], rows):
+        part = slice(first, first + rows)
+        products = np.multiply(values[part], weights[part, :, None] * np.float32(share), dtype=np.float32)
+        np.add(sums[part], products, out=sums[part], dtype=np.float32, casting="unsafe")

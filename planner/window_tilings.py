@@ -1,0 +1,88 @@
+"""The windows of a volume in one order, and the memory that their sums take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+
+from znnpy.graph_columns import Area, GraphCover, TurnedGraph, cover_of_window
+from znnpy.network import Network
+from znnpy.planner.graph_tilings import GraphTiling
+from znnpy.planner.plan import Sums
+from znnpy.shapes import FLOAT32, Precision, Vec3, turned
+from znnpy.window_cover import WindowCover
+
+PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of the output, that are tried
+
+
+@dataclass(frozen=True)
+class WindowTiling(GraphTiling):
+    """The one patch of a window, computed for all windows of a volume, and the sums of their results."""
+
+    windows: WindowCover
+    sums: Sums
+
+    @property
+    def output(self) -> Vec3:
+        return self.windows.region.size
+
+    @property
+    def values(self) -> int:
+        graph = self.cover.graph
+        return graph.network.result.maps_of(self.maps) * prod(self.windows.most_done)
+
+    @property
+    def maps(self) -> int:
+        """Maps that are blended."""
+        return self.graph.network.maps[self.graph.output]
+
+    @property
+    def times(self) -> int:
+        """How often a window is computed, mirrored ones counted."""
+        return self.windows.computed * len(self.windows.windows.mirrors)
+
+    @property
+    def steps(self) -> int:
+        return self.windows.computed
+
+    @property
+    def totals(self) -> npt.NDArray[np.float64]:
+        return super().totals * self.times
+
+    @property
+    def carries(self) -> int:  # type: ignore[override]
+        return sums_bytes(self.windows, self.sums, self.maps)
+
+    @property
+    def work_ratio(self) -> float:
+        """Voxels of all windows for a voxel of the output."""
+        return self.times * prod(self.windows.windows.size) / prod(self.output)
+
+
+def sums_bytes(cover: WindowCover, sums: Sums, maps: int) -> int:
+    """Return the bytes of the sums, of the weights of a window, and of the sums of weights of what it finishes."""
+    weights = prod(cover.windows.size) + prod(cover.most_done)
+    return cover.sums_bytes(maps, 4 if sums.dtype == "float32" else 2) + FLOAT32 * weights
+
+
+def window_tilings(
+    network: Network, area: Area, precision: Precision, sums: str, graph: Callable[[int], TurnedGraph]
+) -> Iterator[WindowTiling]:
+    """Yield the orders of windows to try, with sums of one dtype."""
+    assert network.windows is not None, "networks that are computed in windows have it"
+    windows, seen = network.windows, set()
+    for axis in range(3):
+        one = WindowCover(windows, area.volume, area.region, axis)
+        alike = graph(axis).lowered.original.layers, one.grid.starts, turned(windows.size, axis), one.lines
+        if alike in seen:  # the same windows again, with voxels in another order
+            continue
+        seen.add(alike)
+        inner: GraphCover = cover_of_window(network, axis, precision)
+        for parts in PARTS:
+            if parts <= one.most_parts:
+                cut = WindowCover(windows, area.volume, area.region, axis, parts)
+                yield WindowTiling(inner, cut, Sums("float16" if sums == "float16" else "float32", parts))

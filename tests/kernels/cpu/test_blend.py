@@ -1,0 +1,49 @@
+"""Weighted results are added to sums: compiled and in numpy, against float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from znnpy.kernels.cpu.blend import add_in_numpy, add_weighted
+from znnpy.kernels.cpu.native.library import why_not
+from znnpy.machine import this_machine
+
+SIZES = ((1, 1, 1), (3, 5, 2), (7, 4, 1), (6, 9, 33), (2, 3, 105), (40, 31, 16))
+
+
+@pytest.mark.parametrize("function", [add_weighted, add_in_numpy])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("flip", [(1, 1), (-1, 1), (1, -1), (-1, -1)])
+def test_sums(function: Any, dtype: Any, size: tuple[int, int, int], flip: tuple[int, int]) -> None:
+    rng = np.random.default_rng(3)
+    y, x, maps = size
+    sums = rng.standard_normal((y + 2, x + 3, maps)).astype(np.float32)
+    before = sums.copy()
+    values = rng.standard_normal((y + 1, x + 1, maps)).astype(dtype)[:y, :x][:: flip[0], :: flip[1]]
+    weights = rng.random((x + 2, y), np.float32).T[:, :x]
+    function(sums[1 : 1 + y, 2 : 2 + x], values, weights, 0.25)
+    wanted = before.astype(np.float64)
+    wanted[1 : 1 + y, 2 : 2 + x] += values.astype(np.float64) * weights[..., None] * 0.25
+    np.testing.assert_allclose(sums, wanted, rtol=1e-6, atol=1e-6)
+    outside = np.ones((y + 2, x + 3), np.bool_)
+    outside[1 : 1 + y, 2 : 2 + x] = False
+    np.testing.assert_array_equal(sums[outside], before[outside])
+
+
+def test_sums_in_half_precision_are_rounded_once_for_each_window() -> None:
+    rng = np.random.default_rng(4)
+    sums = rng.standard_normal((5, 6, 7)).astype(np.float16)
+    values, weights = rng.standard_normal((5, 6, 7)).astype(np.float32), rng.random((5, 6), np.float32)
+    wanted = (sums.astype(np.float32) + values * weights[..., None]).astype(np.float16)
+    add_weighted(sums, values, weights)
+    np.testing.assert_array_equal(sums, wanted)
+
+
+def test_the_compiled_function_is_tested_where_it_is_there() -> None:
+    if (reason := why_not(this_machine())) is not None:
+        pytest.skip(reason)

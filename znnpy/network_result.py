@@ -1,0 +1,55 @@
+"""What is written of the maps that a network gives at a voxel: these maps, a function of them, or labels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from znnpy.errors import ShapeError
+from znnpy.option_values import Result
+
+MOST_LABELS = 2**8  # they are written as uint8
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkResult:
+    """What is written of the maps of an output.
+
+    kind   maps: the maps; softmax, sigmoid: the function of them; labels: the number of the largest map; above: for
+           each map 1 where it is above its threshold, else 0
+    above  the thresholds, one or one per map
+    """
+
+    kind: Result = "maps"
+    above: tuple[float, ...] = ()
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """The result as JSON holds it."""
+        return {"kind": self.kind, "above": self.above}
+
+    @property
+    def is_integer(self) -> bool:
+        """Return whether whole numbers are written."""
+        return self.kind in ("labels", "above")
+
+    def maps_of(self, maps: int) -> int:
+        """Return the number of maps that are written of so many."""
+        return 1 if self.kind == "labels" else maps
+
+    def check(self, maps: Sequence[int]) -> None:
+        """Raise ShapeError unless it can be made of outputs with so many maps."""
+        for many in maps:
+            if self.kind == "labels" and not 2 <= many <= MOST_LABELS:
+                raise ShapeError(
+                    f"labels are the numbers of the largest of 2 to {MOST_LABELS:,} maps, and the network gives "
+                    f"{many}; write its maps, or what is above a threshold"
+                )
+            if self.kind == "above" and len(self.above) not in (1, many):
+                raise ShapeError(
+                    f"there are {len(self.above)} thresholds for {many} maps; give one, or one for each map"
+                )
+
+
+MAPS = NetworkResult()
