@@ -17,7 +17,7 @@ from znnpy.machine import AMX, AVX512_BF16, may_use_amx
 if TYPE_CHECKING:
     from znnpy.machine import Machine
 
-VERSION = 8  # as in vector.hpp: raised when a function or a structure of the libraries changes
+VERSION = 9  # as in vector.hpp: raised when a function or a structure of the libraries changes
 LANES = 16  # channels of a block, in every library, as in vector.hpp
 UNITS = {AMX: "AMX that the system lets programs use", AVX512_BF16: "AVX512-BF16"}
 STREAM_BYTES = 2**23  # larger outputs are written past the caches, if all their lines are whole
@@ -90,9 +90,9 @@ def library(simd: str) -> ctypes.CDLL:
     loaded.znnpy_direct_pool.restype = ctypes.c_int64
     loaded.znnpy_direct_padded.restype = ctypes.c_int64
     loaded.znnpy_pool.restype = None
-    for function in ("activate", "window_pool", "upsample_nearest", "upsample_linear"):
+    for function in ("activate", "window_pool", "upsample_nearest", "upsample_linear", "moments"):
         getattr(loaded, f"znnpy_{function}").restype = None
-    for function in ("point", "depthwise", "strided", "phases", "transpose"):
+    for function in ("point", "depthwise", "strided", "phases", "transpose", "norm"):
         getattr(loaded, f"znnpy_{function}").restype = ctypes.c_int64
     return loaded
 

@@ -16,7 +16,7 @@ constexpr int W = 16;
 #else
 constexpr int W = 8;
 #endif
-constexpr int VERSION = 8;     // as in library.py: raised when a function or a structure changes
+constexpr int VERSION = 9;     // as in library.py: raised when a function or a structure changes
 constexpr int LANES = 16;      // channels of a block
 constexpr int BLOCK = 2 * LANES;  // floats of a block of complex numbers: LANES real parts, LANES imaginary parts
 
