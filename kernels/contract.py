@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 Kind = Literal[
     "conv", "pool", "maxfilter", "maxout",
-    "graph_conv", "conv_transpose", "window_pool", "upsample", "point", "pad",  # of graphs, as in graph_shapes.py
+    # of graphs, as in graph_shapes.py
+    "graph_conv", "conv_transpose", "window_pool", "upsample", "point", "pad", "norm", "global_pool",
 ]  # fmt: skip
 # The resources that rates are measured for.
 Unit = Literal[

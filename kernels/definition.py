@@ -14,8 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from znnpy.graph_shapes import (
+    GlobalPoolShape,
     GraphConvShape,
     GraphShape,
+    NormShape,
     PadShape,
     PointShape,
     TransposeShape,
@@ -50,6 +52,10 @@ def layer(shape: GraphShape, weights: ConvWeights | None, inputs: Sequence[AnyRe
             return point(shape, weights, inputs)
         case PadShape():
             return pad(shape, inputs[0])
+        case NormShape():
+            return norm(shape, weights, inputs[0])
+        case GlobalPoolShape():
+            return global_pool(shape, inputs[0])
 
 
 def convolve(shape: GraphConvShape, weights: ConvWeights, inputs: Sequence[AnyReal]) -> Real:
@@ -178,7 +184,7 @@ def upsample(shape: UpsampleShape, x: AnyReal) -> Real:
 def point(shape: PointShape, weights: ConvWeights | None, inputs: Sequence[AnyReal]) -> Real:
     """Return the sum, product, concatenation, or scaled values of the inputs, followed by the activation.
 
-    add, multiply  an input of one map is added to, or multiplies, all maps
+    add, multiply  an input of one map is added to, or multiplies, all maps, and one of one voxel all voxels
     concat         the maps of all inputs one after the other
     scale          x[f] * weight[f] + bias[f]
     function       x; a prelu has a slope for all maps or one for each
@@ -202,6 +208,27 @@ def point(shape: PointShape, weights: ConvWeights | None, inputs: Sequence[AnyRe
         assert weights is not None
         return np.where(first > 0, first, weights.weight.astype(np.float64) * first)
     return activate(shape.activation, shape.parameters, first)
+
+
+def norm(shape: NormShape, weights: ConvWeights | None, x: AnyReal) -> Real:
+    """Return activation((x - mean) / sqrt(variance + epsilon) * weight[f] + bias[f]) of a whole image.
+
+    The mean and the variance, which is the mean squared deviation, are those of all values of a group of maps.
+    """
+    groups = x.astype(np.float64).reshape(-1, shape.groups, shape.f // shape.groups)
+    away = groups - groups.mean(axis=(0, 2), keepdims=True)
+    variance = np.square(away).mean(axis=(0, 2), keepdims=True)
+    found = (away / np.sqrt(variance + shape.epsilon)).reshape(x.shape)
+    if shape.affine:
+        assert weights is not None
+        found = found * weights.weight.astype(np.float64) + weights.bias
+    return activate(shape.activation, shape.parameters, found)
+
+
+def global_pool(shape: GlobalPoolShape, x: AnyReal) -> Real:
+    """Return the maximum or the mean of each map as an image of one voxel."""
+    x = x.astype(np.float64)
+    return np.asarray((x.max if shape.how == "max" else x.mean)(axis=(0, 1, 2), keepdims=True))
 
 
 def pad(shape: PadShape, x: AnyReal) -> Real:

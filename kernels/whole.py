@@ -10,7 +10,15 @@ from itertools import pairwise
 
 import numpy as np
 
-from znnpy.graph_shapes import GraphConvShape, PointShape, TransposeShape, UpsampleShape, WindowPoolShape
+from znnpy.graph_shapes import (
+    GlobalPoolShape,
+    GraphConvShape,
+    NormShape,
+    PointShape,
+    TransposeShape,
+    UpsampleShape,
+    WindowPoolShape,
+)
 from znnpy.kernels import definition
 from znnpy.kernels.definition import AnyReal, Real
 from znnpy.layers import (
@@ -21,10 +29,12 @@ from znnpy.layers import (
     Conv,
     ConvTranspose,
     Crop,
+    GlobalPool,
     Layer,
     MaxFilter,
     Maxout,
     Multiply,
+    Norm,
     Pad,
     PadMode,
     Pool,
@@ -105,6 +115,12 @@ def computed(
             return x[tuple(slice(a, size - b) for a, b, size in zip(before, behind, n, strict=True))]
         case Pad():
             return _padded(x, (layer.before, layer.behind), layer.how)
+        case Norm():
+            groups = {"instance_norm": maps, "group_norm": layer.groups, "layer_norm": 1}[layer.type]
+            norm = NormShape(maps, n, groups, layer.epsilon, layer.affine, layer.activation, layer.parameters)
+            return definition.norm(norm, weights, x)
+        case GlobalPool():
+            return definition.global_pool(GlobalPoolShape(maps, n, layer.how), x)
         case _:
             return _pointwise(layer, weights, inputs, n)
 

@@ -12,13 +12,13 @@ from znnpy.errors import ShapeError
 from znnpy.geometry import AXES, AxisGeometry, AxisLayer, Geometry, Interval, vector
 from znnpy.layers import (
     JOINS,
+    OF_WHOLE_IMAGES,
     AveragePool,
     Conv,
     ConvTranspose,
     Crop,
     Layer,
     MaxFilter,
-    NonLocal,
     Pad,
     Pool,
     Upsample,
@@ -31,13 +31,15 @@ MOST_TIMES = 1024  # times as many voxels along an axis as the volume has, beyon
 VOXELS_AT_ONCE = 4096  # of a period, of which it is worked out together what they depend on
 
 
-def refuse_non_local(network: Network) -> None:
+def refuse_non_local(network: Network, *, whole_image: bool = False) -> None:
     """Raise ShapeError that names a node of which a voxel depends on the whole volume, and says what to do.
 
-    In windows each voxel may depend on the whole window.
+    whole_image  the network is computed on images that are never divided, so that norms and global poolings may be;
+                 so are those that are computed in windows
     """
+    whole_image |= network.meaning == "windows"
     for node in network.nodes:
-        if isinstance(node.layer, NonLocal) and network.meaning != "windows":
+        if isinstance(node.layer, OF_WHOLE_IMAGES) and not whole_image:
             raise ShapeError(
                 f"every voxel of node {node.name} ({node.layer}) depends on the whole image, so that the network over "
                 f"a volume has no result that patches can give; compute it in windows, with {option('window')} and "
@@ -112,19 +114,25 @@ def _check_reflects(name: str, layer: Layer, axis: int, n: int) -> None:
                 )
 
 
-def geometry_of(network: Network, volume: Vec3) -> Geometry:
-    """Return the geometry over a volume; ShapeError if a node gets no voxel, or sizes or lattices do not meet."""
-    refuse_non_local(network)
+def geometry_of(network: Network, volume: Vec3, *, whole_image: bool = False) -> Geometry:
+    """Return the geometry over a volume; ShapeError if a node gets no voxel, or sizes or lattices do not meet.
+
+    whole_image  as for `refuse_non_local`
+    """
+    refuse_non_local(network, whole_image=whole_image)
     sizes: list[Vec3] = [volume]
     steps: list[tuple[Fraction, ...]] = [(Fraction(1),) * 3]
     layers: list[Layer] = []
     tensors = {"input": 0, **{name: index + 1 for index, name in enumerate(network.names)}}
-    for name, layer, sources in zip(network.names, network.layers, network.sources, strict=True):
-        n = sizes[sources[0]]
+    for name, layer, sources in zip(network.names, network.layers, network.images, strict=True):
+        n, lattice = sizes[sources[0]], None
         if isinstance(layer, Crop | Upsample) and layer.like is not None:
             other = tensors[layer.like]
-            ratio = [mine / its for mine, its in zip(steps[sources[0]], steps[other], strict=True)]
-            layer = _resolved(layer, n, sizes[other], name, ratio)
+            if isinstance(layer, Upsample) and sources[0] in network.pooled:
+                layer, lattice = Upsample(sizes[other]), steps[other]
+            else:
+                ratio = [mine / its for mine, its in zip(steps[sources[0]], steps[other], strict=True)]
+                layer = _resolved(layer, n, sizes[other], name, ratio)
         if isinstance(layer, JOINS):
             _check_meets(network, name, layer, sources, sizes, steps)
         for axis in range(3):
@@ -140,7 +148,7 @@ def geometry_of(network: Network, volume: Vec3) -> Geometry:
             )
         layers.append(layer)
         sizes.append(size)
-        steps.append(tuple(step * one.step for step, one in zip(steps[sources[0]], along, strict=True)))
+        steps.append(lattice or tuple(step * one.step for step, one in zip(steps[sources[0]], along, strict=True)))
     # The lattices of nodes that were resolved follow from the nodes that they got their size from.
     resolved = replace(network, layers=tuple(layers))
     axes = [
@@ -192,13 +200,15 @@ class LatticeError(ShapeError):
         )
 
 
-def admissible(network: Network, volume: Vec3) -> Geometry:
+def admissible(network: Network, volume: Vec3, *, whole_image: bool = False) -> Geometry:
     """Return the geometry over the smallest volume that holds `volume` and that the network admits.
 
     Each axis grows at its far face by less than a period. ShapeError if no size within a period will do, if the
     network refuses to be padded, or if the volume is smaller than a period.
+
+    whole_image  as for `refuse_non_local`
     """
-    period = period_of(network)
+    period = period_of(network, whole_image=whole_image)
     size, error = list(volume), None
     for axis in range(3):
         for more in range(period[axis]):
@@ -227,7 +237,7 @@ def admissible(network: Network, volume: Vec3) -> Geometry:
                 f"the volume of {text(volume)} voxels is smaller than one period of {network.name}, "
                 f"{text(period)} voxels, along {short[0]}; give a larger volume"
             )
-    return geometry_of(network, grown)
+    return geometry_of(network, grown, whole_image=whole_image)
 
 
 def check_axis(network: Network, axis: int, n: int) -> None:
@@ -235,12 +245,14 @@ def check_axis(network: Network, axis: int, n: int) -> None:
     sizes, tensors = [n], {"input": 0, **{name: index + 1 for index, name in enumerate(network.names)}}
     steps = [Fraction(1)]
     names = ("input", *network.names)
-    for name, layer, sources in zip(network.names, network.layers, network.sources, strict=True):
+    for name, layer, sources in zip(network.names, network.layers, network.images, strict=True):
         here = sizes[sources[0]]
         step = steps[sources[0]] * AxisLayer(layer, axis).step
         if isinstance(layer, Crop | Upsample) and layer.like is not None:
             like = sizes[tensors[layer.like]]
-            if isinstance(layer, Upsample):
+            if isinstance(layer, Upsample) and sources[0] in network.pooled:
+                step = steps[tensors[layer.like]]
+            elif isinstance(layer, Upsample):
                 ratio = step / steps[tensors[layer.like]]
                 step /= _reached(layer, name, axis, here, like, ratio)[0]
             elif here < like:
@@ -278,7 +290,7 @@ def lattices_of(network: Network) -> tuple[tuple[Fraction, Fraction, Fraction], 
     """
     tensors = {"input": 0, **{name: index + 1 for index, name in enumerate(network.names)}}
     steps = [(Fraction(1), Fraction(1), Fraction(1))]
-    for layer, sources in zip(network.layers, network.sources, strict=True):
+    for layer, sources in zip(network.layers, network.images, strict=True):
         if isinstance(layer, Upsample) and layer.like is not None:
             steps.append(steps[tensors[layer.like]])
         else:
@@ -287,9 +299,12 @@ def lattices_of(network: Network) -> tuple[tuple[Fraction, Fraction, Fraction], 
     return tuple(steps)
 
 
-def period_of(network: Network) -> Vec3:
-    """Return voxels of the input after which the network does the same again, whatever the volume."""
-    refuse_non_local(network)
+def period_of(network: Network, *, whole_image: bool = False) -> Vec3:
+    """Return voxels of the input after which the network does the same again, whatever the volume.
+
+    whole_image  as for `refuse_non_local`
+    """
+    refuse_non_local(network, whole_image=whole_image)
     return vector(lcm(*(step[axis].numerator for step in lattices_of(network))) for axis in range(3))
 
 

@@ -18,12 +18,16 @@ from math import lcm
 from typing import Any, NamedTuple
 
 from znnpy.layers import (
+    OF_WHOLE_IMAGES,
+    Add,
     AveragePool,
     Conv,
     ConvTranspose,
     Crop,
+    GlobalPool,
     Layer,
     MaxFilter,
+    Multiply,
     Pad,
     PadMode,
     Pool,
@@ -98,6 +102,16 @@ class AxisLayer(NamedTuple):
             case _:
                 return Fraction(1)
 
+    @property
+    def repeats(self) -> bool:
+        """Return whether an input of one voxel counts for all voxels of the output."""
+        return isinstance(self.layer, Add | Multiply)
+
+    @property
+    def needs_all(self) -> bool:
+        """Return whether each voxel of the output depends on all of the input."""
+        return isinstance(self.layer, OF_WHOLE_IMAGES)
+
     def size(self, n: int) -> int:
         """Return the size of the output for an input of n voxels; 0 or less: there is none."""
         layer, axis = self.layer, self.axis
@@ -121,6 +135,8 @@ class AxisLayer(NamedTuple):
                 return n - layer.before[axis] - layer.behind[axis]
             case Pad():
                 return n + layer.before[axis] + layer.behind[axis]
+            case GlobalPool():
+                return 1
             case _:
                 return n
 
@@ -128,13 +144,15 @@ class AxisLayer(NamedTuple):
         """Return the input voxels that the output voxels lo .. hi - 1 need, of an input of n voxels.
 
         What lies outside 0 .. n is padding. Values that padding repeats are included. n = None: as if the input went
-        on without faces.
+        on without faces; what a layer of the whole image needs besides the voxels themselves is then left out.
         """
         return Interval(*self.ends_needed(lo, hi, n))
 
     def ends_needed(self, lo: Any, hi: Any, n: int | None) -> tuple[Any, Any]:
         """Return the ends of what `needed` gives, for one interval or for arrays of them."""
         layer, axis = self.layer, self.axis
+        if n is not None and (self.needs_all or (self.repeats and n == 1)):
+            return 0 * lo, 0 * hi + n
         match layer:
             case Conv():
                 begin = lo * layer.stride[axis] - layer.padding[0][axis]
@@ -220,6 +238,8 @@ class AxisGeometry:
         for index in reversed(range(len(self.layers))):
             mine = found[index + 1]
             if mine.size > 0:
+                if self.layers[index].needs_all:  # it is computed at once
+                    found[index + 1] = Interval(0, self.sizes[index + 1])
                 for source in self.sources[index]:
                     found[source] = found[source].joined(self.read(index, mine, source))
         return tuple(found)

@@ -7,8 +7,10 @@ from dataclasses import replace
 import numpy as np
 
 from znnpy.graph_shapes import (
+    GlobalPoolShape,
     GraphConvShape,
     GraphShape,
+    NormShape,
     PadShape,
     PointShape,
     TransposeShape,
@@ -34,7 +36,7 @@ def small(shape: GraphShape) -> GraphShape:
             return shape.of_size(_few(shape.n, reach, shape.stride))
         case WindowPoolShape():
             return replace(shape, n=_few(shape.n, shape.window, shape.stride))
-        case PointShape():
+        case PointShape() | NormShape() | GlobalPoolShape():
             return replace(shape, n=_few(shape.n, ONE, ONE))
         case TransposeShape():
             n, m = _fewer(shape.n, shape.m, shape.stride)

@@ -18,8 +18,10 @@ from typing import Literal
 
 from znnpy.geometry import Geometry, Interval, vector
 from znnpy.graph_shapes import (
+    GlobalPoolShape,
     GraphConvShape,
     GraphShape,
+    NormShape,
     PadShape,
     PointShape,
     Pooled,
@@ -37,10 +39,12 @@ from znnpy.layers import (
     Conv,
     ConvTranspose,
     Crop,
+    GlobalPool,
     Layer,
     MaxFilter,
     Maxout,
     Multiply,
+    Norm,
     Pad,
     Pool,
     Scale,
@@ -56,12 +60,16 @@ UPSAMPLED_MAPS = 16  # least maps of an upsampling, and of a convolution that re
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One input of an operation: voxel i of its input is voxel (i + `shift`) // `factor` of the tensor."""
+    """One input of an operation: voxel i of its input is voxel (i + `shift`) // `factor` of the tensor.
+
+    Of a tensor that is `single`, its one voxel counts for all.
+    """
 
     tensor: int
     shift: Vec3
     maps: int
     factor: Vec3 = ONE
+    single: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +121,11 @@ def operations(network: Network) -> tuple[Operation, ...]:
     return tuple(
         Operation(
             index,
-            tuple(read for source in sources for read in _reads(network, views, source, ZERO)),
+            tuple(
+                replace(read, single=source not in network.images[index])
+                for source in sources
+                for read in _reads(network, views, source, ZERO)
+            ),
             *sums.get(index, ()),
         )
         for index, sources in enumerate(network.sources)
@@ -141,7 +153,7 @@ def _summed(network: Network, views: set[int], index: int) -> tuple[int, Read] |
     The addend is there when the convolution runs: else this would wait, and its inputs would be kept for longer.
     """
     sources = network.sources[index]
-    if not isinstance(network.layers[index], Add) or len(sources) != 2:
+    if not isinstance(network.layers[index], Add) or len(network.images[index]) != 2 or len(sources) != 2:
         return None
     for tensor, other in (sorted(sources, reverse=True), sorted(sources)):
         (addend,) = _reads(network, views, other, ZERO)  # a concatenation that is added is in memory
@@ -217,7 +229,7 @@ def _reads(network: Network, views: set[int], tensor: int, shift: Vec3) -> list[
 
 def input_region(geometry: Geometry, operation: Operation, region: Region) -> Region:
     """Return what an operation reads of its input for a region of its output, before any shift."""
-    source = geometry.network.sources[operation.layer][0]
+    source = geometry.network.images[operation.layer][0]
     z, y, x = (axis.read(operation.layer, along, source) for axis, along in zip(geometry.axes, region, strict=True))
     return z, y, x
 
@@ -229,6 +241,8 @@ def box_of(region: Region) -> Box:
 
 def voxels_of(read: Read, region: Region) -> Box:
     """Return the voxels of its tensor that an input reads for a region of itself."""
+    if read.single:
+        return Box(ZERO, ONE)
     box = box_of(region).shifted(read.shift)
     return Box(
         vector(at // factor for at, factor in zip(box.lo, read.factor, strict=True)),
@@ -272,7 +286,7 @@ def _pooled(layer: Layer, region: Region, windows: Region | None) -> Pooled:
 
 def _shape_of(geometry: Geometry, operation: Operation, region: Region) -> GraphShape | MaxoutShape:
     network, index = geometry.network, operation.layer
-    layer, source = network.layers[index], network.sources[index][0]
+    layer, source = network.layers[index], network.images[index][0]
     read = input_region(geometry, operation, region)
     needs = [axis.needed(index, along, source) for axis, along in zip(geometry.axes, region, strict=True)]
     n, m = vector(one.size for one in read), vector(one.size for one in region)
@@ -313,16 +327,26 @@ def _shape_of(geometry: Geometry, operation: Operation, region: Region) -> Graph
             return UpsampleShape(sum(fins), n, m, factor, _first(region, read, factor, (0, 0, 0)), layer.how)
         case Pad():
             return _pad_shape(layer, sum(fins), region, read, sizes)
+        case Norm() | GlobalPool():
+            assert (n, m) == (sizes, geometry.size(index + 1)), f"{layer} is computed for a part of an image"
+            return _whole_shape(layer, sum(fins), n)
         case _:
-            return _point_shape(layer, fins, n)
+            return _point_shape(layer, fins, n, tuple(i for i, one in enumerate(operation.reads) if one.single))
 
 
-def _point_shape(layer: Layer, fins: tuple[int, ...], n: Vec3) -> GraphShape | MaxoutShape:
+def _whole_shape(layer: Norm | GlobalPool, maps: int, n: Vec3) -> GraphShape:
+    if isinstance(layer, GlobalPool):
+        return GlobalPoolShape(maps, n, layer.how)
+    groups = layer.groups_of(maps)
+    return NormShape(maps, n, groups, layer.epsilon, layer.affine, layer.activation, layer.parameters)
+
+
+def _point_shape(layer: Layer, fins: tuple[int, ...], n: Vec3, single: tuple[int, ...]) -> GraphShape | MaxoutShape:
     match layer:
         case Add():
-            return PointShape("add", fins, n, layer.activation, layer.parameters)
+            return PointShape("add", fins, n, layer.activation, layer.parameters, single=single)
         case Multiply():
-            return PointShape("multiply", fins, n, layer.activation, layer.parameters)
+            return PointShape("multiply", fins, n, layer.activation, layer.parameters, single=single)
         case Scale():
             return PointShape("scale", fins, n, layer.activation, layer.parameters)
         case Activate():

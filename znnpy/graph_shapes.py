@@ -275,6 +275,16 @@ class PointShape(_OneImage):
     parameters: tuple[float, ...] = ()
     precision: Precision = "fp32"
     kind: Literal["point"] = "point"
+    single: tuple[int, ...] = ()  # inputs of a sum or product that have one voxel, which counts for all
+
+    def size_of(self, index: int) -> Vec3:
+        """Return the voxels of an input in memory."""
+        return ONE if index in self.single else self.n
+
+    @property
+    def in_bytes(self) -> int:
+        """Bytes of all inputs."""
+        return self.itemsize * sum(maps * prod(self.size_of(index)) for index, maps in enumerate(self.fins))
 
     @property
     def f(self) -> int:
@@ -290,7 +300,8 @@ class PointShape(_OneImage):
         return 1, *self.n, self.f
 
     def __str__(self) -> str:
-        return f"{self.how} {'+'.join(map(str, self.fins))} @{text(self.n)} {self.activation}{self._in_precision}"
+        maps = "+".join(f"{f}{' of one voxel' * (index in self.single)}" for index, f in enumerate(self.fins))
+        return f"{self.how} {maps} @{text(self.n)} {self.activation}{self._in_precision}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,5 +322,49 @@ class PadShape(_Resampled):
         return f"pad {self.how} {self.f} @{text(self.n)}->{text(self.m)}{self._in_precision}"
 
 
-GraphShape = GraphConvShape | TransposeShape | WindowPoolShape | UpsampleShape | PointShape | PadShape
-GRAPH_KINDS = ("graph_conv", "conv_transpose", "window_pool", "upsample", "point", "pad")
+@dataclass(frozen=True, slots=True)
+class NormShape(_MapByMap):
+    """One norm of a whole image: (x - mean) / sqrt(variance + epsilon) * factor + offset, and a function of it.
+
+    Mean and variance are those of all values of a group of neighbouring maps. Factors and offsets, one for each map,
+    are weights of an affine norm, and 1 and 0 of another.
+    """
+
+    groups: int  # into which the maps are divided
+    epsilon: float = 1e-5
+    affine: bool = False
+    activation: Function = "none"
+    parameters: tuple[float, ...] = ()
+    precision: Precision = "fp32"
+    kind: Literal["norm"] = "norm"
+
+    @property
+    def out_shape(self) -> tuple[int, int, int, int, int]:
+        return self.in_shape
+
+    def __str__(self) -> str:
+        words = f"norm {self.f} @{text(self.n)} groups {self.groups}{' affine' if self.affine else ''}"
+        return f"{words} {self.activation}{self._in_precision}"
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalPoolShape(_MapByMap):
+    """The mean or the maximum of each map over a whole image, as an image of one voxel."""
+
+    how: Literal["max", "average"] = "average"
+    precision: Precision = "fp32"
+    kind: Literal["global_pool"] = "global_pool"
+
+    @property
+    def out_shape(self) -> tuple[int, int, int, int, int]:
+        return 1, *ONE, self.f
+
+    def __str__(self) -> str:
+        return f"global_pool {self.how} {self.f} @{text(self.n)}{self._in_precision}"
+
+
+GraphShape = (
+    GraphConvShape | TransposeShape | WindowPoolShape | UpsampleShape | PointShape | PadShape
+    | NormShape | GlobalPoolShape
+)  # fmt: skip
+GRAPH_KINDS = ("graph_conv", "conv_transpose", "window_pool", "upsample", "point", "pad", "norm", "global_pool")

@@ -16,7 +16,6 @@ from znnpy.layers import (
     Crop,
     Layer,
     MaxFilter,
-    NonLocal,
     Pool,
     Sides,
     Upsample,
@@ -30,11 +29,9 @@ MOST_PERIOD = 1024  # voxels: sizes of one period are tried one by one
 
 def check_meets(network: Network) -> None:
     """Raise ShapeError unless there are volumes for which all that is joined has one lattice and one size."""
-    if any(isinstance(layer, NonLocal) and layer.kind == "global_pool" for layer in network.layers):
-        return  # its single voxel has no lattice, and the network is refused before it runs
     steps = lattices_of(network)
     names = ("input", *network.names)
-    for name, layer, sources in zip(network.names, network.layers, network.sources, strict=True):
+    for name, layer, sources in zip(network.names, network.layers, network.images, strict=True):
         for other in sources[1:] if isinstance(layer, JOINS) else ():
             for axis in range(3):
                 if steps[sources[0]][axis] != steps[other][axis]:
@@ -120,7 +117,7 @@ def _context_along(network: Network, axis: int) -> tuple[int, int]:
         end = max(1, int(period / steps[tensor]))
         needed[tensor] = needed.get(tensor, NOTHING).joined(Interval(0, end))
     for index in reversed(range(len(network.layers))):
-        layer, sources = network.layers[index], network.sources[index]
+        layer, sources = network.layers[index], network.images[index]
         if index + 1 not in needed:
             continue
         step = steps[index + 1] / steps[sources[0]]
@@ -148,7 +145,7 @@ def _reaches_along(network: Network, axis: int) -> list[int]:
     steps = [step[axis] for step in lattices_of(network)]
     period = lcm(*(step.numerator for step in steps))
     spans = [[Interval(i, i + 1) for i in range(period)]]  # of each tensor: what its voxels of a period depend on
-    for index, (layer, sources) in enumerate(zip(network.layers, network.sources, strict=True)):
+    for index, (layer, sources) in enumerate(zip(network.layers, network.images, strict=True)):
         step = steps[index + 1] / steps[sources[0]]
         one = AxisLayer(_alone(layer, max(1, round(1 / step))), axis)
         found = []

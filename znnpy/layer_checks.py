@@ -15,6 +15,7 @@ from znnpy.layers import (
     Layer,
     Maxout,
     Multiply,
+    Norm,
     Pool,
     Upsample,
 )
@@ -79,6 +80,11 @@ def _maps(layer: Layer, names: Sequence[str], maps: Sequence[int]) -> str | None
             return (
                 f"has {layer.groups} groups, which do not divide the {count} {which}; change groups, or the number "
                 "of maps"
+            )
+        case Norm() if maps[0] % layer.groups:
+            return (
+                f"has {layer.groups} groups, which do not divide the {maps[0]} maps it gets; change groups, or the "
+                "number of maps"
             )
         case Maxout() if maps[0] % layer.of:
             return f"does not divide the {maps[0]} maps it gets; change of, or the number of maps"

@@ -24,6 +24,7 @@ FUNCTIONS: tuple[Function, ...] = (
     "none", "relu", "leaky_relu", "prelu", "elu", "selu", "gelu", "gelu_tanh", "silu", "softplus", "sigmoid", "tanh",
     "hardswish", "clip", "softmax",
 )  # fmt: skip
+NormType = Literal["instance_norm", "group_norm", "layer_norm"]
 DEFAULT_PARAMETERS: dict[str, tuple[float, ...]] = {"leaky_relu": (0.01,), "elu": (1.0,), "clip": (0.0, 1.0)}
 ZERO: Vec3 = (0, 0, 0)
 ONE: Vec3 = (1, 1, 1)
@@ -213,7 +214,7 @@ class Concat:
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """The sum of its inputs; an input of one map is added to all maps."""
+    """The sum of its inputs; one of one map is added to all maps, and one of one voxel (GlobalPool) to all voxels."""
 
     activation: Activation | Function = "none"
     parameters: tuple[float, ...] = ()
@@ -225,7 +226,7 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Multiply:
-    """The product of its inputs; an input of one map multiplies all maps."""
+    """The product of its inputs; one of one map multiplies all maps, and one of one voxel (GlobalPool) all voxels."""
 
     activation: Activation | Function = "none"
     parameters: tuple[float, ...] = ()
@@ -261,29 +262,63 @@ class Activate:
 
 
 @dataclass(frozen=True, slots=True)
-class NonLocal:
-    """A layer of which each voxel depends on the whole image, such as a norm over space. No meaning computes it yet."""
+class Norm:
+    """Each value less the mean of its maps over the whole image, divided by their standard deviation there.
 
-    kind: Literal["instance_norm", "group_norm", "layer_norm", "global_pool"]
+    The mean and the variance are those of one map (instance_norm), of each of `groups` groups of neighbouring maps
+    (group_norm), or of all maps together (layer_norm). The variance is the mean squared deviation; `epsilon` is added
+    to it before the root is taken. With `affine` each map is then multiplied by a factor and an offset is added:
+    weights (f,) and (f,).
+    """
+
+    type: NormType
     epsilon: float = 1e-5
     groups: int = 1  # of a group norm
-    type: Literal["non_local"] = "non_local"
+    affine: bool = False
+    activation: Activation | Function = "none"
+    parameters: tuple[float, ...] = ()
+
+    def groups_of(self, maps: int) -> int:
+        """Return into how many groups so many maps are divided."""
+        return {"instance_norm": maps, "group_norm": self.groups, "layer_norm": 1}[self.type]
 
     def __str__(self) -> str:
-        return self.kind
+        words = [self.type, f"groups {self.groups}" if self.groups > 1 else "", "affine" if self.affine else ""]
+        return " ".join(word for word in (*words, self.activation if self.activation != "none" else "") if word)
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalPool:
+    """The mean or the maximum of each map over the whole image: an image of one voxel.
+
+    Layers that read it alone give one voxel too. Add and Multiply take it, and what follows from it, for every voxel
+    of the image with which they join it; Upsample repeats it up to the size of another node.
+    """
+
+    how: Literal["average", "max"] = "average"
+    type: Literal["global_pool"] = "global_pool"
+
+    def __str__(self) -> str:
+        return "global_pool" if self.how == "average" else f"global_pool {self.how}"
 
 
 Layer = (
     Conv | Pool | MaxFilter | Maxout
-    | ConvTranspose | AveragePool | Upsample | Crop | Pad | Concat | Add | Multiply | Scale | Activate | NonLocal
+    | ConvTranspose | AveragePool | Upsample | Crop | Pad | Concat | Add | Multiply | Scale | Activate
+    | Norm | GlobalPool
 )  # fmt: skip
 JOINS = (Concat, Add, Multiply)  # layers that take two inputs or more
-WEIGHTED = (Conv, ConvTranspose, Scale)  # layers with weights, besides prelu
+OF_WHOLE_IMAGES = (Norm, GlobalPool)  # layers of which each voxel depends on the whole image
+WEIGHTED = (Conv, ConvTranspose, Scale)  # layers with weights, besides prelu and affine norms
 
 
 def has_weights(layer: Layer) -> bool:
     """Return whether a layer has trained values."""
-    return isinstance(layer, WEIGHTED) or (isinstance(layer, Activate) and layer.function == "prelu")
+    match layer:
+        case Activate(function="prelu") | Norm(affine=True):
+            return True
+        case _:
+            return isinstance(layer, WEIGHTED)
 
 
 def maps_after(layer: Layer, maps: tuple[int, ...]) -> int:
@@ -306,7 +341,7 @@ def parameter_count(layer: Layer, maps: int) -> int:
     match layer:
         case Conv() | ConvTranspose():
             return maps // layer.groups * layer.out * prod(layer.kernel) + layer.out
-        case Scale():
+        case Scale() | Norm(affine=True):
             return 2 * maps
         case Activate(function="prelu"):
             return maps

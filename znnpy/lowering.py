@@ -1,6 +1,7 @@
 """Rewrite a graph into one with fewer layers that computes the same, and its weights with it.
 
-* A scale (a batch norm) right behind a convolution becomes part of its kernels.
+* A scale (a batch norm) right behind a convolution becomes part of its kernels, and one right behind a norm of the
+  whole image its factors and offsets.
 * A function of each value becomes the last step of the layer before it.
 * A convolution that pads by reflection or replication becomes a padding and a valid convolution; likewise one that pads
   so far that a window would lie in the padding alone.
@@ -24,6 +25,7 @@ from znnpy.layers import (
     Crop,
     Layer,
     Multiply,
+    Norm,
     Pad,
     Scale,
     Upsample,
@@ -32,7 +34,7 @@ from znnpy.layers import (
 from znnpy.network import ConvWeights, Network, Wiring
 from znnpy.shapes import turn
 
-ENDED = (Conv, ConvTranspose, Add, Multiply, Scale)  # layers that may end with a function
+ENDED = (Conv, ConvTranspose, Add, Multiply, Scale, Norm)  # layers that may end with a function
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,8 @@ def _merged(before: Layer, layer: Layer) -> Layer | None:
         return replace(before, activation=layer.function, parameters=layer.parameters)
     if isinstance(layer, Scale) and isinstance(before, Conv | ConvTranspose):
         return replace(before, activation=layer.activation, parameters=layer.parameters)
+    if isinstance(layer, Scale) and isinstance(before, Norm) and not before.affine:
+        return replace(before, affine=True, activation=layer.activation, parameters=layer.parameters)
     return None
 
 

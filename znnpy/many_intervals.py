@@ -66,7 +66,10 @@ def regions_of_each(axis: AxisGeometry, wanted: Sequence[Intervals]) -> Interval
         join(tensor, intervals.within(0, axis.sizes[tensor]))
     for index in reversed(range(len(axis.layers))):
         mine = found.row(index + 1)
-        if (mine.size > 0).any():
+        some = mine.size > 0
+        if some.any():
+            if axis.layers[index].needs_all:  # it is computed at once
+                mine.lo[some], mine.hi[some] = 0, axis.sizes[index + 1]
             for source in axis.sources[index]:
                 join(source, read_by_each(axis, index, mine, source))
     return found

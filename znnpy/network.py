@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from znnpy.errors import ShapeError
 from znnpy.layer_checks import why_wrong
+from znnpy.layers import Add, GlobalPool, Multiply, Upsample, has_weights, maps_after, parameter_count
 from znnpy.layers import Conv as Conv
 from znnpy.layers import Layer as Layer
 from znnpy.layers import MaxFilter as MaxFilter
@@ -231,6 +232,24 @@ class Network:
         return tuple(map(tuple, found))
 
     @cached_property
+    def pooled(self) -> frozenset[int]:
+        """Tensors of one voxel for a whole image: what global poolings give, and what follows from such alone."""
+        found = set[int]()
+        for index, (layer, sources) in enumerate(zip(self.layers, self.sources, strict=True)):
+            alone = all(source in found for source in sources) and not isinstance(layer, Upsample)
+            if alone or isinstance(layer, GlobalPool):
+                found.add(index + 1)
+        return frozenset(found)
+
+    @cached_property
+    def images(self) -> tuple[tuple[int, ...], ...]:
+        """The tensors that each layer reads, but those of which one voxel counts for all voxels of the others."""
+        return tuple(
+            tuple(one for one in sources if one not in self.pooled or not isinstance(layer, Add | Multiply)) or sources
+            for layer, sources in zip(self.layers, self.sources, strict=True)
+        )
+
+    @cached_property
     def meaning(self) -> Meaning:
         """Meaning of an output voxel: `sliding`, the network on its field of view; `whole`, on the volume.
 
@@ -245,7 +264,7 @@ class Network:
     @property
     def is_local(self) -> bool:
         """Return whether no layer makes each voxel depend on the whole image."""
-        return not any(isinstance(layer, NonLocal) for layer in self.layers)
+        return not any(isinstance(layer, OF_WHOLE_IMAGES) for layer in self.layers)
 
     @cached_property
     def why_not_sliding(self) -> str | None:

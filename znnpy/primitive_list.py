@@ -11,7 +11,9 @@ from rich.table import Table
 
 from znnpy.errors import DeviceError
 from znnpy.graph_shapes import (
+    GlobalPoolShape,
     GraphConvShape,
+    NormShape,
     PadShape,
     PointShape,
     TransposeShape,
@@ -45,6 +47,8 @@ SAMPLES: dict[Kind, tuple[LayerShape, ...]] = {
     "window_pool": (WindowPoolShape(16, CUBE, TWO, TWO),),
     "upsample": (UpsampleShape(16, CUBE, TWICE, TWO, ZERO),),
     "point": (PointShape("add", (16, 16), CUBE, "relu"),),
+    "norm": (NormShape(16, CUBE, 16, activation="relu"),),
+    "global_pool": (GlobalPoolShape(16, CUBE),),
     "pad": (PadShape(16, CUBE, (17, 17, 17), (-1, -1, -1), ZERO, CUBE, "reflect"),),
 }
 

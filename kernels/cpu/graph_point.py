@@ -115,6 +115,8 @@ class _Step:
         shape, pool = self._shape, self._pool
         size, rounds = _block(shape), shape.precision == "bf16"
 
+        inputs = [np.broadcast_to(part, (*shape.n, part.shape[3])) for part in inputs]
+
         @quiet()
         def piece(lo: int, hi: int, worker: int) -> None:
             del worker

@@ -122,5 +122,6 @@ class _Step:
             p.weight, p.bias = self._resident.weight.ctypes.data, self._resident.bias.ctypes.data
             p.slopes = self._resident.weight.size
         for i, part in enumerate(inputs):
-            p.from_[i] = _Input(part.ctypes.data, part.shape[3], *pitches(part))
+            steps = (0, 0, 0) if i in shape.single else pitches(part)  # one voxel is read again and again
+            p.from_[i] = _Input(part.ctypes.data, part.shape[3], *steps)
         compute_units(self._compute, p, shape.n[0] * shape.n[1], self._most, out, self._pool)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from znnpy.kernels.cpu.graph_conv_depthwise import GraphConvDepthwise
 from znnpy.kernels.cpu.graph_conv_strided import GraphConvStrided
 from znnpy.kernels.cpu.graph_conv_taps import GraphConvTaps
+from znnpy.kernels.cpu.graph_norm import GlobalPoolLines, NormLines
+from znnpy.kernels.cpu.graph_norm_lanes import GlobalPoolLanes, NormLanes
 from znnpy.kernels.cpu.graph_pad import PadCopy
 from znnpy.kernels.cpu.graph_point import PointLines
 from znnpy.kernels.cpu.graph_point_lanes import PointLanes
@@ -33,4 +35,8 @@ GRAPH_OPERATORS: tuple[Primitive, ...] = (
     PointLines(),
     PointLanes(),
     PadCopy(),
+    NormLines(),
+    NormLanes(),
+    GlobalPoolLines(),
+    GlobalPoolLanes(),
 )

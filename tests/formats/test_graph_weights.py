@@ -13,7 +13,7 @@ from tests.formats.test_weights import refusal, save_npz, save_safetensors
 from znnpy.formats.weights import random_weights, read_weights, sha256
 from znnpy.formats.wiring import Given, network_of
 from znnpy.kernels.whole import whole
-from znnpy.layers import Activate, Add, Concat, Conv, ConvTranspose, Layer, NonLocal, Scale
+from znnpy.layers import Activate, Add, Concat, Conv, ConvTranspose, Layer, Norm, Scale
 from znnpy.network import Network, Pool
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -134,10 +134,18 @@ def test_variances_that_cannot_be_are_refused(arrays: Arrays, tmp_path: Path) ->
     )
 
 
-def test_arrays_of_layers_that_are_not_computed_yet_are_passed_over(tmp_path: Path) -> None:
-    network = network_of("net", 1, [Given(NonLocal("instance_norm"), "n"), Given(Conv((1, 1, 1), 1), "c")])
-    arrays = {"n.weight": np.ones(1), "n.bias": np.ones(1), "c.weight": np.ones((1, 1, 1, 1, 1))}
-    assert len(read_weights(save_npz(tmp_path / "w.npz", arrays), network)) == 1
+def test_affine_norm_has_a_factor_and_an_offset_for_each_map(tmp_path: Path) -> None:
+    arrays = {"n.weight": np.array([2.0, 3.0]), "n.bias": np.array([4.0, 5.0]), "c.weight": np.ones((1, 2, 1, 1, 1))}
+    file = save_npz(tmp_path / "w.npz", arrays)
+    for affine in (True, False):
+        norm = Norm("instance_norm", affine=affine)
+        network = network_of("net", 2, [Given(norm, "n"), Given(Conv((1, 1, 1), 1), "c")])
+        if affine:
+            first, _ = read_weights(file, network)
+            assert (first.weight.tolist(), first.bias.tolist()) == ([2, 3], [4, 5])
+            assert network.parameters == 7
+        else:
+            assert refusal(file, network).startswith("no node takes n.weight, n.bias: ")
 
 
 def test_random_weights_of_a_graph_keep_the_scale_of_values() -> None:

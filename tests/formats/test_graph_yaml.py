@@ -17,11 +17,12 @@ from znnpy.layers import (
     Conv,
     ConvTranspose,
     Crop,
+    GlobalPool,
     Layer,
     MaxFilter,
     Maxout,
     Multiply,
-    NonLocal,
+    Norm,
     Pad,
     Pool,
     Scale,
@@ -114,10 +115,13 @@ LAYERS: list[tuple[str, Layer]] = [
     ("{type: activation, function: leaky_relu}", Activate("leaky_relu", (0.01,))),
     ("{type: activation, function: elu, alpha: 2}", Activate("elu", (2.0,))),
     ("{type: activation, function: prelu}", Activate("prelu")),
-    ("{type: instance_norm, epsilon: 1e-3}", NonLocal("instance_norm", 1e-3)),
-    ("{type: group_norm, groups: 2}", NonLocal("group_norm", 1e-5, 2)),
-    ("{type: layer_norm}", NonLocal("layer_norm")),
-    ("{type: global_pool, how: max}", NonLocal("global_pool")),
+    ("{type: instance_norm, epsilon: 1e-3}", Norm("instance_norm", 1e-3)),
+    ("{type: instance_norm, affine: true, activation: leaky_relu}",
+     Norm("instance_norm", affine=True, activation="leaky_relu", parameters=(0.01,))),
+    ("{type: group_norm, groups: 2}", Norm("group_norm", 1e-5, 2)),
+    ("{type: layer_norm}", Norm("layer_norm")),
+    ("{type: global_pool}", GlobalPool()),
+    ("{type: global_pool, how: max}", GlobalPool("max")),
 ]  # fmt: skip
 
 
@@ -327,9 +331,9 @@ def test_graph_that_does_not_fit_is_refused_in_one_sentence(content: str, messag
     assert refusal(write(tmp_path, content)) == message
 
 
-def test_layers_without_a_meaning_are_read_and_refused_by_name_later(tmp_path: Path) -> None:
+def test_layers_of_whole_images_are_read_and_refused_by_name_later(tmp_path: Path) -> None:
     network = read(tmp_path, net("- {name: n1, type: instance_norm}\n- {name: c, type: conv, kernel: 1, out: 1}"))
     with pytest.raises(ShapeError, match=r"every voxel of node n1 \(instance_norm\) depends on the whole image"):
         period_of(network)
     gate = net("- {name: g, type: global_pool}\n- {name: m, type: multiply, from: [input, g]}")
-    assert read(tmp_path, gate).layers[0] == NonLocal("global_pool")
+    assert read(tmp_path, gate).layers[0] == GlobalPool()

@@ -17,7 +17,7 @@ from znnpy.graph_columns import Area, cover_of_window
 from znnpy.kernels.contract import ConvWeights
 from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.kernels.whole import whole
-from znnpy.layers import Activate, Concat, Conv, ConvTranspose, Layer, NonLocal, Pool, Scale
+from znnpy.layers import Activate, Concat, Conv, ConvTranspose, GlobalPool, Layer, Multiply, Norm, Pool
 from znnpy.machine import Limits
 from znnpy.network import Network
 from znnpy.network_result import NetworkResult
@@ -51,12 +51,14 @@ NETWORKS: dict[str, list[tuple[str, Layer, tuple[str, ...]]]] = {
     ],
     "norms": [
         ("enter", Conv((3, 3, 3), 4, padding=ONES), ("input",)),
-        ("norm", NonLocal("instance_norm"), ("enter",)),
-        ("scale", Scale(), ("norm",)),
-        ("bend", Activate("leaky_relu", (0.01,)), ("scale",)),
+        ("norm", Norm("instance_norm", affine=True), ("enter",)),
+        ("bend", Activate("leaky_relu", (0.01,)), ("norm",)),
         ("down", Conv((3, 3, 3), 6, stride=(1, 2, 2), padding=ONES), ("bend",)),
-        ("group", NonLocal("group_norm", groups=3), ("down",)),
-        ("up", ConvTranspose((1, 2, 2), 4, (1, 2, 2)), ("group",)),
+        ("group", Norm("group_norm", groups=3), ("down",)),
+        ("squeeze", GlobalPool(), ("group",)),
+        ("gate", Conv((1, 1, 1), 6, "sigmoid"), ("squeeze",)),
+        ("gated", Multiply(), ("group", "gate")),
+        ("up", ConvTranspose((1, 2, 2), 4, (1, 2, 2)), ("gated",)),
         ("join", Concat(), ("bend", "up")),
         ("leave", Conv((1, 1, 1), 3), ("join",)),
     ],

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from znnpy.errors import ShapeError
 from znnpy.graph_shapes import (
+    GlobalPoolShape,
     GraphConvShape,
     GraphShape,
+    NormShape,
     PadShape,
     PointShape,
     TransposeShape,
@@ -62,6 +64,11 @@ def random_graph_shape(kind: str, rng: np.random.Generator, n: Vec3) -> GraphSha
         case "pad":
             m = n[0] + 3, n[1] + 2, n[2] + 1
             return PadShape(f, n, m, (-2, -1, -1), (0, 0, 0), n, PAD_MODES[int(rng.integers(3))])
+        case "norm":
+            groups = int(rng.choice([divisor for divisor in range(1, f + 1) if f % divisor == 0]))
+            return NormShape(f, n, groups, affine=bool(rng.random() < 0.5), activation=function)
+        case "global_pool":
+            return GlobalPoolShape(f, n, "max" if rng.random() < 0.5 else "average")
     raise ValueError(f"no random shapes are known for layers of kind {kind!r}: add them here")
 
 
@@ -74,6 +81,8 @@ SMALLEST: tuple[GraphShape, ...] = (
     WindowPoolShape(2, (6, 6, 6), TWO, TWO),
     UpsampleShape(2, (4, 4, 4), (8, 8, 8), TWO, (0, 0, 0)),
     PointShape("add", (2, 2), (5, 5, 5)),
+    NormShape(2, (5, 5, 5), 2),
+    GlobalPoolShape(2, (5, 5, 5)),
     PadShape(2, (5, 5, 5), (6, 6, 6), (-1, -1, -1), (0, 0, 0), (5, 5, 5), "reflect"),
 )
 

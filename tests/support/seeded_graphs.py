@@ -19,7 +19,7 @@ from znnpy.admissible import admissible, lattices_of, period_of
 from znnpy.errors import ShapeError
 from znnpy.geometry import Geometry
 from znnpy.kernels.whole import grown_by
-from znnpy.layers import Add, Concat, Conv, ConvTranspose, Crop, Multiply, Scale
+from znnpy.layers import Add, Concat, Conv, ConvTranspose, Crop, Multiply, Norm, Scale
 from znnpy.network import ConvWeights, Network, Normalise, PadToPeriod
 from znnpy.patches import Box
 from znnpy.shapes import Vec3
@@ -128,7 +128,7 @@ def weights_of(network: Network, seed: int) -> tuple[ConvWeights, ...]:
             case ConvTranspose():
                 shape = (maps, layer.out // layer.groups, *layer.kernel)
                 weight, outputs = rng.standard_normal(shape) / np.sqrt(maps // layer.groups), layer.out
-            case Scale():
+            case Scale() | Norm():
                 weight, outputs = rng.uniform(0.5, 1.5, maps), maps
             case _:
                 found.append(

@@ -205,8 +205,10 @@ def _kind_of_layer(shape: LayerShape) -> tuple[str, tuple[int, int], tuple[int, 
             window, activation = shape.factor, shape.how
         case "point":
             window, activation = (len(shape.fins),), f"{shape.how} {shape.activation}"
-        case "pad":
+        case "pad" | "global_pool":
             window, activation = (), shape.how
+        case "norm":
+            window, activation = (shape.groups,), f"{shape.affine} {shape.activation}"
     maps = shape.in_shape[4], shape.out_shape[4]
     return shape.kind, maps, tuple(sorted(window)), tuple(sorted(pool)), activation, _costed(shape)
 

@@ -39,11 +39,13 @@ from znnpy.layers import (
     ConvTranspose,
     Crop,
     Function,
+    GlobalPool,
     Layer,
     MaxFilter,
     Maxout,
     Multiply,
-    NonLocal,
+    Norm,
+    NormType,
     Pad,
     PadMode,
     Pool,
@@ -355,32 +357,38 @@ class _ActivationEntry(LayerEntry):
         return Activate(self.function, _parameters(self.function, given))
 
 
-class _InstanceNormEntry(LayerEntry):
-    """A norm over space, which nothing computes yet."""
+class _NormEntry(_Ended):
+    """A norm over the whole image."""
 
     epsilon: Positive = _EPSILON
+    affine: bool = Field(False, description="true or false", examples=["true"])
 
+    def _norm(self, of: NormType, groups: int = 1) -> Layer:
+        return Norm(of, self.epsilon, groups, self.affine, *self.activation)
+
+
+class _InstanceNormEntry(_NormEntry):
     def layer(self) -> Layer:
-        return NonLocal("instance_norm", self.epsilon)
+        return self._norm("instance_norm")
 
 
-class _LayerNormEntry(_InstanceNormEntry):
+class _LayerNormEntry(_NormEntry):
     def layer(self) -> Layer:
-        return NonLocal("layer_norm", self.epsilon)
+        return self._norm("layer_norm")
 
 
-class _GroupNormEntry(_InstanceNormEntry):
+class _GroupNormEntry(_NormEntry):
     groups: Count = Field(description=COUNT, examples=["8"])
 
     def layer(self) -> Layer:
-        return NonLocal("group_norm", self.epsilon, self.groups)
+        return self._norm("group_norm", self.groups)
 
 
 class _GlobalPoolEntry(LayerEntry):
     how: Literal["average", "max"] = Field("average", description="one of average, max", examples=["average"])
 
     def layer(self) -> Layer:
-        return NonLocal("global_pool")
+        return GlobalPool(self.how)
 
 
 ENTRIES: dict[str, type[LayerEntry]] = {

@@ -22,11 +22,12 @@ from znnpy.layers import (
     Conv,
     ConvTranspose,
     Crop,
+    GlobalPool,
     Layer,
     MaxFilter,
     Maxout,
     Multiply,
-    NonLocal,
+    Norm,
     Pad,
     Pool,
     Scale,
@@ -125,15 +126,15 @@ def layer_entry(layer: Layer) -> dict[str, Any]:
         case Activate():
             keys = PARAMETERS.get(layer.function, ())
             entry |= {"function": layer.function, **dict(zip(keys, layer.parameters, strict=False))}
-        case NonLocal(kind="global_pool"):
-            entry = {"type": layer.kind}
-        case NonLocal(kind="group_norm"):
-            entry = {"type": layer.kind, "epsilon": layer.epsilon, "groups": layer.groups}
-        case NonLocal():
-            entry = {"type": layer.kind, "epsilon": layer.epsilon}
+        case Norm():
+            entry |= {"epsilon": layer.epsilon}
+            entry |= {"groups": layer.groups} if layer.type == "group_norm" else {}
+            entry |= _unless(affine=(layer.affine, False))
+        case GlobalPool():
+            entry |= _unless(how=(layer.how, "average"))
         case Concat() | Add() | Multiply():
             pass
-    if isinstance(layer, Conv | ConvTranspose | Add | Multiply | Scale) and layer.activation != "none":
+    if isinstance(layer, Conv | ConvTranspose | Add | Multiply | Scale | Norm) and layer.activation != "none":
         keys = PARAMETERS.get(layer.activation, ())
         parameters = dict(zip(keys, layer.parameters, strict=False))
         entry["activation"] = {"function": layer.activation, **parameters} if parameters else layer.activation

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from znnpy.errors import NetworkFileError
 from znnpy.formats.archives import Archive, Stored, open_archive, undamaged
 from znnpy.formats.files import cannot_read, require_file, shown
-from znnpy.layers import Conv, ConvTranspose, Layer, NonLocal, Scale
+from znnpy.layers import Conv, ConvTranspose, Layer, Norm, Scale
 from znnpy.messages import excerpt
 from znnpy.network import ConvWeights, Network
 
@@ -70,7 +70,7 @@ def random_weights(network: Network, seed: int = 0) -> tuple[ConvWeights, ...]:
                 shape = (maps, layer.out // layer.groups, *layer.kernel)
                 each = maps // layer.groups * max(1.0, prod(layer.kernel) / prod(layer.stride))  # inputs of an output
                 weight, outputs = np.float32(sqrt(2 / each)) * rng.standard_normal(shape, np.float32), layer.out
-            case Scale():
+            case Scale() | Norm():
                 weight, outputs = 1 + np.float32(0.1) * rng.standard_normal(maps, np.float32), maps
             case _:
                 weights.append(ConvWeights(np.full(1, 0.25, np.float32), NO_BIAS))
@@ -169,7 +169,7 @@ def _arrays_of(layer: Layer, maps: int, where: str, *, optional_bias: bool) -> d
             axes = "(in, out, kz, ky, kx)" if layer.groups == 1 else "(in, out / groups, kz, ky, kx)"
         case Scale() if layer.epsilon is not None:
             return dict.fromkeys(("weight", "bias", "running_mean", "running_var"), per_map)
-        case Scale():
+        case Scale() | Norm():
             return dict.fromkeys(("weight", "bias"), per_map)
         case _:  # prelu
             one_or_all = tuple(dict.fromkeys(((1,), (maps,))))
@@ -178,19 +178,14 @@ def _arrays_of(layer: Layer, maps: int, where: str, *, optional_bias: bool) -> d
 
 
 def _unread(network: Network) -> set[str]:
-    """Return the arrays that a file may hold although nothing reads them.
-
-    These are counters of batch norms, and what layers have that no meaning computes yet.
-    """
+    """Return the arrays that a file may hold although nothing reads them: counters of batch norms."""
     if network.wiring is None:
         return set()
-    names = set()
-    for name, layer in zip(network.names, network.layers, strict=True):
-        if isinstance(layer, Scale) and layer.epsilon is not None:
-            names.add(f"{name}.num_batches_tracked")
-        if isinstance(layer, NonLocal):
-            names |= {f"{name}.weight", f"{name}.bias"}
-    return names
+    return {
+        f"{name}.num_batches_tracked"
+        for name, layer in zip(network.names, network.layers, strict=True)
+        if isinstance(layer, Scale) and layer.epsilon is not None
+    }
 
 
 def _collect(archive: Archive, network: Network) -> tuple[ConvWeights, ...]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from znnpy.importing.aten_walk import Arguments, aten, many, tensor
 from znnpy.importing.builder import Builder
@@ -93,21 +95,40 @@ def _instance_norm(builder: Builder, a: Arguments) -> Tensor:
     x: Tensor = a["input"]
     if not a.get("use_input_stats", True):
         return builder.batch_norm(x, a.get("weight"), a.get("bias"), a["running_mean"], a["running_var"], a["eps"])
-    return _affine(builder, builder.non_local(x, "instance_norm", a.get("eps", 1e-5)), a)
+    return _affine(builder, builder.norm(x, "instance_norm", a.get("eps", 1e-5)), a)
 
 
 @aten("group_norm")
 def _group_norm(builder: Builder, a: Arguments) -> Tensor:
-    return _affine(builder, builder.non_local(a["input"], "group_norm", a.get("eps", 1e-5), a["num_groups"]), a)
+    return _affine(builder, builder.norm(a["input"], "group_norm", a.get("eps", 1e-5), a["num_groups"]), a)
 
 
 @aten("layer_norm")
 def _layer_norm(builder: Builder, a: Arguments) -> Tensor:
     x: Tensor = a["input"]
-    over = [axis for dim in x.dims[len(x.dims) - len(a["normalized_shape"]) :] for axis in kinds(dim)]
-    if not set(over) & set(AXES):
+    last = x.dims[len(x.dims) - len(a["normalized_shape"]) :]
+    over = {axis for dim in last for axis in kinds(dim)}
+    if not over & set(AXES):
         raise builder.error("is a norm over the maps of each voxel, which is not supported yet")
-    return builder.non_local(x, "layer_norm", a.get("eps", 1e-5))
+    volume = {axis for axis, n in zip(AXES, x.size, strict=True) if n > 1}
+    if not volume <= over or ("c" in over and prod(a["normalized_shape"]) != x.maps * prod(x.size)):
+        raise builder.error(f"is a norm over {a['normalized_shape']} of {x.shape}, a part of the volume or of its maps")
+    made = builder.norm(x, "layer_norm" if "c" in over else "instance_norm", a.get("eps", 1e-5))
+    rows = x.maps if kinds(last[0]) == ["c"] else 1
+    return _affine(builder, made, {name: _one_per_row(builder, a.get(name), rows) for name in ("weight", "bias")})
+
+
+def _one_per_row(builder: Builder, array: npt.NDArray[np.generic] | None, rows: int) -> npt.NDArray[np.generic] | None:
+    """Return one value for each map of an array that has one for each voxel of it."""
+    if array is None:
+        return None
+    values = array.reshape(rows, -1)
+    if (values != values[:, :1]).any():
+        raise builder.error(
+            "multiplies each voxel by a factor of its own, or adds an offset, so that it is for images of one size; "
+            "use a norm with one for each map"
+        )
+    return values[:, 0]
 
 
 def _affine(builder: Builder, x: Tensor, a: Arguments) -> Tensor:
@@ -155,18 +176,22 @@ def _avg_pool(builder: Builder, a: Arguments) -> Tensor:
 
 
 @aten("adaptive_avg_pool2d", "adaptive_avg_pool3d")
-def _adaptive(builder: Builder, a: Arguments) -> Tensor:
+def _adaptive_avg(builder: Builder, a: Arguments) -> Tensor:
+    return _adaptive(builder, a, "average")
+
+
+def _adaptive(builder: Builder, a: Arguments, how: Literal["max", "average"]) -> Tensor:
     x, sizes = a["self"], many(a["output_size"])
     if tuple(sizes) == x.shape[2:]:
         return tensor(x)
     if set(sizes) != {1}:
         raise builder.error(f"gives {sizes} voxels for any volume, so that windows depend on its size")
-    return builder.global_pool(x, keep=True)
+    return builder.global_pool(x, how, keep=True)
 
 
 @aten("adaptive_max_pool2d", "adaptive_max_pool3d")
 def _adaptive_max(builder: Builder, a: Arguments) -> list[Any]:
-    return [_adaptive(builder, a), None]
+    return [_adaptive(builder, a, "max"), None]
 
 
 @aten("mean")
@@ -183,7 +208,9 @@ def _summed(builder: Builder, a: Arguments, *, mean: bool) -> Tensor:
     x, dims, keep = a["self"], [d % len(a["self"].dims) for d in many(a.get("dim"))], bool(a.get("keepdim", False))
     if len(dims) == 1 and set(kinds(x.dims[dims[0]])) <= {"c"}:
         return builder.over_maps(x, dims[0], 1 / x.shape[dims[0]] if mean else 1.0, keep=keep)
-    return _over_space(builder, x, dims, keep=keep)
+    if not mean:
+        raise builder.error(f"is a sum over the dimensions {dims} of {x.shape}, and only one over maps can be read")
+    return _over_space(builder, x, dims, "average", keep=keep)
 
 
 @aten("amax")
@@ -192,15 +219,15 @@ def _amax(builder: Builder, a: Arguments) -> Tensor:
     keep = bool(a.get("keepdim", False))
     if dims == [1]:
         return builder.largest_map(x, 1, keep=keep)
-    return _over_space(builder, x, dims, keep=keep)
+    return _over_space(builder, x, dims, "max", keep=keep)
 
 
-def _over_space(builder: Builder, x: Tensor, dims: list[int], *, keep: bool) -> Tensor:
+def _over_space(builder: Builder, x: Tensor, dims: list[int], how: Literal["max", "average"], *, keep: bool) -> Tensor:
     if sorted(dims) != list(range(2, len(x.dims))):
         raise builder.error(
             f"is over the dimensions {dims} of {x.shape}, and only one over all of space, or over maps, is known"
         )
-    return builder.global_pool(x, keep=keep)
+    return builder.global_pool(x, how, keep=keep)
 
 
 def _upsample(builder: Builder, a: Arguments, how: Literal["nearest", "linear"]) -> Tensor:

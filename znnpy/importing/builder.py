@@ -40,8 +40,10 @@ from znnpy.layers import (
     ConvTranspose,
     Crop,
     Function,
+    GlobalPool,
     Layer,
-    NonLocal,
+    Norm,
+    NormType,
     Pad,
     PadMode,
     Pool,
@@ -53,7 +55,6 @@ from znnpy.network import ConvWeights
 from znnpy.shapes import Vec3, text
 
 NO_BIAS = np.zeros(0, np.float32)
-NonLocalKind = Literal["instance_norm", "group_norm", "layer_norm"]
 
 
 @dataclass
@@ -309,14 +310,14 @@ class Builder(Joins):
         made = self._pointwise(x, weight, None)
         return made if rank == 5 else replace(made, dims=planar_dims(made, made.maps))
 
-    def non_local(self, x: Tensor, kind: NonLocalKind, epsilon: float = 1e-5, groups: int = 1) -> Tensor:
-        """Note a norm over space, which no meaning computes yet."""
-        return self._emit(NonLocal(kind, epsilon, groups), (x,), like=x)
+    def norm(self, x: Tensor, of: NormType, epsilon: float = 1e-5, groups: int = 1) -> Tensor:
+        """Normalise an image by its own mean and variance."""
+        return self._emit(Norm(of, epsilon, groups), (x,), like=x)
 
-    def global_pool(self, x: Tensor, *, keep: bool) -> Tensor:
-        """Note a mean or maximum over the whole volume; `keep` says whether its dimensions stay, of size 1."""
+    def global_pool(self, x: Tensor, how: Literal["average", "max"], *, keep: bool) -> Tensor:
+        """Take the mean or maximum over the whole image; `keep` says whether its dimensions stay, of size 1."""
         rank, x = len(x.dims), self.canonical(x)
-        made = self._emit(NonLocal("global_pool"), (x,), size=ONE)
+        made = self._emit(GlobalPool(how), (x,))
         maps: Dimension = (Factor("c", x.maps),) if x.maps > 1 else ()
         return replace(made, dims=((), maps, *([()] * (rank - 2 if keep else 0))))
 

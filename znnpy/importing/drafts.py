@@ -16,7 +16,7 @@ from znnpy.formats.entries import LONGEST_LINE
 from znnpy.formats.files import LARGEST
 from znnpy.geometry import AxisLayer, vector
 from znnpy.importing.tensors import Dimension, LayoutError, Tensor, whole
-from znnpy.layers import Layer, NonLocal, maps_after
+from znnpy.layers import OF_WHOLE_IMAGES, Layer, maps_after
 from znnpy.messages import excerpt
 from znnpy.network import INPUT, ConvWeights
 from znnpy.shapes import Vec3, text
@@ -94,7 +94,7 @@ class Drafts:
         nearest   known operator with a similar name; register: function with which users add one
         """
         similar = f"; the nearest that is: {nearest}" if nearest else ""
-        pooled = next((draft.name for draft in self.drafts if isinstance(draft.layer, NonLocal)), None)
+        pooled = next((draft.name for draft in self.drafts if isinstance(draft.layer, OF_WHOLE_IMAGES)), None)
         besides = "" if pooled is None else f"; besides, node {excerpt(pooled, 60)} depends on the whole volume"
         return self.error(
             f"is not supported{similar}; write the network with operators that are, or register this one with "
@@ -157,8 +157,7 @@ class Drafts:
         first = reads[0]
         if size is None:
             size = max((t.size for t in reads), key=prod)
-            if not isinstance(layer, NonLocal):
-                size = vector(AxisLayer(layer, axis).size(size[axis]) for axis in range(3))
+            size = vector(AxisLayer(layer, axis).size(size[axis]) for axis in range(3))
         if min(size) < 1:
             raise LayoutError(f"{self.here} gets {text(first.size)} voxels, which are too few for one output")
         maps = maps_after(layer, tuple(t.maps for t in reads))

@@ -19,7 +19,7 @@ from znnpy.importing.processing import Processing
 from znnpy.importing.simplify import read_by_outputs, simplified
 from znnpy.importing.tensors import AXES, LayoutError, Tensor, kinds
 from znnpy.lattices import period_along
-from znnpy.layers import NonLocal, has_weights
+from znnpy.layers import GlobalPool, has_weights
 from znnpy.messages import excerpt
 from znnpy.network import INPUT, ConvWeights, Network, Normalise, PadToPeriod
 from znnpy.normalisation import VolumeStatistics
@@ -157,7 +157,7 @@ def _canonical(builder: Builder, tensor: Tensor) -> Tensor:
     try:
         return builder.canonical(_maps_first(tensor))
     except LayoutError as error:
-        pooled = [draft.name for draft in builder.drafts if draft.layer == NonLocal("global_pool")]
+        pooled = [draft.name for draft in builder.drafts if isinstance(draft.layer, GlobalPool)]
         if not pooled:
             raise
         raise builder.error(

@@ -150,7 +150,8 @@ def _pool(site: Site) -> Value:
 
 @operator("GlobalAveragePool", "GlobalMaxPool")
 def _global_pool(site: Site) -> Value:
-    return site.builder.global_pool(site.tensor(), keep=True)
+    how: Literal["average", "max"] = "average" if site.step.kind == "GlobalAveragePool" else "max"
+    return site.builder.global_pool(site.tensor(), how, keep=True)
 
 
 @operator("ReduceMean", "ReduceMax")
@@ -172,7 +173,8 @@ def _reduce(site: Site) -> Value:
             f"is over the dimensions {axes} of {x.shape}, and only a mean or maximum over the whole volume can be read"
         )
     order = [*rest, *sorted(axes)]
-    made = site.builder.global_pool(x.transposed(order), keep=keep)
+    how: Literal["average", "max"] = "average" if site.step.kind == "ReduceMean" else "max"
+    made = site.builder.global_pool(x.transposed(order), how, keep=keep)
     return made.transposed([order.index(at) for at in range(rank)]) if keep else made
 
 
@@ -213,9 +215,9 @@ def _instance_norm(site: Site) -> Value:
     ):
         raise LayoutError(f"{site.builder.here} gets an array of shape {x.shape}, and takes (1, maps, z, y, x)")
     if groups == x.maps:
-        made = site.builder.non_local(x, "instance_norm", _epsilon(site))
+        made = site.builder.norm(x, "instance_norm", _epsilon(site))
     else:
-        made = site.builder.non_local(x, "group_norm", _epsilon(site), groups)
+        made = site.builder.norm(x, "group_norm", _epsilon(site), groups)
     return _affine_along(site, made, 1)
 
 
@@ -229,7 +231,7 @@ def _group_norm(site: Site) -> Value:
     x, groups = site.builder.canonical(site.tensor()), site.count("num_groups", 1)
     if groups < 1 or x.maps % groups:
         raise site.error(f"has {groups} groups for {x.maps} maps; save the model again")
-    made = _affine_along(site, site.builder.non_local(x, "group_norm", _epsilon(site), groups), 1)
+    made = _affine_along(site, site.builder.norm(x, "group_norm", _epsilon(site), groups), 1)
     return made if len(site.tensor().dims) == 5 else replace(made, dims=(*made.dims[:2], *made.dims[3:]))
 
 
@@ -251,7 +253,7 @@ def _layer_norm(site: Site) -> Value:
             f"is a norm over the dimensions from {axis} on of {x.shape}, and one over the maps of each voxel, or over "
             "a part of the volume, cannot be computed; use a batch norm instead"
         )
-    made = site.builder.non_local(x, "layer_norm" if "c" in over else "instance_norm", _epsilon(site))
+    made = site.builder.norm(x, "layer_norm" if "c" in over else "instance_norm", _epsilon(site))
     offset = site.optional(2)
     return scaled(site, made, site.known(1), np.zeros(()) if offset is None else offset)
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from znnpy.costs.fit import fitted
 from znnpy.costs.model import LayerGroup, Rates, layer_key
 from znnpy.graph_shapes import (
+    GlobalPoolShape,
     GraphConvShape,
     GraphShape,
     PadShape,
@@ -194,7 +195,8 @@ def _halved(shape: LayerShape) -> LayerShape | None:
 
 def _halved_of_graph(shape: GraphShape) -> GraphShape | None:
     """Return a layer of a graph for a part of the volume about half as long along its longest axis; None: least."""
-    axis = max((2, 1, 0), key=lambda axis: shape.out[axis])  # steps of columns are thin along the first axis
+    size = shape.n if isinstance(shape, GlobalPoolShape) else shape.out
+    axis = max((2, 1, 0), key=lambda axis: size[axis])  # steps of columns are thin along the first axis
     step, times = 1, 1  # voxels of the input in one of the output, or of the output in one of the input
     match shape:
         case GraphConvShape() | WindowPoolShape():
@@ -203,7 +205,7 @@ def _halved_of_graph(shape: GraphShape) -> GraphShape | None:
             times = shape.stride[axis]
         case UpsampleShape():
             times = shape.factor[axis]
-    less = shape.out[axis] // 2 // times  # units that are left out
+    less = size[axis] // 2 // times  # units that are left out
     if less < 1 or shape.n[axis] - less * step < 4:
         return None
     n = with_size(shape.n, axis, shape.n[axis] - less * step)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from znnpy.graph_shapes import GraphConvShape, GraphShape, PointShape, TransposeShape
+from znnpy.graph_shapes import GraphConvShape, GraphShape, NormShape, PointShape, TransposeShape
 from znnpy.kernels.aligned import aligned_bytes
 from znnpy.kernels.contract import ConvWeights, Primitive, Variant
 from znnpy.kernels.thread_pool import ThreadPool
@@ -81,9 +81,10 @@ def inputs_of(shape: GraphShape, x: npt.NDArray[np.float32]) -> list[npt.NDArray
     """Return the inputs (z, y, x, f) of a layer of a graph, one after the other in the memory of `x`."""
     fins = shape.fins if isinstance(shape, GraphConvShape | PointShape) else (shape.in_shape[4],)
     sizes = [(*shape.n, maps) for maps in fins]
-    if isinstance(shape, GraphConvShape):
+    if isinstance(shape, GraphConvShape | PointShape):
         sizes = [(*shape.size_of(index), maps) for index, maps in enumerate(fins)]
-        sizes += [(*shape.out, shape.fout)] if shape.addend else []
+    if isinstance(shape, GraphConvShape) and shape.addend:
+        sizes.append((*shape.out, shape.fout))
     flat, found, first = x.reshape(-1), list[npt.NDArray[np.float32]](), 0
     for size in sizes:
         found.append(flat[first : first + prod(size)].reshape(size))
@@ -173,7 +174,7 @@ def _weights(shape: LayerShape, rng: np.random.Generator) -> ConvWeights | None:
         case TransposeShape():
             kernels = rng.standard_normal((shape.fin, shape.fout // shape.groups, *shape.k), np.float32)
             return ConvWeights(kernels / np.float32(np.sqrt(shape.fin)), np.zeros(shape.fout, np.float32))
-        case PointShape():
+        case PointShape() | NormShape():
             return ConvWeights(np.ones(shape.f, np.float32), np.zeros(shape.f, np.float32))
     if not isinstance(shape, ConvShape):
         return None

@@ -13,8 +13,10 @@ import pytest
 from tests.support.closeness import GUARD, MACHINE, aligned
 from znnpy.errors import Stopped, ValuesOverflowError
 from znnpy.graph_shapes import (
+    GlobalPoolShape,
     GraphConvShape,
     GraphShape,
+    NormShape,
     PadShape,
     PointShape,
     TransposeShape,
@@ -108,6 +110,9 @@ POINTS: list[GraphShape] = [
     PointShape("multiply", (1, 17), (3, 4, 5), "sigmoid"),
     PointShape("multiply", (4, 4, 1), (3, 4, 5)),
     PointShape("multiply", (1, 1), (1, 1, 1), "gelu"),
+    PointShape("multiply", (5, 5), (3, 4, 5), "relu", single=(1,)),  # of one voxel
+    PointShape("multiply", (33, 33), (3, 40, 45), single=(0,)),
+    PointShape("add", (1, 20, 20), (3, 4, 5), single=(0, 2)),
     PointShape("concat", (3, 1, 17), (3, 4, 5)),
     PointShape("concat", (16, 16), (3, 40, 45), "relu"),
     PointShape("scale", (5,), (3, 4, 5), "relu"),
@@ -129,7 +134,27 @@ PADS = [
         (1, (2, 4, 4), (4, 4, 6), (-1, 0, -1), (0, 0, 0), (2, 4, 4)),
     )
 ]  # fmt: skip
-SHAPES: list[GraphShape] = [*CONVS, *TRANSPOSES, *POOLS, *UPSAMPLES, *POINTS, *PADS]
+NORMS: list[GraphShape] = [
+    NormShape(3, (3, 4, 5), 3),
+    NormShape(1, (5, 1, 3), 1, affine=True),  # one map
+    NormShape(5, (1, 1, 1), 5, affine=True),  # one voxel
+    NormShape(5, (1, 1, 1), 1),
+    NormShape(6, (1, 2, 1), 2, 0.1),
+    NormShape(12, (2, 7, 9), 3, 1e-3, True, "relu"),
+    NormShape(33, (5, 13, 11), 11, activation="leaky_relu"),
+    NormShape(40, (5, 13, 11), 1, affine=True),
+    NormShape(16, (13, 21, 33), 16, affine=True, activation="leaky_relu"),  # several blocks
+    NormShape(1, (29, 40, 37), 1, activation="sigmoid"),
+    NormShape(130, (3, 11, 17), 65, 0.0, True),
+    NormShape(1500, (2, 3, 7), 1500),
+    *(NormShape(6, (3, 4, 5), 6, 1e-5, True, function) for function in FUNCTIONS if function not in ("none", "prelu")),
+    *(
+        GlobalPoolShape(f, n, how)
+        for how in ("average", "max")
+        for f, n in ((1, (1, 1, 1)), (1, (29, 40, 37)), (5, (3, 4, 5)), (16, (13, 21, 33)), (1500, (2, 3, 7)))
+    ),
+]
+SHAPES: list[GraphShape] = [*CONVS, *TRANSPOSES, *POOLS, *UPSAMPLES, *POINTS, *PADS, *NORMS]
 
 
 def with_parameters(shape: Any) -> Any:
@@ -158,7 +183,7 @@ def weights_for(shape: GraphShape) -> ConvWeights | None:
         case TransposeShape():
             size = (shape.fin, shape.fout // shape.groups, *shape.k)
             fan, maps = shape.fin // shape.groups, shape.fout
-        case PointShape(how="scale") | PointShape(activation="prelu"):
+        case PointShape(how="scale") | PointShape(activation="prelu") | NormShape(affine=True):
             size, fan, maps = (shape.f,), 2, shape.f
         case _:
             return None
@@ -170,7 +195,8 @@ def inputs_for(shape: GraphShape, *, strided: bool = False) -> list[Array]:
     """Random inputs; `strided`: views of larger arrays with NaN around them."""
     rng = np.random.default_rng(3)
     fins = getattr(shape, "fins", None) or (shape.in_shape[4],)
-    arrays = [rng.standard_normal((*shape.in_shape[1:4], f), np.float32) for f in fins]
+    sizes = [shape.size_of(i) if isinstance(shape, PointShape) else shape.in_shape[1:4] for i in range(len(fins))]
+    arrays = [rng.standard_normal((*size, f), np.float32) for size, f in zip(sizes, fins, strict=True)]
     if not strided:
         return arrays
     views = []
@@ -269,6 +295,7 @@ OVERFLOWS: list[Any] = [
     PointShape("scale", (3,), (4, 5, 6), "tanh"),
     PointShape("multiply", (3, 3), (4, 5, 6), "clip"),
     PointShape("add", (20, 20), (4, 5, 6), "relu"),
+    NormShape(20, (4, 5, 6), 5, activation="sigmoid"),
 ]
 
 
@@ -285,7 +312,7 @@ def test_result_that_is_not_finite_is_an_error(shape: Any, bad: float) -> None:
 
 @pytest.mark.parametrize(
     "shape",
-    [CONVS[3], CONVS[10], TRANSPOSES[0], POOLS[0], UPSAMPLES[0], UPSAMPLES[7], POINTS[0], PADS[0]],
+    [CONVS[3], CONVS[10], TRANSPOSES[0], POOLS[0], UPSAMPLES[0], UPSAMPLES[7], POINTS[0], PADS[0], NORMS[0], NORMS[-1]],
     ids=str,
 )
 def test_stop_is_noticed(shape: Any) -> None:
