@@ -77,13 +77,13 @@ def _check_graph(plan: Plan, network: Network, machine: Machine, table: Sequence
     """Raise PlanFileError unless the plan of a graph runs here as it stands."""
     assert plan.area is not None, "plans of graphs have it"
     try:
-        tiling = _window_tiling(plan, network) if plan.sums is not None else None
-        graph = tiling.graph if tiling else TurnedGraph.of(network, plan.area.volume, plan.axis, plan.precision)
+        windows = _window_tiling(plan, network) if plan.sums is not None else None
+        graph = windows.graph if windows else TurnedGraph.of(network, plan.area.volume, plan.axis, plan.precision)
     except ShapeError as error:
         raise PlanFileError(f"the plan does not fit its network: {error}") from None
     voxels, step, outputs = graph.voxels, turned(plan.patch_out, plan.axis), graph.network.outputs
     regions, sizes = plan.area.regions, [turned_back(graph.geometry.size(tensor), plan.axis) for tensor in outputs]
-    if tiling:
+    if windows:
         sizes = [plan.area.volume]
     inside = (
         len(regions) in (1, len(outputs))
@@ -95,14 +95,14 @@ def _check_graph(plan: Plan, network: Network, machine: Machine, table: Sequence
         )
     )
     whole = all(a % b == 0 for a, b in zip((*step, plan.column_planes), (*voxels, voxels[0]), strict=True))
-    if tiling and (plan.patch_out != tiling.patch_out or plan.column_planes):
+    if windows and (plan.patch_out != windows.patch_out or plan.column_planes):
         whole = False
     if not inside or not whole or plan.column_planes % step[0] or len(plan.stages) != 1:
         raise PlanFileError(
             f"the plan's steps of {text(plan.patch_out)} voxels, or its output of {text(plan.output)}, are none of "
             f"{excerpt(network.name, 60)} over a volume of {text(plan.area.volume)}; {AGAIN}"
         )
-    tiling = tiling or GraphTiling(plan.graph_cover(network))
+    tiling = windows or GraphTiling(plan.graph_cover(network))
     operations = graph.computing(choice.shape for choice in plan.choices)
     if len(plan.choices) != len(operations):
         raise PlanFileError(

@@ -54,7 +54,7 @@ class WindowTiling(GraphTiling):
         return super().totals * self.times
 
     @property
-    def carries(self) -> int:  # type: ignore[override]
+    def carries(self) -> int:
         return sums_bytes(self.windows, self.sums, self.maps)
 
     @property

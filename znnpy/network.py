@@ -15,12 +15,20 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from znnpy.errors import ShapeError
 from znnpy.layer_checks import why_wrong
-from znnpy.layers import Add, GlobalPool, Multiply, Upsample, has_weights, maps_after, parameter_count
+from znnpy.layers import (
+    OF_WHOLE_IMAGES,
+    Add,
+    GlobalPool,
+    Multiply,
+    Upsample,
+    has_weights,
+    maps_after,
+    parameter_count,
+)
 from znnpy.layers import Conv as Conv
 from znnpy.layers import Layer as Layer
 from znnpy.layers import MaxFilter as MaxFilter
 from znnpy.layers import Maxout as Maxout
-from znnpy.layers import NonLocal, has_weights, maps_after, parameter_count
 from znnpy.layers import Pool as Pool
 from znnpy.messages import excerpt, option
 from znnpy.network_result import MAPS, NetworkResult

@@ -16,7 +16,7 @@ from znnpy.kernels.definition import Real
 from znnpy.kernels.whole import whole
 from znnpy.network_result import NetworkResult
 from znnpy.patches import Box
-from znnpy.shapes import Vec3
+from znnpy.shapes import Vec3, add
 from znnpy.trained import TrainedNetwork
 from znnpy.volume.base import Volume
 from znnpy.volume.source import Source
@@ -128,7 +128,7 @@ class WindowVoxels:
     def _read(self, corner: tuple[int, ...]) -> Real:
         """Return what a window covers, (z, y, x, c), normalised, with zeros beyond the volume."""
         lo = tuple(start - before for start, before in zip(corner, self._grid.before, strict=True))
-        box = Box((lo[0], lo[1], lo[2]), (*(start + size for start, size in zip(lo, self._windows.size, strict=True)),))
+        box = Box((lo[0], lo[1], lo[2]), add((lo[0], lo[1], lo[2]), self._windows.size))
         inside = box.clipped(Box((0, 0, 0), self.volume.size))
         stored = np.empty((self.volume.channels, *inside.size), self.volume.dtype)
         self._source.read(inside.lo, stored)
@@ -154,16 +154,16 @@ def result_of(maps: Real, result: NetworkResult, written: npt.NDArray[Any] | Non
         case "labels":
             labels = maps.argmax(axis=1)[:, None]
             if written is None:
-                return labels.astype(np.float64)
+                return np.asarray(labels, np.float64)
             known = np.minimum(written.astype(np.intp), maps.shape[1] - 1)
             near = tolerance * np.maximum(1, np.abs(maps).max(axis=1, keepdims=True))
             as_large = np.take_along_axis(maps, known, axis=1) >= maps.max(axis=1, keepdims=True) - near
-            return np.where(as_large, known, labels).astype(np.float64)
+            return np.asarray(np.where(as_large, known, labels), np.float64)
         case "above":
             distance = maps - np.array(result.above)
             if written is None:
-                return (distance > 0).astype(np.float64)
+                return np.asarray(distance > 0, np.float64)
             near = np.abs(distance) <= tolerance * np.maximum(1, np.abs(maps))
-            return np.where(near, written, distance > 0).astype(np.float64)
+            return np.asarray(np.where(near, written, distance > 0), np.float64)
         case "maps":
             return maps

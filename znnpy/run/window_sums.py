@@ -82,7 +82,8 @@ class WindowSums:
 
     def _plane(self, z: int) -> Array:
         """Return where a plane is kept."""
-        return self._kept[(z - self._line[0].lo) % self._kept.shape[0]]
+        plane: Array = self._kept[(z - self._line[0].lo) % self._kept.shape[0]]
+        return plane
 
     def add(self, result: Array, weights: npt.NDArray[np.float32], share: float) -> None:
         """Add what the window gives (z, y, x, maps), times its weights (z, y, x), times a share."""
