@@ -6,6 +6,7 @@
 #include "norm.hpp"
 
 #include <cmath>
+#include <type_traits>
 
 #include "activations.hpp"
 #include "rows.hpp"
@@ -37,6 +38,41 @@ ALWAYS void by_rows(ptrdiff_t floats, ptrdiff_t row, EACH each) {
     for (; i + W <= size; i += W) each(Whole(), i, first + i);
     for (; i < size; i++) each(Single(), i, first + i);
   }
+}
+
+// Calls column(part, at, vectors) for columns of all places of a row: some vectors side by side, then one, then values.
+template <class COLUMN>
+ALWAYS void by_columns(ptrdiff_t row, COLUMN column) {
+  ptrdiff_t i = 0;
+  for (; i + 4 * W <= row; i += 4 * W) column(Whole(), i, std::integral_constant<int, 4>());
+  for (; i + W <= row; i += W) column(Whole(), i, std::integral_constant<int, 1>());
+  for (; i < row; i++) column(Single(), i, std::integral_constant<int, 1>());
+}
+
+// Sums up rows: into sum[i] what is at place i of them, less centre[i] if there is one, and into squares[i] its square.
+template <bool CENTRED, class E>
+ALWAYS void sum_rows(const E *x, ptrdiff_t floats, ptrdiff_t row, const float *centre, float *sum, float *squares) {
+  const ptrdiff_t whole = floats / row * row;
+  by_columns(row, [&](auto part, ptrdiff_t i, auto vectors) ALWAYS_LAMBDA {
+    constexpr int N = decltype(vectors)::value;
+    V middle[N] = {}, sums[N] = {}, of_squares[N] = {};
+    for (int v = 0; CENTRED && v < N; v++) middle[v] = part.get(centre + i + v * W);
+    for (ptrdiff_t at = i; at < whole; at += row)
+      for (int v = 0; v < N; v++) {
+        const V value = part.get(x + at + v * W) - middle[v];
+        sums[v] += value;
+        if (CENTRED) of_squares[v] += value * value;
+      }
+    for (int v = 0; v < N; v++) {
+      part.put(sum + i + v * W, sums[v]);
+      if (CENTRED) part.put(squares + i + v * W, of_squares[v]);
+    }
+  });
+  by_rows(floats - whole, row, [&](auto part, ptrdiff_t i, ptrdiff_t at) ALWAYS_LAMBDA {
+    const V value = CENTRED ? part.get(x + whole + at) - part.get(centre + i) : part.get(x + whole + at);
+    part.put(sum + i, part.get(sum + i) + value);
+    if (CENTRED) part.put(squares + i, part.get(squares + i) + value * value);
+  });
 }
 
 // Joins the maps of `repeat` voxels (a power of two) with `both`, by halves.
@@ -84,18 +120,11 @@ ALWAYS void add_moments(const Norm &p, const E *x, ptrdiff_t count, const Rows &
   const ptrdiff_t f = p.f, floats = count * f, row = p.repeat * f;
   float *const centre = rows.row[0], *const sum = rows.row[1], *const squares = rows.row[2];
   const auto plus = [](V a, V b) ALWAYS_LAMBDA { return a + b; };
-  for (ptrdiff_t i = 0; i < row; i++) centre[i] = sum[i] = squares[i] = 0.0f;
-  by_rows(floats, row, [&](auto part, ptrdiff_t i, ptrdiff_t at) ALWAYS_LAMBDA {
-    part.put(centre + i, part.get(centre + i) + part.get(x + at));
-  });
+  sum_rows<false>(x, floats, row, nullptr, centre, nullptr);
   fold(centre, f, p.repeat, plus);
   for (ptrdiff_t map = 0; map < f; map++) centre[map] /= (float)count;
   for (ptrdiff_t i = f; i < row; i++) centre[i] = centre[i - f];
-  by_rows(floats, row, [&](auto part, ptrdiff_t i, ptrdiff_t at) ALWAYS_LAMBDA {
-    const V deviation = part.get(x + at) - part.get(centre + i);
-    part.put(sum + i, part.get(sum + i) + deviation);
-    part.put(squares + i, part.get(squares + i) + deviation * deviation);
-  });
+  sum_rows<true>(x, floats, row, centre, sum, squares);
   fold(sum, f, p.repeat, plus);
   fold(squares, f, p.repeat, plus);
   const double one = 1.0 / (double)count, share = (double)count / (double)(before + count);
