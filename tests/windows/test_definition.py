@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from znnpy.option_values import BLENDS, WINDOW_RULES, Blend, WindowRule
 from znnpy.shapes import Vec3
 from znnpy.windows.definition import Values, blended
 from znnpy.windows.grid import WindowGrid
-from znnpy.windows.settings import BLENDS, RULES, Blend, Rule, Windows
+from znnpy.windows.settings import Windows
 from znnpy.windows.weights import window_weights
 
 VOLUMES: tuple[Vec3, ...] = ((11, 13, 9), (3, 13, 2), (5, 6, 4))
@@ -32,9 +33,9 @@ def uneven(window: Values) -> Values:
 @pytest.mark.parametrize("size", VOLUMES)
 @pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize("blend", BLENDS)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", WINDOW_RULES)
 def test_network_that_changes_nothing_gives_the_volume(
-    size: Vec3, overlap: tuple[float, float, float], blend: Blend, rule: Rule
+    size: Vec3, overlap: tuple[float, float, float], blend: Blend, rule: WindowRule
 ) -> None:
     volume = grey(size)
     windows = Windows((5, 6, 4), overlap, blend, mirror=(0, 2), rule=rule)
@@ -80,7 +81,7 @@ def voxel_by_voxel(volume: Values, windows: Windows) -> Values:
     ],
 )
 def test_average_equals_a_loop_over_voxels(
-    size: Vec3, overlap: tuple[float, float, float], blend: Blend, mirror: tuple[int, ...], rule: Rule
+    size: Vec3, overlap: tuple[float, float, float], blend: Blend, mirror: tuple[int, ...], rule: WindowRule
 ) -> None:
     volume = grey(size)
     windows = Windows((5, 6, 4), overlap, blend, mirror=mirror, rule=rule)

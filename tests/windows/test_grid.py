@@ -7,14 +7,15 @@ from itertools import product
 
 import pytest
 
+from znnpy.option_values import WindowRule
 from znnpy.patches import Box
 from znnpy.windows.grid import WindowGrid
-from znnpy.windows.settings import Rule, Windows
+from znnpy.windows.settings import Windows
 
 OVERLAPS = (0.0, 0.25, 0.5, 0.75, 0.9)
 
 
-def line(length: int, size: int, overlap: float, rule: Rule) -> WindowGrid:
+def line(length: int, size: int, overlap: float, rule: WindowRule) -> WindowGrid:
     """Return windows that lie one behind the other along y."""
     return WindowGrid((3, length, 5), Windows((3, size, 5), (0.0, overlap, 0.0), rule=rule))
 
@@ -91,7 +92,7 @@ def test_positions_equal_those_found_one_by_one(overlap: float) -> None:
 
 
 @pytest.mark.parametrize("rule", ["monai", "nnunet"])
-def test_small_volumes_are_centred_in_zeros_with_the_odd_one_behind(rule: Rule) -> None:
+def test_small_volumes_are_centred_in_zeros_with_the_odd_one_behind(rule: WindowRule) -> None:
     grid = WindowGrid((5, 30, 6), Windows((8, 10, 10), rule=rule))
     assert grid.before == (1, 0, 2)
     assert grid.behind == (2, 0, 2)
@@ -102,7 +103,7 @@ def test_small_volumes_are_centred_in_zeros_with_the_odd_one_behind(rule: Rule) 
 
 @pytest.mark.parametrize("rule", ["monai", "nnunet"])
 @pytest.mark.parametrize("overlap", [0.0, 0.25, 0.5, 0.75])
-def test_touching_windows_are_those_that_share_a_voxel_with_the_box(rule: Rule, overlap: float) -> None:
+def test_touching_windows_are_those_that_share_a_voxel_with_the_box(rule: WindowRule, overlap: float) -> None:
     grid = line(37, 8, overlap, rule)
     for lo, hi in product(range(37), range(1, 38)):
         if lo < hi:

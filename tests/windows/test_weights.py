@@ -8,10 +8,11 @@ from math import exp
 import numpy as np
 import pytest
 
+from znnpy.option_values import BLENDS, WINDOW_RULES, Blend, WindowRule
 from znnpy.patches import Box
 from znnpy.shapes import Vec3
 from znnpy.windows.grid import WindowGrid
-from znnpy.windows.settings import BLENDS, RULES, Blend, Rule, Windows
+from znnpy.windows.settings import Windows
 from znnpy.windows.weights import separable_weights, total_weights, window_weights
 
 SIZES = ((8, 8, 8), (7, 12, 9), (1, 5, 2), (16, 3, 31))
@@ -56,8 +57,8 @@ def test_nnunet_gaussian_ends_at_four_sigma() -> None:
     assert set(weights[: 20 - 8]) == {weights[20 - 8]}  # zeros take the least of those within 8 voxels
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_constant_weights_are_ones(rule: Rule) -> None:
+@pytest.mark.parametrize("rule", WINDOW_RULES)
+def test_constant_weights_are_ones(rule: WindowRule) -> None:
     np.testing.assert_array_equal(window_weights(Windows((3, 4, 5), blend="constant", rule=rule)), np.ones((3, 4, 5)))
 
 
@@ -96,9 +97,9 @@ def test_bump_of_large_windows_fits_float32() -> None:
 
 
 @pytest.mark.parametrize("blend", BLENDS)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", WINDOW_RULES)
 @pytest.mark.parametrize("sigma", [0.01, 0.125, 0.3])
-def test_weights_are_positive_finite_and_cannot_be_written(blend: Blend, rule: Rule, sigma: float) -> None:
+def test_weights_are_positive_finite_and_cannot_be_written(blend: Blend, rule: WindowRule, sigma: float) -> None:
     weights = window_weights(Windows((13, 24, 17), blend=blend, sigma=sigma, rule=rule))
     assert weights.shape == (13, 24, 17)
     assert np.isfinite(weights).all()
@@ -108,9 +109,9 @@ def test_weights_are_positive_finite_and_cannot_be_written(blend: Blend, rule: R
 
 
 @pytest.mark.parametrize("blend", BLENDS)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", WINDOW_RULES)
 @pytest.mark.parametrize("sigma", [0.125, 0.2, 0.25])
-def test_separable_weights_multiply_to_the_weights_wherever_they_exist(blend: Blend, rule: Rule, sigma: float) -> None:
+def test_separable_weights_multiply_to_the_weights_wherever_they_exist(blend: Blend, rule: WindowRule, sigma: float) -> None:
     windows = Windows((8, 10, 12), blend=blend, sigma=sigma, rule=rule)
     profiles = separable_weights(windows)
     assert (profiles is None) == (blend == "gaussian" and (rule == "nnunet" or sigma < 0.23))
@@ -120,11 +121,11 @@ def test_separable_weights_multiply_to_the_weights_wherever_they_exist(blend: Bl
 
 
 @pytest.mark.parametrize("blend", BLENDS)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", WINDOW_RULES)
 @pytest.mark.parametrize("sigma", [0.125, 0.3])
 @pytest.mark.parametrize("overlap", [(0.0, 0.25, 0.5), (0.75, 0.9, 0.1)])
 def test_sums_of_weights_equal_those_of_all_windows_one_by_one(
-    blend: Blend, rule: Rule, sigma: float, overlap: tuple[float, float, float]
+    blend: Blend, rule: WindowRule, sigma: float, overlap: tuple[float, float, float]
 ) -> None:
     windows = Windows((6, 10, 7), overlap, blend, sigma, rule=rule)
     grid = WindowGrid((17, 21, 5), windows)

@@ -30,6 +30,7 @@ Size = Annotated[tuple[Count, Count, Count], BeforeValidator(_triple)]
 SizeOrZero = Annotated[tuple[CountOrZero, CountOrZero, CountOrZero], BeforeValidator(_triple)]
 Finite = Annotated[float, Field(ge=-FLOAT32_MAX, le=FLOAT32_MAX, allow_inf_nan=False)]
 Positive = Annotated[float, Field(ge=FLOAT32_TINY, le=FLOAT32_MAX, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 Percentile = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
 # These become attributes of the output and are printed, so they hold no characters that control a terminal.
 Words = Annotated[str, Field(min_length=1, max_length=LONGEST_LINE, pattern=r"^[^\p{C}\p{Zl}\p{Zp}]+$")]

@@ -60,6 +60,10 @@ def network_text(network: Network, weights: str | None, description: str = "") -
     lines.append(f"pad_to_period: {network.pad_to_period}")
     if network.asked_meaning is not None:
         lines.append(f"meaning: {network.asked_meaning}")
+    if (windows := network.windows) is not None:
+        mirror = ["zyx"[axis] for axis in windows.mirror]
+        what = {**windows.described, "mirror": mirror}
+        lines.append(f"windows: {_flow({'like' if key == 'rule' else key: value for key, value in what.items()})}")
     tensors = (INPUT, *network.names)
     if network.outputs != (len(network.layers),):
         lines.append(f"output: [{', '.join(_word(tensors[output]) for output in network.outputs)}]")

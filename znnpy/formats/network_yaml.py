@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field
 
-from znnpy.errors import NetworkFileError
-from znnpy.formats.entries import ONE_LINE, SIZE, Count, Entry, Finite, Percentile, Positive, Size, Words, check
+from znnpy.errors import NetworkFileError, ShapeError
+from znnpy.formats.entries import (
+    ONE_LINE,
+    SIZE,
+    Count,
+    Entry,
+    Finite,
+    Percentile,
+    Positive,
+    Share,
+    Size,
+    Words,
+    check,
+)
 from znnpy.formats.files import COUNT, shown
 from znnpy.formats.layer_entries import Names, read_layer
 from znnpy.formats.wiring import network_of
 from znnpy.formats.yaml12 import read_yaml
 from znnpy.network import PAD_TO_PERIOD, Network, Normalise, PadToPeriod, slides
 from znnpy.normalisation import EPSILON, STATISTICS, StatisticsOf, VolumeStatistics
-from znnpy.option_values import MEANINGS, Meaning
+from znnpy.option_values import BLENDS, MEANINGS, WINDOW_RULES, Blend, Meaning, WindowRule
 from znnpy.shapes import Vec3
+from znnpy.windows.settings import Windows
+
+AxisName = Literal["z", "y", "x"]
 
 
 class Parsed(NamedTuple):
@@ -50,6 +65,24 @@ class _StatisticsEntry(Entry):
     epsilon: Positive = Field(EPSILON, description="a finite number above 0", examples=["1.0e-6"])
 
 
+def _each(value: Any) -> Any:
+    """Take one share for all axes."""
+    return (value,) * 3 if isinstance(value, int | float) and not isinstance(value, bool) else _sequence(value)
+
+
+class _WindowsEntry(Entry):
+    size: Size = Field(description=SIZE, examples=["[128, 128, 128]"])
+    overlap: Annotated[tuple[Share, Share, Share], BeforeValidator(_each)] = Field(
+        (0.5, 0.5, 0.5), description="a share from 0 to below 1, or three of them", examples=["0.5"]
+    )
+    blend: Blend = Field("gaussian", description=f"one of {', '.join(BLENDS)}", examples=["gaussian"])
+    sigma: Positive = Field(0.125, description="a finite number above 0", examples=["0.125"])
+    mirror: Annotated[tuple[AxisName, ...], BeforeValidator(_sequence)] = Field(
+        (), description="a list of some of z, y and x", examples=["[z, y, x]"]
+    )
+    like: WindowRule = Field("monai", description=f"one of {', '.join(WINDOW_RULES)}", examples=["monai"])
+
+
 class _NetworkEntry(Entry):
     name: Words | None = Field(None, description=ONE_LINE, examples=["my_network"])
     description: str = Field("", description="text", examples=["what it was trained for"])
@@ -67,6 +100,7 @@ class _NetworkEntry(Entry):
         None, description=f"one of {', '.join(PAD_TO_PERIOD)}", examples=["reflect"]
     )
     meaning: Meaning | None = Field(None, description=f"one of {', '.join(MEANINGS)}", examples=["whole"])
+    windows: Any = None  # a _WindowsEntry or empty, checked separately
 
 
 def parse(content: str, name: str) -> Parsed:
@@ -93,8 +127,21 @@ def parse(content: str, name: str) -> Parsed:
         raise NetworkFileError(
             f"meaning is sliding, but {network.why_not_sliding}; delete the line, so that it is computed whole"
         )
-    network = replace(network, asked_meaning=entry.meaning, statistics=statistics)
+    windows = None if entry.windows is None else _windows(entry.windows)
+    if windows is not None and entry.meaning not in (None, "windows"):
+        raise NetworkFileError(f"meaning is {entry.meaning}, and windows are given; delete one of the two")
+    network = replace(network, asked_meaning=entry.meaning, statistics=statistics, windows=windows)
     return Parsed(network, entry.weights, entry.field_of_view)
+
+
+def _windows(raw: object) -> Windows:
+    """Return the windows of an entry."""
+    entry = check(_WindowsEntry, raw, "windows: ")
+    mirror = tuple(axis for axis, name in enumerate("zyx") if name in entry.mirror)
+    try:
+        return Windows(entry.size, entry.overlap, entry.blend, entry.sigma, mirror, entry.like)
+    except ShapeError as error:
+        raise NetworkFileError(f"windows: {error}") from None
 
 
 def _statistics(raw: object) -> VolumeStatistics | None:

@@ -12,9 +12,9 @@ from rich.text import Text
 from znnpy.geometry import AXES
 from znnpy.messages import excerpt
 from znnpy.planner.described_graph import DescribedGraph
-from znnpy.planner.plan import Choice, Plan
+from znnpy.planner.plan import Choice, Plan, Sums
 from znnpy.report.wide_table import WideOrNarrow
-from znnpy.shapes import text, turned_back
+from znnpy.shapes import Vec3, text, turned_back
 from znnpy.units import human_bytes, human_seconds
 
 
@@ -22,6 +22,8 @@ def cover_text(plan: Plan, graph: DescribedGraph, name: str) -> str:
     """Say what is computed at a time, and how the output is covered with it."""
     area = plan.area
     assert area is not None, "plans of graphs have it"
+    if plan.sums is not None:
+        return _windows_text(plan, plan.sums, name, area.volume)
     lattice = "" if graph.level == "1" else f", one for {graph.level} of the volume,"
     of = f"of a volume of {text(area.volume)}"
     if graph.padded != area.volume:
@@ -39,6 +41,19 @@ def cover_text(plan: Plan, graph: DescribedGraph, name: str) -> str:
         f"{whole} {columns} in steps of {plan.patch_out[plan.axis]:,} planes, each {sizes}; a column has "
         f"{graph.steps:,} step{'s' if graph.steps != 1 else ''}{silent}, and keeps planes for later steps, "
         f"{human_bytes(plan.memory.last.carries)} in all"
+    )
+
+
+def _windows_text(plan: Plan, sums: Sums, name: str, volume: Vec3) -> str:
+    """Say in how many windows the output is computed, and how their results are summed up."""
+    times = plan.choices[0].executions
+    parts = f" in each of {sums.parts} parts of the output" if sums.parts > 1 else ""
+    half = ", of which those that a row keeps for the next are rounded to float16" if sums.dtype == "float16" else ""
+    return (
+        f"{name}, computed in windows of {text(plan.patch_out)} over a volume of {text(volume)}: {text(plan.output)} "
+        f"output voxels in {times:,} window{'s' if times != 1 else ''}, mirrored ones counted, in {plan.columns:,} "
+        f"row{'s' if plan.columns != 1 else ''} along {AXES[plan.axis]}; their results are summed up{parts} until no "
+        f"later window adds to them, in {human_bytes(plan.memory.last.carries)}{half}"
     )
 
 

@@ -233,8 +233,10 @@ def _offloaded_memory(plan: Plan) -> list[tuple[str, int]]:
 def predicted(run: RunPlan) -> str:
     """Write a plan as one line of a log: its patch or column, and its predicted time and memory."""
     plan = run.main
-    covers = f"{plan.columns:,} {'column' if plan.streams else 'patch'}"
+    covers = f"{plan.columns:,} {'row of windows' if plan.sums else 'column' if plan.streams else 'patch'}"
     plural = "" if plan.columns == 1 else "s" if plan.streams else "es"
+    if plan.sums and plan.columns != 1:
+        covers, plural = f"{plan.columns:,} rows of windows", ""
     where = f"{human_bytes(run.memory.peak)}" + (
         f" and {human_bytes(plan.memory.vram)} of VRAM" * (plan.device == "gpu")
     )
@@ -369,6 +371,8 @@ def _kinds(run: RunPlan) -> list[str]:
 def _kind(what: Plan | RunnerUp) -> str:
     """Say in words whether the output is divided into patches or columns, and their size."""
     depth_first = " depth first" if max(what.sub_batches) > 1 else ""
+    if isinstance(what, Plan) and what.sums is not None:
+        return f"windows of {text(what.patch_out)}"
     if what.column_planes:
         return f"columns along {AXES[what.axis]} in steps of {text(what.patch_out)}{depth_first}"
     return f"patches of {text(what.patch_out)}{depth_first}"
@@ -378,7 +382,7 @@ def _warning(run: RunPlan) -> list[str]:
     """Warn if nearly all the work is spent on borders, and say what more memory would gain."""
     plan = run.main
     waste = plan.waste
-    if waste < MUCH_WASTE:
+    if waste < MUCH_WASTE or plan.sums is not None:
         return []
     more = max((r for r in run.runners_up if _over(r)), key=lambda r: r.voxels_per_second, default=None)
     these = "columns this narrow" if plan.streams else "patches this small"

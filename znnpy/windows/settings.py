@@ -5,15 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import combinations
 from math import isfinite
-from typing import Any, Literal
+from typing import Any
 
 from znnpy.errors import ShapeError
+from znnpy.option_values import BLENDS, WINDOW_RULES, Blend, WindowRule
 from znnpy.shapes import Vec3, text, turn, turned
-
-Blend = Literal["constant", "gaussian", "bump"]
-BLENDS: tuple[Blend, ...] = ("constant", "gaussian", "bump")
-Rule = Literal["monai", "nnunet"]
-RULES: tuple[Rule, ...] = ("monai", "nnunet")
 
 DECIMALS = 12  # of a step that is stated as an overlap
 
@@ -35,7 +31,7 @@ class Windows:
     blend: Blend = "gaussian"
     sigma: float = 0.125
     mirror: tuple[int, ...] = ()
-    rule: Rule = "monai"
+    rule: WindowRule = "monai"
 
     def __post_init__(self) -> None:
         if min(self.size) < 1:
@@ -48,8 +44,8 @@ class Windows:
             raise ShapeError(f"the sigma of weights must be a positive share of the window, not {self.sigma}")
         if self.mirror not in _subsets((0, 1, 2)):
             raise ShapeError(f"windows are mirrored along different axes of 0, 1, 2, ascending, not {self.mirror}")
-        if self.rule not in RULES:
-            raise ShapeError(f"windows follow the rule of {' or '.join(RULES)}, not {self.rule!r}")
+        if self.rule not in WINDOW_RULES:
+            raise ShapeError(f"windows follow the rule of {' or '.join(WINDOW_RULES)}, not {self.rule!r}")
         if self.rule == "nnunet":
             self._check_steps()
 

@@ -1,0 +1,206 @@
+"""Networks in windows on the command line: planned, run, stopped and resumed, verified, and refused in a sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+import pytest
+from click.testing import CliRunner
+
+import znnpy
+from tests.support import normed_unet
+from znnpy.cli import main
+from znnpy.errors import PlanFileError, ShapeError
+from znnpy.kernels.whole import whole
+from znnpy.run.pipeline import Event
+from znnpy.windows.definition import blended
+from znnpy.windows.settings import Windows
+
+WINDOW = ("--window", "8,8,12")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    normed_unet.written(tmp_path)
+    return tmp_path
+
+
+def run(*arguments: object, code: int = 0) -> str:
+    """Run the command line; return what it prints on stdout, or on stderr if it is to fail."""
+    result = CliRunner().invoke(main, [str(one) for one in arguments], catch_exceptions=False)
+    assert result.exit_code == code, result.output
+    return result.stdout if code == 0 else result.stderr
+
+
+def infer(folder: Path, *arguments: object, code: int = 0) -> str:
+    out = folder / "out.h5"
+    return run(
+        "infer", folder / "volume.npy", "--network", folder / "net.yaml", "--out", out, "--no-calibrate", *arguments,
+        code=code,
+    )  # fmt: skip
+
+
+def prediction(folder: Path) -> npt.NDArray[Any]:
+    with h5py.File(folder / "out.h5") as file:
+        return np.array(file["prediction"])
+
+
+def definition(folder: Path, windows: Windows) -> npt.NDArray[np.float64]:
+    """Return the blended maps in float64."""
+    trained = znnpy.load_network(folder / "net.yaml")
+    mean, std = normed_unet.NORMALISE
+    volume = (np.load(folder / "volume.npy").astype(np.float64) - mean) / std
+
+    def computed(window: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        (found,) = whole(trained.network, trained.weights, window.transpose(1, 2, 3, 0))
+        return found.transpose(3, 0, 1, 2)
+
+    return blended(volume[None], computed, windows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "windows"),
+    [
+        ((), Windows((8, 8, 12))),
+        (("--overlap", "0.25", "--blend", "constant"), Windows((8, 8, 12), (0.25,) * 3, "constant")),  # type: ignore[arg-type]
+        (("--overlap", "0.5,0.25,0", "--mirror", "z,x"), Windows((8, 8, 12), (0.5, 0.25, 0.0), mirror=(0, 2))),
+        (("--windows-like", "nnunet"), Windows((8, 8, 12), rule="nnunet")),
+        (("--sigma", "0.25"), Windows((8, 8, 12), sigma=0.25)),
+    ],
+)
+def test_options_say_which_windows(folder: Path, arguments: tuple[str, ...], windows: Windows) -> None:
+    infer(folder, *WINDOW, *arguments)
+    wanted = definition(folder, windows)
+    np.testing.assert_allclose(prediction(folder), wanted, atol=1e-5 * np.abs(wanted).max())
+    report = run("verify", folder / "out.h5", folder / "volume.npy", "--network", folder / "net.yaml", "--samples", 50)
+    assert "all windows around each" in report
+
+
+def test_windows_of_the_network_file(tmp_path: Path) -> None:
+    normed_unet.written(tmp_path, windows={"size": [8, 8, 12], "overlap": 0.25, "blend": "constant"})
+    infer(tmp_path)
+    wanted = definition(tmp_path, Windows((8, 8, 12), (0.25, 0.25, 0.25), "constant"))
+    np.testing.assert_allclose(prediction(tmp_path), wanted, atol=1e-5 * np.abs(wanted).max())
+    infer(tmp_path, "--overlap", "0.5", "--overwrite")
+    other = definition(tmp_path, Windows((8, 8, 12), blend="constant"))
+    np.testing.assert_allclose(prediction(tmp_path), other, atol=1e-5 * np.abs(other).max())
+
+
+@pytest.mark.parametrize("kind", ["labels", "softmax", "sigmoid", "above"])
+def test_results_are_written_and_verified(folder: Path, kind: str) -> None:
+    infer(folder, *WINDOW, "--output", kind, "--threshold", "0.1,0.2,-0.1")
+    maps = definition(folder, Windows((8, 8, 12)))
+    found = prediction(folder)
+    if kind in ("labels", "above"):
+        wanted = maps.argmax(axis=0) if kind == "labels" else maps > np.array([0.1, 0.2, -0.1])[:, None, None, None]
+        assert found.dtype == np.uint8
+        assert (found != wanted).mean() < 1e-3
+    run("verify", folder / "out.h5", folder / "volume.npy", "--network", folder / "net.yaml", "--samples", 50)
+    with h5py.File(folder / "out.h5", "r+") as file:
+        file["prediction"][...] = 1 - file["prediction"][...]
+    error = run(
+        "verify", folder / "out.h5", folder / "volume.npy", "--network", folder / "net.yaml", "--samples", 50, code=1
+    )
+    assert "voxels are wrong" in error
+
+
+def test_a_region_is_that_of_the_whole(folder: Path) -> None:
+    infer(folder, *WINDOW, "--roi", "3:9,:,11:25")
+    wanted = definition(folder, Windows((8, 8, 12)))[:, 3:9, :, 11:25]
+    np.testing.assert_allclose(prediction(folder), wanted, atol=1e-5 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("after", [1, 7, 20])
+def test_a_stopped_run_goes_on_with_the_same_bytes(folder: Path, after: int) -> None:
+    class Enough(Exception):
+        pass
+
+    def stop(event: Event) -> None:
+        assert event.steps_done <= event.steps
+        if event.steps_done >= after:
+            raise Enough
+
+    given: dict[str, Any] = {"window": (8, 8, 12), "calibrate": False, "out": folder / "out.h5"}
+    volume, network = folder / "volume.npy", folder / "net.yaml"
+    znnpy.infer(volume, network, **given)
+    whole_run = prediction(folder)
+    (folder / "out.h5").unlink()
+    with pytest.raises(Enough):
+        znnpy.infer(volume, network, **given, progress=stop)
+    events: list[Event] = []
+    znnpy.infer(volume, network, **given, resume=True, progress=events.append)
+    np.testing.assert_array_equal(prediction(folder), whole_run)
+    assert events[-1].steps_done == events[-1].steps
+    assert events[0].voxels_done < events[-1].voxels_done
+
+
+def test_a_plan_of_windows_is_saved_and_run(folder: Path) -> None:
+    plan = folder / "plan.json"
+    network = folder / "net.yaml"
+    text = run("plan", network, "--volume", folder / "volume.npy", *WINDOW, "--out", plan, "--no-calibrate")
+    assert "windows of 8x8x12" in text
+    infer(folder, *WINDOW, "--plan", plan)
+    first = prediction(folder)
+    infer(folder, *WINDOW, "--overwrite")
+    np.testing.assert_allclose(first, prediction(folder), atol=1e-5)
+    with pytest.raises(PlanFileError, match="another network"):
+        znnpy.infer(folder / "volume.npy", network, window=(8, 8, 8), plan=plan, out=folder / "other.h5")
+
+
+def test_little_memory_divides_the_output(tmp_path: Path) -> None:
+    """The plan of a volume with large sums fits into less memory with several parts, and then in half precision."""
+    normed_unet.written(tmp_path)
+    given: dict[str, Any] = {"window": (8, 32, 32), "shape": (200, 1000, 1200), "calibrate": False}
+    ample = znnpy.plan(tmp_path / "net.yaml", ram="8G", **given)
+    assert ample.main.sums is not None
+    assert ample.main.sums.dtype == "float32"
+    tight = znnpy.plan(tmp_path / "net.yaml", ram=ample.memory.peak - 2**22, **given)
+    assert tight.main.sums is not None
+    assert tight.main.sums.parts > ample.main.sums.parts
+    assert tight.memory.peak < ample.memory.peak
+    assert tight.main.choices[0].executions > ample.main.choices[0].executions
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "give --window, such as --window 128,128,128"),
+        (("--window", "8,7,12"), "next larger one is 8x8x12"),
+        ((*WINDOW, "--meaning", "whole"), "in windows"),
+        ((*WINDOW, "--border", "reflect"), "leave out --border"),
+        ((*WINDOW, "--patch", "8,8,8"), "leave out --patch"),
+        ((*WINDOW, "--allow-nan"), "leave out --allow-nan"),
+        ((*WINDOW, "--output", "above", "--threshold", "0.1,0.2"), "2 thresholds for 3 maps"),
+    ],
+)
+def test_refusals(folder: Path, arguments: tuple[str, ...], words: str) -> None:
+    error = infer(folder, *arguments, code=1)
+    assert words in error
+    assert error.count("\n") == 1
+    assert not (folder / "out.h5").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--overlap", "1"), "each below 1"),
+        (("--overlap", "0.5,0.5"), "nor three"),
+        (("--mirror", "z,z"), "one or several of the axes"),
+        (("--mirror", "t"), "one or several of the axes"),
+        (("--threshold", "nan"), "is not a number"),
+        (("--blend", "median"), "median"),
+    ],
+)
+def test_values_that_options_do_not_take(folder: Path, arguments: tuple[str, ...], words: str) -> None:
+    assert words in infer(folder, *WINDOW, *arguments, code=2)
+
+
+def test_options_of_windows_are_refused_without_windows(tmp_path: Path) -> None:
+    with pytest.raises(ShapeError, match="leave out `overlap`"):
+        znnpy.infer(np.zeros((30, 30, 30), np.uint8), overlap=0.5, out=tmp_path / "out.h5")
+    with pytest.raises(ShapeError, match="blended results of windows"):
+        znnpy.infer(np.zeros((30, 30, 30), np.uint8), output="softmax", out=tmp_path / "out.h5")
