@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
 import numpy.typing as npt
 
 from znnpy.graph_columns import Area, GraphCover, TurnedGraph, cover_of_window
+from znnpy.graph_operations import Operation
+from znnpy.kernels.contract import Footprint
 from znnpy.network import Network
 from znnpy.planner.graph_tilings import GraphTiling
+from znnpy.planner.memory import StageMemory
 from znnpy.planner.plan import Sums
 from znnpy.shapes import FLOAT32, Precision, Vec3, turned
 from znnpy.window_cover import WindowCover
@@ -33,17 +36,17 @@ class WindowTiling(GraphTiling):
     @property
     def values(self) -> int:
         graph = self.cover.graph
-        return graph.network.result.maps_of(self.maps) * prod(self.windows.most_done)
+        return graph.network.output_channels * prod(self.windows.most_done)
 
     @property
     def maps(self) -> int:
         """Maps that are blended."""
-        return self.graph.network.maps[self.graph.output]
+        return self.graph.network.blended_maps
 
     @property
     def times(self) -> int:
-        """How often a window is computed, mirrored ones counted."""
-        return self.windows.computed * len(self.windows.windows.mirrors)
+        """How often a window is computed, mirrored ones and members of an ensemble counted."""
+        return self.windows.computed * len(self.windows.windows.mirrors) * self.graph.network.members
 
     @property
     def steps(self) -> int:
@@ -56,6 +59,12 @@ class WindowTiling(GraphTiling):
     @property
     def carries(self) -> int:
         return sums_bytes(self.windows, self.sums, self.maps)
+
+    def memory(self, operations: Sequence[Operation], footprints: Sequence[Footprint], arena: int) -> StageMemory:
+        """Return what operations take; each member of an ensemble has weights of its own."""
+        stage = super().memory(operations, footprints, arena)
+        members = self.graph.network.members
+        return stage if members == 1 else replace(stage, weights=members * stage.weights)
 
     @property
     def work_ratio(self) -> float:

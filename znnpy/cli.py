@@ -34,7 +34,7 @@ from znnpy.errors import OutputError, ResumeError, ZnnpyError
 from znnpy.files import Inputs, regular_file, write_asked
 from znnpy.import_command import import_model
 from znnpy.machine import processor
-from znnpy.network_files import read_asked, read_network
+from znnpy.network_files import read_asked, read_ensemble, read_network
 from znnpy.option_declarations import option
 from znnpy.options import DemoOptions, InferOptions, InfoOptions, MeasureOptions, PlanOptions, VerifyOptions
 from znnpy.plot_commands import graph, timeline
@@ -222,7 +222,7 @@ def infer(asked: InferCommand) -> None:
     if out is None and not Location.of(volume).name:
         raise click.UsageError(f"cannot derive an output name from {volume!r}: give --out")
     if asked.resume:
-        name = read_network(asked.network).network.name
+        name = read_ensemble(asked.network).network.name
         place = Location(str(default_output(volume_location(volume), name))) if out is None else Location.of(out)
         if place.is_local:
             _request_same_kernels(_begun_here(place.path))

@@ -188,10 +188,15 @@ def command_of(
     """Turn a function that takes one object of options into a command of `group`."""
 
     def add(run: Callable[[Asked], None]) -> click.Command:
+        found = [of for of in options_of(kind) if about(of).kind is not None]
+        ensembles = [of.name for of in found if about(of).kind == "networks"]
+
         def callback(**values: Any) -> None:
+            for name in ensembles:  # one network is given as such
+                given = values[name]
+                values[name] = None if not given else given[0] if len(given) == 1 else given
             run(kind(**values))
 
-        found = [of for of in options_of(kind) if about(of).kind is not None]
         parameters = [_parameter(of) for of in found]
         loud = (
             ("quiet", "Print errors only: no progress, no report; --json still prints."),
@@ -219,6 +224,11 @@ def _parameter(of: Field[Any]) -> click.Parameter:
         return click.Option([f"--no-{flag[2:]}", of.name], flag_value=False, default=True, help=f"{what.off}.")
     if what.kind == "flag":
         return click.Option([flag], is_flag=True, help=_help(what))
+    if what.kind == "networks":
+        return click.Option(
+            [flag], multiple=True, default=[] if default is None else [default], show_default=bool(default),
+            metavar=what.metavar, help=_help(what),
+        )  # fmt: skip
     if what.kind == "names":
         return click.Option([flag], multiple=True, metavar=what.metavar, help=_help(what))
     return click.Option(

@@ -110,8 +110,10 @@ def infer_as_asked(asked: InferOptions) -> Report:
     trained = load_trained(named, asked.weights, asked.ram)
     inputs: dict[str, Path | Collection[Path] | None] = {
         "volume": path_of(volume),
-        "network": named.path,
-        "weights": named.weights if asked.weights is None else Path(asked.weights),
+        "network": named.paths,
+        "weights": [one.weights for one in (named.members or (named,)) if one.weights is not None]
+        if asked.weights is None
+        else Path(asked.weights),
         "plan": Path(asked.plan) if isinstance(asked.plan, str | Path) else None,
         "costs": store.file,
         "trace": None if asked.trace is None else Path(asked.trace),

@@ -149,6 +149,7 @@ class Network:
     Sizes are (z, y, x). `asked_meaning` is one that was asked for, instead of the usual one of such a graph.
     `statistics` are those of the volume that `normalise` follows from; it is None until there is a volume. `windows`
     are those in which the network is computed, if it is to be, and `result` what is written of the maps that it gives.
+    `members` are the sets of weights of an ensemble, whose results are averaged; only windows have several.
     """
 
     name: str
@@ -160,6 +161,7 @@ class Network:
     statistics: VolumeStatistics | None = None
     windows: Windows | None = None
     result: NetworkResult = MAPS
+    members: int = 1
 
     def __post_init__(self) -> None:
         if self.input_channels < 1:
@@ -305,6 +307,11 @@ class Network:
         return tuple(self.result.maps_of(self.maps[tensor]) for tensor in self.outputs)
 
     @property
+    def blended_maps(self) -> int:
+        """Maps of the output that are blended: those of each member, if they are blended apart."""
+        return self.maps[self.outputs[0]] * (self.members if self.result.apart else 1)
+
+    @property
     def output_channels(self) -> int:
         """Maps of all outputs together."""
         return sum(self.output_maps)
@@ -375,6 +382,8 @@ class Network:
             what |= {"sources": self.sources, "outputs": self.outputs, "pad_to_period": self.pad_to_period}
         if self.windows is not None and self.meaning == "windows":
             what["windows"] = self.windows.described
+        if self.members > 1:
+            what["members"] = self.members
         if self.result != MAPS:
             what["result"] = self.result.described
         return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()

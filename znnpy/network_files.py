@@ -5,6 +5,7 @@ Every mistake in a file is a NetworkFileError of one sentence: where it is, what
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -49,14 +50,21 @@ class Trained(Protocol):
 class NetworkFile:
     """A network, the weights file that it names (`plan` does not need it to exist), and the file it was read from.
 
-    path  None: it was given with its weights, and not read
-    held  weights that came with it, in the order of the layers
+    path     None: it was given with its weights, and not read
+    held     weights that came with it, in the order of the layers
+    members  the networks of an ensemble, which have equal layers
     """
 
     network: Network
     weights: Path | None
     path: Path | None
     held: tuple[ConvWeights, ...] | None = None
+    members: tuple[NetworkFile, ...] = ()
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files of all members that were read."""
+        return tuple(one.path for one in (self.members or (self,)) if one.path is not None)
 
 
 def shipped() -> tuple[str, ...]:
@@ -75,18 +83,47 @@ def read_network(where: str | Path | Trained, meaning: Meaning | None = None) ->
     return file if meaning is None else replace(file, network=replace(file.network, asked_meaning=meaning))
 
 
-def read_asked(where: str | Path | Trained, asked: WindowOptions) -> NetworkFile:
-    """Return what `read_network` does, with the windows and the result that options ask for.
+def read_ensemble(
+    where: str | Path | Trained | Sequence[str | Path | Trained], meaning: Meaning | None = None
+) -> NetworkFile:
+    """Return what `read_network` does, or several networks with equal layers as one.
+
+    NetworkFileError if their layers differ.
+    """
+    if isinstance(where, str | Path) or not isinstance(where, Sequence):
+        return read_network(where, meaning)
+    files = tuple(read_network(one, meaning) for one in where)
+    if not files:
+        raise NetworkFileError("no network is given; give one, or several with equal layers")
+    first = files[0]
+    for other in files[1:]:
+        if other.network.sha256 != first.network.sha256:
+            raise NetworkFileError(
+                f"{other.path or other.network.name} has other layers than {first.path or first.network.name}, and the "
+                "networks of an ensemble differ in their weights alone; give networks with equal layers"
+            )
+    if len(files) == 1:
+        return first
+    return replace(first, network=replace(first.network, members=len(files)), members=files)
+
+
+def read_asked(where: str | Path | Trained | Sequence[str | Path | Trained], asked: WindowOptions) -> NetworkFile:
+    """Return what `read_ensemble` does, with the windows and the result that options ask for.
 
     ShapeError if the network has no such result, or if options of windows are given and it is not computed in windows.
     """
-    file = read_network(where, "windows" if asked.meaning is None and asked.window is not None else asked.meaning)
+    file = read_ensemble(where, "windows" if asked.meaning is None and asked.window is not None else asked.meaning)
     network = file.network
     windows = _windows(network, asked) if network.meaning == "windows" else None
     if windows is None and (given := _window_options(asked)):
         raise ShapeError(
             f"{network.name} is computed {network.meaning}, and not in windows: leave out {' and '.join(given)}, or "
             f"give {option('window')}"
+        )
+    if network.members > 1 and windows is None:
+        raise ShapeError(
+            f"{network.members} networks are an ensemble, and {network.name} is computed {network.meaning}; give "
+            f"{option('window')}, since ensembles are computed in windows, or one network"
         )
     asked.result.check([network.maps[tensor] for tensor in network.outputs])
     if asked.output != "maps" and windows is None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from znnpy.errors import ShapeError
+from znnpy.messages import option
 from znnpy.option_values import Result
 
 MOST_LABELS = 2**8  # they are written as uint8
@@ -19,15 +20,25 @@ class NetworkResult:
     kind   maps: the maps; softmax, sigmoid: the function of them; labels: the number of the largest map; above: for
            each map 1 where it is above its threshold, else 0
     above  the thresholds, one or one per map
+    apart  members of an ensemble are blended apart, and the mean of their probabilities is taken: of sigmoid for
+           sigmoid and above, else of softmax; without it the mean of their maps
     """
 
     kind: Result = "maps"
     above: tuple[float, ...] = ()
+    apart: bool = False
 
     @property
     def described(self) -> dict[str, Any]:
         """The result as JSON holds it."""
-        return {"kind": self.kind, "above": self.above}
+        return {"kind": self.kind, "above": self.above, "apart": self.apart}
+
+    @property
+    def function(self) -> Literal["none", "softmax", "sigmoid"]:
+        """The function of blended maps: for labels and thresholds only where members are blended apart."""
+        if self.kind in ("sigmoid", "above"):
+            return "sigmoid" if self.apart or self.kind == "sigmoid" else "none"
+        return "softmax" if self.apart or self.kind == "softmax" else "none"
 
     @property
     def is_integer(self) -> bool:
@@ -40,6 +51,11 @@ class NetworkResult:
 
     def check(self, maps: Sequence[int]) -> None:
         """Raise ShapeError unless it can be made of outputs with so many maps."""
+        if self.apart and self.kind == "maps":
+            raise ShapeError(
+                f"the mean of probabilities is written as such or as labels, and not as {option('output', 'maps')}; "
+                f"choose {option('output', 'softmax')}, sigmoid, labels or above"
+            )
         for many in maps:
             if self.kind == "labels" and not 2 <= many <= MOST_LABELS:
                 raise ShapeError(

@@ -38,6 +38,7 @@ Kind = Literal[
     "gpus",
     "flag",
     "names",
+    "networks",
 ]
 
 

@@ -25,6 +25,9 @@ WINDOW_RULES: tuple[WindowRule, ...] = get_args(WindowRule)
 Result = Literal["maps", "softmax", "sigmoid", "labels", "above"]  # of the maps that a network gives
 RESULTS: tuple[Result, ...] = get_args(Result)
 
+Ensemble = Literal["logits", "probabilities"]  # what is averaged over its members
+ENSEMBLES: tuple[Ensemble, ...] = get_args(Ensemble)
+
 MissingChunks = Literal["fill", "error"]
 MISSING_CHUNKS: tuple[MissingChunks, ...] = get_args(MissingChunks)
 

@@ -7,7 +7,7 @@ that does it. This module loads no numpy, as the command line does not.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from znnpy.run_log import log_once
 from znnpy.shapes import PRECISIONS, Precision, Vec3
 from znnpy.shared_options import (
     NETWORK,
+    SEVERAL,
     WITH_WEIGHTS,
     BorderOption,
     MachineOptions,
@@ -113,7 +114,9 @@ class InferOptions(RegionOptions, RunOptions):
         "map takes memory beyond `ram`: give the path of its file",
         "place",
     )
-    network: str | Path | Trained = option(DEFAULT, NETWORK, "text", in_python=WITH_WEIGHTS)
+    network: str | Path | Trained | Sequence[str | Path | Trained] = option(
+        DEFAULT, f"{NETWORK}; {SEVERAL}", "networks", in_python=WITH_WEIGHTS
+    )
     _: KW_ONLY
     weights: str | Path | None = option(
         None, "weights file, .npz or .safetensors", "path", unset="the one that the network file names"
@@ -244,10 +247,10 @@ class VerifyOptions(Checked):
     output: str | Path = needed("output of `znnpy infer`", "place")
     volume: str | Path = needed("volume that it was predicted from", "place")
     _: KW_ONLY
-    network: str | Path | Trained | None = option(
+    network: str | Path | Trained | Sequence[str | Path | Trained] | None = option(
         None,
-        NETWORK,
-        "text",
+        f"{NETWORK}; {SEVERAL}",
+        "networks",
         unset="the network that ships under the name in the output",
         in_python=WITH_WEIGHTS,
     )

@@ -216,12 +216,13 @@ class CheckedOutput:
         inside = np.stack([rng.integers(0, size, PATCH_VOXELS) for size in box.size], axis=1)
         written = np.stack([voxels[(slice(None), *place)] for place in inside])
         at = inside + np.array(box.lo)
-        result, tolerance = self.trained.network.result, TOLERANCES[self.precision]
-        exact = result_of(self._exactly[number](at), result, written, tolerance)
-        if result.is_integer:
-            written, voxels = written.astype(np.float64), voxels.astype(np.float64)
+        exact, network = self._exactly[number](at), self.trained.network
+        if network.meaning == "windows":
+            exact = result_of(exact, network, written, TOLERANCES[self.precision])
+        if network.result.is_integer:
+            written = written.astype(np.float64)
         some = np.stack([rng.integers(0, size, SCALE_VOXELS) for size in box.size])
-        others = voxels[(slice(None), *some)].T
+        others = voxels[(slice(None), *some)].T.astype(written.dtype)
         judged = Judged.of(at, written, exact, TOLERANCES[self.precision], others)
         if judged.beyond:
             raise VerifyError(

@@ -14,6 +14,7 @@ from znnpy.option_values import (
     BORDERS,
     COVERS,
     DEVICES,
+    ENSEMBLES,
     MEANINGS,
     MODES,
     OUTPUT_DTYPES,
@@ -24,6 +25,7 @@ from znnpy.option_values import (
     Border,
     Cover,
     Device,
+    Ensemble,
     Meaning,
     OutputDtype,
     Result,
@@ -41,6 +43,7 @@ MOST_TIME = 10**7
 
 NETWORK = "network file (.yaml, .znni, .onnx, .pt2, rdf.yaml), or the name of a network that ships"
 WITH_WEIGHTS = "or a TrainedNetwork, such as znnpy.from_torch gives"
+SEVERAL = "repeatable: several with equal layers are an ensemble, which is computed in windows"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,13 +247,20 @@ class WindowOptions(MeaningOption):
         0.5, "threshold of the output above, or one for each map", "numbers", metavar="NUMBER"
     )
 
+    ensemble: Ensemble = option(
+        "logits",
+        "what is averaged of several networks; logits: what they give; probabilities: its softmax, or its sigmoid if "
+        "that is written or compared with a threshold",
+        "text",
+        values=ENSEMBLES,
+    )
+
     @property
     def result(self) -> NetworkResult:
         """What is written of the maps."""
-        if self.output != "above":
-            return NetworkResult(self.output)
         above = (self.threshold,) if isinstance(self.threshold, int | float) else tuple(self.threshold)
-        return NetworkResult(self.output, tuple(map(float, above)))
+        thresholds = tuple(map(float, above)) if self.output == "above" else ()
+        return NetworkResult(self.output, thresholds, self.ensemble == "probabilities")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from znnpy.formats.weights import sha256
 from znnpy.job import arrays_of
 from znnpy.messages import excerpt, option
 from znnpy.network import Network
-from znnpy.network_files import read_network, shipped
+from znnpy.network_files import read_ensemble, shipped
 from znnpy.options import VerifyOptions
 from znnpy.shapes import text
 from znnpy.trained import TrainedNetwork, load_trained
@@ -37,7 +37,7 @@ def trained_of(origin: Provenance, output: Location, asked: VerifyOptions) -> Tr
             f"{output} was predicted with {excerpt(origin.network)}, which does not ship with znnpy; give its file as "
             f"{option('network')}"
         )
-    file = read_network(origin.network if network is None else network, asked.meaning)
+    file = read_ensemble(origin.network if network is None else network, asked.meaning)
     if meaning == "windows":
         network_in = replace(file.network, asked_meaning=meaning, windows=origin.job.windows, result=origin.job.result)
         file = replace(file, network=network_in)

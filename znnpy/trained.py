@@ -99,6 +99,14 @@ def load_trained(file: NetworkFile, weights: str | Path | None = None, ram: int 
     NoPlanError, before they are read, when the weights alone take more than `ram`, by default 3/4 of the machine's
     memory: a small compressed file may unpack to any number of weights.
     """
+    if file.members:
+        if weights is not None:
+            raise NetworkFileError(
+                f"{option('weights')} is one file, and {len(file.members)} networks are given; leave it out, and name "
+                "the weights in the network files"
+            )
+        sets = [load_trained(member, None, ram).weights for member in file.members]
+        return TrainedNetwork(file.network, tuple(one for some in sets for one in some))
     path = Path(weights) if weights is not None else file.weights
     if path is None and file.held is not None:
         return TrainedNetwork(file.network, file.held)

@@ -18,7 +18,6 @@ from znnpy.graph_voxels import GraphVoxels
 from znnpy.kernels.reference import dense_by_sliding
 from znnpy.messages import option
 from znnpy.network import Network
-from znnpy.network_result import MAPS, NetworkResult
 from znnpy.option_declarations import function_of
 from znnpy.option_values import Meaning
 from znnpy.options import VerifyOptions
@@ -135,7 +134,8 @@ def verify_as_asked(asked: VerifyOptions) -> VerifyReport:
         samples, beyond, worst, dataset = 0, 0, None, ""
         for number, (prediction, count) in enumerate(zip(predictions, counts, strict=True)):
             exactly: Callable[[npt.NDArray[np.int64]], Real]
-            if trained.network.meaning == "windows":
+            in_windows = trained.network if trained.network.meaning == "windows" else None
+            if in_windows is not None:
                 windows = WindowVoxels(trained, source, place.offset)
                 blocks, exactly = windows.drawn(prediction.size, count, asked.seed), windows.at
             elif place.area is not None:
@@ -145,7 +145,7 @@ def verify_as_asked(asked: VerifyOptions) -> VerifyReport:
                 blocks = _positions(prediction.size, count, asked.seed)
                 exactly = partial(at_voxels, trained, source, place.offset)
             inside = None if wanted is None else wanted.outputs[number].at
-            judged, wrong, found = _judged(prediction, exactly, blocks, allowed, inside, trained.network.result)
+            judged, wrong, found = _judged(prediction, exactly, blocks, allowed, inside, in_windows)
             samples, beyond = samples + judged, beyond + wrong
             if worst is None or found.share > worst.share:
                 worst, dataset = found, names[number]
@@ -182,7 +182,7 @@ def _judged(
     blocks: Iterator[npt.NDArray[np.int64]],
     allowed: float,
     inside: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.bool_]] | None = None,
-    result: NetworkResult = MAPS,
+    network: Network | None = None,
 ) -> tuple[int, int, Judged]:
     """Count the voxels of `prediction`, and those with more than the allowed error; find the block with the worst one.
 
@@ -190,19 +190,20 @@ def _judged(
     blocks   positions, at least one block
     allowed  tolerance for values around 1
     inside   returns which positions lie in the mask: all others must be zero; None: there is no mask
-    result   what is written of the maps
+    network  that is computed in windows, of whose maps something else may be written; None: the maps are
     """
     samples, beyond, worst = 0, 0, None
     for at in blocks:
         written = np.stack([_voxel(prediction, where) for where in at])
-        if result.is_integer:
+        if network is not None and network.result.is_integer:
             written = written.astype(np.float64)
         if inside is None:
-            exact = result_of(exactly(at), result, written, allowed)
+            exact = exactly(at) if network is None else result_of(exactly(at), network, written, allowed)
         else:
             exact, there = np.zeros(written.shape), inside(at)
             if there.any():
-                exact[there] = result_of(exactly(at[there]), result, written[there], allowed)
+                found = exactly(at[there])
+                exact[there] = found if network is None else result_of(found, network, written[there], allowed)
         judged = Judged.of(at, written, exact, allowed)
         if inside is not None and not there.all() and np.any(written[~there]):
             judged = Judged.of(at[~there], written[~there], exact[~there], float(np.finfo(np.float32).tiny))

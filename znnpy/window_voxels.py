@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from znnpy.kernels.definition import Real
 from znnpy.kernels.whole import whole
-from znnpy.network_result import NetworkResult
+from znnpy.network import Network
 from znnpy.patches import Box
 from znnpy.shapes import Vec3, add
 from znnpy.trained import TrainedNetwork
@@ -99,7 +99,7 @@ class WindowVoxels:
         at = places + np.array(self.first) + np.array(grid.before)
         weights = window_weights(self._windows).astype(np.float64)
         network = self.trained.network
-        sums, totals = np.zeros((len(at), network.maps[network.outputs[0]])), np.zeros((len(at), 1))
+        sums, totals = np.zeros((len(at), network.blended_maps)), np.zeros((len(at), 1))
         near = [
             [start for start in starts if start <= along.max() and start + window > along.min()]
             for starts, window, along in zip(grid.starts, size, at.T, strict=True)
@@ -118,12 +118,15 @@ class WindowVoxels:
         return lru_cache(maxsize=KEPT)(self._of_window)
 
     def _of_window(self, corner: tuple[int, ...]) -> Real:
-        image, mirrors = self._read(corner), self._windows.mirrors
-        found: Real = np.zeros(1)
-        for axes in mirrors:
-            (result,) = whole(self.trained.network, self.trained.weights, np.flip(image, axes))
-            found = found + np.flip(result, axes)
-        return found / len(mirrors)
+        image, mirrors, network = self._read(corner), self._windows.mirrors, self.trained.network
+        each, members = len(network.weighted), []
+        for first in range(0, len(self.trained.weights), each):
+            found: Real = np.zeros(1)
+            for axes in mirrors:
+                (result,) = whole(network, self.trained.weights[first : first + each], np.flip(image, axes))
+                found = found + np.flip(result, axes)
+            members.append(found / len(mirrors))
+        return np.concatenate(members, axis=3) if network.result.apart else np.asarray(np.mean(members, axis=0))
 
     def _read(self, corner: tuple[int, ...]) -> Real:
         """Return what a window covers, (z, y, x, c), normalised, with zeros beyond the volume."""
@@ -139,18 +142,15 @@ class WindowVoxels:
         return np.pad(image, [*((a - b, c - d) for a, b, c, d in beyond), (0, 0)])
 
 
-def result_of(maps: Real, result: NetworkResult, written: npt.NDArray[Any] | None, tolerance: float) -> Real:
-    """Return what is written of maps (n, maps).
+def result_of(maps: Real, network: Network, written: npt.NDArray[Any] | None, tolerance: float) -> Real:
+    """Return what is written of blended maps (n, maps).
 
     written  what was written of them; a label is right, too, whose map is as large as the largest to the tolerance, and
              so is a map on either side of its threshold if it is as near
     """
+    result = network.result
+    maps = _probabilities(maps, network)
     match result.kind:
-        case "softmax":
-            powers = np.exp(maps - maps.max(axis=1, keepdims=True))
-            return np.asarray(powers / powers.sum(axis=1, keepdims=True))
-        case "sigmoid":
-            return np.asarray(1 / (1 + np.exp(-maps)))
         case "labels":
             labels = maps.argmax(axis=1)[:, None]
             if written is None:
@@ -165,5 +165,17 @@ def result_of(maps: Real, result: NetworkResult, written: npt.NDArray[Any] | Non
                 return np.asarray(distance > 0, np.float64)
             near = np.abs(distance) <= tolerance * np.maximum(1, np.abs(maps))
             return np.asarray(np.where(near, written, distance > 0), np.float64)
-        case "maps":
+        case "maps" | "softmax" | "sigmoid":
             return maps
+
+
+def _probabilities(maps: Real, network: Network) -> Real:
+    """Return the function of blended maps that the result is made of, averaged over members that are blended apart."""
+    function = network.result.function
+    if function == "none":
+        return maps
+    each = maps.reshape(len(maps), network.members if network.result.apart else 1, -1)
+    if function == "sigmoid":
+        return np.asarray((1 / (1 + np.exp(-each))).mean(axis=1))
+    powers = np.exp(each - each.max(axis=2, keepdims=True))
+    return np.asarray((powers / powers.sum(axis=2, keepdims=True)).mean(axis=1))

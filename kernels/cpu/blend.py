@@ -23,7 +23,11 @@ class _Blend(ctypes.Structure):
         ("n", ctypes.c_int64 * 2),
         *(
             (name, ctypes.c_int64)
-            for name in ("maps", "sums_row", "values_row", "values_voxel", "weights_row", "weights_voxel", "bf16")
+            for name in (
+                "maps",
+                *(f"{array}_{step}" for array in ("sums", "values", "weights") for step in ("row", "voxel")),
+                "bf16",
+            )
         ),
         ("share", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in ("sums", "values", "weights")),
@@ -33,7 +37,8 @@ class _Blend(ctypes.Structure):
 def add_weighted(sums: Array, values: Array, weights: npt.NDArray[np.float32], share: float = 1.0) -> None:
     """Add `values * weights * share` to sums, in compiled code where it is there and sums are float32.
 
-    sums     (y, x, maps) float32 or float16, with rows in C order; products are added in float32, and sums rounded
+    sums     (y, x, maps) float32 or float16, with the maps of a voxel next to each other; products are added in
+             float32, and sums rounded
     values   (y, x, maps) float32 or bfloat16, with the maps of a voxel next to each other
     weights  (y, x) float32, any strides
     """
@@ -45,12 +50,12 @@ def add_weighted(sums: Array, values: Array, weights: npt.NDArray[np.float32], s
 
 def _compiled(sums: Array, values: Array, weights: npt.NDArray[np.float32], share: float) -> None:
     height, width, maps = sums.shape
-    assert values.strides[2] == values.itemsize, "the maps of a voxel are next to each other"
-    assert sums.strides[1:] == (4 * maps, 4), "the voxels of a row are next to each other"
+    for array in (values, sums):
+        assert maps == 1 or array.strides[2] == array.itemsize, "the maps of a voxel are next to each other"
     call = _Blend(
         (ctypes.c_int64 * 2)(height, width),
         maps,
-        sums.strides[0] // 4,
+        *(stride // 4 for stride in sums.strides[:2]),
         *(stride // values.itemsize for stride in values.strides[:2]),
         *(stride // 4 for stride in weights.strides),
         values.dtype != np.float32,

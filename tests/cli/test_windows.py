@@ -114,6 +114,43 @@ def test_a_region_is_that_of_the_whole(folder: Path) -> None:
     np.testing.assert_allclose(prediction(folder), wanted, atol=1e-5 * np.abs(wanted).max())
 
 
+@pytest.mark.parametrize(
+    ("ensemble", "kind"),
+    [("logits", "maps"), ("probabilities", "softmax"), ("probabilities", "labels"), ("probabilities", "above")],
+)
+def test_ensembles(folder: Path, tmp_path: Path, ensemble: str, kind: str) -> None:
+    """Several networks with equal layers: their maps are averaged, or the probabilities that follow from them."""
+    second = tmp_path / "second"
+    second.mkdir()
+    normed_unet.written(second, seed=9)
+    result = ("--ensemble", ensemble, "--output", kind, "--threshold", "0.5")
+    infer(folder, "--network", second / "net.yaml", *WINDOW, "--mirror", "y", *result)
+    windows = Windows((8, 8, 12), mirror=(1,))
+    each = np.stack([definition(folder, windows), definition(second, windows)])
+    if ensemble == "logits":
+        wanted: npt.NDArray[Any] = each.mean(axis=0)
+    elif kind == "above":
+        wanted = (1 / (1 + np.exp(-each))).mean(axis=0) > 0.5
+    else:
+        wanted = (np.exp(each) / np.exp(each).sum(axis=1, keepdims=True)).mean(axis=0)
+        wanted = wanted.argmax(axis=0) if kind == "labels" else wanted
+    if wanted.dtype.kind == "f":
+        np.testing.assert_allclose(prediction(folder), wanted, atol=1e-5 * np.abs(wanted).max())
+    else:
+        assert (prediction(folder) != wanted).mean() < 1e-3
+    both = ("--network", folder / "net.yaml", "--network", second / "net.yaml")
+    run("verify", folder / "out.h5", folder / "volume.npy", *both, "--samples", 50)
+    error = run("verify", folder / "out.h5", folder / "volume.npy", *both[:2], "--samples", 50, code=1)
+    assert "other network" in error
+
+
+def test_ensembles_of_other_layers_and_without_windows(folder: Path) -> None:
+    error = infer(folder, "--network", "fib25_unet", *WINDOW, code=1)
+    assert "has other layers than" in error
+    with pytest.raises(ShapeError, match="2 networks are an ensemble"):
+        znnpy.infer(folder / "volume.npy", ["fib25_unet", "fib25_unet"], out=folder / "out.h5")
+
+
 @pytest.mark.parametrize("after", [1, 7, 20])
 def test_a_stopped_run_goes_on_with_the_same_bytes(folder: Path, after: int) -> None:
     class Enough(Exception):

@@ -26,7 +26,7 @@ SIZE = (23, 20, 25)
 NORMALISE = (127.0, 50.0)
 
 
-def written(folder: Path, **entries: Any) -> Path:
+def written(folder: Path, seed: int = 2, **entries: Any) -> Path:
     """Write net.yaml, net.npz and volume.npy; return the path of the first. `entries` are added to the file."""
     rng = np.random.default_rng(6)
     path = folder / "net.yaml"
@@ -41,7 +41,7 @@ def written(folder: Path, **entries: Any) -> Path:
     path.write_text(json.dumps(what))
     network = read_network(path).network
     arrays: dict[str, Any] = {}
-    for index, weights in zip(network.weighted, random_weights(network, seed=2), strict=True):
+    for index, weights in zip(network.weighted, random_weights(network, seed), strict=True):
         arrays |= {f"{network.names[index]}.weight": weights.weight, f"{network.names[index]}.bias": weights.bias}
     np.savez(folder / "net.npz", **arrays)
     np.save(folder / "volume.npy", rng.integers(0, 256, SIZE, np.uint8))

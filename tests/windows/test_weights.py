@@ -111,7 +111,9 @@ def test_weights_are_positive_finite_and_cannot_be_written(blend: Blend, rule: W
 @pytest.mark.parametrize("blend", BLENDS)
 @pytest.mark.parametrize("rule", WINDOW_RULES)
 @pytest.mark.parametrize("sigma", [0.125, 0.2, 0.25])
-def test_separable_weights_multiply_to_the_weights_wherever_they_exist(blend: Blend, rule: WindowRule, sigma: float) -> None:
+def test_separable_weights_multiply_to_the_weights_wherever_they_exist(
+    blend: Blend, rule: WindowRule, sigma: float
+) -> None:
     windows = Windows((8, 10, 12), blend=blend, sigma=sigma, rule=rule)
     profiles = separable_weights(windows)
     assert (profiles is None) == (blend == "gaussian" and (rule == "nnunet" or sigma < 0.23))

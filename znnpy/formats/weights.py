@@ -81,13 +81,17 @@ def random_weights(network: Network, seed: int = 0) -> tuple[ConvWeights, ...]:
 
 
 def check_weights(network: Network, weights: Sequence[ConvWeights]) -> None:
-    """Raise NetworkFileError unless weights are float32 arrays of the shapes that the layers of a network take."""
-    if len(weights) != len(network.weighted):
+    """Raise NetworkFileError unless weights are float32 arrays of the shapes that the layers of a network take.
+
+    Those of an ensemble's members follow each other.
+    """
+    if len(weights) != network.members * len(network.weighted):
         raise NetworkFileError(
-            f"{len(weights)} weights are given, and {network.name} has {len(network.weighted)} layers that take some; "
-            "give those of each in the order of the layers"
+            f"{len(weights)} weights are given, and {network.name} has {len(network.weighted)} layers that take some"
+            f"{f' in each of {network.members} members' if network.members > 1 else ''}; give those of each in the "
+            "order of the layers"
         )
-    for index, given in zip(network.weighted, weights, strict=True):
+    for index, given in zip(network.weighted * network.members, weights, strict=True):
         layer = network.layers[index]
         where = f"layer {index} ({layer})" if network.wiring is None else _node(network, index)
         maps = network.maps[network.sources[index][0]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, Self
@@ -150,35 +150,38 @@ class GraphSession:
         self._tiling = GraphTiling(plan.graph_cover(network))
         self._graph = self._tiling.graph
         self._operations = self._graph.computing(choice.shape for choice in plan.choices)
-        self._bound: tuple[_Bound, ...] = ()
+        self._members: tuple[tuple[_Bound, ...], ...] = ()  # the operations with the weights of each member
+        self._bound: tuple[_Bound, ...] = ()  # those of the member that is computed
         self._tensors: dict[int, _Tensor] = {}
         self._across: tuple[tuple[Interval, ...], tuple[Interval, ...]] = ((), ())
         self._steps = 0
 
     def __enter__(self) -> Self:
-        graph, plan = self._graph, self.plan
-        prepared = []
-        for operation, choice in zip(self._operations, plan.choices, strict=True):
-            primitive = find(choice.primitive, self._table)
-            weights = graph.lowered.weights(operation.layer, self._weights, graph.axis)
-            prepared.append((operation, choice, primitive, primitive.prepare(weights, choice.variant, self.pool)))
-            del weights  # of one layer at a time
-        arena = host_arena(self._block(plan.memory.last.arena), plan.stages[0].tensors)
-        self._bound = tuple(
-            _Bound(
-                operation,
-                choice,
-                primitive,
-                resident,
-                arena.scratch(index),
-                OrderedDict(),
-                _name(choice, graph.network),
-            )
-            for index, (operation, choice, primitive, resident) in enumerate(prepared)
+        each = len(self.network.weighted)
+        prepared = [
+            self._with_weights(self._weights[member * each : (member + 1) * each])
+            for member in range(self.network.members)
+        ]
+        arena = host_arena(self._block(self.plan.memory.last.arena), self.plan.stages[0].tensors)
+        self._members = tuple(
+            tuple(replace(bound, scratch=arena.scratch(index)) for index, bound in enumerate(some)) for some in prepared
         )
+        self._bound = self._members[0]
         for tensor in self._tiling.stored:
             self._tensors[tensor] = self._allocated(tensor, arena)
         return self
+
+    def _with_weights(self, weights: Sequence[ConvWeights]) -> list[_Bound]:
+        """Return the operations with their weights prepared, and no scratch yet."""
+        graph, prepared = self._graph, []
+        for operation, choice in zip(self._operations, self.plan.choices, strict=True):
+            primitive = find(choice.primitive, self._table)
+            own = graph.lowered.weights(operation.layer, weights, graph.axis)
+            resident = primitive.prepare(own, choice.variant, self.pool)
+            del own  # of one layer at a time
+            name = _name(choice, graph.network)
+            prepared.append(_Bound(operation, choice, primitive, resident, {}, OrderedDict(), name))
+        return prepared
 
     def _allocated(self, tensor: int, arena: Arena) -> _Tensor:
         found = _Tensor(self._tiling, tensor, self._graph.network.maps[tensor])
@@ -200,7 +203,7 @@ class GraphSession:
         return block
 
     def __exit__(self, *cause: Any) -> None:
-        self._bound, self._tensors = (), {}
+        self._members, self._bound, self._tensors = (), (), {}
 
     def buffers(
         self, raw: np.dtype[Any], out: np.dtype[Any], *, reads: int, writes: int
@@ -235,11 +238,13 @@ class GraphSession:
                 self._store(column.outputs(step.number), step, out.reshape(-1))
         self._steps += 1
 
-    def image(self, load: Callable[[Array], None]) -> Array:
+    def image(self, load: Callable[[Array], None], member: int = 0) -> Array:
         """Compute a plan of one patch, and return its output (z, y, x, maps), turned, which the next call overwrites.
 
-        load  writes the input (z, y, x, c), turned
+        load    writes the input (z, y, x, c), turned
+        member  of an ensemble, whose weights are taken
         """
+        self._bound = self._members[member]
         (column,) = self._tiling.cover
         (patch,) = column.steps
         step = patch.step

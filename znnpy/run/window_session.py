@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any, Self
 
@@ -60,9 +61,9 @@ class WindowSession:
 
     def __enter__(self) -> Self:
         self._images.__enter__()
-        plan, maps = self.plan, self.network.maps[self.network.outputs[0]]
+        plan = self.plan
         assert plan.sums is not None, "plans of windows have sums"
-        self._sums = WindowSums(self._cover, plan.sums, maps, self.pool, self._prepared)
+        self._sums = WindowSums(self._cover, plan.sums, self.network.blended_maps, self.pool, self._prepared)
         assert self.network.windows is not None, "networks that are computed in windows have it"
         self._weights = window_weights(self.network.windows).transpose(turn(plan.axis))
         return self
@@ -96,15 +97,17 @@ class WindowSession:
         assert self._sums is not None, "they are there within the session"
         windows, sums, axes = self._windows, self._sums, (0, *(1 + axis for axis in turn(self.plan.axis)))
         sums.begin(step.part, step.place, anew=begins)
-        for mirror in windows.mirrors:
+        members = self.network.members
+        share = 1 / (len(windows.mirrors) * (1 if self.network.result.apart else members))
+        for member, mirror in product(range(members), windows.mirrors):
             flipped = tuple(slice(None, None, -1 if axis in mirror else 1) for axis in range(3))
 
             def load(image: Array, flipped: tuple[slice, ...] = flipped) -> None:
                 self._load(raw.transpose(axes), image[flipped], step)
 
-            result = self._images.image(load)
+            result = self._images.image(load, member)
             with self._images.span("blend"):
-                sums.add(result[flipped], self._weights, 1 / len(windows.mirrors))
+                sums.add(result[flipped], self._weights, share, member if self.network.result.apart else 0)
         if out is not None:
             with self._images.span("store"):
                 self._store(step, out)
@@ -135,7 +138,7 @@ class WindowSession:
         for lines, values in self._sums.finished():
             first = lines.lo if first is None else first
             part = slice(lines.lo - first, lines.hi - first)
-            store_result(values, totals[:, part], target[:, :, part], self.network.result, self.pool)
+            store_result(values, totals[:, part], target[:, :, part], self.network, self.pool)
 
     def run(self, raw: Voxels, out: Voxels | None, *, begins: bool = True, step: object | None = None) -> None:
         """Compute one window: `submit` it and `wait`."""

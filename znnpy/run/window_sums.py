@@ -85,8 +85,12 @@ class WindowSums:
         plane: Array = self._kept[(z - self._line[0].lo) % self._kept.shape[0]]
         return plane
 
-    def add(self, result: Array, weights: npt.NDArray[np.float32], share: float) -> None:
-        """Add what the window gives (z, y, x, maps), times its weights (z, y, x), times a share."""
+    def add(self, result: Array, weights: npt.NDArray[np.float32], share: float, member: int) -> None:
+        """Add what the window gives (z, y, x, maps), times its weights (z, y, x), times a share.
+
+        member  of an ensemble that is blended apart, whose maps follow those of the members before
+        """
+        maps = slice(member * result.shape[3], (member + 1) * result.shape[3])
         first, second, third = self._line
         starts = [line.starts[place] for line, place in zip(self._line, self._place, strict=True)]
         planes, lines, columns = (line.covered(place) for line, place in zip(self._line, self._place, strict=True))
@@ -98,9 +102,9 @@ class WindowSums:
             del worker
             for z in range(planes.lo + lo, planes.lo + hi):
                 if z < done.hi:
-                    targets = [(self._row[z - done.lo, there, across], part) for there, part in ring]
+                    targets = [(self._row[z - done.lo, there, across, maps], part) for there, part in ring]
                 else:
-                    targets = [(self._plane(z)[lines.lo - second.lo : lines.hi - second.lo, across], lines)]
+                    targets = [(self._plane(z)[lines.lo - second.lo : lines.hi - second.lo, across, maps], lines)]
                 for target, part in targets:
                     mine = (
                         z - starts[0],

@@ -21,7 +21,7 @@ void blend(const Blend &b) {
     const E *const values = static_cast<const E *>(b.values) + y * b.values_row;
     const float *const weights = b.weights + y * b.weights_row;
     for (ptrdiff_t x = 0; x < b.n[1]; x++)
-      add(sums + x * b.maps, values + x * b.values_voxel, weights[x * b.weights_voxel] * b.share, b.maps);
+      add(sums + x * b.sums_voxel, values + x * b.values_voxel, weights[x * b.weights_voxel] * b.share, b.maps);
   }
 }
 
