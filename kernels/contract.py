@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 Kind = Literal[
     "conv", "pool", "maxfilter", "maxout",
-    # of graphs, as in graph_shapes.py
+    # Those of graphs are as in graph_shapes.py.
     "graph_conv", "conv_transpose", "window_pool", "upsample", "point", "pad", "norm", "global_pool",
 ]  # fmt: skip
 # The resources that rates are measured for.

@@ -89,8 +89,16 @@ CROPPED = [  # a part of what norms give is needed, or read
     Given(Crop((0, 2, 1), (1, 1, 0)), "cut"),
     Given(Conv((1, 1, 1), 2, stride=(1, 2, 2)), "head"),
 ]
+ADDED = [  # a convolution that may not add one voxel itself, and factors that are not merged with those of a norm
+    Given(same(4), "first"),
+    Given(Norm("group_norm", groups=2, affine=True), "norm"),
+    Given(Scale("tanh"), "scale"),
+    Given(GlobalPool(), "mean"),
+    Given(same(4), "wide", ("scale",)),
+    Given(Add(), "sum", ("wide", "mean")),
+]
 POOLED = [Given(Conv((3, 3, 3), 2), "conv"), Given(GlobalPool(), "pooled"), Given(Conv((1, 1, 1), 3), "answer")]
-NETWORKS = {"unet": UNET, "excited": EXCITED, "pyramid": PYRAMID, "cropped": CROPPED, "pooled": POOLED}
+NETWORKS = {"unet": UNET, "excited": EXCITED, "pyramid": PYRAMID, "cropped": CROPPED, "added": ADDED, "pooled": POOLED}
 
 
 @pytest.fixture
