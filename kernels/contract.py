@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 Kind = Literal[
     "conv", "pool", "maxfilter", "maxout",
-    # of graphs, as in graph_shapes.py
-    "graph_conv", "conv_transpose", "window_pool", "upsample", "point", "pad", "norm", "global_pool",
+    "graph_conv", "conv_transpose", "window_pool", "upsample", "point", "pad",  # of graphs, as in graph_shapes.py
+    "norm", "global_pool",  # of graphs, over whole images
 ]  # fmt: skip
 # The resources that rates are measured for.
 Unit = Literal[

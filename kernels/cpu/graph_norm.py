@@ -53,7 +53,7 @@ COSTLY_BYTES = 40.0  # cost of a function other than relu for a value, in bytes 
 
 
 class Terms(NamedTuple):
-    """What a norm does to each map, in float32: (x - shift) * factor + offset."""
+    """The terms by which a norm changes each map, in float32: (x - shift) * factor + offset."""
 
     shift: Array
     factor: Array

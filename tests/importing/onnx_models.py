@@ -16,6 +16,8 @@ from znnpy.importing.builder import Builder
 from znnpy.importing.finish import Walk, Wishes, imported
 from znnpy.importing.imported import Imported
 from znnpy.importing.onnx_graph import read_onnx, walk
+from znnpy.kernels import whole as definition
+from znnpy.layers import OF_WHOLE_IMAGES
 from znnpy.shapes import Vec3
 from znnpy.trained import TrainedNetwork
 
@@ -108,8 +110,11 @@ def assert_same(
     expected = ReferenceEvaluator(model).run(None, {"x": array})[0][0]
     back = expected.transpose([order[1:].index(letter) for letter in own])
     back = back if "z" in order else back[:, None]
-    network = TrainedNetwork(found.network, found.weights)
-    result = network(image, calibrate=False, ram="4G", threads=1)
+    if any(isinstance(layer, OF_WHOLE_IMAGES) for layer in found.network.layers):  # refused over volumes
+        result = definition.whole(found.network, found.weights, image.transpose(1, 2, 3, 0))[0].transpose(3, 0, 1, 2)
+    else:
+        network = TrainedNetwork(found.network, found.weights)
+        result = network(image, calibrate=False, ram="4G", threads=1)
     assert result.shape == back.shape
     np.testing.assert_allclose(result, back, rtol=1e-4, atol=1e-4)
     return found

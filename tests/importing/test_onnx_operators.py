@@ -373,7 +373,7 @@ NORMS: Mapping[str, tuple[Nodes, int, str]] = {
 
 
 @pytest.mark.parametrize("case", NORMS)
-def test_norm_over_space_is_noted(case: str, tmp_path: Path) -> None:
+def test_norm_over_space_is_one_layer(case: str, tmp_path: Path) -> None:
     nodes, opset, kind = NORMS[case]
     arrays = {"s": random(2), "b": random(2), "o": one(1), "g": whole(0, 1, -1), "f": floats(1)}
     made = walked(model_of(nodes, arrays, opset=opset), tmp_path)
@@ -381,17 +381,18 @@ def test_norm_over_space_is_noted(case: str, tmp_path: Path) -> None:
     assert layers(made)[:1] == [kind]
     assert layers(made)[1:] == scale
     assert made.outputs["y"].shape == (1, 2, 6, 8, 10)
+    assert_same(model_of(nodes, arrays, opset=opset), tmp_path)
 
 
 def test_norm_of_images_keeps_four_dimensions(tmp_path: Path) -> None:
     nodes = [node("GroupNormalization", "x s b", "a", num_groups=2), node("Conv", "a w")]
     arrays = {"s": random(2), "b": random(2), "w": random(3, 2, 3, 3)}
     made = walked(model_of(nodes, arrays, dims=(1, 2, "y", "x"), opset=21), tmp_path, (1, 8, 6))
-    assert layers(made) == ["group_norm", "scale none", "conv 1x3x3 -> 3 none"]
+    assert layers(made) == ["group_norm groups 2", "scale none", "conv 1x3x3 -> 3 none"]
     assert made.outputs["y"].shape == (1, 3, 6, 4)
 
 
-def test_squeeze_excitation_is_read_as_far_as_its_mean(tmp_path: Path) -> None:
+def test_squeeze_excitation_is_read(tmp_path: Path) -> None:
     for pooled in (
         [node("GlobalAveragePool", "x", "a")],
         [node("ReduceMean", "x axes", "a")],
@@ -413,6 +414,16 @@ def test_squeeze_excitation_is_read_as_far_as_its_mean(tmp_path: Path) -> None:
         assert layers(made)[0] == "global_pool"
         assert layers(made)[-1] == "multiply none"
         assert made.outputs["y"].shape == (1, 2, 6, 8, 10)
+        assert_same(model_of(nodes, arrays), tmp_path, fixed=True)
+
+
+@pytest.mark.parametrize("kind", ["GlobalAveragePool", "GlobalMaxPool", "ReduceMean", "ReduceMax"])
+def test_global_pooling_is_a_mean_or_a_maximum(kind: str, tmp_path: Path) -> None:
+    nodes = [node(kind, "x" if kind.startswith("Global") else "x axes", "a"), node("Mul", "x a")]
+    made = walked(model_of(nodes, {"axes": whole(2, 3, 4)}), tmp_path)
+    assert layers(made)[0] == ("global_pool max" if "Max" in kind else "global_pool")
+    if kind != "GlobalMaxPool":  # of which the package onnx gives more dimensions than its text says
+        assert_same(model_of(nodes, {"axes": whole(2, 3, 4)}), tmp_path)
 
 
 def test_shape_arithmetic_is_evaluated(tmp_path: Path) -> None:

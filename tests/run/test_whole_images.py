@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from tests.support.graph_runs import CPU, HERE, assert_equal, planned, ran, references
+from tests.support.graph_runs import CPU, HERE, Maps, assert_equal, planned, ran, references
 from tests.support.seeded_graphs import Case, weights_of
 from znnpy import admissible as admissible_module
 from znnpy.admissible import admissible, geometry_of, refuse_non_local
@@ -14,7 +17,7 @@ from znnpy.formats.wiring import Given, network_of
 from znnpy.geometry import Interval
 from znnpy.graph_columns import TurnedGraph
 from znnpy.graph_shapes import GlobalPoolShape, NormShape, PointShape
-from znnpy.kernels.table import find
+from znnpy.kernels.contract import Primitive
 from znnpy.layers import (
     Activate,
     Add,
@@ -89,8 +92,16 @@ CROPPED = [  # a part of what norms give is needed, or read
     Given(Crop((0, 2, 1), (1, 1, 0)), "cut"),
     Given(Conv((1, 1, 1), 2, stride=(1, 2, 2)), "head"),
 ]
+ADDED = [  # a convolution that may not add one voxel itself, and factors that are not merged with those of a norm
+    Given(same(4), "first"),
+    Given(Norm("group_norm", groups=2, affine=True), "norm"),
+    Given(Scale("tanh"), "scale"),
+    Given(GlobalPool(), "mean"),
+    Given(same(4), "wide", ("scale",)),
+    Given(Add(), "sum", ("wide", "mean")),
+]
 POOLED = [Given(Conv((3, 3, 3), 2), "conv"), Given(GlobalPool(), "pooled"), Given(Conv((1, 1, 1), 3), "answer")]
-NETWORKS = {"unet": UNET, "excited": EXCITED, "pyramid": PYRAMID, "cropped": CROPPED, "pooled": POOLED}
+NETWORKS = {"unet": UNET, "excited": EXCITED, "pyramid": PYRAMID, "cropped": CROPPED, "added": ADDED, "pooled": POOLED}
 
 
 @pytest.fixture
@@ -111,13 +122,13 @@ def case_of(layers: list[Given], size: Vec3, output: list[str] | None = None) ->
     return Case(3, network, weights_of(network, 3), volume)
 
 
-def in_one_patch(one: Case, table: tuple[str, ...] = (), target: Target = HERE) -> list[np.ndarray]:
+def in_one_patch(one: Case, table: Sequence[Primitive] = CPU, target: Target = HERE) -> list[Maps]:
     """Return the outputs of a session with one patch, (maps, z, y, x), computed with some primitives."""
-    chosen = [find(name) for name in table] or list(CPU)
     region, *others = (Box((0, 0, 0), one.geometry.size(tensor)) for tensor in one.network.outputs)
     periods = TurnedGraph.of(one.network, one.size, 0, "fp32", whole_image=True).periods
-    plan = planned(one.network, one.size, region, periods, table=chosen, others=tuple(others), target=target)
+    plan = planned(one.network, one.size, region, periods, table=table, others=tuple(others), target=target)
     assert len(list(plan.graph_cover(one.network))) == 1
+    assert plan.precision == target.precision
     return [*ran(plan, one).outs]
 
 
@@ -128,6 +139,24 @@ def test_one_patch_equals_the_definition(name: str, size: Vec3) -> None:
     one = case_of(NETWORKS[name], size)
     for found, exact in zip(in_one_patch(one), references(one), strict=True):
         assert_equal(found, exact, f"{name} {size}")
+
+
+@pytest.mark.usefixtures("whole_images")
+@pytest.mark.parametrize("name", ["excited", "cropped"])
+def test_numpy_suffices(name: str) -> None:
+    one = case_of(NETWORKS[name], (7, 12, 10))
+    table = [primitive for primitive in CPU if not primitive.name.endswith("lanes")]
+    for found, exact in zip(in_one_patch(one, table), references(one), strict=True):
+        assert_equal(found, exact, name)
+
+
+@pytest.mark.usefixtures("whole_images")
+def test_bfloat16_is_as_near_as_its_rounding() -> None:
+    target = replace(HERE, precision="bf16")
+    for name in ("unet", "excited"):
+        one = case_of(NETWORKS[name], (7, 12, 10))
+        for found, exact in zip(in_one_patch(one, target=target), references(one), strict=True):
+            assert_equal(found, exact, name, close=0.03)
 
 
 @pytest.mark.usefixtures("whole_images")

@@ -226,7 +226,10 @@ class Builder(Joins):
         if all(to % n == 0 for to, n in zip(target, x.size, strict=True)):
             factor = vector(to // n for to, n in zip(target, x.size, strict=True))
             options.append(Upsample(factor, None, how, align_corners and factor != ONE))
-        options += [Upsample(None, name, how, align_corners) for name in self._of_size(target)]
+        likes: list[Layer] = [Upsample(None, name, how, align_corners) for name in self._of_size(target)]
+        options = (
+            likes + options if x.size == ONE else options + likes
+        )  # one voxel, as of a global pooling, has no step
         if not options:
             raise LayoutError(
                 f"{self.here} goes from {text(x.size)} to {text(target)} voxels, which is neither a whole factor nor "
