@@ -12,16 +12,19 @@ import numpy.typing as npt
 import pytest
 
 from znnpy.kernels.whole import whole
-from znnpy.nnunet.export import labels_of, probabilities_of
+from znnpy.network import ConvWeights
+from znnpy.nnunet.export import labels_of, placed, probabilities_of
 from znnpy.nnunet.folder import read_model
 from znnpy.nnunet.images import read_images
 from znnpy.nnunet.preprocessing import NnunetCase, prepared
 from znnpy.patches import Box
+from znnpy.windows.definition import blended
 
 pytestmark = pytest.mark.torch
 
 SECONDS = 300  # until a process that makes a model is given up
 CLOSE = 1e-5
+HALF = 4e-3  # error of most logits whose sums are float16, as a part of the largest
 
 Answers = dict[str, npt.NDArray[Any]]
 
@@ -97,6 +100,30 @@ def test_cases_of_trained_models_equal_those_of_nnunet(name: str, trained: Path)
     case = check_case(trained, name)
     assert case.is_resampled == (name != "equal")
     assert case.crop != Box((0, 0, 0), case.size)
+
+
+def test_prediction_of_a_case_is_that_of_the_predictor(trained: Path) -> None:
+    """The predictor sums logits in float16, where in the corners of a case products with small weights become 0."""
+    model, expected = read_model(trained / "model"), answers(trained, "equal.predicted")
+    images = read_images(trained / "cases" / "equal_0000.nii.gz", model.plans)
+    case = prepared(model.plans, images.images, images.spacing)
+
+    def of_fold(weights: tuple[ConvWeights, ...]) -> npt.NDArray[np.float64]:
+        def network(window: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+            return whole(model.network, weights, window.transpose(1, 2, 3, 0))[0].transpose(3, 0, 1, 2)
+
+        return blended(case.data.astype(np.float64), network, model.windows)
+
+    logits = np.mean([of_fold(weights) for weights in model.weights], axis=0)
+    allowed = HALF * abs(logits).max()
+    close = (abs(logits - expected["logits"]) <= allowed).all(axis=0)
+    assert np.count_nonzero(close) > 0.95 * close.size
+    labels = labels_of(lambda one: logits[one], len(logits), case, model.plans, model.dataset)
+    largest = np.sort(logits, axis=0)
+    clear = placed(close & (largest[-1] - largest[-2] > 2 * allowed), case, model.plans)
+    assert np.count_nonzero(clear) > 0.8 * close.size
+    assert np.array_equal(labels[clear], expected["labels"][clear])
+    assert len(np.unique(labels[clear])) > 1
 
 
 def test_assembled_model_mirrors_nothing_and_predicts_regions(assembled: Path) -> None:

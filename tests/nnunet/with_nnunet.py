@@ -10,6 +10,7 @@ residual U-Net with random weights, which predicts regions of turned images. Bot
     cases/             images of cases
     NAME.npz           of each case: the data, a random logit for each class and voxel, and the labels of these
     patch.npz          a random patch, and the logits of each fold for it, in float64
+    NAME.predicted.npz of one case: the logits of all folds for its data, and their labels
 
 It is a process of its own, since nnU-Net takes its folders from the environment, and warns about much.
 """
@@ -21,6 +22,8 @@ import multiprocessing
 import os
 import shutil
 import sys
+from copy import deepcopy
+from functools import cache
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,7 +48,7 @@ def main() -> None:
     for name in FOLDERS:
         os.environ[f"nnUNet_{name}"] = str(folder / name)
         (folder / name).mkdir()
-    os.environ |= {"nnUNet_n_proc_DA": "1", "nnUNet_compile": "f"}
+    os.environ |= {"nnUNet_n_proc_DA": "1", "nnUNet_compile": "f", "OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "2"}
     multiprocessing.get_context = lambda method=None: SimpleNamespace(Pool=ThreadPool)  # type: ignore[assignment]
     (folder / "cases").mkdir()
     (trained if kind == "trained" else assembled)(folder)
@@ -81,6 +84,7 @@ def trained(folder: Path) -> None:
     made: Any = None
     for fold in (0, 1):
         torch.manual_seed(fold)
+        np.random.seed(fold)  # noqa: NPY002 - nnU-Net draws patches with this one
         trainer: Any = get_trainer_from_args(DATASET, CONFIGURATION, fold, device=torch.device("cpu"))
         trainer.on_train_start()
         trainer.on_train_epoch_start()
@@ -97,6 +101,7 @@ def trained(folder: Path) -> None:
         saved(folder / "cases", name, 2, 7, spacing)
         answered(folder, name, 2)
     patch_answered(folder, 2)
+    predicted(folder, "equal")
 
 
 def assembled(folder: Path) -> None:
@@ -174,6 +179,7 @@ def saved(
         nibabel.save(nibabel.Nifti1Image(found.transpose(2, 1, 0), place), labels / f"{name}.nii.gz")
 
 
+@cache
 def predictor(folder: Path) -> Any:
     """Return the predictor of a model."""
     import torch
@@ -189,12 +195,7 @@ def answered(folder: Path, name: str, channels: int) -> None:
     """Write down the data of a case, and the labels of random logits."""
     from nnunetv2.inference.export_prediction import convert_predicted_logits_to_segmentation_with_correct_shape
 
-    model = predictor(folder)
-    files = [str(folder / "cases" / f"{name}_{channel:04d}.nii.gz") for channel in range(channels)]
-    preprocessor = model.configuration_manager.preprocessor_class(verbose=False)
-    data, _, properties = preprocessor.run_case(
-        files, None, model.plans_manager, model.configuration_manager, model.dataset_json
-    )
+    model, (data, properties) = predictor(folder), prepared(folder, name, channels)
     heads = model.label_manager.num_segmentation_heads
     logits = np.random.default_rng(1).normal(size=(heads, *data.shape[1:])).astype(np.float32)
     managers = (model.plans_manager, model.configuration_manager, model.label_manager, properties)
@@ -215,6 +216,30 @@ def answered(folder: Path, name: str, channels: int) -> None:
     )
 
 
+def predicted(folder: Path, name: str) -> None:
+    """Write down the logits and the labels that the predictor gives for the data of a case."""
+    import torch
+    from nnunetv2.inference.export_prediction import convert_predicted_logits_to_segmentation_with_correct_shape
+
+    model, (data, properties) = predictor(folder), prepared(folder, name, 2)
+    with torch.no_grad():
+        logits = model.predict_logits_from_preprocessed_data(torch.from_numpy(data))
+    managers = (model.plans_manager, model.configuration_manager, model.label_manager, properties)
+    labels = convert_predicted_logits_to_segmentation_with_correct_shape(logits.clone(), *managers)
+    np.savez(folder / f"{name}.predicted.npz", logits=logits.numpy(), labels=labels)
+
+
+def prepared(folder: Path, name: str, channels: int) -> tuple[Any, dict[str, Any]]:
+    """Return the data of a case, and what nnU-Net keeps of its images."""
+    model = predictor(folder)
+    files = [str(folder / "cases" / f"{name}_{channel:04d}.nii.gz") for channel in range(channels)]
+    preprocessor = model.configuration_manager.preprocessor_class(verbose=False)
+    data, _, properties = preprocessor.run_case(
+        files, None, model.plans_manager, model.configuration_manager, model.dataset_json
+    )
+    return data, properties
+
+
 def patch_answered(folder: Path, channels: int) -> None:
     """Write down the logits of each fold for a random patch."""
     import torch
@@ -225,7 +250,8 @@ def patch_answered(folder: Path, channels: int) -> None:
     for parameters in model.list_of_parameters:
         model.network.load_state_dict(parameters)
         with torch.no_grad():
-            found.append(model.network.double().eval()(torch.from_numpy(patch[None]).double())[0].numpy())
+            network = deepcopy(model.network).double().eval()
+            found.append(network(torch.from_numpy(patch[None]).double())[0].numpy())
     np.savez(folder / "patch.npz", patch=patch, logits=np.stack(found))
 
 
