@@ -97,6 +97,12 @@ def test_all_is_read_alone_or_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.torch
+def test_other_trainers_are_taken_to_build_the_same_network(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, {f"fold_0/{FINAL}": checkpoint(trainer_name="nnUNetTrainerNoMirroring")})
+    assert read_model(folder).notes[0].startswith("the trainer nnUNetTrainerNoMirroring is taken to build the network")
+
+
+@pytest.mark.torch
 @pytest.mark.parametrize("where", [".", "crossval_results_folds_0_1_2_3_4"])
 def test_postprocessing_is_named_and_not_read(where: str, tmp_path: Path) -> None:
     folder = folder_of(tmp_path, {f"fold_0/{FINAL}": checkpoint()})

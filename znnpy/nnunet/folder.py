@@ -21,6 +21,7 @@ OVERLAP, SIGMA = 0.5, 0.125  # of nnU-Net's windows: parts of a patch
 MOST_FOLDS = 20
 SHOWN = 60  # characters of a name in a message
 _FOLD = re.compile(r"fold_(\d{1,3}|all)")
+TRAINER = "nnUNetTrainer"  # others may build any network in their code, which is not read
 _POSTPROCESSING = "postprocessing.pkl"
 
 
@@ -78,6 +79,11 @@ def read_model(folder: str | Path, folds: Sequence[str] | None = None, checkpoin
     for fold, one in held.items():
         _check_same(first, one, files[fold])
     weights = tuple(unet.weights(one.arrays, str(files[fold])) for fold, one in held.items())
+    if first.trainer != TRAINER:
+        notes.append(
+            f"the trainer {excerpt(first.trainer, SHOWN)} is taken to build the network that plans.json describes, as "
+            f"{TRAINER} does"
+        )
     if any(path.is_file() for path in (folder / _POSTPROCESSING, *folder.glob(f"crossval_results*/{_POSTPROCESSING}"))):
         notes.append(f"{_POSTPROCESSING} is not applied; run nnUNetv2_apply_postprocessing on the result")
     return NnunetModel(
