@@ -62,7 +62,8 @@ def read_model(folder: str | Path, folds: Sequence[str] | None = None, checkpoin
     folds       their names behind `fold_`; None: all with a checkpoint, `all` only if it is the only one
     checkpoint  name of the file of each fold; None: checkpoint_final.pth, or checkpoint_best.pth where that is missing
 
-    NetworkFileError for whatever is wrong with the folder; MissingExtraError without PyTorch.
+    NetworkFileError for whatever is wrong with the folder; ShapeError if the network has more layers than networks may
+    have; MissingExtraError without PyTorch.
     """
     folder = Path(folder)
     dataset = read_dataset(folder / "dataset.json")
