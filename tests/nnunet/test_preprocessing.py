@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from tests.nnunet.documents import CONFIGURATION, plans, written
-from znnpy.errors import VolumeError
+from znnpy.errors import MissingExtraError, VolumeError
 from znnpy.nnunet.plans import Normalisation, Plans, Resampling, read_plans
 from znnpy.nnunet.preprocessing import prepared
 from znnpy.nnunet.resampling import resampled
@@ -159,3 +160,15 @@ def test_colours_beyond_their_range_are_refused(model: Plans) -> None:
     colours = with_schemes(model, Normalisation("RGBTo01Normalization", False))
     with pytest.raises(VolumeError, match="channel 0 has values from 1 to 256"):
         prepared(colours, [np.linspace(1, 256, 27, dtype=np.float32).reshape(3, 3, 3)], (2, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("module", "package", "spacing"),
+    [("scipy.ndimage", "scipy", (2, 1, 1)), ("skimage.transform", "scikit-image", (4, 1, 1))],
+)
+def test_missing_packages_are_named_with_how_to_install_them(
+    module: str, package: str, spacing: tuple[float, float, float], model: Plans, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingExtraError, match=rf"needs {package}, which is not installed; `pip install"):
+        prepared(model, [image_of(0)], spacing)

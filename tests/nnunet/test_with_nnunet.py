@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
+from tests.nnunet.with_nnunet import HEADERS
 from znnpy.kernels.whole import whole
 from znnpy.network import ConvWeights
 from znnpy.nnunet.export import labels_of, placed, probabilities_of
 from znnpy.nnunet.folder import read_model
 from znnpy.nnunet.images import read_images
+from znnpy.nnunet.plans import Reader
 from znnpy.nnunet.preprocessing import NnunetCase, prepared
 from znnpy.patches import Box
 from znnpy.windows.definition import blended
@@ -139,3 +142,14 @@ def test_logits_of_a_residual_network_are_those_of_its_module(assembled: Path) -
 
 def test_turned_cases_with_regions_equal_those_of_nnunet(assembled: Path) -> None:
     assert check_case(assembled, "turned").is_resampled
+
+
+@pytest.mark.parametrize("reader", get_args(Reader))
+def test_images_are_read_as_by_the_readers_of_nnunet(reader: Reader, assembled: Path) -> None:
+    model = read_model(assembled / "model").plans
+    alone = replace(model, normalisations=model.normalisations[:1], reader=reader)
+    for number in range(HEADERS):
+        found = read_images(assembled / "cases" / f"header_{number}.nii.gz", alone)
+        expected = answers(assembled, f"header_{number}")
+        assert np.allclose(found.images[0], expected[reader], rtol=1e-6, atol=0)
+        assert found.spacing == pytest.approx(tuple(expected[f"{reader}_spacing"]), rel=1e-6)

@@ -9,6 +9,7 @@ residual U-Net with random weights, which predicts regions of turned images. Bot
     model/             the folder of the model
     cases/             images of cases
     NAME.npz           of each case: the data, a random logit for each class and voxel, and the labels of these
+    header_NUMBER.npz  what readers make of images; of the second model alone
     patch.npz          a random patch, and the logits of each fold for it, in float64
     NAME.predicted.npz of one case: the logits of all folds for its data, and their labels
 
@@ -39,6 +40,7 @@ NUMBER, DATASET = 999, "Dataset999_Small"
 FOLDERS = ("raw", "preprocessed", "results")
 STEPS = 6  # of training, for each fold
 PATCH = [8, 16, 16]
+HEADERS = 12  # images that readers are compared with
 
 Sizes = tuple[float, float, float]
 
@@ -153,6 +155,37 @@ def assembled(folder: Path) -> None:
     saved(folder / "cases", "turned", 3, 8, affine=turned)
     answered(folder, "turned", 3)
     patch_answered(folder, 3)
+    read_by_readers(folder)
+
+
+def read_by_readers(folder: Path) -> None:
+    """Write images with headers of many kinds, and what each reader of nnU-Net makes of them."""
+    from nnunetv2.imageio.nibabel_reader_writer import NibabelIO, NibabelIOWithReorient
+    from nnunetv2.imageio.simpleitk_reader_writer import SimpleITKIO
+
+    rng = np.random.default_rng(0)
+    for number in range(HEADERS):
+        turned = np.zeros((3, 3))
+        turned[rng.permutation(3), range(3)] = rng.choice([-1, 1], 3)
+        if number % 3 == 0:  # by an angle too
+            turned = np.array([[0.8, -0.6, 0], [0.6, 0.8, 0], [0, 0, 1]]) @ turned
+        affine = np.eye(4)
+        affine[:3] = np.column_stack([turned * rng.uniform(0.3, 4, 3), rng.normal(size=3) * 50])
+        dtype = (np.int16, np.uint8, np.float32, np.float64)[number % 4]
+        image = nibabel.Nifti1Image((rng.random((4, 5, 6)) * 100).astype(dtype), affine)
+        image.header.set_xyzt_units(("mm", "meter", "micron", "unknown")[number % 4])
+        if number % 2:
+            image.set_qform(affine if number % 4 == 1 else None, number % 4)
+            image.set_sform(None, 0)
+        if dtype is np.int16:
+            image.header.set_slope_inter(0.5, -3)
+        path = folder / "cases" / f"header_{number}.nii.gz"
+        nibabel.save(image, path)
+        found: dict[str, Any] = {}
+        for reader in (SimpleITKIO, NibabelIO, NibabelIOWithReorient):
+            voxels, properties = reader().read_images([str(path)])
+            found |= {reader.__name__: voxels[0], f"{reader.__name__}_spacing": properties["spacing"]}
+        np.savez(folder / f"header_{number}.npz", **found)
 
 
 def saved(
