@@ -72,10 +72,13 @@ def test_folder_holds_weights_of_each_fold(tmp_path: Path) -> None:
     model = read_model(
         folder_of(tmp_path, {f"fold_{n}/{FINAL}": checkpoint(n) for n in (10, 2)} | {f"fold_all/{FINAL}": checkpoint()})
     )
-    assert (model.folds, model.mirrored, model.notes) == (("2", "10"), (0, 1, 2), ())
-    assert model.windows == Windows((8, 16, 16), (0.5, 0.5, 0.5), "gaussian", 0.125, (0, 1, 2), "nnunet")
-    for seed, weights in zip((2, 10), model.weights, strict=True):
-        assert np.array_equal(weights[0].weight, arrays_for(UNET_OF, seed)[FIRST].array)
+    assert (model.folds, model.notes) == (("2", "10"), ())
+    assert model.network.windows == Windows((8, 16, 16), (0.5, 0.5, 0.5), "gaussian", 0.125, (0, 1, 2), "nnunet")
+    assert model.network.members == 2
+    each = len(model.network.weighted)
+    assert len(model.weights) == 2 * each
+    for seed, first in zip((2, 10), model.weights[::each], strict=True):
+        assert np.array_equal(first.weight, arrays_for(UNET_OF, seed)[FIRST].array)
     assert model.network.layers == UNET_OF.network.layers
     assert repr(model).startswith("<NnunetModel ")
 
@@ -117,7 +120,7 @@ def test_weights_of_16_bits_are_widened(dtype: str, tmp_path: Path) -> None:
 
     saved = checkpoint()
     saved["network_weights"] = {name: one.to(getattr(torch, dtype)) for name, one in saved["network_weights"].items()}
-    (weights,) = read_model(folder_of(tmp_path, {f"fold_0/{FINAL}": saved})).weights
+    weights = read_model(folder_of(tmp_path, {f"fold_0/{FINAL}": saved})).weights
     assert np.allclose(weights[0].weight, arrays_for(UNET_OF)[FIRST].array, rtol=0.01)
     assert weights[0].weight.dtype == np.float32
 
@@ -220,7 +223,9 @@ def test_checkpoints_that_cannot_be_are_refused(
 def test_checkpoint_without_mirroring_mirrors_nothing(tmp_path: Path) -> None:
     saved = checkpoint()
     del saved["inference_allowed_mirroring_axes"]
-    assert read_model(folder_of(tmp_path, {f"fold_0/{FINAL}": saved})).mirrored == ()
+    windows = read_model(folder_of(tmp_path, {f"fold_0/{FINAL}": saved})).network.windows
+    assert windows is not None
+    assert windows.mirror == ()
 
 
 @pytest.mark.torch

@@ -14,14 +14,14 @@ import pytest
 
 from tests.nnunet.with_nnunet import HEADERS
 from znnpy.kernels.whole import whole
-from znnpy.network import ConvWeights
 from znnpy.nnunet.export import labels_of, placed, probabilities_of
 from znnpy.nnunet.folder import read_model
 from znnpy.nnunet.images import read_images
 from znnpy.nnunet.plans import Reader
 from znnpy.nnunet.preprocessing import NnunetCase, prepared
 from znnpy.patches import Box
-from znnpy.windows.definition import blended
+from znnpy.trained import TrainedNetwork
+from znnpy.windows.settings import Windows
 
 pytestmark = pytest.mark.torch
 
@@ -78,15 +78,18 @@ def check_case(folder: Path, name: str) -> NnunetCase:
 def check_patch(folder: Path) -> None:
     """Compare the logits of each fold for a patch, computed by the definition of each layer."""
     model, expected = read_model(folder / "model"), answers(folder, "patch")
-    assert len(model.weights) == len(expected["logits"])
-    for weights, logits in zip(model.weights, expected["logits"], strict=True):
+    each = len(model.network.weighted)
+    for fold, logits in enumerate(expected["logits"]):
+        weights = model.weights[fold * each : (fold + 1) * each]
         (found,) = whole(model.network, weights, expected["patch"].transpose(1, 2, 3, 0))
         assert abs(found.transpose(3, 0, 1, 2) - logits).max() <= CLOSE * abs(logits).max()
 
 
 def test_trained_model_is_read_with_its_folds(trained: Path) -> None:
     model = read_model(trained / "model")
-    assert (model.folds, model.trainer, model.mirrored, model.notes) == (("0", "1"), "nnUNetTrainer", (0, 1, 2), ())
+    assert (model.folds, model.trainer, model.notes) == (("0", "1"), "nnUNetTrainer", ())
+    assert model.network.windows == Windows((8, 16, 16), mirror=(0, 1, 2), rule="nnunet")
+    assert model.network.members == 2
     assert model.plans.patch == (8, 16, 16)
     assert model.plans.spacing == pytest.approx((2, 1, 1))
     assert [one.scheme for one in model.plans.normalisations] == ["CTNormalization", "ZScoreNormalization"]
@@ -111,13 +114,7 @@ def test_prediction_of_a_case_is_that_of_the_predictor(trained: Path) -> None:
     images = read_images(trained / "cases" / "equal_0000.nii.gz", model.plans)
     case = prepared(model.plans, images.images, images.spacing)
 
-    def of_fold(weights: tuple[ConvWeights, ...]) -> npt.NDArray[np.float64]:
-        def network(window: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-            return whole(model.network, weights, window.transpose(1, 2, 3, 0))[0].transpose(3, 0, 1, 2)
-
-        return blended(case.data.astype(np.float64), network, model.windows)
-
-    logits = np.mean([of_fold(weights) for weights in model.weights], axis=0)
+    logits = TrainedNetwork(model.network, model.weights)(case.data)
     allowed = HALF * abs(logits).max()
     close = (abs(logits - expected["logits"]) <= allowed).all(axis=0)
     assert np.count_nonzero(close) > 0.95 * close.size
@@ -131,7 +128,8 @@ def test_prediction_of_a_case_is_that_of_the_predictor(trained: Path) -> None:
 
 def test_assembled_model_mirrors_nothing_and_predicts_regions(assembled: Path) -> None:
     model = read_model(assembled / "model")
-    assert (model.folds, model.mirrored) == (("all",), ())
+    assert model.folds == ("all",)
+    assert model.network.windows == Windows((8, 16, 16), rule="nnunet")
     assert (model.dataset.heads, model.dataset.order) == (3, (1, 2, 3))
     assert model.plans.architecture.kind == "ResidualEncoderUNet"
 

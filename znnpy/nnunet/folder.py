@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 from znnpy.errors import NetworkFileError
@@ -29,18 +30,16 @@ _POSTPROCESSING = "postprocessing.pkl"
 class NnunetModel:
     """A trained model of nnU-Net.
 
-    network   gives logits for one patch
-    weights   of each fold; the logits of a model are the mean of those of its folds
-    mirrored  axes of the network along which predictions of mirrored patches are averaged
-    notes     sentences for the user
+    network  gives logits, in windows that overlap; folds are the members of an ensemble
+    weights  of each fold, one after the other
+    notes    sentences for the user
     """
 
     folder: Path
     network: Network
-    weights: tuple[tuple[ConvWeights, ...], ...]
+    weights: tuple[ConvWeights, ...]
     plans: Plans
     dataset: Dataset
-    mirrored: tuple[int, ...]
     folds: tuple[str, ...]
     trainer: str
     notes: tuple[str, ...] = ()
@@ -48,12 +47,6 @@ class NnunetModel:
     def __repr__(self) -> str:
         """Return one line; the fields hold the rest."""
         return f"<NnunetModel {excerpt(self.folder.name, SHOWN)}, folds {', '.join(self.folds)}: {self.network!r}>"
-
-    @property
-    def windows(self) -> Windows:
-        """Return how patches cover a case, and how their predictions are joined."""
-        overlap = (OVERLAP, OVERLAP, OVERLAP)
-        return Windows(self.plans.patch, overlap, "gaussian", SIGMA, self.mirrored, "nnunet")
 
 
 def read_model(folder: str | Path, folds: Sequence[str] | None = None, checkpoint: str | None = None) -> NnunetModel:
@@ -79,7 +72,9 @@ def read_model(folder: str | Path, folds: Sequence[str] | None = None, checkpoin
     unet = unet_of(plans.architecture, dataset.channels, dataset.heads, excerpt(folder.name, SHOWN) or "nnunet")
     for fold, one in held.items():
         _check_same(first, one, files[fold])
-    weights = tuple(unet.weights(one.arrays, str(files[fold])) for fold, one in held.items())
+    weights = [unet.weights(one.arrays, str(files[fold])) for fold, one in held.items()]
+    windows = Windows(plans.patch, (OVERLAP, OVERLAP, OVERLAP), "gaussian", SIGMA, first.mirrored, "nnunet")
+    network = replace(unet.network, windows=windows, members=len(held))
     if first.trainer != TRAINER:
         notes.append(
             f"the trainer {excerpt(first.trainer, SHOWN)} is taken to build the network that plans.json describes, as "
@@ -88,7 +83,7 @@ def read_model(folder: str | Path, folds: Sequence[str] | None = None, checkpoin
     if any(path.is_file() for path in (folder / _POSTPROCESSING, *folder.glob(f"crossval_results*/{_POSTPROCESSING}"))):
         notes.append(f"{_POSTPROCESSING} is not applied; run nnUNetv2_apply_postprocessing on the result")
     return NnunetModel(
-        folder, unet.network, weights, plans, dataset, first.mirrored, tuple(held), first.trainer, tuple(notes)
+        folder, network, tuple(chain(*weights)), plans, dataset, tuple(held), first.trainer, tuple(notes)
     )
 
 
