@@ -103,6 +103,8 @@ class RunPlan:
         """Return one line; `znnpy.explain` gives the whole plan as text."""
         main = self.main
         how = f"columns in steps of {text(main.patch_out)}" if main.streams else f"patches of {text(main.patch_out)}"
+        if main.sums is not None:
+            how = f"rows of windows of {text(main.patch_out)}"
         return (
             f"<RunPlan of {excerpt(self.network_name, 60)} for {text(self.output)} voxels: {main.columns} {how}, "
             f"{self.seconds:,.3g} s, {self.memory.peak / 2**20:,.0f} MiB, mode {self.mode}>"

@@ -37,6 +37,7 @@ from znnpy.run import pipeline
 from znnpy.run.asked import devices_asked
 from znnpy.run.choice import Work, choose, forgetful, given_plan, smaller_plan
 from znnpy.run.masked import MaskedColumns, MaskedOutput, work_items
+from znnpy.run.masked_windows import MaskedWindows
 from znnpy.run.preparing import Preparing
 from znnpy.run.resume import (
     check_options,
@@ -199,7 +200,7 @@ def infer_as_asked(asked: InferOptions) -> Report:
     report = _report(destination, started, done.plan, target.machine, done, target.sentences, doubts, opened.chunks)
     if wanted is not None:
         items = work_items(done.plan, trained.network, wanted)
-        assert isinstance(items, MaskedColumns)
+        assert isinstance(items, MaskedColumns | MaskedWindows)
         report = replace(report, mask=f"{wanted.mask.volume}, laid on the volume {wanted.how}", skipped=items.skipped)
     if region is not None and has_unit(roi or ""):
         report = replace(report, region=f"{roi_text(region, opened.size) or 'the whole volume'} in voxels, from {roi}")

@@ -151,6 +151,24 @@ def test_ensembles_of_other_layers_and_without_windows(folder: Path) -> None:
         znnpy.infer(folder / "volume.npy", ["fib25_unet", "fib25_unet"], out=folder / "out.h5")
 
 
+@pytest.mark.parametrize("place", [np.s_[12:14, 3:5, 20:24], np.s_[0:2, 17:, :3], np.s_[::22, ::19, ::24], np.s_[5:6]])
+def test_windows_outside_a_mask_are_left_out(folder: Path, place: Any) -> None:
+    mask = np.zeros(normed_unet.SIZE, np.uint8)
+    mask[place] = 1
+    np.save(folder / "mask.npy", mask)
+    report = znnpy.infer(
+        folder / "volume.npy", folder / "net.yaml", window=(8, 8, 12), mask=folder / "mask.npy", out=folder / "out.h5",
+        overlap=0.25, calibrate=False,
+    )  # fmt: skip
+    wanted = np.where(mask, definition(folder, Windows((8, 8, 12), (0.25, 0.25, 0.25))), 0)
+    np.testing.assert_allclose(prediction(folder), wanted, atol=1e-5 * np.abs(wanted).max())
+    assert report.skipped
+    run(
+        "verify", folder / "out.h5", folder / "volume.npy", "--network", folder / "net.yaml", "--samples", 50, "--mask",
+        folder / "mask.npy",
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("after", [1, 7, 20])
 def test_a_stopped_run_goes_on_with_the_same_bytes(folder: Path, after: int) -> None:
     class Enough(Exception):

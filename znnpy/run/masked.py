@@ -23,11 +23,13 @@ from znnpy.network import Network
 from znnpy.patches import Box, Column, Columns, Cover, Patch, Piece
 from znnpy.planner.plan import Plan
 from znnpy.planner.run_plan import RunPlan
+from znnpy.run.masked_windows import MaskedWindows
 from znnpy.run.pipeline import Writes
 from znnpy.run.step_grid import Part, StepGrid
 from znnpy.run.step_work import StepWork
 from znnpy.shapes import Vec3
 from znnpy.volume.mask import WantedOutputs
+from znnpy.window_cover import WindowCover
 
 # Words in the names of primitives in which the rounding of a voxel depends on others that are computed with it.
 MIXING = ("fft", "cudnn", "host_ram")
@@ -131,6 +133,8 @@ def work_items(plan: RunPlan, network: Network, wanted: WantedOutputs | None) ->
     items = plan.work_items(network)
     if wanted is None:
         return items
+    if isinstance(items, WindowCover):
+        return MaskedWindows(items, wanted)
     return MaskedColumns(items, wanted, _alone if plan.sharing is not None else lead_of(plan.main, network))
 
 
@@ -220,6 +224,8 @@ def share_left(plan: RunPlan, network: Network, wanted: WantedOutputs) -> float:
     if plan.sharing is not None:
         voxels = sum(column.voxels for column in items)
         return sum(column.computed_voxels for column in items) / voxels
+    if isinstance(items, MaskedWindows):
+        return items.share
     work = StepWork(plan.main, network)
     assert isinstance(items, MaskedColumns)
     if (grid := items.grid) is not None:

@@ -88,15 +88,16 @@ class WindowSession:
         raw     (c, z, y, x) of any real dtype, the voxels of the volume that the window covers; read only
         out     float32, float16, uint8 or uint16, C order; its first values are overwritten with the finished voxels
                 (maps, z, y, x) of the network's result. None where there are none
-        begins  the first window of a row that no window of an earlier row was computed for
+        begins  of no interest: the place of a window says whether it continues what was summed up
         step    `Patch.step` of the plan's cover, a WindowStep
 
         ValuesOverflowError names the node whose result is not finite.
         """
+        del begins
         assert isinstance(step, WindowStep), "windows say what they are"
         assert self._sums is not None, "they are there within the session"
         windows, sums, axes = self._windows, self._sums, (0, *(1 + axis for axis in turn(self.plan.axis)))
-        sums.begin(step.part, step.place, anew=begins)
+        sums.begin(step.part, step.place)
         members = self.network.members
         share = 1 / (len(windows.mirrors) * (1 if self.network.result.apart else members))
         for member, mirror in product(range(members), windows.mirrors):

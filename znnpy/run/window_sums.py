@@ -39,26 +39,38 @@ class WindowSums:
         self._lines, self._pool = cover.lines, pool
         self._kept = _zeros(kept, np.dtype(sums.dtype), pool, prepared)
         self._row = _zeros(row, np.dtype(np.float32), pool, prepared)
+        self._part, self._place = -1, (0, 0, 0)
         self._line: tuple[Line, Line, Line] = cover.lines[0]
-        self._place: Vec3 = (0, 0, 0)
-        self._end = 0  # of the planes that earlier rows added to
+        self._ends: npt.NDArray[np.int64] = np.zeros(0, np.int64)  # of the planes that are kept of each line
+        self._moved = 0  # lines of this row before it were taken out of what is kept
 
-    def begin(self, part: int, place: Vec3, *, anew: bool) -> None:
-        """Go to a window, at which no voxel that it adds to was begun if the row is begun anew."""
-        self._line, self._place = self._lines[part], place
-        row, at, column = place
-        first, second, _ = self._line
-        if column:
-            return
-        if not at:
-            self._end = first.done(row).lo if anew else first.covered(row - 1).hi
-        self._move(second.new(at))
+    def begin(self, part: int, place: Vec3) -> None:
+        """Go to a window; where it does not come behind the one before, nothing that was summed up counts any more.
 
-    def _move(self, lines: Interval) -> None:
-        """Take planes that this row finishes out of what is kept, and clear those that it is the first to add to."""
+        Windows may be left out. The voxels that only they cover are then not there.
+        """
+        fresh = part != self._part or place <= self._place
+        other_row = fresh or place[0] != self._place[0]
+        self._part, self._place, self._line = part, place, self._lines[part]
         first, second, _ = self._line
-        row = self._place[0]
-        done, end = first.done(row), self._end
+        if fresh:
+            self._ends = np.full(second.hi - second.lo, first.lo)
+        covered = second.covered(place[1])
+        moved = covered.lo if other_row else max(self._moved, covered.lo)
+        self._moved = max(moved, covered.hi)
+        while moved < covered.hi:  # lines that were kept up to the same plane
+            ends = self._ends[moved - second.lo : covered.hi - second.lo]
+            alike = int((ends == ends[0]).argmin()) or len(ends)
+            self._move(Interval(moved, moved + alike), int(ends[0]))
+            moved += alike
+
+    def _move(self, lines: Interval, end: int) -> None:
+        """Take planes that this row finishes out of what is kept, and clear those that it is the first to add to.
+
+        end  of the planes that are kept of these lines
+        """
+        first, second, _ = self._line
+        done, covered = first.done(self._place[0]), first.covered(self._place[0])
         kept = slice(lines.lo - second.lo, lines.hi - second.lo)
 
         def take(lo: int, hi: int, worker: int) -> None:
@@ -78,7 +90,8 @@ class WindowSums:
 
         begin = max(end, done.hi)
         self._pool.each(take, done.size)
-        self._pool.each(clear, max(0, first.covered(row).hi - begin))  # these take the places of planes taken out
+        self._pool.each(clear, max(0, covered.hi - begin))  # these take the places of planes taken out
+        self._ends[kept] = covered.hi
 
     def _plane(self, z: int) -> Array:
         """Return where a plane is kept."""

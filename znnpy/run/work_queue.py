@@ -14,11 +14,14 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from znnpy.errors import Stopped
 from znnpy.patches import Column
-from znnpy.window_cover import WindowCover
+
+if TYPE_CHECKING:
+    from znnpy.run.masked_windows import MaskedWindows
+    from znnpy.window_cover import WindowCover
 
 LOOK_SECONDS = 0.5  # between looks at whether waiting still pays
 
@@ -187,7 +190,7 @@ class ColumnQueue(WorkQueue):
 class RowQueue(ColumnQueue):
     """Rows of windows, for one worker: a row that does not continue the one before computes parts of that again."""
 
-    def __init__(self, columns: WindowCover, done: Set[int] = frozenset()) -> None:
+    def __init__(self, columns: WindowCover | MaskedWindows, done: Set[int] = frozenset()) -> None:
         super().__init__(columns, done)
         self._rows = columns
         self._latest = -1  # the row that was taken before

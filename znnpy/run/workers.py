@@ -15,6 +15,7 @@ from znnpy.planner.run_plan import RunPlan
 from znnpy.run.balanced_queue import BalancedQueue, WorkerProfile
 from znnpy.run.graph_session import GraphSession
 from znnpy.run.masked import work_items
+from znnpy.run.masked_windows import MaskedWindows
 from znnpy.run.session import Session
 from znnpy.run.target import OpenTarget
 from znnpy.run.window_session import WindowSession
@@ -89,11 +90,9 @@ def queue_of(
 ) -> WorkQueue:
     """Return the queue of a run's work items; `plans` are those of its devices, by name."""
     sharing = run.sharing
-    items = run.work_items(network)
-    if isinstance(items, WindowCover):
-        return RowQueue(items, done)
     if sharing is None:
-        return ColumnQueue(work_items(run, network, wanted), done)
+        items = work_items(run, network, wanted)
+        return RowQueue(items, done) if isinstance(items, WindowCover | MaskedWindows) else ColumnQueue(items, done)
     masked = () if wanted is None else work_items(run, network, wanted)
     profiles = {name: _profile(plan, sharing, network) for name, plan in plans.items()}
     return BalancedQueue(sharing.cells, sharing.gpu.axis, profiles, done, step=sharing.gpu.patch_out, masked=masked)
