@@ -78,7 +78,7 @@ def total_weights(grid: WindowGrid, box: Box) -> NDArray[np.float32]:
     profiles = separable_weights(grid.windows)
     if profiles is not None:
         z, y, x = map(_sum_along, touching, profiles, box.lo, box.hi)
-        return (z[:, None, None] * y[:, None] * x).astype(np.float32)
+        return _outer((z, y, x))
     weights = window_weights(grid.windows)
     total = np.zeros(box.size, np.float32)
     for start in product(*touching):
@@ -88,8 +88,8 @@ def total_weights(grid: WindowGrid, box: Box) -> NDArray[np.float32]:
     return total
 
 
-def _sum_along(starts: tuple[int, ...], profile: NDArray[np.float32], lo: int, hi: int) -> NDArray[np.float64]:
-    total = np.zeros(hi - lo)
+def _sum_along(starts: tuple[int, ...], profile: NDArray[np.float32], lo: int, hi: int) -> NDArray[np.float32]:
+    total = np.zeros(hi - lo, np.float32)
     for start in starts:
         first, end = max(lo, start), min(hi, start + len(profile))
         total[first - lo : end - lo] += profile[first - start : end - start]
