@@ -15,7 +15,7 @@ from znnpy.windows.grid import WindowGrid
 from znnpy.windows.settings import Windows
 from znnpy.windows.weights import window_weights
 
-VOLUMES: tuple[Vec3, ...] = ((11, 13, 9), (3, 13, 2), (5, 6, 4))
+VOLUMES: tuple[Vec3, ...] = ((11, 13, 9), (2, 13, 3), (5, 6, 4))
 OVERLAPS = ((0.5, 0.5, 0.5), (0.25, 0.0, 0.75))
 
 

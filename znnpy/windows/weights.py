@@ -78,7 +78,7 @@ def total_weights(grid: WindowGrid, box: Box) -> NDArray[np.float32]:
     profiles = separable_weights(grid.windows)
     if profiles is not None:
         z, y, x = map(_sum_along, touching, profiles, box.lo, box.hi)
-        return (z[:, None, None] * y[:, None] * x).astype(np.float32)
+        return _outer((z, y, x))
     weights = window_weights(grid.windows)
     total = np.zeros(box.size, np.float32)
     for start in product(*touching):
@@ -88,8 +88,8 @@ def total_weights(grid: WindowGrid, box: Box) -> NDArray[np.float32]:
     return total
 
 
-def _sum_along(starts: tuple[int, ...], profile: NDArray[np.float32], lo: int, hi: int) -> NDArray[np.float64]:
-    total = np.zeros(hi - lo)
+def _sum_along(starts: tuple[int, ...], profile: NDArray[np.float32], lo: int, hi: int) -> NDArray[np.float32]:
+    total = np.zeros(hi - lo, np.float32)
     for start in starts:
         first, end = max(lo, start), min(hi, start + len(profile))
         total[first - lo : end - lo] += profile[first - start : end - start]
@@ -118,23 +118,18 @@ def _monai_gaussian(size: int, sigma: float) -> NDArray[np.float32]:
 
 
 def _nnunet_gaussian(size: Vec3, share: float) -> NDArray[np.float32]:
-    z, y, x = (_filtered_point(n, n * share) for n in size)
-    weights = (z[:, None] * y)[:, :, None] * x
-    weights /= weights.max() / NNUNET_GREATEST
+    z, y, x = (_truncated_gaussian(n, n * share) for n in size)
+    weights = (z[:, None] * y)[:, :, None] * x * NNUNET_GREATEST
     halves = weights.astype(np.float32).astype(np.float16)  # as PyTorch rounds: to single precision first
     halves[halves == 0] = halves[halves > 0].min()
     return halves.astype(np.float32)
 
 
-def _filtered_point(size: int, sigma: float) -> NDArray[np.float64]:
-    """Return what scipy's gaussian_filter makes of a line that is 1 at its voxel size // 2 and 0 elsewhere."""
-    reach = int(NNUNET_REACH * sigma + 0.5)
-    kernel = np.exp(-0.5 / sigma**2 * np.arange(-reach, reach + 1) ** 2)
-    kernel /= kernel.sum()
+def _truncated_gaussian(size: int, sigma: float) -> NDArray[np.float64]:
+    """Return what scipy's gaussian_filter makes of a point at the voxel size // 2 of a line, 1 at its greatest."""
     from_centre = np.arange(size) - size // 2
-    line = np.zeros(size)
-    within = np.abs(from_centre) <= reach
-    line[within] = kernel[from_centre[within] + reach]
+    line: NDArray[np.float64] = np.exp(-0.5 / sigma**2 * from_centre**2)
+    line[np.abs(from_centre) > int(NNUNET_REACH * sigma + 0.5)] = 0
     return line
 
 
