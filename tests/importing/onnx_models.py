@@ -111,7 +111,9 @@ def assert_same(
     back = expected.transpose([order[1:].index(letter) for letter in own])
     back = back if "z" in order else back[:, None]
     if any(isinstance(layer, OF_WHOLE_IMAGES) for layer in found.network.layers):  # refused over volumes
-        result = definition.whole(found.network, found.weights, image.transpose(1, 2, 3, 0))[0].transpose(3, 0, 1, 2)
+        result: Array = definition.whole(found.network, found.weights, image.transpose(1, 2, 3, 0))[0].transpose(
+            3, 0, 1, 2
+        )
     else:
         network = TrainedNetwork(found.network, found.weights)
         result = network(image, calibrate=False, ram="4G", threads=1)
