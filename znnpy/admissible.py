@@ -31,15 +31,13 @@ MOST_TIMES = 1024  # times as many voxels along an axis as the volume has, beyon
 VOXELS_AT_ONCE = 4096  # of a period, of which it is worked out together what they depend on
 
 
-def refuse_non_local(network: Network, *, whole_image: bool = False) -> None:
+def refuse_non_local(network: Network) -> None:
     """Raise ShapeError that names a node of which a voxel depends on the whole volume, and says what to do.
 
-    whole_image  the network is computed on images that are never divided, so that norms and global poolings may be;
-                 so are those that are computed in windows
+    Windows are never divided: norms and global poolings may depend on the whole of them.
     """
-    whole_image |= network.meaning == "windows"
     for node in network.nodes:
-        if isinstance(node.layer, OF_WHOLE_IMAGES) and not whole_image:
+        if isinstance(node.layer, OF_WHOLE_IMAGES) and network.meaning != "windows":
             raise ShapeError(
                 f"every voxel of node {node.name} ({node.layer}) depends on the whole image, so that the network over "
                 f"a volume has no result that patches can give; compute it in windows, with {option('window')} and "
@@ -114,12 +112,9 @@ def _check_reflects(name: str, layer: Layer, axis: int, n: int) -> None:
                 )
 
 
-def geometry_of(network: Network, volume: Vec3, *, whole_image: bool = False) -> Geometry:
-    """Return the geometry over a volume; ShapeError if a node gets no voxel, or sizes or lattices do not meet.
-
-    whole_image  as for `refuse_non_local`
-    """
-    refuse_non_local(network, whole_image=whole_image)
+def geometry_of(network: Network, volume: Vec3) -> Geometry:
+    """Return the geometry over a volume; ShapeError if a node gets no voxel, or sizes or lattices do not meet."""
+    refuse_non_local(network)
     sizes: list[Vec3] = [volume]
     steps: list[tuple[Fraction, ...]] = [(Fraction(1),) * 3]
     layers: list[Layer] = []
@@ -200,15 +195,13 @@ class LatticeError(ShapeError):
         )
 
 
-def admissible(network: Network, volume: Vec3, *, whole_image: bool = False) -> Geometry:
+def admissible(network: Network, volume: Vec3) -> Geometry:
     """Return the geometry over the smallest volume that holds `volume` and that the network admits.
 
     Each axis grows at its far face by less than a period. ShapeError if no size within a period will do, if the
     network refuses to be padded, or if the volume is smaller than a period.
-
-    whole_image  as for `refuse_non_local`
     """
-    period = period_of(network, whole_image=whole_image)
+    period = period_of(network)
     size, error = list(volume), None
     for axis in range(3):
         for more in range(period[axis]):
@@ -237,7 +230,7 @@ def admissible(network: Network, volume: Vec3, *, whole_image: bool = False) -> 
                 f"the volume of {text(volume)} voxels is smaller than one period of {network.name}, "
                 f"{text(period)} voxels, along {short[0]}; give a larger volume"
             )
-    return geometry_of(network, grown, whole_image=whole_image)
+    return geometry_of(network, grown)
 
 
 def check_axis(network: Network, axis: int, n: int) -> None:
@@ -299,12 +292,9 @@ def lattices_of(network: Network) -> tuple[tuple[Fraction, Fraction, Fraction], 
     return tuple(steps)
 
 
-def period_of(network: Network, *, whole_image: bool = False) -> Vec3:
-    """Return voxels of the input after which the network does the same again, whatever the volume.
-
-    whole_image  as for `refuse_non_local`
-    """
-    refuse_non_local(network, whole_image=whole_image)
+def period_of(network: Network) -> Vec3:
+    """Return voxels of the input after which the network does the same again, whatever the volume."""
+    refuse_non_local(network)
     return vector(lcm(*(step[axis].numerator for step in lattices_of(network))) for axis in range(3))
 
 

@@ -77,15 +77,10 @@ class TurnedGraph:
 
     @staticmethod
     @lru_cache(maxsize=16)
-    def of(
-        network: Network, volume: Vec3, axis: int, precision: Precision = "fp32", *, whole_image: bool = False
-    ) -> TurnedGraph:
-        """Return the graph of a network over a volume, padded to what the network admits.
-
-        whole_image  the volume is an image that is never divided: one patch covers it
-        """
+    def of(network: Network, volume: Vec3, axis: int, precision: Precision = "fp32") -> TurnedGraph:
+        """Return the graph of a network over a volume, padded to what the network admits."""
         made = lowered(network.turned(axis))
-        geometry = admissible(made.network, turned(volume, axis), whole_image=whole_image)
+        geometry = admissible(made.network, turned(volume, axis))
         return TurnedGraph(made, geometry, axis, operations(geometry.network), precision)
 
     def shape_of(self, operation: Operation, region: Region, windows: Region | None = None) -> LayerShape:

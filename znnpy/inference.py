@@ -34,7 +34,7 @@ from znnpy.planner.run_plan import RunPlan
 from znnpy.report.plan_text import predicted
 from znnpy.report.run_report import Report
 from znnpy.run import pipeline
-from znnpy.run.asked import devices_asked
+from znnpy.run.asked import devices_asked, devices_for
 from znnpy.run.choice import Work, choose, forgetful, given_plan, smaller_plan
 from znnpy.run.masked import MaskedColumns, MaskedOutput, work_items
 from znnpy.run.masked_windows import MaskedWindows
@@ -105,9 +105,10 @@ def infer_as_asked(asked: InferOptions) -> Report:
             f"{option('output_dtype', 'float16')}"
         )
     store = CostStore(asked.costs, calibrate=asked.calibrate)
-    devices = devices_asked(asked)
-    devices = replace(devices, device=store.meant(devices.device))
+    devices_asked(asked)  # conflicting options are refused before the network is read
     named = read_asked(asked.network, asked)
+    devices = devices_for(named.network, asked)
+    devices = replace(devices, device=store.meant(devices.device))
     trained = load_trained(named, asked.weights, asked.ram)
     inputs: dict[str, Path | Collection[Path] | None] = {
         "volume": path_of(volume),

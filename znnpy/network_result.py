@@ -1,4 +1,4 @@
-"""What is written of the maps that a network gives at a voxel: these maps, a function of them, or labels."""
+"""Say what is written of the maps that a network gives at a voxel: these maps, a function of them, or labels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_LABELS = 2**8  # they are written as uint8
 
 @dataclass(frozen=True, slots=True)
 class NetworkResult:
-    """What is written of the maps of an output.
+    """The result that is written of the maps of an output.
 
     kind   maps: the maps; softmax, sigmoid: the function of them; labels: the number of the largest map; above: for
            each map 1 where it is above its threshold, else 0

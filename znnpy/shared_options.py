@@ -257,7 +257,7 @@ class WindowOptions(MeaningOption):
 
     @property
     def result(self) -> NetworkResult:
-        """What is written of the maps."""
+        """The result that is written of the maps."""
         above = (self.threshold,) if isinstance(self.threshold, int | float) else tuple(self.threshold)
         thresholds = tuple(map(float, above)) if self.output == "above" else ()
         return NetworkResult(self.output, thresholds, self.ensemble == "probabilities")

@@ -49,7 +49,7 @@ class Line:
 
     @cached_property
     def _ends(self) -> tuple[int, ...]:
-        """Where the voxels begin that no window up to each one finishes; the last end is `hi`."""
+        """The voxel with which each window begins to finish some; the last one is `hi`."""
         inner = (min(max(start, self.lo), self.hi) for start in self.starts[1:])
         return (self.lo, *inner, self.hi)
 

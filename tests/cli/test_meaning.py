@@ -102,8 +102,8 @@ def test_python_takes_the_meaning(place: Place) -> None:
     report = znnpy.infer(place.volume, path, meaning="whole", plan=plan, out=place.out, calibrate=False, border="valid")
     assert report.voxels == np.prod(plan.output) == np.prod(defined(place).shape[1:])
     assert verify(place.out, place.volume, network=path, meaning="whole", samples=50).meaning == "whole"
-    with pytest.raises(ValueError, match="there is no meaning 'windows'; choose one of sliding, whole"):
-        znnpy.plan(path, meaning="windows")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="there is no meaning 'half'; choose one of sliding, whole, windows"):
+        znnpy.plan(path, meaning="half")  # type: ignore[arg-type]
 
 
 def test_graph_and_plan_say_it(place: Place) -> None:
@@ -126,8 +126,8 @@ def test_a_network_file_may_name_it(place: Place) -> None:
     assert place.infer("--no-calibrate").exit_code == 0
     assert_close(place.prediction(), defined(place))
     assert read_network(place.folder / "net.yaml", "sliding").network.meaning == "sliding"
-    assert "meaning is 'windows', but must be one of sliding, whole" in place.refusal(
-        "graph", place.write_network(meaning="windows")
+    assert "meaning is 'half', but must be one of sliding, whole, windows" in place.refusal(
+        "graph", place.write_network(meaning="half")
     )
 
 

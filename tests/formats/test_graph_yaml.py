@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -334,6 +335,6 @@ def test_graph_that_does_not_fit_is_refused_in_one_sentence(content: str, messag
 def test_layers_of_whole_images_are_read_and_refused_by_name_later(tmp_path: Path) -> None:
     network = read(tmp_path, net("- {name: n1, type: instance_norm}\n- {name: c, type: conv, kernel: 1, out: 1}"))
     with pytest.raises(ShapeError, match=r"every voxel of node n1 \(instance_norm\) depends on the whole image"):
-        period_of(network)
+        period_of(replace(network, asked_meaning="whole"))
     gate = net("- {name: g, type: global_pool}\n- {name: m, type: multiply, from: [input, g]}")
     assert read(tmp_path, gate).layers[0] == GlobalPool()

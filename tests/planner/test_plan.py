@@ -261,10 +261,10 @@ def test_cut_off_plan_is_refused(plan: RunPlan, share: float) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[]", "this is no plan file, and this version reads format 12"),
+        ("[]", "this is no plan file, and this version reads format 13"),
         ("{}", "this is no plan file"),
-        ('{"format": 2}', "this is a plan file of format 2, and this version reads format 12"),
-        ('{"format": 13}', "this is a plan file of format 13, and this version reads format 12"),
+        ('{"format": 2}', "this is a plan file of format 2, and this version reads format 13"),
+        ('{"format": 14}', "this is a plan file of format 14, and this version reads format 13"),
         ("[" * 100_000, "nested too deeply"),
         (f'{{"format": 6, "column": 1{"0" * 5000}}}', "a number has thousands of digits"),
     ],

@@ -108,16 +108,15 @@ NETWORKS = {"unet": UNET, "excited": EXCITED, "pyramid": PYRAMID, "cropped": CRO
 def whole_images(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let plans be made for networks that are computed on whole images."""
 
-    def refuse(network: Network, *, whole_image: bool = False) -> None:
-        del whole_image
-        refuse_non_local(network, whole_image=True)
+    def refuse(network: Network) -> None:
+        refuse_non_local(replace(network, asked_meaning="windows"))
 
     monkeypatch.setattr(admissible_module, "refuse_non_local", refuse)
     TurnedGraph.of.cache_clear()
 
 
 def case_of(layers: list[Given], size: Vec3, output: list[str] | None = None) -> Case:
-    network = network_of("given", 1, layers, None, output)
+    network = replace(network_of("given", 1, layers, None, output), asked_meaning="whole")
     volume = np.random.default_rng(3).standard_normal((1, *size)).astype(np.float32)
     return Case(3, network, weights_of(network, 3), volume)
 
@@ -125,7 +124,7 @@ def case_of(layers: list[Given], size: Vec3, output: list[str] | None = None) ->
 def in_one_patch(one: Case, table: Sequence[Primitive] = CPU, target: Target = HERE) -> list[Maps]:
     """Return the outputs of a session with one patch, (maps, z, y, x), computed with some primitives."""
     region, *others = (Box((0, 0, 0), one.geometry.size(tensor)) for tensor in one.network.outputs)
-    periods = TurnedGraph.of(one.network, one.size, 0, "fp32", whole_image=True).periods
+    periods = TurnedGraph.of(one.network, one.size, 0, "fp32").periods
     plan = planned(one.network, one.size, region, periods, table=table, others=tuple(others), target=target)
     assert len(list(plan.graph_cover(one.network))) == 1
     assert plan.precision == target.precision
@@ -170,7 +169,7 @@ def test_outputs_may_be_of_one_voxel_and_of_many() -> None:
 
 def test_norm_factors_and_function_are_one_operation() -> None:
     network = network_of("given", 1, UNET)
-    graph = TurnedGraph.of(network, (8, 16, 16), 0, whole_image=True)
+    graph = TurnedGraph.of(network, (8, 16, 16), 0)
     region = [graph.geometry.axes[axis].regions([*graph.wanted(axis, 0, 100)]) for axis in range(3)]
     shapes = [
         graph.shape_of(one, (region[0][one.tensor], region[1][one.tensor], region[2][one.tensor]))
@@ -188,7 +187,7 @@ def test_norm_factors_and_function_are_one_operation() -> None:
 
 def test_one_voxel_counts_for_all_without_a_copy() -> None:
     network = network_of("given", 1, EXCITED)
-    graph = TurnedGraph.of(network, (6, 8, 10), 0, whole_image=True)
+    graph = TurnedGraph.of(network, (6, 8, 10), 0)
     region = [graph.geometry.axes[axis].regions([*graph.wanted(axis, 0, 100)]) for axis in range(3)]
     shapes = [
         graph.shape_of(one, (region[0][one.tensor], region[1][one.tensor], region[2][one.tensor]))
@@ -203,7 +202,7 @@ def test_one_voxel_counts_for_all_without_a_copy() -> None:
 
 def test_every_voxel_needs_the_whole_image() -> None:
     network = network_of("given", 1, [*UNET, Given(Crop((2, 2, 2), (3, 3, 3)), "cut")])
-    geometry = admissible(network, (12, 16, 16), whole_image=True)
+    geometry = admissible(network, (12, 16, 16))
     for axis, size in zip(geometry.axes, (12, 16, 16), strict=True):
         regions = axis.regions([Interval(1, 2)])
         many = of_ranges(axis, [[Interval(1, 2)], [Interval(3, 5)]])
@@ -216,7 +215,7 @@ def test_every_voxel_needs_the_whole_image() -> None:
 
 def test_networks_over_volumes_refuse_them_still() -> None:
     for layers, node in ((UNET, "top.norm"), (EXCITED, "first.norm"), (POOLED, "pooled")):
-        network = network_of("given", 1, layers)
+        network = replace(network_of("given", 1, layers), asked_meaning="whole")
         for refused in (admissible, geometry_of):
             with pytest.raises(ShapeError, match=f"every voxel of node {node} .* depends on the whole image"):
                 refused(network, (8, 16, 16))
@@ -225,9 +224,10 @@ def test_networks_over_volumes_refuse_them_still() -> None:
 
 
 def test_aligned_corners_are_refused_for_whole_images_too() -> None:
-    network = network_of("given", 1, [Given(Pool((2, 2, 2))), Given(Upsample((2, 2, 2), None, "linear", True))])
+    layers = [Given(Pool((2, 2, 2))), Given(Upsample((2, 2, 2), None, "linear", True))]
+    network = replace(network_of("given", 1, layers), asked_meaning="windows")
     with pytest.raises(ShapeError, match="align_corners"):
-        admissible(network, (8, 8, 8), whole_image=True)
+        admissible(network, (8, 8, 8))
 
 
 def test_image_of_one_voxel_joins_no_image_but_by_sums_and_products() -> None:

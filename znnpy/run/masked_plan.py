@@ -52,7 +52,13 @@ def fitted_to_mask(made: RunPlan, request: PlanRequest, costs: CostModel, wanted
     request  that it was made for
     """
     network, best = request.network, with_mask(made, request.network, wanted)
-    if wanted is None or made.main.sums is not None or request.constraints.patch is not None or best.sharing is not None or best.seconds < LONG_RUN:
+    if (
+        wanted is None
+        or made.main.sums is not None
+        or request.constraints.patch is not None
+        or best.sharing is not None
+        or best.seconds < LONG_RUN
+    ):
         return best
     tried = _Tried(best, request, costs, wanted)
     tried.all(_halved(made, network))

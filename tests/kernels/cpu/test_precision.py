@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 
 from znnpy.graph_shapes import (
+    GlobalPoolShape,
     GraphConvShape,
+    NormShape,
     PadShape,
     PointShape,
     TransposeShape,
@@ -32,6 +34,8 @@ SHAPES: tuple[LayerShape, ...] = (
     GraphConvShape((16,), 8, (12, 13, 14), (3, 2, 3), stride=(2, 1, 2), dilation=(1, 2, 1)),
     GraphConvShape((16,), 16, (12, 13, 14), (3, 2, 3), groups=16),
     TransposeShape(16, 8, (5, 6, 7), (10, 12, 7), (2, 3, 1), (0, 0, 0), (2, 2, 1)),
+    NormShape(8, (5, 7, 9), 8),
+    GlobalPoolShape(8, (5, 7, 9)),
     WindowPoolShape(8, (5, 7, 9), (2, 3, 2), (2, 1, 2)),
     WindowPoolShape(8, (5, 7, 9), (2, 3, 2), (2, 1, 2), "average"),
     UpsampleShape(8, (5, 6, 7), (10, 12, 7), (2, 2, 1), (0, 0, 0)),
