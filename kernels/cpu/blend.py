@@ -1,4 +1,4 @@
-"""Add the results of windows, times their weights, to sums."""
+"""Add the results of windows, times their weights, to sums, and divide these by the sums of the weights."""
 
 from __future__ import annotations
 
@@ -31,6 +31,18 @@ class _Blend(ctypes.Structure):
         ),
         ("share", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in ("sums", "values", "weights")),
+    )
+
+
+class _Mean(ctypes.Structure):
+    """The arguments of a call: struct BlendedMean in blend.hpp."""
+
+    _fields_ = (
+        ("n", ctypes.c_int64 * 2),
+        ("maps", ctypes.c_int64),
+        *((f"{array}_{step}", ctypes.c_int64) for array in ("sums", "totals") for step in ("row", "voxel")),
+        *((f"out_{step}", ctypes.c_int64) for step in ("map", "row", "voxel")),
+        *((name, ctypes.c_void_p) for name in ("sums", "totals", "out")),
     )
 
 
@@ -72,3 +84,24 @@ def add_in_numpy(sums: Array, values: Array, weights: npt.NDArray[np.float32], s
         part = slice(first, first + rows)
         products = np.multiply(values[part], weights[part, :, None] * np.float32(share), dtype=np.float32)
         np.add(sums[part], products, out=sums[part], dtype=np.float32, casting="unsafe")
+
+
+def write_mean(sums: Array, totals: npt.NDArray[np.float32], out: npt.NDArray[np.float32]) -> None:
+    """Write `sums / totals`, map by map, in compiled code where it is there.
+
+    sums    (y, x, maps) float32, with the maps of a voxel next to each other
+    totals  (y, x) float32, any strides
+    out     (maps, y, x) float32, any strides
+    """
+    if why_not(this_machine()) is not None:
+        np.divide(np.moveaxis(sums, 2, 0), totals, out=out)
+        return
+    height, width, maps = sums.shape
+    assert maps == 1 or sums.strides[2] == 4, "the maps of a voxel are next to each other"
+    call = _Mean(
+        (ctypes.c_int64 * 2)(height, width),
+        maps,
+        *(stride // 4 for stride in (*sums.strides[:2], *totals.strides, *out.strides)),
+        *(array.ctypes.data for array in (sums, totals, out)),
+    )
+    library(this_machine().simd).znnpy_blended_mean(ctypes.byref(call))

@@ -24,12 +24,14 @@ def compute_units(
     out: Array,
     pool: ThreadPool,
     buffers: Bytes | None = None,
+    least: int = 1,
 ) -> None:
     """Call a function of the library for all units; ValuesOverflowError if it counts results that are not finite.
 
     function   takes the arguments, a worker's buffer if there are any, the first unit and the one behind the last
     most       units of a call; the stop flag is checked between calls
     buffers    one row for each worker
+    least      units that are worth the cost of giving them to a thread
     """
     bad = [0] * pool.threads
 
@@ -40,7 +42,7 @@ def compute_units(
             last = ctypes.c_int64(min(hi, first + most))
             bad[worker] += function(ctypes.byref(arguments), *buffer, ctypes.c_int64(first), last) or 0
 
-    pool.each(piece, units)
+    pool.each(piece, units, least=least)
     if sum(bad):
         raise overflow(sum(bad), out.size)
 

@@ -43,6 +43,7 @@ Shape = NormShape | GlobalPoolShape
 SPARE = 16  # floats behind each array of a buffer, as in norm.cpp
 ROW_FLOATS = 128  # least floats that are summed up apart from each other
 BLOCK_FLOATS, LEAST_VOXELS = 4096, 32  # about a block, and voxels that it has at least: joining it costs as much as one
+LEAST_VALUES = 2**16  # that are worth the cost of giving them to a thread
 UNITS = 256  # most parts of an image with moments of their own
 CALL_BYTES = 2**15  # Python memory and stack of calls into the library, per worker
 CALL_VALUES = 2**24  # read by one call into the library; the stop flag is checked between calls
@@ -173,7 +174,8 @@ class _Step:
     def _compute(self, function: Any, p: _Norm, out: Array, scratch: Mapping[str, Bytes]) -> None:
         b = self._blocks
         buffers = scratch["rows"].reshape(-1, b.worker_bytes)
-        compute_units(function, p, b.units, b.calls, out, self._pool, buffers)
+        least = max(-(-LEAST_VALUES // (b.unit * self._f)), -(-b.units // self._pool.threads))
+        compute_units(function, p, b.units, b.calls, out, self._pool, buffers, least)
 
 
 class _NormStep(_Step):

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from znnpy.kernels.cpu.activations import activate_rows
+from znnpy.kernels.cpu.blend import write_mean
 from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.network import Network
 from znnpy.network_result import NetworkResult
@@ -22,23 +23,28 @@ Array = npt.NDArray[Any]
 def store_result(sums: Array, totals: npt.NDArray[np.float32], out: Voxels, network: Network, pool: ThreadPool) -> None:
     """Write the result of some voxels.
 
-    sums    (z, y, x, maps) float32, where members of an ensemble are blended apart those of each; overwritten
+    sums    (z, y, x, maps) float32, where members of an ensemble are blended apart those of each; may be overwritten
     totals  (z, y, x) float32, the sums of the weights
     out     (maps of the result, z, y, x); float32, float16 or uint8 as `store_voxels` converts them; labels and what is
             above a threshold are whole numbers of its dtype
     """
     rows = max(1, BLOCK_BYTES // max(1, FLOAT32 * prod(sums.shape[2:])))
 
+    at_once = network.result.kind == "maps" and out.dtype == np.float32
+
     def piece(lo: int, hi: int, worker: int) -> None:
         del worker
         for z in range(lo, hi):
+            if at_once:
+                write_mean(sums[z], totals[z], out[:, z])
+                continue
             for first in range(0, sums.shape[1], rows):
                 part = slice(first, first + rows)
                 mean = sums[z : z + 1, part]
                 np.divide(mean, totals[z : z + 1, part, :, None], out=mean)
                 _write(_probabilities(mean, network), out[:, z : z + 1, part], network.result)
 
-    pool.each(piece, sums.shape[0])
+    pool.each(piece, sums.shape[0], least=max(1, -(-sums.shape[0] // pool.threads)))
 
 
 def _probabilities(mean: Array, network: Network) -> Array:

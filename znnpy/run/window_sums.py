@@ -89,9 +89,14 @@ class WindowSums:
                 self._plane(z + begin)[kept] = 0
 
         begin = max(end, done.hi)
-        self._pool.each(take, done.size)
-        self._pool.each(clear, max(0, covered.hi - begin))  # these take the places of planes taken out
+        self._pool.each(take, done.size, least=self._least(done.size))
+        planes = max(0, covered.hi - begin)
+        self._pool.each(clear, planes, least=self._least(planes))  # these take the places of planes taken out
         self._ends[kept] = covered.hi
+
+    def _least(self, planes: int) -> int:
+        """Return how many planes a thread takes: a few calls cost less than many."""
+        return max(1, -(-planes // self._pool.threads))
 
     def _plane(self, z: int) -> Array:
         """Return where a plane is kept."""
@@ -126,7 +131,7 @@ class WindowSums:
                     )
                     add_weighted(target, result[mine], weights[mine], share)
 
-        self._pool.each(piece, planes.size)
+        self._pool.each(piece, planes.size, least=self._least(planes.size))
 
     def finished(self) -> Iterator[tuple[Interval, Array]]:
         """Yield the lines along the second axis that the window finishes, and their sums (z, y, x, maps)."""

@@ -1,4 +1,4 @@
-// The arguments of znnpy_blend.
+// The arguments of znnpy_blend and znnpy_blended_mean.
 #pragma once
 #include "vector.hpp"
 
@@ -14,6 +14,15 @@ struct Blend {
   float *sums;
   const void *values;
   const float *weights;
+};
+
+// Divides sums (y, x, maps) by totals (y, x), and writes the means as maps (maps, y, x). Strides are in elements, and the
+// maps of a voxel of the sums are next to each other.
+struct BlendedMean {
+  int64_t n[2], maps;
+  int64_t sums_row, sums_voxel, totals_row, totals_voxel, out_map, out_row, out_voxel;
+  const float *sums, *totals;
+  float *out;
 };
 
 }  // namespace znnpy

@@ -90,7 +90,15 @@ def library(simd: str) -> ctypes.CDLL:
     loaded.znnpy_direct_pool.restype = ctypes.c_int64
     loaded.znnpy_direct_padded.restype = ctypes.c_int64
     loaded.znnpy_pool.restype = None
-    for function in ("activate", "blend", "window_pool", "upsample_nearest", "upsample_linear", "moments"):
+    for function in (
+        "activate",
+        "blend",
+        "blended_mean",
+        "window_pool",
+        "upsample_nearest",
+        "upsample_linear",
+        "moments",
+    ):
         getattr(loaded, f"znnpy_{function}").restype = None
     for function in ("point", "depthwise", "strided", "phases", "transpose", "norm"):
         getattr(loaded, f"znnpy_{function}").restype = ctypes.c_int64

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from znnpy.kernels.cpu.blend import add_in_numpy, add_weighted
+from znnpy.kernels.cpu.blend import add_in_numpy, add_weighted, write_mean
 from znnpy.kernels.cpu.native.library import why_not
 from znnpy.machine import this_machine
 
@@ -42,6 +42,21 @@ def test_sums_in_half_precision_are_rounded_once_for_each_window() -> None:
     wanted = (sums.astype(np.float32) + values * weights[..., None]).astype(np.float16)
     add_weighted(sums, values, weights)
     np.testing.assert_array_equal(sums, wanted)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("size", SIZES)
+def test_means(size: tuple[int, int, int], compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not compiled:
+        monkeypatch.setattr("znnpy.kernels.cpu.blend.why_not", lambda machine: "for the test")
+    rng = np.random.default_rng(5)
+    y, x, maps = size
+    sums = rng.standard_normal((y + 1, x + 2, maps + 1)).astype(np.float32)[1:, 2:, :maps]
+    totals = rng.random((x, y), np.float32).T + np.float32(0.1)
+    out = np.full((maps, x, y + 1), np.nan, np.float32).transpose(0, 2, 1)
+    write_mean(sums, totals, out[:, :y])
+    np.testing.assert_allclose(out[:, :y], np.moveaxis(sums / totals[..., None], 2, 0), rtol=1e-6)
+    assert np.isnan(out[:, y:]).all()
 
 
 def test_the_compiled_function_is_tested_where_it_is_there() -> None:
