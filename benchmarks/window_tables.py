@@ -11,9 +11,9 @@ from benchmarks.harness.results import Program, Result, Results, Row, ratio_of
 COMMAND = "windows"
 OURS = "znnpy"
 PEERS_LEGEND = (
-    "*from an array to an array; planning counts for znnpy; seconds: median of the runs; znnpy faster by: in the same "
-    "precision, bold where every round agrees; difference: the largest one from PyTorch in fp32, relative to its "
-    "largest value*"
+    "*from an array to an array; s: median of the runs; of planning: the part in which znnpy plans and prepares "
+    "weights, which counts; znnpy faster by: in the same precision, bold where every round agrees; difference: the "
+    "largest one from PyTorch in fp32, relative to its largest value*"
 )
 OPERATIONS_LEGEND = "*seconds of one window, of a run that is traced; load and store: voxels in and out of the network*"
 MEMORY_LEGEND = (
@@ -31,20 +31,21 @@ def peers_table(results: Results) -> str:
         for case, rows in result.cases("peers"):
             ours = {_precision(row): row for row in rows if row.subject.startswith(OURS) and row.values}
             lines += [_peer(case, row, ours, exact.get((case, row.subject))) for row in rows]
-        head = ("network", "", "voxels/s", "s", "windows", "memory", "znnpy faster by", "difference")
+        head = ("network", "", "voxels/s", "s", "of planning", "windows", "memory", "znnpy faster by", "difference")
         parts.append(f"{markdown.table(head, lines, left=2)}\n\n{PEERS_LEGEND}")
     return markdown.sections(found, parts, COMMAND, ("peers", "exactness"))
 
 
 def _peer(case: str, row: Row, ours: Mapping[str, Row], exact: Row | None) -> tuple[str, ...]:
     if not row.values:
-        return (case, row.subject, row.failure or "", "", "", "", "", "")
-    mine = ours.get(_precision(row))
+        return (case, row.subject, row.failure or "", "", "", "", "", "", "")
+    mine, stages = ours.get(_precision(row)), row.facts.get("stage_seconds")
     return (
         case,
         row.subject,
         markdown.speed(row.median),
         markdown.number(median(row.facts["seconds"])),
+        "-" if stages is None else markdown.number(stages["planning"] + stages["preparing"]),
         str(row.facts["windows"]),
         f"{row.facts['peak_bytes'] / 2**20:,.0f} MiB",
         "-" if mine is None or mine is row else _times(mine, row),
@@ -54,7 +55,8 @@ def _peer(case: str, row: Row, ours: Mapping[str, Row], exact: Row | None) -> tu
 
 def _times(mine: Row, row: Row) -> str:
     ratio = ratio_of(mine.values, row.values)
-    return f"**{markdown.times(ratio.median)}**" if ratio.is_clear else markdown.times(ratio.median)
+    agreed = ratio.is_clear and min(len(mine.values), len(row.values)) > 1
+    return f"**{markdown.times(ratio.median)}**" if agreed else markdown.times(ratio.median)
 
 
 def _precision(row: Row) -> str:
@@ -95,7 +97,7 @@ def memory_table(results: Results) -> str:
             lines.append((row.case, row.subject, markdown.number(row.median), held, logits))
         head = ("network", "", "s", "memory", "logits")
         parts.append(f"{markdown.table(head, lines, left=2)}\n\n{MEMORY_LEGEND}")
-    return markdown.sections(found, parts, COMMAND, ("memory",))
+    return markdown.sections(found, parts, f"{COMMAND} --group memory", ("memory",))
 
 
 def headline(result: Result) -> str:

@@ -90,7 +90,8 @@ def test_spans_have_the_kind_of_their_primitive() -> None:
 def test_tables_tell_ratios_differences_and_failures() -> None:
     case, facts = "net 1x2x3, 2 threads", {"windows": 4, "peak_bytes": 2**30}
     rows = [
-        Row("peers", case, "znnpy fp32", "voxels/s", (4e6, 4e6), facts={**facts, "seconds": [1.0, 1.0]}),
+        Row("peers", case, "znnpy fp32", "voxels/s", (4e6, 4e6),
+            facts={**facts, "seconds": [1.0, 1.0], "stage_seconds": {"planning": 0.25, "preparing": 0.25}}),
         Row("peers", case, "MONAI, PyTorch fp32", "voxels/s", (2e6, 2e6), facts={**facts, "seconds": [2.0, 2.0]}),
         Row("peers", case, "MONAI, OpenVINO", "voxels/s", failure="OpenVINO cannot be imported"),
         Row("exactness", case, "znnpy fp32", "relative to the largest", (1.5e-6,)),
@@ -103,8 +104,8 @@ def test_tables_tell_ratios_differences_and_failures() -> None:
     ]  # fmt: skip
     result = Result("windows", "here", HEADER, rows)
     peers, operations, memory = (make({"windows": [result]}) for make in PROGRAM.tables.values())
-    assert f"| {case} | znnpy fp32 | 4.00 M | 1.00 | 4 | 1,024 MiB | - | 1.5e-06 |" in peers
-    assert f"| {case} | MONAI, PyTorch fp32 | 2.00 M | 2.00 | 4 | 1,024 MiB | **2x** | - |" in peers
+    assert f"| {case} | znnpy fp32 | 4.00 M | 1.00 | 0.5 | 4 | 1,024 MiB | - | 1.5e-06 |" in peers
+    assert f"| {case} | MONAI, PyTorch fp32 | 2.00 M | 2.00 | - | 4 | 1,024 MiB | **2x** | - |" in peers
     assert "OpenVINO cannot be imported" in peers
     assert f"| {case}, fp32 | conv | 22 | 3.00 | 75% |" in operations
     assert "DeviceError" in operations
