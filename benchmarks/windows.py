@@ -75,8 +75,8 @@ class Subject:
 class Asked:
     """The options of the command line.
 
-    size      of the volume of the peers; None: that of the network
-    planes    of the volume for labels; None: all of the network's
+    size      of every volume; None: that of the network
+    planes    of the volume for labels; None: as many as `size` has
     windows   the most that a run of the peers computes; None: all
     """
 
@@ -189,7 +189,8 @@ class Bench:
     def memory(self) -> Iterator[list[Row]]:
         """Yield the seconds of labels of many classes from file to file, with the peak of memory beside the promise."""
         net = NETS[self._asked.networks["memory"]]
-        size = (self._asked.planes or net.size[0], net.size[1], net.size[2])
+        planes, *across = self._asked.size or net.size
+        size = (self._asked.planes or planes, across[0], across[1])
         logits = FLOAT16 * net.classes * prod(size)
         run_child(f"{CHILDREN}:write_volume", self._request("memory", size, "fp32"), seconds=RUN_SECONDS)
         for precision in self._asked.precisions:
@@ -208,9 +209,11 @@ class Bench:
     "--group", "-g", "groups", multiple=True, type=click.Choice(list(GROUPS)),
     help="Measure only these; repeatable [default: peers and operations: the volume of memory takes an hour].",
 )  # fmt: skip
-@click.option("--size", type=int, nargs=3, help="Voxels z y x of the volume of peers [default: 192 256 256].")
+@click.option(
+    "--size", type=int, nargs=3, help="Voxels z y x of every volume [default: 192 256 256; 400 512 512 of memory]."
+)
 @click.option("--windows", type=click.IntRange(1), help="Shorten the volume of peers to so many windows.")
-@click.option("--planes", type=click.IntRange(1), help="Planes of the volume of memory [default: 400, of 512x512].")
+@click.option("--planes", type=click.IntRange(1), help="Planes of the volume of memory [default: all].")
 @click.option(
     "--precision", "precisions", multiple=True, type=click.Choice(["fp32", "bf16"]),
     help="Of all subjects; repeatable [default: fp32, and bf16 where the processor multiplies it].",
