@@ -1,4 +1,4 @@
-"""Run a benchmark: `python -m benchmarks layers|networks|graphs|units|planner|io|masks|papers|tables`."""
+"""Run a benchmark: `python -m benchmarks layers|networks|graphs|windows|units|planner|io|masks|papers|tables`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ PROGRAMS = {
     "layers": "How fast is one layer, by every method and in PyTorch?",
     "networks": "How fast is a whole network, in every mode and in PyTorch? How exact?",
     "graphs": "How fast are U-Nets over a volume, within memory, and in PyTorch?",
+    "windows": "How fast are U-Nets in windows with half overlap, beside MONAI with PyTorch and OpenVINO?",
     "planner": "Are predictions and choices of the planner right, and how long does planning take?",
     "units": "How fast are convolutions on AMX and AVX512-BF16, and in PyTorch?",
     "tiled_products": "How fast are products of spectra on AMX and AVX512-BF16, beside float32?",
