@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import product
 from math import prod
 from typing import NamedTuple
 
@@ -25,7 +26,9 @@ MOST_ROWS, MOST_RUN = 32, 128  # places of a unit of work along y and x
 MOST_PLANES = 64  # as in bf16_conv.cpp
 FOLD_MAPS = 16  # most maps of an input whose taps are gathered
 UNITS_A_THREAD = 4  # units of work for each thread, so that all end at about the same time
-LEAST_THICK = 4  # places along z of a unit, for each plane that a place reads
+THICK = (4, 1, 0)  # places along z of a unit, for each plane that a place reads; 0: one place
+KERNELS_BYTES = 2**20  # of kernels, beyond which they do not stay in L2, ..
+KERNELS_SPEED = 8.0  # .. and of which so many bytes a cycle come from the cache behind it, for each unit of work anew
 POINTER = 8  # bytes
 
 
@@ -76,13 +79,17 @@ def folds(problem: Problem, words: int, unit: str) -> bool:
 
 @lru_cache(maxsize=1024)
 def division(problem: Problem, words: int, fold: bool, unit: str, threads: int) -> Division:
-    """Return the division that takes the least cycles with its ring in L2; if none has, that of the smallest ring."""
+    """Return the division that takes the least time with its ring in L2; if none has, that of the smallest ring.
+
+    The time is that until the last thread ends: small images are cut into thinner units, so that every thread has some.
+    """
     best: tuple[tuple[bool, float], Division] | None = None
     (_, along_y, along_x), (_, wy, wx), (_, by, bx) = problem.windows, problem.kept, problem.before
     for rows in _sizes(along_y + by, MOST_ROWS, wy):
-        for run in _sizes(along_x + bx, MOST_RUN, wx):
-            found = _division(problem, words, fold, unit, threads, rows, run)
+        for run, thick in product(_sizes(along_x + bx, MOST_RUN, wx), THICK):
+            found = _division(problem, words, fold, unit, threads, rows, run, thick)
             cycles = found.multiplied * products_of(words) * STEP_CYCLES[unit] + found.packed
+            cycles *= -(-found.units // threads) * threads / found.units
             large = found.worker_bytes > RING_BYTES
             key = (True, float(found.worker_bytes)) if large else (False, cycles)
             if best is None or key < best[0]:
@@ -101,14 +108,16 @@ def _sizes(count: int, most: int, window: int) -> list[int]:
     return sorted({-(-size // window) * window for size in sizes})
 
 
-def _division(problem: Problem, words: int, fold: bool, unit: str, threads: int, rows: int, run: int) -> Division:
-    """Return the division into units of so many windows along y and x."""
+def _division(
+    problem: Problem, words: int, fold: bool, unit: str, threads: int, rows: int, run: int, thick: int
+) -> Division:
+    """Return the division into units of so many windows along y and x; `thick` is one of THICK."""
     pz, py, px = problem.pool
     high, wide, size = rows + py - 1, run + px - 1, ROWS[unit]  # high, wide: places of a unit
     (planes, along_y, along_x), (bz, by, bx) = problem.windows, problem.before
     columns = problem.images * -(-(along_y + by) // rows) * -(-(along_x + bx) // run)
     depths = [reach[0] + 1 for reach in problem.reach]
-    parts = min(max(1, -(-UNITS_A_THREAD * threads // columns)), max(1, planes // (LEAST_THICK * max(depths))))
+    parts = min(max(1, -(-UNITS_A_THREAD * threads // columns)), max(1, planes // max(1, thick * max(depths))))
     thick = -(-(planes + bz) // (parts * problem.kept[0])) * problem.kept[0]
     parts = -(-(planes + bz) // thick)
     units = columns * parts
@@ -134,6 +143,9 @@ def _division(problem: Problem, words: int, fold: bool, unit: str, threads: int,
         groups.append(Packed(steps, depth, height, slot, at))
         at += depth * slot
         factors += steps * (1 if fold else problem.taps[number])
+    kernels = 2 * words * STEP * factors * problem.width
+    if kernels > KERNELS_BYTES:
+        cycles += units * kernels / KERNELS_SPEED
     voxel = 2 * STEP * (words * groups[0].steps if fold else 1)  # bytes from place to place
     across = wide if fold else pitch
     own = size - (problem.shifts - 1)  # places of a block that become outputs
