@@ -49,6 +49,7 @@ Doubles = npt.NDArray[np.float64]
 BLOCK_BYTES = 256 * 1024  # float32 of a block, which stays in L2
 LEAST_VOXELS = 1024  # of a block: the moments of fewer would need much memory
 FLOAT64 = 8  # bytes
+SLOWER = 10.0  # times as long as copying: numpy goes over blocks again and again, and widens values to float64
 COSTLY_BYTES = 40.0  # cost of a function other than relu for a value, in bytes that are moved in that time
 
 
@@ -166,7 +167,7 @@ class NormLines(NormLayer):
         del variant
         shape = given(shape, NormShape)
         costly = 0.0 if shape.activation in ("none", "relu") else COSTLY_BYTES * prod(shape.out_shape)
-        return (Work("copy", 0.0, 2.0 * shape.in_bytes + shape.out_bytes + costly),)
+        return (Work("copy", 0.0, SLOWER * (2.0 * shape.in_bytes + shape.out_bytes) + costly),)
 
     def bind(self, resident: Any, shape: Sized, variant: Variant, pool: ThreadPool) -> _NormStep:
         del variant
@@ -234,7 +235,7 @@ class GlobalPoolLines(WeightlessLayer):
 
     def work(self, shape: Sized, variant: Variant) -> Sequence[Work]:
         del variant
-        return (Work("copy", 0.0, given(shape, GlobalPoolShape).in_bytes),)
+        return (Work("copy", 0.0, SLOWER * given(shape, GlobalPoolShape).in_bytes),)
 
     def bind(self, resident: Any, shape: Sized, variant: Variant, pool: ThreadPool) -> _PoolStep:
         del resident, variant
