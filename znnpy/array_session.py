@@ -33,7 +33,7 @@ from znnpy.shared_options import RunOptions
 from znnpy.units import human_bytes
 from znnpy.volume.array import ArrayVolume, why_unwritable
 from znnpy.volume.sample import sample_of
-from znnpy.volume.source import Source
+from znnpy.volume.source import Predicted, Source
 from znnpy.volume.statistics import with_statistics
 
 _log = logging.getLogger(__name__)
@@ -108,6 +108,16 @@ class ArraySession:
     def output_shape(self) -> tuple[int, int, int, int]:
         """Shape of each prediction, (maps, z, y, x)."""
         return self._network.output_channels, *self._source.output
+
+    @property
+    def output_maps(self) -> tuple[int, ...]:
+        """Maps of each output of the network, which follow one another in a prediction."""
+        return self._network.output_maps
+
+    @property
+    def places(self) -> tuple[Predicted, ...]:
+        """Place of each output of the network in the array, and the size of its voxels."""
+        return self._source.outputs
 
     @property
     def output_dtype(self) -> np.dtype[Any]:
