@@ -13,7 +13,7 @@ from znnpy.extras import install
 
 EXTRAS = (
     *("gpu", "cudnn", "io", "tiff", "medical", "nnunet", "safetensors", "plugins", "plots"),
-    *("torch", "monai", "gunpowder"),
+    *("torch", "monai", "napari", "gunpowder"),
 )
 
 
