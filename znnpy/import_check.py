@@ -27,7 +27,7 @@ from znnpy.importing.pt2_file import read_pt2
 from znnpy.lattices import period_along
 from znnpy.messages import excerpt, option
 from znnpy.network import Network
-from znnpy.shapes import Vec3, text
+from znnpy.shapes import Vec3, ceil_divide, multiply, text
 from znnpy.trained import TrainedNetwork
 from znnpy.volume.array import ArrayVolume
 from znnpy.volume.statistics import with_statistics
@@ -117,11 +117,13 @@ def compared(made: Imported, run: Run, size: Vec3 | None = None, seed: int = 0) 
 def _of_whole_volume(network: Network, size: Vec3) -> tuple[Network, Vec3]:
     """Return a network that computes a whole volume at once, as frameworks do, and the size of that.
 
-    A network whose voxels depend on the whole volume is computed in one window, which is as large as the network takes.
+    A network whose voxels depend on the whole volume is computed in one window, of whole periods: for others it may
+    give a result of another size.
     """
     if network.is_local:
         return replace(network, asked_meaning="whole"), size
-    size = admissible(network, size, whole_image=True).volume
+    periods = multiply(ceil_divide(size, period_along(network)), period_along(network))
+    size = admissible(network, periods, whole_image=True).volume
     return replace(network, asked_meaning="windows", windows=Windows(size, (0.0, 0.0, 0.0), "constant")), size
 
 
@@ -156,6 +158,8 @@ def _suits(network: Network, size: Vec3) -> bool:
         if network.meaning == "sliding":
             network.dense_size(size)
             return True
+        if not network.is_local and any(n % p for n, p in zip(size, period_along(network), strict=True)):
+            return False
         return admissible(network, size, whole_image=True).volume == size
     except ShapeError:
         return False

@@ -80,6 +80,20 @@ def test_the_check_of_an_import_computes_one_window() -> None:
     assert not other.within
 
 
+def test_a_network_that_gives_more_voxels_for_odd_sizes_is_checked_on_whole_periods() -> None:
+    from torch import nn
+
+    module = nn.Sequential(
+        nn.Conv3d(1, 2, 3, stride=2, padding=1),
+        nn.InstanceNorm3d(2, affine=True),
+        nn.ConvTranspose3d(2, 3, 3, stride=2, padding=1, output_padding=1),
+    ).eval()
+    made = imported_module(module, None, Wishes(), "net")
+    size, (one,) = compared(made, run_module(module, made.words, planar=False))
+    assert one.within
+    assert all(n % 2 == 0 for n in size)
+
+
 def test_the_command_checks_a_file(tmp_path: Path) -> None:
     import torch
 
