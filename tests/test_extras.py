@@ -11,10 +11,13 @@ import pytest
 
 from znnpy.extras import install
 
-
-@pytest.mark.parametrize(
-    "extra", ["gpu", "cudnn", "io", "tiff", "medical", "nnunet", "safetensors", "plugins", "plots"]
+EXTRAS = (
+    *("gpu", "cudnn", "io", "tiff", "medical", "nnunet", "safetensors", "plugins", "plots"),
+    *("torch", "monai", "napari", "gunpowder"),
 )
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
 def test_every_package_of_an_extra_is_named(extra: str, repository: Path) -> None:
     project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
     named = re.findall(r"'([\w.-]+)", install(extra))

@@ -88,6 +88,6 @@ def test_wheel_holds_every_package_and_network(repository: Path, tmp_path: Path)
     kernels = {f"znnpy/kernels/{path.relative_to(repository / 'kernels')}" for path in cuda_sources(repository)}
     assert {name for name in names if name.endswith((".cu", ".cuh"))} == kernels
     assert "znnpy/kernels/gpu/device_ops.cuh" in kernels
-    assert "znnpy/py.typed" in names
+    assert {"znnpy/py.typed", "znnpy/napari.yaml"} <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert not [name for name in names if name.startswith(("kernels", "planner", "tests"))]

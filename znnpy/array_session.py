@@ -29,12 +29,11 @@ from znnpy.run.choice import Work, choose, forgetful, given_plan, smaller_plan
 from znnpy.run.target import OpenTarget, Targets, check_here
 from znnpy.run.workers import Sessions, sessions_of, workers_of
 from znnpy.run_log import log_once, log_phase
-from znnpy.shapes import FLOAT32
 from znnpy.shared_options import RunOptions
 from znnpy.units import human_bytes
 from znnpy.volume.array import ArrayVolume, why_unwritable
 from znnpy.volume.sample import sample_of
-from znnpy.volume.source import Source
+from znnpy.volume.source import Predicted, Source
 from znnpy.volume.statistics import with_statistics
 
 _log = logging.getLogger(__name__)
@@ -44,15 +43,15 @@ _log = logging.getLogger(__name__)
 class _Result:
     """An output in memory, for the pipeline to write to; outputs of a graph follow one another along the maps."""
 
-    array: npt.NDArray[np.float32]  # (maps, z, y, x)
+    array: npt.NDArray[Any]  # (maps, z, y, x)
     maps: tuple[int, ...]  # of each output
     done: frozenset[int] = frozenset()
 
     @property
-    def dtype(self) -> np.dtype[np.float32]:
+    def dtype(self) -> np.dtype[Any]:
         return self.array.dtype
 
-    def write(self, box: Box, voxels: npt.NDArray[np.float32], number: int) -> None:
+    def write(self, box: Box, voxels: npt.NDArray[Any], number: int) -> None:
         first = sum(self.maps[:number])
         self.array[(slice(first, first + self.maps[number]), *box.slices)] = voxels
 
@@ -110,6 +109,21 @@ class ArraySession:
         """Shape of each prediction, (maps, z, y, x)."""
         return self._network.output_channels, *self._source.output
 
+    @property
+    def output_maps(self) -> tuple[int, ...]:
+        """Maps of each output of the network, which follow one another in a prediction."""
+        return self._network.output_maps
+
+    @property
+    def places(self) -> tuple[Predicted, ...]:
+        """Place of each output of the network in the array, and the size of its voxels."""
+        return self._source.outputs
+
+    @property
+    def output_dtype(self) -> np.dtype[Any]:
+        """Type of each prediction: float32, or uint8 for labels and what is above thresholds."""
+        return np.dtype(np.uint8 if self._network.result.is_integer else np.float32)
+
     def __enter__(self) -> Self:
         if self._target is not None:
             raise ValueError("the session is open already; leave its `with` block first, or make another session")
@@ -146,14 +160,14 @@ class ArraySession:
         self,
         array: npt.NDArray[Any],
         *,
-        out: npt.NDArray[np.float32] | None = None,
+        out: npt.NDArray[Any] | None = None,
         progress: Callable[[pipeline.Event], None] | None = None,
-    ) -> npt.NDArray[np.float32]:
-        """Return the dense prediction of one array.
+    ) -> npt.NDArray[Any]:
+        """Return the prediction of one array.
 
         array     of the session's shape, any integer or float dtype with at most as many bytes a voxel as its dtype.
-        out       array for the prediction: float32 of `output_shape`, strides of any order, no two elements in the same
-                  place; None: a new array.
+        out       array for the prediction: of `output_shape` and `output_dtype`, strides of any order, no two elements
+                  in the same place; None: a new array.
         progress  called with an Event in the calling thread: before the first patch, after each one, and while the last
                   ones are written; an exception that it raises ends the call.
 
@@ -170,8 +184,10 @@ class ArraySession:
                 f"the session has memory for voxels of {self._like.dtype.itemsize} bytes ({self._like.dtype}), and the "
                 f"array is {volume.dtype}; give {option('dtype', volume.dtype.name)} to the session"
             )
-        if out is not None and (out.shape != self.output_shape or out.dtype != np.float32):
-            raise ShapeError(f"`out` is {out.shape} {out.dtype}, and the prediction is {self.output_shape} float32")
+        if out is not None and (out.shape != self.output_shape or out.dtype != self.output_dtype):
+            raise ShapeError(
+                f"`out` is {out.shape} {out.dtype}, and the prediction is {self.output_shape} {self.output_dtype}"
+            )
         if out is not None and (why := why_unwritable(out)):
             raise ShapeError(f"`out` {why}")
         if out is not None and np.may_share_memory(array, out):
@@ -181,7 +197,8 @@ class ArraySession:
             target, plan = self._running()
             self._look_once(volume)
             source = self._source_of(volume)
-            result = _Result(np.empty(self.output_shape, np.float32) if out is None else out, self._network.output_maps)
+            written = np.empty(self.output_shape, self.output_dtype) if out is None else out
+            result = _Result(written, self._network.output_maps)
             refused = None
             try:
                 self._compute(source, result, progress)
@@ -229,9 +246,11 @@ class ArraySession:
     @property
     def _work(self) -> Work:
         """Description of the work to plan for, including the memory of a prediction."""
-        held = FLOAT32 * prod(self.output_shape)
-        source = self._source
-        return Work(self._network, source.output, self._like.dtype.itemsize, FLOAT32, area=source.area, held_bytes=held)
+        itemsize, source = self.output_dtype.itemsize, self._source
+        held = itemsize * prod(self.output_shape)
+        return Work(
+            self._network, source.output, self._like.dtype.itemsize, itemsize, area=source.area, held_bytes=held
+        )
 
     def _look_once(self, volume: ArrayVolume) -> None:
         if not self._looked:

@@ -27,10 +27,11 @@ from znnpy.importing.pt2_file import read_pt2
 from znnpy.lattices import period_along
 from znnpy.messages import excerpt, option
 from znnpy.network import Network
-from znnpy.shapes import Vec3, text
+from znnpy.shapes import Vec3, ceil_divide, multiply, text
 from znnpy.trained import TrainedNetwork
 from znnpy.volume.array import ArrayVolume
 from znnpy.volume.statistics import with_statistics
+from znnpy.windows.settings import Windows
 
 Array = npt.NDArray[np.float32]
 Run = Callable[[Array], list[Array]]  # (channels, z, y, x) -> each output (maps, z, y, x)
@@ -91,15 +92,15 @@ def compared(made: Imported, run: Run, size: Vec3 | None = None, seed: int = 0) 
 
     ShapeError: the network is one that no meaning computes, or no small volume suits it.
     """
-    network = replace(made.network, asked_meaning="whole")  # what frameworks compute
+    network = made.network
     if network.wiring is not None and network.pad_to_period == "refuse":
         network = replace(network, wiring=replace(network.wiring, pad_to_period="reflect"))
-    size = odd_size(network) if size is None else size
+    network, size = _of_whole_volume(network, odd_size(network) if size is None else size)
     volume = np.random.default_rng(seed).standard_normal((network.input_channels, *size), np.float32)
     net = TrainedNetwork(network, made.weights)
     ours = net(volume, calibrate=False)
     network, given = with_statistics(network, ArrayVolume(volume)), volume
-    padded = admissible(network, size).volume
+    padded = admissible(network, size, whole_image=True).volume
     if padded != size:
         width = [(0, 0), *((0, p - n) for p, n in zip(padded, size, strict=True))]
         given = np.pad(given, width, _PAD_MODES[network.pad_to_period])  # type: ignore[call-overload]
@@ -113,6 +114,19 @@ def compared(made: Imported, run: Run, size: Vec3 | None = None, seed: int = 0) 
     return size, found
 
 
+def _of_whole_volume(network: Network, size: Vec3) -> tuple[Network, Vec3]:
+    """Return a network that computes a whole volume at once, as frameworks do, and the size of that.
+
+    A network whose voxels depend on the whole volume is computed in one window, of whole periods: for others it may
+    give a result of another size.
+    """
+    if network.is_local:
+        return replace(network, asked_meaning="whole"), size
+    periods = multiply(ceil_divide(size, period_along(network)), period_along(network))
+    size = admissible(network, periods, whole_image=True).volume
+    return replace(network, asked_meaning="windows", windows=Windows(size, (0.0, 0.0, 0.0), "constant")), size
+
+
 def compared_tested(made: Imported) -> list[Difference]:
     """Return how far outputs are from the arrays of a description's test; nothing if it has none that can be used.
 
@@ -124,7 +138,10 @@ def compared_tested(made: Imported) -> list[Difference]:
     volume = _tested(tested.input, made.order)
     if volume is None or not _suits(made.network, vector(volume.shape[1:])):
         return []
-    ours = TrainedNetwork(made.network, made.weights)(volume, calibrate=False)
+    network = made.network
+    if not network.is_local:
+        network, _ = _of_whole_volume(network, vector(volume.shape[1:]))
+    ours = TrainedNetwork(network, made.weights)(volume, calibrate=False)
     ends = np.cumsum([0, *made.network.output_maps]).tolist()
     found = []
     for word, begin, end, path, order in zip(made.words, ends, ends[1:], tested.outputs, tested.orders, strict=False):
@@ -141,7 +158,9 @@ def _suits(network: Network, size: Vec3) -> bool:
         if network.meaning == "sliding":
             network.dense_size(size)
             return True
-        return admissible(network, size).volume == size
+        if not network.is_local and any(n % p for n, p in zip(size, period_along(network), strict=True)):
+            return False
+        return admissible(network, size, whole_image=True).volume == size
     except ShapeError:
         return False
 
@@ -194,12 +213,12 @@ def _normalised(network: Network, volume: Array) -> Array:
 
 def odd_size(network: Network) -> Vec3:
     """Return a small size, odd along each axis, for which the network gives a few voxels."""
-    refuse_non_local(network)
+    refuse_non_local(network, whole_image=True)
     refused: ShapeError | None = None
     for n in range(2 * max(period_along(network)) + 9, LARGEST_SIZE, 2):
         size = vector(n + 2 * axis for axis in range(3))
         try:
-            admissible(network, size)
+            admissible(network, size, whole_image=True)
         except ShapeError as error:
             refused = refused or error
         else:

@@ -166,7 +166,7 @@ def _checked(made: Imported, model: Path) -> tuple[Vec3, list[Difference]]:
     from znnpy.import_check import check_model
 
     try:
-        refuse_non_local(made.network)
+        refuse_non_local(made.network, whole_image=True)
     except ShapeError as error:
         raise NetworkFileError(f"{model} cannot be checked, since nothing computes it yet: {error}") from None
     with working():

@@ -116,9 +116,10 @@ def read_asked(where: str | Path | Trained | Sequence[str | Path | Trained], ask
     network = file.network
     windows = _windows(network, asked) if network.meaning == "windows" else None
     if windows is None and (given := _window_options(asked)):
+        instead = f"give {option('window')}" if asked.meaning is None else option("meaning", asked.meaning)
         raise ShapeError(
             f"{network.name} is computed {network.meaning}, and not in windows: leave out {' and '.join(given)}, or "
-            f"give {option('window')}"
+            f"{instead}"
         )
     if network.members > 1 and windows is None:
         raise ShapeError(
@@ -140,9 +141,10 @@ def _windows(network: Network, asked: WindowOptions) -> Windows:
     if size is None:
         raise ShapeError(
             f"{network.name} is computed in windows, and their size is not known; give {option('window')}, such as "
-            f"{option('window', '128,128,128')}: that with which the network was trained"
+            f"{option('window', (128, 128, 128))}: that with which the network was trained"
         )
-    changed: dict[str, Any] = {"size": size}
+    z, y, x = map(int, size)
+    changed: dict[str, Any] = {"size": (z, y, x)}
     if asked.overlap is not None:
         overlap = (asked.overlap,) if isinstance(asked.overlap, int | float) else tuple(asked.overlap)
         changed["overlap"] = tuple(map(float, overlap * (3 // len(overlap))))

@@ -35,6 +35,7 @@ from znnpy.shared_options import (
     RegionOptions,
     RunOptions,
     SourceOptions,
+    WindowOptions,
 )
 
 if TYPE_CHECKING:
@@ -178,7 +179,7 @@ class InferOptions(RegionOptions, RunOptions):
 
 
 @dataclass(frozen=True)
-class CallOptions(BorderOption, RunOptions):
+class CallOptions(BorderOption, WindowOptions, RunOptions):
     """The options of a call of a network on an array."""
 
     array: npt.NDArray[Any] = needed(
@@ -191,7 +192,7 @@ class CallOptions(BorderOption, RunOptions):
 
 
 @dataclass(frozen=True)
-class SessionOptions(BorderOption, RunOptions):
+class SessionOptions(BorderOption, WindowOptions, RunOptions):
     """The options of a session for arrays of one shape."""
 
     shape: tuple[int, ...] = needed("shape of the arrays, (z, y, x) or (c, z, y, x)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -255,12 +256,32 @@ class WindowOptions(MeaningOption):
         values=ENSEMBLES,
     )
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.window is not None and not (_several(self.window, Integral, 3) and min(self.window) > 0):
+            raise ValueError(f"window is three numbers of voxels such as (128, 128, 128), not {self.window!r}")
+        overlap = (self.overlap,) if isinstance(self.overlap, int | float) else self.overlap
+        if overlap is not None and not (_several(overlap, Real, 1, 3) and all(0 <= share < 1 for share in overlap)):
+            raise ValueError(
+                f"overlap is a share of a window such as 0.5, or three, each below 1, and not {self.overlap!r}"
+            )
+        axes = self.mirror.split(",") if isinstance(self.mirror, str) else []
+        if self.mirror is not None and not (axes and set(axes) <= set("zyx") and len(set(axes)) == len(axes)):
+            raise ValueError(f"mirror is axes with commas between them, such as 'z,y,x', not {self.mirror!r}")
+
     @property
     def result(self) -> NetworkResult:
         """The result that is written of the maps."""
         above = (self.threshold,) if isinstance(self.threshold, int | float) else tuple(self.threshold)
         thresholds = tuple(map(float, above)) if self.output == "above" else ()
         return NetworkResult(self.output, thresholds, self.ensemble == "probabilities")
+
+
+def _several(values: object, kind: type, *counts: int) -> bool:
+    """Return whether a value is a sequence of one of these numbers of values of a kind."""
+    if not isinstance(values, Sequence) or len(values) not in counts:
+        return False
+    return all(isinstance(one, kind) for one in values)
 
 
 @dataclass(frozen=True, kw_only=True)

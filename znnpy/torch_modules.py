@@ -42,7 +42,8 @@ def from_torch(
     normalise      of the grey values, before the module; None: the module gets them as they are
     pad_to_period  what lies beyond the far faces of a volume whose size does not suit; None: "reflect"
     description    of bioimage.io (rdf.yaml), for what is done before and behind the module; its weights are not read
-    meaning        "sliding" or "whole": what an output voxel is; None: sliding if the network supports it
+    meaning        "sliding", "whole" or "windows": what an output voxel is; None: windows if norms or global poolings
+                   make every voxel depend on the whole volume, else sliding if the network supports it
 
     NetworkFileError: torch.export makes no graph of the module, or an operator is not supported, or its result depends
     on the size of the volume; the message names it. MissingExtraError without PyTorch.

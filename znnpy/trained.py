@@ -14,7 +14,7 @@ from znnpy.formats.weights import check_weights, read_weights
 from znnpy.machine import limits_of, this_machine
 from znnpy.messages import excerpt, option
 from znnpy.network import ConvWeights, Network
-from znnpy.network_files import DEFAULT, SHIPPED, NetworkFile, read_network
+from znnpy.network_files import DEFAULT, SHIPPED, NetworkFile, read_asked, read_network
 from znnpy.option_declarations import method_of
 from znnpy.option_values import Meaning
 from znnpy.options import CallOptions, SessionOptions
@@ -43,19 +43,19 @@ class TrainedNetwork:
 
     @method_of(CallOptions)
     def __call__(self, asked: CallOptions) -> npt.NDArray[np.float32]:
-        """Return the dense prediction of a volume that fits into memory, (maps, z, y, x) float32.
+        """Return the prediction of a volume that fits into memory, (maps, z, y, x) float32; uint8 of labels.
 
         `session` saves time if there are many arrays.
 
         OPTIONS
 
-        ShapeError when the array is smaller than the field of view, NoPlanError when nothing fits into `ram` or `vram`,
-        PlanFileError when `plan` does not fit network or machine, DeviceError when there is no GPU for device "gpu",
-        VolumeError for a dtype or values that cannot be used.
+        ShapeError when the array is smaller than the field of view, or windows do not suit the network; NoPlanError
+        when nothing fits into `ram` or `vram`, PlanFileError when `plan` does not fit network or machine, DeviceError
+        when there is no GPU for device "gpu", VolumeError for a dtype or values that cannot be used.
         """
         array = asked.array
         volume = ArrayVolume(array)  # refuses an object that is no volume before its shape is used
-        network = with_statistics(self.network, volume)
+        network = with_statistics(read_asked(self, asked).network, volume)
         with ArraySession(network, self.weights, array.shape, array.dtype, asked.border, asked) as run:
             return run(array, progress=asked.progress)
 
@@ -71,11 +71,12 @@ class TrainedNetwork:
 
         Returns an ArraySession. Any thread may call it; calls run one after the other.
 
-        ShapeError when `shape` is smaller than the field of view, NoPlanError when nothing fits into `ram` or `vram`,
-        PlanFileError when `plan` does not fit network or machine, DeviceError when there is no GPU for device "gpu";
-        the last two are raised when the session is entered.
+        ShapeError when `shape` is smaller than the field of view, or windows do not suit the network; NoPlanError when
+        nothing fits into `ram` or `vram`, PlanFileError when `plan` does not fit network or machine, DeviceError when
+        there is no GPU for device "gpu"; the last two are raised when the session is entered.
         """
-        return ArraySession(self.network, self.weights, asked.shape, asked.dtype, asked.border, asked)
+        network = read_asked(self, asked).network
+        return ArraySession(network, self.weights, asked.shape, asked.dtype, asked.border, asked)
 
 
 def load_network(
@@ -85,8 +86,8 @@ def load_network(
 
     where    network file (.yaml, .znni, .onnx, .pt2, rdf.yaml), or the name of a network that ships.
     weights  weights file, .npz or .safetensors; None: the one that the network file names.
-    meaning  "sliding" or "whole": what an output voxel is; None: what the network file says, or sliding if the network
-             supports it.
+    meaning  "sliding", "whole" or "windows": what an output voxel is; None: what the network file says, windows if
+             every voxel depends on the whole volume, or sliding if the network supports it.
 
     NetworkFileError says what is wrong with either file; ShapeError if the network does not have that meaning.
     """

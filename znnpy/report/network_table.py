@@ -12,7 +12,7 @@ from rich.table import Table
 from znnpy.admissible import admissible, lattices_of, refuse_non_local
 from znnpy.errors import ShapeError
 from znnpy.lattices import context_of, multiply_adds, period_along, reaches_of
-from znnpy.layers import parameter_count
+from znnpy.layers import OF_WHOLE_IMAGES, parameter_count
 from znnpy.network import INPUT, Network
 from znnpy.report.wide_table import SENTENCE, WideOrNarrow, columns_for, indented
 from znnpy.shapes import Vec3, add, text
@@ -85,12 +85,25 @@ def lines_of(network: Network) -> list[str]:
         refuse_non_local(network)
     except ShapeError as error:
         return [*lines, f"meaning     none: {error}"]
+    if network.meaning == "windows":
+        return [
+            *lines,
+            f"meaning     windows: the mean of what the network gives in windows that overlap{_why(network)}",
+        ]
     before, behind = context_of(network)
     lines.append(f"context     {text(before)} voxels before and {text(behind)} behind one period of output (z, y, x)")
     lines.append("meaning     whole: the output is what the network gives on the whole volume")
     if network.pad_to_period == "refuse":
         return [*lines, "padding     refuse: a volume whose size does not suit the period is refused"]
     return [*lines, f"padding     {network.pad_to_period}, beyond the far faces, for a volume whose size does not suit"]
+
+
+def _why(network: Network) -> str:
+    """Say why a network is computed in windows, if it must be."""
+    for node in network.nodes:
+        if isinstance(node.layer, OF_WHOLE_IMAGES):
+            return f", as every voxel of node {node.name} ({node.layer}) depends on the whole image"
+    return ""
 
 
 def _normalisation(network: Network) -> list[str]:

@@ -99,9 +99,6 @@ def _mednext(**options: Any) -> Any:
     )
 
 
-INSTANCE, GROUP, POOLED = ("instance_norm",), ("group_norm",), ("global_pool",)
-ONE_EACH = ("_norm",)  # a group norm with as many groups as maps, which ONNX has as an instance norm
-
 PYPI = ("monai", "dynamic-network-architectures", "pytorch3dunet")
 MONAI, NNUNET, UNET3D = PYPI
 BATCH = "batch"
@@ -118,16 +115,16 @@ def _monai_nets() -> list[Net]:
     deep: dict[str, Any] = {"deep_supervision": True, "res_block": True, "filters": [4, 4, 8, 16]}
     deeper = (3, 1, 2, [3] * 4, [1, 2, 2, 2], [2, 2, 2])
     return [
-        Net("UNet", MONAI, lambda: monai("UNet", *unet), INSTANCE),
+        Net("UNet", MONAI, lambda: monai("UNet", *unet)),
         Net("UNet, batch norm", MONAI, lambda: monai("UNet", *unet, norm=BATCH), routes=ROUTES),
-        Net("UNet with residual units", MONAI, lambda: monai("UNet", *unet, num_res_units=2), INSTANCE),
+        Net("UNet with residual units", MONAI, lambda: monai("UNet", *unet, num_res_units=2)),
         Net(
             "UNet with residual units, batch norm",
             MONAI,
             lambda: monai("UNet", *unet, num_res_units=2, norm=BATCH),
             dynamic=True,
         ),
-        Net("BasicUNet", MONAI, lambda: monai("BasicUNet", 3, 1, 2, *BASIC), INSTANCE),
+        Net("BasicUNet", MONAI, lambda: monai("BasicUNet", 3, 1, 2, *BASIC)),
         Net("BasicUNet, batch norm", MONAI, lambda: monai("BasicUNet", 3, 1, 2, *BASIC, norm=BATCH), dynamic=True),
         Net(
             "BasicUNet `nontrainable`, batch norm",
@@ -140,14 +137,14 @@ def _monai_nets() -> list[Net]:
             MONAI,
             lambda: monai("BasicUNet", 3, 1, 2, *BASIC, norm=BATCH, upsample="pixelshuffle"),
         ),
-        Net("DynUNet", MONAI, lambda: monai("DynUNet", *dyn, **FEWER), INSTANCE),
+        Net("DynUNet", MONAI, lambda: monai("DynUNet", *dyn, **FEWER)),
         Net("DynUNet, batch norm", MONAI, lambda: monai("DynUNet", *dyn, **FEWER, norm_name=BATCH)),
         Net(
             "DynUNet with residual blocks and deep supervision, batch norm",
             MONAI,
             lambda: monai("DynUNet", *deeper, **deep, norm_name=BATCH),
         ),
-        Net("SegResNet", MONAI, lambda: monai("SegResNet", 3, 16, 1, 2, **few), GROUP),
+        Net("SegResNet", MONAI, lambda: monai("SegResNet", 3, 16, 1, 2, **few)),
         Net(
             "SegResNet, batch norm",
             MONAI,
@@ -166,9 +163,9 @@ def _monai_nets() -> list[Net]:
             lambda: monai("SegResNetDS", 3, 4, 1, 2, blocks_down=(1, 1, 1), norm=BATCH),
         ),
         Net("VNet", MONAI, lambda: monai("VNet", 3, 1, 2), routes=("from_torch",)),
-        Net("AttentionUnet", MONAI, lambda: monai("AttentionUnet", *unet), INSTANCE),
+        Net("AttentionUnet", MONAI, lambda: monai("AttentionUnet", *unet)),
         Net("AttentionUnet, batch norm", MONAI, lambda: batch_normed(monai("AttentionUnet", *unet))),
-        Net("MedNeXt", MONAI, _mednext, ONE_EACH),
+        Net("MedNeXt", MONAI, _mednext),
         Net("MedNeXt, batch norm", MONAI, lambda: batch_normed(_mednext()), dynamic=True),
         Net(
             "MedNeXt of kernel 5 with deep supervision, batch norm",
@@ -181,7 +178,7 @@ def _monai_nets() -> list[Net]:
 def _other_packages() -> list[Net]:
     bcr: dict[str, Any] = {**UNETS3D, "layer_order": "bcr"}
     return [
-        Net("PlainConvUNet (nnU-Net)", NNUNET, lambda: nnunet("PlainConvUNet", "InstanceNorm3d"), INSTANCE),
+        Net("PlainConvUNet (nnU-Net)", NNUNET, lambda: nnunet("PlainConvUNet", "InstanceNorm3d")),
         Net(
             "PlainConvUNet (nnU-Net), batch norm", NNUNET, lambda: nnunet("PlainConvUNet", "BatchNorm3d"), routes=ROUTES
         ),
@@ -191,19 +188,19 @@ def _other_packages() -> list[Net]:
             lambda: nnunet("PlainConvUNet", "BatchNorm3d", deep_supervision=True),
             first=True,
         ),
-        Net("ResidualEncoderUNet (nnU-Net)", NNUNET, lambda: nnunet("ResidualEncoderUNet", "InstanceNorm3d"), INSTANCE),
+        Net("ResidualEncoderUNet (nnU-Net)", NNUNET, lambda: nnunet("ResidualEncoderUNet", "InstanceNorm3d")),
         Net(
             "ResidualEncoderUNet (nnU-Net), batch norm",
             NNUNET,
             lambda: nnunet("ResidualEncoderUNet", "BatchNorm3d"),
         ),
-        Net("UNet3D", UNET3D, lambda: unet3d("UNet3D", **UNETS3D), ONE_EACH),
+        Net("UNet3D", UNET3D, lambda: unet3d("UNet3D", **UNETS3D)),
         Net("UNet3D, batch norm", UNET3D, lambda: unet3d("UNet3D", **bcr), routes=ROUTES, dynamic=True),
         Net("UNet3D `trilinear`, batch norm", UNET3D, lambda: unet3d("UNet3D", **bcr, upsample="trilinear")),
         Net("UNet3D `deconv`, batch norm", UNET3D, lambda: unet3d("UNet3D", **bcr, upsample="deconv")),
-        Net("ResidualUNet3D", UNET3D, lambda: unet3d("ResidualUNet3D", **UNETS3D), ONE_EACH),
+        Net("ResidualUNet3D", UNET3D, lambda: unet3d("ResidualUNet3D", **UNETS3D)),
         Net("ResidualUNet3D, batch norm", UNET3D, lambda: unet3d("ResidualUNet3D", **bcr)),
-        Net("ResidualUNetSE3D, batch norm", UNET3D, lambda: unet3d("ResidualUNetSE3D", **bcr), POOLED),
+        Net("ResidualUNetSE3D, batch norm", UNET3D, lambda: unet3d("ResidualUNetSE3D", **bcr)),
     ]
 
 
@@ -227,7 +224,7 @@ def _written() -> list[Net]:
             emvision,
             lambda: residual("RSUNet", function="elu", nearest=True, factors=mixed),
         ),
-        Net("residual symmetric U-Net, group norm", emvision, lambda: residual("RSUNet", "group"), GROUP),
+        Net("residual symmetric U-Net, group norm", emvision, lambda: residual("RSUNet", "group")),
         Net(
             "residual symmetric U-Net, flat finest level, reflected",
             connectomics,
@@ -237,11 +234,10 @@ def _written() -> list[Net]:
             "residual symmetric U-Net, instance norm",
             connectomics,
             lambda: residual("RSUNet", "instance", "leaky"),
-            INSTANCE,
         ),
         Net("residual symmetric U-Net, trilinear", "Superhuman", lambda: residual("Superhuman")),
         Net("3D denoiser", "topaz", lambda: unets("TopazDenoiser"), dynamic=True),
-        Net("UNet3d", "torch-em", lambda: unets("TorchEmUNet"), INSTANCE),
+        Net("UNet3d", "torch-em", lambda: unets("TorchEmUNet")),
         Net("UNet3d without norm", "torch-em", lambda: unets("TorchEmUNet", None)),
         Net("AnisotropicUNet, batch norm", "torch-em", lambda: unets("TorchEmUNet", BATCH, mixed), dynamic=True),
         Net("chain with dilation", "torch.nn", lambda: unets("dilated"), routes=ROUTES),

@@ -18,7 +18,7 @@ HEAD = ("network", "from", "layers", "parameters", "period", "context", *(f"`{ro
 class Entry:
     """The facts of a network after it was read.
 
-    verdicts  `equal` or `refused`, for each route by which it was read
+    verdicts  `equal`, `one window` or `refused`, for each route by which it was read
     why       it is refused; a network that is not even read has no layers
     """
 

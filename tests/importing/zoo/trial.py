@@ -22,6 +22,7 @@ def tried(net: Net, folder: Path) -> Entry:
     verdicts: dict[Route, str] = {}
     whys: list[str] = []
     first: Imported | None = None
+    in_window = False
     for route in net.routes:
         found, why = _found(net, module, route, folder)
         whys.append(why)
@@ -32,7 +33,8 @@ def tried(net: Net, folder: Path) -> Entry:
             assert not net.refused, f"{net.name} by {route} is computed, and was to be refused"
             each = differences(found, module, folder)
             assert max(each) <= ALLOWED, f"{net.name} by {route} differs by {each} of the largest value"
-        verdicts[route] = "refused" if why else "equal"
+            in_window = not found.network.is_local
+        verdicts[route] = "refused" if why else "one window" if in_window else "equal"
         first = first or found
     if first is None:
         return Entry(net, verdicts, whys[0])
@@ -44,7 +46,7 @@ def tried(net: Net, folder: Path) -> Entry:
         f"{len(network.layers)}",
         f"{network.parameters:,}",
         text(period_along(network)),
-        "" if whys[0] else _context(first),
+        "" if whys[0] or in_window else _context(first),
     )
 
 
