@@ -224,9 +224,10 @@ class WindowOptions(MeaningOption):
     )
     mirror: str | None = option(
         None,
-        "axes, such as z,y,x, along which windows are computed mirrored too, in every combination, and averaged",
+        "axes, such as z,y,x, along which windows are computed mirrored too, in every combination, and averaged; or "
+        "none",
         "axes",
-        unset="none",
+        unset="those that the network states, or none",
         metavar="AXES",
     )
     windows_like: WindowRule | None = option(
