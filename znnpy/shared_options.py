@@ -41,7 +41,10 @@ MOST_THREADS = 2**12
 MOST_SCALE = 99
 MOST_TIME = 10**7
 
-NETWORK = "network file (.yaml, .znni, .onnx, .pt2, rdf.yaml), or the name of a network that ships"
+NETWORK = (
+    "network file (.yaml, .znni, .onnx, .pt2, rdf.yaml), the name of a network that ships, or nnunet:FOLDER, a trained "
+    "model of nnU-Net"
+)
 WITH_WEIGHTS = "or a TrainedNetwork, such as znnpy.from_torch gives"
 SEVERAL = "repeatable: several with equal layers are an ensemble, which is computed in windows"
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -303,7 +305,7 @@ def test_bad_models_and_cases_are_refused_in_a_sentence(kind: str, folder: Path)
 
 def test_missing_packages_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    monkeypatch.setitem(__import__("sys").modules, "torch", None)
+    monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(MissingExtraError, match="needs PyTorch, which is not installed; `pip install"):
         infer(folder)
 
@@ -340,3 +342,20 @@ def test_verify_says_how_labels_are_checked(folder: Path) -> None:
 def test_shape_errors_are_of_the_usual_kind(folder: Path) -> None:
     with pytest.raises(ShapeError, match="leave out `roi`"):
         infer(folder, roi="0:1,:,:")
+
+
+@pytest.mark.slow
+def test_memory_stays_within_the_promise(repository: Path, tmp_path: Path) -> None:
+    """Arrays of the case are a part of the process that the plan counts; of one window layers take the most here."""
+    size = (48, 256, 256)
+    voxels = np.random.default_rng(0).normal(100, 20, size).astype(np.float32)
+    small_model.case(tmp_path, "case.nii", voxels)
+    words = [tmp_path, "48,256,256", "infer", tmp_path / "case.nii", "--network", f"nnunet:{tmp_path / 'model'}:0"]
+    words += ["--mirror", "none", "--ram", "900M", "--no-calibrate", "--json", "--out", tmp_path / "seg.nii"]
+    command = [sys.executable, "-m", "tests.nnunet.small_model", *map(str, words)]
+    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=True)
+    report = json.loads(done.stdout)
+    promised = report["predicted"]["peak_bytes"]
+    assert 0.7 * promised < report["peak_bytes"] <= promised <= 900 * 2**20
+    assert report["warnings"] == []
+    assert labels(tmp_path / "seg.nii").shape == size

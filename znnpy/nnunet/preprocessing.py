@@ -17,9 +17,9 @@ from znnpy.patches import Box
 from znnpy.shapes import Vec3, text
 
 SMALLEST = 1e-8  # deviation that values are divided by
-SPLINE_BYTES = 48  # of a voxel while an image is resampled along all axes, ..
-NORMALISING_BYTES = 26  # .. and while it is normalised, or resampled plane by plane
-RESAMPLED_BYTES = 8  # of a voxel of the result
+SPLINE_BYTES = 51  # of a voxel while an image is resampled along all axes, ..
+NORMALISING_BYTES = 15  # .. and while it is normalised, or resampled plane by plane
+RESAMPLED_BYTES = 12  # of a voxel of the result
 MOST_VOXELS = 2**36  # of a channel that is resampled
 
 Image = npt.NDArray[np.float32]
