@@ -40,6 +40,7 @@ from znnpy.shapes import text
 from znnpy.trained import TrainedNetwork
 from znnpy.units import human_seconds, mebibytes
 from znnpy.volume.hdf5_store import DATASET
+from znnpy.volume.output_names import Names
 from znnpy.volume.output_target import mode_of
 
 _log = logging.getLogger(__name__)
@@ -77,7 +78,8 @@ def infer_case(asked: InferOptions, name: ModelName, infer: Callable[[InferOptio
     needed = [preparing_bytes(model.plans, *stated_size(file, model.plans)) for file in files]
     regular_file(out, overwrite=True, inputs={"volume": files})
     record = _record(model, asked, files)
-    if how == "resume" and target.exists():
+    replaces = target.exists()  # labels of before, which the run that goes on was to replace
+    if replaces and how == "resume" and not (between.exists() or Names(between).partial.exists()):
         return replace(_finished(target, record), warnings=model.notes, seconds=time.perf_counter() - began)
     _check_memory(max(needed), asked.ram)
     images = read_images(files, model.plans)
@@ -94,7 +96,7 @@ def infer_case(asked: InferOptions, name: ModelName, infer: Callable[[InferOptio
     began = time.perf_counter()
     labels = images.as_stored(_labels(between, model, frame, streams=streams))
     content = header.content(labels, {**record, "plan": report.plan.to_json()}, packed=target.suffix == ".gz")
-    write_asked(target, content, overwrite=how != "new")
+    write_asked(target, content, overwrite=replaces)
     sync_folder(target.parent)
     remove(between)
     labelled = human_seconds(time.perf_counter() - began)

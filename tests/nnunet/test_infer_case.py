@@ -150,12 +150,10 @@ def test_mirroring_is_that_of_the_checkpoint_unless_given(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("affine", [PLACE, ELSEWHERE], ids=["as it is", "resampled"])
-def test_interrupted_runs_go_on_to_equal_bytes(
-    affine: npt.NDArray[Any], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_runs_go_on_to_equal_labels(affine: npt.NDArray[Any], folder: Path) -> None:
     small_model.case(folder, affine=affine)
     infer(folder)
-    whole = (folder / "seg.nii.gz").read_bytes()
+    whole = labels(folder / "seg.nii.gz")
     (folder / "seg.nii.gz").unlink()
 
     stopped = counted(11, KeyboardInterrupt)
@@ -168,7 +166,18 @@ def test_interrupted_runs_go_on_to_equal_bytes(
         infer(folder)
     report = infer(folder, resume=True)
     assert 0 < report.computed < report.voxels
-    assert (folder / "seg.nii.gz").read_bytes() == whole
+    assert np.array_equal(labels(folder / "seg.nii.gz"), whole)
+    assert others(folder) == {"seg.nii.gz"}
+
+
+def test_interrupted_replacements_go_on(folder: Path) -> None:
+    infer(folder)
+    before = (folder / "seg.nii.gz").read_bytes()
+    with pytest.raises(KeyboardInterrupt):
+        infer(folder, "nnunet:{}:0", overwrite=True, progress=counted(11, KeyboardInterrupt))
+    assert (folder / "seg.nii.gz").read_bytes() == before
+    infer(folder, "nnunet:{}:0", resume=True)
+    assert np.array_equal(labels(folder / "seg.nii.gz"), definition(folder, ("0",)))
     assert others(folder) == {"seg.nii.gz"}
 
 

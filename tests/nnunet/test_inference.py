@@ -104,7 +104,7 @@ def test_probabilities_are_those_that_nnunet_writes(kind: str, run: Run, predict
 
 
 @pytest.mark.parametrize("run", [RUNS["trained"][0], RUNS["trained"][3]], ids=["as it is", "resampled"])
-def test_killed_runs_go_on_to_equal_bytes(run: Run, predicted: dict[str, Path], tmp_path: Path) -> None:
+def test_killed_runs_go_on_to_equal_labels(run: Run, predicted: dict[str, Path], tmp_path: Path) -> None:
     folder, whole, killed = predicted["trained"], tmp_path / "whole.nii.gz", tmp_path / "killed.nii.gz"
     result = CliRunner().invoke(main, arguments(folder, run, whole), catch_exceptions=False)
     assert result.exit_code == 0, result.output
