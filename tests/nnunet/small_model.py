@@ -60,6 +60,8 @@ def case(
         voxels[:2], voxels[..., -3:] = 0, 0
     image = nibabel.Nifti1Image(voxels.transpose(2, 1, 0), affine)
     image.header.set_xyzt_units("mm")
+    image.set_qform(affine, 1)
+    image.set_sform(affine, 1)
     nibabel.save(image, folder / name)
     return folder / name
 

@@ -128,6 +128,13 @@ def test_folds_and_checkpoints_are_named_behind_the_folder(folder: Path) -> None
         assert np.array_equal(labels(folder / "seg.nii.gz"), one)
 
 
+def test_notes_on_a_model_are_warnings(folder: Path) -> None:
+    (folder / "model/fold_1/checkpoint_final.pth").rename(folder / "model/fold_1/checkpoint_best.pth")
+    note = "fold 1 has no checkpoint_final.pth, so that checkpoint_best.pth is read"
+    assert infer(folder).warnings[0] == note
+    assert f"warning: {note}" in run(folder, "--out", folder / "other.nii", "--ram", "100M", code=1)
+
+
 def test_command_names_its_output_after_case_and_model(folder: Path) -> None:
     said = run(folder, "--mirror", "none")
     assert others(folder) == {"case_model.nii.gz"}
