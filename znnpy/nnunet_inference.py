@@ -38,7 +38,7 @@ from znnpy.report.run_report import Report
 from znnpy.run_log import log_phase
 from znnpy.shapes import text
 from znnpy.trained import TrainedNetwork
-from znnpy.units import human_seconds, mebibytes
+from znnpy.units import human_bytes, human_seconds, mebibytes
 from znnpy.volume.hdf5_store import DATASET
 from znnpy.volume.output_names import Names
 from znnpy.volume.output_target import mode_of
@@ -48,6 +48,7 @@ _log = logging.getLogger(__name__)
 PART_OF_A_CASE = ("roi", "mask", "border", "dataset", "scale", "time", "fill_missing", "missing_chunks", "allow_nan")
 OF_THE_MODEL = ("weights", "meaning", "window", "windows_like", "threshold", "ensemble")
 OF_THE_LABELS = ("output_dtype", "sharded", "multiscale")
+LIBRARIES_BYTES = 2**26  # of libraries that are loaded to prepare a case
 
 
 def infer_case(asked: InferOptions, name: ModelName, infer: Callable[[InferOptions], Report]) -> Report:
@@ -88,7 +89,8 @@ def infer_case(asked: InferOptions, name: ModelName, infer: Callable[[InferOptio
     log_phase("opened", f"{first}: {_described(case)}")
     header, frame = LabelHeader.like(files[0]), replace(case, data=np.empty((0, 0, 0, 0), np.float32))
     streams = not case.is_resampled and model.dataset.order is None and 2 <= model.dataset.heads <= MOST_LABELS
-    words, spent = _described(case), time.perf_counter() - began
+    spent, held = human_seconds(time.perf_counter() - began), human_bytes(peak_bytes())
+    words = f"{_described(case)}; read and prepared in {spent}, {held} at the peak until then"
     give_back_memory()
     report = infer(replace(asked, volume=case.data, output="labels" if streams else "maps"))
     del case
@@ -106,7 +108,7 @@ def infer_case(asked: InferOptions, name: ModelName, infer: Callable[[InferOptio
         peak_bytes=peak_bytes(),
         earlier_peak_bytes=earlier,
         values=None,
-        case=f"{words}; read and prepared in {human_seconds(spent)}, labels written in {labelled}",
+        case=f"{words}; labels written in {labelled}",
         warnings=(*model.notes, *report.warnings),
     )
     log_phase("finished", f"{target}: {report.case}")
@@ -167,7 +169,7 @@ def _finished(target: Path, record: Mapping[str, Any]) -> Report:
 
 def _check_memory(preparing: int, ram: int | str | None) -> None:
     """Raise NoPlanError if preparing a case would take more memory than the process may."""
-    needed, allowed = process_bytes() + preparing, limits_of(this_machine(), ram).ram_bytes
+    needed, allowed = process_bytes() + LIBRARIES_BYTES + preparing, limits_of(this_machine(), ram).ram_bytes
     if needed > allowed:
         error = NoPlanError(
             f"preparing the case takes up to {mebibytes(needed)}, and {option('ram')} allows {mebibytes(allowed)}; "
