@@ -35,6 +35,7 @@ from znnpy.files import Inputs, regular_file, write_asked
 from znnpy.import_command import import_model
 from znnpy.machine import processor
 from znnpy.network_files import read_asked, read_ensemble, read_network
+from znnpy.nnunet.names import label_path, model_of, unfinished
 from znnpy.option_declarations import option
 from znnpy.options import DemoOptions, InferOptions, InfoOptions, MeasureOptions, PlanOptions, VerifyOptions
 from znnpy.plot_commands import graph, timeline
@@ -222,8 +223,7 @@ def infer(asked: InferCommand) -> None:
     if out is None and not Location.of(volume).name:
         raise click.UsageError(f"cannot derive an output name from {volume!r}: give --out")
     if asked.resume:
-        name = read_ensemble(asked.network).network.name
-        place = Location(str(default_output(volume_location(volume), name))) if out is None else Location.of(out)
+        place = _begun_place(asked, volume, out)
         if place.is_local:
             _request_same_kernels(_begun_here(place.path))
         else:
@@ -409,6 +409,15 @@ def _request_same_kernels(begun: tuple[str, str] | None) -> None:
     library, _, kernels = begun[1].partition(" ")
     if library == "openblas" and kernels in OPENBLAS_KERNELS:
         os.environ["OPENBLAS_CORETYPE"] = kernels
+
+
+def _begun_place(asked: InferOptions, volume: str, out: str | None) -> Location:
+    """Return the place of the output that the run to be resumed began."""
+    if (model := model_of(asked.network)) is not None:
+        return Location(str(unfinished(label_path(volume, out, model))))
+    if out is not None:
+        return Location.of(out)
+    return Location(str(default_output(volume_location(volume), read_ensemble(asked.network).network.name)))
 
 
 def _begun_in_bucket(place: Location) -> tuple[str, str] | None:

@@ -22,6 +22,7 @@ from znnpy.volume.location import Location
 
 MOST_VOXELS = 10**7  # along an axis; more is a slip of the keyboard
 MOST_GPUS = 1024
+NO_AXES = "none"
 
 Asked = TypeVar("Asked")
 
@@ -102,10 +103,12 @@ def _shares(value: str) -> tuple[float, ...]:
 
 
 def _axes(value: str) -> str:
-    """Read different axes, `z,y,x` or some of them."""
+    """Read different axes, `z,y,x` or some of them, or `none`."""
     axes = re.sub(r"\s", "", value).split(",")
+    if axes == [NO_AXES]:
+        return NO_AXES
     if not set(axes) <= set("zyx") or len(set(axes)) < len(axes):
-        raise ValueError(f"{_shortened(value)} is not one or several of the axes z,y,x")
+        raise ValueError(f"{_shortened(value)} is not one or several of the axes z,y,x, nor none")
     return ",".join(axes)
 
 

@@ -25,6 +25,7 @@ from znnpy.measure.storage_plans import suited_plan
 from znnpy.measure.transfers import Transfers, transfers_of, worth_measuring
 from znnpy.messages import option
 from znnpy.network_files import read_asked
+from znnpy.nnunet.names import model_of
 from znnpy.option_declarations import function_of
 from znnpy.option_values import Device
 from znnpy.options import InferOptions
@@ -96,6 +97,10 @@ def infer(asked: InferOptions) -> Report:
 
 def infer_as_asked(asked: InferOptions) -> Report:
     """Return the report that `infer` returns for these options."""
+    if (model := model_of(asked.network)) is not None:
+        from znnpy.nnunet_inference import infer_case
+
+        return infer_case(asked, model, infer_as_asked)
     started, earlier = time.perf_counter(), peak_bytes()
     volume, out, roi = asked.volume, asked.out, asked.roi
     how = mode_of(overwrite=asked.overwrite, resume=asked.resume)

@@ -17,6 +17,7 @@ from znnpy.formats.files import LARGEST, cannot_read, require_file
 from znnpy.importing.recognised import description_in, is_described
 from znnpy.messages import excerpt, option
 from znnpy.network import ConvWeights, Network
+from znnpy.nnunet.names import model_of
 from znnpy.option_values import Meaning
 from znnpy.shapes import Vec3, text
 from znnpy.windows.settings import Windows
@@ -92,6 +93,8 @@ def read_ensemble(
     """
     if isinstance(where, str | Path) or not isinstance(where, Sequence):
         return read_network(where, meaning)
+    if len(where) > 1:
+        model_of(where)  # refuses a model among others
     files = tuple(read_network(one, meaning) for one in where)
     if not files:
         raise NetworkFileError("no network is given; give one, or several with equal layers")
@@ -183,6 +186,11 @@ def read_model(path: Path, wishes: Wishes, name: str | None = None) -> Imported:
 
 
 def _read(where: str | Path) -> NetworkFile:
+    if (named := model_of(where)) is not None:
+        from znnpy.nnunet import folder
+
+        model = folder.read_model(named.folder, named.folds, named.checkpoint)
+        return NetworkFile(model.network, None, named.folder / "plans.json", model.weights)
     path = Path(where)
     try:
         if not path.is_file() and str(where) in shipped():

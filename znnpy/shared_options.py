@@ -42,7 +42,10 @@ MOST_THREADS = 2**12
 MOST_SCALE = 99
 MOST_TIME = 10**7
 
-NETWORK = "network file (.yaml, .znni, .onnx, .pt2, rdf.yaml), or the name of a network that ships"
+NETWORK = (
+    "network file (.yaml, .znni, .onnx, .pt2, rdf.yaml), the name of a network that ships, or nnunet:FOLDER, a trained "
+    "model of nnU-Net"
+)
 WITH_WEIGHTS = "or a TrainedNetwork, such as znnpy.from_torch gives"
 SEVERAL = "repeatable: several with equal layers are an ensemble, which is computed in windows"
 
@@ -225,9 +228,10 @@ class WindowOptions(MeaningOption):
     )
     mirror: str | None = option(
         None,
-        "axes, such as z,y,x, along which windows are computed mirrored too, in every combination, and averaged",
+        "axes, such as z,y,x, along which windows are computed mirrored too, in every combination, and averaged; or "
+        "none",
         "axes",
-        unset="none",
+        unset="those that the network states, or none",
         metavar="AXES",
     )
     windows_like: WindowRule | None = option(

@@ -18,6 +18,8 @@ from znnpy.graph_voxels import GraphVoxels
 from znnpy.kernels.reference import dense_by_sliding
 from znnpy.messages import option
 from znnpy.network import Network
+from znnpy.nnunet.label_file import is_label_file
+from znnpy.nnunet.names import model_of
 from znnpy.option_declarations import function_of
 from znnpy.option_values import Meaning
 from znnpy.options import VerifyOptions
@@ -115,6 +117,12 @@ def verify(asked: VerifyOptions) -> VerifyReport:
 def verify_as_asked(asked: VerifyOptions) -> VerifyReport:
     """Return the report that `verify` returns for these options."""
     samples, output = asked.samples, volume_location(asked.output)
+    if model_of(asked.network) is not None or (output.is_local and is_label_file(output.path)):
+        raise VerifyError(
+            f"{output} holds labels of a case of nnU-Net, which are made of the results of windows and placed among the "
+            f"voxels of its images, and cannot be verified; predict it again with {option('paranoid', True)}, which "
+            "checks windows as they are computed"
+        )
     of_precision, allowed = _allowed(samples, asked.precision, asked.tolerance)
     started = time.perf_counter()
     with ExitStack() as stack:

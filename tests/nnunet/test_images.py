@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import nibabel
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 
 from tests.nnunet.documents import CONFIGURATION, plans, written
 from znnpy.errors import VolumeError
-from znnpy.nnunet.images import files_of, read_images
+from znnpy.nnunet.images import files_of, read_images, stated_size
 from znnpy.nnunet.plans import Plans, Reader, read_plans
 
 SIZES = np.diag([0.7, 0.8, 2.5, 1.0])
@@ -112,3 +113,13 @@ def test_files_that_are_no_images_are_refused(model: Plans, tmp_path: Path) -> N
     nibabel.save(nibabel.Nifti1Image(np.zeros((3, 3, 3, 1, 2), np.float32), SIZES), tmp_path / "two.nii")
     with pytest.raises(VolumeError):
         read_images(tmp_path / "two.nii", model)
+
+
+@pytest.mark.parametrize("reader", get_args(Reader))
+def test_size_is_stated_without_reading_voxels(reader: Reader, model: Plans, tmp_path: Path) -> None:
+    saved(tmp_path / "case.nii.gz", TURNED)
+    of = replace(model, reader=reader)
+    size, spacing, nbytes = stated_size(tmp_path / "case.nii.gz", of)
+    found = read_images(tmp_path / "case.nii.gz", of)
+    assert (size, spacing) == (found.images[0].shape, found.spacing)
+    assert nbytes == found.images[0].nbytes

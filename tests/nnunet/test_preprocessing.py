@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ import pytest
 
 from tests.nnunet.documents import CONFIGURATION, plans, written
 from znnpy.errors import MissingExtraError, VolumeError
-from znnpy.nnunet.plans import Normalisation, Plans, Resampling, read_plans
-from znnpy.nnunet.preprocessing import prepared
+from znnpy.nnunet.plans import Normalisation, Plans, Resampling, Spacing, read_plans
+from znnpy.nnunet.preprocessing import prepared, preparing_bytes
 from znnpy.nnunet.resampling import resampled
 from znnpy.patches import Box
 
@@ -172,3 +173,18 @@ def test_missing_packages_are_named_with_how_to_install_them(
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingExtraError, match=rf"needs {package}, which is not installed; `pip install"):
         prepared(model, [image_of(0)], spacing)
+
+
+@pytest.mark.parametrize("spacing", [(2, 1, 1), (1.5, 0.8, 0.9), (3, 1.4, 1.2), (7, 1, 0.8)])
+@pytest.mark.parametrize("channels", [1, 2])
+def test_preparing_takes_the_memory_that_is_stated(spacing: Spacing, channels: int, model: Plans) -> None:
+    several = with_schemes(model, *[Normalisation("ZScoreNormalization", True)] * channels)
+    size = (60, 80, 80)
+    stated = preparing_bytes(several, size, spacing, 4 * 60 * 80 * 80)
+    prepared(several, [image_of(0)] * channels, spacing)  # loads what resamples
+    images = [image_of(channel, size) for channel in range(channels)]
+    tracemalloc.start()
+    prepared(several, images, spacing)
+    taken = tracemalloc.get_traced_memory()[1] + sum(image.nbytes for image in images)
+    tracemalloc.stop()
+    assert 0.4 * stated < taken < stated

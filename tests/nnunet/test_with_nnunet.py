@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -25,30 +23,10 @@ from znnpy.windows.settings import Windows
 
 pytestmark = pytest.mark.torch
 
-SECONDS = 300  # until a process that makes a model is given up
 CLOSE = 1e-5
 HALF = 4e-3  # error of most logits whose sums are float16, as a part of the largest
 
 Answers = dict[str, npt.NDArray[Any]]
-
-
-def made(kind: str, repository: Path, folder: Path) -> Path:
-    command = [sys.executable, "-m", "tests.nnunet.with_nnunet", kind, str(folder)]
-    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=SECONDS, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return folder
-
-
-@pytest.fixture(scope="module")
-def trained(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a plain U-Net that nnU-Net planned and trained."""
-    return made("trained", repository, tmp_path_factory.mktemp("trained"))
-
-
-@pytest.fixture(scope="module")
-def assembled(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a residual U-Net with random weights, which predicts regions of turned images."""
-    return made("assembled", repository, tmp_path_factory.mktemp("assembled"))
 
 
 def answers(folder: Path, name: str) -> Answers:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from znnpy.errors import MissingExtraError, VolumeError
-from znnpy.extras import install
+from znnpy.errors import VolumeError
 from znnpy.messages import excerpt
+from znnpy.nnunet.label_file import loaded
 from znnpy.nnunet.plans import Plans, Reader, Spacing
 from znnpy.patches import Box
+from znnpy.shapes import Vec3
+from znnpy.volume.base import Volume
 from znnpy.volume.registry import open_volume
 from znnpy.volume.space import Space
 
@@ -94,40 +97,66 @@ def read_images(given: str | Path | Sequence[str | Path], plans: Plans) -> CaseI
     return CaseImages(files, tuple(one.images[0] for one in found), first.spacing, first.space, first.turn)
 
 
-def _read(file: Path, reader: Reader) -> CaseImages:
+def stated_size(file: Path, plans: Plans) -> tuple[Vec3, Spacing, int]:
+    """Return size and spacing of an image of a case, and the bytes of its voxels, without reading them."""
+    with _opened(file) as volume:
+        size, nbytes = volume.size, prod(volume.size) * volume.dtype.itemsize
+    spacing, turn = _placed(file, plans.reader)
+    if turn is not None:
+        x, y, z = (size[2 - axis] for axis in _order(turn))
+        size = (z, y, x)
+    return size, spacing, nbytes
+
+
+def _opened(file: Path) -> Volume:
+    """Open an image with one channel."""
     if not file.name.lower().endswith(_SUFFIXES):
         raise VolumeError(f"{file} is not NIfTI, the only format of cases of nnU-Net that is read; save it as .nii.gz")
-    with open_volume(file) as volume:
-        if volume.channels != 1:
-            raise VolumeError(f"{file} holds {volume.channels} channels; give a file of each")
+    volume = open_volume(file)
+    if volume.channels != 1:
+        volume.close()
+        raise VolumeError(f"{file} holds {volume.channels} channels; give a file of each")
+    return volume
+
+
+def _read(file: Path, reader: Reader) -> CaseImages:
+    with _opened(file) as volume:
         out = np.empty((1, *volume.size), volume.dtype)
         volume.read(Box((0, 0, 0), volume.size), out)
         space = volume.space
-    sizes, units, affine = _header(file)
+    spacing, turn = _placed(file, reader)
     image = out[0]
+    if turn is not None:
+        image = _mirrored(image.transpose(2, 1, 0), turn).transpose(_order(turn)).transpose(2, 1, 0)
+    return CaseImages((file,), (np.ascontiguousarray(image),), spacing, space, turn)
+
+
+def _placed(file: Path, reader: Reader) -> tuple[Spacing, Turn | None]:
+    """Return the spacing along z, y and x of an image, and how the axes of its file are turned."""
+    sizes, units, affine = _header(file)
     if reader == "SimpleITKIO":
         scale = MILLIMETERS.get(units & 7, 1.0)
         sizes = tuple(abs(size) * scale for size in sizes)
-    if reader != "NibabelIOWithReorient":
-        return CaseImages((file,), (image,), (sizes[2], sizes[1], sizes[0]), space)
-    turn = _turn(affine, file)
-    order = np.argsort([axis for axis, _ in turn])
-    image = np.ascontiguousarray(_mirrored(image.transpose(2, 1, 0), turn).transpose(order).transpose(2, 1, 0))
-    x, y, z = (sizes[axis] for axis in order)
-    return CaseImages((file,), (image,), (z, y, x), space, turn)
+    turn = _turn(affine, file) if reader == "NibabelIOWithReorient" else None
+    x, y, z = sizes if turn is None else (sizes[axis] for axis in _order(turn))
+    return (z, y, x), turn
+
+
+def _order(turn: Turn) -> list[int]:
+    """Return the axis of a file that each axis x, y and z of its image is."""
+    return sorted(range(3), key=lambda axis: turn[axis][0])
 
 
 def _header(file: Path) -> tuple[tuple[float, ...], int, npt.NDArray[np.float64]]:
     """Return sizes of a voxel along x, y and z, the number of their unit, and the matrix that places voxels."""
+    found = loaded(file)
+    from nibabel.openers import ImageOpener
+
     try:
-        import nibabel
-    except ImportError:
-        raise MissingExtraError(
-            f"reading .nii needs the package nibabel, which is not installed; `{install('nnunet')}`"
-        ) from None
-    try:
-        found: Any = nibabel.load(file)
-        sizes = tuple(float(size) for size in found.header.get_zooms()[:3])
+        with ImageOpener(file) as opened:  # a header that is checked has sizes of 1 in the place of 0
+            stated = type(found.header).from_fileobj(opened, check=False)["pixdim"][1:4]
+        zooms = zip(stated, found.header.get_zooms()[:3], strict=True)
+        sizes = tuple(float(size) if said else 0.0 for said, size in zooms)
         return sizes, int(found.header["xyzt_units"]), np.asarray(found.affine, np.float64)
     except Exception as error:  # the library raises whatever a damaged header leads to
         raise VolumeError(f"{file} cannot be read as NIfTI: {excerpt(error)}; write it again") from None

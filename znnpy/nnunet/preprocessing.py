@@ -12,11 +12,14 @@ import numpy.typing as npt
 from znnpy.errors import MissingExtraError, VolumeError
 from znnpy.extras import install
 from znnpy.nnunet.plans import Normalisation, Plans, Spacing
-from znnpy.nnunet.resampling import resampled, size_at
+from znnpy.nnunet.resampling import resampled, separate_axis, size_at
 from znnpy.patches import Box
 from znnpy.shapes import Vec3, text
 
 SMALLEST = 1e-8  # deviation that values are divided by
+SPLINE_BYTES = 51  # of a voxel while an image is resampled along all axes, ..
+NORMALISING_BYTES = 15  # .. and while it is normalised, or resampled plane by plane
+RESAMPLED_BYTES = 12  # of a voxel of the result
 MOST_VOXELS = 2**36  # of a channel that is resampled
 
 Image = npt.NDArray[np.float32]
@@ -70,6 +73,25 @@ def prepared(plans: Plans, images: Sequence[npt.NDArray[Any]], spacing: Spacing)
         image = _normalised(turned[channel][crop.slices], inside, how, channel)
         data[channel] = resampled(image, to, plans.data, (z, y, x), plans.spacing)
     return NnunetCase(data, (z, y, x), size, crop)
+
+
+def preparing_bytes(plans: Plans, size: Vec3, spacing: Spacing, image_bytes: int) -> int:
+    """Return the most memory that reading, preparing and later labelling a case takes.
+
+    image_bytes  of the voxels of one image, of `size`
+    """
+    channels, voxels = len(plans.normalisations), size[0] * size[1] * size[2]
+    z, y, x = (size[axis] for axis in plans.forward)
+    old: Spacing = (spacing[plans.forward[0]], spacing[plans.forward[1]], spacing[plans.forward[2]])
+    how, at_model = plans.data, (z, y, x)
+    by_splines = False
+    if how is not None and all(0 < one < np.inf for one in spacing):
+        at_model = size_at(at_model, old, plans.spacing)
+        by_splines = at_model != (z, y, x) and separate_axis(how, old, plans.spacing) is None
+    each = SPLINE_BYTES if by_splines else NORMALISING_BYTES
+    kept = channels * np.dtype(np.float32).itemsize
+    made = at_model[0] * at_model[1] * at_model[2]
+    return channels * image_bytes + (kept + each) * voxels + (kept + RESAMPLED_BYTES) * made
 
 
 def _check(plans: Plans, images: Sequence[npt.NDArray[Any]], spacing: Spacing) -> None:

@@ -61,6 +61,7 @@ class Report:
     skipped: int = 0  # voxels of the (first) output outside of it that no run of the job computed
     earlier_peak_bytes: int = 0  # largest resident memory of the process before the run began
     transfers: Transfers | None = None  # predicted reading and writing; None if they were not measured
+    case: str = ""  # what was made of the images of a case of nnU-Net; empty: there is none
     rewritten: int = 0  # files of chunks that were written again because they had been written in part
 
     def __repr__(self) -> str:
@@ -125,6 +126,7 @@ class Report:
             *self._values(),
             *self._chunks(),
             *([f"region     {self.region}"] if self.region else []),
+            *([f"case       {self.case}"] if self.case else []),
             *self._masked(),
             f"stages     {self._stages()}",
             *([] if self.transfers is None else [f"transfers  {self.transfers}"]),
@@ -294,6 +296,7 @@ class Report:
             "notes": list(self.notes),
             "chunks": asdict(self.chunks) if self.chunks else None,
             "region": self.region or None,
+            "case": self.case or None,
             "mask": self.mask or None,
             "skipped": self.skipped,
             "precision": self.precision,
