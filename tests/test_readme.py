@@ -21,6 +21,7 @@ from znnpy.network_files import read_network
 REPOSITORY = Path(__file__).resolve().parent.parent
 DOCS = sorted((REPOSITORY / "docs").rglob("*.md"))
 RUN_AS_A_WHOLE = ("README.md", "docs/tutorial.md", "docs/arrays.md")  # in a folder of their own, from top to bottom
+OF_OTHER_PACKAGES = "docs/frameworks.md"  # whose Python is compiled here; tests/frameworks runs what it shows
 SMALLER = {"znnpy demo": "znnpy demo --size 48"}  # the same command on a smaller volume
 FENCE = re.compile(r"^```([\w{}-]+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -106,6 +107,9 @@ def test_commands_and_networks_of_a_page_are_valid(page: str, tmp_path: Path) ->
         if block.kind == "yaml":
             (tmp_path / "network.yaml").write_text(block.code)
             read_network(tmp_path / "network.yaml")
+        if block.kind == "python" and page == OF_OTHER_PACKAGES:
+            compile(block.code, page, "exec")
+            continue
         assert block.kind != "python" or block.needs_torch or page in RUN_AS_A_WHOLE, "no test runs this block"
 
 

@@ -39,7 +39,7 @@ class _Cancelled(Exception):
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a network gives for the voxels of a layer, and where it lies among them."""
+    """The maps that a network gives for the voxels of a layer, and where they lie among them."""
 
     maps: npt.NDArray[Any]  # (maps, z, y, x)
     place: Predicted

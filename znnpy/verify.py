@@ -120,8 +120,8 @@ def verify_as_asked(asked: VerifyOptions) -> VerifyReport:
     if model_of(asked.network) is not None or (output.is_local and is_label_file(output.path)):
         raise VerifyError(
             f"{output} holds labels of a case of nnU-Net, which are made of the results of windows and placed among "
-            f"the voxels of its images, and cannot be verified; predict it again with {option('paranoid', True)}, which "
-            "checks windows as they are computed"
+            "the voxels of its images, and cannot be verified; predict it again with "
+            f"{option('paranoid', True)}, which checks windows as they are computed"
         )
     of_precision, allowed = _allowed(samples, asked.precision, asked.tolerance)
     started = time.perf_counter()
