@@ -14,7 +14,7 @@ from click.testing import CliRunner
 import znnpy
 from tests.support import normed_unet
 from znnpy.cli import main
-from znnpy.errors import PlanFileError, ShapeError
+from znnpy.errors import NoPlanError, PlanFileError, ShapeError
 from znnpy.kernels.whole import whole
 from znnpy.run.pipeline import Event
 from znnpy.windows.definition import blended
@@ -237,6 +237,11 @@ def test_refusals(folder: Path, arguments: tuple[str, ...], words: str) -> None:
     assert words in error
     assert error.count("\n") == 1
     assert not (folder / "out.h5").exists()
+
+
+def test_more_windows_than_can_be_planned_are_refused(folder: Path) -> None:
+    with pytest.raises(NoPlanError, match="more than the 10,000,000 that can be planned"):
+        znnpy.plan(folder / "net.yaml", window=(8, 8, 8), overlap=0.99, shape=(1000, 1000, 1000), calibrate=False)
 
 
 @pytest.mark.parametrize(
