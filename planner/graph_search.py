@@ -362,7 +362,8 @@ def plan_graph(request: PlanRequest, costs: CostModel, options: OptionTable | No
     options = options or costs.options(request)
     search = GraphSearch(request, options, request.area)
     found = search.run()
-    if not found and request.network.windows is not None:
+    windows = request.network.windows
+    if not found and windows is not None and windows.suit_half_precision:
         search = GraphSearch(request, options, request.area, sums="float16")
         found = search.run()
     try:

@@ -143,6 +143,8 @@ def _window_tiling(plan: Plan, network: Network) -> WindowTiling:
     """Return the windows of a plan; PlanFileError if there are not as many parts."""
     assert plan.sums is not None, "plans of windows have it"
     windows = plan.window_cover(network)
+    if plan.sums.dtype == "float16" and not windows.windows.suit_half_precision:
+        raise PlanFileError(f"the plan keeps sums in float16, which does not hold weights like these; {AGAIN}")
     if plan.sums.parts > windows.most_parts:
         raise PlanFileError(
             f"the plan divides the output into {plan.sums.parts} parts, and its windows allow {windows.most_parts}; "

@@ -17,12 +17,12 @@ import click
 from znnpy.machine import parse_bytes
 from znnpy.option_declarations import Option, about, options_of
 from znnpy.shapes import Vec3
+from znnpy.shared_options import NO_AXES
 from znnpy.volume.lengths import LENGTH
 from znnpy.volume.location import Location
 
 MOST_VOXELS = 10**7  # along an axis; more is a slip of the keyboard
 MOST_GPUS = 1024
-NO_AXES = "none"
 
 Asked = TypeVar("Asked")
 

@@ -149,13 +149,16 @@ def _windows(network: Network, asked: WindowOptions) -> Windows:
     z, y, x = map(int, size)
     changed: dict[str, Any] = {"size": (z, y, x)}
     if asked.overlap is not None:
-        overlap = (asked.overlap,) if isinstance(asked.overlap, int | float) else tuple(asked.overlap)
+        overlap = tuple(asked.overlap) if isinstance(asked.overlap, Sequence) else (asked.overlap,)
         changed["overlap"] = tuple(map(float, overlap * (3 // len(overlap))))
     if asked.mirror is not None:
-        changed["mirror"] = tuple(axis for axis, name in enumerate("zyx") if name in asked.mirror)
+        changed["mirror"] = tuple(axis for axis, name in enumerate("zyx") if name in asked.mirror.split(","))
     given = {"blend": asked.blend, "sigma": asked.sigma, "rule": asked.windows_like}
     changed |= {key: value for key, value in given.items() if value is not None}
-    return Windows(**changed) if network.windows is None else replace(network.windows, **changed)
+    windows = Windows(**changed) if network.windows is None else replace(network.windows, **changed)
+    if asked.sigma is not None and windows.blend != "gaussian":
+        raise ShapeError(f"{option('sigma')} is of Gaussian weights, and weights are {windows.blend}; leave it out")
+    return windows
 
 
 def _window_options(asked: WindowOptions) -> list[str]:

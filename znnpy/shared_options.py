@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf, isfinite
 from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from znnpy.volume.sliceable import Sliceable
 
 MOST_THREADS = 2**12
+NO_AXES = "none"
 MOST_SCALE = 99
 MOST_TIME = 10**7
 
@@ -264,21 +266,34 @@ class WindowOptions(MeaningOption):
         super().__post_init__()
         if self.window is not None and not (_several(self.window, Integral, 3) and min(self.window) > 0):
             raise ValueError(f"window is three numbers of voxels such as (128, 128, 128), not {self.window!r}")
-        overlap = (self.overlap,) if isinstance(self.overlap, int | float) else self.overlap
+        overlap = (self.overlap,) if isinstance(self.overlap, Real) else self.overlap
         if overlap is not None and not (_several(overlap, Real, 1, 3) and all(0 <= share < 1 for share in overlap)):
             raise ValueError(
                 f"overlap is a share of a window such as 0.5, or three, each below 1, and not {self.overlap!r}"
             )
         axes = self.mirror.split(",") if isinstance(self.mirror, str) else []
-        if self.mirror is not None and not (axes and set(axes) <= set("zyx") and len(set(axes)) == len(axes)):
-            raise ValueError(f"mirror is axes with commas between them, such as 'z,y,x', not {self.mirror!r}")
+        known = axes == [NO_AXES] or (axes and set(axes) <= set("zyx") and len(set(axes)) == len(axes))
+        if self.mirror is not None and not known:
+            raise ValueError(f"mirror is axes with commas between them, such as 'z,y,x', or none, not {self.mirror!r}")
+        if self.sigma is not None and not (isinstance(self.sigma, Real) and 0 < self.sigma < inf):
+            raise ValueError(f"sigma is a share of a window such as 0.125, not {self.sigma!r}")
+        limits: object = (self.threshold,) if isinstance(self.threshold, Real) else self.threshold
+        if not _numbers(limits):
+            raise ValueError(f"threshold is a number such as 0.5, or one for each map, not {self.threshold!r}")
 
     @property
     def result(self) -> NetworkResult:
         """The result that is written of the maps."""
-        above = (self.threshold,) if isinstance(self.threshold, int | float) else tuple(self.threshold)
+        above = tuple(self.threshold) if isinstance(self.threshold, Sequence) else (self.threshold,)
         thresholds = tuple(map(float, above)) if self.output == "above" else ()
         return NetworkResult(self.output, thresholds, self.ensemble == "probabilities")
+
+
+def _numbers(values: object) -> bool:
+    """Return whether a value is a sequence of finite numbers, one at least."""
+    return (
+        isinstance(values, Sequence) and all(isinstance(one, Real) and isfinite(one) for one in values) and values != ()
+    )
 
 
 def _several(values: object, kind: type, *counts: int) -> bool:

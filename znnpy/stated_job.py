@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from math import prod
 
-from znnpy.errors import VerifyError, ZnnpyError
+from znnpy.errors import ShapeError, VerifyError, ZnnpyError
 from znnpy.formats.weights import sha256
 from znnpy.job import arrays_of
 from znnpy.messages import excerpt, option
@@ -24,6 +25,8 @@ from znnpy.volume.sliceable import open_given
 from znnpy.volume.source import Source
 from znnpy.volume.statistics import normalise_of
 
+MOST_VOXELS = 2**28  # of a window that is computed again
+
 
 def trained_of(origin: Provenance, output: Location, asked: VerifyOptions) -> TrainedNetwork:
     """Return the network that made the output; VerifyError if another one is given, or another meaning of it."""
@@ -39,6 +42,7 @@ def trained_of(origin: Provenance, output: Location, asked: VerifyOptions) -> Tr
         )
     file = read_ensemble(origin.network if network is None else network, asked.meaning)
     if meaning == "windows":
+        _check_windows(file.network, origin.job, output)
         network_in = replace(file.network, asked_meaning=meaning, windows=origin.job.windows, result=origin.job.result)
         file = replace(file, network=network_in)
     elif meaning == "whole" or (meaning == "sliding" and file.network.why_not_sliding is None):
@@ -52,6 +56,21 @@ def trained_of(origin: Provenance, output: Location, asked: VerifyOptions) -> Tr
                 f"given; give the files that made it as {option('network')} and {option('weights')}"
             )
     return _normalised_as_before(trained, origin.job, output)
+
+
+def _check_windows(network: Network, job: JobClaim, output: Location) -> None:
+    """Raise VerifyError for windows or a result that no run writes."""
+    if job.windows is None:
+        raise VerifyError(f"{output} was predicted in windows, and does not state them; predict it again")
+    if prod(job.windows.size) > MOST_VOXELS:
+        raise VerifyError(
+            f"{output} states windows of {excerpt(text(job.windows.size), 60)}, more than the {MOST_VOXELS:,} voxels "
+            "that are computed again; predict it again"
+        )
+    try:
+        job.result.check([network.maps[tensor] for tensor in network.outputs])
+    except ShapeError as error:
+        raise VerifyError(f"{output} states a result that its network does not give: {error}") from None
 
 
 def _normalised_as_before(trained: TrainedNetwork, job: JobClaim, output: Location) -> TrainedNetwork:

@@ -106,20 +106,14 @@ def load_trained(file: NetworkFile, weights: str | Path | None = None, ram: int 
                 f"{option('weights')} is one file, and {len(file.members)} networks are given; leave it out, and name "
                 "the weights in the network files"
             )
+        _check_fits(file.network, ram)
         sets = [load_trained(member, None, ram).weights for member in file.members]
         return TrainedNetwork(file.network, tuple(one for some in sets for one in some))
     path = Path(weights) if weights is not None else file.weights
     if path is None and file.held is not None:
         return TrainedNetwork(file.network, file.held)
     if path is not None:
-        needed, allowed = FLOAT32 * file.network.parameters, limits_of(this_machine(), ram).ram_bytes
-        if needed > allowed:
-            error = NoPlanError(
-                f"the weights of {excerpt(file.network.name, 60)} take {mebibytes(needed)}, and {option('ram')} allows "
-                f"{mebibytes(allowed)}; allow more, or give a smaller network"
-            )
-            error.needed_bytes = needed
-            raise error
+        _check_fits(file.network, ram)
         return TrainedNetwork(file.network, read_weights(path, file.network))
     if not file.network.weighted:
         return TrainedNetwork(file.network, ())
@@ -133,3 +127,16 @@ def load_trained(file: NetworkFile, weights: str | Path | None = None, ram: int 
     raise NetworkFileError(
         f"{file.path} names no weights, and none were given; give {option('weights', 'FILE.npz')}{also}"
     )
+
+
+def _check_fits(network: Network, ram: int | str | None) -> None:
+    """Raise NoPlanError if the weights of all members of a network alone take more than a limit."""
+    needed = FLOAT32 * network.parameters * network.members
+    allowed = limits_of(this_machine(), ram).ram_bytes
+    if needed > allowed:
+        error = NoPlanError(
+            f"the weights of {excerpt(network.name, 60)} take {mebibytes(needed)}, and {option('ram')} allows "
+            f"{mebibytes(allowed)}; allow more, or give a smaller network"
+        )
+        error.needed_bytes = needed
+        raise error

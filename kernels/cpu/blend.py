@@ -83,7 +83,8 @@ def add_in_numpy(sums: Array, values: Array, weights: npt.NDArray[np.float32], s
     for first in range(0, values.shape[0], rows):
         part = slice(first, first + rows)
         products = np.multiply(values[part], weights[part, :, None] * np.float32(share), dtype=np.float32)
-        np.add(sums[part], products, out=sums[part], dtype=np.float32, casting="unsafe")
+        with np.errstate(over="ignore"):  # sums in float16 that are not finite are found when they are taken
+            np.add(sums[part], products, out=sums[part], dtype=np.float32, casting="unsafe")
 
 
 def write_mean(sums: Array, totals: npt.NDArray[np.float32], out: npt.NDArray[np.float32]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,34 @@ def test_options_say_which_windows(folder: Path, arguments: tuple[str, ...], win
     np.testing.assert_allclose(prediction(folder), wanted, atol=1e-5 * np.abs(wanted).max())
     report = run("verify", folder / "out.h5", folder / "volume.npy", "--network", folder / "net.yaml", "--samples", 50)
     assert "all windows around each" in report
+
+
+def test_mirroring_that_a_file_names_is_switched_off(tmp_path: Path) -> None:
+    normed_unet.written(tmp_path, windows={"size": [8, 8, 12], "mirror": ["z", "x"]})
+    infer(tmp_path, "--mirror", "none")
+    wanted = definition(tmp_path, Windows((8, 8, 12)))
+    np.testing.assert_allclose(prediction(tmp_path), wanted, atol=1e-5 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"windows": None}, "does not state them"),
+        ({"windows": {"size": [2**40] * 3}}, "computed again"),
+        ({"result": {"kind": "above", "above": [0.1, 0.2]}}, "2 thresholds for 3 maps"),
+        ({"windows": {"size": [8, 8, 12], "sigma": 1e200}}, "sigma"),
+    ],
+)
+def test_outputs_that_state_odd_windows_are_not_verified(folder: Path, change: dict[str, Any], words: str) -> None:
+    infer(folder, *WINDOW)
+    with h5py.File(folder / "out.h5", "r+") as file:
+        holders = [where for where in (file, file["prediction"]) if "job" in where.attrs]
+        for where in holders:
+            where.attrs["job"] = json.dumps({**json.loads(where.attrs["job"]), **change})
+    assert holders
+    error = run("verify", folder / "out.h5", folder / "volume.npy", "--network", folder / "net.yaml", code=1)
+    assert words in error
+    assert error.count("\n") == 1
 
 
 def test_windows_of_the_network_file(tmp_path: Path) -> None:
@@ -229,6 +258,8 @@ def test_little_memory_divides_the_output(tmp_path: Path) -> None:
         ((*WINDOW, "--border", "reflect"), "leave out --border"),
         ((*WINDOW, "--patch", "8,8,8"), "leave out --patch"),
         ((*WINDOW, "--allow-nan"), "leave out --allow-nan"),
+        ((*WINDOW, "--blend", "constant", "--sigma", "0.2"), "leave it out"),
+        ((*WINDOW, "--sigma", "1e200"), "sigma of weights must be a share"),
         ((*WINDOW, "--output", "above", "--threshold", "0.1,0.2"), "2 thresholds for 3 maps"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.graph_runs import CPU, HERE, MACHINE, assert_equal
 from tests.support.seeded_graphs import weights_of
-from znnpy.errors import ShapeError
+from znnpy.errors import NoPlanError, PlanFileError, ShapeError, ValuesOverflowError
 from znnpy.formats.wiring import Given, network_of
 from znnpy.graph_columns import Area, cover_of_window
 from znnpy.kernels.contract import ConvWeights
@@ -23,12 +23,13 @@ from znnpy.network import Network
 from znnpy.network_result import NetworkResult
 from znnpy.normalisation import Normalise
 from znnpy.patches import Box
-from znnpy.planner.graph_search import GraphSearch, plan_of
+from znnpy.planner.graph_search import GraphSearch, plan_graph, plan_of
 from znnpy.planner.plan import Plan, Sums
 from znnpy.planner.request import CostModel, PlanRequest
 from znnpy.planner.validate import check_plan
 from znnpy.planner.window_tilings import WindowTiling, sums_bytes
 from znnpy.run.window_session import WindowSession
+from znnpy.run.window_sums import WindowSums
 from znnpy.shapes import Vec3
 from znnpy.volume.array import ArrayVolume
 from znnpy.volume.source import Source
@@ -181,6 +182,32 @@ def test_sums_in_half_precision_are_as_near_as_they_say() -> None:
     wanted = exact(net, weights, volume)
     assert_equal(found, wanted, "float16", close=2e-3)
     assert np.abs(found - wanted).max() > 1e-6 * np.abs(wanted).max()  # they were in float16 indeed
+
+
+@pytest.mark.parametrize("windows", [Windows((8, 8, 8), rule="nnunet"), Windows((8, 8, 8), blend="bump")])
+def test_weights_that_differ_widely_are_not_summed_up_in_half_precision(windows: Windows) -> None:
+    """Such a plan is refused, and none is searched for: products with these weights leave the range of float16."""
+    net = network("U-Net", windows)
+    with pytest.raises(PlanFileError, match="does not hold weights like these"):
+        planned(net, VOLUME, 0, Sums("float16"))
+    area = Area((200, 400, 400), Box((0, 0, 0), (200, 400, 400)))
+    request = PlanRequest(net, area.region.size, Limits(2**27, 2), HERE, area=area, baseline=2**26)
+    try:
+        plan = plan_graph(request, CostModel(table=CPU)).main
+    except NoPlanError:
+        return
+    assert plan.sums is not None
+    assert plan.sums.dtype == "float32"
+
+
+def test_sums_beyond_half_precision_are_an_error() -> None:
+    cover = WindowCover(Windows((8, 8, 8), blend="constant"), VOLUME, Box((0, 0, 0), VOLUME), 0)
+    with ThreadPool(2) as pool:
+        sums = WindowSums(cover, Sums("float16"), 1, pool)
+        sums.begin(0, (0, 0, 0))
+        sums.add(np.full((8, 8, 8, 1), 1e6, np.float32), np.ones((8, 8, 8), np.float32), 1.0, 0)
+        with pytest.raises(ValuesOverflowError, match="exceed float16"):
+            sums.begin(0, (1, 0, 0))
 
 
 @pytest.mark.parametrize("kind", ["softmax", "sigmoid", "labels", "above"])

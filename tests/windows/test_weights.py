@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from itertools import product
 from math import exp
 
@@ -151,3 +152,16 @@ def test_sums_in_a_box_of_a_huge_volume_need_its_windows_only(blend: Blend) -> N
         WindowGrid((80_000, 40_000, 60_000), windows), Box((60_020, 20_020, 40_020), (60_045, 20_045, 40_045))
     )
     np.testing.assert_array_equal(huge, small)
+
+
+@pytest.mark.parametrize("rule", WINDOW_RULES)
+def test_weights_take_little_more_memory_than_they_fill(rule: WindowRule) -> None:
+    """A plan counts four bytes for each voxel of a window."""
+    window_weights.cache_clear()
+    tracemalloc.start()
+    try:
+        weights = window_weights(Windows((96, 96, 96), rule=rule))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1.2 * weights.nbytes

@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from znnpy.errors import ValuesOverflowError
 from znnpy.geometry import Interval
 from znnpy.kernels.aligned import aligned_bytes, touch
 from znnpy.kernels.cpu.blend import add_weighted
 from znnpy.kernels.thread_pool import ThreadPool
+from znnpy.messages import option
 from znnpy.planner.plan import Sums
 from znnpy.shapes import Vec3
 from znnpy.window_cover import WindowCover
@@ -80,6 +82,7 @@ class WindowSums:
                     if done.lo + z < end:
                         there = slice(part.lo - second.lo, part.hi - second.lo)
                         np.copyto(self._row[z, ring], self._plane(done.lo + z)[there], casting="unsafe")
+                        self._check(self._row[z, ring])
                     else:
                         self._row[z, ring] = 0
 
@@ -93,6 +96,14 @@ class WindowSums:
         planes = max(0, covered.hi - begin)
         self._pool.each(clear, planes, least=self._least(planes))  # these take the places of planes taken out
         self._ends[kept] = covered.hi
+
+    def _check(self, sums: Array) -> None:
+        """Raise ValuesOverflowError if sums that were kept in float16 exceeded it."""
+        if self._kept.dtype == np.float16 and not np.isfinite(sums).all():
+            raise ValuesOverflowError(
+                "sums of windows exceed float16, in which a row keeps them for the next one within this memory; give "
+                f"more memory ({option('ram')}), so that they are kept in float32"
+            )
 
     def _least(self, planes: int) -> int:
         """Return how many planes a thread takes: a few calls cost less than many."""

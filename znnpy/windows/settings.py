@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import combinations
-from math import isfinite
 from typing import Any
 
 from znnpy.errors import ShapeError
 from znnpy.option_values import BLENDS, WINDOW_RULES, Blend, WindowRule
 from znnpy.shapes import Vec3, text, turn, turned
 
+SIGMAS = (1e-3, 1e3)  # of a window: others are nearly a single voxel, or constant
 DECIMALS = 12  # of a step that is stated as an overlap
 
 
@@ -40,8 +40,11 @@ class Windows:
             raise ShapeError(f"windows must overlap by at least 0 and less than 1 of their size, not by {self.overlap}")
         if self.blend not in BLENDS:
             raise ShapeError(f"weights of windows are {', '.join(BLENDS)}, not {self.blend!r}")
-        if not (isfinite(self.sigma) and self.sigma > 0):
-            raise ShapeError(f"the sigma of weights must be a positive share of the window, not {self.sigma}")
+        if not SIGMAS[0] <= self.sigma <= SIGMAS[1]:
+            raise ShapeError(
+                f"the sigma of weights must be a share of the window from {SIGMAS[0]:g} to {SIGMAS[1]:g}, not "
+                f"{self.sigma}"
+            )
         if self.mirror not in _subsets((0, 1, 2)):
             raise ShapeError(f"windows are mirrored along different axes of 0, 1, 2, ascending, not {self.mirror}")
         if self.rule not in WINDOW_RULES:
@@ -78,6 +81,11 @@ class Windows:
         overlap = (self.overlap[order[0]], self.overlap[order[1]], self.overlap[order[2]])
         mirror = tuple(sorted(order.index(one) for one in self.mirror))
         return replace(self, size=turned(self.size, axis), overlap=overlap, mirror=mirror)
+
+    @property
+    def suit_half_precision(self) -> bool:
+        """Return whether weights differ so little that float16 holds sums of weighted values."""
+        return self.blend == "constant" or (self.blend == "gaussian" and self.rule == "monai")
 
     @property
     def described(self) -> dict[str, Any]:

@@ -35,14 +35,15 @@ BUMP_POWER = -1.5
 BUMP_RANGE = 32.0  # of the exponent along an axis: products of three lie between exp(-48) and exp(48)
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=1)
 def window_weights(windows: Windows) -> NDArray[np.float32]:
     """Return the weights (z, y, x) of a window, all greater than 0. The array cannot be written to."""
     profiles = separable_weights(windows)
     if profiles is not None:
         weights = _outer(profiles)
     elif windows.rule == "monai":
-        weights = np.maximum(_outer(_monai_profiles(windows)), np.float32(MONAI_LEAST))
+        weights = _outer(_monai_profiles(windows))
+        np.maximum(weights, np.float32(MONAI_LEAST), out=weights)
     else:
         weights = _nnunet_gaussian(windows.size, windows.sigma)
     weights.flags.writeable = False
@@ -119,10 +120,14 @@ def _monai_gaussian(size: int, sigma: float) -> NDArray[np.float32]:
 
 def _nnunet_gaussian(size: Vec3, share: float) -> NDArray[np.float32]:
     z, y, x = (_truncated_gaussian(n, n * share) for n in size)
-    weights = (z[:, None] * y)[:, :, None] * x * NNUNET_GREATEST
-    halves = weights.astype(np.float32).astype(np.float16)  # as PyTorch rounds: to single precision first
-    halves[halves == 0] = halves[halves > 0].min()
-    return halves.astype(np.float32)
+    weights, least = np.empty(size, np.float32), np.float32(np.inf)
+    for plane, at in zip(weights, z, strict=True):
+        exact = (at * y)[:, None] * x * NNUNET_GREATEST
+        plane[...] = exact.astype(np.float32).astype(np.float16)  # as PyTorch rounds: to single precision first
+        least = min(least, plane.min(where=plane > 0, initial=np.float32(np.inf)))
+    for plane in weights:
+        plane[plane == 0] = least
+    return weights
 
 
 def _truncated_gaussian(size: int, sigma: float) -> NDArray[np.float64]:
