@@ -100,7 +100,7 @@ def compared(made: Imported, run: Run, size: Vec3 | None = None, seed: int = 0) 
     net = TrainedNetwork(network, made.weights)
     ours = net(volume, calibrate=False)
     network, given = with_statistics(network, ArrayVolume(volume)), volume
-    padded = admissible(network, size, whole_image=True).volume
+    padded = admissible(as_one_image(network), size).volume
     if padded != size:
         width = [(0, 0), *((0, p - n) for p, n in zip(padded, size, strict=True))]
         given = np.pad(given, width, _PAD_MODES[network.pad_to_period])  # type: ignore[call-overload]
@@ -123,7 +123,7 @@ def _of_whole_volume(network: Network, size: Vec3) -> tuple[Network, Vec3]:
     if network.is_local:
         return replace(network, asked_meaning="whole"), size
     periods = multiply(ceil_divide(size, period_along(network)), period_along(network))
-    size = admissible(network, periods, whole_image=True).volume
+    size = admissible(as_one_image(network), periods).volume
     return replace(network, asked_meaning="windows", windows=Windows(size, (0.0, 0.0, 0.0), "constant")), size
 
 
@@ -160,7 +160,7 @@ def _suits(network: Network, size: Vec3) -> bool:
             return True
         if not network.is_local and any(n % p for n, p in zip(size, period_along(network), strict=True)):
             return False
-        return admissible(network, size, whole_image=True).volume == size
+        return admissible(as_one_image(network), size).volume == size
     except ShapeError:
         return False
 
@@ -211,14 +211,19 @@ def _normalised(network: Network, volume: Array) -> Array:
     return (volume - mean) / std
 
 
+def as_one_image(network: Network) -> Network:
+    """Return a network that is computed on an image which is never divided, so that norms may depend on all of it."""
+    return replace(network, asked_meaning="windows")
+
+
 def odd_size(network: Network) -> Vec3:
     """Return a small size, odd along each axis, for which the network gives a few voxels."""
-    refuse_non_local(network, whole_image=True)
+    refuse_non_local(as_one_image(network))
     refused: ShapeError | None = None
     for n in range(2 * max(period_along(network)) + 9, LARGEST_SIZE, 2):
         size = vector(n + 2 * axis for axis in range(3))
         try:
-            admissible(network, size, whole_image=True)
+            admissible(as_one_image(network), size)
         except ShapeError as error:
             refused = refused or error
         else:

@@ -163,10 +163,10 @@ def _folded(made: Imported) -> list[str]:
 def _checked(made: Imported, model: Path) -> tuple[Vec3, list[Difference]]:
     from znnpy.admissible import refuse_non_local
     from znnpy.errors import ShapeError
-    from znnpy.import_check import check_model
+    from znnpy.import_check import as_one_image, check_model
 
     try:
-        refuse_non_local(made.network, whole_image=True)
+        refuse_non_local(as_one_image(made.network))
     except ShapeError as error:
         raise NetworkFileError(f"{model} cannot be checked, since nothing computes it yet: {error}") from None
     with working():

@@ -266,7 +266,7 @@ class WindowOptions(MeaningOption):
         super().__post_init__()
         if self.window is not None and not (_several(self.window, Integral, 3) and min(self.window) > 0):
             raise ValueError(f"window is three numbers of voxels such as (128, 128, 128), not {self.window!r}")
-        overlap = (self.overlap,) if isinstance(self.overlap, Real) else self.overlap
+        overlap = (self.overlap,) if not isinstance(self.overlap, Sequence | None) else self.overlap
         if overlap is not None and not (_several(overlap, Real, 1, 3) and all(0 <= share < 1 for share in overlap)):
             raise ValueError(
                 f"overlap is a share of a window such as 0.5, or three, each below 1, and not {self.overlap!r}"
