@@ -90,7 +90,7 @@ class ZnnpyInferer(Inferer):  # type: ignore[misc]
         self.options: dict[str, Any] = {
             "overlap": tuple(overlap) if isinstance(overlap, Sequence) else overlap,
             "blend": cast(Blend, str(mode)),
-            "sigma": sigmas.pop(),
+            "sigma": sigmas.pop() if mode == "gaussian" else None,
             "ram": ram,
             "threads": threads,
             "precision": precision,
