@@ -65,14 +65,14 @@ def test_a_row_begun_anew_computes_every_window_that_it_needs(volume: Vec3, axis
     """All windows that cover a voxel of this or a later row come before the one that finishes it."""
     windows = cover(volume, axis=axis, parts=2)
     for index in range(len(windows)):
-        seen = {}
+        seen = set[Vec3]()
         columns = [windows.begun_at(index), *windows[index + 1 :]]
         for number, column in enumerate(columns):
             if number and not windows.goes_on(index + number):
                 break  # another part
             for step in column.steps:
                 assert isinstance(step.step, WindowStep)
-                seen[step.step.place] = None
+                seen.add(step.step.place)
                 if not step.writes:
                     continue
                 done = windows.done_padded(step.step)
@@ -83,9 +83,8 @@ def test_a_row_begun_anew_computes_every_window_that_it_needs(volume: Vec3, axis
                     for line, at in zip(lines, first, strict=True)
                 ]
                 needed = {(a, b, c) for a in around[0] for b in around[1] for c in around[2]}
-                assert needed <= set(seen)
-    first = windows[0]
-    assert [step.step for step in windows.begun_at(0).steps] == [step.step for step in first.steps]
+                assert needed <= seen
+    assert [step.step for step in windows.begun_at(0).steps] == [step.step for step in windows[0].steps]
 
 
 def test_steps_that_are_repeated_write_nothing() -> None:

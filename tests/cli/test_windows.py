@@ -67,7 +67,7 @@ def definition(folder: Path, windows: Windows) -> npt.NDArray[np.float64]:
     ("arguments", "windows"),
     [
         ((), Windows((8, 8, 12))),
-        (("--overlap", "0.25", "--blend", "constant"), Windows((8, 8, 12), (0.25,) * 3, "constant")),  # type: ignore[arg-type]
+        (("--overlap", "0.25", "--blend", "constant"), Windows((8, 8, 12), (0.25,) * 3, "constant")),
         (("--overlap", "0.5,0.25,0", "--mirror", "z,x"), Windows((8, 8, 12), (0.5, 0.25, 0.0), mirror=(0, 2))),
         (("--windows-like", "nnunet"), Windows((8, 8, 12), rule="nnunet")),
         (("--sigma", "0.25"), Windows((8, 8, 12), sigma=0.25)),

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from znnpy.option_values import Blend
 from znnpy.shapes import Vec3
 from znnpy.windows.definition import blended
 from znnpy.windows.grid import WindowGrid
-from znnpy.windows.settings import Blend, Windows
+from znnpy.windows.settings import Windows
 from znnpy.windows.weights import total_weights, window_weights
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
