@@ -27,7 +27,8 @@ from znnpy.windows.weights import window_weights
 LEAST_CELLS = 3  # in two corners, which few windows cover, and elsewhere
 SPREAD = 2**21  # voxels of windows that are computed for cells in other places, where that allows more of them
 BLOCK = 2**14  # voxels at a time, so that memory does not grow with their number
-KEPT = 8  # windows whose results are kept, for the next cell
+KEPT = 8  # most windows whose results are kept, for the next cell, ..
+KEPT_BYTES = 2**30  # .. and about their bytes
 
 Places = npt.NDArray[np.int64]
 
@@ -115,7 +116,8 @@ class WindowVoxels:
     @cached_property
     def _computed(self) -> Any:
         """The function that gives the result of the window with a corner, (z, y, x, maps); it keeps the latest."""
-        return lru_cache(maxsize=KEPT)(self._of_window)
+        each = 8 * prod(self._windows.size) * self.trained.network.blended_maps
+        return lru_cache(maxsize=max(1, min(KEPT, KEPT_BYTES // each)))(self._of_window)
 
     def _of_window(self, corner: tuple[int, ...]) -> Real:
         image, mirrors, network = self._read(corner), self._windows.mirrors, self.trained.network
