@@ -123,11 +123,16 @@ def _check_options(asked: InferOptions) -> None:
         (OF_THE_MODEL, "has the windows and weights that it was trained with"),
         (OF_THE_LABELS, "gives labels, written as nnU-Net writes them"),
     ):
-        given = [option(name) for name in names if getattr(asked, name) != default[name]]
+        given = [option(name) for name in names if _is_given(getattr(asked, name), default[name])]
         if given:
             raise ShapeError(f"a model of nnU-Net {why}: leave out {' and '.join(given)}")
     if asked.output not in ("maps", "labels"):
         raise ShapeError(f"a model of nnU-Net gives labels: leave out {option('output', asked.output)}")
+
+
+def _is_given(value: object, default: object) -> bool:
+    """Return whether an option is not its default; an array is never one."""
+    return value is not default and not (isinstance(value, type(default)) and value == default)
 
 
 def _record(model: NnunetModel, asked: InferOptions, files: tuple[Path, ...]) -> dict[str, Any]:
