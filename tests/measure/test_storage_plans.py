@@ -71,7 +71,8 @@ def test_a_run_and_a_plan_of_a_slow_volume_take_them(tmp_path: Path, monkeypatch
     told: list[str] = []
     made = znnpy.plan(net, volume=tmp_path / "v.zarr", ram="2G", device="cpu", tell=told.append)
     assert isinstance(made, RunPlan)
-    assert made.patch_out[1:] == (25, 40)  # it reads every voxel about once, so nothing is better
+    # The whole cross-section reads every voxel once; where another plan computes faster, two chunks are as WIDTHS says.
+    assert made.patch_out[1:] in ((25, 40), (25, 10))
     assert any(line.startswith("reading ") and "at 1000 B/s" in line for line in told), told
     fixed = znnpy.plan(net, volume=tmp_path / "v.zarr", ram="2G", device="cpu", patch=(5, 6, 7), cover="patches")
     assert isinstance(fixed, RunPlan)
