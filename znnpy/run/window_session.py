@@ -86,7 +86,7 @@ class WindowSession:
         """Compute one window, and write what is finished after it.
 
         raw     (c, z, y, x) of any real dtype, the voxels of the volume that the window covers; read only
-        out     float32, float16, uint8 or uint16, C order; its first values are overwritten with the finished voxels
+        out     float32, float16 or uint8, C order; its first values are overwritten with the finished voxels
                 (maps, z, y, x) of the network's result. None where there are none
         begins  of no interest: the place of a window says whether it continues what was summed up
         step    `Patch.step` of the plan's cover, a WindowStep

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 
 from znnpy.kernels.cpu.blend import add_in_numpy, add_weighted, write_mean
-from znnpy.kernels.cpu.native.library import why_not
-from znnpy.machine import this_machine
 
 SIZES = ((1, 1, 1), (3, 5, 2), (7, 4, 1), (6, 9, 33), (2, 3, 105), (40, 31, 16))
 
@@ -57,8 +55,3 @@ def test_means(size: tuple[int, int, int], compiled: bool, monkeypatch: pytest.M
     write_mean(sums, totals, out[:, :y])
     np.testing.assert_allclose(out[:, :y], np.moveaxis(sums / totals[..., None], 2, 0), rtol=1e-6)
     assert np.isnan(out[:, y:]).all()
-
-
-def test_the_compiled_function_is_tested_where_it_is_there() -> None:
-    if (reason := why_not(this_machine())) is not None:
-        pytest.skip(reason)
