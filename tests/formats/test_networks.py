@@ -178,7 +178,7 @@ REFUSED = [
     (
         POOL + "1: 2",
         "unknown key 1; use one of name, description, input_channels, normalise, weights, layers, field_of_view, "
-        "output, pad_to_period, meaning",
+        "output, pad_to_period, meaning, windows",
     ),
     (POOL + "name: 337", f"name is 337, but must be {ONE_LINE}; write for example name: my_network"),
     (POOL + r'name: "a\0b"', rf"name is 'a\x00b', but must be {ONE_LINE}; write for example name: my_network"),
