@@ -117,6 +117,15 @@ class BucketOutput:
                 )
 
     @property
+    def folder(self) -> None:
+        """None: the output is not on this machine."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Return 0: the output is in the bucket."""
+        return 0
+
+    @property
     def gathered_bytes(self) -> int:
         """Bytes of the whole output, whose chunks are gathered in memory until they are whole."""
         return sum(array.nbytes(self.dtype) for array in self._arrays)

@@ -137,6 +137,16 @@ class Output:
         return self._kind.attributes_of(self.path)
 
     @property
+    def folder(self) -> Path:
+        """The folder on this machine that the output is written to."""
+        return self.path.parent
+
+    @property
+    def held_bytes(self) -> int:
+        """Return 0: the output is on disk."""
+        return 0
+
+    @property
     def gathered_bytes(self) -> int:
         """Bytes of the whole output if its chunks are gathered in memory until they are whole; else 0."""
         return self._needed_bytes if self._kind.gathers else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,11 +15,9 @@ from znnpy.messages import excerpt, option
 from znnpy.volume.journal import default_output
 from znnpy.volume.location import Location, volume_location
 from znnpy.volume.output import Mode, Output
+from znnpy.volume.run_output import RunOutput
 from znnpy.volume.sliceable import Assignable, BlockOutput, Sliceable
 from znnpy.volume.store import OutputArray, Storage
-
-if TYPE_CHECKING:
-    from znnpy.volume.bucket_output import BucketOutput
 
 
 def mode_of(*, overwrite: bool, resume: bool) -> Mode:
@@ -76,7 +74,7 @@ def output_for(
     sharded: bool,
     multiscale: int,
     mask: object = None,
-) -> Output | BucketOutput | BlockOutput:
+) -> RunOutput:
     """Return the output to write to; parameters as for `Output` and `Storage`. An object takes arrays of one size.
 
     mask  what else is read, and must not be replaced.

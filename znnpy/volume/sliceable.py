@@ -189,6 +189,10 @@ class BlockOutput:
         return {}
 
     @property
+    def folder(self) -> None:
+        """None: the output is an object."""
+
+    @property
     def held_bytes(self) -> int:
         """Memory of the process that a numpy array takes once it is written; 0 for other objects."""
         return prod(self.shape) * self.dtype.itemsize if isinstance(self._thing, np.ndarray) else 0
