@@ -74,6 +74,17 @@ class Computed:
     above: tuple[str, ...]
 
 
+def planned(run: OpenedRun, output: RunOutput) -> RunPlan:
+    """Return the plan by which a run would be computed here; errors are those of `znnpy.plan`."""
+    computation = Computation(run, output, None, None, 0.0)
+    devices = replace(run.named.devices, device=computation.meant(run.named.devices.device))
+    with Targets(devices, run.named.costs) as targets:
+        for target in targets:
+            with targets.attempt():
+                return computation.plan(target)
+    raise AssertionError("the last target either has a plan or raises an error")
+
+
 def computed(run: OpenedRun, output: RunOutput, trace: Trace | None, started: float) -> Computed:
     """Compute a run into an output that was entered.
 

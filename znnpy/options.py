@@ -40,6 +40,7 @@ from znnpy.shared_options import (
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+    from distributed import Client
 
     from znnpy.measure.budget import LayerTimer, Progress
     from znnpy.network_files import Trained
@@ -170,6 +171,31 @@ class InferOptions(RegionOptions, RunOptions):
         "chrome://tracing of the browser Chrome",
         "new path",
         in_python="it is also written if the run fails",
+    )
+    cluster: str | None = option(
+        None,
+        "let workers of dask compute: ADDRESS of a scheduler, the scheduler file FILE.json, or local:N for N processes "
+        "on this machine",
+        "text",
+        metavar="ADDRESS",
+    )
+    client: Client | None = option(None, "a client of dask, whose workers compute")
+    part: str | None = option(
+        None,
+        "compute part K of N of the work items, in a job array; --finish completes the output",
+        "text",
+        metavar="K/N",
+        in_python="such as '3/64'; `finish` completes the output",
+    )
+    finish: bool = option(
+        False, "complete the output of a job whose parts are computed; what is missing is computed here", "flag"
+    )
+    items: Vec3 | None = option(
+        None,
+        "output voxels Z,Y,X of one work item of `cluster` or `part`",
+        "voxels",
+        unset="so that an item takes some minutes",
+        metavar="Z,Y,X",
     )
     progress: Callable[[Event], None] | None = option(
         None,

@@ -83,7 +83,7 @@ class BucketOutput:
         self._bucket: Bucket | None = None
         self._journal: BucketJournal | None = None
         self._store: GatheredChunks | None = None
-        self._run: str | None = None
+        self.run: str | None = None
         self._record = ColumnRecord(0)
         self._continues = False  # an earlier run, from the first write on
         self._failed = False  # what was passed on may not be in the bucket
@@ -100,7 +100,7 @@ class BucketOutput:
             try:
                 if self._store is not None and not (self._continues or self._failed or self.finished):
                     self._sync(whole=True)
-                if self._run is not None and not self.finished and not self._record.kept:
+                if self.run is not None and not (self.finished or self._record.kept or self._is_shared):
                     self._abandon()
             except OutputError as late:
                 if error is None:
@@ -153,7 +153,7 @@ class BucketOutput:
         if self.header is not None or self.finished:
             raise ValueError(f"{self.place} was started before, so it cannot start again")
         another = self._clear(bucket, journal)
-        run = self._run = new_run()
+        run = self.run = new_run()
         storage = self._storage
         layouts = layouts_of(
             tuple(plans),
@@ -171,6 +171,11 @@ class BucketOutput:
         say_turned((array.space for array in self._arrays), self._form.name)
         self._store = self._gathered(levels, storage.budget)
         self.header, self._record = header, ColumnRecord(header.columns)
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether other processes write the output too, and may go on with it."""
+        return self.header is not None and self.header.item is not None
 
     def pause(self) -> None:
         """Keep what a run finished that ended early and will continue. If that is nothing, the run may begin again."""
@@ -248,7 +253,7 @@ class BucketOutput:
             self._check_free(nothing=False)
         elif self._mode == "new":
             self._check_new(found, there)
-        elif found is not None and found[1]:
+        elif found is not None and (found[1] or found[0].item is not None):
             self._resume(*found)
         elif there:
             self._check_finished(there)
@@ -270,7 +275,7 @@ class BucketOutput:
 
     def _check_new(self, found: tuple[JournalHeader, Set[int]] | None, there: Mapping[str, Any]) -> None:
         """Raise OutputError if there is an unfinished run to continue, or an output to replace."""
-        if found is not None and found[1]:
+        if found is not None and (found[1] or found[0].item is not None):
             raise OutputError(
                 f"an unfinished run left {self.place} with {len(found[1])} of {found[0].columns} columns done; "
                 f"continue with {option('resume', True)}, or start again with {option('overwrite', True)}"
@@ -301,7 +306,7 @@ class BucketOutput:
             )
         self._store = self._gathered(levels, self._storage.budget)
         self._record, self.done, self.header = ColumnRecord(header.columns, done), done, header
-        self._run, self._continues = journal.run, True
+        self.run, self._continues = journal.run, True
 
     def _check_finished(self, there: Mapping[str, Any]) -> None:
         """Raise ResumeError unless the existing output is the complete one of this job."""
@@ -342,9 +347,9 @@ class BucketOutput:
         if self._store is not None:
             self._store.close()
             self._store = None
-        if self._run is not None and journal.is_ours(self._run):
+        if self.run is not None and journal.is_ours(self.run):
             self._remove(bucket, journal)
-        self._run = None
+        self.run = None
 
     def _document(self, name: str) -> dict[str, Any]:
         return _reader(self._opened()[0].read)(name)
@@ -368,6 +373,28 @@ class BucketOutput:
             self._opened()[1].take_over()
             self._continues = False
         return self._store
+
+
+def shared_chunks(
+    place: Location, arrays: Sequence[OutputArray], dtype: np.dtype[Any], storage: Storage
+) -> GatheredChunks:
+    """Open the chunks of an unfinished output that other processes write too; ResumeError if there is none."""
+    bucket, journal = check_bucket(place), BucketJournal(place)
+    kind = store_for(place)
+    assert issubclass(kind, ChunkedStore), "outputs in buckets have chunks"
+    form = kind.wanted(storage)
+    if journal.read() is None:
+        raise ResumeError(f"{journal.place} is not there: the job was finished or removed")
+    files = journal.files()
+    try:
+        levels = stored_levels(form, _reader(files.get), arrays, dtype, storage.multiscale)
+    except DAMAGED as error:
+        raise ResumeError(
+            f"the journal {journal.place} is damaged ({excerpt(error)}); start again with {option('overwrite', True)}"
+        ) from error
+    return GatheredChunks(
+        levels, storage.budget, lambda every, within: BucketFiles(form, every, bucket, journal, within)
+    )
 
 
 def kept_job(place: Location) -> dict[str, Any]:

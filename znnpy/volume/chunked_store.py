@@ -58,7 +58,7 @@ class ChunkedStore(Store):
         self._known: set[str] = set()  # folders of files
         self._chunks: GatheredChunks | None = None
         try:
-            self._sweep()
+            self._sweep(removes=not storage.shared)
             form = _form(path, self.formats)
             levels = _stored(path, form, arrays, dtype, storage.multiscale)
             opened = partial(ChunkFiles, form, store=self._place, note=self._note)
@@ -137,6 +137,10 @@ class ChunkedStore(Store):
         with self._ours():
             self._open.write(box, voxels, number)
 
+    def read(self, box: Box, number: int = 0) -> npt.NDArray[Any]:
+        with self._ours():
+            return self._open.read(box, number)
+
     def flush(self, serials: Set[int] | None = None) -> None:
         with self._ours():
             self._open.flush(serials)
@@ -201,8 +205,8 @@ class ChunkedStore(Store):
             folder = folder.rpartition("/")[0]
             self._unsynced.add(folder)
 
-    def _sweep(self) -> None:
-        """Remove incomplete files of a killed writer. ResumeError for links, which writing would follow."""
+    def _sweep(self, *, removes: bool) -> None:
+        """Remove incomplete files of a killed writer, if asked. ResumeError for links, which writing would follow."""
         left = [self._path]
         while left:
             with os.scandir(left.pop()) as entries:
@@ -211,7 +215,7 @@ class ChunkedStore(Store):
                         raise damaged(self._path, f"{entry.name} is a symbolic link")
                     if entry.is_dir():
                         left.append(Path(entry.path))
-                    elif entry.name.endswith(LOCKS):
+                    elif removes and entry.name.endswith(LOCKS):
                         remove(Path(entry.path))
 
 

@@ -56,6 +56,11 @@ class GatheredChunks:
         if voxels.size:
             self._assembler.add(number, box_region(box, len(voxels)), voxels)
 
+    def read(self, box: Box, number: int) -> npt.NDArray[Any]:
+        """Return voxels (c, *box.size) of an array as they are stored."""
+        found: npt.NDArray[Any] = self._files.read(number, box_region(box, self._levels[number][0].shape[0]))
+        return found
+
     def flush(self, serials: Set[int] | None = None) -> None:
         """Write chunks that wait for more voxels, with what is stored in their place; None: all of them."""
         self._assembler.flush(serials)

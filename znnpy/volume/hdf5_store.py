@@ -142,6 +142,12 @@ class Hdf5Store(Store):
         if errors:
             raise errors.pop()
 
+    def read(self, box: Box, number: int = 0) -> npt.NDArray[Any]:
+        array = self._arrays[number]
+        with h5py.File(self._path, "r") as file:
+            found: npt.NDArray[Any] = _dataset(file, array.name or DATASET)[(..., *box.slices)]
+        return found.reshape(array.shape[0], *box.size)
+
     def limit(self, budget: int) -> None:
         """Do nothing: voxels are written as they come."""
 

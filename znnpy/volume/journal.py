@@ -24,6 +24,7 @@ from typing_extensions import TypedDict
 from znnpy.errors import OutputError, ResumeError
 from znnpy.files import create_new, is_still, open_regular, reopen, sync_folder, write_all
 from znnpy.messages import excerpt, option
+from znnpy.shapes import Vec3
 from znnpy.volume.location import Location
 
 MAGIC = b"znnpy journal 2 "  # followed by 16 hexadecimal digits, the run's id, and NEW or REPLACES
@@ -45,6 +46,7 @@ class Settings(TypedDict, total=False):
     processor: str
     versions: dict[str, str]  # versions of libraries
     gpu: dict[str, str | int] | None
+    item: list[int]  # voxels (z, y, x) of a work item, where several processes write the output
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,12 @@ class JournalHeader:
     blas: str  # kernels that BLAS ran
     columns: int  # number of columns of the output
     wisdom: dict[str, str] = field(default_factory=dict)  # FFTW's wisdom by transform; other transforms were estimated
+
+    @property
+    def item(self) -> Vec3 | None:
+        """Voxels of a work item, where several processes write the output; None: one process writes it."""
+        found = self.settings.get("item")
+        return None if found is None or len(found) != 3 else (found[0], found[1], found[2])
 
 
 def default_output(volume: Location, network: str) -> Path:

@@ -92,7 +92,7 @@ class Output:
         self._kind.check_arrays(arrays)
         self.rewritten = 0  # files of chunks that were written again because they had been written in part
         self._store: Store | None = None
-        self._run: str | None = None  # id of the run that is begun or resumed here
+        self.run: str | None = None  # id of the run that is begun or resumed here
         self._replaces = mode == "overwrite"  # whether the complete output may replace an existing one
         self._record = ColumnRecord(0)
         self._may_sync = True
@@ -121,7 +121,7 @@ class Output:
                 if str(late) != str(error):  # files of chunks that failed once go on to fail
                     error.add_note(f"afterwards: {late}")  # the first error is the cause of this one
             finally:
-                if self._run is not None and not self.finished and not self._record.kept:
+                if self.run is not None and not (self.finished or self._record.kept or self._is_shared):
                     self._abandon()  # nothing to continue: leave no files that block another run
                 self._store = None
             kept = len(self._record.kept)
@@ -168,7 +168,7 @@ class Output:
             raise ValueError(f"{self.path} was started before, so it cannot start again")
         with self._explained():
             self._clear()
-            run = self._run = new_run()
+            run = self.run = new_run()
             self._journal.create(run, header, replaces=self._replaces)
             named = {RUN_ATTRIBUTE: run, JOURNAL_ATTRIBUTE: header_digest(header)}
             job = json.dumps(self._job, sort_keys=True)
@@ -180,6 +180,11 @@ class Output:
             self._open_store()
         self.header = header
         self._record = ColumnRecord(header.columns)
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether other processes write the output too, and may go on with it."""
+        return self.header is not None and self.header.item is not None
 
     def pause(self) -> None:
         """Keep what a run finished that ended early and will continue. If that is nothing, the run may begin again."""
@@ -267,16 +272,16 @@ class Output:
 
     def _abandon(self) -> None:
         """Remove those files of the run begun here that are still its own."""
-        if self._run is None or self._journal.run != self._run or not self._journal.is_still_there():
+        if self.run is None or self._journal.run != self.run or not self._journal.is_still_there():
             return
         if self._store is not None:
             self._store.close()
             self._store = None
-        remove(self._names.draft(self._run))
-        if self._kind.run_of(self._partial) == self._run:
-            self._names.discard(self._partial, self._run)
+        remove(self._names.draft(self.run))
+        if self._kind.run_of(self._partial) == self.run:
+            self._names.discard(self._partial, self.run)
         self._journal.remove()
-        self._run = None
+        self.run = None
 
     def _check_ours(self) -> None:
         """Raise OutputError if the partial output or the journal is no longer the one that this run opened."""
@@ -333,14 +338,14 @@ class Output:
             raise self._journal.damaged(2, "the header is not complete")
         if self._mode == "new":
             self._check_new(unfinished, found)
-        elif found is not None and (found[1] or made_by is None):
+        elif found is not None and (found[1] or made_by is None or found[0].item is not None):
             self._resume(*found, made_by)
         elif os.path.lexists(self.path):
             self._check_finished()
 
     def _check_new(self, unfinished: bool, found: tuple[JournalHeader, Set[int]] | None) -> None:
         """Raise OutputError if there is an unfinished run to continue, or an output to replace."""
-        if unfinished and (found is None or found[1]):
+        if unfinished and (found is None or found[1] or found[0].item is not None):
             progress = f" with {len(found[1])} of {found[0].columns} columns done" if found else ""
             raise OutputError(
                 f"an unfinished run left {self._partial}{progress}; "
@@ -374,7 +379,7 @@ class Output:
             )
         self.done = done
         self.header = header
-        self._run = self._journal.run
+        self.run = self._journal.run
         self._record = ColumnRecord(header.columns, done)
 
     def _check_finished(self) -> None:

@@ -15,6 +15,7 @@ import os
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
@@ -180,6 +181,19 @@ class RawStore(Store):
                         inside = part.shifted([-at for at in corner])
                         found = plane[part.shifted([-at for at in area.lo]).slices]
                         self._write_part(self._tiles.address(channel, z, row, column), inside, found, corner[1])
+
+    def read(self, box: Box, number: int = 0) -> npt.NDArray[Any]:
+        found = np.empty((self._tiles.shape[0], *box.size), self._dtype)
+        height, width = self._tiles.size
+        for channel, z, y in product(range(len(found)), range(box.size[0]), range(box.size[1])):
+            row, inside = divmod(box.lo[1] + y, height)
+            for column in range(box.lo[2] // width, -(-box.hi[2] // width)):
+                lo, hi = max(box.lo[2], column * width), min(box.hi[2], (column + 1) * width)
+                address = self._tiles.address(channel, box.lo[0] + z, row, column)
+                at = address + (inside * width + lo - column * width) * self._dtype.itemsize
+                part = os.pread(self._file.fileno(), (hi - lo) * self._dtype.itemsize, at)
+                found[channel, z, y, lo - box.lo[2] : hi - box.lo[2]] = np.frombuffer(part, self._dtype)
+        return found
 
     def limit(self, budget: int) -> None:
         """Do nothing: voxels are written as they come."""

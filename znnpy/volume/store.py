@@ -73,6 +73,7 @@ class Storage:
     multiscale  coarser levels, for viewers
     budget      bytes in which chunks are gathered until they are whole
     plans       columns that are computed; several, where workers share the output
+    shared      other processes write chunks at the same time, so that their incomplete files are left
     """
 
     prefix: str | None = None
@@ -80,6 +81,7 @@ class Storage:
     multiscale: int = 0
     budget: int = 64 * 2**20
     plans: tuple[Columns, ...] = ()
+    shared: bool = False
 
 
 class Store(ABC):
@@ -149,6 +151,10 @@ class Store(ABC):
 
         number  of the array, in the order in which arrays were given
         """
+
+    @abstractmethod
+    def read(self, box: Box, number: int = 0) -> npt.NDArray[Any]:
+        """Return voxels (c, *box.size) of an array as they are stored; they may be anything where none were written."""
 
     @property
     def unfinished(self) -> Set[int]:

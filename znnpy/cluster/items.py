@@ -1,0 +1,176 @@
+"""The work items of an output: boxes on a grid, each of which is predicted as a region of the volume by itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import floor, prod
+
+from znnpy.admissible import admissible
+from znnpy.errors import ShapeError
+from znnpy.geometry import Geometry
+from znnpy.messages import option
+from znnpy.network import Network
+from znnpy.opened_run import OpenedRun
+from znnpy.option_values import Border
+from znnpy.patches import Box, Column, Columns, Patch, Piece
+from znnpy.shapes import Vec3, add, ceil_divide, multiply, subtract, text
+from znnpy.volume.source import Predicted, Source, predicted
+from znnpy.volume.store import chunk_of
+
+NOWHERE = (0, 0, 0)
+
+
+@dataclass(frozen=True)
+class ItemGrid(Columns):
+    """The work items of a run, as columns of one step.
+
+    size  voxels (z, y, x) of a work item in the first output; those at the far faces may be smaller
+    """
+
+    network: Network
+    source: Source
+    region: Box  # of the volume that is predicted
+    border: Border
+    size: Vec3
+
+    @staticmethod
+    def of(run: OpenedRun, size: Vec3, *, is_fixed: bool = False) -> ItemGrid:
+        """Divide the output of a run into items of this size.
+
+        is_fixed  whether chunks of further outputs are as they are; else they are fitted to the items
+
+        ShapeError if chunks of the output would lie in several items, or if the items are no regions of the volume.
+        """
+        region = Box(NOWHERE, run.volume.size) if run.region is None else run.region
+        grid = ItemGrid(run.trained.network, run.source, region, run.asked.border, size)
+        unit = unit_of(run)
+        for have, each, whole in zip(size, unit, run.source.output, strict=True):
+            if have < whole and have % each:
+                raise ShapeError(
+                    f"work items of {text(size)} voxels would cut chunks of the output, which are {text(unit)}; give a "
+                    f"multiple of these in {option('items')}"
+                )
+        grid.check(is_fixed=is_fixed)
+        return grid
+
+    @property
+    def counts(self) -> Vec3:
+        """Number of items along each axis."""
+        return ceil_divide(self.source.output, self.size)
+
+    def _at(self, place: Vec3) -> Column:
+        pieces = [Piece(box, box) for box in self.boxes(self._box(place))]
+        first, *others = pieces
+        return Column((Patch(NOWHERE, first.out, first.write, others=tuple(others)),))
+
+    def box(self, index: int) -> Box:
+        """Return the voxels of the first output that an item has."""
+        return self[index].steps[0].write
+
+    def region_of(self, index: int) -> Box:
+        """Return the region of the volume that is predicted, or with border `valid` read, for an item."""
+        _, rows, wide = self.counts
+        rest, x = divmod(index, wide)
+        z, y = divmod(rest, rows)
+        return self._region(self._box((z, y, x)))
+
+    def check(self, *, is_fixed: bool) -> None:
+        """Raise ShapeError if the items along an axis are no regions: outputs finer than the volume may be none.
+
+        is_fixed  whether chunks of further outputs are as they are; else they are fitted to the items
+        """
+        counts = self.counts
+        for axis in range(3):
+            for at in range(counts[axis]):
+                place = [0, 0, 0]
+                place[axis] = at
+                box = self._box((place[0], place[1], place[2]))
+                found, *others = self.boxes(box)
+                if found != box:
+                    raise ShapeError(
+                        f"work items of {text(self.size)} voxels are no regions of the volume: one of them would have "
+                        f"the voxels {found.lo} to {found.hi} in place of {box.lo} to {box.hi}; give another size in "
+                        f"{option('items')}"
+                    )
+                for one, whole in zip(others, self.source.outputs[1:], strict=True):
+                    if is_fixed and one.lo[axis] % (each := chunk_of(whole.size)[axis]):
+                        raise ShapeError(
+                            f"work items of {text(self.size)} voxels would cut chunks of another output of the "
+                            f"network, of {each} voxels: give a name that ends with .zarr in {option('out')}"
+                        )
+
+    def boxes(self, box: Box) -> tuple[Box, ...]:
+        """Return the voxels of each output that are predicted where a box of the first one is."""
+        if self._geometry is None:
+            return (box,)
+        inside = predicted(self._geometry, self.source.volume.size, self._region(box))
+        return tuple(
+            one.wanted.shifted(subtract(NOWHERE, whole.wanted.lo))
+            for one, whole in zip(inside, self.source.outputs, strict=True)
+        )
+
+    @cached_property
+    def _geometry(self) -> Geometry | None:
+        """The network over the whole volume, where it is computed whole."""
+        return admissible(self.network, self.source.volume.size) if self.network.meaning == "whole" else None
+
+    def _box(self, place: Vec3) -> Box:
+        lo = multiply(place, self.size)
+        return Box(lo, add(lo, self.size)).clipped(Box(NOWHERE, self.source.output))
+
+    def _region(self, box: Box) -> Box:
+        source, first = self.source, self.source.outputs[0]
+        if self.network.meaning == "windows":
+            return box.shifted(first.wanted.lo)
+        if self.network.meaning == "whole":
+            return _between(box, first, self.region)
+        behind = subtract(source.field_of_view, (1, 1, 1)) if self.border == "valid" else NOWHERE
+        return Box(add(self.region.lo, box.lo), add(add(self.region.lo, box.hi), behind))
+
+
+def _between(box: Box, first: Predicted, region: Box) -> Box:
+    """Return the region of the volume in which the centres of these voxels lie, and no others."""
+    lo, hi = list(region.lo), list(region.hi)
+    for axis in range(3):
+        for ends, at, is_inner in (
+            (lo, box.lo[axis], box.lo[axis] > 0),
+            (hi, box.hi[axis], box.hi[axis] < first.size[axis]),
+        ):
+            if is_inner:
+                ends[axis] = floor(first.position[axis] + at * first.step[axis] + 0.5)
+    return Box((lo[0], lo[1], lo[2]), (hi[0], hi[1], hi[2]))
+
+
+def unit_of(run: OpenedRun) -> Vec3:
+    """Return the voxels of a chunk of the first output, of which items have a whole number along each axis."""
+    return chunk_of(run.source.output)
+
+
+def sizes(run: OpenedRun, least: int) -> Vec3:
+    """Return the largest size of items of which an output has at least so many; as nearly cubes as chunks allow.
+
+    The size is that of a chunk where even those are fewer.
+    """
+    output, unit = run.source.output, unit_of(run)
+    size = unit
+    while True:
+        for axis in sorted((axis for axis in range(3) if size[axis] < output[axis]), key=lambda axis: size[axis]):
+            z, y, x = (2 * n if other == axis else n for other, n in enumerate(size))
+            tried = z, y, x
+            if prod(ceil_divide(output, tried)) >= least:
+                size = tried
+                break
+        else:
+            return size
+
+
+def halved(size: Vec3, unit: Vec3) -> Vec3 | None:
+    """Return items of about half the voxels: the axis with the most chunks is cut; None for single chunks."""
+    counts = [n // each for n, each in zip(size, unit, strict=True)]
+    axis = max(range(3), key=lambda one: (counts[one] > 1, size[one]))
+    if counts[axis] < 2:
+        return None
+    found = list(size)
+    found[axis] = -(-counts[axis] // 2) * unit[axis]
+    return found[0], found[1], found[2]

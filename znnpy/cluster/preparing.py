@@ -1,0 +1,193 @@
+"""Prepare a job: create its output, divide it into work items, and write down what processes must know."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from znnpy.cluster.item_output import ItemOutput
+from znnpy.cluster.items import ItemGrid, halved, sizes, unit_of
+from znnpy.cluster.job import FORMAT, Job, JobRecord, stated
+from znnpy.cluster.job_files import JOB, job_files
+from znnpy.computation import planned
+from znnpy.errors import OutputError, ResumeError
+from znnpy.job import attributes_of, settings_of
+from znnpy.machine import this_machine
+from znnpy.messages import option
+from znnpy.opened_run import NamedRun, OpenedRun, named_run, opened_run
+from znnpy.options import InferOptions
+from znnpy.patches import Box
+from znnpy.planner.run_plan import RunPlan
+from znnpy.run.resume import statistics_kept
+from znnpy.run_log import log_phase
+from znnpy.shapes import Vec3, text
+from znnpy.units import human_seconds
+from znnpy.volume.bucket_output import BucketOutput
+from znnpy.volume.journal import JournalHeader
+from znnpy.volume.location import PREFIXES, Location
+from znnpy.volume.output import Output
+from znnpy.volume.output_target import place_of
+
+_log = logging.getLogger(__name__)
+
+ITEM_SECONDS = 180.0  # that an item takes at most on the machine that prepares the job
+LEAST_ITEMS = 32  # of a job whose workers are not known; fewer only where the output has fewer chunks
+
+IDENTITY = ("network", "weights", "volume")  # keys of a run's identity that every process must agree on
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedJob:
+    """A job whose output is open.
+
+    output  that is begun or continued; `finished` where nothing is left to do
+    grid    the work items; None: the output is finished
+    """
+
+    job: Job
+    run: OpenedRun
+    output: Output | BucketOutput
+    grid: ItemGrid | None
+
+
+def prepare(asked: InferOptions, least: int = LEAST_ITEMS) -> Job:
+    """Create the output of a job, or continue it; return its name, for `run_items` and `finish`.
+
+    least  number of work items that are wanted at least
+
+    Errors are those of `znnpy.infer`; ShapeError where items cannot be made of the output.
+    """
+    with prepared(asked, least) as made:
+        return made.job
+
+
+@contextmanager
+def prepared(asked: InferOptions, least: int = LEAST_ITEMS) -> Iterator[PreparedJob]:
+    """Prepare a job as `prepare` does, and hold the lock of its output."""
+    asked = absolute(asked)
+    named = named_run(asked)
+    if not isinstance(asked.volume, str | os.PathLike):
+        raise OutputError("workers open the volume themselves: give its path or URL, and not an array")
+    if asked.out is not None and not isinstance(asked.out, str | os.PathLike):
+        raise OutputError(f"workers write the output themselves: give a path or URL as {option('out')}, and no array")
+    out = str(named.destination if asked.out is None else asked.out)
+    needs = named.trained.network.statistics is not None and asked.resume
+    with opened_run(named, statistics_kept(named.destination) if needs else None) as run:
+        for doubt in run.doubts:
+            _log.warning("%s", doubt)
+        output = run.output()
+        assert isinstance(output, Output | BucketOutput)
+        with output:
+            if output.finished:
+                yield PreparedJob(Job(out, ""), run, output, None)
+                return
+            if output.header is not None:
+                if output.header.item is None:
+                    raise ResumeError(
+                        f"the unfinished {out} was begun by one process, not in work items; continue without "
+                        f"{option('cluster')} and {option('part')}, or start again with {option('overwrite', True)}"
+                    )
+                grid = ItemGrid.of(run, output.header.item, is_fixed=output.gathered_bytes == 0)
+                _check_items(asked, grid, out)
+            else:
+                grid = _divided(run, least, is_fixed=output.gathered_bytes == 0)
+                job_files(place_of(out)).remove("")  # of an earlier job, whose output is replaced
+                _begin(run, output, grid, _plan_of_item(run, grid, len(grid) // 2))
+            job = Job(out, output.run or "")
+            _write_record(job, run, grid)
+            yield PreparedJob(job, run, output, grid)
+
+
+def absolute(asked: InferOptions) -> InferOptions:
+    """Return options whose paths do not depend on the folder that a process is in."""
+    networks = asked.network if isinstance(asked.network, list | tuple) else [asked.network]
+    return replace(
+        asked,
+        volume=_absolute(asked.volume),
+        network=[_absolute(one) if not isinstance(one, str) or os.path.exists(one) else one for one in networks],
+        **{name: _absolute(getattr(asked, name)) for name in ("weights", "out", "mask", "costs", "plan")},
+    )
+
+
+def _absolute(name: Any) -> Any:
+    """Return a path that begins at the root, for the name of a file; other values as they are."""
+    if isinstance(name, Path):
+        return Path(os.path.abspath(name))
+    if not isinstance(name, str) or not Location.of(name).is_local:
+        return name
+    prefix = next((f"{word}://" for word in PREFIXES if name.startswith(f"{word}://")), "")
+    rest = name.removeprefix(prefix)
+    return name if rest.startswith("file:") else f"{prefix}{os.path.abspath(rest)}"
+
+
+def _divided(run: OpenedRun, least: int, *, is_fixed: bool) -> ItemGrid:
+    """Return the work items of a new job: of the size that is asked for, or so that each takes some minutes here."""
+    if run.asked.items is not None:
+        return ItemGrid.of(run, run.asked.items, is_fixed=is_fixed)
+    size: Vec3 | None = sizes(run, least)
+    while size is not None:
+        grid = ItemGrid.of(run, size, is_fixed=is_fixed)
+        seconds = _plan_of_item(run, grid, len(grid) // 2).seconds
+        if seconds <= ITEM_SECONDS:
+            break
+        smaller = size
+        for _ in range(max(1, int(seconds / ITEM_SECONDS).bit_length())):
+            smaller = halved(smaller, unit_of(run)) or smaller
+        size = smaller if smaller != size else None
+    log_phase("planned", f"{len(grid)} work items of {text(grid.size)} voxels, {human_seconds(seconds)} each here")
+    return grid
+
+
+def _plan_of_item(run: OpenedRun, grid: ItemGrid, index: int) -> RunPlan:
+    """Return the plan of this machine for an item."""
+    with opened_run(named_for(run, grid.region_of(index)), run.job.get("statistics")) as one:
+        column = grid[index].steps[0]
+        boxes = [piece.write for piece in column.pieces]
+        place = place_of(str(run.named.destination))
+        return planned(one, ItemOutput(place, None, boxes, run.arrays, run.dtype, None))
+
+
+def named_for(run: OpenedRun, region: Box) -> NamedRun:
+    """Return what a run names, for one region of its volume."""
+    roi = ",".join(f"{lo}:{hi}" for lo, hi in zip(region.lo, region.hi, strict=True))
+    return replace(run.named, asked=replace(run.asked, roi=roi), inputs=dict(run.named.inputs))
+
+
+def _begin(run: OpenedRun, output: Output | BucketOutput, grid: ItemGrid, plan: RunPlan) -> None:
+    """Create the output of a new job."""
+    machine = this_machine()
+    settings = settings_of(run.asked.names, machine)
+    settings["item"] = list(grid.size)
+    header = JournalHeader(run.job, settings, plan.to_json(), machine.blas, len(grid))
+    output.begin(header, attributes_of(run.trained.network, run.source, run.job, plan), [grid])
+
+
+def _write_record(job: Job, run: OpenedRun, grid: ItemGrid) -> None:
+    """Write what processes must know of a job, unless it is there."""
+    files = job.files
+    if files.read(JOB) is not None:
+        return
+    record = JobRecord(
+        FORMAT,
+        job.run,
+        stated(run.asked, run.named.trained, files),
+        grid.size,
+        len(grid),
+        {key: run.job[key] for key in IDENTITY},
+        run.job.get("statistics"),
+    )
+    files.write(JOB, record.to_json())
+
+
+def _check_items(asked: InferOptions, grid: ItemGrid, out: str) -> None:
+    """Raise ResumeError if a job that goes on has other items than those that are asked for."""
+    if asked.items is not None and tuple(asked.items) != grid.size:
+        raise ResumeError(
+            f"the job of {out} began with work items of {text(grid.size)} voxels, and now they are "
+            f"{option('items', asked.items)}; leave it out, or start again with {option('overwrite', True)}"
+        )
