@@ -109,6 +109,10 @@ class ThreadError(ZnnpyError, RuntimeError):
         )
 
 
+class ClusterError(ZnnpyError, RuntimeError):
+    """Workers of a cluster cannot be reached, or could not compute a part of the output."""
+
+
 class MissingExtraError(ZnnpyError, ImportError):
     """An optional package is needed for this; the message says which and how to install it."""
 

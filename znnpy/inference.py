@@ -61,10 +61,30 @@ def infer(asked: InferOptions) -> Report:
 
 def infer_as_asked(asked: InferOptions) -> Report:
     """Return the report that `infer` returns for these options."""
+    by_cluster, by_parts = asked.cluster is not None or asked.client is not None, asked.finish or asked.part is not None
+    if not (by_cluster or by_parts):
+        if asked.items is not None:
+            raise ValueError(f"{option('items')} is of runs with {option('cluster')} or {option('part')}: omit it")
+        return _infer_here(asked)
+    if (by_cluster and by_parts) or (asked.finish and asked.part is not None):
+        raise ValueError(f"{option('cluster')}, {option('part')} and {option('finish')} exclude one another: give one")
+    from znnpy.cluster.inference import infer_on_cluster, infer_part
+
+    report = infer_on_cluster(asked) if by_cluster else infer_part(asked)
+    return _infer_here(_alone(asked)) if report is None else report  # a complete output is described as any other
+
+
+def _alone(asked: InferOptions) -> InferOptions:
+    """Return the options of a run by this process alone, which finds its output complete."""
+    return replace(asked, cluster=None, client=None, part=None, finish=False, items=None, resume=True)
+
+
+def _infer_here(asked: InferOptions) -> Report:
+    """Compute an output in this process."""
     if (model := model_of(asked.network)) is not None:
         from znnpy.nnunet_inference import infer_case
 
-        return infer_case(asked, model, infer_as_asked)
+        return infer_case(asked, model, _infer_here)
     started, earlier = time.perf_counter(), peak_bytes()
     named = named_run(asked)
     destination = named.destination

@@ -91,6 +91,11 @@ class Claim:
             raise AttemptLostError(f"work item {self.item} was finished by another attempt than {self.attempt}")
 
 
+def withdraw(files: JobFiles, item: int) -> None:
+    """Take an item from the attempt that has it, which stops before it writes any more."""
+    files.remove_one(f"{CLAIMS}/{item:09}")
+
+
 def record_of(files: JobFiles, item: int) -> ItemRecord | None:
     """Return the record of an item; None if it is not finished. ResumeError if it is damaged."""
     content = files.read(f"{DONE}/{item:09}")

@@ -38,7 +38,7 @@ class ItemGrid(Columns):
     def of(run: OpenedRun, size: Vec3, *, is_fixed: bool = False) -> ItemGrid:
         """Divide the output of a run into items of this size.
 
-        is_fixed  whether chunks of further outputs are as they are; else they are fitted to the items
+        is_fixed  whether chunks of the output are as they are; else they are fitted to the items
 
         ShapeError if chunks of the output would lie in several items, or if the items are no regions of the volume.
         """
@@ -46,7 +46,7 @@ class ItemGrid(Columns):
         grid = ItemGrid(run.trained.network, run.source, region, run.asked.border, size)
         unit = unit_of(run)
         for have, each, whole in zip(size, unit, run.source.output, strict=True):
-            if have < whole and have % each:
+            if is_fixed and have < whole and have % each:
                 raise ShapeError(
                     f"work items of {text(size)} voxels would cut chunks of the output, which are {text(unit)}; give a "
                     f"multiple of these in {option('items')}"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,7 +15,6 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from znnpy.cluster.job_files import JOB, JobFiles, job_files
 from znnpy.errors import ResumeError
 from znnpy.formats.network_writer import network_text, weights_bytes
-from znnpy.json_file import MOST_TEXT
 from znnpy.messages import excerpt, option
 from znnpy.options import InferOptions
 from znnpy.planner.run_plan import RunPlan
@@ -51,8 +49,11 @@ class JobRecord:
     """What processes must know of a job, as it is kept in its files.
 
     asked       options of `znnpy.infer`, those that differ from the usual ones
-    size        voxels (z, y, x) of a work item
+    output      voxels (z, y, x) of the first output
+    size        voxels of a work item in it
     count       number of work items
+    lost        share of the work that is computed twice because items are computed by themselves; None: unknown
+    plan        of one item, on the machine that prepared the job
     identity    of the run: its network, its weights, its volume; a process that reads others is refused
     statistics  of the volume, where the network asks for them
     """
@@ -62,8 +63,11 @@ class JobRecord:
     format: int
     run: str
     asked: dict[str, Any]
+    output: tuple[int, int, int]
     size: tuple[int, int, int]
     count: int
+    lost: float | None
+    plan: str
     identity: dict[str, Any]
     statistics: Any
 
@@ -74,26 +78,34 @@ class JobRecord:
     @staticmethod
     def load(job: Job) -> JobRecord:
         """Read the record of a job; ResumeError if there is none, or another one."""
-        content = job.files.read(JOB)
-        if content is None:
+        record = JobRecord.find(job.out)
+        if record is None:
             raise ResumeError(
                 f"{job.out}.{JOB} is not there, so the job is finished or was removed, or this machine does not see "
                 "its folder; check that all machines name it alike"
             )
-        try:
-            record = _adapter().validate_json(content)
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-            where = excerpt(".".join(map(str, first["loc"])) or JOB, MOST_TEXT)
-            raise ResumeError(
-                f"{job.out}.{JOB}/{JOB} is damaged ({where}: {excerpt(first['msg'])}); start again with "
-                f"{option('overwrite', True)}"
-            ) from None
-        if record.format != FORMAT or record.run != job.run:
+        if record.run != job.run:
             raise ResumeError(
                 f"{job.out}.{JOB} belongs to another job now; this process has nothing left to do for the one that it "
                 "was started for"
             )
+        return record
+
+    @staticmethod
+    def find(out: str) -> JobRecord | None:
+        """Read the record of the job of an output; None if there is none, ResumeError if it is damaged."""
+        content = job_files(Location.of(out)).read(JOB)
+        if content is None:
+            return None
+        try:
+            record = _adapter().validate_json(content)
+            if record.format != FORMAT:
+                raise ValueError(f"format {record.format}, and this version knows {FORMAT}")
+        except ValueError as error:
+            why = error.errors(include_url=False)[0]["msg"] if isinstance(error, ValidationError) else str(error)
+            raise ResumeError(
+                f"{out}.{JOB}/{JOB} cannot be read ({excerpt(why)}); start again with {option('overwrite', True)}"
+            ) from None
         return record
 
     def options(self, files: JobFiles, kept: ExitStack) -> InferOptions:
@@ -136,34 +148,38 @@ def _adapter() -> TypeAdapter[JobRecord]:
     return TypeAdapter(JobRecord)
 
 
-def stated(asked: InferOptions, trained: TrainedNetwork, files: JobFiles) -> dict[str, Any]:
-    """Return the options of a job as JSON values; objects among them are written to its files.
-
-    trained  network and weights that the options name
-    """
+def stated(asked: InferOptions) -> dict[str, Any]:
+    """Return the options of a job that differ from the usual ones, as JSON values."""
     found: dict[str, Any] = {}
     for of in fields(InferOptions):
         value = getattr(asked, of.name)
-        if of.name in OWN or value == of.default:
-            continue
-        found[of.name] = _plain(value)
+        if of.name not in OWN and value != of.default:
+            found[of.name] = _plain(value)
+    return found
+
+
+def kept(asked: InferOptions, trained: TrainedNetwork, files: JobFiles) -> InferOptions:
+    """Return options without objects, which are written to the files of the job.
+
+    trained  network and weights that the options name
+    """
     network = asked.network
     one = network[0] if isinstance(network, list | tuple) and len(network) == 1 else network
     if isinstance(one, TrainedNetwork):
         files.write(NETWORK, network_text(trained.network, WEIGHTS).encode())
         files.write(WEIGHTS, weights_bytes(trained.network, trained.weights))
-        found["network"] = NETWORK
-    if isinstance(asked.plan, RunPlan | Path | str):
+        asked = replace(asked, network=NETWORK)
+    if asked.plan is not None:
         plan = asked.plan if isinstance(asked.plan, RunPlan) else RunPlan.load(Path(asked.plan))
         files.write(PLAN, plan.to_json().encode())
-        found["plan"] = PLAN
-    return found
+        asked = replace(asked, plan=PLAN)
+    return asked
 
 
 def _plain(value: object) -> object:
     """Return a value of an option as JSON has it."""
     if isinstance(value, Path):
-        return os.path.abspath(value)
+        return str(value)
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [_plain(one) for one in value]
     return value

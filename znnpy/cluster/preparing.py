@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from znnpy.cluster.item_output import ItemOutput
 from znnpy.cluster.items import ItemGrid, halved, sizes, unit_of
-from znnpy.cluster.job import FORMAT, Job, JobRecord, stated
+from znnpy.cluster.job import FORMAT, NETWORK, PLAN, Job, JobRecord, kept, stated
 from znnpy.cluster.job_files import JOB, job_files
 from znnpy.computation import planned
 from znnpy.errors import OutputError, ResumeError
@@ -30,6 +32,7 @@ from znnpy.units import human_seconds
 from znnpy.volume.bucket_output import BucketOutput
 from znnpy.volume.journal import JournalHeader
 from znnpy.volume.location import PREFIXES, Location
+from znnpy.volume.lock import OutputLockedError
 from znnpy.volume.output import Output
 from znnpy.volume.output_target import place_of
 
@@ -37,6 +40,9 @@ _log = logging.getLogger(__name__)
 
 ITEM_SECONDS = 180.0  # that an item takes at most on the machine that prepares the job
 LEAST_ITEMS = 32  # of a job whose workers are not known; fewer only where the output has fewer chunks
+
+JOIN_SECONDS = 600.0  # that a process waits for another one which prepares the job
+LOOK_SECONDS = 1.0
 
 IDENTITY = ("network", "weights", "volume")  # keys of a run's identity that every process must agree on
 
@@ -98,9 +104,54 @@ def prepared(asked: InferOptions, least: int = LEAST_ITEMS) -> Iterator[Prepared
                 grid = _divided(run, least, is_fixed=output.gathered_bytes == 0)
                 job_files(place_of(out)).remove("")  # of an earlier job, whose output is replaced
                 _begin(run, output, grid, _plan_of_item(run, grid, len(grid) // 2))
+            assert output.header is not None
             job = Job(out, output.run or "")
-            _write_record(job, run, grid)
+            if JobRecord.find(out) is None:
+                _write_record(job, run, grid, RunPlan.from_json(output.header.plan))
             yield PreparedJob(job, run, output, grid)
+
+
+def join(asked: InferOptions, least: int = LEAST_ITEMS) -> Job:
+    """Return the job of an output, which this process prepares unless another one did, or does.
+
+    ResumeError if it began with other options.
+    """
+    asked = absolute(asked)
+    if asked.overwrite:
+        raise ValueError(
+            f"{option('overwrite', True)} would remove what other parts have computed: leave it out, and remove the "
+            "files of an earlier job yourself"
+        )
+    named = named_run(asked)
+    out, until = str(named.destination if asked.out is None else asked.out), time.monotonic() + JOIN_SECONDS
+    while True:
+        if (record := JobRecord.find(out)) is not None:
+            _check_options(record, asked, out)
+            return Job(out, record.run)
+        try:
+            return prepare(replace(asked, resume=True), least)
+        except OutputLockedError:
+            if time.monotonic() > until:
+                raise
+        time.sleep(LOOK_SECONDS)
+
+
+def _check_options(record: JobRecord, asked: InferOptions, out: str) -> None:
+    """Raise ResumeError if a job began with other options."""
+    named = [key for key, value in record.asked.items() if value in (NETWORK, PLAN)]  # these were given as objects
+    before = {key: value for key, value in record.asked.items() if key not in (*named, "out")}
+    now = {key: value for key, value in stated(asked).items() if key not in (*named, "out")}
+    for key in sorted(before.keys() | now.keys()):
+        if before.get(key) != now.get(key):
+            raise ResumeError(
+                f"the job of {out} began with {option(key, before.get(key))}, and now it is "
+                f"{option(key, now.get(key))}; give the same options to all parts"
+            )
+    if asked.items is not None and tuple(asked.items) != record.size:
+        raise ResumeError(
+            f"the job of {out} began with work items of {text(record.size)} voxels, and now they are "
+            f"{option('items', asked.items)}; leave it out"
+        )
 
 
 def absolute(asked: InferOptions) -> InferOptions:
@@ -167,21 +218,34 @@ def _begin(run: OpenedRun, output: Output | BucketOutput, grid: ItemGrid, plan: 
     output.begin(header, attributes_of(run.trained.network, run.source, run.job, plan), [grid])
 
 
-def _write_record(job: Job, run: OpenedRun, grid: ItemGrid) -> None:
-    """Write what processes must know of a job, unless it is there."""
+def _write_record(job: Job, run: OpenedRun, grid: ItemGrid, plan: RunPlan) -> None:
+    """Write what processes must know of a job; `plan` is that of an item."""
     files = job.files
-    if files.read(JOB) is not None:
-        return
     record = JobRecord(
         FORMAT,
         job.run,
-        stated(run.asked, run.named.trained, files),
+        stated(kept(run.asked, run.named.trained, files)),
+        run.source.output,
         grid.size,
         len(grid),
+        _lost(run, grid, plan),
+        plan.to_json(),
         {key: run.job[key] for key in IDENTITY},
         run.job.get("statistics"),
     )
     files.write(JOB, record.to_json())
+
+
+def _lost(run: OpenedRun, grid: ItemGrid, plan: RunPlan) -> float | None:
+    """Return the share of the work that is lost where items are computed by themselves; None where plans do not tell.
+
+    plan  of an item
+    """
+    if plan.sharing is not None or plan.main.area is not None:
+        return None
+    whole = plan.main.for_output(run.source.output, run.trained.network)
+    of_items = plan.main.seconds * prod(run.source.output) / grid.box(len(grid) // 2).voxels
+    return max(0.0, 1 - whole.seconds / of_items)
 
 
 def _check_items(asked: InferOptions, grid: ItemGrid, out: str) -> None:

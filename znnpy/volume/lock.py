@@ -15,6 +15,10 @@ from znnpy.messages import option
 WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)  # errors of file systems without locks
 
 
+class OutputLockedError(OutputError):
+    """Another run holds the lock of an output."""
+
+
 class OutputLock:
     """A lock that is held from `hold` to `release`. The system releases it when the process ends for any reason."""
 
@@ -84,7 +88,7 @@ class OutputLock:
         try:
             fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise OutputError(
+            raise OutputLockedError(
                 f"another run is writing {self._output} (it holds {self._path}); wait for it, or give another "
                 f"{option('out')}"
             ) from None
@@ -92,7 +96,7 @@ class OutputLock:
             if error.errno not in WITHOUT_LOCKS:
                 raise
             if not created:  # without locks, the file itself indicates a run
-                raise OutputError(
+                raise OutputLockedError(
                     f"another run is writing {self._output}, or was killed: this file system has no locks to tell "
                     f"which; remove {self._path} if no run is active, or give another {option('out')}"
                 ) from None

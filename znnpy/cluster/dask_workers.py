@@ -1,0 +1,345 @@
+"""Let workers of dask compute the items of a job. This is the one module that imports `distributed`. Extra: cluster.
+
+The coordinator gives each worker one task at a time, and another that waits behind it where items are short, so that
+dask itself never holds a queue and decides nothing. A task holds the name of the job and numbers of items; its result
+are the records of the items, which are in the files of the job too. So whatever dask computes again, because a result
+was lost with a worker, is looked up there.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+from znnpy.cluster.assignment import Assignment, Task
+from znnpy.cluster.claims import ItemRecord, withdraw
+from znnpy.cluster.job import Job
+from znnpy.cluster.running import Limits, run_items
+from znnpy.errors import ClusterError, MissingExtraError, ZnnpyError
+from znnpy.extras import install
+from znnpy.machine import this_machine
+from znnpy.messages import excerpt, option
+from znnpy.units import human_bytes
+
+try:
+    import distributed
+    from distributed import Client, Future, LocalCluster
+except ImportError:
+    raise MissingExtraError(f"clusters need the package distributed; `{install('cluster')}`") from None
+
+_log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 2.0  # between looks at which workers are there
+TASK_SECONDS = 120.0  # that a task should take; one of several items on a worker that is faster than others
+SHORT_SECONDS = 20.0  # items that take less have another task waiting behind them
+TRIES = 3  # of an item, before it is given up
+HOPELESS = 3  # items that are given up before any is finished end the run
+WAIT_SECONDS = 60.0  # for the first worker
+OF_LIMIT = 0.75  # of the memory limit of a worker: dask takes no tasks from 0.8 on, and ends a worker at 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class TaskResult:
+    """What a worker says of a task.
+
+    records  of the items that are finished
+    failed   why the others are not; empty: all are finished
+    """
+
+    records: tuple[ItemRecord, ...]
+    failed: str = ""
+
+
+def compute_task(job: Job, items: Sequence[int], attempt: str, only: int | None = None) -> TaskResult:
+    """Compute items on a worker of dask; it runs there, in a thread of the worker.
+
+    only  memory limit that the job names
+    """
+    worker = distributed.get_worker()
+    records: list[ItemRecord] = []
+    try:
+        limits = limits_of_worker(worker.memory_manager.memory_limit, worker.state.nthreads, only)
+        for item in items:
+            records += run_items(job, [item], attempt=attempt, worker=str(worker.address), limits=limits)
+    except ZnnpyError as error:
+        return TaskResult(tuple(records), str(error))
+    return TaskResult(tuple(records))
+
+
+def limits_of_worker(memory_limit: int | None, threads: int, asked: int | None) -> Limits:
+    """Return what a worker may take: as many threads as dask gives it, and the part of its memory that dask leaves it.
+
+    memory_limit  bytes that dask allows the process; None or 0: it watches no limit
+    asked         memory limit in bytes that the job names; None: it names none
+
+    ClusterError if the job allows more than dask does.
+    """
+    if not memory_limit:
+        return Limits(asked, threads)
+    most = int(OF_LIMIT * memory_limit)
+    if asked is not None and asked > most:
+        raise ClusterError(
+            f"{option('ram', human_bytes(asked))} is more than {human_bytes(most)}, the part of the "
+            f"{human_bytes(memory_limit)} of this worker that dask leaves to a task before it pauses the worker; start "
+            f"workers with --memory-limit 0, or with {human_bytes(int(asked / OF_LIMIT))}, or lower {option('ram')}"
+        )
+    return Limits(most if asked is None else asked, threads)
+
+
+@contextmanager
+def client_of(cluster: str) -> Iterator[Client]:
+    """Yield a client of a cluster: of the scheduler at an address, of a scheduler file, or of local:N processes."""
+    kind, _, count = cluster.partition(":")
+    try:
+        if kind == "local":
+            if not count.isdecimal() or not 1 <= int(count) <= 1024:
+                raise ClusterError(
+                    f"{option('cluster', cluster)} names no number of processes from 1 to 1024, such as local:4"
+                )
+            threads = max(1, this_machine().cores // int(count))
+            with (
+                LocalCluster(
+                    n_workers=int(count),
+                    threads_per_worker=threads,
+                    memory_limit=0,
+                    dashboard_address=None,
+                    silence_logs=logging.ERROR,
+                ) as local,
+                Client(local) as client,
+            ):
+                yield client
+            return
+        if cluster.endswith(".json"):
+            if not Path(cluster).is_file():
+                raise ClusterError(
+                    f"there is no scheduler file {cluster}; start `dask scheduler --scheduler-file {cluster}`"
+                )
+            with Client(scheduler_file=cluster, timeout=WAIT_SECONDS) as client:
+                yield client
+            return
+        with Client(cluster, timeout=WAIT_SECONDS) as client:
+            yield client
+    except (OSError, ValueError) as error:
+        if isinstance(error, ZnnpyError):
+            raise
+        raise ClusterError(
+            f"no scheduler answers at {excerpt(cluster)} ({excerpt(error)}); give the address that `dask scheduler` "
+            f"prints, its scheduler file, or local:4 in {option('cluster')}"
+        ) from None
+
+
+@dataclass(slots=True)
+class WorkerFigures:
+    """What a worker has done.
+
+    items, voxels  that it finished
+    seconds        that these took
+    peak           bytes of memory that the process had at most
+    lost           whether it left before the end
+    """
+
+    items: int = 0
+    voxels: int = 0
+    seconds: float = 0.0
+    peak: int = 0
+    lost: bool = False
+
+
+@dataclass(slots=True)
+class Coordinator:
+    """Gives the items of one job to the workers of a client, until all are finished or given up.
+
+    tell  called with the coordinator about once a second, and after every task
+    """
+
+    client: Client
+    job: Job
+    count: int
+    done: Sequence[int]
+    ram: int | None = None
+    tell: Callable[[Coordinator], None] | None = None
+    figures: dict[str, WorkerFigures] = field(default_factory=dict)
+    failures: int = 0  # tasks that failed, or were lost with their workers
+    _running: dict[str, dict[str, tuple[Future, Task]]] = field(default_factory=dict)  # by workers, and keys of futures
+    _ended: SimpleQueue[tuple[str, str]] = field(default_factory=SimpleQueue)  # workers, and keys of futures
+    _looked: float = 0.0
+    _token: str = field(default_factory=lambda: secrets.token_hex(4))  # of this coordinator among those of the job
+    _assignment: Assignment = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._assignment = Assignment(self.count, self.done, seconds=TASK_SECONDS, tries=TRIES, ahead=2)
+
+    @property
+    def finished(self) -> int:
+        """Number of items that are finished."""
+        return self._assignment.finished
+
+    @property
+    def workers(self) -> Mapping[str, float]:
+        """Items per second of each worker that is there."""
+        return self._assignment.rates
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds that are left, as far as they are known."""
+        return self._assignment.seconds_left(time.monotonic())
+
+    def run(self) -> None:
+        """Return once all items are finished. ClusterError if the cluster fails, or names items that failed."""
+        self._looked = time.monotonic() - LOOK_SECONDS
+        first = time.monotonic()
+        try:
+            while not self._assignment.is_done:
+                self._look(first)
+                with suppress(Empty):
+                    self._settle(*self._ended.get(timeout=LOOK_SECONDS / 2))
+                    while True:
+                        self._settle(*self._ended.get_nowait())
+                if self.tell is not None:
+                    self.tell(self)
+                self._check_hope()
+        except (OSError, RuntimeError, ValueError) as error:
+            if isinstance(error, ZnnpyError):
+                raise
+            raise ClusterError(
+                f"the scheduler is gone ({excerpt(error)}); what is finished is kept: start the cluster again, and "
+                f"continue with {option('resume', True)}"
+            ) from error
+        finally:
+            self._stop()
+        if given_up := self._assignment.given_up:
+            item, reason = next(iter(given_up.items()))
+            more = f" (and {len(given_up) - 1} more)" if len(given_up) > 1 else ""
+            raise ClusterError(
+                f"work item {item}{more} failed {TRIES} times, the last time with: {reason}; the other items are kept: "
+                f"see to it, and continue with {option('resume', True)}"
+            )
+
+    def _look(self, first: float) -> None:
+        """See now and then which workers are there; give tasks to those that have none."""
+        now = time.monotonic()
+        if now - self._looked < LOOK_SECONDS:
+            return
+        self._looked = now
+        if self.client.status != "running":
+            raise OSError(f"the client is {self.client.status}")
+        there: Mapping[str, int] = self.client.nthreads()
+        new = [name for name in there if name not in self.figures or self.figures[name].lost]
+        kinds = self.client.scheduler_info(n_workers=-1)["workers"] if new else {}
+        for name in new:
+            about = kinds.get(name, {})
+            self.figures.setdefault(name, WorkerFigures()).lost = False
+            self._assignment.join(name, f"{there[name]} threads, {about.get('memory_limit')} bytes", now)
+        for name, figures in self.figures.items():
+            if name not in there and not figures.lost:
+                figures.lost = True
+                self._lose(name, now)
+        if not there and now - first > WAIT_SECONDS:
+            address = self.client.scheduler_info()["address"]
+            raise ClusterError(
+                f"the scheduler has no workers; start some with `dask worker {address}`, and "
+                f"continue with {option('resume', True)}"
+            )
+        for name in there:
+            self._give(name, now)
+
+    def _lose(self, name: str, now: float) -> None:
+        """Take back the tasks of a worker that is gone."""
+        tasks = self._assignment.leave(name, now)
+        self.failures += bool(tasks)
+        _log.warning("the worker %s was lost with %d tasks, which others compute", name, len(tasks))
+        for future, _ in self._running.pop(name, {}).values():
+            future.cancel()
+
+    def _give(self, name: str, now: float) -> None:
+        """Give a worker the tasks that it may have."""
+        mine, rate = self._running.setdefault(name, {}), self._assignment.rates.get(name, 0.0)
+        most = 2 if rate * SHORT_SECONDS > 1 else 1
+        while len(mine) < most and (task := self._assignment.next(name, now)) is not None:
+            attempt = f"{self.job.run}-{self._token}-{task.attempt}"
+            future = self.client.submit(
+                compute_task,
+                self.job,
+                task.items,
+                attempt,
+                self.ram,
+                key=f"znnpy-{attempt}",
+                workers=[name],
+                allow_other_workers=False,
+                pure=False,
+                priority=-task.attempt,
+            )
+            mine[future.key] = future, task
+            future.add_done_callback(partial(self._note, name))
+
+    def _note(self, name: str, future: Future) -> None:
+        """Note, in a thread of the client, that a task has ended."""
+        self._ended.put((name, future.key))
+
+    def _settle(self, name: str, key: str) -> None:
+        """Note what came of a task, and give its worker another one."""
+        now = time.monotonic()
+        found = self._running.get(name, {}).pop(key, None)
+        if found is None:  # it was needless, or its worker was lost
+            return
+        future, task = found
+        if future.status == "finished":
+            result: TaskResult = future.result()
+            self._count(name, result)
+            if result.failed:
+                self.failures += 1
+                _log.warning("work items %s failed on %s: %s", excerpt(task.items), name, result.failed)
+                self._assignment.fail(task, name, result.failed, now)
+            else:
+                took = sum(record.seconds for record in result.records)
+                self._cancel(self._assignment.finish(task, name, now, took))
+        else:
+            self.failures += 1
+            reason = str(future.exception()) if future.status == "error" else f"the task was {future.status}"
+            _log.warning("work items %s failed on %s: %s", excerpt(task.items), name, reason)
+            self._assignment.fail(task, name, reason, now)
+        self._give(name, now)
+
+    def _count(self, name: str, result: TaskResult) -> None:
+        """Add what a task has done to the figures of its worker."""
+        figures = self.figures.setdefault(name, WorkerFigures())
+        for record in result.records:
+            figures.items += 1
+            figures.voxels += record.voxels
+            figures.seconds += record.seconds
+            figures.peak = max(figures.peak, record.peak)
+
+    def _cancel(self, tasks: Sequence[Task]) -> None:
+        """Cancel tasks that are needless."""
+        needless = {task.attempt for task in tasks}
+        for mine in self._running.values() if needless else ():
+            for key, (future, task) in list(mine.items()):
+                if task.attempt in needless:
+                    del mine[key]
+                    future.cancel()
+
+    def _check_hope(self) -> None:
+        """Raise ClusterError if items are given up, and none was ever finished."""
+        given_up = self._assignment.given_up
+        if len(given_up) >= min(HOPELESS, self.count) and not any(one.items for one in self.figures.values()):
+            raise ClusterError(
+                f"no work item could be computed; item {min(given_up)} failed {TRIES} times, the last time with: "
+                f"{given_up[min(given_up)]}"
+            )
+
+    def _stop(self) -> None:
+        """Take the items of tasks that run from them, so that workers stop before they write any more."""
+        files = self.job.files
+        for future, task in (one for mine in self._running.values() for one in mine.values()):
+            for item in task.items:
+                withdraw(files, item)
+            with suppress(OSError, RuntimeError):  # the scheduler may be gone
+                future.cancel()
+        self._running.clear()
