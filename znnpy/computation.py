@@ -8,13 +8,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from znnpy.errors import VramError
+from znnpy.errors import ResumeError, VramError
 from znnpy.job import attributes_of, columns_of, settings_of
 from znnpy.kernels.cpu.fft import Wisdom
 from znnpy.machine import limits_of, this_machine
 from znnpy.measure.fftw_wisdom import wisdom_begun, wisdom_kept
 from znnpy.measure.storage_plans import suited_plan
 from znnpy.measure.transfers import Transfers, transfers_of, worth_measuring
+from znnpy.messages import option
 from znnpy.opened_run import OpenedRun
 from znnpy.option_values import Device
 from znnpy.options import InferOptions
@@ -192,6 +193,12 @@ class Computation:
             made = choose(self.asked, self.work, target)
             self._keep_chunks(made, target)
             return made
+        if begun.item is not None:
+            raise ResumeError(
+                f"{self.run.named.destination} is computed in work items; go on with {option('cluster')}, "
+                f"{option('part')} or {option('finish', True)} as it began, or start again with "
+                f"{option('overwrite', True)}"
+            )
         settings = settings_of(self.asked.names, target.machine)
         made = plan_begun(begun, settings, network, target.machine, self.source.output, devices=target.devices)
         check_options(self.asked, begun, made)

@@ -9,10 +9,12 @@ from dataclasses import replace
 
 from znnpy.cluster.claims import ItemRecord, contested_items, finished_items, record_of
 from znnpy.cluster.job import Job, JobRecord
+from znnpy.cluster.job_files import job_files
 from znnpy.cluster.preparing import PreparedJob, prepared
 from znnpy.cluster.running import contested, release, run_items
 from znnpy.errors import ResumeError
 from znnpy.run.pipeline import Event
+from znnpy.volume.location import Location
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +49,7 @@ def completed(made: PreparedJob, progress: Callable[[int, Event], None] | None =
     for item in range(count):
         made.output.finish_column(item)
     made.output.complete()
-    job.files.remove("")
+    job_files(Location.of(job.out)).remove("")
     return records
 
 

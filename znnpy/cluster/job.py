@@ -40,8 +40,8 @@ class Job:
 
     @property
     def files(self) -> JobFiles:
-        """The files of the job."""
-        return job_files(Location.of(self.out))
+        """The files of the job, but for its record."""
+        return job_files(Location.of(self.out), self.run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +71,9 @@ class JobRecord:
     identity: dict[str, Any]
     statistics: Any
 
-    def to_json(self) -> bytes:
-        """Return the record as JSON."""
-        return _adapter().dump_json(self)
+    def save(self, out: str) -> None:
+        """Write the record beside an output."""
+        job_files(Location.of(out)).write(JOB, _adapter().dump_json(self))
 
     @staticmethod
     def load(job: Job) -> JobRecord:

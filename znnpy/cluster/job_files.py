@@ -1,7 +1,10 @@
 """The small files of a job, in the folder `OUTPUT.job` beside its output, on a file system or in a bucket.
 
     job                  what is computed, and in what items; JSON
-    weights.npz, ..      the network, where the caller gave it as an object
+
+All others lie in a folder that has the id of the run as its name, so that processes of an earlier job touch none:
+
+    network.yaml, ..     the network, where the caller gave it as an object
     claims/000000123     the attempt that item 123 belongs to
     begun/000000123/ID   an attempt that has written voxels of the item, or may have
     done/000000123       the attempt that finished the item, with a checksum of its voxels; JSON
@@ -110,9 +113,10 @@ class JobFolder:
         return draft
 
 
-def job_files(out: Location) -> JobFiles:
-    """Return the files of the job of an output."""
+def job_files(out: Location, run: str = "") -> JobFiles:
+    """Return the files of the job of an output; those of one run if it is named."""
     place = out.with_name(f"{out.name}.{JOB}")
+    place = place.inside(run) if run else place
     if place.is_local:
         return JobFolder(place.path)
     from znnpy.volume.bucket import check_bucket

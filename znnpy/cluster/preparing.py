@@ -15,7 +15,7 @@ from typing import Any
 from znnpy.cluster.item_output import ItemOutput
 from znnpy.cluster.items import ItemGrid, halved, sizes, unit_of
 from znnpy.cluster.job import FORMAT, NETWORK, PLAN, Job, JobRecord, kept, stated
-from znnpy.cluster.job_files import JOB, job_files
+from znnpy.cluster.job_files import job_files
 from znnpy.computation import planned
 from znnpy.errors import OutputError, ResumeError
 from znnpy.job import attributes_of, settings_of
@@ -233,7 +233,7 @@ def _write_record(job: Job, run: OpenedRun, grid: ItemGrid, plan: RunPlan) -> No
         {key: run.job[key] for key in IDENTITY},
         run.job.get("statistics"),
     )
-    files.write(JOB, record.to_json())
+    record.save(job.out)
 
 
 def _lost(run: OpenedRun, grid: ItemGrid, plan: RunPlan) -> float | None:

@@ -1,0 +1,113 @@
+"""Work items cover an output, each voxel once, and are regions of the volume."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.cli.test_graph_infer import COARSE, FINE, graph
+from tests.cli.test_several_outputs import deep
+from tests.support import normed_unet
+from tests.support.cli import Place
+from znnpy.cluster.items import ItemGrid, halved, sizes
+from znnpy.errors import ShapeError
+from znnpy.opened_run import named_run, opened_run
+from znnpy.options import InferOptions
+from znnpy.shapes import Vec3
+from znnpy.volume import store
+
+
+@pytest.fixture(autouse=True)
+def _chunks_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "CHUNK", 4)
+
+
+def check(asked: InferOptions, size: Vec3, *, is_fixed: bool = False) -> int:
+    """Check that items are the outputs of their regions, and cover all outputs once; return their number."""
+    named = named_run(asked)
+    with opened_run(named) as whole:
+        grid = ItemGrid.of(whole, size, is_fixed=is_fixed)
+        covered = [np.zeros(one.size, np.uint8) for one in whole.source.outputs]
+        for index in range(len(grid)):
+            region = grid.region_of(index)
+            roi = ",".join(f"{lo}:{hi}" for lo, hi in zip(region.lo, region.hi, strict=True))
+            with opened_run(replace(named, asked=replace(asked, roi=roi), inputs={})) as part:
+                pieces = grid[index].steps[0].pieces
+                for piece, one, all_of, seen in zip(
+                    pieces, part.source.outputs, whole.source.outputs, covered, strict=True
+                ):
+                    assert piece.write.size == one.size
+                    at = [
+                        (here - first) / step
+                        for here, first, step in zip(one.position, all_of.position, all_of.step, strict=True)
+                    ]
+                    assert tuple(at) == piece.write.lo or not piece.write.voxels
+                    seen[piece.write.slices] += 1
+        assert all((seen == 1).all() for seen in covered)
+        return len(grid)
+
+
+def asked_for(place: Place, **more: Any) -> InferOptions:
+    return InferOptions(str(place.volume), str(place.folder / "net.yaml"), out=str(place.folder / "out.zarr"), **more)
+
+
+@pytest.mark.parametrize("border", ["valid", "reflect"])
+@pytest.mark.parametrize("roi", [None, "2:19,3:23,4:21"])
+def test_a_network_that_slides(place: Place, border: Any, roi: str | None) -> None:
+    assert check(asked_for(place, border=border, roi=roi), (5, 7, 6)) > 8
+
+
+@pytest.mark.parametrize("roi", [None, "3:19,2:20,5:25"])
+@pytest.mark.parametrize("layers", [None, COARSE, FINE], ids=["same", "coarse", "fine"])
+def test_a_network_that_is_computed_whole(place: Place, layers: Any, roi: str | None) -> None:
+    graph(place, *(() if layers is None else (layers,)))
+    assert check(asked_for(place, roi=roi), (4, 6, 8)) > 3
+
+
+def test_outputs_of_several_sizes(place: Place) -> None:
+    deep(place)
+    assert check(asked_for(place), (8, 8, 13)) == 18
+
+
+def test_windows(tmp_path: Path) -> None:
+    normed_unet.written(tmp_path)
+    asked = InferOptions(
+        str(tmp_path / "volume.npy"), str(tmp_path / "net.yaml"), out=str(tmp_path / "out.h5"), window=(8, 8, 12)
+    )
+    assert check(asked, (8, 12, 16), is_fixed=True) == 12
+
+
+def test_items_that_cut_chunks_are_refused(place: Place) -> None:
+    with pytest.raises(ShapeError, match=r"work items of 5x4x4 voxels would cut chunks of the output, which are 4x"):
+        check(asked_for(place), (5, 4, 4), is_fixed=True)
+
+
+def test_voxels_finer_than_the_volume_are_not_parted(place: Place) -> None:
+    graph(place, FINE)
+    with pytest.raises(ShapeError, match="work items of 4x5x8 voxels are no regions of the volume"):
+        check(asked_for(place), (4, 5, 8))
+
+
+def test_chunks_of_further_outputs_are_not_cut(place: Place) -> None:
+    deep(place)
+    with pytest.raises(ShapeError, match="would cut chunks of another output of the network, of 4 voxels"):
+        check(asked_for(place), (4, 4, 4), is_fixed=True)
+
+
+def test_items_are_as_large_as_their_number_allows(place: Place) -> None:
+    with opened_run(named_run(asked_for(place, border="reflect"))) as run:
+        assert run.source.output == (20, 23, 25)
+        assert sizes(run, 1) == (32, 32, 32)
+        assert sizes(run, 8) == (16, 16, 16)
+        assert sizes(run, 9) == (16, 16, 8)
+        assert sizes(run, 10**6) == (4, 4, 4)
+
+
+def test_items_are_halved_along_their_longest_axis() -> None:
+    assert halved((16, 32, 8), (4, 4, 4)) == (16, 16, 8)
+    assert halved((4, 12, 4), (4, 4, 4)) == (4, 8, 4)
+    assert halved((4, 4, 4), (4, 4, 4)) is None
