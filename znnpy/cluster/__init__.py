@@ -1,0 +1,1 @@
+"""Runs on many machines: which worker computes which part of a volume."""
