@@ -1,4 +1,4 @@
-"""Run a benchmark: `python -m benchmarks layers|networks|graphs|windows|units|planner|io|masks|papers|tables`."""
+"""Run a benchmark: `python -m benchmarks PROGRAM`, with a name of PROGRAMS."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ PROGRAMS = {
     "tiled_products": "How fast are products of spectra on AMX and AVX512-BF16, beside float32?",
     "io": "How fast are volumes read and written?",
     "masks": "How much time does a mask save?",
+    "assignment": "How close to the bound does a job on many machines end, simulated?",
     "papers": "What did the papers measure, and how fast is it here?",
     "tables": "Fill the tables in README.md and docs/ from results/current.",
 }

@@ -17,7 +17,7 @@ from benchmarks.harness.markdown import NOTHING, table
 from benchmarks.harness.results import Program, Results, current
 
 ROOT = Path(__file__).resolve().parents[1]
-MODULES = ("layers", "networks", "graphs", "windows", "units", "planner", "io", "masks", "papers")
+MODULES = ("layers", "networks", "graphs", "windows", "units", "planner", "io", "masks", "assignment", "papers")
 INDEX = "benchmarks-index"
 COMPOSED = {  # blocks that hold all tables whose names begin so
     "planner-accuracy": ("planner-speed", "planner-regret", "planner-memory"),
