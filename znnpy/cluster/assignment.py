@@ -73,6 +73,7 @@ class Assignment:
     seconds        time that a task should take.
     tries          times that an item is begun before it is given up.
     first_attempt  number of the first task.
+    least_left     seconds that a task has to be expected to take still, for a copy of its items to be worth it.
     ahead          tasks that a worker may hold at a time; from the second on they wait in its queue.
     """
 
@@ -84,9 +85,11 @@ class Assignment:
         seconds: float = 180.0,
         tries: int = 3,
         first_attempt: int = 1,
+        least_left: float = 0.0,
         ahead: int = 1,
     ) -> None:
         self._count, self._seconds, self._tries, self._ahead = count, seconds, tries, ahead
+        self._least_left = least_left
         self._attempt = first_attempt
         self._open = [NumberRanges() for _ in range(tries)]  # items that no worker holds, by how often they were tried
         self._open[0].add(0, count)
@@ -205,6 +208,13 @@ class Assignment:
                         needless.append(other.task)
         return tuple(needless)
 
+    def drop(self, task: Task, now: float) -> None:
+        """Note that a worker stopped a task because another one has its items: that is no try of them."""
+        held = self._held.get(task.attempt)
+        if held is not None:
+            self._let_go(held, now)
+            self._give_back(task, None)
+
     def fail(self, task: Task, worker: str, reason: str, now: float) -> None:
         """Note that a task failed on a worker, so that its items are tried again, or given up with this reason.
 
@@ -297,7 +307,7 @@ class Assignment:
         faster = FASTER * each if each * self._speed_below(FASTER * each) > self._single / 2 else 0.0
         for place in reversed(range(len(longest))):
             seconds, held = longest[place]
-            if each > SOONER * seconds:
+            if each > SOONER * seconds or seconds < self._least_left:
                 break  # as for all others, which take less
             single = [item for item in held.task.items if self._lacks_copy(item, now)] if self._is_held(held) else []
             if not single:

@@ -19,7 +19,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from znnpy.cluster.assignment import Assignment, Task
-from znnpy.cluster.claims import ItemRecord, withdraw
+from znnpy.cluster.claims import AttemptLostError, ItemRecord, withdraw
 from znnpy.cluster.job import Job
 from znnpy.cluster.running import Limits, run_items
 from znnpy.errors import ClusterError, MissingExtraError, ZnnpyError
@@ -39,6 +39,7 @@ _log = logging.getLogger(__name__)
 LOOK_SECONDS = 2.0  # between looks at which workers are there
 TASK_SECONDS = 120.0  # that a task should take; one of several items on a worker that is faster than others
 SHORT_SECONDS = 20.0  # items that take less have another task waiting behind them
+COPY_SECONDS = 10.0  # that a task is expected to take still, before another worker computes its items too
 TRIES = 3  # of an item, before it is given up
 HOPELESS = 3  # items that are given up before any is finished end the run
 WAIT_SECONDS = 60.0  # for the first worker
@@ -51,10 +52,12 @@ class TaskResult:
 
     records  of the items that are finished
     failed   why the others are not; empty: all are finished
+    is_lost  whether that is because another attempt has them
     """
 
     records: tuple[ItemRecord, ...]
     failed: str = ""
+    is_lost: bool = False
 
 
 def compute_task(job: Job, items: Sequence[int], attempt: str, only: int | None = None) -> TaskResult:
@@ -69,7 +72,7 @@ def compute_task(job: Job, items: Sequence[int], attempt: str, only: int | None 
         for item in items:
             records += run_items(job, [item], attempt=attempt, worker=str(worker.address), limits=limits)
     except ZnnpyError as error:
-        return TaskResult(tuple(records), str(error))
+        return TaskResult(tuple(records), str(error), isinstance(error, AttemptLostError))
     return TaskResult(tuple(records))
 
 
@@ -174,7 +177,9 @@ class Coordinator:
     _assignment: Assignment = field(init=False)
 
     def __post_init__(self) -> None:
-        self._assignment = Assignment(self.count, self.done, seconds=TASK_SECONDS, tries=TRIES, ahead=2)
+        self._assignment = Assignment(
+            self.count, self.done, seconds=TASK_SECONDS, tries=TRIES, least_left=COPY_SECONDS, ahead=2
+        )
 
     @property
     def finished(self) -> int:
@@ -293,7 +298,10 @@ class Coordinator:
         if future.status == "finished":
             result: TaskResult = future.result()
             self._count(name, result)
-            if result.failed:
+            if result.is_lost:
+                _log.info("%s", result.failed)
+                self._assignment.drop(task, now)
+            elif result.failed:
                 self.failures += 1
                 _log.warning("work items %s failed on %s: %s", excerpt(task.items), name, result.failed)
                 self._assignment.fail(task, name, result.failed, now)

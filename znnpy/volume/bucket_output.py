@@ -162,6 +162,7 @@ class BucketOutput:
             storage.budget,
             sharded=storage.sharded,
             whole_maps=self._form.whole_maps,
+            inside=header.item is not None,
         )
         levels = self._form.arrays(self._arrays, self.dtype, layouts, storage.multiscale)
         named = {RUN_ATTRIBUTE: run, JOURNAL_ATTRIBUTE: header_digest(header)}

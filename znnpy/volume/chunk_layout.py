@@ -38,6 +38,7 @@ def layouts_of(
     *,
     sharded: bool = False,
     whole_maps: bool = False,
+    inside: bool = False,
 ) -> list[Layout]:
     """Return the layout of each array.
 
@@ -45,10 +46,19 @@ def layouts_of(
     itemsize    bytes of a value
     budget      bytes in which chunks are gathered, for all arrays together
     whole_maps  whether a chunk holds all maps
+    inside      whether each chunk has to lie inside one column, as where processes share the output
     """
     share = budget // (2 * len(arrays))  # half of it is for chunks on their way to the disk
     return [
-        _layout(_edges(plans, number, array.size), array, itemsize, share, sharded=sharded, whole_maps=whole_maps)
+        _layout(
+            _edges(plans, number, array.size),
+            array,
+            itemsize,
+            share,
+            sharded=sharded,
+            whole_maps=whole_maps,
+            inside=inside,
+        )
         for number, array in enumerate(arrays)
     ]
 
@@ -87,11 +97,18 @@ def _around(boxes: Sequence[Box]) -> Box:
 
 
 def _layout(
-    edges: Sequence[Edges], array: OutputArray, itemsize: int, share: int, *, sharded: bool, whole_maps: bool
+    edges: Sequence[Edges],
+    array: OutputArray,
+    itemsize: int,
+    share: int,
+    *,
+    sharded: bool,
+    whole_maps: bool,
+    inside: bool,
 ) -> Layout:
     """Return the layout of an array whose slabs of chunks take `share` bytes, if chunks of one voxel do."""
     size = array.size
-    chunk = [chunk_along(most, one.common) for most, one in zip(size, edges, strict=True)]
+    chunk = [chunk_along(most, one.common, inside=inside) for most, one in zip(size, edges, strict=True)]
 
     def spans(axis: int) -> bool:
         """Return whether chunks reach over several columns along an axis."""
@@ -119,18 +136,22 @@ def _layout(
     return Layout(found, _shard(found, edges, size, share // 4 // itemsize // (array.shape[0] if whole_maps else 1)))
 
 
-def chunk_along(size: int, common: int) -> int:
+def chunk_along(size: int, common: int, *, inside: bool = False) -> int:
     """Return the voxels of a chunk along an axis of `size` voxels, where columns end at multiples of `common`.
 
     Chunks have about CHUNK voxels, at least 3/8 and at most twice as many; they divide `common`, or are a multiple of
     it where it is small. Where neither is possible, chunks of CHUNK voxels lie across the columns' edges.
+
+    inside  whether chunks must divide `common`, however small they become
     """
     most = store.CHUNK
     least = most * 3 // 8
-    if not common or size <= least:
+    if not common or (size <= least and not inside):
         return ceil_divide((size,) * 3, ceil_divide((size,) * 3, (most,) * 3))[0]
     divisors = [each for each in range(1, 2 * most + 1) if common % each == 0]
     good = [each for each in divisors if least <= each <= most] or [each for each in divisors[::-1] if each > most][-1:]
+    if inside and not good:
+        good = divisors[-1:]
     if good:
         return min(size, good[-1])
     return min(size, common * (most // common) if common < least else most)

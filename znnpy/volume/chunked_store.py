@@ -93,6 +93,7 @@ class ChunkedStore(Store):
             storage.budget,
             sharded=storage.sharded,
             whole_maps=form.whole_maps,
+            inside=storage.shared,
         )
         path.mkdir()  # FileExistsError for anything there, links too
         stored = form.arrays(arrays, dtype, layouts, storage.multiscale)
@@ -204,6 +205,9 @@ class ChunkedStore(Store):
         while folder:
             folder = folder.rpartition("/")[0]
             self._unsynced.add(folder)
+
+    def sweep(self) -> None:
+        self._sweep(removes=True)
 
     def _sweep(self, *, removes: bool) -> None:
         """Remove incomplete files of a killed writer, if asked. ResumeError for links, which writing would follow."""

@@ -173,7 +173,7 @@ class Output:
             named = {RUN_ATTRIBUTE: run, JOURNAL_ATTRIBUTE: header_digest(header)}
             job = json.dumps(self._job, sort_keys=True)
             draft = self._names.draft(run)
-            self._storage = replace(self._storage, plans=tuple(plans))
+            self._storage = replace(self._storage, plans=tuple(plans), shared=header.item is not None)
             self._kind.create(draft, self._arrays, self.dtype, {**attributes, **named, "job": job}, self._storage)
             give_name(draft, self._partial)
             sync_folder(self.path.parent)
@@ -219,6 +219,7 @@ class Output:
         self._sync(whole=True)
         with self._explained():
             store.flush()
+            store.sweep()
             store.write_coarser()
             store.sync()
             self.rewritten = store.rewritten
@@ -366,6 +367,7 @@ class Output:
             if not self._replaces:
                 raise self._appeared()
             self._check_replaced()
+        self._storage = replace(self._storage, shared=header.item is not None)
         self._open_store()
         if made_by != self._journal.run:
             raise ResumeError(

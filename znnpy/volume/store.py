@@ -73,7 +73,7 @@ class Storage:
     multiscale  coarser levels, for viewers
     budget      bytes in which chunks are gathered until they are whole
     plans       columns that are computed; several, where workers share the output
-    shared      other processes write chunks at the same time, so that their incomplete files are left
+    shared      other processes write at the same time: each chunk lies in one column, and incomplete files are left
     """
 
     prefix: str | None = None
@@ -177,6 +177,10 @@ class Store(ABC):
     @abstractmethod
     def write_coarser(self) -> None:
         """Write the coarser levels, once all voxels are written and synced."""
+
+    def sweep(self) -> None:
+        """Remove what killed processes left incomplete, once nobody else writes."""
+        return  # formats that write in place leave nothing of it
 
     @abstractmethod
     def sync(self) -> None:
