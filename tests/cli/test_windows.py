@@ -121,7 +121,7 @@ def test_windows_of_the_network_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["labels", "softmax", "sigmoid", "above"])
 def test_results_are_written_and_verified(folder: Path, kind: str) -> None:
-    infer(folder, *WINDOW, "--output", kind, "--threshold", "0.1,0.2,-0.1")
+    infer(folder, *WINDOW, "--output", kind, *(("--threshold", "0.1,0.2,-0.1") if kind == "above" else ()))
     maps = definition(folder, Windows((8, 8, 12)))
     found = prediction(folder)
     if kind in ("labels", "above"):
@@ -152,7 +152,7 @@ def test_ensembles(folder: Path, tmp_path: Path, ensemble: str, kind: str) -> No
     second = tmp_path / "second"
     second.mkdir()
     normed_unet.written(second, seed=9)
-    result = ("--ensemble", ensemble, "--output", kind, "--threshold", "0.5")
+    result = ("--ensemble", ensemble, "--output", kind)  # above 0.5, which is the usual threshold
     infer(folder, "--network", second / "net.yaml", *WINDOW, "--mirror", "y", *result)
     windows = Windows((8, 8, 12), mirror=(1,))
     each = np.stack([definition(folder, windows), definition(second, windows)])
@@ -261,6 +261,13 @@ def test_little_memory_divides_the_output(tmp_path: Path) -> None:
         ((*WINDOW, "--blend", "constant", "--sigma", "0.2"), "leave it out"),
         ((*WINDOW, "--sigma", "1e200"), "sigma of weights must be a share"),
         ((*WINDOW, "--output", "above", "--threshold", "0.1,0.2"), "2 thresholds for 3 maps"),
+        ((*WINDOW, "--threshold", "0.5"), "--threshold has no effect on --output maps: leave it out, or give --output"),
+        ((*WINDOW, "--output", "labels", "--threshold", "0.1"), "--threshold has no effect on --output labels"),
+        (
+            (*WINDOW, "--output", "labels", "--output-dtype", "float16"),
+            "--output labels is written as uint8, and not as float16: leave out --output-dtype float16",
+        ),
+        ((*WINDOW, "--output", "above", "--output-dtype", "float16"), "--output above is written as uint8"),
     ],
 )
 def test_refusals(folder: Path, arguments: tuple[str, ...], words: str) -> None:
@@ -268,6 +275,20 @@ def test_refusals(folder: Path, arguments: tuple[str, ...], words: str) -> None:
     assert words in error
     assert error.count("\n") == 1
     assert not (folder / "out.h5").exists()
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "float32"])
+def test_labels_are_uint8_where_the_usual_dtype_or_their_own_is_given(folder: Path, dtype: str) -> None:
+    infer(folder, *WINDOW, "--output", "labels", "--output-dtype", dtype)
+    assert prediction(folder).dtype == np.uint8
+
+
+def test_plans_of_results_refuse_what_runs_refuse(folder: Path) -> None:
+    given: dict[str, Any] = {"window": (8, 8, 12), "shape": (30, 30, 30), "calibrate": False}
+    with pytest.raises(ShapeError, match="`threshold` has no effect on output='softmax': leave it out, or give"):
+        znnpy.plan(folder / "net.yaml", output="softmax", threshold=0.5, **given)
+    with pytest.raises(ShapeError, match="leave out output_dtype='float16', or write another `output`"):
+        znnpy.plan(folder / "net.yaml", output="above", output_dtype="float16", **given)
 
 
 def test_more_windows_than_can_be_planned_are_refused(folder: Path) -> None:
