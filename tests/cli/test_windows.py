@@ -291,9 +291,10 @@ def test_plans_of_results_refuse_what_runs_refuse(folder: Path) -> None:
         znnpy.plan(folder / "net.yaml", output="above", output_dtype="float16", **given)
 
 
-def test_more_windows_than_can_be_planned_are_refused(folder: Path) -> None:
-    with pytest.raises(NoPlanError, match="more than the 10,000,000 that can be planned"):
-        znnpy.plan(folder / "net.yaml", window=(8, 8, 8), overlap=0.99, shape=(1000, 1000, 1000), calibrate=False)
+@pytest.mark.parametrize(("size", "overlap"), [(1000, 0.99), (2**40, 0.0)])
+def test_more_windows_than_can_be_planned_are_refused(folder: Path, size: int, overlap: float) -> None:
+    with pytest.raises(NoPlanError, match="more than the 10,000,000 that can be planned; give larger ones as"):
+        znnpy.plan(folder / "net.yaml", window=(8, 8, 8), overlap=overlap, shape=(size,) * 3, calibrate=False)
 
 
 @pytest.mark.parametrize(
