@@ -291,6 +291,33 @@ def test_plans_of_results_refuse_what_runs_refuse(folder: Path) -> None:
         znnpy.plan(folder / "net.yaml", output="above", output_dtype="float16", **given)
 
 
+def with_maps(folder: Path, maps: int) -> None:
+    """Write a network that gives so many maps, and a small volume."""
+    normed_unet.written(folder, layers=[{"name": "leave", "type": "conv", "kernel": 1, "out": maps}])
+    np.save(folder / "volume.npy", np.load(folder / "volume.npy")[:9, :8, :14])
+
+
+def test_labels_of_as_many_maps_as_a_byte_numbers(tmp_path: Path) -> None:
+    with_maps(tmp_path, 256)
+    infer(tmp_path, *WINDOW, "--output", "labels")
+    wanted = definition(tmp_path, Windows((8, 8, 12))).argmax(axis=0)
+    found = prediction(tmp_path)
+    assert found.dtype == np.uint8
+    assert (found != wanted).mean() < 1e-3
+    assert wanted.max() > 127
+
+
+@pytest.mark.parametrize("maps", [1, 257, 1000])
+def test_labels_of_one_map_or_of_more_than_a_byte_numbers_are_refused(tmp_path: Path, maps: int) -> None:
+    with_maps(tmp_path, maps)
+    words = f"labels are the numbers of the largest of 2 to 256 maps, and the network gives {maps}; write its maps"
+    error = infer(tmp_path, *WINDOW, "--output", "labels", code=1)
+    assert words in error
+    assert error.count("\n") == 1
+    with pytest.raises(ShapeError, match=words):
+        znnpy.load_network(tmp_path / "net.yaml")(np.load(tmp_path / "volume.npy"), window=(8, 8, 12), output="labels")
+
+
 @pytest.mark.parametrize(("size", "overlap"), [(1000, 0.99), (2**40, 0.0)])
 def test_more_windows_than_can_be_planned_are_refused(folder: Path, size: int, overlap: float) -> None:
     with pytest.raises(NoPlanError, match="more than the 10,000,000 that can be planned; give larger ones as"):
