@@ -24,7 +24,8 @@ from znnpy.network import Network
 from znnpy.network_result import NetworkResult
 from znnpy.normalisation import Normalise
 from znnpy.patches import Box
-from znnpy.planner.graph_search import GraphSearch, plan_graph, plan_of
+from znnpy.planner.graph_plan import plan_graph, plan_of
+from znnpy.planner.graph_search import GraphSearch
 from znnpy.planner.plan import Plan, Sums
 from znnpy.planner.request import CostModel, PlanRequest
 from znnpy.planner.validate import check_plan
