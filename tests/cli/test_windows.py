@@ -324,6 +324,14 @@ def test_more_windows_than_can_be_planned_are_refused(folder: Path, size: int, o
         znnpy.plan(folder / "net.yaml", window=(8, 8, 8), overlap=overlap, shape=(size,) * 3, calibrate=False)
 
 
+def test_more_windows_of_a_network_file_than_can_be_planned_are_refused(tmp_path: Path) -> None:
+    layers = [{"name": "leave", "type": "conv", "kernel": 1, "out": 2}]
+    normed_unet.written(tmp_path, layers=layers, windows={"size": [1, 1, 1], "overlap": 0})
+    error = run("plan", tmp_path / "net.yaml", "--shape", "100000,100000,100000", "--no-calibrate", code=1)
+    assert "are 1,000,000,000,000,000 in a volume of 100000x100000x100000, more than the 10,000,000" in error
+    assert error.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
