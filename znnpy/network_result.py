@@ -11,7 +11,7 @@ from znnpy.messages import option
 from znnpy.option_values import Result
 
 INTEGER_DTYPE = "uint8"  # of labels, and of what is above a threshold
-MOST_LABELS = 2**8  # of this dtype
+MOST_LABELS = 2**8  # this dtype numbers as many
 
 
 @dataclass(frozen=True, slots=True)
