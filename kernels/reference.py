@@ -18,8 +18,9 @@ import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
 from znnpy.kernels.contract import ConvWeights
-from znnpy.network import Conv, MaxFilter, Maxout, Network, Pool, sliding_activation
+from znnpy.network import Conv, MaxFilter, Maxout, Network, Pool
 from znnpy.shapes import Activation, Sliding, Vec3, valid
+from znnpy.sliding_layers import sliding_activation
 
 Real = npt.NDArray[np.float64]
 AnyReal = npt.NDArray[np.floating]

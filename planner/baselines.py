@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from znnpy.network import Network, Pool, extent, layer_shape
+from znnpy.network import Network, Pool
 from znnpy.planner.tiling_search import TilingSearch
 from znnpy.planner.tilings import Sizes, Tiling
 from znnpy.shapes import ChainShape, PoolShape, Precision, Vec3, add, multiply, subtract
+from znnpy.sliding_layers import extent, layer_shape
 
 BATCHES = (2, 4)
 

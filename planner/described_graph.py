@@ -12,9 +12,10 @@ from znnpy.graph_operations import Read
 from znnpy.layers import ONE, Activate, Add, Conv, Layer
 from znnpy.lowering import Lowered
 from znnpy.messages import excerpt
-from znnpy.network import INPUT, Network, PadToPeriod
+from znnpy.network import Network
 from znnpy.planner.layout import Count, Positive
 from znnpy.shapes import text, turn, turned_back
+from znnpy.wiring import INPUT, PadToPeriod
 
 if TYPE_CHECKING:
     from znnpy.planner.graph_tilings import GraphTiling

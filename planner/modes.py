@@ -10,7 +10,7 @@ from znnpy.errors import NoPlanError
 from znnpy.messages import option
 from znnpy.option_values import OFFLOAD_MODES, Cover
 from znnpy.planner.alternatives import idle, kind_of, offloaded_layers
-from znnpy.planner.graph_search import plan_graph
+from znnpy.planner.graph_plan import plan_graph
 from znnpy.planner.multi_gpu import plan_on_devices
 from znnpy.planner.offload import plan_offloaded
 from znnpy.planner.request import CostModel, PlanRequest

@@ -9,11 +9,12 @@ from itertools import accumulate, product
 from math import prod
 
 from znnpy.layer_shapes import LayerShape
-from znnpy.network import Conv, Network, Pool, extent
+from znnpy.network import Conv, Network, Pool
 from znnpy.patches import Cover, with_size
 from znnpy.planner.layout import aligned
 from znnpy.planner.plan import patch_in
 from znnpy.shapes import ChainShape, Precision, Vec3, fused, turned, turned_back
+from znnpy.sliding_layers import extent
 
 FusionGroup = tuple[int, int]  # first and last of the layers that one primitive may run together
 Sizes = tuple[Sequence[int], Sequence[int], Sequence[int]]  # along z, y, x, largest first

@@ -21,7 +21,7 @@ from znnpy.planner.layout import ALIGNMENT, Tensor, aligned
 from znnpy.planner.plan import Plan, patch_in
 from znnpy.planner.run_plan import AGAIN, RunPlan
 from znnpy.planner.stages import handover_buffers, in_host_ram, stage_needs
-from znnpy.planner.window_tilings import WindowTiling
+from znnpy.planner.window_tilings import PARTS, WindowTiling
 from znnpy.shapes import fused, text, turned, turned_back
 
 
@@ -140,15 +140,23 @@ def _check_graph(plan: Plan, network: Network, machine: Machine, table: Sequence
 
 
 def _window_tiling(plan: Plan, network: Network) -> WindowTiling:
-    """Return the windows of a plan; PlanFileError if there are not as many parts."""
+    """Return the windows of a plan; PlanFileError if its region, its parts or their number are none of a search."""
     assert plan.sums is not None, "plans of windows have it"
+    assert plan.area is not None, "plans of windows have it"
+    volume, region = plan.area.volume, plan.area.region
+    if not all(0 <= lo < hi <= n for lo, hi, n in zip(region.lo, region.hi, volume, strict=True)):
+        raise PlanFileError(
+            f"the plan predicts voxels {text(region.lo)} to {text(region.hi)} of a volume of {text(volume)}; {AGAIN}"
+        )
     windows = plan.window_cover(network)
+    if why := windows.why_too_many:
+        raise PlanFileError(f"the plan does not fit its network: {why}; {AGAIN}")
     if plan.sums.dtype == "float16" and not windows.windows.suit_half_precision:
         raise PlanFileError(f"the plan keeps sums in float16, which does not hold weights like these; {AGAIN}")
-    if plan.sums.parts > windows.most_parts:
+    most = min(windows.most_parts, PARTS[-1])
+    if plan.sums.parts > most:
         raise PlanFileError(
-            f"the plan divides the output into {plan.sums.parts} parts, and its windows allow {windows.most_parts}; "
-            f"{AGAIN}"
+            f"the plan divides the output into {plan.sums.parts} parts, and its windows allow {most}; {AGAIN}"
         )
     return WindowTiling(plan.graph_cover(network), windows, plan.sums)
 

@@ -18,10 +18,9 @@ from znnpy.network import Network
 from znnpy.planner.graph_tilings import GraphTiling
 from znnpy.planner.memory import StageMemory
 from znnpy.planner.plan import Sums
-from znnpy.shapes import FLOAT32, Precision, Vec3, text, turned
+from znnpy.shapes import FLOAT32, Precision, Vec3, turned
 from znnpy.window_cover import WindowCover
 
-MOST_WINDOWS = 10**7  # more take too long to plan
 PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of the output, that are tried
 
 
@@ -89,16 +88,12 @@ def window_tilings(
     windows, seen = network.windows, set()
     for axis in range(3):
         one = WindowCover(windows, area.volume, area.region, axis)
-        alike = graph(axis).lowered.original.layers, one.grid.starts, turned(windows.size, axis), one.lines
+        if why := one.why_too_many:
+            raise NoPlanError(f"{why}; give larger ones as {option('window')}, or less {option('overlap')}")
+        alike = graph(axis).lowered.original.layers, turned(windows.size, axis), one.lines
         if alike in seen:  # the same windows again, with voxels in another order
             continue
         seen.add(alike)
-        if one.computed > MOST_WINDOWS:
-            raise NoPlanError(
-                f"windows of {text(windows.size)} that overlap by {max(windows.overlap):g} are {one.computed:,} in a "
-                f"volume of {text(area.volume)}, more than the {MOST_WINDOWS:,} that can be planned; give larger ones "
-                f"as {option('window')}, or less {option('overlap')}"
-            )
         inner: GraphCover = cover_of_window(network, axis, precision)
         for parts in PARTS:
             if parts <= one.most_parts:

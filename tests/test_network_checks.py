@@ -13,8 +13,9 @@ from tests.support.tiers import one_in
 from znnpy.errors import NetworkFileError, ShapeError
 from znnpy.formats.weights import random_weights
 from znnpy.layers import Activate, Add, Concat, Conv, ConvTranspose, Crop, Layer, Maxout, Pool, Scale, Upsample
-from znnpy.network import ConvWeights, Network, Wiring
+from znnpy.network import ConvWeights, Network
 from znnpy.trained import TrainedNetwork
+from znnpy.wiring import Wiring
 
 ONES = (1, 1, 1)
 LAYERS: tuple[Layer, ...] = (

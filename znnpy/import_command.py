@@ -13,8 +13,8 @@ from znnpy.command_runtime import Command, print_json, print_lines, print_table
 from znnpy.errors import NetworkFileError, VerifyError
 from znnpy.files import regular_file, write_asked
 from znnpy.messages import excerpt
-from znnpy.network import PAD_TO_PERIOD
 from znnpy.stopping import working
+from znnpy.wiring import PAD_TO_PERIOD
 
 if TYPE_CHECKING:
     from znnpy.import_check import Difference

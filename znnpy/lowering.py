@@ -31,8 +31,9 @@ from znnpy.layers import (
     Upsample,
     has_weights,
 )
-from znnpy.network import ConvWeights, Network, Wiring
+from znnpy.network import ConvWeights, Network
 from znnpy.shapes import turn
+from znnpy.wiring import Wiring
 
 ENDED = (Conv, ConvTranspose, Add, Multiply, Scale, Norm)  # layers that may end with a function
 

@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from znnpy.errors import ShapeError
 from znnpy.layer_checks import why_wrong
@@ -36,13 +36,7 @@ from znnpy.normalisation import Normalise as Normalise
 from znnpy.normalisation import VolumeStatistics
 from znnpy.option_values import Meaning
 from znnpy.shapes import (
-    ACTIVATIONS,
-    Activation,
     ChainShape,
-    ConvShape,
-    FilterShape,
-    MaxoutShape,
-    PoolShape,
     Precision,
     Vec3,
     add,
@@ -53,6 +47,9 @@ from znnpy.shapes import (
     turned,
     valid,
 )
+from znnpy.sliding_layers import extent, layer_shape, slides
+from znnpy.wiring import INPUT, Node, Wiring
+from znnpy.wiring import PadToPeriod as PadToPeriod
 
 if TYPE_CHECKING:
     import numpy as np
@@ -76,70 +73,6 @@ class ConvWeights:
 
     def __repr__(self) -> str:
         return f"<ConvWeights {self.weight.shape}>"
-
-
-INPUT = "input"  # name of the network's input
-PadToPeriod = Literal["reflect", "replicate", "zeros", "refuse"]
-PAD_TO_PERIOD: tuple[PadToPeriod, ...] = ("reflect", "replicate", "zeros", "refuse")
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """A layer with its name and the names of the nodes that it reads; "input" is the network's input."""
-
-    name: str
-    layer: Layer
-    inputs: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Wiring:
-    """The wiring of a network's layers. Tensor 0 is the network's input, and tensor i + 1 the output of layer i."""
-
-    names: tuple[str, ...]  # of the layers
-    sources: tuple[tuple[int, ...], ...]  # tensors that each layer reads; every layer reads earlier ones
-    outputs: tuple[int, ...]  # tensors that are the network's output
-    pad_to_period: PadToPeriod = "reflect"  # beyond the far faces of a volume whose size does not divide
-
-    def check(self, layers: Sequence[Layer]) -> None:
-        """Raise ShapeError unless every layer has a name and reads earlier ones, and all are read or are outputs."""
-        if not len(self.names) == len(self.sources) == len(layers):
-            raise ShapeError(
-                f"the wiring has {len(self.names)} names and {len(self.sources)} lists of what layers read, and the "
-                f"network has {len(layers)} layers; give one of each for every layer"
-            )
-        for index, (name, layer, sources) in enumerate(zip(self.names, layers, self.sources, strict=True)):
-            here = f"node {excerpt(name, 60)} ({layer})"
-            if name == INPUT or name in self.names[:index]:
-                raise ShapeError(f"{here} has the name of another node, or of the input; give it another name")
-            if not sources or not all(0 <= source <= index for source in sources):
-                raise ShapeError(
-                    f"{here} reads the tensors {excerpt(sources, 60)}, and there are 0 to {index} before it: the input "
-                    "and what earlier layers give; put layers after those that they read"
-                )
-            like = getattr(layer, "like", None)
-            if like is not None and like not in (INPUT, *self.names[:index]):
-                raise ShapeError(
-                    f"{here} gets the size of {excerpt(like, 60)}, which is no node before it; name an earlier one"
-                )
-        if not self.outputs or len(set(self.outputs)) < len(self.outputs):
-            raise ShapeError("a network has one output or several different ones; name each once")
-        if not all(1 <= tensor <= len(layers) for tensor in self.outputs):
-            raise ShapeError(
-                f"the outputs are the tensors {excerpt(self.outputs, 60)}, and layers give 1 to {len(layers)}; correct "
-                "them"
-            )
-        if self.pad_to_period not in PAD_TO_PERIOD:
-            raise ShapeError(f"pad_to_period is {self.pad_to_period!r}; choose one of {', '.join(PAD_TO_PERIOD)}")
-        read = {*self.outputs, *(source for sources in self.sources for source in sources)}
-        unread = [name for tensor, name in enumerate(self.names, 1) if tensor not in read]
-        if len(unread) == 1:
-            raise ShapeError(
-                f"no node reads {excerpt(unread[0], 60)}, and it is no output; remove it, or add it to output"
-            )
-        if unread:
-            names = excerpt(", ".join(excerpt(name, 60) for name in unread))
-            raise ShapeError(f"no node reads {names}, and they are no outputs; remove them, or add them to output")
 
 
 @dataclass(frozen=True)
@@ -452,28 +385,6 @@ def _described(layer: Layer) -> dict[str, Any]:
     }
 
 
-def slides(layer: Layer) -> bool:
-    """Return whether a layer is one of those that slide over a volume in a chain."""
-    return layer.slides if isinstance(layer, Conv | Pool) else isinstance(layer, MaxFilter | Maxout)
-
-
-def extent(layer: Layer) -> Vec3:
-    """Return how many inputs one output of a layer depends on along each axis; for a pooling, its window."""
-    match layer:
-        case Conv(kernel=size) | Pool(window=size) | MaxFilter(window=size):
-            return size
-        case _:
-            return 1, 1, 1
-
-
-def sliding_activation(layer: Conv) -> Activation:
-    """Return the activation of a convolution that slides over a volume."""
-    for known in ACTIVATIONS:
-        if layer.activation == known:
-            return known
-    raise TypeError(f"a network that slides over a volume has no {layer.activation}")
-
-
 def _turned(layer: Layer, axis: int) -> Layer:
     """Return a layer with every size turned."""
     if isinstance(layer, Maxout) or axis == 0:
@@ -486,18 +397,3 @@ def _turned(layer: Layer, axis: int) -> Layer:
         elif one.name in SIZES and value is not None:
             changed[one.name] = turned(value, axis)
     return replace(layer, **changed)
-
-
-def layer_shape(layer: Layer, batch: int, maps: int, n: Vec3, precision: Precision = "fp32") -> ChainShape:
-    """Return the shape of one layer for `batch` images of `maps` maps and size `n`."""
-    match layer:
-        case Conv():
-            return ConvShape(batch, maps, layer.out, n, layer.kernel, sliding_activation(layer), precision=precision)
-        case Pool():
-            return PoolShape(batch, maps, n, layer.window, precision=precision)
-        case MaxFilter():
-            return FilterShape(batch, maps, n, layer.window, precision)
-        case Maxout():
-            return MaxoutShape(batch, maps, n, layer.of, precision)
-        case _:
-            raise TypeError(f"a network that slides over a volume has no {layer.type}")

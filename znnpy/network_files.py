@@ -113,8 +113,10 @@ def read_ensemble(
 def read_asked(where: str | Path | Trained | Sequence[str | Path | Trained], asked: WindowOptions) -> NetworkFile:
     """Return what `read_ensemble` does, with the windows and the result that options ask for.
 
-    ShapeError if the network has no such result, or if options of windows are given and it is not computed in windows.
+    ShapeError if the network has no such result, if an option of another result is given, or if options of windows are
+    given and it is not computed in windows.
     """
+    asked.check_result()
     file = read_ensemble(where, "windows" if asked.meaning is None and asked.window is not None else asked.meaning)
     network = file.network
     windows = _windows(network, asked) if network.meaning == "windows" else None

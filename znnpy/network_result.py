@@ -10,7 +10,8 @@ from znnpy.errors import ShapeError
 from znnpy.messages import option
 from znnpy.option_values import Result
 
-MOST_LABELS = 2**8  # they are written as uint8
+INTEGER_DTYPE = "uint8"  # of labels, and of what is above a threshold
+MOST_LABELS = 2**8  # this dtype numbers as many
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,22 @@ class NetworkResult:
                 raise ShapeError(
                     f"there are {len(self.above)} thresholds for {many} maps; give one, or one for each map"
                 )
+
+    def check_threshold(self) -> None:
+        """Raise ShapeError unless a threshold has an effect on it."""
+        if self.kind != "above":
+            raise ShapeError(
+                f"{option('threshold')} has no effect on {option('output', self.kind)}: leave it out, or give "
+                f"{option('output', 'above')}"
+            )
+
+    def check_dtype(self, dtype: str) -> None:
+        """Raise ShapeError unless it can be written with this dtype."""
+        if self.is_integer and dtype != INTEGER_DTYPE:
+            raise ShapeError(
+                f"{option('output', self.kind)} is written as {INTEGER_DTYPE}, and not as {dtype}: leave out "
+                f"{option('output_dtype', dtype)}, or write another {option('output')}"
+            )
 
 
 MAPS = NetworkResult()

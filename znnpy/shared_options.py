@@ -43,6 +43,8 @@ MOST_THREADS = 2**12
 NO_AXES = "none"
 MOST_SCALE = 99
 MOST_TIME = 10**7
+THRESHOLD = 0.5
+USUAL_DTYPE: OutputDtype = "float32"  # of an output
 
 NETWORK = (
     "network file (.yaml, .znni, .onnx, .pt2, rdf.yaml), the name of a network that ships, or nnunet:FOLDER, a trained "
@@ -250,10 +252,9 @@ class WindowOptions(MeaningOption):
         "text",
         values=RESULTS,
     )
-    threshold: float | Sequence[float] = option(
-        0.5, "threshold of the output above, or one for each map", "numbers", metavar="NUMBER"
+    threshold: float | Sequence[float] | None = option(
+        None, "threshold of the output above, or one for each map", "numbers", unset=f"{THRESHOLD}", metavar="NUMBER"
     )
-
     ensemble: Ensemble = option(
         "logits",
         "what is averaged of several networks; logits: what they give; probabilities: its softmax, or its sigmoid if "
@@ -278,15 +279,21 @@ class WindowOptions(MeaningOption):
         if self.sigma is not None and not (isinstance(self.sigma, Real) and 0 < self.sigma < inf):
             raise ValueError(f"sigma is a share of a window such as 0.125, not {self.sigma!r}")
         limits: object = (self.threshold,) if isinstance(self.threshold, Real) else self.threshold
-        if not _numbers(limits):
+        if limits is not None and not _numbers(limits):
             raise ValueError(f"threshold is a number such as 0.5, or one for each map, not {self.threshold!r}")
 
     @property
     def result(self) -> NetworkResult:
         """The result that is written of the maps."""
-        above = tuple(self.threshold) if isinstance(self.threshold, Sequence) else (self.threshold,)
+        limits = THRESHOLD if self.threshold is None else self.threshold
+        above = tuple(limits) if isinstance(limits, Sequence) else (limits,)
         thresholds = tuple(map(float, above)) if self.output == "above" else ()
         return NetworkResult(self.output, thresholds, self.ensemble == "probabilities")
+
+    def check_result(self) -> None:
+        """Raise ShapeError for a given option that has no effect on this result."""
+        if self.threshold is not None:
+            self.result.check_threshold()
 
 
 def _numbers(values: object) -> bool:
@@ -368,5 +375,14 @@ class RegionOptions(SourceOptions, BorderOption, WindowOptions):
         metavar="VOLUME",
     )
     output_dtype: OutputDtype = option(
-        "float32", "dtype of the output; uint8: 255 times the value, clipped to 0..1", "text", values=OUTPUT_DTYPES
+        USUAL_DTYPE,
+        "dtype of the output; uint8: 255 times the value, clipped to 0..1. Labels, and what is above a threshold, are "
+        "uint8 where float32 is given, too",
+        "text",
+        values=OUTPUT_DTYPES,
     )
+
+    def check_result(self) -> None:
+        super().check_result()
+        if self.output_dtype != USUAL_DTYPE:
+            self.result.check_dtype(self.output_dtype)

@@ -14,9 +14,10 @@ import numpy.typing as npt
 from znnpy.errors import NetworkFileError, VolumeError
 from znnpy.importing.finish import Wishes
 from znnpy.messages import excerpt
-from znnpy.network import Normalise, PadToPeriod
+from znnpy.network import Normalise
 from znnpy.option_values import Meaning
 from znnpy.trained import TrainedNetwork
+from znnpy.wiring import PadToPeriod
 
 if TYPE_CHECKING:
     import torch

@@ -65,15 +65,17 @@ class WindowCover(Columns):
     def lines(self) -> tuple[tuple[Line, Line, Line], ...]:
         """The windows along each axis, for each part."""
         grid, lo, hi = self.grid, turned(self.region.lo, self.axis), turned(self.region.hi, self.axis)
-        wanted = [(low + before, high + before) for low, high, before in zip(lo, hi, grid.before, strict=True)]
-        first, second, third = (
-            Line.over(starts, size, *along)
-            for starts, size, along in zip(grid.starts, grid.windows.size, wanted, strict=True)
-        )
+        wanted = Box(lo, hi).shifted(grid.before)
+        first, second, third = map(Line, grid.touching(wanted), grid.windows.size, wanted.lo, wanted.hi)
         begin, count = second.first, len(second) - second.first
         ends = [second.done(begin + count * part // self.parts).lo for part in range(self.parts)]
         bounds = zip(ends, (*ends[1:], second.hi), strict=True)
         return tuple((first, Line.over(second.starts, second.size, low, high), third) for low, high in bounds)
+
+    @property
+    def why_too_many(self) -> str | None:
+        """Why the windows of the region are more than can be planned; None if they are not."""
+        return self.grid_as_is.why_too_many(self.region.shifted(self.grid_as_is.before))
 
     @cached_property
     def most_parts(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,8 +25,8 @@ class Line:
 
     @classmethod
     def over(cls, starts: Sequence[int], size: int, lo: int, hi: int) -> Line:
-        """Return those of some windows that touch the voxels `lo` to `hi`."""
-        return cls(tuple(start for start in starts if start < hi and start + size > lo), size, lo, hi)
+        """Return those of some windows that touch the voxels `lo` to `hi`; their starts ascend."""
+        return cls(tuple(starts[bisect_right(starts, lo - size) : bisect_left(starts, hi)]), size, lo, hi)
 
     def __len__(self) -> int:
         return len(self.starts)

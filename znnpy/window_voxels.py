@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from znnpy.errors import VerifyError
 from znnpy.kernels.definition import Real
 from znnpy.kernels.whole import whole
 from znnpy.network import Network
@@ -59,19 +60,26 @@ class WindowVoxels:
         return Source(self.volume, roi=None, border="valid", network=self.trained.network, allow_nan=False)
 
     def _edges(self, size: Vec3) -> list[npt.NDArray[np.int64]]:
-        """Return where cells begin along each axis of a region of this size, and its end."""
+        """Return where cells begin along each axis of a region of this size, and its end.
+
+        VerifyError if the windows that cover it are more than a run computes.
+        """
+        region = Box(self.first, add(self.first, size)).shifted(self._grid.before)
+        if why := self._grid.why_too_many(region):
+            raise VerifyError(f"no run computes the windows that are stated: {why}; predict the volume again")
         found = []
-        for starts, window, before, first, n in zip(
-            self._grid.starts, self._windows.size, self._grid.before, self.first, size, strict=True
+        for starts, window, first, n in zip(
+            self._grid.touching(region), self._windows.size, region.lo, size, strict=True
         ):
-            faces = np.array([*starts, *(start + window for start in starts)]) - before - first
+            faces = np.array([*starts, *(start + window for start in starts)]) - first
             found.append(np.unique([0, n, *faces[(faces > 0) & (faces < n)]]))
         return found
 
     def drawn(self, size: Vec3, samples: int, seed: int) -> Iterator[Places]:
         """Yield `samples` different voxels at most, up to BLOCK at a time as (n, 3), from a few cells.
 
-        The first and the last cell are among them, and others as far as that does not take too long.
+        The first and the last cell are among them, and others as far as that does not take too long. VerifyError if
+        the windows that cover such a region are more than a run computes.
         """
         rng, edges = np.random.default_rng(seed), self._edges(size)
         cells = [len(along) - 1 for along in edges]
@@ -101,11 +109,8 @@ class WindowVoxels:
         weights = window_weights(self._windows).astype(np.float64)
         network = self.trained.network
         sums, totals = np.zeros((len(at), network.blended_maps)), np.zeros((len(at), 1))
-        near = [
-            [start for start in starts if start <= along.max() and start + window > along.min()]
-            for starts, window, along in zip(grid.starts, size, at.T, strict=True)
-        ]
-        for corner in product(*near):
+        (z, y, x), (z_end, y_end, x_end) = at.min(axis=0).tolist(), (at.max(axis=0) + 1).tolist()
+        for corner in product(*grid.touching(Box((z, y, x), (z_end, y_end, x_end)))):
             inside = np.all((at >= corner) & (at < np.add(corner, size)), axis=1)
             if inside.any():
                 there = tuple((at[inside] - corner).T)

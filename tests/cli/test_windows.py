@@ -121,7 +121,7 @@ def test_windows_of_the_network_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["labels", "softmax", "sigmoid", "above"])
 def test_results_are_written_and_verified(folder: Path, kind: str) -> None:
-    infer(folder, *WINDOW, "--output", kind, "--threshold", "0.1,0.2,-0.1")
+    infer(folder, *WINDOW, "--output", kind, *(("--threshold", "0.1,0.2,-0.1") if kind == "above" else ()))
     maps = definition(folder, Windows((8, 8, 12)))
     found = prediction(folder)
     if kind in ("labels", "above"):
@@ -152,7 +152,7 @@ def test_ensembles(folder: Path, tmp_path: Path, ensemble: str, kind: str) -> No
     second = tmp_path / "second"
     second.mkdir()
     normed_unet.written(second, seed=9)
-    result = ("--ensemble", ensemble, "--output", kind, "--threshold", "0.5")
+    result = ("--ensemble", ensemble, "--output", kind)  # above 0.5, which is the usual threshold
     infer(folder, "--network", second / "net.yaml", *WINDOW, "--mirror", "y", *result)
     windows = Windows((8, 8, 12), mirror=(1,))
     each = np.stack([definition(folder, windows), definition(second, windows)])
@@ -261,6 +261,13 @@ def test_little_memory_divides_the_output(tmp_path: Path) -> None:
         ((*WINDOW, "--blend", "constant", "--sigma", "0.2"), "leave it out"),
         ((*WINDOW, "--sigma", "1e200"), "sigma of weights must be a share"),
         ((*WINDOW, "--output", "above", "--threshold", "0.1,0.2"), "2 thresholds for 3 maps"),
+        ((*WINDOW, "--threshold", "0.5"), "--threshold has no effect on --output maps: leave it out, or give --output"),
+        ((*WINDOW, "--output", "labels", "--threshold", "0.1"), "--threshold has no effect on --output labels"),
+        (
+            (*WINDOW, "--output", "labels", "--output-dtype", "float16"),
+            "--output labels is written as uint8, and not as float16: leave out --output-dtype float16",
+        ),
+        ((*WINDOW, "--output", "above", "--output-dtype", "float16"), "--output above is written as uint8"),
     ],
 )
 def test_refusals(folder: Path, arguments: tuple[str, ...], words: str) -> None:
@@ -270,9 +277,59 @@ def test_refusals(folder: Path, arguments: tuple[str, ...], words: str) -> None:
     assert not (folder / "out.h5").exists()
 
 
-def test_more_windows_than_can_be_planned_are_refused(folder: Path) -> None:
-    with pytest.raises(NoPlanError, match="more than the 10,000,000 that can be planned"):
-        znnpy.plan(folder / "net.yaml", window=(8, 8, 8), overlap=0.99, shape=(1000, 1000, 1000), calibrate=False)
+@pytest.mark.parametrize("dtype", ["uint8", "float32"])
+def test_labels_are_uint8_where_the_usual_dtype_or_their_own_is_given(folder: Path, dtype: str) -> None:
+    infer(folder, *WINDOW, "--output", "labels", "--output-dtype", dtype)
+    assert prediction(folder).dtype == np.uint8
+
+
+def test_plans_of_results_refuse_what_runs_refuse(folder: Path) -> None:
+    given: dict[str, Any] = {"window": (8, 8, 12), "shape": (30, 30, 30), "calibrate": False}
+    with pytest.raises(ShapeError, match="`threshold` has no effect on output='softmax': leave it out, or give"):
+        znnpy.plan(folder / "net.yaml", output="softmax", threshold=0.5, **given)
+    with pytest.raises(ShapeError, match="leave out output_dtype='float16', or write another `output`"):
+        znnpy.plan(folder / "net.yaml", output="above", output_dtype="float16", **given)
+
+
+def with_maps(folder: Path, maps: int) -> None:
+    """Write a network that gives so many maps, and a small volume."""
+    normed_unet.written(folder, layers=[{"name": "leave", "type": "conv", "kernel": 1, "out": maps}])
+    np.save(folder / "volume.npy", np.load(folder / "volume.npy")[:9, :8, :14])
+
+
+def test_labels_of_as_many_maps_as_a_byte_numbers(tmp_path: Path) -> None:
+    with_maps(tmp_path, 256)
+    infer(tmp_path, *WINDOW, "--output", "labels")
+    wanted = definition(tmp_path, Windows((8, 8, 12))).argmax(axis=0)
+    found = prediction(tmp_path)
+    assert found.dtype == np.uint8
+    assert (found != wanted).mean() < 1e-3
+    assert wanted.max() > 127
+
+
+@pytest.mark.parametrize("maps", [1, 257, 1000])
+def test_labels_of_one_map_or_of_more_than_a_byte_numbers_are_refused(tmp_path: Path, maps: int) -> None:
+    with_maps(tmp_path, maps)
+    words = f"labels are the numbers of the largest of 2 to 256 maps, and the network gives {maps}; write its maps"
+    error = infer(tmp_path, *WINDOW, "--output", "labels", code=1)
+    assert words in error
+    assert error.count("\n") == 1
+    with pytest.raises(ShapeError, match=words):
+        znnpy.load_network(tmp_path / "net.yaml")(np.load(tmp_path / "volume.npy"), window=(8, 8, 12), output="labels")
+
+
+@pytest.mark.parametrize(("size", "overlap"), [(1000, 0.99), (2**40, 0.0)])
+def test_more_windows_than_can_be_planned_are_refused(folder: Path, size: int, overlap: float) -> None:
+    with pytest.raises(NoPlanError, match="more than the 10,000,000 that can be planned; give larger ones as"):
+        znnpy.plan(folder / "net.yaml", window=(8, 8, 8), overlap=overlap, shape=(size,) * 3, calibrate=False)
+
+
+def test_more_windows_of_a_network_file_than_can_be_planned_are_refused(tmp_path: Path) -> None:
+    layers = [{"name": "leave", "type": "conv", "kernel": 1, "out": 2}]
+    normed_unet.written(tmp_path, layers=layers, windows={"size": [1, 1, 1], "overlap": 0})
+    error = run("plan", tmp_path / "net.yaml", "--shape", "100000,100000,100000", "--no-calibrate", code=1)
+    assert "are 1,000,000,000,000,000 in a volume of 100000x100000x100000, more than the 10,000,000" in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(

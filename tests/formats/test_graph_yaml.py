@@ -29,8 +29,9 @@ from znnpy.layers import (
     Scale,
     Upsample,
 )
-from znnpy.network import Network, Wiring
+from znnpy.network import Network
 from znnpy.network_files import read_network
+from znnpy.wiring import Wiring
 
 SIZE = "a whole number from 1 to 1000000 or three of them, [z, y, x]"
 SIZE_OR_ZERO = "a whole number from 0 to 1000000 or three of them, [z, y, x]"

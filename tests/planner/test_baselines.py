@@ -13,13 +13,14 @@ from tests.support.brute_force import AROUND, BASELINE, planned, ways
 from tests.support.fake_primitives import CARRYING, FAKES
 from znnpy.costs.model import seconds
 from znnpy.layer_shapes import LayerShape
-from znnpy.network import Conv, MaxFilter, Maxout, Network, Pool, sliding_activation
+from znnpy.network import Conv, MaxFilter, Maxout, Network, Pool
 from znnpy.patches import cover
 from znnpy.planner.layout import chain, place
 from znnpy.planner.memory import reading_bytes, writing_bytes
 from znnpy.planner.tilings import axis_sizes
 from znnpy.report.plan_text import explain
 from znnpy.shapes import ConvShape, PoolShape, Vec3
+from znnpy.sliding_layers import sliding_activation
 
 NET = Network(
     "pooled twice", 1, (Conv((2, 1, 2), 3), Pool((2, 1, 2)), Conv((1, 2, 2), 3), Pool((1, 2, 1)), Conv((2, 2, 1), 2))

@@ -24,7 +24,8 @@ from znnpy.machine import Limits
 from znnpy.network import Network
 from znnpy.option_values import Cover
 from znnpy.patches import Box
-from znnpy.planner.graph_search import GraphSearch, plan_graph, plan_of
+from znnpy.planner.graph_plan import plan_graph, plan_of
+from znnpy.planner.graph_search import GraphSearch
 from znnpy.planner.graph_tilings import GraphTiling, tilings
 from znnpy.planner.layout import place
 from znnpy.planner.memory import reading_bytes, writing_bytes

@@ -22,7 +22,8 @@ from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.layers import Add, Conv, Crop, Maxout, Scale
 from znnpy.patches import Box
 from znnpy.planner.graph_extents import AxisPlanes
-from znnpy.planner.graph_search import GraphSearch, waste
+from znnpy.planner.graph_plan import waste
+from znnpy.planner.graph_search import GraphSearch
 from znnpy.planner.request import Constraints
 from znnpy.run import graph_session
 from znnpy.run.graph_session import GraphSession

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from tests.support.graph_runs import CPU, HERE, MACHINE, assert_equal
 from tests.support.seeded_graphs import weights_of
-from znnpy.errors import NoPlanError, PlanFileError, ShapeError, ValuesOverflowError
+from znnpy.errors import NoPlanError, PlanFileError, ShapeError, ValuesOverflowError, VerifyError
 from znnpy.formats.wiring import Given, network_of
 from znnpy.graph_columns import Area, cover_of_window
 from znnpy.kernels.contract import ConvWeights
@@ -23,7 +24,8 @@ from znnpy.network import Network
 from znnpy.network_result import NetworkResult
 from znnpy.normalisation import Normalise
 from znnpy.patches import Box
-from znnpy.planner.graph_search import GraphSearch, plan_graph, plan_of
+from znnpy.planner.graph_plan import plan_graph, plan_of
+from znnpy.planner.graph_search import GraphSearch
 from znnpy.planner.plan import Plan, Sums
 from znnpy.planner.request import CostModel, PlanRequest
 from znnpy.planner.validate import check_plan
@@ -31,9 +33,11 @@ from znnpy.planner.window_tilings import WindowTiling, sums_bytes
 from znnpy.run.window_session import WindowSession
 from znnpy.run.window_sums import WindowSums
 from znnpy.shapes import Vec3
+from znnpy.trained import TrainedNetwork
 from znnpy.volume.array import ArrayVolume
 from znnpy.volume.source import Source
 from znnpy.window_cover import WindowCover
+from znnpy.window_voxels import WindowVoxels
 from znnpy.windows.definition import blended
 from znnpy.windows.settings import Windows
 
@@ -227,6 +231,48 @@ def test_results(kind: Any) -> None:
         assert (found[0] != maps.argmax(axis=0)).mean() < 1e-3
     else:
         assert (found != (maps > np.array([0.1, -0.2, 0.0])[:, None, None, None])).mean() < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"area": Area((2**40,) * 3, Box((0, 0, 0), (2**40,) * 3))}, r"more than the 10,000,000 that can be planned"),
+        ({"sums": Sums(parts=10**12)}, "divides the output into 1000000000000 parts, and its windows allow 4"),
+        (
+            {"area": Area((23, 20, 25), Box((0, 30, 0), (23, 50, 25)))},
+            "voxels 0x30x0 to 23x50x25 of a volume of 23x20x25",
+        ),
+        ({"area": Area((23, 20, 25), Box((0, 9, 0), (23, 3, 25)))}, "voxels 0x9x0 to 23x3x25 of a volume of 23x20x25"),
+    ],
+)
+def test_plans_of_windows_that_no_search_makes_are_refused(changes: dict[str, Any], words: str) -> None:
+    net = network("U-Net", CASES[0])
+    plan = planned(net, VOLUME, 0, Sums())
+    tracemalloc.start()
+    try:
+        with pytest.raises(PlanFileError, match=words) as caught:
+            check_plan(replace(plan, **changes), net, MACHINE, CPU)
+        assert tracemalloc.get_traced_memory()[1] < 2**22
+    finally:
+        tracemalloc.stop()
+    assert "\n" not in str(caught.value)
+
+
+def test_voxels_of_more_windows_than_are_planned_are_not_recomputed() -> None:
+    """The windows that an output states need not be those of a run, nor need they be few."""
+    net = network("U-Net", Windows((1, 1, 1), (0.0, 0.0, 0.0)))
+    volume = ArrayVolume(np.broadcast_to(np.zeros((), np.uint8), (2**20,) * 3))
+    voxels = WindowVoxels(TrainedNetwork(net, weights_of(net, 7)), volume, (5, 0, 0))
+    tracemalloc.start()
+    try:
+        with pytest.raises(
+            VerifyError, match="no run computes the windows that are stated: windows of 1x1x1"
+        ) as caught:
+            next(voxels.drawn((2**19, 2**20, 2**20), 10, seed=1))
+        assert tracemalloc.get_traced_memory()[1] < 2**22
+    finally:
+        tracemalloc.stop()
+    assert "\n" not in str(caught.value)
 
 
 def test_the_plan_counts_the_sums() -> None:

@@ -21,7 +21,8 @@ from znnpy.kernels.whole import whole
 from znnpy.machine import Limits, this_machine
 from znnpy.network import Network
 from znnpy.patches import Box
-from znnpy.planner.graph_search import GraphSearch, plan_of
+from znnpy.planner.graph_plan import plan_of
+from znnpy.planner.graph_search import GraphSearch
 from znnpy.planner.graph_tilings import GraphTiling
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import CostModel, PlanRequest, Target

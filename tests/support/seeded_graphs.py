@@ -20,10 +20,11 @@ from znnpy.errors import ShapeError
 from znnpy.geometry import Geometry
 from znnpy.kernels.whole import grown_by
 from znnpy.layers import Add, Concat, Conv, ConvTranspose, Crop, Multiply, Norm, Scale
-from znnpy.network import ConvWeights, Network, Normalise, PadToPeriod
+from znnpy.network import ConvWeights, Network, Normalise
 from znnpy.patches import Box
 from znnpy.shapes import Vec3
 from znnpy.volume.source import predicted
+from znnpy.wiring import PadToPeriod
 
 Family = Literal["same", "valid", "coarser", "finer", "any"]  # what becomes of sizes; of `any`, few suit a volume
 FAMILIES: tuple[Family, ...] = ("same", "same", "valid", "coarser", "finer")

@@ -28,8 +28,9 @@ from znnpy.layers import (
     Upsample,
     maps_after,
 )
-from znnpy.network import Network, Normalise, PadToPeriod, Wiring
+from znnpy.network import Network, Normalise
 from znnpy.shapes import Vec3
+from znnpy.wiring import PadToPeriod, Wiring
 
 ENDS: tuple[Function, ...] = tuple(one for one in FUNCTIONS if one != "prelu")
 PARAMETERS: dict[str, tuple[float, ...]] = {"leaky_relu": (0.1,), "elu": (0.7,), "clip": (-0.4, 0.9)}

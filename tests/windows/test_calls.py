@@ -75,7 +75,8 @@ def test_a_session_gives_the_bits_of_a_call(net: znnpy.TrainedNetwork, volume: n
 def test_whole_numbers_are_given_as_uint8(net: znnpy.TrainedNetwork, volume: npt.NDArray[np.uint8], kind: Any) -> None:
     maps = definition(net, volume)
     wanted = maps.argmax(axis=0)[None] if kind == "labels" else maps > 0.1
-    with net.session(volume.shape, output=kind, threshold=0.1, **GIVEN) as run:
+    threshold = 0.1 if kind == "above" else None
+    with net.session(volume.shape, output=kind, threshold=threshold, **GIVEN) as run:
         assert run.output_shape == wanted.shape
         assert run.output_dtype == np.uint8
         out = np.full(run.output_shape, 7, np.uint8)
@@ -93,6 +94,9 @@ def test_whole_numbers_are_given_as_uint8(net: znnpy.TrainedNetwork, volume: npt
         ({"meaning": "whole"}, ShapeError, "leave out `window`, or meaning='whole'"),
         ({"border": "reflect"}, ShapeError, "leave out `border`"),
         ({"output": "above", "threshold": (0.1, 0.2)}, ShapeError, "2 thresholds for 3 maps"),
+        ({"threshold": 0.5}, ShapeError, "`threshold` has no effect on output='maps': leave it out, or give output="),
+        ({"output": "labels", "threshold": (0.1, 0.2, 0.3)}, ShapeError, "no effect on output='labels'"),
+        ({"output": "above", "threshold": ()}, ValueError, "threshold is a number such as 0.5"),
         ({"window": (8, 8)}, ValueError, r"window is three numbers of voxels .* not \(8, 8\)"),
         ({"overlap": (0.5, 0.5)}, ValueError, "overlap is a share of a window"),
         ({"overlap": 1.0}, ValueError, "each below 1"),

@@ -109,3 +109,18 @@ def test_touching_windows_are_those_that_share_a_voxel_with_the_box(rule: Window
         if lo < hi:
             shared = [start for start in grid.starts[1] if set(range(start, start + 8)) & set(range(lo, hi))]
             assert grid.touching(Box((0, lo, 0), (3, hi, 5))) == ((0,), tuple(shared), (0,))
+
+
+@pytest.mark.parametrize("rule", ["monai", "nnunet"])
+def test_more_windows_than_can_be_listed_are_counted(rule: WindowRule) -> None:
+    huge = 2**40
+    grid = WindowGrid((huge, huge, 9), Windows((2, 2, 9), (0.0, 0.5, 0.0), rule=rule))
+    assert grid.counts == (huge // 2, huge - 1, 1)
+    why = grid.why_too_many(Box((0, 0, 0), grid.volume))
+    assert why is not None
+    assert f"are {huge // 2 * (huge - 1):,} in a volume of {huge}x{huge}x9, more than the 10,000,000" in why
+    few = Box((huge - 6, 6, 0), (huge, 9, 9))
+    assert grid.touching(few) == ((huge - 6, huge - 4, huge - 2), (5, 6, 7, 8), (0,))
+    assert grid.why_too_many(few) is None
+    assert grid.why_too_many(Box((0, 0, 0), (2 * 10**7, 1, 1))) is None
+    assert grid.why_too_many(Box((0, 0, 0), (2 * 10**7 + 1, 1, 1))) is not None

@@ -34,8 +34,9 @@ from znnpy.layers import (
     Sides,
     Upsample,
 )
-from znnpy.network import INPUT, ConvWeights, Network
+from znnpy.network import ConvWeights, Network
 from znnpy.shapes import Vec3
+from znnpy.wiring import INPUT
 
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")  # words that need no quotes
 _RESERVED = ("true", "false", "null", "y", "n", "yes", "no", "on", "off")

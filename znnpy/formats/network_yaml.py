@@ -25,11 +25,13 @@ from znnpy.formats.files import COUNT, shown
 from znnpy.formats.layer_entries import Names, read_layer
 from znnpy.formats.wiring import network_of
 from znnpy.formats.yaml12 import read_yaml
-from znnpy.network import PAD_TO_PERIOD, Network, Normalise, PadToPeriod, slides
+from znnpy.network import Network, Normalise
 from znnpy.normalisation import EPSILON, STATISTICS, StatisticsOf, VolumeStatistics
 from znnpy.option_values import BLENDS, MEANINGS, WINDOW_RULES, Blend, Meaning, WindowRule
 from znnpy.shapes import Vec3
+from znnpy.sliding_layers import slides
 from znnpy.windows.settings import Windows
+from znnpy.wiring import PAD_TO_PERIOD, PadToPeriod
 
 AxisName = Literal["z", "y", "x"]
 

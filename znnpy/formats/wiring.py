@@ -15,7 +15,8 @@ from znnpy.layers import (
     Upsample,
 )
 from znnpy.messages import excerpt
-from znnpy.network import INPUT, MOST_LAYERS, Network, Node, Normalise, PadToPeriod, Wiring
+from znnpy.network import MOST_LAYERS, Network, Normalise
+from znnpy.wiring import INPUT, Node, PadToPeriod, Wiring
 
 if TYPE_CHECKING:
     import networkx

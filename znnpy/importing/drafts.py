@@ -18,8 +18,9 @@ from znnpy.geometry import AxisLayer, vector
 from znnpy.importing.tensors import Dimension, LayoutError, Tensor, whole
 from znnpy.layers import OF_WHOLE_IMAGES, Layer, maps_after
 from znnpy.messages import excerpt
-from znnpy.network import INPUT, ConvWeights
+from znnpy.network import ConvWeights
 from znnpy.shapes import Vec3, text
+from znnpy.wiring import INPUT
 
 Real = npt.NDArray[np.float32]
 MOST_DRAFTS = 10_000  # layers before some are joined

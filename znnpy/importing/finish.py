@@ -21,9 +21,10 @@ from znnpy.importing.tensors import AXES, LayoutError, Tensor, kinds
 from znnpy.lattices import period_along
 from znnpy.layers import GlobalPool, has_weights
 from znnpy.messages import excerpt
-from znnpy.network import INPUT, ConvWeights, Network, Normalise, PadToPeriod
+from znnpy.network import ConvWeights, Network, Normalise
 from znnpy.normalisation import VolumeStatistics
 from znnpy.shapes import Vec3, add, text
+from znnpy.wiring import INPUT, PadToPeriod
 
 LIKELY_SIZES = (64, 96, 128, 192, 256)  # voxels along each axis: most networks take one of these
 LARGEST_SIZE = 320  # that is tried

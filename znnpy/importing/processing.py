@@ -13,7 +13,7 @@ from znnpy.errors import NetworkFileError
 from znnpy.importing.builder import Builder
 from znnpy.layers import Function
 from znnpy.messages import excerpt
-from znnpy.network import INPUT
+from znnpy.wiring import INPUT
 
 if TYPE_CHECKING:
     from znnpy.importing.tensors import Tensor

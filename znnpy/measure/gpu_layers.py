@@ -34,8 +34,9 @@ from znnpy.layer_shapes import LayerShape
 from znnpy.machine import Machine
 from znnpy.measure.layer_timer import LONG_SECONDS, REPEATS, measure
 from znnpy.messages import one_line, option
-from znnpy.network import Conv, Layer, Network, Pool, extent, layer_shape
+from znnpy.network import Conv, Layer, Network, Pool
 from znnpy.shapes import ConvShape, Precision, Vec3, fused
+from znnpy.sliding_layers import extent, layer_shape
 from znnpy.units import human_seconds
 
 if TYPE_CHECKING:

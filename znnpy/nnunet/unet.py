@@ -29,9 +29,10 @@ from znnpy.layers import (
     Norm,
 )
 from znnpy.messages import excerpt
-from znnpy.network import INPUT, ConvWeights, Network
+from znnpy.network import ConvWeights, Network
 from znnpy.nnunet.architecture import Architecture
 from znnpy.shapes import Vec3
+from znnpy.wiring import INPUT
 
 SHOWN = 60  # characters of a name in a message
 

@@ -11,7 +11,7 @@ from math import ceil, inf, log2
 from typing import Any, Protocol
 
 from znnpy.errors import NoPlanError
-from znnpy.planner.graph_search import plan_graph
+from znnpy.planner.graph_plan import plan_graph
 from znnpy.planner.layer_options import OptionTable
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import CostModel, PlanRequest

@@ -13,9 +13,10 @@ from znnpy.admissible import admissible, lattices_of, refuse_non_local
 from znnpy.errors import ShapeError
 from znnpy.lattices import context_of, multiply_adds, period_along, reaches_of
 from znnpy.layers import OF_WHOLE_IMAGES, parameter_count
-from znnpy.network import INPUT, Network
+from znnpy.network import Network
 from znnpy.report.wide_table import SENTENCE, WideOrNarrow, columns_for, indented
 from znnpy.shapes import Vec3, add, text
+from znnpy.wiring import INPUT
 
 
 class Row(NamedTuple):

@@ -10,13 +10,16 @@ lie on a grid, and the last along an axis ends with the volume:
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from math import ceil
+from math import ceil, prod
 
 from znnpy.patches import Box
-from znnpy.shapes import Vec3, add, subtract
+from znnpy.shapes import Vec3, add, subtract, text
 from znnpy.windows.settings import Windows
+
+MOST_WINDOWS = 10**7  # of a region, since more take too long to plan
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,8 @@ class WindowGrid:
         return z, y, x
 
     @cached_property
-    def starts(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """For each axis the first voxels of windows in the padded volume, ascending and distinct."""
+    def _along(self) -> tuple[Along, Along, Along]:
+        """The windows along each axis, which are not listed: there may be very many."""
         sizes = self.windows.size
         if self.windows.rule == "monai":
             z, y, x = map(_monai, self.padded, sizes, self.windows.overlap)
@@ -54,9 +57,15 @@ class WindowGrid:
         return z, y, x
 
     @cached_property
+    def starts(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """For each axis the first voxels of windows in the padded volume, ascending and distinct."""
+        z, y, x = (tuple(map(start, range(count))) for count, start in self._along)
+        return z, y, x
+
+    @property
     def counts(self) -> Vec3:
         """Number of windows along each axis."""
-        z, y, x = map(len, self.starts)
+        z, y, x = (count for count, _ in self._along)
         return z, y, x
 
     @property
@@ -66,24 +75,50 @@ class WindowGrid:
 
     def touching(self, box: Box) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         """Return for each axis the starts of the windows that have voxels in a box of the padded volume."""
+        places = zip(self._along, self._places(box), strict=True)
+        z, y, x = (tuple(map(start, found)) for (_, start), found in places)
+        return z, y, x
+
+    def why_too_many(self, box: Box) -> str | None:
+        """Return why the windows that have voxels in a box of the padded volume are more than can be planned.
+
+        None if they are not. The windows are counted, and not listed.
+        """
+        many = prod(map(len, self._places(box)))
+        if many <= MOST_WINDOWS:
+            return None
+        return (
+            f"windows of {text(self.windows.size)} that overlap by {max(self.windows.overlap):g} are {many:,} in a "
+            f"volume of {text(self.volume)}, more than the {MOST_WINDOWS:,} that can be planned"
+        )
+
+    def _places(self, box: Box) -> tuple[range, range, range]:
+        """Return for each axis the places of the windows that have voxels in a box of the padded volume."""
         z, y, x = (
-            at[bisect_right(at, lo - size) : bisect_left(at, hi)]
-            for at, size, lo, hi in zip(self.starts, self.windows.size, box.lo, box.hi, strict=True)
+            range(
+                bisect_right(range(count), lo - size, key=start),
+                bisect_left(range(count), hi, key=start),
+            )
+            for (count, start), size, lo, hi in zip(self._along, self.windows.size, box.lo, box.hi, strict=True)
         )
         return z, y, x
 
 
-def _monai(length: int, size: int, overlap: float) -> tuple[int, ...]:
-    """Return starts as `monai.data.utils.dense_patch_slices` has them, for the interval of `monai.inferers.utils`."""
+Along = tuple[int, Callable[[int], int]]  # number of windows along an axis, and the function from place to first voxel
+
+
+def _monai(length: int, size: int, overlap: float) -> Along:
+    """Return windows as `monai.data.utils.dense_patch_slices` has them, for the interval of `monai.inferers.utils`."""
     interval = max(1, int(size * (1 - overlap)))
     steps = -(-(length - size) // interval)
-    return tuple(min(step * interval, length - size) for step in range(steps + 1))
+    return steps + 1, lambda step: min(step * interval, length - size)
 
 
-def _nnunet(length: int, size: int, step: float) -> tuple[int, ...]:
-    """Return starts as nnU-Net's `compute_steps_for_sliding_window` has them; halves are rounded to even numbers.
+def _nnunet(length: int, size: int, step: float) -> Along:
+    """Return windows as nnU-Net's `compute_steps_for_sliding_window` has them; halves are rounded to even numbers.
 
     Windows of one voxel do not overlap. nnU-Net repeats them, each with one weight, which leaves averages as they are.
     """
     steps = ceil((length - size) / max(1, size * step))
-    return tuple(round((length - size) / max(1, steps) * i) for i in range(steps + 1))
+    each = (length - size) / max(1, steps)
+    return steps + 1, lambda place: round(each * place)
