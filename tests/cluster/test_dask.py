@@ -43,7 +43,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory, tiny_network: Callable[...,
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
-    with LocalCluster(n_workers=2, threads_per_worker=1, memory_limit=0, dashboard_address=None) as made:
+    with LocalCluster(n_workers=2, threads_per_worker=1, memory_limit=0, dashboard_address="127.0.0.1:0") as made:
         yield made
 
 

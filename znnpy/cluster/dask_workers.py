@@ -112,7 +112,7 @@ def client_of(cluster: str) -> Iterator[Client]:
                     n_workers=int(count),
                     threads_per_worker=threads,
                     memory_limit=0,
-                    dashboard_address=None,
+                    dashboard_address="127.0.0.1:0",  # any free port
                     silence_logs=logging.ERROR,
                 ) as local,
                 Client(local) as client,
