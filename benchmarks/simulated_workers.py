@@ -117,7 +117,7 @@ class Simulation:
         self._there: dict[str, _Running] = {}
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._numbers = 0
-        self._last = max(60.0, 100 * sum(items))  # by then even one slow worker should be done
+        self._last = 4 * least_seconds(items, workers) + 20 * max(items)  # by then everything should be done
         for worker in workers:
             self._at(worker.joins, self._join, worker)
             if worker.dies < inf:
