@@ -19,6 +19,8 @@ TYPE_CHECKING = False  # true for type checkers; `typing` takes longer to import
 
 __all__ = [
     "ArraySession",
+    "ClusterError",
+    "ClusterReport",
     "CompiledModule",
     "Considered",
     "Conv",
@@ -74,7 +76,9 @@ __all__ = [
 if TYPE_CHECKING:
     from znnpy import ops
     from znnpy.array_session import ArraySession
+    from znnpy.cluster.report import ClusterReport
     from znnpy.errors import (
+        ClusterError,
         DeviceError,
         DeviceLostError,
         MissingExtraError,
@@ -114,9 +118,11 @@ if TYPE_CHECKING:
 else:
     _HOMES = {  # module -> its public names
         "znnpy.array_session": "ArraySession",
+        "znnpy.cluster.report": "ClusterReport",
         "znnpy.errors": (
-            "DeviceError DeviceLostError MissingExtraError NetworkFileError NoPlanError OutputError PlanFileError "
-            "ResumeError ShapeError ThreadError ValuesOverflowError VerifyError VolumeError VramError ZnnpyError"
+            "ClusterError DeviceError DeviceLostError MissingExtraError NetworkFileError NoPlanError OutputError "
+            "PlanFileError ResumeError ShapeError ThreadError ValuesOverflowError VerifyError VolumeError VramError "
+            "ZnnpyError"
         ),
         "znnpy.inference": "infer",
         "znnpy.kernels.apply": "apply",

@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class NamedRun:
-    """What the options of a run name, before its volume is opened.
+    """A run as its options name it, before its volume is opened.
 
     trained      network and weights
     devices      that are asked for

@@ -1,4 +1,4 @@
-"""Which attempt a work item belongs to, and which one finished it.
+"""Keep account of which attempt a work item belongs to, and which one finished it.
 
 Items are tried at least once; the result is as if each was computed once. An attempt claims its item, and looks before
 it writes voxels whether the item is still its own: another attempt may have been begun since, as this one seemed lost.

@@ -48,7 +48,7 @@ OF_LIMIT = 0.75  # of the memory limit of a worker: dask takes no tasks from 0.8
 
 @dataclass(frozen=True, slots=True)
 class TaskResult:
-    """What a worker says of a task.
+    """The answer of a worker to a task.
 
     records  of the items that are finished
     failed   why the others are not; empty: all are finished
@@ -140,7 +140,7 @@ def client_of(cluster: str) -> Iterator[Client]:
 
 @dataclass(slots=True)
 class WorkerFigures:
-    """What a worker has done.
+    """The work that a worker has done.
 
     items, voxels  that it finished
     seconds        that these took

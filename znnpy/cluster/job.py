@@ -46,7 +46,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class JobRecord:
-    """What processes must know of a job, as it is kept in its files.
+    """The record of a job, which holds all that processes must know of it.
 
     asked       options of `znnpy.infer`, those that differ from the usual ones
     output      voxels (z, y, x) of the first output

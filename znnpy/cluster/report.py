@@ -17,7 +17,7 @@ SLOW = 0.5  # of the median speed of the workers: one below it is named
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """What one process computed.
+    """The work that one process did.
 
     items, voxels  that it finished in this run
     seconds        that these took

@@ -33,7 +33,7 @@ PLANS = "plans"
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a process may take, where its manager says so; the job says it otherwise.
+    """The limits of a process that its manager sets; those of the job hold where it sets none.
 
     ram      bytes of the whole process
     threads  that compute
@@ -66,7 +66,7 @@ def run_items(
 
 
 class _Process:
-    """What a process keeps of a job between items: network and weights, the grid, the open output, and plans."""
+    """The parts of a job that a process keeps between items: network, weights, grid, the open output, and plans."""
 
     def __init__(self, job: Job, limits: Limits) -> None:
         self._kept = ExitStack()

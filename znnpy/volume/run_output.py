@@ -1,4 +1,4 @@
-"""What a run asks of its output, wherever that is: a file or folder, a bucket, an array, or a part of one of them."""
+"""The interface of outputs that a run needs: of files, folders, buckets and arrays, and of parts of them."""
 
 from __future__ import annotations
 
