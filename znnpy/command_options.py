@@ -16,6 +16,7 @@ import click
 
 from znnpy.machine import parse_bytes
 from znnpy.option_declarations import Option, about, options_of
+from znnpy.options import part_of
 from znnpy.shapes import Vec3
 from znnpy.shared_options import NO_AXES
 from znnpy.volume.lengths import LENGTH
@@ -123,6 +124,12 @@ def _numbers(value: str) -> tuple[float, ...]:
     return numbers
 
 
+def _part(value: str) -> str:
+    """Check the form of `K/N`."""
+    part_of(value)
+    return value
+
+
 def _region(value: str) -> str:
     """Check the form of `z0:z1,y0:y1,x0:x1`; whether it fits is checked when the volume is open."""
     end = rf"(?:\d{{0,18}}|{LENGTH.pattern})"
@@ -178,6 +185,7 @@ _TYPES: dict[str, ParamType] = {
     "axes": _Read("axes", _axes),
     "numbers": _Read("numbers", _numbers),
     "region": _Read("region", _region),
+    "part": _Read("part", _part),
     "number": _Read("number", _number),
     "positive": _Read("float", _positive),
     "gpus": _Read("count", _gpu_count),
@@ -198,7 +206,11 @@ def command_of(
             for name in ensembles:  # one network is given as such
                 given = values[name]
                 values[name] = None if not given else given[0] if len(given) == 1 else given
-            run(kind(**values))
+            try:
+                asked = kind(**values)
+            except ValueError as error:
+                raise click.UsageError(str(error)) from None
+            run(asked)
 
         parameters = [_parameter(of) for of in found]
         loud = (

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from math import prod
+from pathlib import Path
 
-from znnpy.errors import ResumeError, VramError
+from znnpy.errors import OutputError, ResumeError, VramError
+from znnpy.files import regular_file
 from znnpy.job import attributes_of, columns_of, settings_of
 from znnpy.kernels.cpu.fft import Wisdom
 from znnpy.machine import limits_of, this_machine
@@ -40,6 +43,8 @@ from znnpy.values import Tallied, Tally, Values
 from znnpy.volume.base import Volume
 from znnpy.volume.chunk_layers import layer_bytes
 from znnpy.volume.journal import JournalHeader
+from znnpy.volume.location import Location
+from znnpy.volume.output_names import Names
 from znnpy.volume.run_output import RunOutput
 from znnpy.volume.sliceable import SliceVolume
 from znnpy.volume.source import Source
@@ -73,6 +78,19 @@ class Computed:
     target: OpenTarget
     transfers: Transfers | None
     above: tuple[str, ...]
+
+
+def trace_at(path: str | Path | None, overwrite: bool, output: Path | Location) -> AbstractContextManager[Trace | None]:
+    """Open the trace of the run, or no trace without a path; raise OutputError if the path may not be written."""
+    if path is None:
+        return nullcontext()
+    target = regular_file(Path(path), overwrite, "trace")
+    if isinstance(output, Location):
+        return Trace(target)
+    names = Names(output)
+    if target in {Path(os.path.realpath(name)) for name in (output, names.partial, names.journal, names.lock)}:
+        raise OutputError(f"{path} is the output or a file that it needs; give another {option('trace')}")
+    return Trace(target)
 
 
 def planned(run: OpenedRun, output: RunOutput) -> RunPlan:

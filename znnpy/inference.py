@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from znnpy.computation import Done, computed
-from znnpy.errors import OutputError
-from znnpy.files import regular_file
+from znnpy.computation import Done, computed, trace_at
 from znnpy.job import roi_text
 from znnpy.machine import Machine, peak_bytes, this_machine
-from znnpy.messages import option
 from znnpy.nnunet.names import model_of
-from znnpy.opened_run import named_run, opened_run
+from znnpy.opened_run import OpenedRun, named_run, opened_run
 from znnpy.option_declarations import function_of
 from znnpy.options import InferOptions
 from znnpy.planner.run_plan import RunPlan
@@ -29,13 +24,10 @@ from znnpy.run.resume import (
     plan_finished,
     statistics_kept,
 )
-from znnpy.run.trace import Trace
 from znnpy.run_log import log_phase
 from znnpy.run_warnings import half_missing, slower_here
 from znnpy.units import human_seconds
 from znnpy.volume.base import Chunks
-from znnpy.volume.location import Location
-from znnpy.volume.output_names import Names
 from znnpy.volume.roi import has_unit
 
 if TYPE_CHECKING:
@@ -61,13 +53,9 @@ def infer(asked: InferOptions) -> Report:
 
 def infer_as_asked(asked: InferOptions) -> Report:
     """Return the report that `infer` returns for these options."""
-    by_cluster, by_parts = asked.cluster is not None or asked.client is not None, asked.finish or asked.part is not None
-    if not (by_cluster or by_parts):
-        if asked.items is not None:
-            raise ValueError(f"{option('items')} is of runs with {option('cluster')} or {option('part')}: omit it")
+    by_cluster = asked.cluster is not None or asked.client is not None
+    if not (by_cluster or asked.finish or asked.part is not None) or model_of(asked.network) is not None:
         return _infer_here(asked)
-    if (by_cluster and by_parts) or (asked.finish and asked.part is not None):
-        raise ValueError(f"{option('cluster')}, {option('part')} and {option('finish')} exclude one another: give one")
     from znnpy.cluster.inference import infer_on_cluster, infer_part
 
     report = infer_on_cluster(asked) if by_cluster else infer_part(asked)
@@ -89,7 +77,7 @@ def _infer_here(asked: InferOptions) -> Report:
     named = named_run(asked)
     destination = named.destination
     with ExitStack() as stack:
-        traced = stack.enter_context(_trace(asked.trace, asked.overwrite, destination))
+        traced = stack.enter_context(trace_at(asked.trace, asked.overwrite, destination))
         needs = named.trained.network.statistics is not None and asked.resume
         run = stack.enter_context(opened_run(named, statistics_kept(destination) if needs else None))
         for doubt in run.doubts:
@@ -97,7 +85,7 @@ def _infer_here(asked: InferOptions) -> Report:
         output = stack.enter_context(run.output())
         if output.finished:
             made = plan_finished(destination, output.attributes.get("plan"))
-            return _report(destination, started, made, this_machine(), doubts=run.doubts)
+            return _report(run, started, made, this_machine(), doubts=run.doubts)
         result = computed(run, output, traced, started)
     done, chunks = result.done, run.volume.chunks
     doubts = (*run.doubts, *result.above, *half_missing(chunks))
@@ -118,21 +106,8 @@ def _infer_here(asked: InferOptions) -> Report:
     return report
 
 
-def _trace(path: str | Path | None, overwrite: bool, output: Path | Location) -> AbstractContextManager[Trace | None]:
-    """Open the trace of the run, or no trace without a path; raise OutputError if the path may not be written."""
-    if path is None:
-        return nullcontext()
-    target = regular_file(Path(path), overwrite, "trace")
-    if isinstance(output, Location):
-        return Trace(target)
-    names = Names(output)
-    if target in {Path(os.path.realpath(name)) for name in (output, names.partial, names.journal, names.lock)}:
-        raise OutputError(f"{path} is the output or a file that it needs; give another {option('trace')}")
-    return Trace(target)
-
-
 def _report(
-    target: Path | Location,
+    run: OpenedRun,
     started: float,
     plan: RunPlan,
     machine: Machine,
@@ -145,8 +120,8 @@ def _report(
     timings = done.timings if done else None
     lacking = slower_here(machine) if any(worker.plan.device == "cpu" for worker in plan.workers) else ()
     return Report(
-        output=target,
-        voxels=prod(plan.output),
+        output=run.named.destination,
+        voxels=prod(run.source.output),
         computed=timings.voxels if timings else 0,
         seconds=time.perf_counter() - started,
         stage_seconds=timings.stage_seconds if timings else {},

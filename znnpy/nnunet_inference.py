@@ -46,6 +46,7 @@ from znnpy.volume.output_target import mode_of
 _log = logging.getLogger(__name__)
 
 PART_OF_A_CASE = ("roi", "mask", "border", "dataset", "scale", "time", "fill_missing", "missing_chunks", "allow_nan")
+OF_CLUSTERS = ("cluster", "client", "part", "finish", "items")
 OF_THE_MODEL = ("weights", "meaning", "window", "windows_like", "threshold", "ensemble")
 OF_THE_LABELS = ("output_dtype", "sharded", "multiscale")
 LIBRARIES_BYTES = 2**26  # of libraries that are loaded to prepare a case
@@ -121,6 +122,7 @@ def _check_options(asked: InferOptions) -> None:
     for names, why in (
         (PART_OF_A_CASE, "predicts whole cases, whose voxels are all there"),
         (OF_THE_MODEL, "has the windows and weights that it was trained with"),
+        (OF_CLUSTERS, "is computed by one process"),
         (OF_THE_LABELS, "gives labels, written as nnU-Net writes them"),
     ):
         given = [option(name) for name in names if _is_given(getattr(asked, name), default[name])]

@@ -32,6 +32,7 @@ Kind = Literal[
     "axes",
     "numbers",
     "region",
+    "part",
     "number",
     "positive",
     "whole",

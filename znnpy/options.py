@@ -7,6 +7,7 @@ that does it. This module loads no numpy, as the command line does not.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 
 MEASURE_MINUTES = 2.0
 MOST_LEVELS = 16
+_PART = re.compile(r"(\d{1,7})/(\d{1,7})")
 
 
 def ignore(progress: Progress) -> None:
@@ -103,6 +105,14 @@ class PlanOptions(RegionOptions, PlanningOptions):
         None, "called with the best plan within each of several memory limits, for 12 seconds at most"
     )
     tell_progress: Callable[[Progress], None] = option(ignore, "called before each layer that is timed or checked")
+
+
+def part_of(word: str) -> tuple[int, int]:
+    """Read `K/N`, part K of N; ValueError for anything else."""
+    found = _PART.fullmatch(word.strip())
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise ValueError(f"{word!r} is not a part K/N of 1 to N, such as 3/64")
+    return int(found[1]), int(found[2])
 
 
 @dataclass(frozen=True)
@@ -183,7 +193,7 @@ class InferOptions(RegionOptions, RunOptions):
     part: str | None = option(
         None,
         "compute part K of N of the work items, in a job array; --finish completes the output",
-        "text",
+        "part",
         metavar="K/N",
         in_python="such as '3/64'; `finish` completes the output",
     )
@@ -202,6 +212,16 @@ class InferOptions(RegionOptions, RunOptions):
         "called with an Event in the calling thread: before the first patch, after each one, and while the last ones "
         "are written; what it raises stops the run",
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.part is not None:
+            part_of(self.part)
+        ways = [name for name in ("cluster", "client", "part", "finish") if getattr(self, name)]
+        if len(ways) > 1:
+            raise ValueError(f"{' and '.join(ways)} exclude one another: give one of them")
+        if self.items is not None and not ways:
+            raise ValueError("items are of runs with cluster, client or part: leave them out")
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,10 @@ from znnpy.cluster.job import Job, JobRecord
 from znnpy.cluster.job_files import job_files
 from znnpy.cluster.preparing import PreparedJob, prepared
 from znnpy.cluster.running import contested, release, run_items
+from znnpy.cluster.traces import join_traces
 from znnpy.errors import ResumeError
 from znnpy.run.pipeline import Event
+from znnpy.run.trace import Trace
 from znnpy.volume.location import Location
 
 _log = logging.getLogger(__name__)
@@ -33,8 +35,10 @@ def finish(job: Job, progress: Callable[[int, Event], None] | None = None) -> tu
         return completed(kept.enter_context(prepared(asked)), progress)
 
 
-def completed(made: PreparedJob, progress: Callable[[int, Event], None] | None = None) -> tuple[ItemRecord, ...]:
-    """Complete the output of a job that is open; see `finish`."""
+def completed(
+    made: PreparedJob, progress: Callable[[int, Event], None] | None = None, trace: Trace | None = None
+) -> tuple[ItemRecord, ...]:
+    """Complete the output of a job that is open; see `finish`. The traces of items are joined to `trace`."""
     assert made.grid is not None, "a finished output needs nothing"
     job, count = made.job, len(made.grid)
     try:
@@ -48,6 +52,8 @@ def completed(made: PreparedJob, progress: Callable[[int, Event], None] | None =
         release()
     for item in range(count):
         made.output.finish_column(item)
+    if trace is not None:
+        join_traces(job.files, trace)
     made.output.complete()
     job_files(Location.of(job.out)).remove("")
     return records

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,9 +15,9 @@ from znnpy.cluster.job import Job, JobRecord
 from znnpy.cluster.preparing import LEAST_ITEMS, join, prepared
 from znnpy.cluster.report import ClusterReport, WorkerReport
 from znnpy.cluster.running import release, run_items
+from znnpy.computation import trace_at
 from znnpy.machine import limits_of, parse_bytes, peak_bytes, this_machine
-from znnpy.messages import option
-from znnpy.options import InferOptions
+from znnpy.options import InferOptions, part_of
 from znnpy.planner.run_plan import RunPlan
 from znnpy.run.pipeline import Event
 from znnpy.run_log import log_phase
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from znnpy.cluster.dask_workers import Coordinator
 
 ITEMS_A_WORKER = 8  # at least, so that all workers end at about the same time
-PART = re.compile(r"(\d{1,7})/(\d{1,7})")
 HERE = "this process"
 
 
@@ -55,7 +53,8 @@ def infer_on_cluster(asked: InferOptions) -> ClusterReport | None:
                 name: WorkerReport(one.items, one.voxels, one.seconds, one.peak, one.lost)
                 for name, one in coordinator.figures.items()
             }
-            here = [one for one in completed(made) if not one.worker]
+            with trace_at(asked.trace, asked.overwrite, made.run.named.destination) as trace:
+                here = [one for one in completed(made, trace=trace) if not one.worker]
             if here:  # items of several attempts, which were computed again
                 known[HERE] = _of_records(here)
             return _report(made.job, record, began, len(before), known, coordinator.failures, complete=True)
@@ -71,10 +70,14 @@ def infer_part(asked: InferOptions) -> ClusterReport | None:
             record = JobRecord.load(made.job)
             before = set(finished_items(made.job.files, record.count))
             told = _Told(asked.progress, record, len(before), began)
-            here = [one for one in completed(made, told.item) if one.item not in before or not one.worker]
+            with trace_at(asked.trace, asked.overwrite, made.run.named.destination) as trace:
+                records = completed(made, told.item, trace)
+            here = [one for one in records if one.item not in before or not one.worker]
             return _report(made.job, record, began, len(before), {HERE: _of_records(here)}, complete=True)
     number, parts = part_of(asked.part or "")
     job = join(asked, max(LEAST_ITEMS, ITEMS_A_WORKER * parts))
+    if not job.run:
+        return None
     record = JobRecord.load(job)
     mine = range(record.count * (number - 1) // parts, record.count * number // parts)
     done = set(finished_items(job.files, record.count)) & set(mine)
@@ -86,14 +89,6 @@ def infer_part(asked: InferOptions) -> ClusterReport | None:
         release()
     log_phase("finished", f"{name}: {len(records)} work items in {human_seconds(time.perf_counter() - began)}")
     return _report(job, record, began, len(done), {name: _of_records(records)}, complete=False)
-
-
-def part_of(word: str) -> tuple[int, int]:
-    """Read `K/N`, part K of N; ValueError for anything else."""
-    found = PART.fullmatch(word.strip())
-    if found is None or not 1 <= int(found[1]) <= int(found[2]):
-        raise ValueError(f"{option('part', word)} is not part K of N, such as 3/64")
-    return int(found[1]), int(found[2])
 
 
 @contextmanager
@@ -141,9 +136,9 @@ class _Told:
 
     def cluster(self, coordinator: Coordinator) -> None:
         """Tell how far a cluster is."""
-        self._tell(float(coordinator.finished))
+        self._tell(float(coordinator.finished), f"work items on {len(coordinator.workers)} workers")
 
-    def _tell(self, finished: float) -> None:
+    def _tell(self, finished: float, counted: str = "work items") -> None:
         if self._progress is None:
             return
         share = finished / self._count if self._count else 1.0
@@ -159,6 +154,7 @@ class _Told:
                 steps_done=int(finished),
                 steps=self._count,
                 work_done=min(1.0, share),
+                counted=counted,
             )
         )
 

@@ -32,7 +32,7 @@ class Job:
     """The name of a job, small enough to be sent with every work item.
 
     out  path or URL of the output
-    run  id of the run that writes it
+    run  id of the run that writes it; empty where the output is complete
     """
 
     out: str
@@ -56,6 +56,7 @@ class JobRecord:
     plan        of one item, on the machine that prepared the job
     identity    of the run: its network, its weights, its volume; a process that reads others is refused
     statistics  of the volume, where the network asks for them
+    is_traced   whether processes keep traces of items
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
@@ -70,6 +71,7 @@ class JobRecord:
     plan: str
     identity: dict[str, Any]
     statistics: Any
+    is_traced: bool
 
     def save(self, out: str) -> None:
         """Write the record beside an output."""

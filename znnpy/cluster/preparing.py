@@ -232,6 +232,7 @@ def _write_record(job: Job, run: OpenedRun, grid: ItemGrid, plan: RunPlan) -> No
         plan.to_json(),
         {key: run.job[key] for key in IDENTITY},
         run.job.get("statistics"),
+        run.asked.trace is not None,
     )
     record.save(job.out)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any
@@ -16,6 +16,7 @@ from znnpy.cluster.items import ItemGrid
 from znnpy.cluster.job import Job, JobRecord
 from znnpy.cluster.job_files import JobFiles
 from znnpy.cluster.preparing import IDENTITY, named_for
+from znnpy.cluster.traces import traced_item
 from znnpy.computation import Computed, computed
 from znnpy.errors import PlanFileError, ResumeError
 from znnpy.machine import peak_bytes, this_machine
@@ -23,6 +24,7 @@ from znnpy.opened_run import NamedRun, OpenedRun, named_run, opened_run
 from znnpy.options import InferOptions
 from znnpy.planner.run_plan import RunPlan
 from znnpy.run.pipeline import Event
+from znnpy.run.trace import Trace
 from znnpy.volume.output_target import place_of, prefix_of
 from znnpy.volume.store import Storage
 
@@ -107,7 +109,8 @@ class _Process:
         try:
             with opened_run(self._named_item(item, told), self._record.statistics) as run:
                 output = ItemOutput(self._place, self._opened(), boxes, self._arrays, self._dtype, claim)
-                self._compute(run, output, began)
+                with traced_item(self._files, item, worker) if self._record.is_traced else nullcontext() as trace:
+                    self._compute(run, output, trace, began)
             made = ItemRecord(
                 item, attempt, worker, output.sum.value, boxes[0].voxels, time.perf_counter() - began, peak_bytes()
             )
@@ -133,23 +136,23 @@ class _Process:
         maps = [array.shape[0] for array in self._arrays]
         return record is not None and stored_sum(self._opened(), self.boxes(item), maps) == record.checksum
 
-    def _compute(self, run: OpenedRun, output: ItemOutput, began: float) -> Computed:
+    def _compute(self, run: OpenedRun, output: ItemOutput, trace: Trace | None, began: float) -> Computed:
         """Compute an item by the plan of this kind of machine, which is made by the first process that needs it."""
         if run.asked.plan is not None:
-            return computed(run, output, None, began)
+            return computed(run, output, trace, began)
         if run.source.area is not None:  # plans of these are for one region
-            return computed(run, output, None, began)
+            return computed(run, output, trace, began)
         key = self._plan_key(run)
         plan = self._plans.get(key) or self._plan_of(key)
         if plan is not None:
             try:
                 given = replace(run, named=replace(run.named, asked=_with_plan(run.asked, plan)))
-                made = computed(given, output, None, began)
+                made = computed(given, output, trace, began)
                 self._plans[key] = plan
                 return made
             except PlanFileError as error:
                 _log.warning("the plan that another worker made does not run here, so one is made: %s", error)
-        made = computed(run, output, None, began)
+        made = computed(run, output, trace, began)
         self._plans[key] = made.done.plan
         self._files.create(f"{PLANS}/{key}", made.done.plan.to_json().encode())
         return made
