@@ -89,9 +89,7 @@ def _infer_here(asked: InferOptions) -> Report:
         result = computed(run, output, traced, started)
     done, chunks = result.done, run.volume.chunks
     doubts = (*run.doubts, *result.above, *half_missing(chunks))
-    report = _report(
-        destination, started, done.plan, result.target.machine, done, result.target.sentences, doubts, chunks
-    )
+    report = _report(run, started, done.plan, result.target.machine, done, result.target.sentences, doubts, chunks)
     if (wanted := run.wanted) is not None:
         items = work_items(done.plan, run.trained.network, wanted)
         assert isinstance(items, MaskedColumns | MaskedWindows)
