@@ -215,6 +215,8 @@ def infer(asked: InferCommand) -> None:
     assert out is None or isinstance(out, str)
     if asked.overwrite and asked.resume:
         raise click.UsageError("--overwrite starts again and --resume continues: give one of them")
+    if asked.items is not None and not (asked.cluster or asked.part or asked.finish):
+        raise click.UsageError("--items is of runs with --cluster or --part: omit it")
     if asked.part is not None and asked.overwrite:
         raise click.UsageError("--overwrite would remove what other parts have computed: omit it")
     fixed = {name: bool(getattr(asked, name)) for name in FIXED_BY_PLAN}

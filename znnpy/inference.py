@@ -55,6 +55,8 @@ def infer_as_asked(asked: InferOptions) -> Report:
     """Return the report that `infer` returns for these options."""
     by_cluster = asked.cluster is not None or asked.client is not None
     if not (by_cluster or asked.finish or asked.part is not None) or model_of(asked.network) is not None:
+        if asked.items is not None:
+            raise ValueError("items are of runs with cluster, client or part: leave them out")
         return _infer_here(asked)
     from znnpy.cluster.inference import infer_on_cluster, infer_part
 

@@ -220,8 +220,6 @@ class InferOptions(RegionOptions, RunOptions):
         ways = [name for name in ("cluster", "client", "part", "finish") if getattr(self, name)]
         if len(ways) > 1:
             raise ValueError(f"{' and '.join(ways)} exclude one another: give one of them")
-        if self.items is not None and not ways:
-            raise ValueError("items are of runs with cluster, client or part: leave them out")
 
 
 @dataclass(frozen=True)

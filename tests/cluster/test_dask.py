@@ -243,5 +243,5 @@ def test_options_that_exclude_one_another(ground: Place) -> None:
         infer(ground, "none.zarr", cluster="local:1", part="1/2")
     with pytest.raises(ValueError, match="exclude one another"):
         infer(ground, "none.zarr", finish=True, part="1/2")
-    with pytest.raises(ValueError, match="is of runs with `cluster` or `part`"):
+    with pytest.raises(ValueError, match="items are of runs with cluster, client or part"):
         infer(ground, "none.zarr", items=ITEM)
