@@ -159,7 +159,8 @@ class WorkerFigures:
 class Coordinator:
     """Gives the items of one job to the workers of a client, until all are finished or given up.
 
-    tell  called with the coordinator about once a second, and after every task
+    tell     called with the coordinator about once a second, and after every task
+    compute  computes a task on a worker
     """
 
     client: Client
@@ -168,6 +169,7 @@ class Coordinator:
     done: Sequence[int]
     ram: int | None = None
     tell: Callable[[Coordinator], None] | None = None
+    compute: Callable[..., TaskResult] = compute_task
     figures: dict[str, WorkerFigures] = field(default_factory=dict)
     failures: int = 0  # tasks that failed, or were lost with their workers
     _running: dict[str, dict[str, tuple[Future, Task]]] = field(default_factory=dict)  # by workers, and keys of futures
@@ -270,7 +272,7 @@ class Coordinator:
         while len(mine) < most and (task := self._assignment.next(name, now)) is not None:
             attempt = f"{self.job.run}-{self._token}-{task.attempt}"
             future = self.client.submit(
-                compute_task,
+                self.compute,
                 self.job,
                 task.items,
                 attempt,
