@@ -64,7 +64,9 @@ def scale(workers: int, items: int) -> list[Row]:
                 client.wait_for_workers(workers, timeout=START_SECONDS)
                 process, memory = psutil.Process(scheduler.pid), list[int]()
                 job = Job(str(Path(folder) / "none.zarr"), "0" * 16)
-                made = Coordinator(client, job, items, [], None, lambda _: memory.append(process.memory_info().rss), waited)
+                made = Coordinator(
+                    client, job, items, [], None, lambda _: memory.append(process.memory_info().rss), waited
+                )
                 before, began = sum(process.cpu_times()[:2]), time.perf_counter()
                 made.run()
                 spent = time.perf_counter() - began
@@ -101,7 +103,9 @@ def speed(case: str, rounds: int) -> list[Row]:
             facts: dict[str, Any] = {}
             for number in range(rounds):
                 for name in (TOGETHER, ALONE) if number % 2 == 0 else (ALONE, TOGETHER):
-                    more: dict[str, Any] = {"client": client, "ram": ram // 2} if name == TOGETHER else {"threads": 2, "ram": ram}
+                    more: dict[str, Any] = (
+                        {"client": client, "ram": ram // 2} if name == TOGETHER else {"threads": 2, "ram": ram}
+                    )
                     out = Path(folder) / "out.zarr"
                     report = znnpy.infer(volume, path, out=out, overwrite=True, device="cpu", **more)
                     spent[name].append(report.voxels / report.seconds)
@@ -159,7 +163,7 @@ PROGRAM = Program(
     "clusters",
     "What do many processes cost?",
     "clusters",
-    {"scale": scale_table, "speed": speed_table},
+    {"clusters-scale": scale_table, "clusters-speed": speed_table},
     headline,
 )
 
@@ -167,7 +171,9 @@ PROGRAM = Program(
 @click.command()
 @options.OUT
 @options.QUICK
-@click.option("-g", "--group", "groups", multiple=True, default=GROUPS, type=click.Choice(GROUPS), help="Part to measure.")
+@click.option(
+    "-g", "--group", "groups", multiple=True, default=GROUPS, type=click.Choice(GROUPS), help="Part to measure."
+)
 @click.option("--case", "cases", multiple=True, default=SPEED, show_default=True, help="Network and side of an output.")
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
 def command(out: Path | None, quick: bool, groups: Collection[str], cases: Sequence[str], rounds: int) -> None:

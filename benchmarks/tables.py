@@ -17,7 +17,9 @@ from benchmarks.harness.markdown import NOTHING, table
 from benchmarks.harness.results import Program, Results, current
 
 ROOT = Path(__file__).resolve().parents[1]
-MODULES = ("layers", "networks", "graphs", "windows", "units", "planner", "io", "masks", "assignment", "papers")
+MODULES = (
+    "layers", "networks", "graphs", "windows", "units", "planner", "io", "masks", "clusters", "assignment", "papers",
+)  # fmt: skip
 INDEX = "benchmarks-index"
 COMPOSED = {  # blocks that hold all tables whose names begin so
     "planner-accuracy": ("planner-speed", "planner-regret", "planner-memory"),
