@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import resource
@@ -22,12 +23,14 @@ from distributed import Client, LocalCluster
 import znnpy
 from tests.support.cli import Place
 from tests.support.stored_outputs import stored
+from znnpy.cluster import finish
 from znnpy.cluster.dask_workers import Coordinator, limits_of_worker
 from znnpy.cluster.job import JobRecord
 from znnpy.cluster.preparing import prepare
 from znnpy.cluster.running import Limits
 from znnpy.errors import ClusterError
 from znnpy.options import InferOptions
+from znnpy.planner.run_plan import RunPlan
 from znnpy.run.pipeline import Event
 
 ITEM = (16, 16, 16)
@@ -212,6 +215,41 @@ def test_a_scheduler_that_is_killed(ground: Place, tmp_path: Path) -> None:
     report = infer(ground, "orphan.zarr", cluster="local:1", resume=True)
     assert report.done_before >= 5
     assert close(ground, "orphan.zarr")
+
+
+def test_threads_are_those_of_dask_and_not_of_openmp(ground: Place) -> None:
+    """The nanny sets OMP_NUM_THREADS=1; a worker of two threads computes with two, one item at a time."""
+    asked = InferOptions(
+        str(ground.volume), str(ground.folder / "net.yaml"), out=str(ground.folder / "two.zarr"), items=ITEM
+    )
+    job = prepare(asked)
+    local = LocalCluster(n_workers=1, threads_per_worker=2, memory_limit=0, dashboard_address="127.0.0.1:0")
+    with local as made, Client(made) as client:
+        assert set(client.run(os.environ.get, "OMP_NUM_THREADS").values()) == {"1"}
+        Coordinator(client, job, JobRecord.load(job).count, []).run()
+    plans = [RunPlan.from_json((job.files.read(key) or b"").decode()) for key in job.files.every("plans")]
+    assert {plan.main.compute_threads for plan in plans} == {2}
+    finish(job)
+    assert close(ground, "two.zarr")
+
+
+def test_other_threads_run_while_an_item_is_computed(ground: Place) -> None:
+    """Heartbeats of a worker fail where the interpreter's lock is held for seconds."""
+    job = prepare(
+        InferOptions(str(ground.volume), str(ground.folder / "net.yaml"), out=str(ground.folder / "gaps.zarr"))
+    )
+    ticks, over = [time.monotonic()], threading.Event()
+
+    def tick() -> None:
+        while not over.wait(0.01):
+            ticks.append(time.monotonic())
+
+    ticker = threading.Thread(target=tick)
+    ticker.start()
+    finish(job)
+    over.set()
+    ticker.join()
+    assert max(b - a for a, b in itertools.pairwise(ticks)) < 3.0
 
 
 def test_limits_follow_those_of_dask() -> None:

@@ -256,6 +256,11 @@ def test_a_job_goes_on_after_its_coordinator_ended(place: Place) -> None:
         prepare(options(place, resume=True, items=(8, 8, 8)))
     with pytest.raises(ResumeError, match="belongs to another job: border was"):
         prepare(options(place, resume=True, border="reflect"))
+    with pytest.raises(ResumeError, match="began with threads=1, and now it is threads=2"):
+        prepare(options(place, resume=True, threads=2))
+    assert prepare(options(place, resume=True, ram="1G")) == job
+    with pytest.raises(ValueError, match="the id of an attempt has letters"):
+        run_items(job, [1], attempt="../elsewhere")
     replaced = prepare(options(place, overwrite=True))
     assert replaced.run != job.run
     assert finished_items(replaced.files, 100) == []
@@ -297,6 +302,9 @@ def test_a_process_that_reads_something_else_is_refused(place: Place) -> None:
         run_items(job, [0])
     files.write("job", json.dumps({**record, "size": "all"}).encode())
     with pytest.raises(ResumeError, match="job/job cannot be read"):
+        run_items(job, [0])
+    files.write("job", json.dumps({**record, "size": [0, 8, 12]}).encode())
+    with pytest.raises(ResumeError, match="items of"):
         run_items(job, [0])
     files.write("job", json.dumps({**record, "asked": {"volumes": 3}}).encode())
     with pytest.raises(ResumeError, match="the options of the job cannot be read"):

@@ -69,6 +69,8 @@ def test_parts_compute_every_item_once(place: Place) -> None:
     assert finished["computed"] == 0
     assert finished["done_before"] == COUNT
     assert close(place)
+    checked = place.run("verify", place.folder / "out.zarr", place.volume, "--network", place.folder / "net.yaml")
+    assert checked.exit_code == 0, checked.output
     spans = [span for span in read_spans(place.folder / "t.json") if isinstance(span, Span)]
     assert {span.track for span in spans} >= {f"part {part} of 4 CPU" for part in (1, 2, 3, 4)}
     assert not (place.folder / "out.zarr.job").exists()
@@ -139,7 +141,7 @@ def test_odd_options_are_refused(
 def test_parts_of_different_options_are_refused(place: Place) -> None:
     run(place, "--part", "1/3")
     said = " ".join(run(place, "--part", "2/3", "--output-dtype", "uint8", code=1)["stderr"].split())
-    assert "began with --output-dtype, and now it is --output-dtype uint8; give the same options to all parts" in said
+    assert "began with --output-dtype, and now it is --output-dtype uint8; give the same options again" in said
 
 
 def test_a_finished_job_is_described(place: Place) -> None:

@@ -9,19 +9,24 @@ record when the job is finished.
 
 from __future__ import annotations
 
+import re
 import secrets
 import socket
+import time
 from dataclasses import dataclass
 from functools import cache
+from math import inf
 from typing import Any, ClassVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from znnpy.cluster.job_files import JobFiles
+from znnpy.cluster.job_files import JobFiles, JobFolder
 from znnpy.errors import OutputError, ResumeError
 from znnpy.messages import excerpt, option
 
 CLAIMS, BEGUN, DONE = "claims", "begun", "done"
+LOOK_SECONDS = 1.0  # for which an attempt may write to a bucket without having looked whether it has its item
+ATTEMPT = re.compile(r"[\w.-]{1,200}")
 
 
 class AttemptLostError(OutputError):
@@ -66,16 +71,29 @@ class Claim:
     """The claim of one attempt on one item."""
 
     def __init__(self, files: JobFiles, item: int, attempt: str) -> None:
+        if not ATTEMPT.fullmatch(attempt):
+            raise ValueError(
+                f"the id of an attempt has letters, digits, '.', '-' and '_', and not {excerpt(attempt)!r}"
+            )
         self.item, self.attempt = item, attempt
         self._files = files
         self._is_marked = False
+        self._seconds = 0.0 if isinstance(files, JobFolder) else LOOK_SECONDS
+        self._looked = -inf
 
     def take(self) -> None:
         """Claim the item; an earlier attempt loses it."""
         self._files.write(f"{CLAIMS}/{self.item:09}", self.attempt.encode())
 
-    def check(self) -> None:
-        """Raise AttemptLostError if another attempt has the item, or the job is gone; mark that this one writes."""
+    def check(self, *, at_once: bool = False) -> None:
+        """Raise AttemptLostError if another attempt has the item, or the job is gone; mark that this one writes.
+
+        at_once  whether a bucket is asked although it was a moment ago
+        """
+        now = time.monotonic()
+        if not at_once and self._is_marked and now < self._looked + self._seconds:
+            return
+        self._looked = now
         found = self._files.read(f"{CLAIMS}/{self.item:09}")
         if found != self.attempt.encode():
             whose = "the job was finished or removed" if found is None else f"attempt {excerpt(found.decode())} has it"
@@ -86,7 +104,7 @@ class Claim:
 
     def finish(self, record: ItemRecord) -> None:
         """Record that the item is finished; AttemptLostError if another attempt was faster."""
-        self.check()
+        self.check(at_once=True)
         if not self._files.create(f"{DONE}/{self.item:09}", _adapter().dump_json(record)):
             raise AttemptLostError(f"work item {self.item} was finished by another attempt than {self.attempt}")
 

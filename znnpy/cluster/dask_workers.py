@@ -70,7 +70,8 @@ def compute_task(job: Job, items: Sequence[int], attempt: str, only: int | None 
     try:
         limits = limits_of_worker(worker.memory_manager.memory_limit, worker.state.nthreads, only)
         for item in items:
-            records += run_items(job, [item], attempt=attempt, worker=str(worker.address), limits=limits)
+            found = run_items(job, [item], attempt=attempt, worker=str(worker.address), limits=limits)
+            records += [record for record in found if record.attempt == attempt]  # others were finished elsewhere
     except ZnnpyError as error:
         return TaskResult(tuple(records), str(error), isinstance(error, AttemptLostError))
     return TaskResult(tuple(records))

@@ -103,6 +103,8 @@ class JobRecord:
             record = _adapter().validate_json(content)
             if record.format != FORMAT:
                 raise ValueError(f"format {record.format}, and this version knows {FORMAT}")
+            if min(*record.size, *record.output, record.count) < 1:
+                raise ValueError(f"{record.count} items of {record.size} voxels in {record.output}")
         except ValueError as error:
             why = error.errors(include_url=False)[0]["msg"] if isinstance(error, ValidationError) else str(error)
             raise ResumeError(

@@ -99,7 +99,8 @@ def prepared(asked: InferOptions, least: int = LEAST_ITEMS) -> Iterator[Prepared
                         f"{option('cluster')} and {option('part')}, or start again with {option('overwrite', True)}"
                     )
                 grid = ItemGrid.of(run, output.header.item, is_fixed=output.gathered_bytes == 0)
-                _check_items(asked, grid, out)
+                if (record := JobRecord.find(out)) is not None:
+                    _check_options(record, replace(asked, ram=None), out)
             else:
                 grid = _divided(run, least, is_fixed=output.gathered_bytes == 0)
                 job_files(place_of(out)).remove("")  # of an earlier job, whose output is replaced
@@ -141,16 +142,18 @@ def _check_options(record: JobRecord, asked: InferOptions, out: str) -> None:
     named = [key for key, value in record.asked.items() if value in (NETWORK, PLAN)]  # these were given as objects
     before = {key: value for key, value in record.asked.items() if key not in (*named, "out")}
     now = {key: value for key, value in stated(asked).items() if key not in (*named, "out")}
+    if asked.ram is None:  # each process may have a limit of its own
+        before.pop("ram", None)
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key):
             raise ResumeError(
                 f"the job of {out} began with {option(key, before.get(key))}, and now it is "
-                f"{option(key, now.get(key))}; give the same options to all parts"
+                f"{option(key, now.get(key))}; give the same options again"
             )
     if asked.items is not None and tuple(asked.items) != record.size:
         raise ResumeError(
             f"the job of {out} began with work items of {text(record.size)} voxels, and now they are "
-            f"{option('items', asked.items)}; leave it out"
+            f"{option('items', asked.items)}; leave it out, or start again with {option('overwrite', True)}"
         )
 
 
@@ -247,12 +250,3 @@ def _lost(run: OpenedRun, grid: ItemGrid, plan: RunPlan) -> float | None:
     whole = plan.main.for_output(run.source.output, run.trained.network)
     of_items = plan.main.seconds * prod(run.source.output) / grid.box(len(grid) // 2).voxels
     return max(0.0, 1 - whole.seconds / of_items)
-
-
-def _check_items(asked: InferOptions, grid: ItemGrid, out: str) -> None:
-    """Raise ResumeError if a job that goes on has other items than those that are asked for."""
-    if asked.items is not None and tuple(asked.items) != grid.size:
-        raise ResumeError(
-            f"the job of {out} began with work items of {text(grid.size)} voxels, and now they are "
-            f"{option('items', asked.items)}; leave it out, or start again with {option('overwrite', True)}"
-        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
@@ -31,14 +32,15 @@ from znnpy.volume.store import Storage
 _log = logging.getLogger(__name__)
 
 PLANS = "plans"
+_LOCK = threading.Lock()  # a process computes one item at a time, with all of its threads
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of a process that its manager sets; those of the job hold where it sets none.
+    """The limits of a process that its manager sets.
 
-    ram      bytes of the whole process
-    threads  that compute
+    ram      bytes of the whole process, in place of those that the job names
+    threads  that compute, where the job names none
     """
 
     ram: int | None = None
@@ -63,8 +65,9 @@ def run_items(
     ResumeError if this process reads another network or volume than the job's, AttemptLostError if another attempt took
     an item over; other errors are those of `znnpy.infer`.
     """
-    process = _process_of(job, limits or Limits())
-    return tuple(process.record(item, attempt or new_attempt(), worker, progress) for item in items)
+    with _LOCK:
+        process = _process_of(job, limits or Limits())
+        return tuple(process.record(item, attempt or new_attempt(), worker, progress) for item in items)
 
 
 class _Process:
@@ -229,7 +232,7 @@ def release() -> None:
 def _named(files: JobFiles, record: JobRecord, limits: Limits, kept: ExitStack) -> NamedRun:
     """Return what the options of a job name here."""
     asked = record.options(files, kept)
-    if asked.ram is None:
+    if limits.ram is not None:
         asked = replace(asked, ram=limits.ram)
     if asked.threads is None and asked.plan is None:
         asked = replace(asked, threads=limits.threads)
