@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +79,15 @@ def close(found: npt.NDArray[Any], exact: npt.NDArray[Any]) -> bool:
 def test_items_give_what_one_process_gives(place: Place, name: str, more: dict[str, Any]) -> None:
     asked = options(place, name, **more)
     job = prepare(asked)
-    order = np.random.default_rng(2).permutation(count(job))
+    assert job.count == count(job)
+    order = np.random.default_rng(2).permutation(job.count)
     for item in order[: len(order) * 2 // 3]:
         (record,) = run_items(job, [int(item)], worker="first")
         assert record.item == item
     assert not (place.folder / name).exists()
     assert finished_items(job.files, 10**6) == sorted(order[: len(order) * 2 // 3].tolist())
     records = finish(job)
+    assert prepare(replace(asked, resume=True)).count == 0
     assert [record.item for record in records] == list(range(len(order)))
     assert {record.worker for record in records} == {"first", ""}
     whole = alone(place, name, **{key: value for key, value in more.items() if key != "items"})

@@ -39,6 +39,11 @@ class Job:
     run: str
 
     @property
+    def count(self) -> int:
+        """Number of work items, which are 0 to `count` - 1; 0 where the output is complete."""
+        return JobRecord.load(self).count if self.run else 0
+
+    @property
     def files(self) -> JobFiles:
         """The files of the job, but for its record."""
         return job_files(Location.of(self.out), self.run)
