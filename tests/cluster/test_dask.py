@@ -271,7 +271,7 @@ def test_limits_follow_those_of_dask() -> None:
     ],
 )
 def test_clusters_that_are_not_there(ground: Place, cluster: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("znnpy.cluster.dask_workers.WAIT_SECONDS", 1.0)
+    monkeypatch.setattr("znnpy.cluster.dask_workers.ANSWER_SECONDS", 1.0)
     with pytest.raises(ClusterError, match=words):
         infer(ground, "none.zarr", cluster=cluster)
 

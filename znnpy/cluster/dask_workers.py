@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,7 +42,8 @@ SHORT_SECONDS = 20.0  # items that take less have another task waiting behind th
 COPY_SECONDS = 10.0  # that a task is expected to take still, before another worker computes its items too
 TRIES = 3  # of an item, before it is given up
 HOPELESS = 3  # items that are given up before any is finished end the run
-WAIT_SECONDS = 60.0  # for the first worker
+WAIT_SECONDS = 300.0  # for a worker, where there is none
+ANSWER_SECONDS = 60.0  # for the scheduler
 OF_LIMIT = 0.75  # of the memory limit of a worker: dask takes no tasks from 0.8 on, and ends a worker at 0.95
 
 
@@ -125,10 +126,10 @@ def client_of(cluster: str) -> Iterator[Client]:
                 raise ClusterError(
                     f"there is no scheduler file {cluster}; start `dask scheduler --scheduler-file {cluster}`"
                 )
-            with Client(scheduler_file=cluster, timeout=WAIT_SECONDS) as client:
+            with Client(scheduler_file=cluster, timeout=ANSWER_SECONDS) as client:
                 yield client
             return
-        with Client(cluster, timeout=WAIT_SECONDS) as client:
+        with Client(cluster, timeout=ANSWER_SECONDS) as client:
             yield client
     except (OSError, ValueError) as error:
         if isinstance(error, ZnnpyError):
@@ -167,7 +168,7 @@ class Coordinator:
     client: Client
     job: Job
     count: int
-    done: Sequence[int]
+    done: Collection[int]
     ram: int | None = None
     tell: Callable[[Coordinator], None] | None = None
     compute: Callable[..., TaskResult] = compute_task
@@ -176,12 +177,17 @@ class Coordinator:
     _running: dict[str, dict[str, tuple[Future, Task]]] = field(default_factory=dict)  # by workers, and keys of futures
     _ended: SimpleQueue[tuple[str, str]] = field(default_factory=SimpleQueue)  # workers, and keys of futures
     _looked: float = 0.0
+    _seen: float = 0.0  # when there was a worker
     _token: str = field(default_factory=lambda: secrets.token_hex(4))  # of this coordinator among those of the job
     _assignment: Assignment = field(init=False)
 
     def __post_init__(self) -> None:
+        self._assign(self.done)
+
+    def _assign(self, done: Collection[int]) -> None:
+        """Begin to assign the items that are not done."""
         self._assignment = Assignment(
-            self.count, self.done, seconds=TASK_SECONDS, tries=TRIES, least_left=COPY_SECONDS, ahead=2
+            self.count, done, seconds=TASK_SECONDS, tries=TRIES, least_left=COPY_SECONDS, ahead=2
         )
 
     @property
@@ -199,13 +205,21 @@ class Coordinator:
         """Seconds that are left, as far as they are known."""
         return self._assignment.seconds_left(time.monotonic())
 
+    def compute_again(self, items: Collection[int]) -> None:
+        """Compute items once more, which were finished."""
+        again = set(items)
+        self._assign([item for item in range(self.count) if item not in again])
+        for figures in self.figures.values():
+            figures.lost = True  # until the worker is seen again
+        self.run()
+
     def run(self) -> None:
         """Return once all items are finished. ClusterError if the cluster fails, or names items that failed."""
-        self._looked = time.monotonic() - LOOK_SECONDS
-        first = time.monotonic()
+        self._seen = time.monotonic()
+        self._looked = self._seen - LOOK_SECONDS
         try:
             while not self._assignment.is_done:
-                self._look(first)
+                self._look()
                 with suppress(Empty):
                     self._settle(*self._ended.get(timeout=LOOK_SECONDS / 2))
                     while True:
@@ -230,7 +244,7 @@ class Coordinator:
                 f"see to it, and continue with {option('resume', True)}"
             )
 
-    def _look(self, first: float) -> None:
+    def _look(self) -> None:
         """See now and then which workers are there; give tasks to those that have none."""
         now = time.monotonic()
         if now - self._looked < LOOK_SECONDS:
@@ -249,7 +263,9 @@ class Coordinator:
             if name not in there and not figures.lost:
                 figures.lost = True
                 self._lose(name, now)
-        if not there and now - first > WAIT_SECONDS:
+        if there:
+            self._seen = now
+        elif now - self._seen > WAIT_SECONDS:
             address = self.client.scheduler_info()["address"]
             raise ClusterError(
                 f"the scheduler has no workers; start some with `dask worker {address}`, and "

@@ -42,9 +42,7 @@ def completed(
     assert made.grid is not None, "a finished output needs nothing"
     job, count = made.job, len(made.grid)
     try:
-        mixed = contested(job, [item for item in contested_items(job.files, count) if _is_done(job, item)])
-        if mixed:
-            _log.warning("work items %s hold voxels of several attempts, and are computed again", mixed)
+        reopened(job, count)
         done = set(finished_items(job.files, count))
         run_items(job, [item for item in range(count) if item not in done], progress=progress)
         records = tuple(_known(job, item) for item in range(count))
@@ -57,6 +55,14 @@ def completed(
     made.output.complete()
     job_files(Location.of(job.out)).remove("")
     return records
+
+
+def reopened(job: Job, count: int) -> list[int]:
+    """Return the items whose stored voxels are of several attempts; they count as not finished now."""
+    mixed = contested(job, [item for item in contested_items(job.files, count) if _is_done(job, item)])
+    if mixed:
+        _log.warning("work items %s hold voxels of several attempts, and are computed again", mixed)
+    return mixed
 
 
 def _is_done(job: Job, item: int) -> bool:

@@ -10,7 +10,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from znnpy.cluster.claims import ItemRecord, finished_items
-from znnpy.cluster.finishing import completed
+from znnpy.cluster.finishing import completed, reopened
 from znnpy.cluster.job import Job, JobRecord
 from znnpy.cluster.preparing import LEAST_ITEMS, join, prepared
 from znnpy.cluster.report import ClusterReport, WorkerReport
@@ -49,14 +49,14 @@ def infer_on_cluster(asked: InferOptions) -> ClusterReport | None:
             told = _Told(asked.progress, record, len(before), began)
             coordinator = Coordinator(client, made.job, record.count, before, ram, told.cluster)
             coordinator.run()
+            while mixed := reopened(made.job, record.count):
+                coordinator.compute_again(mixed)
             known = {
                 name: WorkerReport(one.items, one.voxels, one.seconds, one.peak, one.lost)
                 for name, one in coordinator.figures.items()
             }
             with trace_at(asked.trace, asked.overwrite, made.run.named.destination) as trace:
-                here = [one for one in completed(made, trace=trace) if not one.worker]
-            if here:  # items of several attempts, which were computed again
-                known[HERE] = _of_records(here)
+                completed(made, trace=trace)
             return _report(made.job, record, began, len(before), known, coordinator.failures, complete=True)
 
 
