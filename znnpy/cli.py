@@ -217,8 +217,6 @@ def infer(asked: InferCommand) -> None:
         raise click.UsageError("--overwrite starts again and --resume continues: give one of them")
     if asked.items is not None and not (asked.cluster or asked.part or asked.finish):
         raise click.UsageError("--items is of runs with --cluster or --part: omit it")
-    if asked.part is not None and asked.overwrite:
-        raise click.UsageError("--overwrite would remove what other parts have computed: omit it")
     fixed = {name: bool(getattr(asked, name)) for name in FIXED_BY_PLAN}
     others = {"no-depth-first": not asked.depth_first, "device": asked.device != "auto", "mode": asked.mode != "auto"}
     for name, is_given in {**fixed, **others}.items():

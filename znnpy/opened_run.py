@@ -27,7 +27,7 @@ from znnpy.trained import TrainedNetwork, load_trained
 from znnpy.volume.base import MissingVoxels, Volume
 from znnpy.volume.chunk_layers import check_unpacking
 from znnpy.volume.location import Location, path_of
-from znnpy.volume.mask import WantedOutputs
+from znnpy.volume.mask import Mask, WantedOutputs
 from znnpy.volume.output import Mode
 from znnpy.volume.output_target import mode_of, output_for, prefix_of, target_of
 from znnpy.volume.roi import parse_roi
@@ -150,10 +150,11 @@ class OpenedRun:
 
 
 @contextmanager
-def opened_run(named: NamedRun, statistics: object = None) -> Iterator[OpenedRun]:
+def opened_run(named: NamedRun, statistics: object = None, mask: Mask | None = None) -> Iterator[OpenedRun]:
     """Open the volume and the mask of a run.
 
     statistics  of the volume, that an earlier part of the run took; None: they are taken here, if they are needed
+    mask        that was read before; None: it is read here, if one is asked for
     """
     asked, trained = named.asked, named.trained
     absent = MissingVoxels(asked.fill_missing, asked.missing_chunks)
@@ -169,9 +170,9 @@ def opened_run(named: NamedRun, statistics: object = None) -> Iterator[OpenedRun
         sample = sample_of(opened)
         wanted = None
         if asked.mask is not None:
-            mask = stack.enter_context(open_given(asked.mask, None, MissingVoxels()))
-            named.inputs["mask"] = mask.files
-            wanted = WantedOutputs.of(mask, source)
+            laid = mask.volume if mask else stack.enter_context(open_given(asked.mask, None, MissingVoxels()))
+            named.inputs["mask"] = laid.files
+            wanted = WantedOutputs.of(laid, source, mask)
         job = job_of(
             trained,
             opened,

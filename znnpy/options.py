@@ -217,6 +217,8 @@ class InferOptions(RegionOptions, RunOptions):
         super().__post_init__()
         if self.part is not None:
             part_of(self.part)
+        if self.overwrite and (self.part is not None or self.finish):
+            raise ValueError("overwrite would remove what other parts have computed: leave it out")
         ways = [name for name in ("cluster", "client", "part", "finish") if getattr(self, name)]
         if len(ways) > 1:
             raise ValueError(f"{' and '.join(ways)} exclude one another: give one of them")

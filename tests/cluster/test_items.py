@@ -30,7 +30,8 @@ def check(asked: InferOptions, size: Vec3, *, is_fixed: bool = False) -> int:
     """Check that items are the outputs of their regions, and cover all outputs once; return their number."""
     named = named_run(asked)
     with opened_run(named) as whole:
-        grid = ItemGrid.of(whole, size, is_fixed=is_fixed)
+        grid = ItemGrid.of(whole, size)
+        grid.check(is_fixed=is_fixed)
         covered = [np.zeros(one.size, np.uint8) for one in whole.source.outputs]
         for index in range(len(grid)):
             region = grid.region_of(index)
@@ -84,6 +85,14 @@ def test_windows(tmp_path: Path) -> None:
 def test_items_that_cut_chunks_are_refused(place: Place) -> None:
     with pytest.raises(ShapeError, match=r"work items of 5x4x4 voxels would cut chunks of the output, which are 4x"):
         check(asked_for(place), (5, 4, 4), is_fixed=True)
+
+
+def test_chunks_of_items_are_not_tiny(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "CHUNK", 8)
+    with pytest.raises(ShapeError, match=r"work items of 17 voxels along an axis can only have chunks of 1, which"):
+        check(asked_for(place, border="reflect"), (17, 8, 8))
+    with pytest.raises(ShapeError, match=r"work items of 0x8x8 voxels hold nothing"):
+        check(asked_for(place, border="reflect"), (0, 8, 8))
 
 
 def test_voxels_finer_than_the_volume_are_not_parted(place: Place) -> None:

@@ -349,4 +349,4 @@ def test_processes_join_the_job_that_the_first_one_prepares(place: Place) -> Non
     with pytest.raises(ResumeError, match="began with `border`, and now it is border='reflect'"):
         join(options(place, border="reflect"))
     with pytest.raises(ValueError, match="would remove what other parts have computed"):
-        join(options(place, overwrite=True))
+        options(place, overwrite=True, part="1/2")

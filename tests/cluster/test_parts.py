@@ -125,7 +125,7 @@ def test_a_part_waits_for_the_one_that_prepares(place: Place, monkeypatch: pytes
         (("--part", "one"), 2, "'one' is not a part K/N of 1 to N"),
         (("--part", "1/3", "--finish"), 2, "part and finish exclude one another"),
         (("--part", "1/3", "--cluster", "local:1"), 2, "cluster and part exclude one another"),
-        (("--part", "1/3", "--overwrite"), 2, "--overwrite would remove what other parts have computed"),
+        (("--part", "1/3", "--overwrite"), 2, "overwrite would remove what other parts have computed"),
         ((), 2, "--items is of runs with --cluster or --part: omit it"),
         (("--part", "1/3", "--items", "3,8,12", "--out", "out.h5"), 1, "work items of 3x8x12 voxels would cut chunks"),
     ],

@@ -13,6 +13,7 @@ import re
 import secrets
 import socket
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from math import inf
@@ -24,7 +25,8 @@ from znnpy.cluster.job_files import JobFiles, JobFolder
 from znnpy.errors import OutputError, ResumeError
 from znnpy.messages import excerpt, option
 
-CLAIMS, BEGUN, DONE = "claims", "begun", "done"
+CLAIMS, BEGUN, DONE, WITHDRAWN = "claims", "begun", "done", "withdrawn"
+OPEN = "open"  # a file that is there until the job is finished
 LOOK_SECONDS = 1.0  # for which an attempt may write to a bucket without having looked whether it has its item
 ATTEMPT = re.compile(r"[\w.-]{1,200}")
 
@@ -82,25 +84,52 @@ class Claim:
         self._looked = -inf
 
     def take(self) -> None:
-        """Claim the item; an earlier attempt loses it."""
-        self._files.write(f"{CLAIMS}/{self.item:09}", self.attempt.encode())
+        """Claim the item; an earlier attempt loses it.
+
+        AttemptLostError if the job is finished or removed, if this attempt was withdrawn, or if a later attempt of the
+        same coordinator has the item.
+        """
+        if self._files.read(OPEN) is None:
+            raise self._lost("the job was finished or removed")
+        if self._files.read(f"{WITHDRAWN}/{self.attempt}") is not None:
+            raise self._lost("it was withdrawn")
+        there = self._owner()
+        if there is not None and _is_later(there, self.attempt):
+            raise self._lost(f"attempt {excerpt(there)} has it")
+        self._files.write(self._key, self.attempt.encode())
 
     def check(self, *, at_once: bool = False) -> None:
         """Raise AttemptLostError if another attempt has the item, or the job is gone; mark that this one writes.
+
+        The mark comes first: where the claim still stands afterwards, whoever takes the item later finds the mark.
 
         at_once  whether a bucket is asked although it was a moment ago
         """
         now = time.monotonic()
         if not at_once and self._is_marked and now < self._looked + self._seconds:
             return
-        self._looked = now
-        found = self._files.read(f"{CLAIMS}/{self.item:09}")
-        if found != self.attempt.encode():
-            whose = "the job was finished or removed" if found is None else f"attempt {excerpt(found.decode())} has it"
-            raise AttemptLostError(f"work item {self.item} is no longer of attempt {self.attempt}: {whose}")
         if not self._is_marked:
+            if self._files.read(OPEN) is None:
+                raise self._lost("the job was finished or removed")
             self._files.create(f"{BEGUN}/{self.item:09}/{self.attempt}", b"")
             self._is_marked = True
+        self._looked = now
+        there = self._owner()
+        if there != self.attempt:
+            gone = "the job was finished or removed, or the attempt was withdrawn"
+            raise self._lost(gone if there is None else f"attempt {excerpt(there)} has it")
+
+    @property
+    def _key(self) -> str:
+        return f"{CLAIMS}/{self.item:09}"
+
+    def _owner(self) -> str | None:
+        """Return the attempt that has the item; None if none has it."""
+        found = self._files.read(self._key)
+        return None if found is None else found.decode(errors="replace")
+
+    def _lost(self, why: str) -> AttemptLostError:
+        return AttemptLostError(f"work item {self.item} is no longer of attempt {self.attempt}: {why}")
 
     def finish(self, record: ItemRecord) -> None:
         """Record that the item is finished; AttemptLostError if another attempt was faster."""
@@ -109,9 +138,19 @@ class Claim:
             raise AttemptLostError(f"work item {self.item} was finished by another attempt than {self.attempt}")
 
 
-def withdraw(files: JobFiles, item: int) -> None:
-    """Take an item from the attempt that has it, which stops before it writes any more."""
-    files.remove_one(f"{CLAIMS}/{item:09}")
+def withdraw(files: JobFiles, attempt: str, items: Iterable[int]) -> None:
+    """Take items from an attempt, which stops before it writes any more, and begins none."""
+    files.write(f"{WITHDRAWN}/{attempt}", b"")
+    for item in items:
+        if files.read(f"{CLAIMS}/{item:09}") == attempt.encode():
+            files.remove_one(f"{CLAIMS}/{item:09}")
+
+
+def _is_later(one: str, other: str) -> bool:
+    """Return whether an attempt is a later one of the same coordinator: ids of these end in a number."""
+    its, _, number = one.rpartition("-")
+    mine, _, another = other.rpartition("-")
+    return its == mine and number.isdecimal() and another.isdecimal() and int(number) > int(another)
 
 
 def record_of(files: JobFiles, item: int) -> ItemRecord | None:
@@ -147,9 +186,8 @@ def contested_items(files: JobFiles, count: int) -> list[int]:
 
 
 def forget(files: JobFiles, item: int) -> None:
-    """Remove the record of an item and all marks on it, so that it is computed again."""
+    """Remove the record of an item, so that it is computed again. Marks stay: an attempt may still go on."""
     files.remove_one(f"{DONE}/{item:09}")
-    files.remove(f"{BEGUN}/{item:09}")
 
 
 def _numbers(files: JobFiles, folder: str, count: int) -> list[int]:

@@ -12,14 +12,14 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from znnpy.cluster.assignment import Assignment, Task
-from znnpy.cluster.claims import AttemptLostError, ItemRecord, withdraw
+from znnpy.cluster.claims import AttemptLostError, ItemRecord, record_of, withdraw
 from znnpy.cluster.job import Job
 from znnpy.cluster.running import Limits, run_items
 from znnpy.errors import ClusterError, MissingExtraError, ZnnpyError
@@ -31,11 +31,14 @@ from znnpy.units import human_bytes
 try:
     import distributed
     from distributed import Client, Future, LocalCluster
+    from distributed.client import ClosedClientError, FutureCancelledError
 except ImportError:
     raise MissingExtraError(f"clusters need the package distributed; `{install('cluster')}`") from None
 
 _log = logging.getLogger(__name__)
 
+GONE = (ClosedClientError, FutureCancelledError)  # raised by a client whose scheduler is gone
+NO_TASK = -1  # number of a task that no worker holds
 LOOK_SECONDS = 2.0  # between looks at which workers are there
 TASK_SECONDS = 120.0  # that a task should take; one of several items on a worker that is faster than others
 SHORT_SECONDS = 20.0  # items that take less have another task waiting behind them
@@ -101,6 +104,12 @@ def limits_of_worker(memory_limit: int | None, threads: int, asked: int | None) 
 @contextmanager
 def client_of(cluster: str) -> Iterator[Client]:
     """Yield a client of a cluster: of the scheduler at an address, of a scheduler file, or of local:N processes."""
+    with ExitStack() as stack:
+        yield _opened(cluster, stack)
+
+
+def _opened(cluster: str, stack: ExitStack) -> Client:
+    """Return a client that is open for as long as `stack`."""
     kind, _, count = cluster.partition(":")
     try:
         if kind == "local":
@@ -109,29 +118,22 @@ def client_of(cluster: str) -> Iterator[Client]:
                     f"{option('cluster', cluster)} names no number of processes from 1 to 1024, such as local:4"
                 )
             threads = max(1, this_machine().cores // int(count))
-            with (
-                LocalCluster(
-                    n_workers=int(count),
-                    threads_per_worker=threads,
-                    memory_limit=0,
-                    dashboard_address="127.0.0.1:0",  # any free port
-                    silence_logs=logging.ERROR,
-                ) as local,
-                Client(local) as client,
-            ):
-                yield client
-            return
+            local = LocalCluster(
+                n_workers=int(count),
+                threads_per_worker=threads,
+                memory_limit=0,
+                dashboard_address="127.0.0.1:0",  # any free port
+                silence_logs=logging.ERROR,
+            )
+            return stack.enter_context(Client(stack.enter_context(local)))
         if cluster.endswith(".json"):
             if not Path(cluster).is_file():
                 raise ClusterError(
                     f"there is no scheduler file {cluster}; start `dask scheduler --scheduler-file {cluster}`"
                 )
-            with Client(scheduler_file=cluster, timeout=ANSWER_SECONDS) as client:
-                yield client
-            return
-        with Client(cluster, timeout=ANSWER_SECONDS) as client:
-            yield client
-    except (OSError, ValueError) as error:
+            return stack.enter_context(Client(scheduler_file=cluster, timeout=ANSWER_SECONDS))
+        return stack.enter_context(Client(cluster, timeout=ANSWER_SECONDS))
+    except (OSError, ValueError, KeyError) as error:
         if isinstance(error, ZnnpyError):
             raise
         raise ClusterError(
@@ -197,7 +199,7 @@ class Coordinator:
 
     @property
     def workers(self) -> Mapping[str, float]:
-        """Items per second of each worker that is there."""
+        """Items per second of each worker that is there and has finished a task."""
         return self._assignment.rates
 
     @property
@@ -219,21 +221,15 @@ class Coordinator:
         self._looked = self._seen - LOOK_SECONDS
         try:
             while not self._assignment.is_done:
-                self._look()
-                with suppress(Empty):
-                    self._settle(*self._ended.get(timeout=LOOK_SECONDS / 2))
-                    while True:
-                        self._settle(*self._ended.get_nowait())
+                with self._answered():
+                    self._look()
+                    with suppress(Empty):
+                        self._settle(*self._ended.get(timeout=LOOK_SECONDS / 2))
+                        while True:
+                            self._settle(*self._ended.get_nowait())
                 if self.tell is not None:
                     self.tell(self)
                 self._check_hope()
-        except (OSError, RuntimeError, ValueError) as error:
-            if isinstance(error, ZnnpyError):
-                raise
-            raise ClusterError(
-                f"the scheduler is gone ({excerpt(error)}); what is finished is kept: start the cluster again, and "
-                f"continue with {option('resume', True)}"
-            ) from error
         finally:
             self._stop()
         if given_up := self._assignment.given_up:
@@ -243,6 +239,19 @@ class Coordinator:
                 f"work item {item}{more} failed {TRIES} times, the last time with: {reason}; the other items are kept: "
                 f"see to it, and continue with {option('resume', True)}"
             )
+
+    @contextmanager
+    def _answered(self) -> Iterator[None]:
+        """Turn what a client raises without its scheduler into a ClusterError."""
+        try:
+            yield
+        except (OSError, RuntimeError, ValueError, *GONE) as error:
+            if isinstance(error, ZnnpyError):
+                raise
+            raise ClusterError(
+                f"the scheduler is gone ({excerpt(error)}); what is finished is kept: start the cluster again, and "
+                f"continue with {option('resume', True)}"
+            ) from error
 
     def _look(self) -> None:
         """See now and then which workers are there; give tasks to those that have none."""
@@ -276,6 +285,8 @@ class Coordinator:
 
     def _lose(self, name: str, now: float) -> None:
         """Take back the tasks of a worker that is gone."""
+        for task in [task for _, task in self._running.get(name, {}).values()]:
+            self._note_finished(task, name, now)
         tasks = self._assignment.leave(name, now)
         self.failures += bool(tasks)
         _log.warning("the worker %s was lost with %d tasks, which others compute", name, len(tasks))
@@ -287,7 +298,7 @@ class Coordinator:
         mine, rate = self._running.setdefault(name, {}), self._assignment.rates.get(name, 0.0)
         most = 2 if rate * SHORT_SECONDS > 1 else 1
         while len(mine) < most and (task := self._assignment.next(name, now)) is not None:
-            attempt = f"{self.job.run}-{self._token}-{task.attempt}"
+            attempt = self._attempt(task)
             future = self.client.submit(
                 self.compute,
                 self.job,
@@ -303,6 +314,10 @@ class Coordinator:
             mine[future.key] = future, task
             future.add_done_callback(partial(self._note, name))
 
+    def _attempt(self, task: Task) -> str:
+        """Return the id of the attempt that a task is."""
+        return f"{self.job.run}-{self._token}-{task.attempt}"
+
     def _note(self, name: str, future: Future) -> None:
         """Note, in a thread of the client, that a task has ended."""
         self._ended.put((name, future.key))
@@ -314,8 +329,10 @@ class Coordinator:
         if found is None:  # it was needless, or its worker was lost
             return
         future, task = found
-        if future.status == "finished":
-            result: TaskResult = future.result()
+        result = self._result(future)
+        if result is None or result.failed:
+            self._note_finished(task, name, now)
+        if result is not None:
             self._count(name, result)
             if result.is_lost:
                 _log.info("%s", result.failed)
@@ -325,14 +342,31 @@ class Coordinator:
                 _log.warning("work items %s failed on %s: %s", excerpt(task.items), name, result.failed)
                 self._assignment.fail(task, name, result.failed, now)
             else:
-                took = sum(record.seconds for record in result.records)
+                took = sum(record.seconds for record in result.records) or None  # None: others had finished them
                 self._cancel(self._assignment.finish(task, name, now, took))
         else:
             self.failures += 1
-            reason = str(future.exception()) if future.status == "error" else f"the task was {future.status}"
+            reason = str(future.exception()) if future.status == "error" else "the task or its result was lost"
             _log.warning("work items %s failed on %s: %s", excerpt(task.items), name, reason)
             self._assignment.fail(task, name, reason, now)
         self._give(name, now)
+
+    def _result(self, future: Future) -> TaskResult | None:
+        """Return the result of a task; None if it failed, or was lost with its worker since."""
+        if future.status != "finished":
+            return None
+        try:
+            found: TaskResult = future.result(timeout=ANSWER_SECONDS)
+        except (TimeoutError, *GONE) as error:
+            _log.warning("the result of a task was lost (%s), and its items are looked up", excerpt(error))
+            return None
+        return found
+
+    def _note_finished(self, task: Task, name: str, now: float) -> None:
+        """Note those items of a task that failed, or whose result was lost, which its worker finished before."""
+        done = tuple(item for item in task.items if record_of(self.job.files, item) is not None)
+        if done:
+            self._cancel(self._assignment.finish(Task(done, NO_TASK, is_copy=False), name, now))
 
     def _count(self, name: str, result: TaskResult) -> None:
         """Add what a task has done to the figures of its worker."""
@@ -350,6 +384,7 @@ class Coordinator:
             for key, (future, task) in list(mine.items()):
                 if task.attempt in needless:
                     del mine[key]
+                    withdraw(self.job.files, self._attempt(task), task.items)
                     future.cancel()
 
     def _check_hope(self) -> None:
@@ -363,10 +398,8 @@ class Coordinator:
 
     def _stop(self) -> None:
         """Take the items of tasks that run from them, so that workers stop before they write any more."""
-        files = self.job.files
         for future, task in (one for mine in self._running.values() for one in mine.values()):
-            for item in task.items:
-                withdraw(files, item)
+            withdraw(self.job.files, self._attempt(task), task.items)
             with suppress(OSError, RuntimeError):  # the scheduler may be gone
                 future.cancel()
         self._running.clear()

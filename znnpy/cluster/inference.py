@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from znnpy.cluster.claims import ItemRecord, finished_items
+from znnpy.cluster.claims import AttemptLostError, ItemRecord, finished_items, new_attempt
 from znnpy.cluster.finishing import completed, reopened
 from znnpy.cluster.job import Job, JobRecord
 from znnpy.cluster.preparing import LEAST_ITEMS, join, prepared
 from znnpy.cluster.report import ClusterReport, WorkerReport
-from znnpy.cluster.running import release, run_items
+from znnpy.cluster.running import Limits, release, run_items
 from znnpy.computation import trace_at
 from znnpy.machine import limits_of, parse_bytes, peak_bytes, this_machine
 from znnpy.options import InferOptions, part_of
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
     from znnpy.cluster.dask_workers import Coordinator
 
+_log = logging.getLogger(__name__)
+
 ITEMS_A_WORKER = 8  # at least, so that all workers end at about the same time
 HERE = "this process"
 
@@ -36,44 +39,46 @@ HERE = "this process"
 def infer_on_cluster(asked: InferOptions) -> ClusterReport | None:
     """Let the workers of a cluster compute an output, and complete it; None if it was complete before."""
     began = time.perf_counter()
-    with _client(asked) as (client, asked):
+    with ExitStack() as stack:
+        client, ram = stack.enter_context(_client(asked))
         from znnpy.cluster.dask_workers import Coordinator
 
         workers = max(1, len(client.nthreads()))
-        with prepared(asked, max(LEAST_ITEMS, ITEMS_A_WORKER * workers)) as made:
-            if made.grid is None:
-                return None
-            record = JobRecord.load(made.job)
-            before = finished_items(made.job.files, record.count)
-            ram = None if asked.ram is None else parse_bytes(asked.ram)
-            told = _Told(asked.progress, record, len(before), began)
-            coordinator = Coordinator(client, made.job, record.count, before, ram, told.cluster)
-            coordinator.run()
-            while mixed := reopened(made.job, record.count):
-                coordinator.compute_again(mixed)
-            known = {
-                name: WorkerReport(one.items, one.voxels, one.seconds, one.peak, one.lost)
-                for name, one in coordinator.figures.items()
-            }
-            with trace_at(asked.trace, asked.overwrite, made.run.named.destination) as trace:
-                completed(made, trace=trace)
-            return _report(made.job, record, began, len(before), known, coordinator.failures, complete=True)
+        made = stack.enter_context(prepared(asked, max(LEAST_ITEMS, ITEMS_A_WORKER * workers)))
+        if made.grid is None:
+            return None
+        trace = stack.enter_context(trace_at(asked.trace, asked.overwrite, made.run.named.destination))
+        record = JobRecord.load(made.job)
+        before = finished_items(made.job.files, record.count)
+        told = _Told(asked.progress, record, len(before), began)
+        coordinator = Coordinator(client, made.job, record.count, before, ram, told.cluster)
+        coordinator.run()
+        while mixed := reopened(made.job, record.count):
+            coordinator.compute_again(mixed)
+        completed(made, trace=trace)
+        client.run(release, wait=False, on_error="ignore")  # weights, and files that are removed now
+        known = {
+            name: WorkerReport(one.items, one.voxels, one.seconds, one.peak, one.lost)
+            for name, one in coordinator.figures.items()
+        }
+        return _report(made.job, record, began, len(before), known, coordinator.failures, complete=True)
 
 
 def infer_part(asked: InferOptions) -> ClusterReport | None:
     """Compute one part of the work items of an output, or complete it; None if it was complete before."""
-    began = time.perf_counter()
+    began, attempt = time.perf_counter(), new_attempt()
+    limits = Limits(None if asked.ram is None else parse_bytes(asked.ram))
     if asked.finish:
         with prepared(replace(asked, resume=True)) as made:
             if made.grid is None:
                 return None
             record = JobRecord.load(made.job)
-            before = set(finished_items(made.job.files, record.count))
-            told = _Told(asked.progress, record, len(before), began)
+            before = len(finished_items(made.job.files, record.count))
+            told = _Told(asked.progress, record, before, began)
             with trace_at(asked.trace, asked.overwrite, made.run.named.destination) as trace:
-                records = completed(made, told.item, trace)
-            here = [one for one in records if one.item not in before or not one.worker]
-            return _report(made.job, record, began, len(before), {HERE: _of_records(here)}, complete=True)
+                records = completed(made, told.item, trace, attempt=attempt, limits=limits)
+            here = [one for one in records if one.attempt == attempt]
+            return _report(made.job, record, began, before, {HERE: _of_records(here)}, complete=True)
     number, parts = part_of(asked.part or "")
     job = join(asked, max(LEAST_ITEMS, ITEMS_A_WORKER * parts))
     if not job.run:
@@ -83,28 +88,37 @@ def infer_part(asked: InferOptions) -> ClusterReport | None:
     done = set(finished_items(job.files, record.count)) & set(mine)
     name = f"part {number} of {parts}"
     told = _Told(asked.progress, record, len(done), began, len(mine))
+    found: list[ItemRecord] = []
     try:
-        records = run_items(job, [item for item in mine if item not in done], worker=name, progress=told.item)
+        for item in mine:
+            try:
+                found += run_items(job, [item], attempt=attempt, worker=name, limits=limits, progress=told.item)
+            except AttemptLostError as lost:
+                _log.warning("%s", lost)  # whoever took the item computes it
     finally:
         release()
-    log_phase("finished", f"{name}: {len(records)} work items in {human_seconds(time.perf_counter() - began)}")
-    return _report(job, record, began, len(done), {name: _of_records(records)}, complete=False)
+    here = [one for one in found if one.attempt == attempt]
+    log_phase("finished", f"{name}: {len(here)} work items in {human_seconds(time.perf_counter() - began)}")
+    return _report(job, record, began, len(done), {name: _of_records(here)}, complete=False)
 
 
 @contextmanager
-def _client(asked: InferOptions) -> Iterator[tuple[Client, InferOptions]]:
-    """Yield the client that options name, and options with a share of the memory for each of several processes here."""
+def _client(asked: InferOptions) -> Iterator[tuple[Client, int | None]]:
+    """Yield the client that options name, and the bytes that each worker may take; None: its own limit decides.
+
+    Several processes on this machine share what one process would take.
+    """
+    ram = None if asked.ram is None else parse_bytes(asked.ram)
     if asked.client is not None:
-        yield asked.client, asked
+        yield asked.client, ram
         return
     from znnpy.cluster.dask_workers import client_of
 
     cluster = asked.cluster or ""
     with client_of(cluster) as client:
-        if cluster.startswith("local:") and asked.ram is None:
-            share = limits_of(this_machine()).ram_bytes // len(client.nthreads())
-            asked = replace(asked, ram=share)
-        yield client, asked
+        if cluster.startswith("local:") and ram is None:
+            ram = limits_of(this_machine()).ram_bytes // max(1, len(client.nthreads()))
+        yield client, ram
 
 
 class _Told:

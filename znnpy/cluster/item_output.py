@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from znnpy.cluster.checksum import VoxelSum
 from znnpy.cluster.claims import Claim
-from znnpy.errors import OutputError, ZnnpyError
+from znnpy.errors import OutputError, ResumeError, ZnnpyError
 from znnpy.messages import option
 from znnpy.patches import Box, Columns
 from znnpy.shapes import subtract
@@ -56,19 +56,21 @@ class SharedStore(Protocol):
         """Close the files."""
 
 
-def shared_store(out: Location, arrays: Sequence[OutputArray], dtype: np.dtype[Any], storage: Storage) -> SharedStore:
-    """Open the unfinished output of a job; OutputError or ResumeError if it is not there, or is another one."""
+def shared_store(
+    out: Location, run: str, arrays: Sequence[OutputArray], dtype: np.dtype[Any], storage: Storage
+) -> SharedStore:
+    """Open the unfinished output of a job; ResumeError if it is not there, or is that of another run."""
     if out.is_local:
-        partial = Names(out.path).partial
-        try:
-            return store_for(out)(partial, arrays, dtype, storage)
-        except FileNotFoundError:
-            raise OutputError(
-                f"{partial} is not there: the job was finished or removed, or this machine does not see its folder"
-            ) from None
+        partial, kind = Names(out.path).partial, store_for(out)
+        if kind.run_of(partial) != run:
+            raise ResumeError(
+                f"{partial} is not of this job any more: it was finished, removed or replaced, or this machine does "
+                "not see its folder"
+            )
+        return kind(partial, arrays, dtype, storage)
     from znnpy.volume.bucket_output import shared_chunks
 
-    return shared_chunks(out, arrays, dtype, storage)
+    return shared_chunks(out, run, arrays, dtype, storage)
 
 
 class ItemOutput:
@@ -161,6 +163,8 @@ class ItemOutput:
     def complete(self) -> None:
         """Return once all voxels of the item are stored."""
         with self._lock, self._explained():
+            assert self._claim is not None, "only attempts write"
+            self._claim.check(at_once=True)
             self._opened.flush()
             self._opened.sync()
         self.finished = True

@@ -15,10 +15,13 @@ from znnpy.opened_run import OpenedRun
 from znnpy.option_values import Border
 from znnpy.patches import Box, Column, Columns, Patch, Piece
 from znnpy.shapes import Vec3, add, ceil_divide, multiply, subtract, text
+from znnpy.volume import store
+from znnpy.volume.chunk_layout import chunk_along
 from znnpy.volume.source import Predicted, Source, predicted
 from znnpy.volume.store import chunk_of
 
 NOWHERE = (0, 0, 0)
+SMALL = 4  # times as small as usual: chunks of work items are not smaller, unless the items are
 
 
 @dataclass(frozen=True)
@@ -35,24 +38,12 @@ class ItemGrid(Columns):
     size: Vec3
 
     @staticmethod
-    def of(run: OpenedRun, size: Vec3, *, is_fixed: bool = False) -> ItemGrid:
-        """Divide the output of a run into items of this size.
-
-        is_fixed  whether chunks of the output are as they are; else they are fitted to the items
-
-        ShapeError if chunks of the output would lie in several items, or if the items are no regions of the volume.
-        """
+    def of(run: OpenedRun, size: Vec3) -> ItemGrid:
+        """Divide the output of a run into items of this size; ShapeError if they hold nothing."""
+        if min(size) < 1:
+            raise ShapeError(f"work items of {text(size)} voxels hold nothing; give another size in {option('items')}")
         region = Box(NOWHERE, run.volume.size) if run.region is None else run.region
-        grid = ItemGrid(run.trained.network, run.source, region, run.asked.border, size)
-        unit = unit_of(run)
-        for have, each, whole in zip(size, unit, run.source.output, strict=True):
-            if is_fixed and have < whole and have % each:
-                raise ShapeError(
-                    f"work items of {text(size)} voxels would cut chunks of the output, which are {text(unit)}; give a "
-                    f"multiple of these in {option('items')}"
-                )
-        grid.check(is_fixed=is_fixed)
-        return grid
+        return ItemGrid(run.trained.network, run.source, region, run.asked.border, size)
 
     @property
     def counts(self) -> Vec3:
@@ -76,10 +67,28 @@ class ItemGrid(Columns):
         return self._region(self._box((z, y, x)))
 
     def check(self, *, is_fixed: bool) -> None:
-        """Raise ShapeError if the items along an axis are no regions: outputs finer than the volume may be none.
+        """Raise ShapeError if an output cannot be divided into these items.
 
-        is_fixed  whether chunks of further outputs are as they are; else they are fitted to the items
+        Chunks of the output must not lie in several items, nor be so small that they are very many. Items must be
+        regions of the volume; of outputs finer than the volume, some are none.
+
+        is_fixed  whether the chunks of the format are as they are; else they are fitted to the items
         """
+        for have, each, whole in zip(self.size, chunk_of(self.source.output), self.source.output, strict=True):
+            if have >= whole:
+                continue
+            if is_fixed and have % each:
+                raise ShapeError(
+                    f"work items of {text(self.size)} voxels would cut chunks of the output, which are "
+                    f"{text(chunk_of(self.source.output))}; give a multiple of these in {option('items')}"
+                )
+            chunk = each if is_fixed else chunk_along(whole, have, inside=True)
+            if chunk < have and SMALL * chunk < store.CHUNK:
+                raise ShapeError(
+                    f"work items of {have} voxels along an axis can only have chunks of {chunk}, which would be too "
+                    f"many; give a number that one from 24 to 128 divides, such as a multiple of 64, in "
+                    f"{option('items')}"
+                )
         counts = self.counts
         for axis in range(3):
             for at in range(counts[axis]):
@@ -93,8 +102,8 @@ class ItemGrid(Columns):
                         f"the voxels {found.lo} to {found.hi} in place of {box.lo} to {box.hi}; give another size in "
                         f"{option('items')}"
                     )
-                for one, whole in zip(others, self.source.outputs[1:], strict=True):
-                    if is_fixed and one.lo[axis] % (each := chunk_of(whole.size)[axis]):
+                for one, further in zip(others, self.source.outputs[1:], strict=True):
+                    if is_fixed and one.lo[axis] % (each := chunk_of(further.size)[axis]):
                         raise ShapeError(
                             f"work items of {text(self.size)} voxels would cut chunks of another output of the "
                             f"network, of {each} voxels: give a name that ends with .zarr in {option('out')}"

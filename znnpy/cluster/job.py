@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,8 +19,12 @@ from znnpy.formats.network_writer import network_text, weights_bytes
 from znnpy.messages import excerpt, option
 from znnpy.options import InferOptions
 from znnpy.planner.run_plan import RunPlan
+from znnpy.shapes import ceil_divide
 from znnpy.trained import TrainedNetwork
 from znnpy.volume.location import Location
+from znnpy.volume.output_names import Names
+from znnpy.volume.output_target import place_of
+from znnpy.volume.registry import store_for
 
 FORMAT = 1
 PLAN, NETWORK, WEIGHTS = "plan.json", "network.yaml", "network.npz"
@@ -64,7 +69,7 @@ class JobRecord:
     is_traced   whether processes keep traces of items
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True, ser_json_inf_nan="constants")
 
     format: int
     run: str
@@ -100,7 +105,10 @@ class JobRecord:
 
     @staticmethod
     def find(out: str) -> JobRecord | None:
-        """Read the record of the job of an output; None if there is none, ResumeError if it is damaged."""
+        """Read the record of the job of an unfinished output; None if there is none, ResumeError if it is damaged.
+
+        A record that another run left, whose output was replaced, is none.
+        """
         content = job_files(Location.of(out)).read(JOB)
         if content is None:
             return None
@@ -108,14 +116,14 @@ class JobRecord:
             record = _adapter().validate_json(content)
             if record.format != FORMAT:
                 raise ValueError(f"format {record.format}, and this version knows {FORMAT}")
-            if min(*record.size, *record.output, record.count) < 1:
+            if min(*record.size, *record.output) < 1 or record.count != prod(ceil_divide(record.output, record.size)):
                 raise ValueError(f"{record.count} items of {record.size} voxels in {record.output}")
         except ValueError as error:
             why = error.errors(include_url=False)[0]["msg"] if isinstance(error, ValidationError) else str(error)
             raise ResumeError(
                 f"{out}.{JOB}/{JOB} cannot be read ({excerpt(why)}); start again with {option('overwrite', True)}"
             ) from None
-        return record
+        return record if record.run == run_of(out) else None
 
     def options(self, files: JobFiles, kept: ExitStack) -> InferOptions:
         """Return the options of the job.
@@ -137,6 +145,16 @@ class JobRecord:
                 f"the options of the job cannot be read ({excerpt(error)}); start again with "
                 f"{option('overwrite', True)}"
             ) from None
+
+
+def run_of(out: str) -> str | None:
+    """Return the id of the run that writes an unfinished output; None if there is no such output."""
+    place = place_of(out)
+    if place.is_local:
+        return store_for(place).run_of(Names(place.path).partial)
+    from znnpy.volume.bucket_output import run_in_bucket
+
+    return run_in_bucket(place)
 
 
 def _listed(value: Any) -> Any:
@@ -179,10 +197,15 @@ def kept(asked: InferOptions, trained: TrainedNetwork, files: JobFiles) -> Infer
         files.write(WEIGHTS, weights_bytes(trained.network, trained.weights))
         asked = replace(asked, network=NETWORK)
     if asked.plan is not None:
-        plan = asked.plan if isinstance(asked.plan, RunPlan) else RunPlan.load(Path(asked.plan))
-        files.write(PLAN, plan.to_json().encode())
+        files.write(PLAN, plan_of(asked).to_json().encode())
         asked = replace(asked, plan=PLAN)
     return asked
+
+
+def plan_of(asked: InferOptions) -> RunPlan:
+    """Return the plan that options give, read from its file if need be."""
+    assert asked.plan is not None, "a plan is given"
+    return asked.plan if isinstance(asked.plan, RunPlan) else RunPlan.load(Path(asked.plan))
 
 
 def _plain(value: object) -> object:

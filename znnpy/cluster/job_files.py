@@ -5,8 +5,10 @@
 All others lie in a folder that has the id of the run as its name, so that processes of an earlier job touch none:
 
     network.yaml, ..     the network, where the caller gave it as an object
+    open                 it is there until the job is finished
     claims/000000123     the attempt that item 123 belongs to
     begun/000000123/ID   an attempt that has written voxels of the item, or may have
+    withdrawn/ID         an attempt that must stop
     done/000000123       the attempt that finished the item, with a checksum of its voxels; JSON
     plans/KIND-WORK      the plan for one kind of machine and one shape of work
 
@@ -22,11 +24,13 @@ import shutil
 from pathlib import Path
 from typing import Protocol
 
+from znnpy.errors import ResumeError
 from znnpy.files import create_new, read_regular, sync_folder, write_all
 from znnpy.volume.location import Location
 
 JOB = "job"
-MOST_BYTES = 2**30  # of a file that is read; the weights of a network are the largest
+MOST_BYTES = 2**26  # of a file that is read ..
+MOST_WEIGHTS = 2**36  # .. and of the weights of a network
 
 
 class JobFiles(Protocol):
@@ -59,10 +63,14 @@ class JobFolder:
 
     def read(self, key: str) -> bytes | None:
         """Return the content of a file; None if it is not there."""
+        most = MOST_WEIGHTS if key.endswith(".npz") else MOST_BYTES
         try:
-            return read_regular(self.path / key, MOST_BYTES)
+            content = read_regular(self.path / key, most + 1)
         except (FileNotFoundError, NotADirectoryError):
             return None
+        if len(content) > most:
+            raise ResumeError(f"{self.path / key} is longer than {most:,} bytes, as no such file of a job is")
+        return content
 
     def write(self, key: str, content: bytes) -> None:
         """Write a file, whatever is there."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
@@ -12,9 +13,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from znnpy.cluster.claims import OPEN
 from znnpy.cluster.item_output import ItemOutput
 from znnpy.cluster.items import ItemGrid, halved, sizes, unit_of
-from znnpy.cluster.job import FORMAT, NETWORK, PLAN, Job, JobRecord, kept, stated
+from znnpy.cluster.job import FORMAT, NETWORK, PLAN, Job, JobRecord, kept, plan_of, stated
 from znnpy.cluster.job_files import job_files
 from znnpy.computation import planned
 from znnpy.errors import OutputError, ResumeError
@@ -43,8 +45,6 @@ LEAST_ITEMS = 32  # of a job whose workers are not known; fewer only where the o
 
 JOIN_SECONDS = 600.0  # that a process waits for another one which prepares the job
 LOOK_SECONDS = 1.0
-
-IDENTITY = ("network", "weights", "volume")  # keys of a run's identity that every process must agree on
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,11 @@ def prepared(asked: InferOptions, least: int = LEAST_ITEMS) -> Iterator[Prepared
     named = named_run(asked)
     if not isinstance(asked.volume, str | os.PathLike):
         raise OutputError("workers open the volume themselves: give its path or URL, and not an array")
+    if asked.mask is not None and not isinstance(asked.mask, str | os.PathLike):
+        raise OutputError(f"workers read the mask themselves: give a path or URL as {option('mask')}, and no array")
+    networks = asked.network if isinstance(asked.network, list | tuple) else [asked.network]
+    if len(networks) > 1 and not all(isinstance(one, str | os.PathLike) for one in networks):
+        raise OutputError(f"workers read several networks from files: give their paths as {option('network')}")
     if asked.out is not None and not isinstance(asked.out, str | os.PathLike):
         raise OutputError(f"workers write the output themselves: give a path or URL as {option('out')}, and no array")
     out = str(named.destination if asked.out is None else asked.out)
@@ -90,6 +95,7 @@ def prepared(asked: InferOptions, least: int = LEAST_ITEMS) -> Iterator[Prepared
         assert isinstance(output, Output | BucketOutput)
         with output:
             if output.finished:
+                job_files(place_of(out)).remove("")  # a process that finished the job may have been killed before
                 yield PreparedJob(Job(out, ""), run, output, None)
                 return
             if output.header is not None:
@@ -98,17 +104,20 @@ def prepared(asked: InferOptions, least: int = LEAST_ITEMS) -> Iterator[Prepared
                         f"the unfinished {out} was begun by one process, not in work items; continue without "
                         f"{option('cluster')} and {option('part')}, or start again with {option('overwrite', True)}"
                     )
-                grid = ItemGrid.of(run, output.header.item, is_fixed=output.gathered_bytes == 0)
+                grid = ItemGrid.of(run, output.header.item)
                 if (record := JobRecord.find(out)) is not None:
-                    _check_options(record, replace(asked, ram=None), out)
+                    _check_options(record, asked, out)
             else:
-                grid = _divided(run, least, is_fixed=output.gathered_bytes == 0)
+                grid, plan = _divided(run, least, is_fixed=output.gathered_bytes == 0)
+                _begin(run, output, grid, plan)
                 job_files(place_of(out)).remove("")  # of an earlier job, whose output is replaced
-                _begin(run, output, grid, _plan_of_item(run, grid, len(grid) // 2))
             assert output.header is not None
             job = Job(out, output.run or "")
-            if JobRecord.find(out) is None:
+            record = JobRecord.find(out)
+            if record is None:
                 _write_record(job, run, grid, RunPlan.from_json(output.header.plan))
+            elif asked.trace is not None and not record.is_traced:
+                replace(record, is_traced=True).save(out)
             yield PreparedJob(job, run, output, grid)
 
 
@@ -118,11 +127,6 @@ def join(asked: InferOptions, least: int = LEAST_ITEMS) -> Job:
     ResumeError if it began with other options.
     """
     asked = absolute(asked)
-    if asked.overwrite:
-        raise ValueError(
-            f"{option('overwrite', True)} would remove what other parts have computed: leave it out, and remove the "
-            "files of an earlier job yourself"
-        )
     named = named_run(asked)
     out, until = str(named.destination if asked.out is None else asked.out), time.monotonic() + JOIN_SECONDS
     while True:
@@ -139,13 +143,17 @@ def join(asked: InferOptions, least: int = LEAST_ITEMS) -> Job:
 
 def _check_options(record: JobRecord, asked: InferOptions, out: str) -> None:
     """Raise ResumeError if a job began with other options."""
-    named = [key for key, value in record.asked.items() if value in (NETWORK, PLAN)]  # these were given as objects
-    before = {key: value for key, value in record.asked.items() if key not in (*named, "out")}
-    now = {key: value for key, value in stated(asked).items() if key not in (*named, "out")}
-    if asked.ram is None:  # each process may have a limit of its own
-        before.pop("ram", None)
+    free = ["out", "ram"]  # each process may have a limit of its own
+    if record.asked.get("network") == NETWORK:
+        free.append("network")  # it was given as an object, and the identity of the run tells it
+    if record.asked.get("plan") == PLAN:
+        free.append("plan")
+        if asked.plan is not None and plan_of(asked).to_json().encode() != Job(out, record.run).files.read(PLAN):
+            raise ResumeError(f"the job of {out} began with another plan than {option('plan')} gives; leave it out")
+    before = {key: value for key, value in record.asked.items() if key not in free}
+    now = {key: value for key, value in stated(asked).items() if key not in free}
     for key in sorted(before.keys() | now.keys()):
-        if before.get(key) != now.get(key):
+        if str(before.get(key)) != str(now.get(key)):  # as text, since NaN equals nothing
             raise ResumeError(
                 f"the job of {out} began with {option(key, before.get(key))}, and now it is "
                 f"{option(key, now.get(key))}; give the same options again"
@@ -179,14 +187,21 @@ def _absolute(name: Any) -> Any:
     return name if rest.startswith("file:") else f"{prefix}{os.path.abspath(rest)}"
 
 
-def _divided(run: OpenedRun, least: int, *, is_fixed: bool) -> ItemGrid:
-    """Return the work items of a new job: of the size that is asked for, or so that each takes some minutes here."""
+def _divided(run: OpenedRun, least: int, *, is_fixed: bool) -> tuple[ItemGrid, RunPlan]:
+    """Return the work items of a new job, of the size that is asked for, or so that each takes some minutes here.
+
+    Returns the plan of an item too.
+    """
     if run.asked.items is not None:
-        return ItemGrid.of(run, run.asked.items, is_fixed=is_fixed)
+        grid = ItemGrid.of(run, run.asked.items)
+        grid.check(is_fixed=is_fixed)
+        return grid, _plan_of_item(run, grid, len(grid) // 2)
     size: Vec3 | None = sizes(run, least)
     while size is not None:
-        grid = ItemGrid.of(run, size, is_fixed=is_fixed)
-        seconds = _plan_of_item(run, grid, len(grid) // 2).seconds
+        grid = ItemGrid.of(run, size)
+        grid.check(is_fixed=is_fixed)
+        plan = _plan_of_item(run, grid, len(grid) // 2)
+        seconds = plan.seconds
         if seconds <= ITEM_SECONDS:
             break
         smaller = size
@@ -194,7 +209,7 @@ def _divided(run: OpenedRun, least: int, *, is_fixed: bool) -> ItemGrid:
             smaller = halved(smaller, unit_of(run)) or smaller
         size = smaller if smaller != size else None
     log_phase("planned", f"{len(grid)} work items of {text(grid.size)} voxels, {human_seconds(seconds)} each here")
-    return grid
+    return grid, plan
 
 
 def _plan_of_item(run: OpenedRun, grid: ItemGrid, index: int) -> RunPlan:
@@ -224,16 +239,18 @@ def _begin(run: OpenedRun, output: Output | BucketOutput, grid: ItemGrid, plan: 
 def _write_record(job: Job, run: OpenedRun, grid: ItemGrid, plan: RunPlan) -> None:
     """Write what processes must know of a job; `plan` is that of an item."""
     files = job.files
+    asked = stated(kept(run.asked, run.named.trained, files))
+    files.write(OPEN, b"")
     record = JobRecord(
         FORMAT,
         job.run,
-        stated(kept(run.asked, run.named.trained, files)),
+        asked,
         run.source.output,
         grid.size,
         len(grid),
         _lost(run, grid, plan),
         plan.to_json(),
-        {key: run.job[key] for key in IDENTITY},
+        json.loads(json.dumps(run.job)),
         run.job.get("statistics"),
         run.asked.trace is not None,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
@@ -16,7 +17,7 @@ from znnpy.cluster.item_output import ItemOutput, SharedStore, shared_store, sto
 from znnpy.cluster.items import ItemGrid
 from znnpy.cluster.job import Job, JobRecord
 from znnpy.cluster.job_files import JobFiles
-from znnpy.cluster.preparing import IDENTITY, named_for
+from znnpy.cluster.preparing import named_for
 from znnpy.cluster.traces import traced_item
 from znnpy.computation import Computed, computed
 from znnpy.errors import PlanFileError, ResumeError
@@ -26,13 +27,16 @@ from znnpy.options import InferOptions
 from znnpy.planner.run_plan import RunPlan
 from znnpy.run.pipeline import Event
 from znnpy.run.trace import Trace
+from znnpy.volume.base import MissingVoxels
+from znnpy.volume.mask import Mask
 from znnpy.volume.output_target import place_of, prefix_of
+from znnpy.volume.sliceable import open_given
 from znnpy.volume.store import Storage
 
 _log = logging.getLogger(__name__)
 
 PLANS = "plans"
-_LOCK = threading.Lock()  # a process computes one item at a time, with all of its threads
+_LOCK = threading.RLock()  # a process computes one item at a time, with all of its threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +82,19 @@ class _Process:
         self._job, self._files, self._record = job, job.files, JobRecord.load(job)
         self._place = place_of(job.out)
         self._named = _named(self._files, self._record, limits, self._kept)
-        with opened_run(self._named, self._record.statistics) as run:
-            self._check(run)
-            self._grid = ItemGrid.of(run, self._record.size)
-            self._arrays, self._dtype = run.arrays, run.dtype
-            self._run = run
+        self._mask: Mask | None = None
+        try:
+            if self._named.asked.mask is not None:
+                opened = self._kept.enter_context(open_given(self._named.asked.mask, None, MissingVoxels()))
+                self._mask = Mask.of(opened)
+            with opened_run(self._named, self._record.statistics, self._mask) as run:
+                self._check(run)
+                self._grid = ItemGrid.of(run, self._record.size)
+                self._arrays, self._dtype = run.arrays, run.dtype
+                self._run = run
+        except BaseException:
+            self._kept.close()
+            raise
         if len(self._grid) != self._record.count:
             raise ResumeError(
                 f"the job has {self._record.count} work items, and its volume would have {len(self._grid)} here; check "
@@ -110,7 +122,7 @@ class _Process:
         boxes = self.boxes(item)
         told = None if progress is None else lambda event: progress(item, event)
         try:
-            with opened_run(self._named_item(item, told), self._record.statistics) as run:
+            with opened_run(self._named_item(item, told), self._record.statistics, self._mask) as run:
                 output = ItemOutput(self._place, self._opened(), boxes, self._arrays, self._dtype, claim)
                 with traced_item(self._files, item, worker) if self._record.is_traced else nullcontext() as trace:
                     self._compute(run, output, trace, began)
@@ -146,9 +158,10 @@ class _Process:
         if run.source.area is not None:  # plans of these are for one region
             return computed(run, output, trace, began)
         key = self._plan_key(run)
-        plan = self._plans.get(key) or self._plan_of(key)
-        if plan is not None:
+        content = None if key in self._plans else self._files.read(f"{PLANS}/{key}")
+        if key in self._plans or content is not None:
             try:
+                plan = self._plans.get(key) or RunPlan.from_json((content or b"").decode(errors="replace"))
                 given = replace(run, named=replace(run.named, asked=_with_plan(run.asked, plan)))
                 made = computed(given, output, trace, began)
                 self._plans[key] = plan
@@ -159,11 +172,6 @@ class _Process:
         self._plans[key] = made.done.plan
         self._files.create(f"{PLANS}/{key}", made.done.plan.to_json().encode())
         return made
-
-    def _plan_of(self, key: str) -> RunPlan | None:
-        """Return the plan that another process of this kind of machine made."""
-        content = self._files.read(f"{PLANS}/{key}")
-        return None if content is None else RunPlan.from_json(content.decode())
 
     def _plan_key(self, run: OpenedRun) -> str:
         """Return the name of a plan: machines, limits and works of one name have plans in common."""
@@ -179,7 +187,7 @@ class _Process:
         if self._store is None:
             asked = self._named.asked
             storage = Storage(prefix_of(self._job.out), asked.sharded, asked.multiscale, shared=True)
-            self._store = shared_store(self._place, self._arrays, self._dtype, storage)
+            self._store = shared_store(self._place, self._job.run, self._arrays, self._dtype, storage)
         return self._store
 
     def _reopen(self) -> None:
@@ -190,8 +198,9 @@ class _Process:
 
     def _check(self, run: OpenedRun) -> None:
         """Raise ResumeError if this process reads other inputs than the job names."""
-        for key in IDENTITY:
-            if run.job[key] != self._record.identity.get(key):
+        here, theirs = json.loads(json.dumps(run.job)), self._record.identity
+        for key in sorted(here.keys() | theirs.keys()):
+            if here.get(key) != theirs.get(key):
                 raise ResumeError(
                     f"this process reads another {key} than the job of {self._job.out} began with; check that all "
                     "machines see the same files"
@@ -205,8 +214,9 @@ def contested(job: Job, items: Sequence[int]) -> list[int]:
     """
     if not items:
         return []
-    process = _process_of(job, Limits())
-    mixed = [item for item in items if not process.is_whole(item)]
+    with _LOCK:
+        process = _process_of(job, Limits())
+        mixed = [item for item in items if not process.is_whole(item)]
     for item in mixed:
         forget(job.files, item)
     return mixed
@@ -225,8 +235,9 @@ def _process_of(job: Job, limits: Limits) -> _Process:
 
 def release() -> None:
     """Drop what this process keeps of a job."""
-    while _kept:
-        _kept.pop()[2].close()
+    with _LOCK:
+        while _kept:
+            _kept.pop()[2].close()
 
 
 def _named(files: JobFiles, record: JobRecord, limits: Limits, kept: ExitStack) -> NamedRun:
@@ -244,6 +255,7 @@ def _with_plan(asked: InferOptions, plan: RunPlan) -> InferOptions:
     return replace(
         asked,
         plan=plan,
+        calibrate=False,  # the process that made it has measured what it needed
         threads=None,
         patch=None,
         only=(),

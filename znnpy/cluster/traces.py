@@ -6,6 +6,7 @@ The clocks of machines may differ by what their system clocks do.
 from __future__ import annotations
 
 import json
+import logging
 import tempfile
 import time
 from collections.abc import Iterator
@@ -13,8 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from znnpy.cluster.job_files import JobFiles
+from znnpy.errors import ZnnpyError
 from znnpy.report.trace_reader import Span, read_spans
 from znnpy.run.trace import Trace
+
+_log = logging.getLogger(__name__)
 
 TRACES = "traces"
 
@@ -37,11 +41,14 @@ def join_traces(files: JobFiles, into: Trace) -> None:
     with tempfile.TemporaryDirectory(prefix="znnpy-") as folder:
         path = Path(folder) / "trace.json"
         for key in files.every(TRACES):
-            head, _, content = (files.read(key) or b"{}\n").partition(b"\n")
-            about = json.loads(head)
+            head, _, content = (files.read(key) or b"").partition(b"\n")
             path.write_bytes(content)
-            for span in read_spans(path):
-                if isinstance(span, Span):
-                    at = float(about["began"]) + offset
-                    track = f"{about['worker']} {span.track}".strip()
-                    into.record(track, span.name, at + span.begin, at + span.end, **span.facts)
+            try:
+                about = json.loads(head)
+                at, worker = float(about["began"]) + offset, str(about["worker"])
+                spans = [span for span in read_spans(path) if isinstance(span, Span)]
+            except (ValueError, KeyError, TypeError, ZnnpyError) as error:
+                _log.warning("the trace of %s is left out, since it is damaged: %s", key, error)
+                continue
+            for span in spans:
+                into.record(f"{worker} {span.track}".strip(), span.name, at + span.begin, at + span.end, **span.facts)

@@ -22,6 +22,7 @@ from znnpy.messages import excerpt, option
 from znnpy.volume.bucket import Bucket, check_bucket
 from znnpy.volume.journal import ColumnSet, JournalHeader, columns_of, header_line, header_of, record_lines
 from znnpy.volume.location import Location
+from znnpy.volume.lock import OutputLockedError
 from znnpy.volume.output_names import RUN
 
 CHECK_SECONDS = 1.0  # time for which an owner may write without having looked whether it still is
@@ -179,7 +180,7 @@ class BucketJournal:
 
     def taken(self) -> OutputError:
         """Make the error for a journal that another run writes."""
-        return OutputError(
+        return OutputLockedError(
             f"another run writes to {self.place}, so this one ends; make sure that only one run writes an output, and "
             f"continue with {option('resume', True)}"
         )

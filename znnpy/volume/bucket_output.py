@@ -152,6 +152,8 @@ class BucketOutput:
         bucket, journal = self._opened()
         if self.header is not None or self.finished:
             raise ValueError(f"{self.place} was started before, so it cannot start again")
+        if self._mode != "overwrite" and journal.run is None and journal.exists():
+            raise journal.taken()  # it was begun since this run looked
         another = self._clear(bucket, journal)
         run = self.run = new_run()
         storage = self._storage
@@ -377,15 +379,15 @@ class BucketOutput:
 
 
 def shared_chunks(
-    place: Location, arrays: Sequence[OutputArray], dtype: np.dtype[Any], storage: Storage
+    place: Location, run: str, arrays: Sequence[OutputArray], dtype: np.dtype[Any], storage: Storage
 ) -> GatheredChunks:
-    """Open the chunks of an unfinished output that other processes write too; ResumeError if there is none."""
+    """Open the chunks of an unfinished output that other processes write too; ResumeError if it is not of this run."""
     bucket, journal = check_bucket(place), BucketJournal(place)
     kind = store_for(place)
     assert issubclass(kind, ChunkedStore), "outputs in buckets have chunks"
     form = kind.wanted(storage)
-    if journal.read() is None:
-        raise ResumeError(f"{journal.place} is not there: the job was finished or removed")
+    if journal.read() is None or journal.run != run:
+        raise ResumeError(f"{journal.place} is not of this job any more: it was finished, removed or replaced")
     files = journal.files()
     try:
         levels = stored_levels(form, _reader(files.get), arrays, dtype, storage.multiscale)
@@ -396,6 +398,14 @@ def shared_chunks(
     return GatheredChunks(
         levels, storage.budget, lambda every, within: BucketFiles(form, every, bucket, journal, within)
     )
+
+
+def run_in_bucket(place: Location) -> str | None:
+    """Return the id of the run that writes an unfinished output; None if there is none."""
+    check_bucket(place)
+    journal = BucketJournal(place)
+    journal.read()
+    return journal.run
 
 
 def kept_job(place: Location) -> dict[str, Any]:

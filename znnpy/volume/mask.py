@@ -243,8 +243,8 @@ class WantedOutputs:
     how: str
 
     @classmethod
-    def of(cls, mask: Volume, source: Source) -> WantedOutputs:
-        """Read a mask, and find its voxels at the voxels of the outputs of a run.
+    def of(cls, mask: Volume, source: Source, read: Mask | None = None) -> WantedOutputs:
+        """Read a mask, unless it was read, and find its voxels at the voxels of the outputs of a run.
 
         By physical position if volume and mask state one in known units, or both in none; else by the proportion of
         their sizes. VolumeError if that is not a quotient of small numbers.
@@ -259,7 +259,7 @@ class WantedOutputs:
             places = [_by_proportion(mask, one, shares) for one in source.outputs]
             same = all(over == under for over, under in shares)
             how = "voxel by voxel" if same else f"with {text(mask.size)} voxels for {text(source.volume.size)}"
-        read = Mask.of(mask)
+        read = Mask.of(mask) if read is None else read
         return cls(read, tuple(_wanted_output(read, along) for along in places), how)
 
     def touches(self, boxes: list[Box]) -> bool:
