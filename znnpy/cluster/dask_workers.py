@@ -21,7 +21,7 @@ from queue import Empty, SimpleQueue
 from znnpy.cluster.assignment import Assignment, Task
 from znnpy.cluster.claims import AttemptLostError, ItemRecord, record_of, withdraw
 from znnpy.cluster.job import Job
-from znnpy.cluster.running import Limits, run_items
+from znnpy.cluster.running import Limits, release, run_items
 from znnpy.errors import ClusterError, MissingExtraError, ZnnpyError
 from znnpy.extras import install
 from znnpy.machine import this_machine
@@ -30,7 +30,7 @@ from znnpy.units import human_bytes
 
 try:
     import distributed
-    from distributed import Client, Future, LocalCluster
+    from distributed import Client, Future, LocalCluster, fire_and_forget
     from distributed.client import ClosedClientError, FutureCancelledError
 except ImportError:
     raise MissingExtraError(f"clusters need the package distributed; `{install('cluster')}`") from None
@@ -239,6 +239,13 @@ class Coordinator:
                 f"work item {item}{more} failed {TRIES} times, the last time with: {reason}; the other items are kept: "
                 f"see to it, and continue with {option('resume', True)}"
             )
+
+    def release(self) -> None:
+        """Let workers drop what they keep of the job: weights, and files that are removed. Nothing waits for it."""
+        for name, figures in self.figures.items():
+            if not figures.lost:
+                words = {"key": f"znnpy-{self.job.run}-{self._token}-release-{name}", "workers": [name], "pure": False}
+                fire_and_forget(self.client.submit(release, **words))
 
     @contextmanager
     def _answered(self) -> Iterator[None]:

@@ -56,7 +56,7 @@ def infer_on_cluster(asked: InferOptions) -> ClusterReport | None:
         while mixed := reopened(made.job, record.count):
             coordinator.compute_again(mixed)
         completed(made, trace=trace)
-        client.run(release, wait=False, on_error="ignore")  # weights, and files that are removed now
+        coordinator.release()
         known = {
             name: WorkerReport(one.items, one.voxels, one.seconds, one.peak, one.lost)
             for name, one in coordinator.figures.items()

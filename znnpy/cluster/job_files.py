@@ -64,13 +64,14 @@ class JobFolder:
     def read(self, key: str) -> bytes | None:
         """Return the content of a file; None if it is not there."""
         most = MOST_WEIGHTS if key.endswith(".npz") else MOST_BYTES
+        path = self.path / key
         try:
-            content = read_regular(self.path / key, most + 1)
+            size = path.stat().st_size
+            if size > most:
+                raise ResumeError(f"{path} has {size:,} bytes, and no such file of a job has more than {most:,}")
+            return read_regular(path, size + 1)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        if len(content) > most:
-            raise ResumeError(f"{self.path / key} is longer than {most:,} bytes, as no such file of a job is")
-        return content
 
     def write(self, key: str, content: bytes) -> None:
         """Write a file, whatever is there."""
