@@ -219,10 +219,8 @@ def test_a_scheduler_that_is_killed(ground: Place, tmp_path: Path) -> None:
 
 def test_threads_are_those_of_dask_and_not_of_openmp(ground: Place) -> None:
     """The nanny sets OMP_NUM_THREADS=1; a worker of two threads computes with two, one item at a time."""
-    asked = InferOptions(
-        str(ground.volume), str(ground.folder / "net.yaml"), out=str(ground.folder / "two.zarr"), items=ITEM
-    )
-    job = prepare(asked)
+    names = str(ground.volume), str(ground.folder / "net.yaml")
+    job = prepare(InferOptions(*names, border="reflect", out=str(ground.folder / "two.zarr"), items=ITEM))
     local = LocalCluster(n_workers=1, threads_per_worker=2, memory_limit=0, dashboard_address="127.0.0.1:0")
     with local as made, Client(made) as client:
         assert set(client.run(os.environ.get, "OMP_NUM_THREADS").values()) == {"1"}
