@@ -170,16 +170,17 @@ class _Speed:
         if event.preparing is not None:
             return _preparing(*event.preparing)
         speed, left = self._measure(event)
-        written = [f"{human_bytes(event.bytes_done)} written"] if event.bytes_done or event.stage_seconds else []
-        parts = [_columns(event), f"{speed:,.0f} voxels/s", *written, *left]
-        return f"{', '.join(parts)} ({_stages(event)})" if event.stage_seconds else ", ".join(parts)
+        if event.elsewhere:
+            return ", ".join((_columns(event), f"{speed:,.0f} voxels/s", *left))
+        parts = [_columns(event), f"{speed:,.0f} voxels/s", f"{human_bytes(event.bytes_done)} written", *left]
+        return f"{', '.join(parts)} ({_stages(event)})"
 
     def within(self, event: Event, width: int) -> str:
         """Return a short description of an event; it names the stages only if `width` characters hold them."""
         if event.preparing is not None:
             return _preparing(*event.preparing)
         speed, left = self._measure(event)
-        if not event.stage_seconds:  # other processes compute
+        if event.elsewhere:
             return " ".join((_columns(event), f"{_rounded(speed)} voxels/s", *left))
         rest = " ".join((f"{_rounded(speed)} voxels/s {human_bytes(event.bytes_done)}", *left))
         short = f"{_steps(event) or _columns(event)} {rest}"
@@ -208,7 +209,7 @@ def _preparing(done: int, nbytes: int) -> str:
 def _columns(event: Event) -> str:
     """Return the patches done, or the columns and steps."""
     steps = _steps(event)
-    return f"{event.columns_done}/{event.columns} " + (f"columns, {steps}" if steps else event.counted)
+    return f"{event.columns_done}/{event.columns} " + (f"columns, {steps}" if steps else event.elsewhere or "patches")
 
 
 def _steps(event: Event) -> str:

@@ -15,7 +15,7 @@ from tests.support.cli import Place
 from tests.support.emulated_gpus import EmulatedGpus, assumed_gpu_rates
 from tests.support.emulator import EMULATED_GPU, EmulatedDevice, needs_compiler
 from tests.support.fake_plans import changed, sharing_of
-from znnpy import inference
+from znnpy import computation
 from znnpy.costs.model import Rates, assumed_rates
 from znnpy.errors import DeviceError, NoPlanError, PlanFileError, ResumeError, VramError
 from znnpy.inference import infer
@@ -307,7 +307,7 @@ def test_new_plan_along_another_axis_is_refused(
         return chosen[-1] if len(chosen) == 1 else changed(chosen[-1], axis=(chosen[0].main.axis + 1) % 3)
 
     emulated_gpus.open_as(Refusing)
-    for module in (inference, choice):
+    for module in (computation, choice):
         monkeypatch.setattr(module, "choose", choose)
     with pytest.raises(VramError, match="out of memory"):
         go(place, patch=(2, 4, 4))

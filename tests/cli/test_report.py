@@ -296,6 +296,14 @@ def test_resumed_columns_count_only_the_work_of_this_run(capsys: pytest.CaptureF
     assert capsys.readouterr().err == "100%  4/4 columns, 48/48 steps, 100 voxels/s, 3.91 KiB written ()\n"
 
 
+def test_progress_of_other_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress.show() as callback:
+        for done, seconds in ((0, 1.0), (4, 5.0)):
+            words = "work items on 2 workers"
+            callback(Event(done, 4, 250 * done, 1000, seconds, {}, 0, done, 4, done / 4, elsewhere=words))
+    assert capsys.readouterr().err == "100%  4/4 work items on 2 workers, 200 voxels/s\n"
+
+
 def test_stage_lines_fit_a_terminal_of_80_columns(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

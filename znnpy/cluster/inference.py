@@ -168,7 +168,7 @@ class _Told:
                 steps_done=int(finished),
                 steps=self._count,
                 work_done=min(1.0, share),
-                counted=counted,
+                elsewhere=counted,
             )
         )
 

@@ -72,7 +72,7 @@ class Event:
     steps          steps in all.
     work_done      share of the work that is done, 0 to 1; the first steps of a column are less work than the others.
     preparing      while memory is prepared, the bytes that are done and all of them; None: it is done.
-    counted        words for what is counted, where columns have one step each.
+    elsewhere      words for what is counted where other processes compute, so that bytes and stages are not known.
     """
 
     columns_done: int
@@ -86,7 +86,7 @@ class Event:
     steps: int
     work_done: float
     preparing: tuple[int, int] | None = None
-    counted: str = "patches"
+    elsewhere: str = ""
 
 
 @dataclass(frozen=True, slots=True)
