@@ -30,7 +30,7 @@ def waited(job: Job, items: Sequence[int], attempt: str, only: int | None = None
     for item in items:
         time.sleep(each)
         if random.random() < FAIL:
-            return TaskResult(tuple(records), "it was made to fail")
+            return TaskResult(tuple(records), "it was made to fail", item=item)
         records.append(ItemRecord(item, attempt, address, 0, 1, each, 0))
     return TaskResult(tuple(records))
 

@@ -324,3 +324,22 @@ def test_no_order_of_calls_loses_an_item(seed: int) -> None:
         now += 1.0
         assignment.finish(task, "last", now)
     assert assignment.finished + len(assignment.given_up) == 30
+
+
+def test_only_the_item_that_failed_counts_as_tried() -> None:
+    assignment = Assignment(6, tries=2)
+    for worker in ("a", "b"):
+        assignment.join(worker, "kind", 0.0)
+    first = assignment.next("a", 0.0)
+    assert first is not None
+    assignment.finish(first, "a", 1.0, 1.0)
+    task = assignment.next("a", 1.0)
+    assert task is not None
+    assert len(task.items) > 1
+    assignment.fail(task, "a", "broken", 2.0, task.items[0])
+    again = assignment.next("b", 2.0)
+    assert again is not None
+    assert again.items == task.items[:1]  # alone at its last try
+    assignment.fail(again, "b", "broken", 3.0, again.items[0])
+    assert assignment.given_up == {again.items[0]: "broken"}
+    assert assignment.left == len(range(6)) - len(first.items) - 1

@@ -215,8 +215,10 @@ class Assignment:
             self._let_go(held, now)
             self._give_back(task, None)
 
-    def fail(self, task: Task, worker: str, reason: str, now: float) -> None:
+    def fail(self, task: Task, worker: str, reason: str, now: float, item: int | None = None) -> None:
         """Note that a task failed on a worker, so that its items are tried again, or given up with this reason.
+
+        item  that failed, where it is known: the others of the task were not tried
 
         A task that is not held by anyone, because it was needless or its worker left, changes nothing.
         """
@@ -224,10 +226,10 @@ class Assignment:
         if held is None:
             return
         if worker in self._workers:
-            for item in task.items:
-                self._workers[worker].failed.add(item, item + 1)
+            for one in task.items if item is None else (item,):
+                self._workers[worker].failed.add(one, one + 1)
         self._let_go(held, now)
-        self._give_back(task, reason)
+        self._give_back(task, reason, item)
 
     def leave(self, worker: str, now: float) -> tuple[Task, ...]:
         """Remove a worker that was lost or stopped; return its tasks, whose items go back to be begun by others.
@@ -252,13 +254,17 @@ class Assignment:
         if queue and queue[0].began is None:
             queue[0].began = now
 
-    def _give_back(self, task: Task, reason: str | None) -> None:
-        """Open the items of a task that nobody else has, or give them up; None: they were not tried."""
+    def _give_back(self, task: Task, reason: str | None, tried: int | None = None) -> None:
+        """Open the items of a task that nobody else has, or give them up.
+
+        reason  why they failed; None: they were not tried
+        tried   the one item that was tried; None: all were
+        """
         for item in task.items:
             if item in self._done:
                 continue
             reasons = self._reasons.get(item, [])
-            if reason is not None:
+            if reason is not None and tried in (None, item):
                 self._reasons[item] = reasons = [*reasons, reason]
             others = tuple(attempt for attempt in self._holders.pop(item) if attempt != task.attempt)
             if others:

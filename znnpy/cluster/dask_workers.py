@@ -57,11 +57,13 @@ class TaskResult:
     records  of the items that are finished
     failed   why the others are not; empty: all are finished
     is_lost  whether that is because another attempt has them
+    item     that failed; None: the task did before its first one
     """
 
     records: tuple[ItemRecord, ...]
     failed: str = ""
     is_lost: bool = False
+    item: int | None = None
 
 
 def compute_task(job: Job, items: Sequence[int], attempt: str, only: int | None = None) -> TaskResult:
@@ -71,13 +73,14 @@ def compute_task(job: Job, items: Sequence[int], attempt: str, only: int | None 
     """
     worker = distributed.get_worker()
     records: list[ItemRecord] = []
+    item = None
     try:
         limits = limits_of_worker(worker.memory_manager.memory_limit, worker.state.nthreads, only)
         for item in items:
             found = run_items(job, [item], attempt=attempt, worker=str(worker.address), limits=limits)
             records += [record for record in found if record.attempt == attempt]  # others were finished elsewhere
     except ZnnpyError as error:
-        return TaskResult(tuple(records), str(error), isinstance(error, AttemptLostError))
+        return TaskResult(tuple(records), str(error), isinstance(error, AttemptLostError), item)
     return TaskResult(tuple(records))
 
 
@@ -347,7 +350,7 @@ class Coordinator:
             elif result.failed:
                 self.failures += 1
                 _log.warning("work items %s failed on %s: %s", excerpt(task.items), name, result.failed)
-                self._assignment.fail(task, name, result.failed, now)
+                self._assignment.fail(task, name, result.failed, now, result.item)
             else:
                 took = sum(record.seconds for record in result.records) or None  # None: others had finished them
                 self._cancel(self._assignment.finish(task, name, now, took))
