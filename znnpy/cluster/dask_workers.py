@@ -341,7 +341,7 @@ class Coordinator:
         future, task = found
         result = self._result(future)
         if result is None or result.failed:
-            self._note_finished(task, name, now)
+            self._note_finished(task, name, now, () if result is None else result.records)
         if result is not None:
             self._count(name, result)
             if result.is_lost:
@@ -372,9 +372,13 @@ class Coordinator:
             return None
         return found
 
-    def _note_finished(self, task: Task, name: str, now: float) -> None:
-        """Note those items of a task that failed, or whose result was lost, which its worker finished before."""
-        done = tuple(item for item in task.items if record_of(self.job.files, item) is not None)
+    def _note_finished(self, task: Task, name: str, now: float, records: Sequence[ItemRecord] = ()) -> None:
+        """Note those items of a task that failed, or whose result was lost, which its worker finished before.
+
+        records  that the worker has told of; others are looked up
+        """
+        told = {record.item for record in records}
+        done = tuple(item for item in task.items if item in told or record_of(self.job.files, item) is not None)
         if done:
             self._cancel(self._assignment.finish(Task(done, NO_TASK, is_copy=False), name, now))
 
