@@ -192,10 +192,10 @@ class InferOptions(RegionOptions, RunOptions):
     client: Client | None = option(None, "a client of dask, whose workers compute")
     part: str | None = option(
         None,
-        "compute part K of N of the work items, in a job array; --finish completes the output",
+        "compute part K of N of the work items, in a job array; the option finish completes the output",
         "part",
         metavar="K/N",
-        in_python="such as '3/64'; `finish` completes the output",
+        in_python="such as '3/64'",
     )
     finish: bool = option(
         False, "complete the output of a job whose parts are computed; what is missing is computed here", "flag"

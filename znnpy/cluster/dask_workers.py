@@ -99,7 +99,7 @@ def limits_of_worker(memory_limit: int | None, threads: int, asked: int | None) 
         raise ClusterError(
             f"{option('ram', human_bytes(asked))} is more than {human_bytes(most)}, the part of the "
             f"{human_bytes(memory_limit)} of this worker that dask leaves to a task before it pauses the worker; start "
-            f"workers with --memory-limit 0, or with {human_bytes(int(asked / OF_LIMIT))}, or lower {option('ram')}"
+            f"workers without a memory limit, or with {human_bytes(int(asked / OF_LIMIT))}, or lower {option('ram')}"
         )
     return Limits(most if asked is None else asked, threads)
 
@@ -131,9 +131,7 @@ def _opened(cluster: str, stack: ExitStack) -> Client:
             return stack.enter_context(Client(stack.enter_context(local)))
         if cluster.endswith(".json"):
             if not Path(cluster).is_file():
-                raise ClusterError(
-                    f"there is no scheduler file {cluster}; start `dask scheduler --scheduler-file {cluster}`"
-                )
+                raise ClusterError(f"there is no scheduler file {cluster}; start a scheduler of dask that writes it")
             return stack.enter_context(Client(scheduler_file=cluster, timeout=ANSWER_SECONDS))
         return stack.enter_context(Client(cluster, timeout=ANSWER_SECONDS))
     except (OSError, ValueError, KeyError) as error:
