@@ -220,6 +220,8 @@ class Coordinator:
         """Return once all items are finished. ClusterError if the cluster fails, or names items that failed."""
         self._seen = time.monotonic()
         self._looked = self._seen - LOOK_SECONDS
+        if self.tell is not None:
+            self.tell(self)
         try:
             while not self._assignment.is_done:
                 with self._answered():
