@@ -229,5 +229,10 @@ def test_commands_of_the_dockerfile_install_a_wheel(tmp_path: Path) -> None:
     command, extras = installing()
     subprocess.run(command, check=True, cwd=image, env={**environment, "EXTRAS": extras})
     imported = ["python", "-c", "import znnpy.cluster.dask_workers, tensorstore"]
-    for program in (["znnpy", "--version"], ["dask", "worker", "--help"], imported):
-        subprocess.run(program, check=True, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
+    for program, said in (
+        (["znnpy", "--version"], "znnpy"),
+        (["dask", "worker", "--help"], "--nthreads"),
+        (imported, ""),
+    ):
+        ended = subprocess.run(program, check=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert said in ended.stdout

@@ -114,7 +114,7 @@ class Assignment:
 
     @property
     def is_done(self) -> bool:
-        """Whether every item is done or given up."""
+        """Say whether every item is done or given up."""
         return self.left == 0
 
     @property

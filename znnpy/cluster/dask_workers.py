@@ -203,11 +203,6 @@ class Coordinator:
         """Items per second of each worker that is there and has finished a task."""
         return self._assignment.rates
 
-    @property
-    def seconds_left(self) -> float | None:
-        """Seconds that are left, as far as they are known."""
-        return self._assignment.seconds_left(time.monotonic())
-
     def compute_again(self, items: Collection[int]) -> None:
         """Compute items once more, which were finished."""
         again = set(items)

@@ -17,7 +17,7 @@ from znnpy.cluster.claims import OPEN
 from znnpy.cluster.item_output import ItemOutput
 from znnpy.cluster.items import ItemGrid, halved, sizes, unit_of
 from znnpy.cluster.job import FORMAT, NETWORK, PLAN, Job, JobRecord, kept, plan_of, stated
-from znnpy.cluster.job_files import job_files
+from znnpy.cluster.job_files import JOB, job_files
 from znnpy.computation import planned
 from znnpy.errors import OutputError, ResumeError
 from znnpy.job import attributes_of, settings_of
@@ -95,7 +95,7 @@ def prepared(asked: InferOptions, least: int = LEAST_ITEMS) -> Iterator[Prepared
         assert isinstance(output, Output | BucketOutput)
         with output:
             if output.finished:
-                job_files(place_of(out)).remove("")  # a process that finished the job may have been killed before
+                _remove_files(out)  # a process that finished the job may have been killed before
                 yield PreparedJob(Job(out, ""), run, output, None)
                 return
             if output.header is not None:
@@ -110,7 +110,7 @@ def prepared(asked: InferOptions, least: int = LEAST_ITEMS) -> Iterator[Prepared
             else:
                 grid, plan = _divided(run, least, is_fixed=output.gathered_bytes == 0)
                 _begin(run, output, grid, plan)
-                job_files(place_of(out)).remove("")  # of an earlier job, whose output is replaced
+                _remove_files(out)  # of an earlier job, whose output is replaced
             assert output.header is not None
             job = Job(out, output.run or "")
             record = JobRecord.find(out)
@@ -119,6 +119,13 @@ def prepared(asked: InferOptions, least: int = LEAST_ITEMS) -> Iterator[Prepared
             elif asked.trace is not None and not record.is_traced:
                 replace(record, is_traced=True).save(out)
             yield PreparedJob(job, run, output, grid)
+
+
+def _remove_files(out: str) -> None:
+    """Remove the files of a job; a folder of that name without the record of a job is somebody's, and is left."""
+    files = job_files(place_of(out))
+    if files.read(JOB) is not None:
+        files.remove("")
 
 
 def join(asked: InferOptions, least: int = LEAST_ITEMS) -> Job:

@@ -81,9 +81,9 @@ class _Process:
         self._kept = ExitStack()
         self._job, self._files, self._record = job, job.files, JobRecord.load(job)
         self._place = place_of(job.out)
-        self._named = _named(self._files, self._record, limits, self._kept)
         self._mask: Mask | None = None
         try:
+            self._named = _named(self._files, self._record, limits, self._kept)
             if self._named.asked.mask is not None:
                 opened = self._kept.enter_context(open_given(self._named.asked.mask, None, MissingVoxels()))
                 self._mask = Mask.of(opened)
@@ -105,9 +105,7 @@ class _Process:
 
     def close(self) -> None:
         """Close the output."""
-        if self._store is not None:
-            self._store.close()
-            self._store = None
+        self._reopen()
         self._kept.close()
 
     def record(self, item: int, attempt: str, worker: str, progress: Callable[[int, Event], None] | None) -> ItemRecord:
@@ -153,9 +151,7 @@ class _Process:
 
     def _compute(self, run: OpenedRun, output: ItemOutput, trace: Trace | None, began: float) -> Computed:
         """Compute an item by the plan of this kind of machine, which is made by the first process that needs it."""
-        if run.asked.plan is not None:
-            return computed(run, output, trace, began)
-        if run.source.area is not None:  # plans of these are for one region
+        if run.asked.plan is not None or run.source.area is not None:  # plans of areas are for one region
             return computed(run, output, trace, began)
         key = self._plan_key(run)
         content = None if key in self._plans else self._files.read(f"{PLANS}/{key}")

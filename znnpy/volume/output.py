@@ -183,7 +183,7 @@ class Output:
 
     @property
     def _is_shared(self) -> bool:
-        """Whether other processes write the output too, and may go on with it."""
+        """Say whether other processes write the output too, and may go on with it."""
         return self.header is not None and self.header.item is not None
 
     def pause(self) -> None:
