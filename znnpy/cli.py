@@ -38,6 +38,7 @@ from znnpy.network_files import read_asked, read_ensemble, read_network
 from znnpy.nnunet.names import label_path, model_of, unfinished
 from znnpy.option_declarations import option
 from znnpy.options import DemoOptions, InferOptions, InfoOptions, MeasureOptions, PlanOptions, VerifyOptions
+from znnpy.page_commands import view
 from znnpy.plot_commands import graph, timeline
 from znnpy.shapes import text
 from znnpy.shared_options import PlanningOptions
@@ -67,6 +68,7 @@ def main() -> None:
 main.add_command(graph)
 main.add_command(import_model)
 main.add_command(timeline)
+main.add_command(view)
 
 
 @dataclass(frozen=True, kw_only=True)
