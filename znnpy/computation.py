@@ -32,7 +32,7 @@ from znnpy.run.masked import MaskedOutput
 from znnpy.run.preparing import Preparing
 from znnpy.run.resume import check_options, device_begun, limits_taken, plan_begun, smaller_plan_begun
 from znnpy.run.target import OpenTarget, Targets, check_here
-from znnpy.run.trace import Trace
+from znnpy.run.trace import Spans, Trace
 from znnpy.run.workers import Sessions, sessions_of, workers_of
 from znnpy.run_log import log_phase
 from znnpy.self_check import CheckedOutput
@@ -104,7 +104,7 @@ def planned(run: OpenedRun, output: RunOutput) -> RunPlan:
     raise AssertionError("the last target either has a plan or raises an error")
 
 
-def computed(run: OpenedRun, output: RunOutput, trace: Trace | None, started: float) -> Computed:
+def computed(run: OpenedRun, output: RunOutput, trace: Spans | None, started: float) -> Computed:
     """Compute a run into an output that was entered.
 
     started  time at which the run began, by `time.perf_counter()`
@@ -140,7 +140,7 @@ class Computation:
     run: OpenedRun
     output: RunOutput
     watched: Volume | None  # opened once more, where patches are held against the definition
-    trace: Trace | None
+    trace: Spans | None
     started: float  # by `time.perf_counter()`
     tally: Tally = field(default_factory=Tally)  # of what is written
 

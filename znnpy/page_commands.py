@@ -13,7 +13,7 @@ import click
 from znnpy.command_options import NEW_FILE, PLACE, json_option
 from znnpy.command_runtime import Command, print_json, print_lines
 from znnpy.errors import OutputError
-from znnpy.files import regular_file, write_asked
+from znnpy.files import Inputs, regular_file, write_asked
 from znnpy.stopping import Terminated, working
 from znnpy.volume.location import path_of, volume_location
 
@@ -170,3 +170,38 @@ def _as_json(scene: Scene, notes: list[str]) -> dict[str, Any]:
         for layer in scene.layers
     ]
     return {"voxel_meters": scene.scale, "layers": layers, "notes": [*scene.notes, *notes]}
+
+
+@click.command(cls=Command)
+@click.argument("run", type=PLACE)
+@click.argument("volume", type=PLACE, required=False)
+@click.option("--out", type=NEW_FILE, required=True, help="Write the page to this file, NAME.html.")
+@click.option("--overwrite", is_flag=True, help="Replace the file given as --out.")
+@json_option
+def report(run: str, volume: str | None, out: Path, overwrite: bool, as_json: bool) -> None:
+    """Make a page of RUN that any browser shows without a network.
+
+    RUN is the file that `znnpy infer --record` wrote: the page shows what ran where, the plan beside what was measured,
+    slices, memory over time, the machine, and how to reproduce it. Of a prediction alone it shows slices, over VOLUME
+    if that is given, and the plan.
+    """
+    target = page_file(out, overwrite, "out", {"run": path_of(run), "volume": path_of(volume)})
+    from znnpy.pages.run_page import run_page
+
+    with working():
+        made = run_page(run, volume)
+        write_asked(target, made, overwrite=overwrite)
+    if as_json:
+        print_json({"page": str(target), "bytes": len(made.encode())})
+    else:
+        print_lines([f"page       {target}"])
+
+
+def page_file(path: Path, overwrite: bool, argument: str, inputs: Inputs) -> Path:
+    """Return the path of a page; OutputError if it may not be written, MissingExtraError if a package is missing."""
+    from znnpy.pages.page import require_report
+
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise OutputError(f"{path} does not end in .html: give a --{argument} that does")
+    require_report()
+    return regular_file(path, overwrite, argument, inputs=inputs)

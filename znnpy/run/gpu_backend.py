@@ -38,7 +38,7 @@ from znnpy.shapes import FLOAT32
 
 if TYPE_CHECKING:
     from znnpy.kernels.contract import Footprint
-    from znnpy.run.trace import Trace
+    from znnpy.run.trace import Spans
 
 LOOK_SECONDS = 0.0001  # between looks at an event; a wait inside CUDA would not notice Ctrl-C
 QUEUED_SECONDS = 0.2  # most predicted seconds of queued layers: after Ctrl-C they end before memory is freed
@@ -98,7 +98,7 @@ class GpuBackend:
         network: Network,
         pool: Checks,
         device: Device | None = None,
-        trace: Trace | None = None,
+        trace: Spans | None = None,
         lane: str = "GPU",
     ) -> None:
         self._plan, self._network, self._pool, self._device = plan, network, pool, device

@@ -39,7 +39,7 @@ from znnpy.run.voxels import load_voxels, store_voxels
 from znnpy.shapes import turn, turned_back
 
 if TYPE_CHECKING:
-    from znnpy.run.trace import Trace
+    from znnpy.run.trace import Spans
 
 Array = npt.NDArray[Any]  # float32, or bfloat16 in bf16
 
@@ -139,7 +139,7 @@ class GraphSession:
         pool: ThreadPool,
         table: tuple[Primitive, ...] = TABLE,
         *,
-        trace: Trace | None = None,
+        trace: Spans | None = None,
         lane: str | None = None,
         prepared: Callable[[int], None] | None = None,
     ) -> None:

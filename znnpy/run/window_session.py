@@ -26,7 +26,7 @@ from znnpy.window_cover import WindowStep
 from znnpy.windows.weights import total_weights, window_weights
 
 if TYPE_CHECKING:
-    from znnpy.run.trace import Trace
+    from znnpy.run.trace import Spans
 
 
 class WindowSession:
@@ -42,7 +42,7 @@ class WindowSession:
         pool: ThreadPool,
         table: tuple[Primitive, ...] = TABLE,
         *,
-        trace: Trace | None = None,
+        trace: Spans | None = None,
         lane: str | None = None,
         prepared: Callable[[int], None] | None = None,
     ) -> None:

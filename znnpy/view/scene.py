@@ -203,7 +203,7 @@ def _between(scene: Space | None, own: Space | None) -> Matrix | None:
     unit = scene.units[0]
     if unit is not None and own.units != scene.units:
         own = in_unit(own, unit) or own  # without a unit it is taken to be the same
-    found: Matrix = np.linalg.solve(_matrix(scene), _matrix(own))
+    found: Matrix = np.linalg.inv(_matrix(scene)) @ _matrix(own)
     return found
 
 
@@ -233,9 +233,8 @@ def _stated_place(one: _Array) -> Matrix | None:
 
 def _numbers(one: _Array, name: str, value: Any) -> Matrix:
     """Return three finite numbers; VolumeError for anything else."""
-    found: Matrix
     try:
-        found = np.asarray(value, np.float64)
+        found: Matrix = np.asarray(value, np.float64)
     except (TypeError, ValueError):
         found = np.zeros(0)
     if found.shape != (3,) or not np.isfinite(found).all() or (name == "voxel_step" and (found <= 0).any()):
