@@ -103,8 +103,8 @@ def _picture_file(path: Path, screenshot: Path | None, overwrite: bool, inputs: 
     argument = "slices" if screenshot is None else "screenshot"
     if path.suffix.lower() != ".png":
         raise OutputError(f"{path} does not end in .png: give a --{argument} that does")
-    read = {f"array {place}": path_of(place) for place in inputs if place is not None}
-    return regular_file(path, overwrite, argument, inputs=read)
+    read = [path for place in inputs if (path := path_of(place)) is not None]
+    return regular_file(path, overwrite, argument, inputs={"array": read})
 
 
 def _serve(scene: Scene, port: int | None, as_json: bool) -> None:

@@ -17,7 +17,10 @@ from znnpy.shapes import text
 from znnpy.shared_options import RegionOptions
 from znnpy.units import human_bytes, human_seconds
 
-NOT_GIVEN_AGAIN = ("tell", "tell_why", "tell_point", "tell_progress")
+NOT_GIVEN_AGAIN = (  # callbacks, and what only prints or writes
+    *("tell", "tell_why", "tell_point", "tell_progress"),
+    *("out", "plot", "report", "overwrite", "why", "as_json"),
+)
 VOLUME, PLAN = "VOLUME", "plan.json"  # names in commands, for what was not named
 
 
@@ -40,7 +43,11 @@ def plan_page(run: RunPlan, network: Network, machine: Machine | None, asked: Pl
     if run.device == "gpu":
         limit = human_bytes(run.limits.vram_bytes or 0)
         figures.insert(2, ("memory of each GPU", human_bytes(run.memory.vram), f"limit: {limit}"))
-    trusted = "were measured on the machine" if run.fitted else "come from assumed rates: `znnpy measure` measures them"
+    trusted = (
+        "come from rates measured on the machine"
+        if run.fitted
+        else "come from assumed rates: `znnpy measure` measures them"
+    )
     return filled(
         "plan.html",
         title=f"Plan of {run.network_name}",

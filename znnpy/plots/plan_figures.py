@@ -44,12 +44,13 @@ def cut_figure(plan: Plan) -> Figure:
         step = plan.patch_out[plan.axis]
         for at in _cuts(part[plan.axis], step):
             _draw_cut(axes, part, plan.axis, at, colour="#7e4c0a")
-    for axis, name in enumerate("zyx"):
-        end: list[float] = [0.0, 0.0, 0.0]
-        end[axis] = size[axis] / 2
-        where = _seen((end[0], end[1], end[2]))
-        aside = {"z": (8, -10), "y": (-40, 0), "x": (0, -14)}[name]
-        axes.annotate(f"{name} {size[axis]:,}", where, xytext=aside, textcoords="offset points", fontsize=9)
+    z, y, x = size
+    for name, voxels, middle, aside in (
+        ("z", z, (z / 2, y, x), (8, -12)),
+        ("y", y, (0, y / 2, 0), (-44, -4)),
+        ("x", x, (0, y, x / 2), (-14, -16)),
+    ):
+        axes.annotate(f"{name} {voxels:,}", _seen(middle), xytext=aside, textcoords="offset points", fontsize=9)
     axes.set_aspect("equal")
     axes.invert_yaxis()
     axes.axis("off")

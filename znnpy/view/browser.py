@@ -37,7 +37,7 @@ WITHOUT_WINDOW = (
 SECONDS = 120.0  # within which a page is drawn
 LOOK_SECONDS = 0.1
 ATTEMPTS = 5  # at a picture of the size that was asked for
-CONSOLE = re.compile(r'(?:INFO|WARNING|ERROR):CONSOLE[:(]\d+\)?\] "(.*)", source: ')
+CONSOLE = re.compile(r'(?:INFO|WARNING|ERROR):CONSOLE[:(]\d+\)?\] (".*", source: .*)')  # of errors too: INFO
 
 Size = tuple[int, int]  # width and height in pixels
 
@@ -60,7 +60,7 @@ def require_browser() -> str:
 
 @dataclass
 class Browser:
-    """A running browser, and what its pages wrote to the console."""
+    """A running browser, and what its pages wrote to the console: texts and errors, each with its source."""
 
     process: subprocess.Popen[str]
     console: list[str] = field(default_factory=list)
@@ -102,7 +102,9 @@ def browsing(url: str, size: Size, words: Sequence[str] = ()) -> Iterator[Browse
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-            listener.join(5)
+            listener.join()  # the browser's end closes what it writes to
+            assert process.stderr is not None
+            process.stderr.close()
 
 
 def _command(program: str, size: Size, folder: str) -> list[str]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 HOST = "127.0.0.1"  # the only address that is listened at: the volume is for this machine
 AXES = ("x", "y", "z")  # order in which the viewer shows them
 COLOURS = 3  # channels that one picture shows at a time, as red, green and blue
+DIGITS = 12  # of the directions of axes
 PANEL = 400.0  # pixels along a cross-section into which the prediction fits at first
 
 GREY = """#uicontrol invlerp normalized
@@ -125,7 +126,9 @@ def _source(layer: Layer, voxels: ShownVoxels, scales: Sequence[float], unit: st
     from neuroglancer import CoordinateSpace, CoordinateSpaceTransform, LocalVolume
 
     names, lead = list(AXES[::-1]), 0
-    sizes, units = [scale * step for scale, step in zip(scales, layer.step, strict=True)], [unit] * 3
+    lengths = layer.place[:3, :3] * np.array(scales)[:, None]  # of the voxels' edges, along the axes of the scene
+    edges = np.sqrt((lengths**2).sum(axis=0))
+    sizes, units = edges.tolist(), [unit] * 3
     if voxels.ndim == 4:
         # A picture holds up to three channels; of more, the viewer shows one, which its user chooses.
         names, lead = ["c^" if voxels.shape[0] <= COLOURS else "c'", *names], 1
@@ -139,7 +142,7 @@ def _source(layer: Layer, voxels: ShownVoxels, scales: Sequence[float], unit: st
     # The viewer's matrix is in units of length, so that the size of voxels is no part of it; its last column counts
     # voxels of the output. A voxel reaches from i to i + 1 there, while `place` speaks of the voxels' centres.
     linear = layer.place[:3, :3]
-    matrix[lead:, lead:-1] = linear * np.outer(scales, 1 / np.array(sizes[lead:]))
+    matrix[lead:, lead:-1] = np.round(lengths / edges, DIGITS)
     matrix[lead:, -1] = layer.place[:3, 3] + 0.5 - linear.sum(axis=1) / 2
     within = [1.0] * lead + list(scales)
     output = CoordinateSpace(names=names, units=units, scales=within)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 from typing import Any, Literal
 
 import numpy as np
@@ -34,6 +35,7 @@ Matrix = npt.NDArray[np.float64]  # (4, 4): position (z, y, x, 1) of a voxel's c
 DEVIATIONS = 2.5  # from the mean grey to black and to white
 BYTE = 255.0
 NANOMETER = 1e-9
+NO_SCALE = (1.0, 1.0, 1.0)  # written without a unit by formats that always state a size
 STRAIGHT = 1e-6  # relative size of what a matrix may hold beside its diagonal
 
 
@@ -50,12 +52,6 @@ class Layer:
     volume: Volume
     place: Matrix
     contrast: tuple[float, float]
-
-    @property
-    def step(self) -> tuple[float, float, float]:
-        """Size of a voxel (z, y, x), in voxels of the scene."""
-        z, y, x = map(float, np.sqrt((self.place[:3, :3] ** 2).sum(axis=0)))
-        return z, y, x
 
     @property
     def is_straight(self) -> bool:
@@ -106,12 +102,11 @@ def opened_scene(prediction: str, volume: str | None = None, labels: Sequence[st
     VolumeError says which of them cannot be read.
     """
     with ExitStack() as stack:
-        below = None if volume is None else stack.enter_context(_open(volume_location(volume)))
-        location = volume_location(prediction)
-        claim, arrays = _arrays(location, stack)
-        marked = [stack.enter_context(_open(volume_location(place))) for place in labels]
+        claim, arrays = _arrays(volume_location(prediction), stack)
+        below = None if volume is None else stack.enter_context(_predicted(volume_location(volume), claim))
+        marked = [stack.enter_context(open_volume(volume_location(place))) for place in labels]
         reference = arrays[0].volume if below is None else below
-        scale, notes = _scale(reference.space)
+        scale, notes = _scale(reference.space, arrays[0] if below is None else None)
         notes += _doubts(claim, below)
         layers = [] if below is None else [Layer("volume", "grey", below, np.eye(4), _grey_contrast(below))]
         for one in arrays:
@@ -125,8 +120,17 @@ def opened_scene(prediction: str, volume: str | None = None, labels: Sequence[st
         yield Scene(tuple(layers), scale, notes)
 
 
-def _open(location: Location) -> Volume:
-    return open_volume(location)
+def _predicted(location: Location, claim: Provenance | None) -> Volume:
+    """Open the volume below a prediction: where it holds several arrays, that which the prediction names."""
+    if claim is None:
+        return open_volume(location)
+    named = claim.job.volume
+    try:
+        return open_volume(location, scale=named.scale, time=named.time)
+    except VolumeError:
+        if location.dataset is not None or not named.dataset:
+            raise
+        return open_volume(location, named.dataset, scale=named.scale, time=named.time)
 
 
 def _arrays(location: Location, stack: ExitStack) -> tuple[Provenance | None, list[_Array]]:
@@ -134,17 +138,17 @@ def _arrays(location: Location, stack: ExitStack) -> tuple[Provenance | None, li
     whole = replace(location, dataset=None)
     said = attributes_of(whole)
     if "job" not in said:
-        return None, [_Array("prediction", stack.enter_context(_open(location)), said)]
+        return None, [_Array("prediction", stack.enter_context(open_volume(location)), said)]
     names = array_names(whole)
     claim = Provenance.of(whole, names)
     found = []
     for name in names:
         dataset = dataset_of(whole, name)
         if location.dataset is None or location.dataset in (name, dataset):
-            volume = stack.enter_context(_open(replace(whole, dataset=dataset)))
+            volume = stack.enter_context(open_volume(replace(whole, dataset=dataset)))
             found.append(_Array(name.rpartition("/")[2] or "prediction", volume, attributes_of(whole, name)))
     if not found:  # the whole of another array in the same file
-        found = [_Array("prediction", stack.enter_context(_open(location)), {})]
+        found = [_Array("prediction", stack.enter_context(open_volume(location)), {})]
     return claim, found
 
 
@@ -156,14 +160,18 @@ def _free(name: str, taken: Sequence[str]) -> str:
 # --- places ---
 
 
-def _scale(space: Space | None) -> tuple[tuple[float, float, float] | None, tuple[str, ...]]:
-    """Return the size of a voxel in meters, and a sentence where it had to be assumed."""
-    if space is None:
+def _scale(space: Space | None, alone: _Array | None) -> tuple[tuple[float, float, float] | None, tuple[str, ...]]:
+    """Return the size of a voxel of the scene in meters, and a sentence where it had to be assumed.
+
+    alone  a prediction without its volume, whose voxels may be larger than those of the scene
+    """
+    lengths = [] if space is None else [meters(unit) for unit in space.units]
+    if space is None or (None in lengths and space.scale == NO_SCALE):
         return None, ("the size of a voxel is not stated, so positions are in voxels",)
-    lengths = [meters(unit) for unit in space.units]
+    steps = np.ones(3) if alone is None or (place := _stated_place(alone)) is None else np.diag(place)[:3]
     z, y, x = (
-        size * (NANOMETER if length is None else float(length))
-        for size, length in zip(space.scale, lengths, strict=True)
+        float(size / step) * (NANOMETER if length is None else float(length))
+        for size, step, length in zip(space.scale, steps, lengths, strict=True)
     )
     if None in lengths:
         return (z, y, x), ("the unit of the voxel size is not stated, and taken to be nm",)
@@ -265,23 +273,28 @@ def _contrast(claim: Provenance | None, volume: Volume) -> tuple[float, float]:
     if volume.dtype == np.uint8:
         is_above = claim is not None and claim.job.result.kind == "above"
         return 0.0, 1.0 if is_above else BYTE
-    lowest, highest = _range(volume, None)
-    return (0.0, 1.0) if lowest >= 0 and highest <= 1 else (lowest, highest)
+    lowest, highest = _range(volume)
+    return (0.0, 1.0) if lowest >= 0 and highest <= 1 else _apart(lowest, highest)
 
 
 def _grey_contrast(volume: Volume) -> tuple[float, float]:
-    return _range(volume, DEVIATIONS)
+    """Return the grey values that are drawn as black and as white."""
+    return _apart(*_range(volume, DEVIATIONS))
 
 
-def _range(volume: Volume, deviations: float | None) -> tuple[float, float]:
-    """Return lowest and highest of sampled values, or so many deviations around their mean if that is less."""
+def _range(volume: Volume, deviations: float = inf) -> tuple[float, float]:
+    """Return lowest and highest of sampled values, within so many deviations of the mean."""
     greys = [greys for greys in sample_of(volume).channels if greys is not None]
     if not greys:
         return 0.0, 1.0
     low, high = min(one.lowest for one in greys), max(one.highest for one in greys)
-    if deviations is not None:
-        low = max(low, min(one.mean - deviations * one.std for one in greys))
-        high = min(high, max(one.mean + deviations * one.std for one in greys))
+    if deviations == inf:
+        return low, high
+    low = max(low, min(one.mean - deviations * one.std for one in greys))
+    return low, min(high, max(one.mean + deviations * one.std for one in greys))
+
+
+def _apart(low: float, high: float) -> tuple[float, float]:
     return (low, high) if low < high else (low, low + 1.0)
 
 

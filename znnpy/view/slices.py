@@ -21,7 +21,7 @@ AXES = "zyx"
 MOST_SIDE = 1024.0  # voxels of the scene along a side of a slice; of larger ones the middle is drawn
 PIXELS = 420  # along the longer side of a slice
 GAP, LINE = 10, 18  # pixels between slices, and above each for its title
-SPREAD = 2654435761  # Knuth's multiplicative hash: neighbouring labels get different colours
+SPREAD = 0x9E3779B97F4A7C15  # Fibonacci hashing: the highest bits of the product depend on all bits of a label
 COLOURS = 3
 ROUNDING = 1e-9  # of positions, in voxels
 
@@ -169,8 +169,8 @@ def _coloured(layer: Layer, voxels: npt.NDArray[Any]) -> Colours:
 
 def _label_colours(labels: npt.NDArray[Any]) -> Colours:
     """Return a colour for each label, and black for 0."""
-    mixed = (labels.astype(np.uint64) * np.uint64(SPREAD)) & np.uint64(0xFFFFFF)
-    parts = [(mixed >> np.uint64(shift)) & np.uint64(0xFF) for shift in (16, 8, 0)]
+    mixed = labels.astype(np.uint64) * np.uint64(SPREAD)
+    parts = [(mixed >> np.uint64(shift)) & np.uint64(0xFF) for shift in (56, 48, 40)]
     colours = 64 + np.stack(parts, axis=2) * np.uint64(191) // np.uint64(255)
     colours[labels == 0] = 0
     return colours.astype(np.uint8)
