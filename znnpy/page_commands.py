@@ -103,7 +103,7 @@ def _picture_file(path: Path, screenshot: Path | None, overwrite: bool, inputs: 
     argument = "slices" if screenshot is None else "screenshot"
     if path.suffix.lower() != ".png":
         raise OutputError(f"{path} does not end in .png: give a --{argument} that does")
-    read = [path for place in inputs if (path := path_of(place)) is not None]
+    read = [found for place in inputs if (found := path_of(place)) is not None]
     return regular_file(path, overwrite, argument, inputs={"array": read})
 
 
