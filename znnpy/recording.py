@@ -91,9 +91,11 @@ class Figures:
 
 def _raise_to(series: list[float], number: int, value: float) -> None:
     """Set an interval to the largest of its values; intervals that were left out get the one before."""
-    while len(series) <= number:
-        series.append(series[-1] if series else value)
-    series[number] = max(series[number], value)
+    if number < len(series):
+        series[number] = max(series[number], value)
+        return
+    series += [series[-1] if series else value] * (number - len(series))
+    series.append(value)
 
 
 def _pairs(series: list[float], joined: Callable[[list[float]], float]) -> list[float]:
