@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.cli import Place
 from tests.support.messages import assert_holds
+from tests.support.small_unet import written
 from znnpy.errors import OutputError, PlanFileError
 from znnpy.inference import infer
 from znnpy.options import InferOptions
@@ -154,6 +155,18 @@ def test_layers_take_as_long_as_the_trace_says(place: Place) -> None:
     in_trace = sum(span.end - span.begin for span in spans if "layer" in span.facts)
     assert sum(layer.measured for layer in record.layers) == pytest.approx(in_trace, rel=1e-3)
     assert {span.track for span in spans} == set(record.over_time.busy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("windows", [{}, {"window": (16, 16, 16)}])
+def test_graphs_and_windows_are_recorded_by_their_nodes(tmp_path: Path, windows: dict[str, Any]) -> None:
+    network, path = written(tmp_path), tmp_path / "run.json"
+    infer(
+        tmp_path / "volume.npy", network, out=tmp_path / "out.h5", record=path, device="cpu", calibrate=False, **windows
+    )
+    layers = RunRecord.load(path).layers
+    assert [layer.name.split()[0] for layer in layers] == ["enter", "down", "deep", "up", "leave"]
+    assert all(layer.measured > 0 and layer.predicted > 0 for layer in layers)
 
 
 @pytest.mark.slow

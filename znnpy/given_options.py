@@ -21,6 +21,8 @@ PLACES = ("volume", "network", "weights", "mask", "plan", "costs", "machine", "o
 def given_options(asked: Any, without: Collection[str] = ()) -> tuple[dict[str, Value | tuple[Value, ...]], bool]:
     """Return the options that are not the defaults, and whether an object of the caller's, described, is among them.
 
+    Those that may be paths come first.
+
     asked    an instance of a class of options
     without  names of options that are left out
     """
@@ -39,7 +41,8 @@ def given_options(asked: Any, without: Collection[str] = ()) -> tuple[dict[str, 
             continue
         kept = tuple(held_place(one) if of.name in PLACES else _plain(one) for one in several)
         found[of.name] = kept if isinstance(value, list | tuple) else kept[0]
-    return found, has_objects
+    first = {name: found[name] for name in PLACES if name in found}
+    return {**first, **found}, has_objects
 
 
 def held_place(place: object) -> str:

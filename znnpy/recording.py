@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -223,7 +222,7 @@ def _share(report: Report, plan: RunPlan, worker: PlannedWorker) -> float:
     voxels = report.computed
     if len(plan.workers) > 1:
         voxels = sum(one.voxels for one in report.workers if _is_of(one.name, worker))
-    return voxels / prod(plan.output)
+    return voxels / report.voxels
 
 
 def _is_of(track: str, worker: PlannedWorker) -> bool:

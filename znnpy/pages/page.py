@@ -49,6 +49,11 @@ def filled(template: str, **content: Any) -> str:
     return _templates().get_template(template).render(**content)
 
 
+def threads_text(count: int) -> str:
+    """Return a number of threads in words."""
+    return f"{count} thread{'s' if count != 1 else ''}"
+
+
 def _uri(content: bytes, kind: str) -> str:
     return f"data:{kind};base64,{b64encode(content).decode()}"
 

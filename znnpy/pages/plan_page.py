@@ -9,7 +9,7 @@ from znnpy.given_options import command_line, given_options
 from znnpy.machine import Machine
 from znnpy.network import Network
 from znnpy.options import PlanOptions
-from znnpy.pages.page import figure_picture, filled
+from znnpy.pages.page import figure_picture, filled, threads_text
 from znnpy.planner.run_plan import RunPlan
 from znnpy.plots.plan_figures import cut_figure, memory_figure, time_figure
 from znnpy.report.plan_text import AXES, explain
@@ -37,7 +37,7 @@ def plan_page(run: RunPlan, network: Network, machine: Machine | None, asked: Pl
         ("predicted time", human_seconds(run.seconds), f"{run.voxels_per_second:,.0f} voxels/s"),
         ("memory", human_bytes(run.memory.peak), f"limit: {human_bytes(run.limits.ram_bytes)}"),
         ("output", text(run.output), f"of {run.network_name}"),
-        ("computed on", where, f"{run.precision}, {plan.compute_threads} threads"),
+        ("computed on", where, f"{run.precision}, {threads_text(plan.compute_threads)}"),
         ("work", f"{plan.waste:.2f} times", "what the output needs without borders"),
     ]
     if run.device == "gpu":

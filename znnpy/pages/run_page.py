@@ -9,7 +9,7 @@ from typing import Any
 from znnpy.errors import PlanFileError, VolumeError, ZnnpyError
 from znnpy.given_options import command_line, python_call
 from znnpy.messages import excerpt, one_line
-from znnpy.pages.page import Picture, figure_picture, filled, png_picture
+from znnpy.pages.page import Picture, figure_picture, filled, png_picture, threads_text
 from znnpy.planner.run_plan import RunPlan
 from znnpy.plots.run_figures import devices_figure, layers_figure, limit_note, memory_figure, progress_figure
 from znnpy.report.plan_text import explain
@@ -117,7 +117,7 @@ def _figures(record: RunRecord) -> list[tuple[str, str, str]]:
         ("time", human_seconds(report.seconds), f"plan: {human_seconds(report.predicted_seconds)}"),
         ("speed", f"{speed:,.0f}/s", f"plan: {planned * report.computed / max(1, report.voxels):,.0f}/s"),
         ("memory", human_bytes(report.peak_bytes), f"plan: {human_bytes(report.promised_bytes)}"),
-        ("device", excerpt(report.device, 40), f"{report.mode}, {report.precision}, {report.threads} threads"),
+        ("device", excerpt(report.device, 40), f"{report.mode}, {report.precision}, {threads_text(report.threads)}"),
     ]
     if report.vram_bytes is not None:
         promised = human_bytes(report.promised_vram_bytes)
