@@ -20,11 +20,15 @@ import pytest
 
 from tests.support.viewed_files import RESOLUTION, grey, written
 from znnpy.errors import MissingExtraError, OutputError
+from znnpy.inference import infer
 from znnpy.view import neuroglancer as viewers
 from znnpy.view.neuroglancer import GREY, PROBABILITY, served, shader
 from znnpy.view.scene import Layer, Scene, opened_scene
+from znnpy.view.voxels import ShownVoxels
 
 pytest.importorskip("neuroglancer", reason="the viewer is not installed")
+
+from neuroglancer.downsample import downsample_with_averaging
 
 NUMBER = r"[0-9a-f]{40}"
 
@@ -228,3 +232,47 @@ def test_turned_arrays_get_their_whole_matrix(files: tuple[Path, ...]) -> None:
     assert (low.tolist(), high.tolist()) == ([1, 2, 3], [25, 22, 31])
     assert [row[3] for row in found] == [1, 2, 31]
     assert [row[:3] for row in found] == [[0, 1, 0], [1, 0, 0], [0, 0, -1]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["p.zarr", "p.n5", "p.precomputed"])
+def test_means_of_many_voxels_are_read_from_stored_resolutions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A pyramid of three: what the page asks for is the same as without it, and read where fewest voxels are read."""
+    volume, out = np.random.default_rng(0).integers(0, 255, (75, 76, 77), np.uint8), tmp_path / name
+    infer(volume, out=out, multiscale=2, device="cpu", calibrate=False, threads=1)
+    read: list[tuple[int, ...]] = []
+    real = ShownVoxels.__getitem__
+
+    def noted(self: ShownVoxels, slices: tuple[slice, ...]) -> npt.NDArray[Any]:
+        read.append(self.shape)
+        return real(self, slices)
+
+    monkeypatch.setattr(ShownVoxels, "__getitem__", noted)
+    with viewed(out) as (state, viewer, scene):
+        source = source_of(state, 0)
+        size = scene.layers[0].volume.size
+        whole = {
+            factor: box_of(
+                viewer, source, ",".join([str(factor)] * 3), "0,0,0", ",".join(str(-(-n // factor)) for n in size)
+            )
+            for factor in (1, 2, 4, 8)
+        }
+    assert read == [(49, 50, 51), (25, 25, 26), (13, 13, 13), (13, 13, 13)]
+    for factor, coarse in whole.items():
+        expected = downsample_with_averaging(whole[1], (factor,) * 3)
+        inside = (slice(0, 49 // 8 * 8 // factor),) * 3  # at the ends, means of means weigh voxels otherwise
+        np.testing.assert_allclose(coarse[inside], expected[inside], atol=1e-5)
+
+
+@pytest.mark.slow
+def test_stored_resolutions_of_long_voxels_are_not_used(tmp_path: Path) -> None:
+    """Of voxels that are longer along z, the viewer wants means of 1x2x2, and 2x2x2 are stored."""
+    volume = written(tmp_path / "v.h5", grey((40, 41, 42)), RESOLUTION)
+    out = tmp_path / "p.zarr"
+    infer(volume, out=out, multiscale=1, device="cpu", calibrate=False, threads=1)
+    with viewed(out) as (_, viewer, scene):
+        assert len(scene.layers[0].coarser) == 1
+        (source,) = viewer.volume_manager.volumes.values()
+        assert source._coarser == []

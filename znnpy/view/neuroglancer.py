@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 HOST = "127.0.0.1"  # the only address that is listened at: the volume is for this machine
 AXES = ("x", "y", "z")  # order in which the viewer shows them
 COLOURS = 3  # channels that one picture shows at a time, as red, green and blue
+ALIKE = 1.01  # times the shortest edge of a voxel
 DIGITS = 12  # of the directions of axes
 PANEL = 400.0  # pixels along a cross-section into which the prediction fits at first
 
@@ -123,7 +124,9 @@ def _layer(layer: Layer, scales: Sequence[float], unit: str) -> Any:
 
 def _source(layer: Layer, voxels: ShownVoxels, scales: Sequence[float], unit: str) -> tuple[Any, Any]:
     """Return the voxels as a source that the viewer reads box by box, and their place in the scene."""
-    from neuroglancer import CoordinateSpace, CoordinateSpaceTransform, LocalVolume
+    from neuroglancer import CoordinateSpace, CoordinateSpaceTransform
+
+    from znnpy.view.pyramid import PyramidVolume
 
     names, lead = list(AXES[::-1]), 0
     lengths = layer.place[:3, :3] * np.array(scales)[:, None]  # of the voxels' edges, along the axes of the scene
@@ -133,11 +136,13 @@ def _source(layer: Layer, voxels: ShownVoxels, scales: Sequence[float], unit: st
         # A picture holds up to three channels; of more, the viewer shows one, which its user chooses.
         names, lead = ["c^" if voxels.shape[0] <= COLOURS else "c'", *names], 1
         sizes, units = [1.0, *sizes], ["", *units]
-    source = LocalVolume(
-        voxels,
-        CoordinateSpace(names=names, units=units, scales=sizes),
-        volume_type="segmentation" if layer.kind == "labels" else "image",
-    )
+    coarser = [
+        ((*[1] * lead, *factors), ShownVoxels(layer, level))
+        for factors, level in layer.coarser
+        if edges.max() < ALIKE * edges.min()  # of others the viewer wants means of other blocks than are stored
+    ]
+    space = CoordinateSpace(names=names, units=units, scales=sizes)
+    source = PyramidVolume(voxels, coarser, space, "segmentation" if layer.kind == "labels" else "image")
     matrix = np.eye(lead + 3, lead + 4)
     # The viewer's matrix is in units of length, so that the size of voxels is no part of it; its last column counts
     # voxels of the output. A voxel reaches from i to i + 1 there, while `place` speaks of the voxels' centres.

@@ -45,6 +45,7 @@ class Layer:
 
     place     of its voxels in the scene
     contrast  the values that are drawn as black and as white, or as nothing and as full colour
+    coarser   the same image at lower resolutions: how many voxels one of theirs stands for, and the open volume
     """
 
     name: str
@@ -52,6 +53,7 @@ class Layer:
     volume: Volume
     place: Matrix
     contrast: tuple[float, float]
+    coarser: tuple[tuple[Vec3, Volume], ...] = ()
 
     @property
     def is_straight(self) -> bool:
@@ -108,15 +110,20 @@ def opened_scene(prediction: str, volume: str | None = None, labels: Sequence[st
         reference = arrays[0].volume if below is None else below
         scale, notes = _scale(reference.space, arrays[0] if below is None else None)
         notes += _doubts(claim, below)
-        layers = [] if below is None else [Layer("volume", "grey", below, np.eye(4), _grey_contrast(below))]
+        layers: list[Layer] = []
+        if below is not None:
+            grey = _grey_contrast(below)
+            layers.append(Layer("volume", "grey", below, np.eye(4), grey, _coarser(below, stack)))
         for one in arrays:
             kind = _kind(claim, one.volume)
             place, note = _placed(one, below)
             notes += note
-            layers.append(Layer(one.name, kind, one.volume, place, _contrast(claim, one.volume)))
+            contrast = _contrast(claim, one.volume)
+            layers.append(Layer(one.name, kind, one.volume, place, contrast, _coarser(one.volume, stack)))
         for above in marked:
             name = _free(above.location.name, [layer.name for layer in layers])
-            layers.append(Layer(name, "labels", above, _label_place(above, layers, reference), (0.0, 1.0)))
+            place = _label_place(above, layers, reference)
+            layers.append(Layer(name, "labels", above, place, (0.0, 1.0), _coarser(above, stack)))
         yield Scene(tuple(layers), scale, notes)
 
 
@@ -150,6 +157,20 @@ def _arrays(location: Location, stack: ExitStack) -> tuple[Provenance | None, li
     if not found:  # the whole of another array in the same file
         found = [_Array("prediction", stack.enter_context(open_volume(location)), {})]
     return claim, found
+
+
+def _coarser(volume: Volume, stack: ExitStack) -> tuple[tuple[Vec3, Volume], ...]:
+    """Open the lower resolutions of an image, if it was opened at its finest, that stand for whole blocks of voxels."""
+    scales = volume.about().scales
+    if not scales or volume.dataset not in ("", scales[0].name):
+        return ()
+    found = []
+    for number in range(1, len(scales)):
+        level = stack.enter_context(open_volume(volume.location, scale=number))
+        z, y, x = (round(fine / coarse) for fine, coarse in zip(volume.size, level.size, strict=True))
+        if level.size == tuple(-(-size // factor) for size, factor in zip(volume.size, (z, y, x), strict=True)):
+            found.append(((z, y, x), level))
+    return tuple(found)
 
 
 def _free(name: str, taken: Sequence[str]) -> str:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from znnpy.errors import VolumeError
 from znnpy.patches import Box
 from znnpy.view.scene import Layer
+from znnpy.volume.base import Volume
 
 _log = logging.getLogger(__name__)
 
@@ -32,9 +33,10 @@ class ShownVoxels:
     One thread reads at a time. A part that cannot be read is logged once, and VolumeError is raised.
     """
 
-    def __init__(self, layer: Layer) -> None:
-        self._volume = layer.volume
-        shape = layer.volume.shape
+    def __init__(self, layer: Layer, level: Volume | None = None) -> None:
+        """Take the voxels of a layer at its own resolution, or at a lower one."""
+        self._volume = layer.volume if level is None else level
+        shape = self._volume.shape
         self.shape = shape if shape[0] > 1 else shape[1:]
         self.dtype = dtype_shown(layer)
         self._lock = threading.Lock()
