@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from znnpy.kernels.gpu import conv_cudnn, conv_direct, conv_fft, conv_first, load_store, ops, pool
+from znnpy.kernels.gpu import blend, conv_cudnn, conv_direct, conv_fft, conv_first, load_store, ops, pool
 from znnpy.kernels.gpu.block import primitive as block
 from znnpy.kernels.gpu.cuconv import primitive as cuconv
 from znnpy.kernels.gpu.fft_tiled import kernel_instances as fft_tiled
@@ -18,6 +18,7 @@ ARCHITECTURES = (80, 86, 89, 90, 120)  # A100; RTX 30; RTX 40, L4, L40; H100, H2
 def instances() -> tuple[KernelInstance, ...]:
     """Return instances of every source in kernels/gpu: the extremes of what its primitives use, and the commonest."""
     sources: Sequence[Callable[[], Sequence[KernelInstance]]] = (
+        blend.instances,
         block.instances,
         conv_cudnn.instances,
         conv_direct.instances,

@@ -130,7 +130,9 @@ def known(tiling: GraphTiling, operations: Sequence[Operation], chosen: tuple[tu
         once = seconds(fake.work(tiling.shape(operation), variant), CARRYING) + moved
         spent += tiling.executions(operation) * once
         assumed = max(assumed, live + sum(-(-one.nbytes // 64) * 64 for one in footprint.scratch))
-    peak, most = (beside + tiling.memory(operations, footprints, size).total for size in (arena, max(arena, assumed)))
+    peak, most = (
+        beside + tiling.memory(operations, footprints, size, "cpu").total for size in (arena, max(arena, assumed))
+    )
     return Known(peak, most, spent, tiling.streams)
 
 

@@ -30,6 +30,7 @@ from znnpy.planner.plan import Plan, Sums
 from znnpy.planner.request import CostModel, PlanRequest
 from znnpy.planner.validate import check_plan
 from znnpy.planner.window_tilings import WindowTiling, sums_bytes
+from znnpy.run.sum_arrays import SumsOnCpu
 from znnpy.run.window_session import WindowSession
 from znnpy.run.window_sums import WindowSums
 from znnpy.shapes import Vec3
@@ -207,9 +208,9 @@ def test_weights_that_differ_widely_are_not_summed_up_in_half_precision(windows:
 def test_sums_beyond_half_precision_are_an_error() -> None:
     cover = WindowCover(Windows((8, 8, 8), blend="constant"), VOLUME, Box((0, 0, 0), VOLUME), 0)
     with ThreadPool(2) as pool:
-        sums = WindowSums(cover, Sums("float16"), 1, pool)
+        sums = WindowSums(cover, Sums("float16"), 1, SumsOnCpu(network("U-Net", Windows((8, 8, 8))), pool))
         sums.begin(0, (0, 0, 0))
-        sums.add(np.full((8, 8, 8, 1), 1e6, np.float32), np.ones((8, 8, 8), np.float32), 1.0, 0)
+        sums.add(np.full((8, 8, 8, 1), 1e6, np.float32), np.ones((8, 8, 8), np.float32), 1.0, 0, counts=True)
         with pytest.raises(ValuesOverflowError, match="exceed float16"):
             sums.begin(0, (1, 0, 0))
 
