@@ -50,7 +50,7 @@ def _run_plan(search: GraphSearch, found: list[GraphSolution]) -> RunPlan:
     best, *others = found
     runners_up = tuple(_runner_up(other) for other in others[:RUNNERS_UP])
     other = next((_runner_up(one) for one in others if one.tiling.streams != best.tiling.streams), None)
-    run = RunPlan.of(request.network, request.target.machine, plan_of(search, best))
+    run = RunPlan.of(request.network, request.target.machine, plan_of(search, best)).on_devices(request.target.devices)
     return replace(run, runners_up=runners_up, other=other)
 
 

@@ -23,7 +23,7 @@ from znnpy.planner.layer_options import OptionTable
 from znnpy.planner.layer_search import MAX_COLUMN_SECONDS, MAX_LOG2_PRICE, PRICE_STEPS
 from znnpy.planner.layout import Tensor, place
 from znnpy.planner.least_seen import LeastSeen
-from znnpy.planner.memory import Memory, StageMemory, reading_bytes, staging_bytes, writing_bytes
+from znnpy.planner.memory import Memory, StageMemory, reading_bytes, run_memory, staging_bytes, writing_bytes
 from znnpy.planner.pareto import (
     LayerOption,
     LayerRun,
@@ -38,7 +38,7 @@ from znnpy.planner.pareto import (
 from znnpy.planner.request import PlanRequest
 from znnpy.planner.search import ALIKE
 from znnpy.planner.tiling_search import SMALLER_SHARE
-from znnpy.planner.window_tilings import window_tilings
+from znnpy.planner.window_tilings import WindowTiling, window_tilings
 from znnpy.shapes import Vec3, text, turned, turned_back
 
 SLOW = 4.0  # primitives that take so many times as long as the fastest for every operation are tried no more
@@ -62,11 +62,12 @@ class GraphSolution:
     tensors: tuple[Tensor, ...]
     memory: Memory
     preparing: float  # seconds before the first step, to write to memory for the first time
+    idle: float = 1.0  # times as long, since devices wait for the last of them
 
     @property
     def seconds(self) -> float:
         """Predicted seconds for the whole output."""
-        return total_seconds(self.options) + self.preparing
+        return self.idle * total_seconds(self.options) + self.preparing
 
     @property
     def runs(self) -> tuple[LayerRun, ...]:
@@ -129,7 +130,16 @@ class GraphSearch:
     def _excess(self, memory: Memory) -> int:
         """Return the bytes above the limit of the device; on a GPU, those of the process where they are more."""
         over = memory.device_bytes - self.limit
-        return over if self.device == "cpu" else max(over, memory.peak - self.request.limits.ram_bytes)
+        if self.device == "cpu":
+            return over
+        peak = run_memory(memory, self.request.target.devices, ()).peak
+        return max(over, peak - self.request.limits.ram_bytes)
+
+    def _idle(self, tiling: GraphTiling) -> float:
+        """Return how many times as long equal devices take because their shares of the columns are not equal."""
+        devices = self.request.target.devices
+        columns = len(tiling.windows) if isinstance(tiling, WindowTiling) else len(tiling.cover)
+        return devices * ceil(columns / devices) / columns
 
     def _drafts(self) -> list[Draft]:
         """Return the sizes that may be the best or nearly as fast, with the least work first."""
@@ -292,7 +302,7 @@ class GraphSearch:
         chosen = self._chosen(fronts, budget, below - self.price * tiling.carries)
         if chosen is None:
             return None
-        seconds = priced_seconds(chosen, self.price) + self.price * tiling.carries
+        seconds = self._idle(tiling) * priced_seconds(chosen, self.price) + self.price * tiling.carries
         return Draft(tiling, seconds, around.device_bytes + tiling.carries + total_bytes(chosen))
 
     def _chosen(self, fronts: Sequence[ParetoFront], budget: int, below: float = inf) -> tuple[LayerOption, ...] | None:
@@ -348,7 +358,9 @@ class GraphSearch:
         stage = tiling.memory(operations, footprints, arena, self.device)
         rates = self.options.rates
         memory = replace(around, stages=(stage,))
-        return GraphSolution(tiling, tuple(chosen), tensors, memory, stage.prepared / rates.first_touch)
+        return GraphSolution(
+            tiling, tuple(chosen), tensors, memory, stage.prepared / rates.first_touch, self._idle(tiling)
+        )
 
     def _in_shorter_columns(self, solution: GraphSolution) -> GraphSolution:
         """Return a plan whose columns take no longer than a killed run may lose, if that costs little and fits."""

@@ -291,11 +291,11 @@ def test_a_layer_that_no_primitive_runs_is_named() -> None:
         plan_graph(request_of("unet", 2**30), CostModel(rates={"cpu": CARRYING}, table=refusing))
 
 
-def test_a_graph_is_not_planned_for_a_gpu() -> None:
+def test_a_graph_runs_on_one_kind_of_device() -> None:
     request = request_of("unet", 2**30)
-    on_gpu = replace(request, target=replace(request.target, device="gpu"))
-    with pytest.raises(NoPlanError, match="unet is a graph, and graphs run on the CPU: choose "):
-        plan_graph(on_gpu, CostModel(rates={"cpu": CARRYING}, table=table_of("unet")))
+    on_both = replace(request, target=replace(request.target, device="gpu", mode="side-by-side"))
+    with pytest.raises(NoPlanError, match="unet is computed on one kind of device: leave out mode='side-by-side'"):
+        plan_graph(on_both, CostModel(rates={"cpu": CARRYING}, table=table_of("unet")))
 
 
 def _shape(plan: Plan) -> Plan:
