@@ -81,6 +81,12 @@ class GraphBackend(Protocol):
         ValuesOverflowError is raised here or by `wait`.
         """
 
+    def repeated(self, key: int, work: Callable[[], None]) -> bool:
+        """Run operations that have run before on the same arrays; return whether `work` was called for it.
+
+        key  names the operations
+        """
+
     def span(self, name: str, **facts: int) -> AbstractContextManager[None]:
         """Trace what happens within as one span, between `begin_step` and `end_step`."""
 
@@ -176,6 +182,11 @@ class GraphOnCpu:
     ) -> None:
         del index
         step.run(inputs, out, scratch, *more)
+
+    def repeated(self, key: int, work: Callable[[], None]) -> bool:
+        del key  # nothing is recorded on a processor
+        work()
+        return True
 
     def span(self, name: str, **facts: int) -> AbstractContextManager[None]:
         if self._trace is None:

@@ -6,7 +6,7 @@ Peaks  The input, each operation with arithmetic, sums of windows, and the outpu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ from znnpy.shapes import FLOAT32
 
 if TYPE_CHECKING:
     from znnpy.kernels.contract import Footprint
-    from znnpy.kernels.gpu.device import Device
+    from znnpy.kernels.gpu.device import Device, Recording
     from znnpy.run.trace import Trace
 
 
@@ -59,6 +59,8 @@ class GraphOnGpu(GpuSteps):
         self._moves: LoadStore | None = None
         self._types: tuple[np.dtype[Any], np.dtype[Any]] | None = None  # of raw patches and of the output
         self._raises: tuple[bool, ...] = ()  # whether an operation raises its peak
+        self._recordings: dict[tuple[int, int], Recording] = {}  # by key and address of the peaks
+        self._records = False  # what is queued is recorded
 
     def allocate_arena(self, nbytes: int, tensors: Sequence[Tensor], footprints: Sequence[Footprint]) -> Arena:
         device = self.executor
@@ -113,10 +115,30 @@ class GraphOnGpu(GpuSteps):
         self, index: int, step: Any, inputs: Sequence[Any], out: Any, scratch: Mapping[str, Any], more: Sequence[Any]
     ) -> None:
         assert not more, "no primitive of a GPU gives two outputs"
-        self._wait_for_room()
+        if not self._records:
+            self._wait_for_room()
         peak = {"out_peak": self._lent[-1].address + FLOAT32 * (index + 1)} if self._raises[index] else {}
         step.run(inputs, out, scratch, **peak)
-        self._note_queued(self._plan.choices[index].seconds)
+        if not self._records:
+            self._note_queued(self._plan.choices[index].seconds)
+
+    def repeated(self, key: int, work: Callable[[], None]) -> bool:
+        """Queue operations at once, as they were recorded; with a trace, one after the other, so that each is timed."""
+        if self._traced is not None:
+            work()
+            return True
+        self._wait_for_room()
+        place = key, self._lent[-1].address
+        recording, called = self._recordings.get(place), False
+        if recording is None:
+            self._records, called = True, True
+            try:
+                recording = self._recordings[place] = self.executor.recorded(work)
+            finally:
+                self._records = False
+        recording.play()
+        self._note_queued(sum(choice.seconds for choice in self._plan.choices))
+        return called
 
     def buffers(
         self, raw: Arrays, out: Arrays, *, reads: int, writes: int

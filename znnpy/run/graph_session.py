@@ -143,6 +143,8 @@ class GraphSession:
         self._bound: tuple[_Bound, ...] = ()  # those of the member that is computed
         self._tensors: dict[int, _Tensor] = {}
         self._across: tuple[tuple[Interval, ...], tuple[Interval, ...]] = ((), ())
+        self._image: StepPlanes | None = None  # of `image`, which always computes the same
+        self._image_voxels: list[int] = []  # that it writes, by choice
         self.backend = self._backend_of(device, trace, lane, prepared)
 
     def _backend_of(
@@ -273,13 +275,22 @@ class GraphSession:
         member  of an ensemble, whose weights are taken
         """
         self._bound = self._members[member]
-        (column,) = self._tiling.cover
-        (patch,) = column.steps
-        step = patch.step
-        assert isinstance(step, GraphStep), "patches of a graph say what is computed"
-        planes = self._computed(step, load, begins=True)
+        if self._image is None:
+            (column,) = self._tiling.cover
+            (patch,) = column.steps
+            step = patch.step
+            assert isinstance(step, GraphStep), "patches of a graph say what is computed"
+            before = list(self.written)
+            self._image = self._computed(step, load, begins=True)
+            self._image_voxels = [after - now for now, after in zip(before, self.written, strict=True)]
+        else:
+            planes = self._image
+            with self.span("load"):
+                load(self._tensors[0].planes)
+            if not self.backend.repeated(member, lambda: self._run_all(planes)):
+                self.written = [sum(both) for both in zip(self.written, self._image_voxels, strict=True)]
         tensor = self._graph.network.outputs[0]
-        z, y, x = self._region(tensor, planes)
+        z, y, x = self._region(tensor, self._image)
         return self._view(tensor, box_of((z, y, x)))
 
     def _computed(self, step: GraphStep, load: Callable[[Array], None], *, begins: bool) -> StepPlanes:
@@ -291,11 +302,15 @@ class GraphSession:
         if begins:
             self._begin(step, column)
         planes = column.step(step.number)
-        later = column.step(step.number + 1).held if step.number + 1 < column.steps else None
         self._advance(0, planes)
         if planes.new[0].size:
             with self.span("load"):
                 load(self._tensors[0].planes[planes.new[0].lo - planes.held[0].lo :])
+        self._run_all(planes, column.step(step.number + 1).held if step.number + 1 < column.steps else None)
+        return planes
+
+    def _run_all(self, planes: StepPlanes, later: Sequence[Interval] | None = None) -> None:
+        """Run all operations; `later`: planes of the tensors in the next step, if there is one."""
         last_reads = self._last_reads
         for index, bound in enumerate(self._bound):
             for tensor in bound.operation.tensors:
@@ -306,7 +321,6 @@ class GraphSession:
             if later is not None:
                 for tensor in last_reads[index]:
                     self._tensors[tensor].keep(later[tensor].lo, self.backend)
-        return planes
 
     @cached_property
     def _last_reads(self) -> list[list[int]]:
