@@ -4,7 +4,7 @@
  * parameters a and b. Softmax runs over the maps of a voxel: `apply_function` leaves its values, and a kernel that takes
  * it gathers a `Softmax` over all maps first.
  *
- * Exact   Errors are at most 3e-7 of the result; of gelu, gelu_tanh, silu and hardswish, of |value|. NaN stays NaN.
+ * Exact   Errors are at most 5e-7 of the result; of gelu, gelu_tanh, silu and hardswish, of |value|. NaN stays NaN.
  * Source  PyTorch's definitions, as in kernels/definition.py.
  * Tested  tests/kernels/gpu/graph/test_functions.py
  */
