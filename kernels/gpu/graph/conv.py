@@ -1,7 +1,7 @@
 """Convolution of any shape of a graph on float32 units.
 
-Method   tile=..  A matrix product whose left matrix is gathered in shared memory, some maps of a tap at a time, straight
-         from all inputs: strides, dilations, groups, padding and upsampling are addresses. A thread sums 16 to 64
+Method   tile=..  A matrix product whose left matrix is gathered in shared memory, some maps of a tap at a time, from
+         all inputs: strides, dilations, groups, padding and upsampling are addresses. A thread sums 16 to 64
          results in registers. conv.cu. An addend, the function and softmax ride along.
          tile=maps  Where each output map reads one input map, a thread sums four neighbours along x. depthwise.cu.
 Memory   None besides kernels, in float32 in every precision.
@@ -15,15 +15,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from znnpy.graph_shapes import GraphConvShape
 from znnpy.kernels.contract import Footprint, Kind, Variant, Work
-from znnpy.kernels.gpu.graph.functions import numbers_of
-from znnpy.kernels.gpu.graph.inputs import INPUT, MOST_INPUTS, TRIPLE, all_inputs, one_input, width_of
+from znnpy.kernels.gpu.graph.inputs import INPUT, MOST_INPUTS, all_inputs, one_input, width_of
 from znnpy.kernels.gpu.graph.layer import given, value_type, why_not_here
+from znnpy.kernels.gpu.graph.products import (
+    DEEP,
+    SOURCE,
+    THREADS,
+    TILES,
+    Resident,
+    Tile,
+    pitch_of,
+    problem_of,
+    tap_rows,
+    tiles_for,
+    upload,
+)
 from znnpy.kernels.gpu.kernel_source import KernelInstance
 from znnpy.shapes import FLOAT32, Sized
 
@@ -32,68 +44,22 @@ if TYPE_CHECKING:
     from znnpy.kernels.gpu.device import Device
     from znnpy.machine import Machine
 
-SOURCE, DEPTHWISE = "graph/conv.cu", "graph/depthwise.cu"
-THREADS, DEEP = 128, 8  # as in conv.cu
+DEPTHWISE = "graph/depthwise.cu"
 ENTRY_BYTES = 24  # size of Entry in conv.cu
 MOST_ENTRIES = 512
 LINE = 4  # voxels of a thread in depthwise.cu
 WIDTHS_ALONG_X = (3, 5, 7)  # kernels that have code of their own in depthwise.cu
-PROBLEM = np.dtype(
-    [
-        *((name, TRIPLE) for name in ("n", "m", "k", "before", "stride", "dilation", "first")),
-        *((name, "i4") for name in ("inputs", "fin", "fout", "groups", "pitch", "wide", "function")),
-        *((name, "f4") for name in ("a", "b")),
-    ],
-    align=True,
-)
-
-
-class Tile(NamedTuple):
-    """The results of a thread and of a block."""
-
-    voxels: int  # of a thread
-    maps: int
-    columns: int  # threads side by side
-    registers: int
-    slower: float  # than the largest tile, for a product: rough
-
-    @property
-    def block(self) -> tuple[int, int]:
-        """Return the voxels and maps of a block."""
-        return self.voxels * THREADS // self.columns, self.maps * self.columns
-
-
-TILES = {
-    "64": Tile(8, 8, 8, 255, 1.0),
-    "32": Tile(8, 4, 8, 168, 1.3),
-    "16": Tile(8, 4, 4, 168, 1.4),
-    "8": Tile(4, 4, 2, 168, 2.0),
-    "4": Tile(4, 4, 1, 168, 2.5),
-    "small": Tile(4, 4, 8, 168, 2.0),  # of images of few voxels
-}
-
-
-def _name(shape: Sized, tile: Tile, *, flat: bool) -> str:
-    kind = value_type(shape)
-    return f"convolve<{kind}, {tile.voxels}, {tile.maps}, {tile.columns}, {str(flat).lower()}>"
 
 
 def instances() -> list[KernelInstance]:
-    """Return all kernels."""
+    """Return the kernels of depthwise.cu."""
     kinds = [GraphConvShape((1,), 1, (1, 1, 1), (1, 1, 1), precision=p) for p in ("fp16", "fp32")]
-    products = [
-        KernelInstance(SOURCE, _name(kind, tile, flat=flat), tile.registers)
-        for tile in TILES.values()
-        for kind in kinds
-        for flat in (True, False)
-    ]
-    lines = [
+    return [
         KernelInstance(DEPTHWISE, f"lines<{value_type(kind)}, {width}, {kx}>", 168)
         for width in (1, 4)
         for kind in kinds
         for kx in (0, *WIDTHS_ALONG_X)
     ]
-    return products + lines
 
 
 def is_flat(shape: GraphConvShape) -> bool:
@@ -106,15 +72,6 @@ def is_depthwise(shape: GraphConvShape) -> bool:
     """Return whether each output map reads one input map, and depthwise.cu takes the shape."""
     alone = len(shape.fins) == 1 and not shape.upsampled and shape.activation != "softmax"
     return alone and shape.groups == shape.fin and shape.groups > 1
-
-
-class _Resident(NamedTuple):
-    weights: Any  # (taps, f / groups, pitch) float32
-    bias: Any  # (pitch,) float32
-
-
-def _pitch(fout: int) -> int:
-    return -(-fout // 4) * 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,25 +91,17 @@ class GraphConvDirect:
         return f"takes up to {MOST_INPUTS} inputs, not {inputs}" if inputs > MOST_INPUTS else None
 
     def variants(self, shape: Sized, machine: Machine) -> Sequence[Variant]:
-        """Return the narrowest tile that holds all maps of a group, and the next; small ones for a GPU left idle."""
         shape = given(shape, GraphConvShape)
         if is_depthwise(shape):
             return (Variant.of(tile="maps"),)
-        maps = shape.fout // shape.groups
-        fitting = [name for name in ("4", "8", "16", "32", "64") if maps <= TILES[name].block[1]] or ["64"]
-        names = [fitting[0]]
-        if maps > TILES["32"].block[1]:
-            names.append("32")
-        assert machine.gpu is not None, "why_not says so"
-        if maps > TILES["16"].block[1] and self._blocks(shape, names[0]) < 2 * machine.gpu.multiprocessors:
-            names.append("small")
+        names = tiles_for(prod(shape.out), shape.fout // shape.groups, shape.groups, machine)
         return tuple(Variant.of(tile=name) for name in names)
 
     def footprint(self, shape: Sized, variant: Variant, threads: int) -> Footprint:
         del variant, threads
         shape = given(shape, GraphConvShape)
         rows = prod(shape.k) * (shape.fin // shape.groups)
-        return Footprint(resident=FLOAT32 * _pitch(shape.fout) * (rows + 1), raises_peak=True)
+        return Footprint(resident=FLOAT32 * pitch_of(shape.fout) * (rows + 1), raises_peak=True)
 
     def work(self, shape: Sized, variant: Variant) -> Sequence[Work]:
         shape = given(shape, GraphConvShape)
@@ -161,33 +110,22 @@ class GraphConvDirect:
             return (Work("gpu_stream", 2.0 * prod(shape.out_shape) * prod(shape.k), nbytes),)
         tile = TILES[variant.text("tile")]
         voxels, maps = tile.block
-        blocks = self._blocks(shape, variant.text("tile"))
+        blocks = tile.blocks(prod(shape.out), shape.fout // shape.groups, shape.groups)
         again = 2 if shape.activation == "softmax" and shape.fout > maps else 1
         flops = 2.0 * again * blocks * voxels * maps * _staged(shape) * tile.slower
         return (Work("gpu_direct", flops, nbytes),)
 
-    def prepare(self, weights: ConvWeights | None, variant: Variant, device: Device) -> _Resident:
+    def prepare(self, weights: ConvWeights | None, variant: Variant, device: Device) -> Resident:
         """Upload kernels and biases, the maps of the output side by side."""
         del variant
         assert weights is not None
-        fout = len(weights.bias)
-        rows = weights.weight.transpose(2, 3, 4, 1, 0).reshape(-1, fout)
-        more = _pitch(fout) - fout
-        return _Resident(
-            device.put(np.pad(rows, ((0, 0), (0, more))), "kernels of gpu.graph_conv.direct"),
-            device.put(np.pad(weights.bias, (0, more)), "biases of gpu.graph_conv.direct"),
-        )
+        return upload(tap_rows(weights), weights.bias, device, self.name)
 
     def bind(self, resident: Any, shape: Sized, variant: Variant, device: Device) -> _Step | _LinesStep:
         shape, name = given(shape, GraphConvShape), variant.text("tile")
         if name == "maps":
             return _LinesStep(resident, shape, device)
         return _Step(resident, shape, TILES[name], device)
-
-    @staticmethod
-    def _blocks(shape: GraphConvShape, name: str) -> int:
-        voxels, maps = TILES[name].block
-        return -(-prod(shape.out) // voxels) * shape.groups * -(-(shape.fout // shape.groups) // maps)
 
 
 def _staged(shape: GraphConvShape) -> int:
@@ -199,31 +137,17 @@ def _staged(shape: GraphConvShape) -> int:
     return prod(shape.k) * sum(-(-maps // DEEP) * DEEP for maps in parts)
 
 
-def problem_of(shape: GraphConvShape) -> Any:
-    """Return a struct of a convolution."""
-    found = np.zeros((), PROBLEM)
-    for name in ("n", "k", "before", "stride", "dilation", "first"):
-        found[name] = getattr(shape, name)
-    found["m"], found["inputs"], found["groups"] = shape.out, len(shape.fins), shape.groups
-    found["fin"], found["fout"] = shape.fin // shape.groups, shape.fout // shape.groups
-    found["pitch"] = _pitch(shape.fout)
-    found["wide"] = shape.groups == 1 or found["fout"] % 4 == 0
-    found["function"], found["a"], found["b"] = numbers_of(shape.activation, shape.parameters)
-    return found[()]
-
-
 class _Step:
     """A GraphDeviceStep by matrix products."""
 
-    def __init__(self, resident: _Resident, shape: GraphConvShape, tile: Tile, device: Device) -> None:
+    def __init__(self, resident: Resident, shape: GraphConvShape, tile: Tile, device: Device) -> None:
         self._resident, self._shape, self._device = resident, shape, device
         self._problem, self._flat = problem_of(shape), is_flat(shape)
-        voxels, maps = tile.block
-        along_maps = 1 if shape.activation == "softmax" else shape.groups * -(-(shape.fout // shape.groups) // maps)
-        self._grid = -(-prod(shape.out) // voxels), along_maps
+        soft, group = shape.activation == "softmax", shape.fout // shape.groups
+        self._grid = tile.blocks(prod(shape.out), 1 if soft else group, 1 if soft else shape.groups)
         table = ENTRY_BYTES * int(self._problem["fin"]) * prod(shape.k) if self._flat else 0
-        self._shared = 2 * FLOAT32 * DEEP * (voxels + maps) + table
-        name = _name(shape, tile, flat=self._flat)
+        self._shared = tile.shared_bytes() + table
+        name = tile.kernel(shape, "FLAT" if self._flat else "TAPS")
         self._kernel = device.kernels(SOURCE, [name])[name]
 
     def run(self, inputs: Sequence[Any], out: Any, scratch: Mapping[str, Any], *, out_peak: int = 0) -> None:
@@ -232,7 +156,7 @@ class _Step:
         maps, addend = _divided(shape, inputs, device)
         vectors = width_of(device, [shape.fout // shape.groups], out, most=4) == 4
         self._kernel(
-            *(self._grid, (THREADS,)),
+            *((self._grid,), (THREADS,)),
             *(all_inputs(device, maps, shape.groups, shape.factors), self._problem, *self._resident, addend, out),
             *(int(vectors), np.uint64(out_peak)),
             shared=self._shared,
@@ -250,7 +174,7 @@ def _divided(shape: GraphConvShape, inputs: Sequence[Any], device: Device) -> tu
 class _LinesStep:
     """A GraphDeviceStep for one input map per output map."""
 
-    def __init__(self, resident: _Resident, shape: GraphConvShape, device: Device) -> None:
+    def __init__(self, resident: Resident, shape: GraphConvShape, device: Device) -> None:
         self._resident, self._shape, self._device = resident, shape, device
         self._problem = problem_of(shape)
         kx = shape.k[2] if shape.k[2] in WIDTHS_ALONG_X and shape.stride[2] == shape.dilation[2] == 1 else 0
