@@ -68,3 +68,8 @@ def all_inputs(device: Device, arrays: Sequence[Any], groups: int = 1, factors: 
         starts = [at - first for at in begins if first < at < first + array.shape[3]]
         found["parts"][index] = one_input(device, array, first, starts, factors[index] if factors else ONE)
     return found[()]
+
+
+def triple(size: Vec3) -> Any:
+    """Return a struct of three numbers."""
+    return np.array(size, TRIPLE)[()]

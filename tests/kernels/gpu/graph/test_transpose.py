@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 
 from tests.kernels.gpu.graph.running import WITH_GPU, among_nan, assert_near, in_precision, rounded_inputs, run
-from tests.support.closeness import MACHINE
 from tests.support.graph_cases import TRANSPOSES, weights_for, with_parameters
-from znnpy.graph_shapes import PadShape, TransposeShape
+from znnpy.graph_shapes import TransposeShape
 from znnpy.kernels import definition
-from znnpy.kernels.contract import Variant
-from znnpy.kernels.gpu.graph.transpose import TransposeDirect, takes_columns
+from znnpy.kernels.gpu.graph.transpose import TransposeDirect
 
 DIRECT = TransposeDirect()
 MORE = [
