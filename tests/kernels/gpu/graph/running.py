@@ -106,7 +106,7 @@ def assert_near(out: Any, exact: Any, shape: Any) -> None:
 
 def cases(shapes: Sequence[Any], usual: Sequence[tuple[Any, Any, str]]) -> list[Any]:
     """Return every shape in some places and all precisions; only `usual` ones are not marked `long`."""
-    ways = [(None, precision) for precision in GPU_PRECISIONS]
+    ways: list[tuple[Any, Precision]] = [(None, precision) for precision in GPU_PRECISIONS]
     ways += [(among_nan, "fp32"), (side_by_side, "fp32"), (side_by_side, "fp16")]
     found = []
     for shape, (place, precision) in product(shapes, ways):
