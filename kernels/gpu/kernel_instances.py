@@ -8,6 +8,13 @@ from znnpy.kernels.gpu import blend, conv_cudnn, conv_direct, conv_fft, conv_fir
 from znnpy.kernels.gpu.block import primitive as block
 from znnpy.kernels.gpu.cuconv import primitive as cuconv
 from znnpy.kernels.gpu.fft_tiled import kernel_instances as fft_tiled
+from znnpy.kernels.gpu.graph import conv as graph_conv
+from znnpy.kernels.gpu.graph import norm as graph_norm
+from znnpy.kernels.gpu.graph import pad as graph_pad
+from znnpy.kernels.gpu.graph import point as graph_point
+from znnpy.kernels.gpu.graph import pool as graph_pool
+from znnpy.kernels.gpu.graph import products as graph_products
+from znnpy.kernels.gpu.graph import upsample as graph_upsample
 from znnpy.kernels.gpu.host_ram import primitive as host_ram
 from znnpy.kernels.gpu.implicit_gemm import floats, tensor, warpgroup
 from znnpy.kernels.gpu.kernel_source import KernelInstance
@@ -31,6 +38,13 @@ def instances() -> tuple[KernelInstance, ...]:
         warpgroup.instances,
         ops.instances,
         pool.instances,
+        graph_conv.instances,
+        graph_norm.instances,
+        graph_pad.instances,
+        graph_point.instances,
+        graph_pool.instances,
+        graph_products.instances,
+        graph_upsample.instances,
         _conv_fft,
         _load_store,
     )

@@ -180,7 +180,7 @@ def input_sizes(shape: GraphShape) -> list[tuple[int, ...]]:
     """Return the size (z, y, x, f) of every input in memory, that of an addend last."""
     if not isinstance(shape, GraphConvShape | PointShape):
         return [shape.in_shape[1:]]
-    sizes = [(*shape.size_of(index), f) for index, f in enumerate(shape.fins)]
+    sizes: list[tuple[int, ...]] = [(*shape.size_of(index), f) for index, f in enumerate(shape.fins)]
     added = isinstance(shape, GraphConvShape) and shape.addend
     return [*sizes, shape.out_shape[1:]] if added else sizes
 

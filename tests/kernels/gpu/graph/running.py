@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 
 from tests.support.closeness import MACHINE
 from tests.support.graph_cases import inputs_for, weights_for
+from znnpy.kernels import definition
 from znnpy.machine import Gpu
+from znnpy.shapes import GPU_PRECISIONS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -98,3 +102,29 @@ def assert_near(out: Any, exact: Any, shape: Any) -> None:
     """Compare with the definition of inputs as they are stored."""
     share = 5e-3 if shape.precision == "fp16" else 1e-5
     np.testing.assert_allclose(out, exact, rtol=0, atol=share * max(1e-30, float(np.abs(exact).max())))
+
+
+def cases(shapes: Sequence[Any], usual: Sequence[tuple[Any, Any, str]]) -> list[Any]:
+    """Return every shape in some places and all precisions; only `usual` ones are not marked `long`."""
+    ways: list[tuple[Any, Precision]] = [(None, precision) for precision in GPU_PRECISIONS]
+    ways += [(among_nan, "fp32"), (side_by_side, "fp32"), (side_by_side, "fp16")]
+    found = []
+    for shape, (place, precision) in product(shapes, ways):
+        marks = () if (shape, place, precision) in usual else pytest.mark.long
+        name = f"{shape} {precision} {'in order' if place is None else place.__name__}"
+        found.append(pytest.param(shape, place, precision, id=name, marks=marks))
+    return found
+
+
+def check(device: Any, primitive: Primitive, shape: Any, place: Any, variant: Variant | None = None) -> None:
+    """Run one case, and compare output and peak with the definition."""
+    inputs = rounded_inputs(shape)
+    exact = definition.layer(shape, weights_for(shape), inputs)
+    offset = 1 if place is among_nan else 0
+    out, peak = run(device, primitive, shape, inputs, variant, place=place, offset=offset)
+    variant = variant or primitive.variants(shape, WITH_GPU)[0]
+    if primitive.footprint(shape, variant, 1).raises_peak:
+        assert_near(out, exact, shape)
+        assert abs(peak - np.abs(exact).max()) <= 1e-5 * np.abs(exact).max()
+    else:
+        np.testing.assert_array_equal(out, exact)

@@ -55,7 +55,7 @@ def test_nan_stays_and_infinity_is_as_defined(device: Any, function: Function, k
 def test_prelu_takes_its_slope_as_a_parameter(device: Any, kernel: str) -> None:
     x = np.array([-2, -0.5, 0, 3], np.float32)
     np.testing.assert_array_equal(
-        applied(device, kernel, x, (FUNCTIONS.index("prelu"), 0.25, 0.0)), np.float32([-0.5, -0.125, 0, 3])
+        applied(device, kernel, x, (FUNCTIONS.index("prelu"), 0.25, 0.0)), np.array([-0.5, -0.125, 0, 3], np.float32)
     )
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
-from tests.kernels.gpu.graph.running import WITH_GPU, among_nan, assert_near, in_precision, rounded_inputs, run
-from tests.support.graph_cases import TRANSPOSES, weights_for, with_parameters
+from tests.kernels.gpu.graph.running import WITH_GPU, among_nan, cases, check, in_precision
+from tests.support.closeness import MACHINE
+from tests.support.graph_cases import CONVS, TRANSPOSES, with_parameters
 from znnpy.graph_shapes import TransposeShape
-from znnpy.kernels import definition
-from znnpy.kernels.gpu.graph.transpose import TransposeDirect
+from znnpy.kernels.contract import Variant
+from znnpy.kernels.gpu.graph.products import TILES
+from znnpy.kernels.gpu.graph.transpose import TransposeDirect, takes_columns
 
 DIRECT = TransposeDirect()
 MORE = [
@@ -19,23 +20,35 @@ MORE = [
     TransposeShape(4, 8, (2, 3, 3), (5, 8, 7), (5, 4, 3), (1, -1, 0), (2, 3, 4), (3, 2, 1), groups=2),
     TransposeShape(8, 24, (2, 3, 4), (4, 5, 7), (2, 2, 2), (0, 1, 0), (2, 2, 2), activation="elu"),
 ]
-EACH = [with_parameters(shape) for shape in (*TRANSPOSES, *MORE)]
-USUAL = {EACH[1], EACH[3]}
+EACH: list[Any] = [with_parameters(shape) for shape in (*TRANSPOSES, *MORE)]
+USUAL = [(EACH[1], None, "fp32"), (MORE[1], None, "fp16")]
 
 
-def cases() -> list[Any]:
-    return [pytest.param(s, id=str(s), marks=() if s in USUAL else pytest.mark.long) for s in EACH]
-
-
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("place", [None, among_nan])
-@pytest.mark.parametrize("shape", cases())
+@pytest.mark.parametrize(("shape", "place", "precision"), cases(EACH, USUAL))
 def test_output_equals_the_definition(device: Any, shape: Any, place: Any, precision: Any) -> None:
-    shape = in_precision(shape, precision)
-    inputs, weights = rounded_inputs(shape), weights_for(shape)
-    assert weights is not None
-    exact = definition.transpose(shape, weights, inputs[0])
-    for variant in DIRECT.variants(shape, WITH_GPU):
-        out, peak = run(device, DIRECT, shape, inputs, variant, place=place, offset=0 if place is None else 1)
-        assert_near(out, exact, shape)
-        assert abs(peak - np.abs(exact).max()) <= 1e-5 * np.abs(exact).max()
+    check(device, DIRECT, in_precision(shape, precision), place)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("kernel", ["phases", "columns"])
+def test_every_tile_takes_every_shape(device: Any, kernel: str, tile: str) -> None:
+    for shape in (EACH[1], MORE[2]):
+        assert takes_columns(shape)
+        check(device, DIRECT, in_precision(shape, "fp16"), among_nan, Variant.of(kernel=kernel, tile=tile))
+
+
+def test_kernels_as_large_as_the_stride_are_one_product() -> None:
+    shape = TransposeShape(64, 32, (32, 32, 32), (64, 64, 64), (2, 2, 2), (0, 0, 0), (2, 2, 2))
+    assert [str(v) for v in DIRECT.variants(shape, WITH_GPU)] == ["kernel=columns tile=64", "kernel=columns tile=32"]
+    (work,) = DIRECT.work(shape, Variant.of(kernel="columns", tile="64"))
+    assert (work.unit, work.flops) == ("gpu_direct", 2 * 32**3 * 256 * 64)
+    footprint = DIRECT.footprint(shape, Variant.of(kernel="columns", tile="64"), 1)
+    assert (footprint.resident, footprint.raises_peak) == (4 * 256 * 65, True)
+    assert {str(v) for v in DIRECT.variants(EACH[2], WITH_GPU)} == {"kernel=phases tile=4"}
+
+
+def test_unsupported_shape_gets_a_reason() -> None:
+    assert DIRECT.why_not(EACH[0], MACHINE) == "needs a CUDA device"
+    assert DIRECT.why_not(CONVS[0], WITH_GPU) == f"computes transposed convolutions, not {CONVS[0]}"
+    assert DIRECT.why_not(EACH[0], WITH_GPU) is None
