@@ -12,6 +12,7 @@ PROGRAMS = {
     "layers": "How fast is one layer, by every method and in PyTorch?",
     "networks": "How fast is a whole network, in every mode and in PyTorch? How exact?",
     "graphs": "How fast are U-Nets over a volume, within memory, and in PyTorch?",
+    "gpu_graphs": "How fast are U-Nets on a GPU, over a volume and in windows, and in PyTorch?",
     "windows": "How fast are U-Nets in windows with half overlap, beside MONAI with PyTorch and OpenVINO?",
     "planner": "Are predictions and choices of the planner right, and how long does planning take?",
     "units": "How fast are convolutions on AMX and AVX512-BF16, and in PyTorch?",
