@@ -41,6 +41,7 @@ def run_znnpy(request: Request) -> Iterator[Answer]:
         plain = graph_nets.NETS[request["network"]]
         path, raw = graph_nets.graph_file(folder, plain), noise(size)
         dtype, maps, part = "uint8", 1, _vec3([min(n, 128) for n in size])
+        asked["output_dtype"] = dtype
     if request["output"] == "labels":
         asked["output"], dtype, maps = "labels", "uint8", 1
     out = np.zeros((maps, *size), dtype)  # written to once before, so that no run waits for memory
