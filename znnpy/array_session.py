@@ -24,7 +24,7 @@ from znnpy.patches import Box
 from znnpy.planner.run_plan import RunPlan
 from znnpy.report.plan_text import predicted
 from znnpy.run import pipeline
-from znnpy.run.asked import devices_for
+from znnpy.run.asked import devices_asked
 from znnpy.run.choice import Work, choose, forgetful, given_plan, smaller_plan
 from znnpy.run.target import OpenTarget, Targets, check_here
 from znnpy.run.workers import Sessions, sessions_of, workers_of
@@ -81,7 +81,7 @@ class ArraySession:
         """Check the options; plan and allocate nothing. The parameters are those of `TrainedNetwork.session`."""
         self._network, self._weights, self._border, self._asked = network, weights, border, asked
         self._given = given_plan(asked)
-        self._devices = devices_for(network, asked)
+        self._devices = devices_asked(asked)
         if not isinstance(shape, tuple | list) or not all(isinstance(n, int | np.integer) and n > 0 for n in shape):
             raise ValueError(f"shape is (z, y, x) or (c, z, y, x), positive integers, not {excerpt(repr(shape))}")
         try:
