@@ -65,7 +65,7 @@ class Checks(Protocol):
 
 
 class GpuSteps:
-    """What sessions on a GPU have in common. It opens a device unless it is given one.
+    """The common part of sessions on a GPU. It opens a device unless it is given one.
 
     One thread may begin and end steps while another waits.
 

@@ -39,7 +39,7 @@ class GraphBackend(Protocol):
 
     @property
     def executor(self) -> Any:
-        """What primitives prepare and bind for: a ThreadPool, or a Device."""
+        """The ThreadPool or the Device that primitives prepare and bind for."""
 
     @property
     def max_in_flight(self) -> int:
