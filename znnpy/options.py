@@ -256,9 +256,13 @@ class CallOptions(BorderOption, WindowOptions, RunOptions):
 
 @dataclass(frozen=True)
 class SessionOptions(BorderOption, WindowOptions, RunOptions):
-    """The options of a session for arrays of one shape."""
+    """The options of a session for arrays."""
 
-    shape: tuple[int, ...] = needed("shape of the arrays, (z, y, x) or (c, z, y, x)")
+    shape: tuple[int, ...] | None = option(
+        None,
+        "shape of the arrays, (z, y, x) or (c, z, y, x)",
+        unset="arrays of any shape: the first of each is planned for and prepared",
+    )
     _: KW_ONLY
     dtype: npt.DTypeLike = option(
         "float32",
