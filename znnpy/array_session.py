@@ -65,7 +65,7 @@ class _Result:
 
 @dataclass
 class _Prepared:
-    """What a session has ready for arrays of one shape.
+    """The plan and the memory that are ready for arrays of one shape.
 
     network  with the normalisation that follows from an array, where it does
     source   of an array of the shape, which is not kept
