@@ -158,7 +158,7 @@ def _sessions(result: Result) -> str:
 
 
 def _streams(result: Result) -> str:
-    lines = []
+    lines: list[tuple[str, ...]] = []
     for row in result.of_group("stream"):
         if row.failure is not None:
             lines.append((row.case, row.failure, "", "", ""))
