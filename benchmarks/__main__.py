@@ -19,6 +19,7 @@ PROGRAMS = {
     "tiled_products": "How fast are products of spectra on AMX and AVX512-BF16, beside float32?",
     "io": "How fast are volumes read and written?",
     "masks": "How much time does a mask save?",
+    "sessions": "What does a session cost beside computing, and how much memory does a stream take?",
     "clusters": "What do many processes cost?",
     "assignment": "How close to the bound does a job on many machines end, simulated?",
     "papers": "What did the papers measure, and how fast is it here?",

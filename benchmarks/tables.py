@@ -18,7 +18,7 @@ from benchmarks.harness.results import Program, Results, current
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = (
-    "layers", "networks", "graphs", "gpu_graphs", "windows", "units", "planner", "io", "masks", "clusters",
+    "layers", "networks", "graphs", "gpu_graphs", "windows", "units", "planner", "io", "masks", "sessions", "clusters",
     "assignment", "papers",
 )  # fmt: skip
 INDEX = "benchmarks-index"
