@@ -20,6 +20,7 @@ PROGRAMS = {
     "masks": "How much time does a mask save?",
     "clusters": "What do many processes cost?",
     "assignment": "How close to the bound does a job on many machines end, simulated?",
+    "cells": "How good are the cells that the examples make?",
     "papers": "What did the papers measure, and how fast is it here?",
     "tables": "Fill the tables in README.md and docs/ from results/current.",
 }
