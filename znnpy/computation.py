@@ -104,17 +104,20 @@ def planned(run: OpenedRun, output: RunOutput) -> RunPlan:
     raise AssertionError("the last target either has a plan or raises an error")
 
 
-def computed(run: OpenedRun, output: RunOutput, trace: Trace | None, started: float) -> Computed:
+def computed(
+    run: OpenedRun, output: RunOutput, trace: Trace | None, started: float, *, in_order: bool = False
+) -> Computed:
     """Compute a run into an output that was entered.
 
-    started  time at which the run began, by `time.perf_counter()`
+    started   time at which the run began, by `time.perf_counter()`
+    in_order  patches are written in their order, so that one device computes
     """
     asked, opened = run.asked, run.volume
     with ExitStack() as stack:
         watched = None
         if asked.paranoid:  # an object of the caller's is read by one thread at a time, so it is opened once
             watched = opened if isinstance(opened, SliceVolume) else stack.enter_context(run.reopened())
-        computation = Computation(run, output, watched, trace, started)
+        computation = Computation(run, output, watched, trace, started, in_order)
         devices = replace(run.named.devices, device=computation.meant(run.named.devices.device))
         with Targets(devices, run.named.costs) as targets:
             for target in targets:
@@ -142,6 +145,7 @@ class Computation:
     watched: Volume | None  # opened once more, where patches are held against the definition
     trace: Trace | None
     started: float  # by `time.perf_counter()`
+    in_order: bool = False  # patches are written in their order
     tally: Tally = field(default_factory=Tally)  # of what is written
 
     @property
@@ -179,6 +183,7 @@ class Computation:
             held_bytes=self.output.held_bytes,
             gathered_bytes=self.output.gathered_bytes,
             wanted=self.run.wanted,
+            in_order=self.in_order,
         )
 
     @property
