@@ -26,7 +26,7 @@ def maker() -> dict[str, Any]:
 
 
 def test_notebook_is_made_of_the_tutorial(maker: dict[str, Any]) -> None:
-    """Where this fails: `python examples/make_notebook.py`."""
+    """Run `python examples/make_notebook.py` where this fails."""
     assert nbformat.read(NOTEBOOK, as_version=4) == maker["notebook"](TUTORIAL)
 
 
