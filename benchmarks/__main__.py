@@ -22,6 +22,7 @@ PROGRAMS = {
     "sessions": "What does a session cost beside computing, and how much memory does a stream take?",
     "clusters": "What do many processes cost?",
     "assignment": "How close to the bound does a job on many machines end, simulated?",
+    "cells": "How good are the cells that the examples make?",
     "papers": "What did the papers measure, and how fast is it here?",
     "tables": "Fill the tables in README.md and docs/ from results/current.",
 }

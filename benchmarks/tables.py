@@ -19,7 +19,7 @@ from benchmarks.harness.results import Program, Results, current
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = (
     "layers", "networks", "graphs", "gpu_graphs", "windows", "units", "planner", "io", "masks", "sessions", "clusters",
-    "assignment", "papers",
+    "assignment", "cells", "papers",
 )  # fmt: skip
 INDEX = "benchmarks-index"
 COMPOSED = {  # blocks that hold all tables whose names begin so

@@ -109,7 +109,7 @@ def limits_of_worker(memory_limit: int | None, threads: int, asked: int | None) 
 def client_of(cluster: str) -> Iterator[Client]:
     """Yield a client of a cluster: of the scheduler at an address, of a scheduler file, or of local:N processes.
 
-    Inside, dask logs only what is critical: it would log a lost scheduler with tracebacks, which a ClusterError tells of.
+    Inside, dask logs only what is critical: a lost scheduler, which it logs with tracebacks, ends in a ClusterError.
     """
     with ExitStack() as stack:
         stack.enter_context(silence_logging_cmgr(logging.CRITICAL))
