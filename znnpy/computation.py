@@ -32,7 +32,7 @@ from znnpy.run.masked import MaskedOutput
 from znnpy.run.preparing import Preparing
 from znnpy.run.resume import check_options, device_begun, limits_taken, plan_begun, smaller_plan_begun
 from znnpy.run.target import OpenTarget, Targets, check_here
-from znnpy.run.trace import Trace
+from znnpy.run.trace import Spans, Trace
 from znnpy.run.workers import Sessions, sessions_of, workers_of
 from znnpy.run_log import log_phase
 from znnpy.self_check import CheckedOutput
@@ -123,7 +123,7 @@ def _with_plan(computation: Computation) -> Iterator[tuple[OpenTarget, RunPlan]]
 
 
 def computed(
-    run: OpenedRun, output: RunOutput, trace: Trace | None, started: float, *, in_order: bool = False
+    run: OpenedRun, output: RunOutput, trace: Spans | None, started: float, *, in_order: bool = False
 ) -> Computed:
     """Compute a run into an output that was entered.
 
@@ -153,7 +153,7 @@ class Computation:
     run: OpenedRun
     output: RunOutput
     watched: Volume | None  # opened once more, where patches are held against the definition
-    trace: Trace | None
+    trace: Spans | None
     started: float  # by `time.perf_counter()`
     in_order: bool = False  # patches are written in their order
     tally: Tally = field(default_factory=Tally)  # of what is written

@@ -28,7 +28,7 @@ from znnpy.shapes import FLOAT32
 if TYPE_CHECKING:
     from znnpy.kernels.contract import Footprint
     from znnpy.kernels.gpu.device import Device
-    from znnpy.run.trace import Trace
+    from znnpy.run.trace import Spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class GpuBackend(GpuSteps):
         network: Network,
         pool: Checks,
         device: Device | None = None,
-        trace: Trace | None = None,
+        trace: Spans | None = None,
         lane: str = "GPU",
     ) -> None:
         self._plan, self._network = plan, network

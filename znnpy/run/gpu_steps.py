@@ -30,7 +30,7 @@ from znnpy.run.gpu_trace import GpuTrace
 from znnpy.shapes import FLOAT32
 
 if TYPE_CHECKING:
-    from znnpy.run.trace import Trace
+    from znnpy.run.trace import Spans
 
 LOOK_SECONDS = 0.0001  # between looks at an event; a wait inside CUDA would not notice Ctrl-C
 QUEUED_SECONDS = 0.2  # most predicted seconds of queued layers: after Ctrl-C they end before memory is freed
@@ -74,7 +74,7 @@ class GpuSteps:
 
     max_in_flight = 1
 
-    def __init__(self, pool: Checks, device: Device | None, trace: Trace | None, lane: str) -> None:
+    def __init__(self, pool: Checks, device: Device | None, trace: Spans | None, lane: str) -> None:
         self._pool, self._device, self._trace, self._lane = pool, device, trace, lane
         self._lock = threading.Lock()  # protects what steps use of the device
         self._release()

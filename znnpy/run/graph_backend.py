@@ -20,7 +20,7 @@ from znnpy.run.voxels import load_voxels, store_voxels
 
 if TYPE_CHECKING:
     from znnpy.kernels.contract import Footprint
-    from znnpy.run.trace import Trace
+    from znnpy.run.trace import Spans
 
 
 class Arrays(NamedTuple):
@@ -123,7 +123,7 @@ class GraphOnCpu:
         self,
         pool: ThreadPool,
         normalise: Normalise | None,
-        trace: Trace | None = None,
+        trace: Spans | None = None,
         lane: str | None = None,
         prepared: Callable[[int], None] | None = None,
     ) -> None:

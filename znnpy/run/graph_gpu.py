@@ -29,7 +29,7 @@ from znnpy.shapes import FLOAT32
 if TYPE_CHECKING:
     from znnpy.kernels.contract import Footprint
     from znnpy.kernels.gpu.device import Device, Recording
-    from znnpy.run.trace import Trace
+    from znnpy.run.trace import Spans
 
 
 class GraphOnGpu(GpuSteps):
@@ -47,7 +47,7 @@ class GraphOnGpu(GpuSteps):
         values: int,
         pool: Checks,
         device: Device | None = None,
-        trace: Trace | None = None,
+        trace: Spans | None = None,
         lane: str | None = None,
     ) -> None:
         self._plan, self._network, self._subjects, self._values = plan, network, subjects, values

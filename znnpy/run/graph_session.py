@@ -39,7 +39,7 @@ from znnpy.shapes import turn, turned_back
 
 if TYPE_CHECKING:
     from znnpy.kernels.gpu.device import Device
-    from znnpy.run.trace import Trace
+    from znnpy.run.trace import Spans
 
 Array = Any  # numpy's, or on a GPU those of its Device, in the dtype of the precision
 
@@ -126,7 +126,7 @@ class GraphSession:
         table: tuple[Primitive, ...] = TABLE,
         *,
         device: Device | None = None,
-        trace: Trace | None = None,
+        trace: Spans | None = None,
         lane: str | None = None,
         prepared: Callable[[int], None] | None = None,
         values: int | None = None,
@@ -150,7 +150,7 @@ class GraphSession:
     def _backend_of(
         self,
         device: Device | None,
-        trace: Trace | None,
+        trace: Spans | None,
         lane: str | None,
         prepared: Callable[[int], None] | None,
     ) -> GraphBackend:

@@ -29,7 +29,7 @@ from znnpy.windows.weights import total_weights, window_weights
 
 if TYPE_CHECKING:
     from znnpy.kernels.gpu.device import Device
-    from znnpy.run.trace import Trace
+    from znnpy.run.trace import Spans
 
 
 class WindowSession:
@@ -44,7 +44,7 @@ class WindowSession:
         table: tuple[Primitive, ...] = TABLE,
         *,
         device: Device | None = None,
-        trace: Trace | None = None,
+        trace: Spans | None = None,
         lane: str | None = None,
         prepared: Callable[[int], None] | None = None,
     ) -> None:

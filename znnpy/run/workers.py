@@ -24,7 +24,7 @@ from znnpy.run.worker import Worker
 from znnpy.window_cover import WindowCover
 
 if TYPE_CHECKING:
-    from znnpy.run.trace import Trace
+    from znnpy.run.trace import Spans
     from znnpy.volume.mask import WantedOutputs
 
 AnySession = Session | GraphSession | WindowSession
@@ -37,7 +37,7 @@ def sessions_of(
     target: OpenTarget,
     network: Network,
     weights: Sequence[ConvWeights],
-    trace: Trace | None = None,
+    trace: Spans | None = None,
     prepared: Callable[[int], None] | None = None,
 ) -> Iterator[Sessions]:
     """Open a session on every device of every worker.
