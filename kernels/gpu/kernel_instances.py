@@ -8,6 +8,7 @@ from znnpy.kernels.gpu import conv_cudnn, conv_direct, conv_fft, conv_first, loa
 from znnpy.kernels.gpu.block import primitive as block
 from znnpy.kernels.gpu.cuconv import primitive as cuconv
 from znnpy.kernels.gpu.fft_tiled import kernel_instances as fft_tiled
+from znnpy.kernels.gpu.graph_gemm import warpgroup as graph_gemm
 from znnpy.kernels.gpu.host_ram import primitive as host_ram
 from znnpy.kernels.gpu.implicit_gemm import floats, tensor, warpgroup
 from znnpy.kernels.gpu.kernel_source import KernelInstance
@@ -24,6 +25,7 @@ def instances() -> tuple[KernelInstance, ...]:
         conv_first.instances,
         cuconv.instances,
         fft_tiled.instances,
+        graph_gemm.instances,
         host_ram.instances,
         floats.instances,
         tensor.instances,
