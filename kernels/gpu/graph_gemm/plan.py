@@ -14,7 +14,7 @@ from znnpy.shapes import FLOAT16, FLOAT32, Vec3
 
 ROWS, PIECE, CHUNK, MULTIPLIERS, MOST_REGIONS, MOST_KEPT = 64, 8, 16, 2, 4, 16  # as in regions.cuh
 WARPS = 4 * MULTIPLIERS  # that multiply
-HEADER_BYTES, OFFSETS_BYTES, PLACE_BYTES, ALIGNMENT, STAGED_BYTES = 576, 16, 4, 128, 1024  # as in warpgroup.cu
+HEADER_BYTES, OFFSETS_BYTES, PLACE_BYTES, ALIGNMENT, STAGED_BYTES = 720, 16, 4, 128, 1024  # as in warpgroup.cu
 SHARED = 227 * 1024  # bytes of a block: what cards with these instructions have
 MULTIPROCESSORS = 132  # of these cards, most of them
 TAP_BYTES = CHUNK * ROWS * FLOAT16
@@ -27,28 +27,38 @@ MOST_PARTS = 32  # of a sum
 PRODUCTS: tuple[tuple[int, int], ...] = ((128, 2), (128, 1), (64, 4), (64, 2), (64, 1))
 ALONG: tuple[Vec3, ...] = ((0, 1, 0), (0, 0, 8), (1, 0, 0))  # from 8 columns of a product to the next 8
 # Cycles: of a product of 64 columns to one of its own arithmetic; of a voxel's two pieces in a region; of 8 columns'
-# results; of an item; of a launch; of a value of a part that is added.
+# results; of an item; of a launch; of a value of a part that is added. Bytes that a multiprocessor loads in a cycle.
 NARROW, LOAD_CYCLES, STORE_CYCLES, ITEM_CYCLES, LAUNCH_CYCLES, PART_CYCLES = 1.25, 0.8, 30.0, 1500.0, 5000.0, 0.003
+LOADED_BYTES = 20.0
 
 
 class Columns(NamedTuple):
-    """The layer as the kernel sees it: columns of `lines` voxels, whose kernels are as often shifted along y."""
+    """The layer as the kernel sees it: columns of `lines` voxels, whose kernels are as often shifted along y.
+
+    With few input maps the inputs of `across` taps along x are maps of one voxel.
+    """
 
     lines: int
+    across: int
     k: Vec3  # taps of a column
     stride: Vec3  # from column to column
     apart: Vec3  # from tap to tap
     m: Vec3  # columns of the output
-    chunks: int  # of 16 maps, of all inputs
+    pieces: int  # of 8 maps, of all inputs
     blocks: int  # of maps of the output
 
     @classmethod
-    def of(cls, shape: GraphConvShape, lines: int) -> Columns:
+    def of(cls, shape: GraphConvShape) -> Columns:
         (kz, ky, kx), (sz, sy, sx), (_, mz, my, mx, _) = shape.k, shape.stride, shape.out_shape
-        k = (kz, reach_of(ky, sy, lines), kx)
-        pieces = sum(-(-maps // PIECE) for maps in shape.fins)
+        lines, across = lines_of(shape), across_of(shape)
+        k = (kz, reach_of(ky, sy, lines), kx // across)
+        pieces = sum(-(-maps * across // PIECE) for maps in shape.fins)
         blocks = -(-shape.fout // (ROWS // lines))
-        return cls(lines, k, (sz, sy * lines, sx), shape.dilation, (mz, -(-my // lines), mx), -(-pieces // 2), blocks)
+        return cls(lines, across, k, (sz, sy * lines, sx), shape.dilation, (mz, -(-my // lines), mx), pieces, blocks)
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.pieces // 2)
 
     @property
     def group(self) -> int:
@@ -70,6 +80,12 @@ def lines_of(shape: GraphConvShape) -> int:
     ky, sy = shape.k[1], shape.stride[1]
     fitting = [lines for lines in LINES if lines == 1 or (shape.dilation[1] == 1 and ky >= sy)]
     return min(fitting, key=lambda lines: -(-shape.fout // (ROWS // lines)) * reach_of(ky, sy, lines) / lines)
+
+
+def across_of(shape: GraphConvShape) -> int:
+    """Return the taps along x that become maps: all of them, if a chunk has room."""
+    fits = len(shape.fins) == 1 and not shape.upsampled and shape.fin * shape.k[2] <= CHUNK
+    return shape.k[2] if fits else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +133,9 @@ class Plan:
         """Return the cycles of the whole layer on a card with MULTIPROCESSORS."""
         c, rows = self.columns, prod(self.extent)
         multiply = c.groups * c.group * MULTIPLIERS * self.products * self.n / 2 * (NARROW if self.n == 64 else 1.0)
-        load = rows * LOAD_CYCLES
-        chunk = max(multiply, load) if self.regions > 1 else multiply + load
+        nbytes = rows * CHUNK * FLOAT16 + c.groups * c.group * TAP_BYTES
+        load = max(rows * LOAD_CYCLES, nbytes / LOADED_BYTES)
+        chunk = max(multiply, load) + load / 10 if self.regions > 1 else multiply + load
         chunks = -(-c.chunks // self.parts)
         item = chunks * chunk + ITEM_CYCLES + STORE_CYCLES * self.n / 8 * self.products
         rounds = -(-self.items // MULTIPROCESSORS)
@@ -129,7 +146,7 @@ class Plan:
 def plan_of(shape: GraphConvShape) -> Plan | None:
     """Return the plan of least cost; None if no tile fits."""
     best, least = None, inf
-    columns = Columns.of(shape, lines_of(shape))
+    columns = Columns.of(shape)
     values = prod(shape.out_shape)
     for plan in _divisions(columns):
         most = min(columns.chunks, MOST_PARTS, max(1, 2 * MULTIPROCESSORS // plan.items))
@@ -196,6 +213,6 @@ def _boxes(count: int) -> Iterator[Vec3]:
 
 def resident_bytes(shape: GraphConvShape) -> int:
     """Return the bytes of weights on the device."""
-    columns = Columns.of(shape, lines_of(shape))
+    columns = Columns.of(shape)
     maps = columns.blocks * (ROWS // columns.lines)
     return columns.blocks * columns.chunks * columns.groups * columns.group * TAP_BYTES + FLOAT32 * maps

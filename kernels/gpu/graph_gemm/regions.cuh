@@ -12,9 +12,10 @@ constexpr int TAP = 2 * ROWS * PIECE;                  // half values of the ker
 constexpr int MULTIPLIERS = 2;                         // warpgroups that multiply
 constexpr int THREADS = (1 + MULTIPLIERS) * WARPGROUP; // and one that loads
 constexpr int LOADERS = WARPGROUP - WARP;              // threads of it that bring inputs; a warp brings kernels
-constexpr int LOADERS_REGISTERS = 88, MULTIPLIERS_REGISTERS = 208;  // of a thread; together those of a block of 168
+constexpr int LOADERS_REGISTERS = 104, MULTIPLIERS_REGISTERS = 200;  // of a thread; together those of a block of 168
+constexpr int MOST_PRODUCTS = 4;                       // of a warpgroup
 constexpr int MOST_INPUTS = 4, MOST_REGIONS = 4, MOST_GROUPS = 16;  // buffers
-constexpr int AT_ONCE = 2;                             // pieces that a thread loads at once through registers
+constexpr int AT_ONCE = 16;                            // values that a thread loads at once through registers
 constexpr int LINE_BITS = 10, COLUMN_BITS = 10;        // of a place in the region
 
 /* An input: its values, the values from plane to plane, line to line, voxel to voxel, and how often a voxel counts. */
@@ -24,12 +25,18 @@ struct Input {
     int maps, first_z, first_y, first_x, by_z, by_y, by_x;  // by: logarithms
     int wide;                                                // 8 maps may be copied at once
 };
+struct Corner {  // the first column of a product in its tile
+    int z, y, x, unused;
+};
+
+/* n / d for 0 <= n < 2^20, by 1 / d. */
+DEVICE int quotient(int n, float reciprocal) { return (int)((n + 0.5f) * reciprocal); }
 
 /* What does not depend on the block. Sizes of tiles are in columns: a column is `lines_at_once` voxels of out, one above
  * the other along y.
  */
 struct Layer {
-    int nz, ny, nx, mz, my, mx, fout, inputs, chunks;
+    int nz, ny, nx, mz, my, mx, fout, inputs, pieces, chunks;
     int kz, ky, kx;                       // taps of columns
     int stride_z, stride_y, stride_x;     // from column to column
     int apart_z, apart_y, apart_x;        // from tap to tap
@@ -41,7 +48,8 @@ struct Layer {
     int along_z, along_y, along_x;        // from 8 columns of a product to the next 8
     int groups;                           // of taps, of a chunk
     int regions, kept;                    // buffers of regions, and of the kernels of groups
-    int lines_at_once;
+    int across;                           // taps along x whose inputs are maps of one voxel, one tap after the other
+    int lines_at_once, maps;              // voxels of a column; maps of a block
     int offsets, places, region, kernels, staged;  // bytes from the start of shared memory
 };
 
@@ -61,15 +69,16 @@ struct Item {
 /* The start of shared memory. */
 struct alignas(16) Shared {
     Barrier region_filled[MOST_REGIONS], region_read[MOST_REGIONS], kernels_filled[MOST_GROUPS],
-        kernels_read[MOST_GROUPS];
+        kernels_read[MOST_GROUPS], ahead[2];  // ahead[0]: the first warpgroup multiplied for a while
     Input inputs[MOST_INPUTS];
+    Corner corners[2 * MOST_PRODUCTS];
 
     template <class T> DEVICE T* at(int bytes) {
         return reinterpret_cast<T*>(reinterpret_cast<unsigned char*>(this) + bytes);
     }
     DEVICE half* region(const Layer& n, int slot) { return at<half>(n.region) + slot * 2 * n.rows * PIECE; }
 };
-static_assert(sizeof(Shared) == 576, "plan.py");
+static_assert(sizeof(Shared) == 720, "plan.py");
 
 /* A buffer of a ring, and the parity of the phase in which it is used. */
 struct Ring {
@@ -98,63 +107,94 @@ template <int GROUP> DEVICE void bring_kernels(Shared& shared, const Layer& n, c
     }
 }
 
-/* One thread's share of a region: pieces `piece` of every LOADERS / 2-th voxel. */
+/* One thread's share of regions: pieces of some voxels. */
 struct Loader {
     Shared& shared;
     const Layer& n;
     const int thread;  // 0 to LOADERS - 1
 
-    DEVICE const half* source(const Input& in, int place, int z, int y, int x) const {
+    /* The voxel at a place of the region that begins at z, y, x, and whether there is one; x becomes the voxel's. */
+    DEVICE const half* source(const Input& in, int place, int z, int y, int& x, bool& there) const {
         z += place >> (LINE_BITS + COLUMN_BITS);
         y += place >> COLUMN_BITS & ((1 << LINE_BITS) - 1);
         x += place & ((1 << COLUMN_BITS) - 1);
-        const bool inside = (unsigned)z < (unsigned)n.nz & (unsigned)y < (unsigned)n.ny & (unsigned)x < (unsigned)n.nx;
-        const half* const from = in.values + ((z + in.first_z) >> in.by_z) * in.z + ((y + in.first_y) >> in.by_y) * in.y +
-                                 ((x + in.first_x) >> in.by_x) * in.x;
-        return inside ? from : nullptr;
+        there = (unsigned)z < (unsigned)n.nz & (unsigned)y < (unsigned)n.ny;
+        return in.values + ((z + in.first_z) >> in.by_z) * in.z + ((y + in.first_y) >> in.by_y) * in.y +
+               ((x + in.first_x) >> in.by_x) * in.x;
     }
 
     DEVICE void load(half* to, int chunk, int z, int y, int x) const {
-        int piece = 2 * chunk + thread % 2, input = 0;
+        const bool lone = 2 * chunk + 1 == n.pieces;  // all threads load the first piece
+        int piece = 2 * chunk + (lone ? 0 : thread % 2), input = 0;
         for (; input < n.inputs - 1; ++input) {
             const int pieces = (shared.inputs[input].maps + PIECE - 1) / PIECE;
             if (piece < pieces) break;
             piece -= pieces;
         }
         Input in = shared.inputs[input];
-        const int count = min(in.maps - piece * PIECE, PIECE);  // of maps; 0 or less behind the last
-        in.values += count > 0 ? piece * PIECE : 0;
-        to += thread % 2 * n.rows * PIECE;
-        const int* const places = shared.at<const int>(n.places);
-        if (in.wide) {
-#pragma unroll 2
-            for (int row = thread / 2; row < n.rows; row += LOADERS / 2) {
-                const half* const from = count > 0 ? source(in, places[row], z, y, x) : nullptr;
-                cp_async<16>(to + row * PIECE, from == nullptr ? in.values : from, from != nullptr);
-            }
-            return;
-        }
+        const int first = lone ? thread : thread / 2, step = lone ? LOADERS : LOADERS / 2;
+        if (lone)
 #pragma unroll 1
-        for (int row = thread / 2; row < n.rows; row += AT_ONCE * (LOADERS / 2)) {
-            unsigned short values[AT_ONCE][PIECE];
+            for (int row = first; row < n.rows; row += step)
+                *reinterpret_cast<uint4*>(to + (n.rows + row) * PIECE) = make_uint4(0, 0, 0, 0);
+        else
+            to += thread % 2 * n.rows * PIECE;
+        const int maps = min(in.maps * n.across - piece * PIECE, PIECE);
+        if (in.wide) {
+            const int* const places = shared.at<const int>(n.places);
+            in.values += piece * PIECE;
+#pragma unroll 4
+            for (int row = first; row < n.rows; row += step) {
+                bool there;
+                int at = x;
+                const half* const from = source(in, places[row], z, y, at, there);
+                there = there & (unsigned)at < (unsigned)n.nx;
+                cp_async<16>(to + row * PIECE, there ? from : in.values, there);
+            }
+        } else if (maps <= 1) {
+            load_maps<1>(to, in, piece * PIECE, maps, first, step, z, y, x);
+        } else if (maps <= 4) {
+            load_maps<4>(to, in, piece * PIECE, maps, first, step, z, y, x);
+        } else {
+            load_maps<8>(to, in, piece * PIECE, maps, first, step, z, y, x);
+        }
+    }
+
+    /* Loads up to MAPS values of each voxel, one by one; map m of a voxel is map m % in.maps of the voxel m / in.maps taps
+     * further along x.
+     */
+    template <int MAPS>
+    DEVICE void load_maps(half* to, const Input& in, int from_map, int maps, int first, int step, int z, int y, int x) const {
+        constexpr int TOGETHER = AT_ONCE / MAPS;
+        const int* const places = shared.at<const int>(n.places);
+        const int begin = n.across > 1 ? from_map / in.maps : 0;  // tap of the first map
+#pragma unroll 1
+        for (int row = first; row < n.rows; row += TOGETHER * step) {
+            unsigned short values[TOGETHER][MAPS];
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i) {
-                const int at = row + i * (LOADERS / 2);
-                const half* const from = at < n.rows ? source(in, places[at], z, y, x) : nullptr;
+            for (int i = 0; i < TOGETHER; ++i) {
+                const int at = row + i * step;
+                bool there;
+                int voxel = x;
+                const half* from = source(in, places[min(at, n.rows - 1)], z, y, voxel, there);
+                there = there & at < n.rows;
+                int map = from_map - begin * in.maps, tap = begin * n.apart_x;
 #pragma unroll
-                for (int map = 0; map < PIECE; ++map)
-                    values[i][map] =
-                        from != nullptr && map < count ? __ldg(reinterpret_cast<const unsigned short*>(from) + map) : 0;
+                for (int m = 0; m < MAPS; ++m) {
+                    const bool inside = there & m < maps & (unsigned)(voxel + tap) < (unsigned)n.nx;
+                    const half* const value = from + tap * in.x + map;
+                    values[i][m] = inside ? __ldg(reinterpret_cast<const unsigned short*>(value)) : 0;
+                    if (++map == in.maps && n.across > 1) map = 0, tap += n.apart_x;
+                }
             }
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i) {
-                const int at = row + i * (LOADERS / 2);
-                unsigned both[PIECE / 2];
+            for (int i = 0; i < TOGETHER; ++i) {
+                unsigned both[PIECE / 2] = {};
 #pragma unroll
-                for (int pair = 0; pair < PIECE / 2; ++pair)
-                    both[pair] = values[i][2 * pair] | (unsigned)values[i][2 * pair + 1] << 16;
-                if (at < n.rows)
-                    *reinterpret_cast<uint4*>(to + at * PIECE) = make_uint4(both[0], both[1], both[2], both[3]);
+                for (int m = 0; m < MAPS; ++m) both[m / 2] |= (unsigned)values[i][m] << 16 * (m % 2);
+                if (row + i * step < n.rows)
+                    *reinterpret_cast<uint4*>(to + (row + i * step) * PIECE) =
+                        make_uint4(both[0], both[1], both[2], both[3]);
             }
         }
     }

@@ -35,35 +35,26 @@ struct End {
     int wide;  // 8 maps of out, and of the addend, may be copied at once
 };
 
-/* A function call, since inlined code for every sum would not fit the instruction cache. */
-CALLED float4 called_function(float4 v, int function, float a, float b) {
-    float values[4] = {v.x, v.y, v.z, v.w};
-    apply_functions(values, function, a, b);
-    return make_float4(values[0], values[1], values[2], values[3]);
-}
-
-template <int N, int MATRICES, int GROUP> struct Multiplier {
-    static constexpr int SUMS = N / 2, SLOT = 16 * 16;  // sums of a thread for a matrix; values staged for 16 columns
+template <int N, int PRODUCTS, int GROUP> struct Multiplier {
+    static constexpr int SUMS = N / 2, SLOT = 16 * 16;  // sums of a thread for a product; values staged for 16 columns
+    static constexpr int PASSES = N / 16 * PRODUCTS;    // 16 columns each
+    static constexpr int COMING = 3;                    // passes whose addend is on its way
+    static constexpr int LAG = 6;                       // groups of taps that one warpgroup is behind the other
     Shared& shared;
     const Layer& n;
     const End& end;
-    const int warp, lane, first;  // warp of the warpgroup; the warpgroup's first matrix
+    const int group, warp, lane;  // warpgroup; warp of the warpgroup
 
-    /* The first column of a matrix in its tile. */
-    DEVICE int3 corner(int matrix) const {
-        const int uz = (N / 8 - 1) * n.along_z + 1, uy = (N / 8 - 1) * n.along_y + 1, ux = n.along_x ? N : 8;
-        const int across = n.tx / ux, down = n.ty / uy;
-        return make_int3(matrix / across / down * uz, matrix / across % down * uy, matrix % across * ux);
-    }
-
-    /* Multiplies one item; the rings continue from item to item. */
-    DEVICE void multiply(float (&sums)[MATRICES][SUMS], const Item& item, Ring& region, Ring& kernels) const {
-        unsigned long long columns[MATRICES];
+    /* Multiplies one item; the rings continue from item to item. One warpgroup begins some groups later than the other, so
+     * that one multiplies while the other writes.
+     */
+    DEVICE void multiply(float (&sums)[PRODUCTS][SUMS], const Item& item, Ring& region, Ring& kernels, int& lag) const {
+        unsigned long long columns[PRODUCTS];
         const int apart = (n.along_z * n.stride_z * n.lines + n.along_y * n.stride_y) * n.width + n.along_x;
 #pragma unroll
-        for (int i = 0; i < MATRICES; ++i) {
-            const int3 at = corner(first + i);
-            const int offset = (at.x * n.stride_z * n.lines + at.y * n.stride_y) * n.width + at.z;
+        for (int i = 0; i < PRODUCTS; ++i) {
+            const Corner at = shared.corners[group * PRODUCTS + i];
+            const int offset = (at.z * n.stride_z * n.lines + at.y * n.stride_y) * n.width + at.x;
             columns[i] = wgmma_factor(shared.region(n, 0) + offset * PIECE, n.rows, apart);
         }
         const unsigned long long rows = wgmma_factor(shared.at<half>(n.kernels), ROWS, PIECE);
@@ -75,8 +66,8 @@ template <int N, int MATRICES, int GROUP> struct Multiplier {
             barrier_wait(shared.region_filled + region.slot, region.parity);
             const int begin = region.slot * 2 * n.rows;
 #pragma unroll 1
-            for (int group = 0; group < n.groups; ++group) {
-                const int4 four = offsets[group];
+            for (int taps = 0; taps < n.groups; ++taps) {
+                const int4 four = offsets[taps];
                 const int offset[4] = {begin + four.x, begin + four.y, begin + four.z, begin + four.w};
                 barrier_wait(shared.kernels_filled + kernels.slot, kernels.parity);
                 const unsigned long long factor = rows + kernels.slot * (GROUP * TAP / PIECE);
@@ -84,7 +75,7 @@ template <int N, int MATRICES, int GROUP> struct Multiplier {
 #pragma unroll
                 for (int tap = 0; tap < GROUP; ++tap)
 #pragma unroll
-                    for (int i = 0; i < MATRICES; ++i)
+                    for (int i = 0; i < PRODUCTS; ++i)
                         wgmma_half<N>(sums[i], factor + tap * (TAP / PIECE), columns[i] + offset[tap], tap > 0 || adds);
                 wgmma_end();
                 wgmma_wait_but_last();
@@ -92,12 +83,13 @@ template <int N, int MATRICES, int GROUP> struct Multiplier {
                 give_back(kernels_before, region_before);
                 kernels_before = kernels.slot, region_before = -1;
                 kernels.next(n.kept);
+                if (--lag == 0 && lane == 0) barrier_arrive(shared.ahead);
             }
             region_before = region.slot;
             region.next(n.regions);
         }
 #pragma unroll
-        for (int i = 0; i < MATRICES; ++i) wgmma_wait(sums[i]);
+        for (int i = 0; i < PRODUCTS; ++i) wgmma_wait(sums[i]);
         give_back(kernels_before, region_before);
     }
 
@@ -109,128 +101,152 @@ template <int N, int MATRICES, int GROUP> struct Multiplier {
         if (region >= 0) barrier_arrive(shared.region_read + region);
     }
 
-    /* Where a warp's rows belong: its first map, and the line of a column. */
-    DEVICE void place(int& map, int& line) const {
-        const int maps = ROWS / n.lines_at_once;
-        line = warp * 16 / maps, map = warp * 16 % maps;
+    /* The sums of a pass: of 8 columns two rows of two, then of the next 8. */
+    template <int PASS> DEVICE void copy(float (&values)[8], const float (&sums)[PRODUCTS][SUMS]) const {
+        if constexpr (PASS < PASSES) {
+#pragma unroll
+            for (int e = 0; e < 8; ++e) values[e] = sums[PASS / (N / 16)][PASS % (N / 16) * 8 + e];
+        }
+    }
+    DEVICE void sums_of(float (&values)[8], const float (&sums)[PRODUCTS][SUMS], int pass) const {
+        switch (pass) {  // registers have no numbers at run time
+            case 0: copy<0>(values, sums); break;
+            case 1: copy<1>(values, sums); break;
+            case 2: copy<2>(values, sums); break;
+            case 3: copy<3>(values, sums); break;
+            case 4: copy<4>(values, sums); break;
+            case 5: copy<5>(values, sums); break;
+            case 6: copy<6>(values, sums); break;
+            case 7: copy<7>(values, sums); break;
+            case 8: copy<8>(values, sums); break;
+            case 9: copy<9>(values, sums); break;
+            case 10: copy<10>(values, sums); break;
+            case 11: copy<11>(values, sums); break;
+            case 12: copy<12>(values, sums); break;
+            case 13: copy<13>(values, sums); break;
+            case 14: copy<14>(values, sums); break;
+            default: copy<15>(values, sums); break;
+        }
     }
 
-    /* Writes the sums of one part. */
-    DEVICE void store_sums(const float (&sums)[MATRICES][SUMS], const Item& item) const {
-        int map, line;
-        place(map, line);
-        map += item.block * (ROWS / n.lines_at_once) + lane / 4;
+    /* The voxel of a column: `half` of a pass is its first 8 columns, or the others. */
+    DEVICE int3 voxel_of(const Item& item, int pass, int half, int line) const {
+        const Corner at = shared.corners[group * PRODUCTS + pass / (N / 16)];
+        const int j = pass % (N / 16) * 2 + half;
+        return make_int3(item.z + at.z + j * n.along_z, (item.y + at.y + j * n.along_y) * n.lines_at_once + line,
+                         item.x + at.x + j * n.along_x);
+    }
+
+    /* Writes the sums of one part. `from`, `line`: the warp's first map, and line of a column. */
+    DEVICE void store_sums(const float (&sums)[PRODUCTS][SUMS], const Item& item, int from, int line) const {
         float* const part = end.sums + (long long)item.part * n.mz * n.my * n.mx * n.fout;
+        const int map = from + lane / 4;
+#pragma unroll 1
+        for (int pass = 0; pass < PASSES; ++pass) {
+            float values[8];
+            sums_of(values, sums, pass);
 #pragma unroll
-        for (int i = 0; i < MATRICES; ++i) {
-            const int3 at = corner(first + i);
-            int z = item.z + at.x, y = (item.y + at.y) * n.lines_at_once + line, x = item.x + at.z + lane % 4 * 2;
+            for (int half = 0; half < 2; ++half) {
+                const int3 at = voxel_of(item, pass, half, line);
+                const int x = at.z + lane % 4 * 2;
+                float* const to = part + (((long long)at.x * n.my + at.y) * n.mx + x) * n.fout + map;
+                if (at.x >= n.mz || at.y >= n.my) continue;
 #pragma unroll
-            for (int j = 0; j < N / 8; ++j) {
-                float* const to = part + (((long long)z * n.my + y) * n.mx + x) * n.fout + map;
-                if (z < n.mz && y < n.my) {
-#pragma unroll
-                    for (int e = 0; e < 4; ++e)
-                        if (x + e % 2 < n.mx && map + e / 2 * 8 < n.fout) to[e % 2 * n.fout + e / 2 * 8] = sums[i][4 * j + e];
-                }
-                z += n.along_z, y += n.along_y * n.lines_at_once, x += n.along_x;
+                for (int e = 0; e < 4; ++e)
+                    if (x + e % 2 < n.mx && map + e / 2 * 8 < n.fout) to[e % 2 * n.fout + e / 2 * 8] = values[4 * half + e];
             }
         }
     }
 
-    /* Applies what follows to the sums of 16 columns and writes them: returns the largest magnitude. */
-    DEVICE float store(float (&sums)[MATRICES][SUMS], const Item& item) const {
-        int from, line;  // the warp's first map
-        place(from, line);
-        from += item.block * (ROWS / n.lines_at_once);
+    /* The piece of the addend that this lane copies in a pass. */
+    DEVICE uint4 addend_of(const Item& item, int pass, int line, int map, int maps) const {
+        uint4 words = make_uint4(0, 0, 0, 0);
+        if (pass >= PASSES) return words;
+        const int3 at = voxel_of(item, pass, lane / 16, line);
+        const int x = at.z + lane / 2 % 8;
+        if (at.x >= n.mz || at.y >= n.my || x >= n.mx) return words;
+        const half* const piece = end.addend + at.x * end.addend_z + at.y * end.addend_y + x * end.addend_x + map;
+        if (end.wide) return maps > 0 ? __ldg(reinterpret_cast<const uint4*>(piece)) : words;
+        unsigned both[PIECE / 2] = {};
+#pragma unroll
+        for (int m = 0; m < PIECE; ++m)
+            if (m < maps)
+                both[m / 2] |= (unsigned)__ldg(reinterpret_cast<const unsigned short*>(piece) + m) << 16 * (m % 2);
+        return make_uint4(both[0], both[1], both[2], both[3]);
+    }
+
+    /* Applies what follows to the sums and writes them; returns the largest magnitude. */
+    DEVICE float store(const float (&sums)[PRODUCTS][SUMS], const Item& item, int from, int line) const {
         const float low = end.bias[from + lane / 4], high = end.bias[from + lane / 4 + 8];
         const bool has_low = from + lane / 4 < n.fout, has_high = from + lane / 4 + 8 < n.fout;
-        const int maps = min(n.fout - from - lane % 2 * PIECE, PIECE);  // of the piece that this lane copies
-        half* const staged = shared.at<half>(n.staged) + (threadIdx.x / WARP - WARPGROUP / WARP) * 2 * SLOT;
+        const int map = from + lane % 2 * PIECE, maps = min(n.fout - map, PIECE);  // of the piece that this lane copies
+        half* const staged = shared.at<half>(n.staged) + (group * (WARPGROUP / WARP) + warp) * 2 * SLOT;
         // This lane copies half of a voxel, and passes a row of the matrices: 16 voxels of 2 pieces.
         const int voxel = lane / 2, mine = voxel * 16 + (lane % 2 ^ (voxel >> 2 & 1)) * PIECE;
         const int row = lane / 16 * 8 + lane % 8, theirs = row * 16 + (lane / 8 % 2 ^ (row >> 2 & 1)) * PIECE;
+        uint4 coming[COMING];
+        if (end.addend != nullptr) {
+#pragma unroll
+            for (int pass = 0; pass < COMING; ++pass) coming[pass] = addend_of(item, pass, line, map, maps);
+        }
         float largest = 0.0f;
+#pragma unroll 1
+        for (int pass = 0; pass < PASSES; ++pass) {
+            half* const slot = staged + pass % 2 * SLOT;
+            float values[8];
+            sums_of(values, sums, pass);
 #pragma unroll
-        for (int i = 0; i < MATRICES; ++i) {
-            const int3 at = corner(first + i);
-            // of the two groups of 8 columns
-            const int z = item.z + at.x, y = (item.y + at.y) * n.lines_at_once + line, x = item.x + at.z;
-            const int step_y = n.along_y * n.lines_at_once;
+            for (int e = 0; e < 8; ++e) values[e] += e % 4 < 2 ? low : high;
+            if (end.addend != nullptr) {
+                *reinterpret_cast<uint4*>(slot + mine) = coming[0];
 #pragma unroll
-            for (int j = 0; j < N / 8; j += 2) {
-                half* const slot = staged + (i * (N / 16) + j / 2) % 2 * SLOT;
-                const int mine_z = z + (j + lane / 16) * n.along_z, mine_y = y + (j + lane / 16) * step_y;
-                const int mine_x = x + (j + lane / 16) * n.along_x + voxel % 8;
-                const bool there = mine_z < n.mz & mine_y < n.my & mine_x < n.mx;
-                float values[8];
-#pragma unroll
-                for (int e = 0; e < 8; ++e) values[e] = sums[i][4 * j + e] + (e % 4 < 2 ? low : high);
-                if (end.addend != nullptr) {
-                    const half* const added = end.addend + mine_z * end.addend_z + mine_y * end.addend_y +
-                                              mine_x * end.addend_x + from + lane % 2 * PIECE;
-                    read(slot + mine, added, there ? maps : 0);
-                    sync_warp();
-                    unsigned words[4];
-                    ldmatrix_transposed(words, slot + theirs);
-                    sync_warp();
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) {
-                        const float2 pair = to_float2(half2_from_bits(words[e]));
-                        values[2 * e] += pair.x, values[2 * e + 1] += pair.y;
-                    }
-                }
-                if (end.function == functions::RELU || end.function == functions::LEAKY_RELU) {
-#pragma unroll
-                    for (int e = 0; e < 8; ++e)
-                        values[e] = end.function == functions::RELU
-                                        ? apply_function(values[e], functions::RELU, 0.0f, 0.0f)
-                                        : apply_function(values[e], functions::LEAKY_RELU, end.a, end.b);
-                } else if (end.function != functions::NONE) {
-#pragma unroll
-                    for (int e = 0; e < 8; e += 4) {
-                        const float4 four = called_function(
-                            make_float4(values[e], values[e + 1], values[e + 2], values[e + 3]), end.function, end.a, end.b);
-                        values[e] = four.x, values[e + 1] = four.y, values[e + 2] = four.z, values[e + 3] = four.w;
-                    }
-                }
+                for (int i = 1; i < COMING; ++i) coming[i - 1] = coming[i];
+                coming[COMING - 1] = addend_of(item, pass + COMING, line, map, maps);
+                sync_warp();
                 unsigned words[4];
+                ldmatrix_transposed(words, slot + theirs);
+                sync_warp();
 #pragma unroll
-                for (int e = 0; e < 8; e += 2) {
-                    const int of_group = j + e / 4, column = x + of_group * n.along_x + lane % 4 * 2;
-                    const bool exists = (e % 4 < 2 ? has_low : has_high) & (z + of_group * n.along_z < n.mz) &
-                                        (y + of_group * step_y < n.my);
-                    largest = larger_magnitude(largest, exists & (column < n.mx) ? values[e] : 0.0f);
-                    largest = larger_magnitude(largest, exists & (column + 1 < n.mx) ? values[e + 1] : 0.0f);
+                for (int e = 0; e < 4; ++e) {
+                    const float2 pair = to_float2(half2_from_bits(words[e]));
+                    values[2 * e] += pair.x, values[2 * e + 1] += pair.y;
+                }
+            }
+            apply_functions(values, end.function, end.a, end.b);
+            unsigned words[4];
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int3 at = voxel_of(item, pass, half, line);
+                const int x = at.z + lane % 4 * 2;
+                const bool there = (at.x < n.mz) & (at.y < n.my), first = there & (x < n.mx), second = there & (x + 1 < n.mx);
+#pragma unroll
+                for (int e = 4 * half; e < 4 * half + 4; e += 2) {
+                    const bool exists = e % 4 < 2 ? has_low : has_high;
+                    largest = larger_magnitude(largest, exists & first ? values[e] : 0.0f);
+                    largest = larger_magnitude(largest, exists & second ? values[e + 1] : 0.0f);
                     words[e / 2] = bits_of(to_half2(values[e], values[e + 1]));
                 }
-                stmatrix_transposed(slot + theirs, words);
-                sync_warp();
-                half* const to = end.out + (((long long)mine_z * n.my + mine_y) * n.mx + mine_x) * n.fout + from +
-                                 lane % 2 * PIECE;
-                write(to, slot + mine, there ? maps : 0);
             }
+            stmatrix_transposed(slot + theirs, words);
+            sync_warp();
+            const int3 at = voxel_of(item, pass, lane / 16, line);
+            const int x = at.z + voxel % 8;
+            if (at.x < n.mz & at.y < n.my & x < n.mx)
+                write(end.out + (((long long)at.x * n.my + at.y) * n.mx + x) * n.fout + map, slot + mine, maps);
         }
         sync_warp();  // the next item's first values go where the last were read
         return largest;
     }
 
-    /* Copy a piece of so many maps. */
-    DEVICE void read(half* to, const half* from, int maps) const {
-        if (end.wide && maps > 0) {
-            *reinterpret_cast<uint4*>(to) = __ldg(reinterpret_cast<const uint4*>(from));
-            return;
-        }
-#pragma unroll 1
-        for (int map = 0; map < PIECE; ++map) to[map] = map < maps ? __ldg(from + map) : to_half(0.0f);
-    }
+    /* Copies a piece of so many maps. */
     DEVICE void write(half* to, const half* from, int maps) const {
         if (end.wide) {
             if (maps > 0) *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
             return;
         }
-#pragma unroll 1
-        for (int map = 0; map < maps; ++map) to[map] = from[map];
+#pragma unroll
+        for (int map = 0; map < PIECE; ++map)
+            if (map < maps) to[map] = from[map];
     }
 };
 
@@ -243,31 +259,33 @@ template <int N, int MATRICES, int GROUP> struct Multiplier {
             by_x_##i ? (int)first_x : 0, (int)by_z_##i, (int)by_y_##i, (int)by_x_##i, (int)wide_##i                   \
     }
 
-template <int N, int MATRICES, int GROUP>
+template <int N, int PRODUCTS, int GROUP>
 __global__ void __launch_bounds__(THREADS, 1) convolve_by_warpgroups(
     INPUT(0), INPUT(1), INPUT(2), INPUT(3), const half* addend, long long addend_z, long long addend_y,
     long long addend_x, half* out, float* sums, float* out_peak, const half* kernels, const float* bias, long long inputs,
     long long first_z, long long first_y, long long first_x, long long nz, long long ny, long long nx, long long mz,
-    long long my, long long mx, long long fout, long long chunks, long long kz, long long ky, long long kx,
+    long long my, long long mx, long long fout, long long pieces, long long kz, long long ky, long long kx,
     long long stride_z, long long stride_y, long long stride_x, long long apart_z, long long apart_y, long long apart_x,
     long long pz, long long py, long long px, long long tz, long long ty, long long tx, long long tiles_z,
     long long tiles_y, long long tiles_x, long long blocks, long long parts, long long planes, long long lines,
     long long width, long long along_z, long long along_y, long long along_x, long long regions,
-    long long kept, long long lines_at_once, long long wide, long long function, float a, float b) {
+    long long kept, long long across, long long lines_at_once, long long wide, long long function, float a, float b) {
     EXTERN_SHARED(Shared, start);  // then offsets of taps, places of the region's voxels, regions, kernels, staged results
     Shared& shared = *start;
     Layer n;
     n.nz = (int)nz, n.ny = (int)ny, n.nx = (int)nx, n.mz = (int)mz, n.my = (int)my, n.mx = (int)mx, n.fout = (int)fout;
-    n.inputs = (int)inputs, n.chunks = (int)chunks, n.groups = (int)((kz * ky * kx + GROUP - 1) / GROUP);
+    n.inputs = (int)inputs, n.pieces = (int)pieces, n.chunks = (n.pieces + 1) / 2, n.across = (int)across;
     n.kz = (int)kz, n.ky = (int)ky, n.kx = (int)kx;
+    n.groups = (n.kz * n.ky * n.kx + GROUP - 1) / GROUP;
     n.stride_z = (int)stride_z, n.stride_y = (int)stride_y, n.stride_x = (int)stride_x;
     n.apart_z = (int)apart_z, n.apart_y = (int)apart_y, n.apart_x = (int)apart_x;
     n.pz = (int)pz, n.py = (int)py, n.px = (int)px, n.tz = (int)tz, n.ty = (int)ty, n.tx = (int)tx;
     n.tiles_y = (int)tiles_y, n.tiles_x = (int)tiles_x, n.blocks = (int)blocks, n.parts = (int)parts;
-    n.lines = (int)lines, n.width = (int)width, n.residue = (int)(width / stride_x);
+    n.lines = (int)lines, n.width = (int)width, n.residue = n.width / n.stride_x;
     n.rows = (int)(planes * lines * width);
     n.along_z = (int)along_z, n.along_y = (int)along_y, n.along_x = (int)along_x;
     n.regions = (int)regions, n.kept = (int)kept, n.lines_at_once = (int)lines_at_once;
+    n.maps = ROWS / n.lines_at_once;
     n.offsets = sizeof(Shared), n.places = n.offsets + n.groups * (int)sizeof(int4);
     n.region = (n.places + n.rows * 4 + 127) / 128 * 128;
     n.kernels = n.region + n.regions * 2 * n.rows * PIECE * (int)sizeof(half);
@@ -282,23 +300,33 @@ __global__ void __launch_bounds__(THREADS, 1) convolve_by_warpgroups(
             barrier_begin(shared.kernels_filled + i, 1);
             barrier_begin(shared.kernels_read + i, MULTIPLIERS * WARPGROUP / WARP);
         }
+        barrier_begin(shared.ahead, WARPGROUP / WARP);
         shared.inputs[0] = GIVEN(0), shared.inputs[1] = GIVEN(1), shared.inputs[2] = GIVEN(2);
         shared.inputs[3] = GIVEN(3);
     }
+    if (threadIdx.x < MULTIPLIERS * PRODUCTS) {
+        const int uz = (N / 8 - 1) * n.along_z + 1, uy = (N / 8 - 1) * n.along_y + 1, ux = n.along_x ? N : 8;
+        const int i = threadIdx.x, across = n.tx / ux, down = n.ty / uy;
+        shared.corners[i] = {i / across / down * uz, i / across % down * uy, i % across * ux, 0};
+    }
+#pragma unroll 1
     for (int number = threadIdx.x; number < n.groups * 4; number += THREADS) {
         const int tap = min(number / 4 * GROUP + number % 4, n.kz * n.ky * n.kx - 1);  // behind the last: zeros
         const int dx = tap % n.kx * n.apart_x, dy = tap / n.kx % n.ky * n.apart_y, dz = tap / (n.kx * n.ky) * n.apart_z;
         shared.at<int>(n.offsets)[number] =
             (dz * n.lines + dy) * n.width + dx % n.stride_x * n.residue + dx / n.stride_x;
     }
+    const float by_width = 1.0f / n.width, by_lines = 1.0f / n.lines, by_residue = 1.0f / n.residue;
+#pragma unroll 1
     for (int row = threadIdx.x; row < n.rows; row += THREADS) {
-        const int all = row / n.width, at = row - all * n.width, plane = all / n.lines, line = all - plane * n.lines;
-        const int column = at % n.residue * n.stride_x + at / n.residue;
+        const int all = quotient(row, by_width), at = row - all * n.width, plane = quotient(all, by_lines);
+        const int line = all - plane * n.lines, of_residue = quotient(at, by_residue);
+        const int column = (at - of_residue * n.residue) * n.stride_x + of_residue;
         shared.at<int>(n.places)[row] = plane << (LINE_BITS + COLUMN_BITS) | line << COLUMN_BITS | column;
     }
     sync_block();
 
-    const int items = (int)(tiles_z * tiles_y * tiles_x * blocks * parts);
+    const int items = (int)tiles_z * n.tiles_y * n.tiles_x * n.blocks * n.parts;
     const int group_of = shuffle((int)threadIdx.x / WARPGROUP, 0);  // uniform, as the compiler sees
     if (group_of == 0) {
         registers_lower<LOADERS_REGISTERS>();
@@ -307,19 +335,27 @@ __global__ void __launch_bounds__(THREADS, 1) convolve_by_warpgroups(
     } else {
         registers_raise<MULTIPLIERS_REGISTERS>();
         const End end = {bias, addend, addend_z, addend_y, addend_x, out, sums, (int)function, a, b, (int)wide};
-        const Multiplier<N, MATRICES, GROUP> multiplier = {shared, n, end, (int)threadIdx.x / WARP % 4, (int)threadIdx.x % WARP,
-                                                    (group_of - 1) * MATRICES};
+        using Works = Multiplier<N, PRODUCTS, GROUP>;
+        const int warp = threadIdx.x / WARP % 4;
+        const Works works = {shared, n, end, group_of - 1, warp, (int)threadIdx.x % WARP};
+        const int map = warp * 16 % n.maps, line = warp * 16 / n.maps;  // of this warp's rows, in a block
+        const int least = n.chunks / n.parts * n.groups;  // groups of taps of an item
+        const int lagging = min(min(Works::LAG, (least + 1) / 2), min(n.kept - 1, n.regions * n.groups));
         Ring region, taps;
+        int lag = group_of == 1 ? lagging : 0;
+        if (group_of == 2) barrier_wait(shared.ahead, 0);
         float largest = 0.0f;
 #pragma unroll 1
         for (int number = blockIdx.x; number < items; number += gridDim.x) {
             const Item item(n, number);
-            float all[MATRICES][N / 2];
-            multiplier.multiply(all, item, region, taps);
+            float all[PRODUCTS][N / 2];
+            works.multiply(all, item, region, taps, lag);
+            const int from = item.block * n.maps + map;
+            if (from >= n.fout) continue;
             if (sums != nullptr)
-                multiplier.store_sums(all, item);
+                works.store_sums(all, item, from, line);
             else
-                largest = larger_magnitude(largest, multiplier.store(all, item));
+                largest = larger_magnitude(largest, works.store(all, item, from, line));
         }
         raise_peak_by_warp(out_peak, largest);
     }

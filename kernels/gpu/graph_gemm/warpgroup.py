@@ -32,6 +32,7 @@ from znnpy.kernels.gpu.graph_gemm.plan import (
     SHARED,
     Columns,
     Plan,
+    across_of,
     cycles_of,
     lines_of,
     plan_of,
@@ -116,7 +117,9 @@ class GraphConvWarpgroup:
         del machine
         assert isinstance(shape, GraphConvShape)
         inputs = "+".join(map(str, shape.fins))
-        return (Variant.of(inputs=inputs, lines=lines_of(shape), stride=shape.stride[1]),)
+        return (
+            Variant.of(inputs=inputs, across=across_of(shape), lines=lines_of(shape), stride=shape.stride[1]),
+        )
 
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
         del variant, threads
@@ -135,7 +138,7 @@ class GraphConvWarpgroup:
         assert weights is not None
         fins = tuple(map(int, variant.text("inputs").split("+")))
         lines = variant.count("lines")
-        kernels = arranged(weights.weight, fins, lines, variant.count("stride"))
+        kernels = arranged(weights.weight, fins, variant.count("across"), lines, variant.count("stride"))
         maps = len(kernels) * (ROWS // lines)
         bias = np.pad(weights.bias, (0, maps - len(weights.bias))).astype(np.float32)
         return Weights(
@@ -163,12 +166,15 @@ def _planned(shape: LayerShape) -> tuple[GraphConvShape, Plan]:
 
 
 def arranged(
-    weight: npt.NDArray[np.float32], fins: tuple[int, ...], lines: int, stride: int
+    weight: npt.NDArray[np.float32], fins: tuple[int, ...], across: int, lines: int, stride: int
 ) -> npt.NDArray[np.float16]:
     """Return kernels as [block of maps][chunk][tap][2][64][8], shifted along y for each line of a column.
 
     Taps are filled up with zeros to a multiple of GROUP, if there are more.
     """
+    if across > 1:  # the taps along x are maps
+        weight = np.moveaxis(weight, 4, 1).reshape(len(weight), -1, *weight.shape[2:4], 1)
+        fins = (fins[0] * across,)
     fout, _, kz, ky, kx = weight.shape
     maps, pieces = ROWS // lines, [-(-fin // PIECE) for fin in fins]
     blocks, chunks = -(-fout // maps), -(-sum(pieces) // 2)
@@ -205,9 +211,9 @@ class _Step:
         self._sizes = tuple(
             np.int64(size)
             for size in (
-                *(len(shape.fins), *shape.first, *shape.n, *shape.out_shape[1:], c.chunks, *c.k, *c.stride, *c.apart),
+                *(len(shape.fins), *shape.first, *shape.n, *shape.out_shape[1:], c.pieces, *c.k, *c.stride, *c.apart),
                 *(*shape.before, *plan.tile, *plan.tiles, c.blocks, plan.parts, planes, lines, width, *plan.along),
-                *(plan.regions, plan.kept, c.lines),
+                *(plan.regions, plan.kept, c.across, c.lines),
             )
         )
 
@@ -247,7 +253,7 @@ class _Step:
                 arguments += [None, *[0] * 8]
                 continue
             array, factors = inputs[index], self._shape.factors[index] if self._shape.factors else (1, 1, 1)
-            wide = array.shape[3] % PIECE == 0 and self._is_wide(array)
+            wide = array.shape[3] % PIECE == 0 and self._plan.columns.across == 1 and self._is_wide(array)
             arguments += [array, *(step // FLOAT16 for step in array.strides[:3]), array.shape[3]]
             arguments += [*(FACTORS.index(factor) for factor in factors), int(wide)]
         return arguments
