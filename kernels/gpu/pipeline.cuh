@@ -11,9 +11,12 @@
 
 #include "wgmma.cuh"
 
-/* A barrier in shared memory. One thread calls barrier_begin for it, before all threads meet at a barrier of the block. */
+/* A barrier in shared memory. One thread calls barrier_begin for each, then barriers_begun, before all threads meet at a
+ * barrier of the block.
+ */
 using Barrier = unsigned long long;
 DEVICE void barrier_begin(Barrier* barrier, int arrivals);
+DEVICE void barriers_begun();
 DEVICE void barrier_arrive(Barrier* barrier);
 /* Wait for the end of a phase with this parity, 0 or 1; that of the phase before phase 0 is 1, and it has ended. */
 DEVICE void barrier_wait(Barrier* barrier, int parity);
@@ -37,10 +40,10 @@ DEVICE void stmatrix_transposed(void* column, const unsigned (&words)[4]);
 #ifndef ZNNPY_EMULATOR
 
 DEVICE void barrier_begin(Barrier* barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1; fence.mbarrier_init.release.cluster; fence.proxy.async;" ::"r"(
-                     shared_address(barrier)),
-                 "r"(arrivals)
-                 : "memory");
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+DEVICE void barriers_begun() {  // once, since a fence takes hundreds of cycles
+    asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async;" ::: "memory");
 }
 DEVICE void barrier_arrive(Barrier* barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
@@ -91,6 +94,7 @@ DEVICE void barrier_begin(Barrier* barrier, int arrivals) {
     twin::phases_of(barrier) = {(unsigned short)arrivals, (unsigned short)arrivals, 0};
     for (twin::HandedOver& load : twin::handed_over) load.barrier = nullptr;
 }
+DEVICE void barriers_begun() {}
 DEVICE void barrier_arrive(Barrier* barrier) {
     twin::Phases& phases = twin::phases_of(barrier);
     if (phases.missing == 0) emulator::fail("barrier_arrive: more arrivals than the barrier has");

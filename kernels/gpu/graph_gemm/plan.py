@@ -14,7 +14,7 @@ from znnpy.shapes import FLOAT16, FLOAT32, Vec3
 
 ROWS, PIECE, CHUNK, MULTIPLIERS, MOST_REGIONS, MOST_KEPT = 64, 8, 16, 2, 4, 16  # as in regions.cuh
 WARPS = 4 * MULTIPLIERS  # that multiply
-HEADER_BYTES, OFFSETS_BYTES, PLACE_BYTES, ALIGNMENT, STAGED_BYTES = 720, 16, 4, 128, 1024  # as in warpgroup.cu
+HEADER_BYTES, OFFSETS_BYTES, PLACE_BYTES, ALIGNMENT, STAGED_BYTES = 720, 16, 4, 128, 2048  # as in warpgroup.cu
 SHARED = 227 * 1024  # bytes of a block: what cards with these instructions have
 MULTIPROCESSORS = 132  # of these cards, most of them
 TAP_BYTES = CHUNK * ROWS * FLOAT16

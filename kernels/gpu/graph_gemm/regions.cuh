@@ -12,10 +12,11 @@ constexpr int TAP = 2 * ROWS * PIECE;                  // half values of the ker
 constexpr int MULTIPLIERS = 2;                         // warpgroups that multiply
 constexpr int THREADS = (1 + MULTIPLIERS) * WARPGROUP; // and one that loads
 constexpr int LOADERS = WARPGROUP - WARP;              // threads of it that bring inputs; a warp brings kernels
-constexpr int LOADERS_REGISTERS = 104, MULTIPLIERS_REGISTERS = 200;  // of a thread; together those of a block of 168
+constexpr int LOADERS_REGISTERS = 88, MULTIPLIERS_REGISTERS = 208;  // of a thread; together those of a block of 168
 constexpr int MOST_PRODUCTS = 4;                       // of a warpgroup
 constexpr int MOST_INPUTS = 4, MOST_REGIONS = 4, MOST_GROUPS = 16;  // buffers
-constexpr int AT_ONCE = 16;                            // values that a thread loads at once through registers
+constexpr int AT_ONCE = 8;                             // values that a thread loads at once through registers
+constexpr int COPIES = 6;                              // pieces that it copies at once without registers
 constexpr int LINE_BITS = 10, COLUMN_BITS = 10;        // of a place in the region
 
 /* An input: its values, the values from plane to plane, line to line, voxel to voxel, and how often a voxel counts. */
@@ -143,13 +144,20 @@ struct Loader {
         if (in.wide) {
             const int* const places = shared.at<const int>(n.places);
             in.values += piece * PIECE;
-#pragma unroll 4
-            for (int row = first; row < n.rows; row += step) {
-                bool there;
-                int at = x;
-                const half* const from = source(in, places[row], z, y, at, there);
-                there = there & (unsigned)at < (unsigned)n.nx;
-                cp_async<16>(to + row * PIECE, there ? from : in.values, there);
+#pragma unroll 1
+            for (int row = first; row < n.rows; row += COPIES * step) {
+                const half* from[COPIES];
+                bool there[COPIES];
+#pragma unroll
+                for (int i = 0; i < COPIES; ++i) {  // all addresses, then all copies, in whose order the compiler is bound
+                    int at = x;
+                    from[i] = source(in, places[min(row + i * step, n.rows - 1)], z, y, at, there[i]);
+                    there[i] = there[i] & (unsigned)at < (unsigned)n.nx;
+                }
+#pragma unroll
+                for (int i = 0; i < COPIES; ++i)
+                    if (row + i * step < n.rows)
+                        cp_async<16>(to + (row + i * step) * PIECE, there[i] ? from[i] : in.values, there[i]);
             }
         } else if (maps <= 1) {
             load_maps<1>(to, in, piece * PIECE, maps, first, step, z, y, x);

@@ -37,13 +37,12 @@ struct End {
 
 template <int N, int PRODUCTS, int GROUP> struct Multiplier {
     static constexpr int SUMS = N / 2, SLOT = 16 * 16;  // sums of a thread for a product; values staged for 16 columns
-    static constexpr int PASSES = N / 16 * PRODUCTS;    // 16 columns each
-    static constexpr int COMING = 3;                    // passes whose addend is on its way
+    static constexpr int BATCHES = N / 64 * PRODUCTS;   // of 64 columns, whose results are written together
     static constexpr int LAG = 6;                       // groups of taps that one warpgroup is behind the other
     Shared& shared;
     const Layer& n;
     const End& end;
-    const int group, warp, lane;  // warpgroup; warp of the warpgroup
+    const int group, warp, lane, line;  // warpgroup; warp of the warpgroup; line of a column that its rows are
 
     /* Multiplies one item; the rings continue from item to item. One warpgroup begins some groups later than the other, so
      * that one multiplies while the other writes.
@@ -101,147 +100,201 @@ template <int N, int PRODUCTS, int GROUP> struct Multiplier {
         if (region >= 0) barrier_arrive(shared.region_read + region);
     }
 
-    /* The sums of a pass: of 8 columns two rows of two, then of the next 8. */
-    template <int PASS> DEVICE void copy(float (&values)[8], const float (&sums)[PRODUCTS][SUMS]) const {
-        if constexpr (PASS < PASSES) {
+    /* The sums of a batch: of 8 columns two rows of two, then of the next 8, .. */
+    template <int BATCH> DEVICE void copy(float (&values)[32], const float (&sums)[PRODUCTS][SUMS]) const {
+        if constexpr (BATCH < BATCHES) {
 #pragma unroll
-            for (int e = 0; e < 8; ++e) values[e] = sums[PASS / (N / 16)][PASS % (N / 16) * 8 + e];
+            for (int e = 0; e < 32; ++e) values[e] = sums[BATCH / (N / 64)][BATCH % (N / 64) * 32 + e];
         }
     }
-    DEVICE void sums_of(float (&values)[8], const float (&sums)[PRODUCTS][SUMS], int pass) const {
-        switch (pass) {  // registers have no numbers at run time
+    DEVICE void sums_of(float (&values)[32], const float (&sums)[PRODUCTS][SUMS], int batch) const {
+        switch (batch) {  // registers have no numbers at run time
             case 0: copy<0>(values, sums); break;
             case 1: copy<1>(values, sums); break;
             case 2: copy<2>(values, sums); break;
-            case 3: copy<3>(values, sums); break;
-            case 4: copy<4>(values, sums); break;
-            case 5: copy<5>(values, sums); break;
-            case 6: copy<6>(values, sums); break;
-            case 7: copy<7>(values, sums); break;
-            case 8: copy<8>(values, sums); break;
-            case 9: copy<9>(values, sums); break;
-            case 10: copy<10>(values, sums); break;
-            case 11: copy<11>(values, sums); break;
-            case 12: copy<12>(values, sums); break;
-            case 13: copy<13>(values, sums); break;
-            case 14: copy<14>(values, sums); break;
-            default: copy<15>(values, sums); break;
+            default: copy<3>(values, sums); break;
         }
     }
 
-    /* The voxel of a column: `half` of a pass is its first 8 columns, or the others. */
-    DEVICE int3 voxel_of(const Item& item, int pass, int half, int line) const {
-        const Corner at = shared.corners[group * PRODUCTS + pass / (N / 16)];
-        const int j = pass % (N / 16) * 2 + half;
+    /* The voxel of the first of a batch's columns. */
+    DEVICE int3 voxel_of(const Item& item, int batch) const {
+        const Corner at = shared.corners[group * PRODUCTS + batch / (N / 64)];
+        const int j = batch % (N / 64) * 8;
         return make_int3(item.z + at.z + j * n.along_z, (item.y + at.y + j * n.along_y) * n.lines_at_once + line,
                          item.x + at.x + j * n.along_x);
     }
+    /* The voxel j * 8 columns further. */
+    DEVICE int3 further(int3 at, int j) const {
+        return make_int3(at.x + j * n.along_z, at.y + j * n.along_y * n.lines_at_once, at.z + j * n.along_x);
+    }
+    DEVICE bool exists(int3 at) const { return (at.x < n.mz) & (at.y < n.my) & (at.z < n.mx); }
 
-    /* Writes the sums of one part. `from`, `line`: the warp's first map, and line of a column. */
-    DEVICE void store_sums(const float (&sums)[PRODUCTS][SUMS], const Item& item, int from, int line) const {
+    /* Writes the sums of one part. `from`: the warp's first map. */
+    DEVICE void store_sums(const float (&sums)[PRODUCTS][SUMS], const Item& item, int from) const {
         float* const part = end.sums + (long long)item.part * n.mz * n.my * n.mx * n.fout;
         const int map = from + lane / 4;
 #pragma unroll 1
-        for (int pass = 0; pass < PASSES; ++pass) {
-            float values[8];
-            sums_of(values, sums, pass);
+        for (int batch = 0; batch < BATCHES; ++batch) {
+            float values[32];
+            sums_of(values, sums, batch);
+            int3 first = voxel_of(item, batch);
+            first.z += lane % 4 * 2;
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int3 at = voxel_of(item, pass, half, line);
-                const int x = at.z + lane % 4 * 2;
-                float* const to = part + (((long long)at.x * n.my + at.y) * n.mx + x) * n.fout + map;
-                if (at.x >= n.mz || at.y >= n.my) continue;
+            for (int j = 0; j < 8; ++j) {
+                const int3 at = further(first, j);
+                float* const to = part + (((long long)at.x * n.my + at.y) * n.mx + at.z) * n.fout + map;
 #pragma unroll
                 for (int e = 0; e < 4; ++e)
-                    if (x + e % 2 < n.mx && map + e / 2 * 8 < n.fout) to[e % 2 * n.fout + e / 2 * 8] = values[4 * half + e];
+                    if (exists(make_int3(at.x, at.y, at.z + e % 2)) & map + e / 2 * 8 < n.fout)
+                        to[e % 2 * n.fout + e / 2 * 8] = values[4 * j + e];
             }
         }
     }
 
-    /* The piece of the addend that this lane copies in a pass. */
-    DEVICE uint4 addend_of(const Item& item, int pass, int line, int map, int maps) const {
-        uint4 words = make_uint4(0, 0, 0, 0);
-        if (pass >= PASSES) return words;
-        const int3 at = voxel_of(item, pass, lane / 16, line);
-        const int x = at.z + lane / 2 % 8;
-        if (at.x >= n.mz || at.y >= n.my || x >= n.mx) return words;
-        const half* const piece = end.addend + at.x * end.addend_z + at.y * end.addend_y + x * end.addend_x + map;
-        if (end.wide) return maps > 0 ? __ldg(reinterpret_cast<const uint4*>(piece)) : words;
-        unsigned both[PIECE / 2] = {};
+    /* The pieces of the addend that this lane copies in a batch. */
+    template <bool WHOLE> DEVICE void addend_of(uint4 (&pieces)[4], const Item& item, int batch, int map, int maps) const {
+        const int3 first = own(voxel_of(item, batch));
 #pragma unroll
-        for (int m = 0; m < PIECE; ++m)
-            if (m < maps)
-                both[m / 2] |= (unsigned)__ldg(reinterpret_cast<const unsigned short*>(piece) + m) << 16 * (m % 2);
-        return make_uint4(both[0], both[1], both[2], both[3]);
+        for (int i = 0; i < 4; ++i) {
+            const int3 at = further(first, 2 * i);
+            const half* const from =
+                end.addend + at.x * end.addend_z + at.y * end.addend_y + at.z * end.addend_x + map;
+            pieces[i] = make_uint4(0, 0, 0, 0);
+            if constexpr (WHOLE) {
+                pieces[i] = __ldg(reinterpret_cast<const uint4*>(from));
+            } else if (exists(at)) {
+                unsigned both[PIECE / 2] = {};
+#pragma unroll
+                for (int m = 0; m < PIECE; ++m)
+                    if (m < maps)
+                        both[m / 2] |= (unsigned)__ldg(reinterpret_cast<const unsigned short*>(from) + m) << 16 * (m % 2);
+                pieces[i] = make_uint4(both[0], both[1], both[2], both[3]);
+            }
+        }
     }
 
-    /* Applies what follows to the sums and writes them; returns the largest magnitude. */
-    DEVICE float store(const float (&sums)[PRODUCTS][SUMS], const Item& item, int from, int line) const {
+    /* The voxel that this lane copies, one half of its 16 maps, of 16 columns. */
+    DEVICE int3 own(int3 first) const {
+        const int3 at = further(first, lane / 16);
+        return make_int3(at.x, at.y, at.z + lane / 2 % 8);
+    }
+
+    /* Applies the function to all values: a few at a time, if it takes many instructions. */
+    template <int FUNCTION, int COUNT> DEVICE void apply(float (&values)[COUNT]) const {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) values[i] = apply_function(values[i], FUNCTION, end.a, end.b);
+    }
+    DEVICE void apply(float (&values)[32]) const {
+        if (end.function == functions::NONE) return;
+        if (end.function == functions::RELU) return apply<functions::RELU>(values);
+        if (end.function == functions::LEAKY_RELU) return apply<functions::LEAKY_RELU>(values);
+#pragma unroll 1
+        for (int turn = 0; turn < 8; ++turn) {
+            float four[4] = {values[0], values[1], values[2], values[3]};
+#pragma unroll
+            for (int i = 4; i < 32; ++i) values[i - 4] = values[i];
+            switch (end.function) {
+                case functions::ELU: apply<functions::ELU>(four); break;
+                case functions::SELU: apply<functions::SELU>(four); break;
+                case functions::GELU: apply<functions::GELU>(four); break;
+                case functions::GELU_TANH: apply<functions::GELU_TANH>(four); break;
+                case functions::SILU: apply<functions::SILU>(four); break;
+                case functions::SOFTPLUS: apply<functions::SOFTPLUS>(four); break;
+                case functions::SIGMOID: apply<functions::SIGMOID>(four); break;
+                case functions::TANH: apply<functions::TANH>(four); break;
+                case functions::HARDSWISH: apply<functions::HARDSWISH>(four); break;
+                default: apply<functions::CLIP>(four); break;
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) values[28 + i] = four[i];
+        }
+    }
+
+    /* Applies what follows to the sums and writes them; returns the largest magnitude. WHOLE: all voxels and maps of the
+     * item exist, pieces may be copied at once, and the function takes few instructions.
+     */
+    template <bool WHOLE> DEVICE float store(const float (&sums)[PRODUCTS][SUMS], const Item& item, int from) const {
         const float low = end.bias[from + lane / 4], high = end.bias[from + lane / 4 + 8];
         const bool has_low = from + lane / 4 < n.fout, has_high = from + lane / 4 + 8 < n.fout;
         const int map = from + lane % 2 * PIECE, maps = min(n.fout - map, PIECE);  // of the piece that this lane copies
-        half* const staged = shared.at<half>(n.staged) + (group * (WARPGROUP / WARP) + warp) * 2 * SLOT;
+        half* const staged = shared.at<half>(n.staged) + (group * (WARPGROUP / WARP) + warp) * 4 * SLOT;
         // This lane copies half of a voxel, and passes a row of the matrices: 16 voxels of 2 pieces.
-        const int voxel = lane / 2, mine = voxel * 16 + (lane % 2 ^ (voxel >> 2 & 1)) * PIECE;
-        const int row = lane / 16 * 8 + lane % 8, theirs = row * 16 + (lane / 8 % 2 ^ (row >> 2 & 1)) * PIECE;
-        uint4 coming[COMING];
-        if (end.addend != nullptr) {
-#pragma unroll
-            for (int pass = 0; pass < COMING; ++pass) coming[pass] = addend_of(item, pass, line, map, maps);
-        }
+        const int voxel = lane / 2, row = lane / 16 * 8 + lane % 8;
+        half* const mine = staged + voxel * 16 + (lane % 2 ^ (voxel >> 2 & 1)) * PIECE;
+        half* const theirs = staged + row * 16 + (lane / 8 % 2 ^ (row >> 2 & 1)) * PIECE;
+        const long long step = 2 * (((long long)n.along_z * n.my + n.along_y * n.lines_at_once) * n.mx + n.along_x) * n.fout;
+        uint4 coming[4];
+        if (end.addend != nullptr) addend_of<WHOLE>(coming, item, 0, map, maps);
         float largest = 0.0f;
-#pragma unroll 1
-        for (int pass = 0; pass < PASSES; ++pass) {
-            half* const slot = staged + pass % 2 * SLOT;
-            float values[8];
-            sums_of(values, sums, pass);
+#pragma unroll(WHOLE ? BATCHES : 1)
+        for (int batch = 0; batch < BATCHES; ++batch) {
+            float values[32];
+            if constexpr (WHOLE) {
 #pragma unroll
-            for (int e = 0; e < 8; ++e) values[e] += e % 4 < 2 ? low : high;
+                for (int e = 0; e < 32; ++e) values[e] = sums[batch / (N / 64)][batch % (N / 64) * 32 + e];
+            } else {
+                sums_of(values, sums, batch);
+            }
+#pragma unroll
+            for (int e = 0; e < 32; ++e) values[e] += e % 4 < 2 ? low : high;
             if (end.addend != nullptr) {
-                *reinterpret_cast<uint4*>(slot + mine) = coming[0];
 #pragma unroll
-                for (int i = 1; i < COMING; ++i) coming[i - 1] = coming[i];
-                coming[COMING - 1] = addend_of(item, pass + COMING, line, map, maps);
+                for (int i = 0; i < 4; ++i) *reinterpret_cast<uint4*>(mine + i * SLOT) = coming[i];
                 sync_warp();
+                if (batch + 1 < BATCHES) addend_of<WHOLE>(coming, item, batch + 1, map, maps);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    unsigned words[4];
+                    ldmatrix_transposed(words, theirs + i * SLOT);
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) {
+                        const float2 pair = to_float2(half2_from_bits(words[e]));
+                        values[8 * i + 2 * e] += pair.x, values[8 * i + 2 * e + 1] += pair.y;
+                    }
+                }
+                sync_warp();
+            }
+            if constexpr (!WHOLE)
+                apply(values);
+            else if (end.function == functions::RELU)
+                apply<functions::RELU>(values);
+            else if (end.function == functions::LEAKY_RELU)
+                apply<functions::LEAKY_RELU>(values);
+            const int3 first = voxel_of(item, batch);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
                 unsigned words[4];
-                ldmatrix_transposed(words, slot + theirs);
-                sync_warp();
 #pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    const float2 pair = to_float2(half2_from_bits(words[e]));
-                    values[2 * e] += pair.x, values[2 * e + 1] += pair.y;
+                for (int e = 8 * i; e < 8 * i + 8; e += 2) {
+                    if constexpr (!WHOLE) {
+                        int3 at = further(first, e / 4);
+                        at.z += lane % 4 * 2;
+                        const bool there = exists(at) & (e % 4 < 2 ? has_low : has_high);
+                        largest = larger_magnitude(largest, there ? values[e] : 0.0f);
+                        largest = larger_magnitude(largest, there & at.z + 1 < n.mx ? values[e + 1] : 0.0f);
+                    } else {
+                        largest = larger_magnitude(larger_magnitude(largest, values[e]), values[e + 1]);
+                    }
+                    words[e / 2 % 4] = bits_of(to_half2(values[e], values[e + 1]));
                 }
+                stmatrix_transposed(theirs + i * SLOT, words);
             }
-            apply_functions(values, end.function, end.a, end.b);
-            unsigned words[4];
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int3 at = voxel_of(item, pass, half, line);
-                const int x = at.z + lane % 4 * 2;
-                const bool there = (at.x < n.mz) & (at.y < n.my), first = there & (x < n.mx), second = there & (x + 1 < n.mx);
-#pragma unroll
-                for (int e = 4 * half; e < 4 * half + 4; e += 2) {
-                    const bool exists = e % 4 < 2 ? has_low : has_high;
-                    largest = larger_magnitude(largest, exists & first ? values[e] : 0.0f);
-                    largest = larger_magnitude(largest, exists & second ? values[e + 1] : 0.0f);
-                    words[e / 2] = bits_of(to_half2(values[e], values[e + 1]));
-                }
-            }
-            stmatrix_transposed(slot + theirs, words);
             sync_warp();
-            const int3 at = voxel_of(item, pass, lane / 16, line);
-            const int x = at.z + voxel % 8;
-            if (at.x < n.mz & at.y < n.my & x < n.mx)
-                write(end.out + (((long long)at.x * n.my + at.y) * n.mx + x) * n.fout + map, slot + mine, maps);
+            const int3 at = own(first);
+            half* const to = end.out + (((long long)at.x * n.my + at.y) * n.mx + at.z) * n.fout + map;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if (WHOLE || exists(further(at, 2 * i))) write<WHOLE>(to + i * step, mine + i * SLOT, maps);
+            }
+            sync_warp();  // the next values go where these were
         }
-        sync_warp();  // the next item's first values go where the last were read
         return largest;
     }
 
     /* Copies a piece of so many maps. */
-    DEVICE void write(half* to, const half* from, int maps) const {
-        if (end.wide) {
-            if (maps > 0) *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+    template <bool WHOLE> DEVICE void write(half* to, const half* from, int maps) const {
+        if (WHOLE || (end.wide && maps == PIECE)) {
+            *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
             return;
         }
 #pragma unroll
@@ -301,6 +354,7 @@ __global__ void __launch_bounds__(THREADS, 1) convolve_by_warpgroups(
             barrier_begin(shared.kernels_read + i, MULTIPLIERS * WARPGROUP / WARP);
         }
         barrier_begin(shared.ahead, WARPGROUP / WARP);
+        barriers_begun();
         shared.inputs[0] = GIVEN(0), shared.inputs[1] = GIVEN(1), shared.inputs[2] = GIVEN(2);
         shared.inputs[3] = GIVEN(3);
     }
@@ -337,13 +391,14 @@ __global__ void __launch_bounds__(THREADS, 1) convolve_by_warpgroups(
         const End end = {bias, addend, addend_z, addend_y, addend_x, out, sums, (int)function, a, b, (int)wide};
         using Works = Multiplier<N, PRODUCTS, GROUP>;
         const int warp = threadIdx.x / WARP % 4;
-        const Works works = {shared, n, end, group_of - 1, warp, (int)threadIdx.x % WARP};
-        const int map = warp * 16 % n.maps, line = warp * 16 / n.maps;  // of this warp's rows, in a block
+        const Works works = {shared, n, end, group_of - 1, warp, (int)threadIdx.x % WARP, warp * 16 / n.maps};
+        const int map = warp * 16 % n.maps;  // the first of this warp's rows, in a block
         const int least = n.chunks / n.parts * n.groups;  // groups of taps of an item
         const int lagging = min(min(Works::LAG, (least + 1) / 2), min(n.kept - 1, n.regions * n.groups));
         Ring region, taps;
         int lag = group_of == 1 ? lagging : 0;
         if (group_of == 2) barrier_wait(shared.ahead, 0);
+        const bool simple = function == functions::NONE | function == functions::RELU | function == functions::LEAKY_RELU;
         float largest = 0.0f;
 #pragma unroll 1
         for (int number = blockIdx.x; number < items; number += gridDim.x) {
@@ -352,10 +407,14 @@ __global__ void __launch_bounds__(THREADS, 1) convolve_by_warpgroups(
             works.multiply(all, item, region, taps, lag);
             const int from = item.block * n.maps + map;
             if (from >= n.fout) continue;
-            if (sums != nullptr)
-                works.store_sums(all, item, from, line);
-            else
-                largest = larger_magnitude(largest, works.store(all, item, from, line));
+            if (sums != nullptr) {
+                works.store_sums(all, item, from);
+                continue;
+            }
+            const bool whole = simple & end.wide & from + 16 <= n.fout & item.z + n.tz <= n.mz &
+                               (item.y + n.ty) * n.lines_at_once <= n.my & item.x + n.tx <= n.mx;
+            const float most = whole ? works.template store<true>(all, item, from) : works.template store<false>(all, item, from);
+            largest = larger_magnitude(largest, most);
         }
         raise_peak_by_warp(out_peak, largest);
     }

@@ -117,9 +117,7 @@ class GraphConvWarpgroup:
         del machine
         assert isinstance(shape, GraphConvShape)
         inputs = "+".join(map(str, shape.fins))
-        return (
-            Variant.of(inputs=inputs, across=across_of(shape), lines=lines_of(shape), stride=shape.stride[1]),
-        )
+        return (Variant.of(inputs=inputs, across=across_of(shape), lines=lines_of(shape), stride=shape.stride[1]),)
 
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
         del variant, threads

@@ -14,13 +14,10 @@ import pytest
 from tests.kernels.cpu.test_graph_operators import CONVS, with_parameters
 from tests.support.closeness import MACHINE
 from tests.support.emulator import EMULATED_GPU, EmulatedDevice
-from znnpy.graph_shapes import GraphConvShape, Pooled, PointShape
+from znnpy.graph_shapes import GraphConvShape
 from znnpy.kernels import definition
 from znnpy.kernels.contract import ConvWeights
-from znnpy.kernels.gpu.graph_gemm import plan as plans
-from znnpy.kernels.gpu.graph_gemm.plan import Plan, plan_of
 from znnpy.kernels.gpu.graph_gemm.warpgroup import GraphConvWarpgroup
-from znnpy.layers import FUNCTIONS
 
 CONV = GraphConvWarpgroup()
 WITH_GPU = replace(MACHINE, gpu=EMULATED_GPU)
@@ -33,7 +30,9 @@ SHAPES = [
     GraphConvShape((8, 24), 16, (2, 19, 9), (3, 3, 3), (1, 1, 1), (1, 1, 1), activation="clip"),  # four
     GraphConvShape((16,), 72, (2, 5, 18), (1, 3, 3), (0, 2, 1), (0, 0, 1), addend=True, activation="leaky_relu"),
     GraphConvShape((16, 9), 20, (2, 5, 9), (1, 3, 3), (0, 1, 1), (0, 1, 1), addend=True, activation="silu"),
-    GraphConvShape((16, 5), 8, (4, 6, 9), (3, 3, 3), (1, 1, 1), (1, 1, 1), factors=((2, 2, 2), (1, 1, 1)), first=(1, 0, 1)),
+    GraphConvShape(
+        (16, 5), 8, (4, 6, 9), (3, 3, 3), (1, 1, 1), (1, 1, 1), factors=((2, 2, 2), (1, 1, 1)), first=(1, 0, 1)
+    ),
     GraphConvShape((3, 8, 1, 20), 9, SMALL, (1, 2, 2), (0, 1, 0), (0, 0, 1), factors=((1, 4, 2), *[(1, 1, 1)] * 3)),
     GraphConvShape((16,), 64, (5, 6, 7), (3, 3, 3), (1, 1, 1), (1, 1, 1), stride=(2, 2, 2)),
     GraphConvShape((16,), 32, (5, 12, 17), (3, 3, 3), (1, 1, 1), (1, 1, 1), stride=(1, 2, 2), activation="relu"),
