@@ -15,6 +15,7 @@ from znnpy.kernels.gpu.graph import point as graph_point
 from znnpy.kernels.gpu.graph import pool as graph_pool
 from znnpy.kernels.gpu.graph import products as graph_products
 from znnpy.kernels.gpu.graph import upsample as graph_upsample
+from znnpy.kernels.gpu.graph_gemm import warpgroup as graph_gemm
 from znnpy.kernels.gpu.host_ram import primitive as host_ram
 from znnpy.kernels.gpu.implicit_gemm import floats, tensor, warpgroup
 from znnpy.kernels.gpu.kernel_source import KernelInstance
@@ -32,6 +33,7 @@ def instances() -> tuple[KernelInstance, ...]:
         conv_first.instances,
         cuconv.instances,
         fft_tiled.instances,
+        graph_gemm.instances,
         host_ram.instances,
         floats.instances,
         tensor.instances,
