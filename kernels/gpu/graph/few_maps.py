@@ -36,10 +36,8 @@ SOURCE = "graph/few_maps.cu"
 OUTS = (1, 2, 4, 8)  # maps of a thread; fewer are padded
 MOST_MAPS = 1024  # of the inputs: their weights are in shared memory
 REGISTERS = 64
-FEW = np.dtype(
-    [("n", TRIPLE), *((name, "i4") for name in ("inputs", "maps", "out", "function", "softmax")), ("a", "f4"), ("b", "f4")],
-    align=True,
-)  # fmt: skip
+NUMBERS = ("inputs", "maps", "out", "function", "softmax")
+FEW = np.dtype([("n", TRIPLE), *((name, "i4") for name in NUMBERS), ("a", "f4"), ("b", "f4")], align=True)
 
 
 def instances() -> list[KernelInstance]:
@@ -88,9 +86,8 @@ class GraphConvFewMaps(GpuLayer):
     def work(self, shape: Sized, variant: Variant) -> Sequence[Work]:
         del variant
         shape = given(shape, GraphConvShape)
-        return (
-            Work("gpu_stream", 2.0 * prod(shape.n) * shape.fin * _padded(shape.fout), shape.in_bytes + shape.out_bytes),
-        )
+        flops = 2.0 * prod(shape.n) * shape.fin * _padded(shape.fout)
+        return (Work("gpu_stream", flops, shape.in_bytes + shape.out_bytes),)
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, device: Device) -> Resident:
         del variant
