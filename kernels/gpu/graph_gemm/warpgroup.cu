@@ -30,6 +30,7 @@ struct End {
     long long addend_z, addend_y, addend_x;  // values from plane to plane, ..
     half* out;
     float* sums;  // null, unless there are several parts
+    long long step;  // values of out from 16 columns to the next 16
     int function;
     float a, b;
     int wide;  // 8 maps of out, and of the addend, may be copied at once
@@ -210,11 +211,11 @@ template <int N, int PRODUCTS, int GROUP> struct Multiplier {
         }
     }
 
-    /* Applies what follows to the sums and writes them; returns the largest magnitude. WHOLE: all voxels and maps of the
+    /* Applies what follows to the sums and writes them; returns the largest magnitude. ADDEND: there may be one. WHOLE: all voxels and maps of the
      * item exist, pieces may be copied at once, and the function takes few instructions.
      */
-    template <bool WHOLE> DEVICE float store(const float (&sums)[PRODUCTS][SUMS], const Item& item, int from) const {
-        const float low = end.bias[from + lane / 4], high = end.bias[from + lane / 4 + 8];
+    template <bool WHOLE, bool ADDEND> DEVICE float store(const float (&sums)[PRODUCTS][SUMS], const Item& item, int from, float low,
+                                         float high) const {
         const bool has_low = from + lane / 4 < n.fout, has_high = from + lane / 4 + 8 < n.fout;
         const int map = from + lane % 2 * PIECE, maps = min(n.fout - map, PIECE);  // of the piece that this lane copies
         half* const staged = shared.at<half>(n.staged) + (group * (WARPGROUP / WARP) + warp) * 4 * SLOT;
@@ -222,10 +223,9 @@ template <int N, int PRODUCTS, int GROUP> struct Multiplier {
         const int voxel = lane / 2, row = lane / 16 * 8 + lane % 8;
         half* const mine = staged + voxel * 16 + (lane % 2 ^ (voxel >> 2 & 1)) * PIECE;
         half* const theirs = staged + row * 16 + (lane / 8 % 2 ^ (row >> 2 & 1)) * PIECE;
-        const long long step = 2 * (((long long)n.along_z * n.my + n.along_y * n.lines_at_once) * n.mx + n.along_x) * n.fout;
         uint4 coming[4];
-        if (end.addend != nullptr) addend_of<WHOLE>(coming, item, 0, map, maps);
-        float largest = 0.0f;
+        if (ADDEND && end.addend != nullptr) addend_of<WHOLE>(coming, item, 0, map, maps);
+        float largest[4] = {};  // of some of the values each: a single one would be a long chain
 #pragma unroll(WHOLE ? BATCHES : 1)
         for (int batch = 0; batch < BATCHES; ++batch) {
             float values[32];
@@ -237,7 +237,7 @@ template <int N, int PRODUCTS, int GROUP> struct Multiplier {
             }
 #pragma unroll
             for (int e = 0; e < 32; ++e) values[e] += e % 4 < 2 ? low : high;
-            if (end.addend != nullptr) {
+            if (ADDEND && end.addend != nullptr) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) *reinterpret_cast<uint4*>(mine + i * SLOT) = coming[i];
                 sync_warp();
@@ -270,10 +270,10 @@ template <int N, int PRODUCTS, int GROUP> struct Multiplier {
                         int3 at = further(first, e / 4);
                         at.z += lane % 4 * 2;
                         const bool there = exists(at) & (e % 4 < 2 ? has_low : has_high);
-                        largest = larger_magnitude(largest, there ? values[e] : 0.0f);
-                        largest = larger_magnitude(largest, there & at.z + 1 < n.mx ? values[e + 1] : 0.0f);
+                        largest[i] = larger_magnitude(largest[i], there ? values[e] : 0.0f);
+                        largest[i] = larger_magnitude(largest[i], there & at.z + 1 < n.mx ? values[e + 1] : 0.0f);
                     } else {
-                        largest = larger_magnitude(larger_magnitude(largest, values[e]), values[e + 1]);
+                        largest[i] = larger_magnitude(larger_magnitude(largest[i], values[e]), values[e + 1]);
                     }
                     words[e / 2 % 4] = bits_of(to_half2(values[e], values[e + 1]));
                 }
@@ -284,11 +284,11 @@ template <int N, int PRODUCTS, int GROUP> struct Multiplier {
             half* const to = end.out + (((long long)at.x * n.my + at.y) * n.mx + at.z) * n.fout + map;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                if (WHOLE || exists(further(at, 2 * i))) write<WHOLE>(to + i * step, mine + i * SLOT, maps);
+                if (WHOLE || exists(further(at, 2 * i))) write<WHOLE>(to + i * end.step, mine + i * SLOT, maps);
             }
             sync_warp();  // the next values go where these were
         }
-        return largest;
+        return larger_magnitude(larger_magnitude(largest[0], largest[1]), larger_magnitude(largest[2], largest[3]));
     }
 
     /* Copies a piece of so many maps. */
@@ -322,7 +322,7 @@ __global__ void __launch_bounds__(THREADS, 1) convolve_by_warpgroups(
     long long pz, long long py, long long px, long long tz, long long ty, long long tx, long long tiles_z,
     long long tiles_y, long long tiles_x, long long blocks, long long parts, long long planes, long long lines,
     long long width, long long along_z, long long along_y, long long along_x, long long regions,
-    long long kept, long long across, long long lines_at_once, long long wide, long long function, float a, float b) {
+    long long kept, long long across, long long lines_at_once, long long step, long long wide, long long function, float a, float b) {
     EXTERN_SHARED(Shared, start);  // then offsets of taps, places of the region's voxels, regions, kernels, staged results
     Shared& shared = *start;
     Layer n;
@@ -388,7 +388,7 @@ __global__ void __launch_bounds__(THREADS, 1) convolve_by_warpgroups(
         if (threadIdx.x >= WARP) Loader{shared, n, (int)threadIdx.x - WARP}.bring_regions(items);
     } else {
         registers_raise<MULTIPLIERS_REGISTERS>();
-        const End end = {bias, addend, addend_z, addend_y, addend_x, out, sums, (int)function, a, b, (int)wide};
+        const End end = {bias, addend, addend_z, addend_y, addend_x, out, sums, step, (int)function, a, b, (int)wide};
         using Works = Multiplier<N, PRODUCTS, GROUP>;
         const int warp = threadIdx.x / WARP % 4;
         const Works works = {shared, n, end, group_of - 1, warp, (int)threadIdx.x % WARP, warp * 16 / n.maps};
@@ -403,9 +403,11 @@ __global__ void __launch_bounds__(THREADS, 1) convolve_by_warpgroups(
 #pragma unroll 1
         for (int number = blockIdx.x; number < items; number += gridDim.x) {
             const Item item(n, number);
+            const int from = item.block * n.maps + map;
+            const float* const biases = bias + from + threadIdx.x % WARP / 4;
+            const float low = __ldg(biases), high = __ldg(biases + 8);  // before the products, which take longer
             float all[PRODUCTS][N / 2];
             works.multiply(all, item, region, taps, lag);
-            const int from = item.block * n.maps + map;
             if (from >= n.fout) continue;
             if (sums != nullptr) {
                 works.store_sums(all, item, from);
@@ -413,7 +415,13 @@ __global__ void __launch_bounds__(THREADS, 1) convolve_by_warpgroups(
             }
             const bool whole = simple & end.wide & from + 16 <= n.fout & item.z + n.tz <= n.mz &
                                (item.y + n.ty) * n.lines_at_once <= n.my & item.x + n.tx <= n.mx;
-            const float most = whole ? works.template store<true>(all, item, from) : works.template store<false>(all, item, from);
+            float most;
+            if (!whole)
+                most = works.template store<false, true>(all, item, from, low, high);
+            else if (addend == nullptr)
+                most = works.template store<true, false>(all, item, from, low, high);
+            else
+                most = works.template store<true, true>(all, item, from, low, high);
             largest = larger_magnitude(largest, most);
         }
         raise_peak_by_warp(out_peak, largest);

@@ -206,12 +206,14 @@ class _Step:
         self._function = numbers_of(shape.activation, shape.parameters)
         planes, lines, width = plan.extent
         c: Columns = plan.columns
+        _, _, my, mx, fout = shape.out_shape
+        step = ((plan.along[0] * my + plan.along[1] * c.lines) * mx + plan.along[2]) * fout  # 8 columns further
         self._sizes = tuple(
             np.int64(size)
             for size in (
                 *(len(shape.fins), *shape.first, *shape.n, *shape.out_shape[1:], c.pieces, *c.k, *c.stride, *c.apart),
                 *(*shape.before, *plan.tile, *plan.tiles, c.blocks, plan.parts, planes, lines, width, *plan.along),
-                *(plan.regions, plan.kept, c.across, c.lines),
+                *(plan.regions, plan.kept, c.across, c.lines, 2 * step),
             )
         )
 
