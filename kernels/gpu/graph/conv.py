@@ -146,7 +146,7 @@ class _Step:
         soft, group = shape.activation == "softmax", shape.fout // shape.groups
         self._grid = tile.blocks(prod(shape.out), 1 if soft else group, 1 if soft else shape.groups)
         table = ENTRY_BYTES * int(self._problem["fin"]) * prod(shape.k) if self._flat else 0
-        self._shared = tile.shared_bytes() + table
+        self._shared = tile.shared_bytes(soft=soft) + table
         name = tile.kernel(shape, "FLAT" if self._flat else "TAPS")
         self._kernel = device.kernels(SOURCE, [name])[name]
 
