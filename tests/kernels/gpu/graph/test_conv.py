@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.kernels.gpu.graph.running import WITH_GPU, among_nan, cases, check, in_precision, rounded_inputs, run
 from tests.support.closeness import MACHINE
 from tests.support.graph_cases import CONVS, weights_for, with_parameters
+from tests.support.graph_on_gpu import WITH_GPU, among_nan, cases, check, in_precision, rounded_inputs, run
 from znnpy.graph_shapes import GraphConvShape, PadShape, Pooled
 from znnpy.kernels import definition
 from znnpy.kernels.contract import Variant

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.kernels.gpu.graph.running import WITH_GPU, among_nan, cases, check, in_precision
 from tests.support.closeness import MACHINE
 from tests.support.graph_cases import CONVS, TRANSPOSES, with_parameters
+from tests.support.graph_on_gpu import WITH_GPU, among_nan, cases, check, in_precision
 from znnpy.graph_shapes import TransposeShape
 from znnpy.kernels.contract import Variant
 from znnpy.kernels.gpu.graph.products import TILES
