@@ -30,7 +30,7 @@
 #include "graph/inputs.cuh"
 #include "graph/problem.cuh"
 
-constexpr int THREADS = 128, DEEP = 8;  // as in conv.py
+constexpr int THREADS = 128, DEEP = 8;  // as in products.py
 constexpr int LONGEST = 512;            // products summed in sequence
 constexpr int OUTSIDE = -(1 << 29);     // a position from which no tap reaches an image
 enum Kind { TAPS, FLAT, PHASES, COLUMNS };

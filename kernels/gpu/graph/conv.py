@@ -7,7 +7,7 @@ Method   tile=..  A matrix product whose left matrix is gathered in shared memor
 Memory   None besides kernels, in float32 in every precision.
 Bound    Arithmetic: 2 k^3 f f' / groups flops a voxel on float32 units; with as many groups as maps, memory.
 Source   Chetlur et al., cuDNN, 2014, 3; Volkov and Demmel 2008.
-Tested   tests/kernels/gpu/graph/test_primitives.py, test_conv.py
+Tested   tests/kernels/gpu/graph/test_conv.py
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@
  *            one output map for each input map.
  * Bound      memory: what windows share comes from L1 and L2.
  * Source     definition
- * Tested     tests/kernels/gpu/graph/test_primitives.py
+ * Tested     tests/kernels/gpu/graph/test_conv.py
  */
 #include "graph/functions.cuh"
 #include "graph/inputs.cuh"

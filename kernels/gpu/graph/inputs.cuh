@@ -1,6 +1,6 @@
 /* The inputs of a layer of a graph as a kernel takes them: by value, as inputs.py lays them out.
  *
- * Tested  tests/kernels/gpu/graph/test_primitives.py
+ * Tested  tests/kernels/gpu/graph/test_conv.py
  */
 #pragma once
 
