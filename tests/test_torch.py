@@ -213,7 +213,7 @@ def test_threads_share_it_and_its_end_gives_back_memory() -> None:
         for found in callers.map(ours, [x] * 4):
             assert_equal(found, expected)
     del callers
-    gone = weakref.ref(ours.computation)
+    gone = weakref.ref(ours.runner)
     working = threading.active_count()
     del ours
     gc.collect()
