@@ -239,6 +239,19 @@ class DeviceStep(Protocol):
         """
 
 
+class GraphDeviceStep(Protocol):
+    """A primitive bound to one shape of `znnpy/graph_shapes.py` on a GPU: queues work on the device's stream."""
+
+    def run(self, inputs: Sequence[Any], out: Any, scratch: Mapping[str, Any], *, out_peak: int = 0) -> None:
+        """Compute the layer as `GraphStep.run` does, on arrays in device memory.
+
+        Values are float16 if the shape's precision is fp16, else float32. Arrays are aligned to a value.
+
+        out_peak  as for `DeviceStep.run`; passed only if the footprint has raises_peak, which the footprints of all
+                  layers with arithmetic have.
+        """
+
+
 class HostStep(Protocol):
     """A primitive bound to one shape on a GPU whose input and output live in host memory."""
 

@@ -12,7 +12,7 @@ from znnpy.kernels.table import IN_HOST_RAM, TABLE
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PAGES = [REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md")] + sorted((REPOSITORY / "docs").rglob("*.md"))
-FOLDERS = ("znnpy", "kernels", "planner", "tests", "benchmarks", "docs", "deploy", ".ci")
+FOLDERS = ("znnpy", "kernels", "planner", "tests", "benchmarks", "docs", "deploy", "examples", ".ci")
 INLINE_CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 PRIMITIVE = re.compile(r"`((?:cpu|gpu)\.[a-z]+\.\w+)`")

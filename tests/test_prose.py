@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-FOLDERS = ("znnpy", "kernels", "planner", "tests", "benchmarks", "docs")
+FOLDERS = ("znnpy", "kernels", "planner", "tests", "benchmarks", "docs", "examples")
 LINKS = tuple(REPOSITORY / "znnpy" / name for name in ("kernels", "planner"))  # the same files by another name
 SUFFIXES = (".py", ".cu", ".cuh", ".cpp", ".hpp")
 

@@ -5,6 +5,7 @@
     prediction = net(array)                     # (z, y, x) or (c, z, y, x) numpy array -> (maps, z, y, x) float32
     plan = znnpy.plan("network.yaml", ram="16G", shape=(512, 512, 512))
     report = znnpy.infer("volume.h5", network="network.yaml", out="prediction.h5", ram="16G")
+    for box, block in znnpy.stream("volume.h5", "network.yaml"): ...  # finished blocks while the run goes on
     fast = znnpy.compile(module.eval())         # a PyTorch module; also znnpy.load_network("model.onnx")
     y = znnpy.ops.relu(x)                       # single operations on arrays
 
@@ -19,6 +20,8 @@ TYPE_CHECKING = False  # true for type checkers; `typing` takes longer to import
 
 __all__ = [
     "ArraySession",
+    "BlockStream",
+    "Box",
     "ClusterError",
     "ClusterReport",
     "CompiledModule",
@@ -71,6 +74,7 @@ __all__ = [
     "ops",
     "plan",
     "primitive",
+    "stream",
 ]
 
 if TYPE_CHECKING:
@@ -104,6 +108,7 @@ if TYPE_CHECKING:
     from znnpy.machine import Gpu
     from znnpy.measure.budget import Progress
     from znnpy.network import Conv, ConvWeights, MaxFilter, Maxout, Network, Normalise, Pool
+    from znnpy.patches import Box
     from znnpy.planner.plan import Plan
     from znnpy.planner.run_plan import RunPlan
     from znnpy.planning import plan
@@ -113,6 +118,7 @@ if TYPE_CHECKING:
     from znnpy.report.run_report import Report
     from znnpy.run.pipeline import Event
     from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape
+    from znnpy.streaming import BlockStream, stream
     from znnpy.torch_modules import CompiledModule, compile, from_torch
     from znnpy.trained import TrainedNetwork, load_network
 else:
@@ -132,6 +138,7 @@ else:
         "znnpy.kernels.table": "find",
         "znnpy.machine": "Gpu",
         "znnpy.network": "Conv ConvWeights MaxFilter Maxout Network Normalise Pool",
+        "znnpy.patches": "Box",
         "znnpy.planner.plan": "Plan",
         "znnpy.planner.run_plan": "RunPlan",
         "znnpy.report.memory_sweep": "Point",
@@ -142,6 +149,7 @@ else:
         "znnpy.run.pipeline": "Event",
         "znnpy.measure.budget": "Progress",
         "znnpy.shapes": "ConvShape FilterShape MaxoutShape PoolShape",
+        "znnpy.streaming": "BlockStream stream",
         "znnpy.torch_modules": "CompiledModule compile from_torch",
         "znnpy.trained": "TrainedNetwork load_network",
     }

@@ -199,6 +199,9 @@ def _picture_file(path: Path, overwrite: bool, inputs: Inputs) -> Path:
 class InferCommand(InferOptions):
     """The options of the command `infer`."""
 
+    dry_run: bool = option(
+        False, "compute nothing: print the plan, the size of the output, the free disk, and the time", "flag"
+    )
     as_json: bool = option(False, "print one JSON document")
 
 
@@ -217,11 +220,16 @@ def infer(asked: InferCommand) -> None:
     for name, is_given in {**fixed, **others}.items():
         if asked.plan is not None and is_given:
             raise click.UsageError(f"--{name} is fixed by the plan: omit it, or omit --plan")
+    if asked.dry_run and (asked.cluster or asked.part or asked.finish):
+        raise click.UsageError("--dry-run is of a run by this process: omit --cluster, --part and --finish")
     if out is None and not Location.of(volume).name:
         raise click.UsageError(f"cannot derive an output name from {volume!r}: give --out")
     if asked.resume:
         request_begun_kernels(asked, volume, out)
     _check_primitives(asked)
+    if asked.dry_run:
+        _print_dry_run(asked)
+        return
     import znnpy.inference
     from znnpy.progress import show
 
@@ -231,6 +239,21 @@ def infer(asked: InferCommand) -> None:
         print_json(report.as_json())
     else:
         print_lines(report.lines())
+
+
+def _print_dry_run(asked: InferCommand) -> None:
+    """Print what a run would do."""
+    from znnpy.dry_run import dry_run
+    from znnpy.report.plan_text import plan_renderable
+
+    with working():
+        found = dry_run(asked)
+    if asked.as_json:
+        print_json(found.as_json())
+        return
+    if found.plan is not None:
+        print_table(plan_renderable(found.plan, found.network, None))
+    print_lines(found.lines())
 
 
 @dataclass(frozen=True, kw_only=True)

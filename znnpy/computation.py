@@ -95,37 +95,50 @@ def trace_at(path: str | Path | None, overwrite: bool, output: Path | Location) 
 
 def planned(run: OpenedRun, output: RunOutput) -> RunPlan:
     """Return the plan by which a run would be computed here; errors are those of `znnpy.plan`."""
+    with _with_plan(Computation(run, output, None, None, 0.0)) as (_, plan):
+        return plan
+
+
+def foreseen(run: OpenedRun, output: RunOutput) -> tuple[RunPlan, Transfers | None]:
+    """Return the plan that a run into an output would take, and what is measured of its reading and writing, if it is.
+
+    Errors are those of the run before it begins.
+    """
     computation = Computation(run, output, None, None, 0.0)
-    devices = replace(run.named.devices, device=computation.meant(run.named.devices.device))
-    with Targets(devices, run.named.costs) as targets:
+    with _with_plan(computation) as (target, plan):
+        return computation.suited(target, plan)
+
+
+@contextmanager
+def _with_plan(computation: Computation) -> Iterator[tuple[OpenTarget, RunPlan]]:
+    """Open the first target that has a plan for a computation."""
+    named = computation.run.named
+    devices = replace(named.devices, device=computation.meant(named.devices.device))
+    with Targets(devices, named.costs) as targets:
         for target in targets:
             with targets.attempt():
-                return computation.plan(target)
-    raise AssertionError("the last target either has a plan or raises an error")
+                plan = computation.plan(target)
+                break
+        yield target, plan
 
 
-def computed(run: OpenedRun, output: RunOutput, trace: Spans | None, started: float) -> Computed:
+def computed(
+    run: OpenedRun, output: RunOutput, trace: Spans | None, started: float, *, in_order: bool = False
+) -> Computed:
     """Compute a run into an output that was entered.
 
-    started  time at which the run began, by `time.perf_counter()`
+    started   time at which the run began, by `time.perf_counter()`
+    in_order  patches are written in their order, so that one device computes
     """
     asked, opened = run.asked, run.volume
     with ExitStack() as stack:
         watched = None
         if asked.paranoid:  # an object of the caller's is read by one thread at a time, so it is opened once
             watched = opened if isinstance(opened, SliceVolume) else stack.enter_context(run.reopened())
-        computation = Computation(run, output, watched, trace, started)
-        devices = replace(run.named.devices, device=computation.meant(run.named.devices.device))
-        with Targets(devices, run.named.costs) as targets:
-            for target in targets:
-                with targets.attempt():
-                    chosen = computation.plan(target)
-                    break
+        computation = Computation(run, output, watched, trace, started, in_order)
+        with _with_plan(computation) as (target, made):
             opened.expect(run.source.needed)
-            transfers = None
-            if asked.calibrate and worth_measuring(chosen, run.trained.network, run.source):
-                transfers = transfers_of(chosen, run.trained.network, run.source, output.folder)
-                chosen, transfers = computation.suited(target, chosen, transfers)
+            chosen, transfers = computation.suited(target, made)
             above = target.above_memory(chosen.limits)
             for sentence in above:
                 _log.warning("%s", sentence)
@@ -142,6 +155,7 @@ class Computation:
     watched: Volume | None  # opened once more, where patches are held against the definition
     trace: Spans | None
     started: float  # by `time.perf_counter()`
+    in_order: bool = False  # patches are written in their order
     tally: Tally = field(default_factory=Tally)  # of what is written
 
     @property
@@ -179,6 +193,7 @@ class Computation:
             held_bytes=self.output.held_bytes,
             gathered_bytes=self.output.gathered_bytes,
             wanted=self.run.wanted,
+            in_order=self.in_order,
         )
 
     @property
@@ -223,16 +238,22 @@ class Computation:
         self._keep_chunks(made, target)
         return made
 
-    def suited(self, target: OpenTarget, plan: RunPlan, transfers: Transfers) -> tuple[RunPlan, Transfers]:
-        """Return a plan with wider columns where reading takes longer than computing, unless the plan is fixed."""
-        asked = self.asked
+    def suited(self, target: OpenTarget, plan: RunPlan) -> tuple[RunPlan, Transfers | None]:
+        """Return a plan with wider columns where reading takes longer than computing, unless the plan is fixed.
+
+        How fast the volume is read and the output is written is measured where the run is long, and returned too.
+        """
+        asked, network = self.asked, self.trained.network
+        if not (asked.calibrate and worth_measuring(plan, network, self.source)):
+            return plan, None
+        transfers = transfers_of(plan, network, self.source, self.output.folder)
         if not self.plans or asked.patch is not None or asked.cover == "patches" or self.run.wanted is not None:
             return plan, transfers
 
         def planned(patch: Vec3) -> RunPlan:
             return choose(replace(asked, patch=patch), self.work, target)
 
-        return suited_plan(plan, transfers, self.trained.network, self.source, planned)
+        return suited_plan(plan, transfers, network, self.source, planned)
 
     def _keep_chunks(self, plan: RunPlan, target: OpenTarget) -> None:
         """Keep chunks for the next step in what a plan that was made before leaves of its memory limit."""

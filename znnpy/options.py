@@ -116,8 +116,8 @@ def part_of(word: str) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class InferOptions(RegionOptions, RunOptions):
-    """The options of `znnpy.infer`."""
+class ComputedOptions(RegionOptions, RunOptions):
+    """Options that say what is computed of a volume, and by which network."""
 
     volume: str | Path | Sliceable = needed(
         "path or URL of the volume: HDF5, Zarr, N5, Neuroglancer precomputed, TIFF, a folder of TIFF slices, NIfTI, "
@@ -133,6 +133,33 @@ class InferOptions(RegionOptions, RunOptions):
     weights: str | Path | None = option(
         None, "weights file, .npz or .safetensors", "path", unset="the one that the network file names"
     )
+    allow_nan: bool = option(
+        False, "write NaN wherever the field of view holds NaN or infinity, which are errors otherwise", "flag"
+    )
+    missing_chunks: MissingChunks = option(
+        "fill",
+        "fill: chunks that were never written read as the fill value of the volume; error: they end the run",
+        "text",
+        values=MISSING_CHUNKS,
+        in_python="shards within shards are not looked into, so that `error` refuses a Zarr volume of such",
+    )
+
+
+@dataclass(frozen=True)
+class StreamOptions(ComputedOptions):
+    """The options of `znnpy.stream`."""
+
+    _: KW_ONLY
+    progress: Callable[[Event], None] | None = option(
+        None, "called with the latest Event, in the thread that waits for a block; what it raises ends the stream"
+    )
+
+
+@dataclass(frozen=True)
+class InferOptions(ComputedOptions):
+    """The options of `znnpy.infer`."""
+
+    _: KW_ONLY
     out: str | Path | Assignable | None = option(
         None,
         "path or URL of the output, (maps, z, y, x), or (z, y, x) for one map: .h5, .zarr, .n5, .precomputed, .tif, "
@@ -151,16 +178,6 @@ class InferOptions(RegionOptions, RunOptions):
         metavar="N",
         least=0,
         most=MOST_LEVELS,
-    )
-    allow_nan: bool = option(
-        False, "write NaN wherever the field of view holds NaN or infinity, which are errors otherwise", "flag"
-    )
-    missing_chunks: MissingChunks = option(
-        "fill",
-        "fill: chunks that were never written read as the fill value of the volume; error: they end the run",
-        "text",
-        values=MISSING_CHUNKS,
-        in_python="shards within shards are not looked into, so that `error` refuses a Zarr volume of such",
     )
     overwrite: bool = option(False, "replace the output, and the files of an unfinished run", "flag")
     resume: bool = option(
@@ -247,9 +264,13 @@ class CallOptions(BorderOption, WindowOptions, RunOptions):
 
 @dataclass(frozen=True)
 class SessionOptions(BorderOption, WindowOptions, RunOptions):
-    """The options of a session for arrays of one shape."""
+    """The options of a session for arrays."""
 
-    shape: tuple[int, ...] = needed("shape of the arrays, (z, y, x) or (c, z, y, x)")
+    shape: tuple[int, ...] | None = option(
+        None,
+        "shape of the arrays, (z, y, x) or (c, z, y, x)",
+        unset="arrays of any shape: the first of each is planned for and prepared",
+    )
     _: KW_ONLY
     dtype: npt.DTypeLike = option(
         "float32",

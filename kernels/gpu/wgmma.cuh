@@ -33,6 +33,8 @@ template <int ROWS, int COUNT> DEVICE void wgmma_begin(float (&d)[ROWS][COUNT]);
 DEVICE void wgmma_end();
 DEVICE void wgmma_wait();
 template <int COUNT> DEVICE void wgmma_wait(float (&d)[COUNT]);
+/* Waits for all groups but the last one that ended: the memory of their factors may be written to. */
+DEVICE void wgmma_wait_but_last();
 
 /* Makes this thread's writes to shared memory visible to products and bulk copies that start after the next barrier. */
 DEVICE void wgmma_publish();
@@ -124,6 +126,7 @@ template <int ROWS, int COUNT> DEVICE void wgmma_begin(float (&d)[ROWS][COUNT]) 
 }
 DEVICE void wgmma_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+DEVICE void wgmma_wait_but_last() { asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory"); }
 template <int COUNT> DEVICE void wgmma_wait(float (&d)[COUNT]) {
     wgmma_wait();
 #pragma unroll
@@ -170,7 +173,8 @@ struct WarpgroupProduct {  // a thread's part of a product
 };
 constexpr int MOST_PRODUCTS = 256;
 struct WarpgroupProducts {
-    int count;
+    int count, earlier;  // earlier: those before the last group that ended
+    int ended;           // those of groups that ended
     WarpgroupProduct all[MOST_PRODUCTS];
 };
 inline WarpgroupProducts max_in_flight[1024];  // products by thread of the block
@@ -208,11 +212,20 @@ template <int N> DEVICE void wgmma_half(float (&d)[N / 2], unsigned long long a,
     mine.all[mine.count++] = {d, a, b, N, adds};
 }
 template <int ROWS, int COUNT> DEVICE void wgmma_begin(float (&)[ROWS][COUNT]) {}
-DEVICE void wgmma_end() {}
+DEVICE void wgmma_end() {
+    twin::WarpgroupProducts& mine = twin::max_in_flight[emulator::now->number];
+    mine.earlier = mine.ended, mine.ended = mine.count;
+}
 DEVICE void wgmma_wait() {
     twin::WarpgroupProducts& mine = twin::max_in_flight[emulator::now->number];
     for (int i = 0; i < mine.count; ++i) twin::compute(mine.all[i]);
-    mine.count = 0;
+    mine.count = mine.earlier = mine.ended = 0;
+}
+DEVICE void wgmma_wait_but_last() {
+    twin::WarpgroupProducts& mine = twin::max_in_flight[emulator::now->number];
+    for (int i = 0; i < mine.earlier; ++i) twin::compute(mine.all[i]);
+    for (int i = mine.earlier; i < mine.count; ++i) mine.all[i - mine.earlier] = mine.all[i];
+    mine.count -= mine.earlier, mine.ended -= mine.earlier, mine.earlier = 0;
 }
 template <int COUNT> DEVICE void wgmma_wait(float (&)[COUNT]) { wgmma_wait(); }
 DEVICE void wgmma_publish() {}

@@ -11,11 +11,12 @@ import pytest
 
 import znnpy
 from tests.support.cli import Place
+from tests.support.emulator import EMULATED_GPU
 from tests.support.fake_plans import changed
 from znnpy.errors import PlanFileError, ResumeError
 from znnpy.machine import process_bytes, this_machine
 from znnpy.measure import calibrate
-from znnpy.option_values import COVERS, Cover
+from znnpy.option_values import COVERS, AskedMode, Cover
 from znnpy.planner.memory import MARGIN_BYTES, MIB, reading_bytes, writing_bytes
 from znnpy.planner.modes import make_plan
 from znnpy.planner.request import CostModel, PlanRequest
@@ -196,3 +197,18 @@ def test_called_network_accepts_the_same_arguments(place: Place, monkeypatch: py
     np.testing.assert_allclose(columns, patches, atol=1e-5)
     with pytest.raises(ValueError, match="there is no cover 'rows'"):
         net(array, cover="rows")  # type: ignore[arg-type]
+
+
+def test_work_in_order_is_planned_for_one_device(place: Place) -> None:
+    """Mode `auto` may take the CPU and GPUs together, which finish patches in no order."""
+    machine = replace(this_machine(), gpu=EMULATED_GPU)
+    work = choice.Work(place.network, (15, 16, 19), 1, 4)
+    asked: tuple[tuple[AskedMode, bool], ...] = (("auto", False), ("auto", True), ("gpu-host", True))
+    requests = [
+        choice.request_for(
+            RunOptions(mode=mode), replace(work, in_order=in_order), target, target.limits(None, 2, None)
+        )
+        for target in (OpenTarget(machine=machine), OpenTarget(machine=this_machine()))
+        for mode, in_order in asked
+    ]
+    assert [one.target.mode for one in requests] == ["auto", "gpu", "gpu-host", "auto", "cpu", "gpu-host"]

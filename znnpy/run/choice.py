@@ -42,6 +42,7 @@ class Work:
     held_bytes       what else it will hold besides the plan, such as weights to be read or an output in memory
     gathered_bytes   of the output, if its chunks are gathered in memory until they are whole
     wanted           where outputs are wanted; None: everywhere
+    in_order         patches are to be done in their order, which several devices do not keep
     """
 
     network: Network
@@ -54,6 +55,7 @@ class Work:
     held_bytes: int = 0
     gathered_bytes: int = 0
     wanted: WantedOutputs | None = None
+    in_order: bool = False
 
     def baseline(self, target: OpenTarget, ram_bytes: int) -> int:
         """Return the bytes of the process without the plan, within a limit of them all."""
@@ -64,11 +66,12 @@ class Work:
 
 def request_for(asked: PlanningOptions, work: Work, target: OpenTarget, limits: Limits) -> PlanRequest:
     """Return the request that options mean on a target."""
+    mode = target.device if work.in_order and asked.mode == "auto" else asked.mode
     return PlanRequest(
         network=work.network,
         output=work.output,
         limits=limits,
-        target=target.planned(asked.mode),
+        target=target.planned(mode),
         itemsize_in=work.itemsize_in,
         itemsize_out=work.itemsize_out,
         constraints=Constraints(asked.patch, asked.names, asked.cover, asked.depth_first),

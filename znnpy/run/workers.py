@@ -52,9 +52,13 @@ def sessions_of(
             for name, device in target.named_devices(plan.device).items():
                 session: AnySession
                 if plan.sums is not None:
-                    session = WindowSession(plan, network, weights, pool, trace=trace, lane=name, prepared=prepared)
+                    session = WindowSession(
+                        plan, network, weights, pool, device=device, trace=trace, lane=name, prepared=prepared
+                    )
                 elif plan.area is not None:
-                    session = GraphSession(plan, network, weights, pool, trace=trace, lane=name, prepared=prepared)
+                    session = GraphSession(
+                        plan, network, weights, pool, device=device, trace=trace, lane=name, prepared=prepared
+                    )
                 else:
                     session = Session(
                         plan, network, weights, pool, device=device, trace=trace, lane=name, prepared=prepared
