@@ -10,17 +10,18 @@ from math import inf, prod
 from typing import NamedTuple
 
 from znnpy.graph_shapes import GraphConvShape
+from znnpy.layers import ONE
 from znnpy.shapes import FLOAT16, FLOAT32, Vec3
 
-ROWS, PIECE, CHUNK, MULTIPLIERS, MOST_REGIONS, MOST_KEPT = 64, 8, 16, 2, 4, 16  # as in regions.cuh
-WARPS = 4 * MULTIPLIERS  # that multiply
-HEADER_BYTES, OFFSETS_BYTES, PLACE_BYTES, ALIGNMENT, STAGED_BYTES = 720, 16, 4, 128, 2048  # as in warpgroup.cu
+ROWS, PIECE, STEP, MULTIPLIERS, MOST_REGIONS, MOST_KEPT = 64, 8, 16, 2, 4, 16  # as in regions.cuh
+BATCH, GAP_BYTES = 64, 16  # columns whose results are staged together, and between voxels
+HEADER_BYTES, OFFSETS_BYTES, PLACE_BYTES, ALIGNMENT = 720, 16, 4, 512  # as in warpgroup.cu
 SHARED = 227 * 1024  # bytes of a block: what cards with these instructions have
 MULTIPROCESSORS = 132  # of these cards, most of them
-TAP_BYTES = CHUNK * ROWS * FLOAT16
+STEP_BYTES = STEP * ROWS * FLOAT16
 MOST_LINES, MOST_COLUMNS = 1 << 10, 1 << 10  # of a region, as in regions.cuh
 LINES = (1, 2, 4)  # voxels of a column
-GROUP = 3  # taps between two barriers, of layers that have more than one
+GROUP = 3  # steps between two barriers, of layers that have more than one: a step is a tap for 16 maps
 ENOUGH_KEPT = 8  # groups whose kernels are kept before more regions are
 MOST_PARTS = 32  # of a sum
 # columns of a product, and products of a warpgroup
@@ -43,6 +44,7 @@ class Columns(NamedTuple):
     k: Vec3  # taps of a column
     stride: Vec3  # from column to column
     apart: Vec3  # from tap to tap
+    steps: int  # of 16 maps, of a chunk
     m: Vec3  # columns of the output
     pieces: int  # of 8 maps, of all inputs
     blocks: int  # of maps of the output
@@ -54,20 +56,21 @@ class Columns(NamedTuple):
         k = (kz, reach_of(ky, sy, lines), kx // across)
         pieces = sum(-(-maps * across // PIECE) for maps in shape.fins)
         blocks = -(-shape.fout // (ROWS // lines))
-        return cls(lines, across, k, (sz, sy * lines, sx), shape.dilation, (mz, -(-my // lines), mx), pieces, blocks)
+        m, steps = (mz, -(-my // lines), mx), steps_of(shape)
+        return cls(lines, across, k, (sz, sy * lines, sx), shape.dilation, steps, m, pieces, blocks)
 
     @property
     def chunks(self) -> int:
-        return -(-self.pieces // 2)
+        return -(-self.pieces // (2 * self.steps))
 
     @property
     def group(self) -> int:
-        """Return the taps between two barriers."""
-        return min(prod(self.k), GROUP)
+        """Return the steps between two barriers."""
+        return min(prod(self.k) * self.steps, GROUP)
 
     @property
     def groups(self) -> int:
-        return -(-prod(self.k) // self.group)
+        return -(-prod(self.k) * self.steps // self.group)
 
 
 def reach_of(ky: int, stride: int, lines: int) -> int:
@@ -76,16 +79,23 @@ def reach_of(ky: int, stride: int, lines: int) -> int:
 
 
 def lines_of(shape: GraphConvShape) -> int:
-    """Return how many voxels make a column, so that the fewest products are needed."""
+    """Return how many voxels make a column, so that the fewest products are needed, and then the fewest rows are empty."""
     ky, sy = shape.k[1], shape.stride[1]
     fitting = [lines for lines in LINES if lines == 1 or (shape.dilation[1] == 1 and ky >= sy)]
-    return min(fitting, key=lambda lines: -(-shape.fout // (ROWS // lines)) * reach_of(ky, sy, lines) / lines)
+    return min(fitting, key=lambda lines: (-(-shape.fout // (ROWS // lines)) * reach_of(ky, sy, lines) / lines, -lines))
 
 
 def across_of(shape: GraphConvShape) -> int:
     """Return the taps along x that become maps: all of them, if a chunk has room."""
-    fits = len(shape.fins) == 1 and not shape.upsampled and shape.fin * shape.k[2] <= CHUNK
+    fits = len(shape.fins) == 1 and not shape.upsampled and shape.fin * shape.k[2] <= STEP
     return shape.k[2] if fits else 1
+
+
+def steps_of(shape: GraphConvShape) -> int:
+    """Return how many 16 maps a chunk has: two are loaded faster, if no maps are padded for it and there is room."""
+    pieces = sum(-(-maps * across_of(shape) // PIECE) for maps in shape.fins)
+    small = shape.stride == ONE and (lines_of(shape) == 1 or shape.k[1] == 1)  # its regions
+    return 2 if small and -(-pieces // 2) % 2 == 0 else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,20 +131,26 @@ class Plan:
         return prod(self.tiles) * self.columns.blocks * self.parts
 
     @property
+    def region_bytes(self) -> int:
+        """Return the bytes of a buffer for a region."""
+        return -(-prod(self.extent) * self.columns.steps * STEP * FLOAT16 // ALIGNMENT) * ALIGNMENT
+
+    @property
     def shared_bytes(self) -> int:
-        rows = prod(self.extent)
-        tables = HEADER_BYTES + OFFSETS_BYTES * self.columns.groups + PLACE_BYTES * rows
-        regions = self.regions * rows * CHUNK * FLOAT16
-        kernels = self.kept * self.columns.group * TAP_BYTES
-        return -(-tables // ALIGNMENT) * ALIGNMENT + regions + kernels + WARPS * STAGED_BYTES
+        tables = HEADER_BYTES + OFFSETS_BYTES * self.columns.groups + PLACE_BYTES * prod(self.extent)
+        regions = self.regions * self.region_bytes
+        kernels = self.kept * self.columns.group * STEP_BYTES
+        lines = self.columns.lines
+        staged = 2 * MULTIPLIERS * BATCH * (ROWS * FLOAT16 + lines * GAP_BYTES)
+        return -(-tables // ALIGNMENT) * ALIGNMENT + regions + kernels + staged
 
     @property
     def cycles(self) -> float:
         """Return the cycles of the whole layer on a card with MULTIPROCESSORS."""
         c, rows = self.columns, prod(self.extent)
         multiply = c.groups * c.group * MULTIPLIERS * self.products * self.n / 2 * (NARROW if self.n == 64 else 1.0)
-        nbytes = rows * CHUNK * FLOAT16 + c.groups * c.group * TAP_BYTES
-        load = max(rows * LOAD_CYCLES, nbytes / LOADED_BYTES)
+        nbytes = self.region_bytes + c.groups * c.group * STEP_BYTES
+        load = max(rows * c.steps * LOAD_CYCLES, nbytes / LOADED_BYTES)
         chunk = max(multiply, load) + load / 10 if self.regions > 1 else multiply + load
         chunks = -(-c.chunks // self.parts)
         item = chunks * chunk + ITEM_CYCLES + STORE_CYCLES * self.n / 8 * self.products
@@ -187,9 +203,9 @@ def _with_buffers(plan: Plan) -> Plan | None:
     """Return the plan with as many buffers as shared memory has room for; None if it has too little."""
     _, lines, width = plan.extent
     apart = abs(plan.along[0] * plan.columns.stride[0] * lines + plan.along[1] * plan.columns.stride[1]) * width
-    if lines > MOST_LINES or width > MOST_COLUMNS or max(prod(plan.extent), apart) >= 1 << 14:
+    if lines > MOST_LINES or width > MOST_COLUMNS or apart * 2 * plan.columns.steps >= 1 << 14:
         return None
-    region_bytes, group_bytes = prod(plan.extent) * CHUNK * FLOAT16, plan.columns.group * TAP_BYTES
+    region_bytes, group_bytes = plan.region_bytes, plan.columns.group * STEP_BYTES
     for regions in (2, 1):
         filled = Plan(**{**_fields(plan), "regions": regions, "kept": 2})
         room = SHARED - filled.shared_bytes
@@ -215,4 +231,4 @@ def resident_bytes(shape: GraphConvShape) -> int:
     """Return the bytes of weights on the device."""
     columns = Columns.of(shape)
     maps = columns.blocks * (ROWS // columns.lines)
-    return columns.blocks * columns.chunks * columns.groups * columns.group * TAP_BYTES + FLOAT32 * maps
+    return columns.blocks * columns.chunks * columns.groups * columns.group * STEP_BYTES + FLOAT32 * maps

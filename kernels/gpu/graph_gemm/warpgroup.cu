@@ -6,13 +6,13 @@
  *            is (j + first) / factor. With several parts: the sums of each part, float [part][voxel][map], without
  *            the rest; sums.cu adds them.
  * Shapes     inputs (z, y, x, f) half, each with its own strides; addend as out; out (z, y, x, f') half in C order. Pieces
- *            of 8 maps of all inputs, each padded with zeros, two of which are a chunk; kernels [block of maps][chunk][tap]
- *            [2][64][8] half, taps up to a multiple of GROUP, bias (blocks * maps of a block) float.
+ *            of 8 maps of all inputs, each padded with zeros, two or four of which are a chunk; kernels [block of
+ *            maps][chunk][step][2][64][8] half, steps up to a multiple of GROUP, bias (blocks * maps of a block) float.
  * Method     A product is 64 x 16 by 16 x N: kernels of 64 maps, and N columns, 8 along x and the others along any axis. A
- *            tile's input for a chunk, its region, is stored piece after piece, in each voxel after voxel, those with
- *            the same residue of x modulo the stride together: any 8 columns are a core of a factor (wgmma.cuh), so
+ *            tile's input for a chunk, its region, is stored voxel after voxel, those with the same residue of x modulo
+ *            the stride together: any 8 columns are a core of a factor (wgmma.cuh), so
  *            a tap is an offset and the lowered matrix is never built. One warpgroup loads (regions.cuh): a warp the
- *            kernels, GROUP taps at once, three the regions. Two multiply, each its own columns, and hand
+ *            kernels, GROUP steps at once, three the regions; a step is a tap for 16 maps. Two multiply, each its own columns, and hand
  *            buffers back. A block computes every gridDim.x-th item, a tile's block of maps or a part of its sum.
  * Few maps   The 64 rows are those of 2 or 4 lines of out: a column is so many voxels, its kernels are as often shifted
  *            along y, with zeros around them: a NaN in the input at these zeros reaches the sums.
@@ -37,9 +37,9 @@ struct End {
 };
 
 template <int N, int PRODUCTS, int GROUP> struct Multiplier {
-    static constexpr int SUMS = N / 2, SLOT = 16 * 16;  // sums of a thread for a product; values staged for 16 columns
+    static constexpr int SUMS = N / 2;                  // of a thread for a product
     static constexpr int BATCHES = N / 64 * PRODUCTS;   // of 64 columns, whose results are written together
-    static constexpr int LAG = 6;                       // groups of taps that one warpgroup is behind the other
+    static constexpr int LAG = 6;                       // groups of steps that one warpgroup is behind the other
     Shared& shared;
     const Layer& n;
     const End& end;
@@ -50,12 +50,13 @@ template <int N, int PRODUCTS, int GROUP> struct Multiplier {
      */
     DEVICE void multiply(float (&sums)[PRODUCTS][SUMS], const Item& item, Ring& region, Ring& kernels, int& lag) const {
         unsigned long long columns[PRODUCTS];
+        const int together = n.row_bytes / 16;  // pieces of a voxel
         const int apart = (n.along_z * n.stride_z * n.lines + n.along_y * n.stride_y) * n.width + n.along_x;
 #pragma unroll
         for (int i = 0; i < PRODUCTS; ++i) {
             const Corner at = shared.corners[group * PRODUCTS + i];
             const int offset = (at.z * n.stride_z * n.lines + at.y * n.stride_y) * n.width + at.x;
-            columns[i] = wgmma_factor(shared.region(n, 0) + offset * PIECE, n.rows, apart);
+            columns[i] = wgmma_swizzled(shared.region(n, 0) + offset * n.row_bytes, n.row_bytes, apart * together);
         }
         const unsigned long long rows = wgmma_factor(shared.at<half>(n.kernels), ROWS, PIECE);
         const int4* const offsets = shared.at<const int4>(n.offsets);
@@ -64,19 +65,19 @@ template <int N, int PRODUCTS, int GROUP> struct Multiplier {
 #pragma unroll 1
         for (int chunk = item.begin; chunk < item.end; ++chunk) {
             barrier_wait(shared.region_filled + region.slot, region.parity);
-            const int begin = region.slot * 2 * n.rows;
+            const int begin = region.slot * (n.region_bytes / 16);
 #pragma unroll 1
-            for (int taps = 0; taps < n.groups; ++taps) {
-                const int4 four = offsets[taps];
+            for (int steps = 0; steps < n.groups; ++steps) {
+                const int4 four = offsets[steps];
                 const int offset[4] = {begin + four.x, begin + four.y, begin + four.z, begin + four.w};
                 barrier_wait(shared.kernels_filled + kernels.slot, kernels.parity);
-                const unsigned long long factor = rows + kernels.slot * (GROUP * TAP / PIECE);
+                const unsigned long long factor = rows + kernels.slot * (GROUP * STEP / PIECE);
                 wgmma_begin(sums);  // with its end in one block of instructions: else the compiler waits for more
 #pragma unroll
-                for (int tap = 0; tap < GROUP; ++tap)
+                for (int step = 0; step < GROUP; ++step)
 #pragma unroll
                     for (int i = 0; i < PRODUCTS; ++i)
-                        wgmma_half<N>(sums[i], factor + tap * (TAP / PIECE), columns[i] + offset[tap], tap > 0 || adds);
+                        wgmma_half<N>(sums[i], factor + step * (STEP / PIECE), columns[i] + offset[step], step > 0 || adds);
                 wgmma_end();
                 wgmma_wait_but_last();
                 adds = 1;
@@ -153,7 +154,7 @@ template <int N, int PRODUCTS, int GROUP> struct Multiplier {
     }
 
     /* The pieces of the addend that this lane copies in a batch. */
-    template <bool WHOLE> DEVICE void addend_of(uint4 (&pieces)[4], const Item& item, int batch, int map, int maps) const {
+    DEVICE void addend_of(uint4 (&pieces)[4], const Item& item, int batch, int map, int maps) const {
         const int3 first = own(voxel_of(item, batch));
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -161,16 +162,17 @@ template <int N, int PRODUCTS, int GROUP> struct Multiplier {
             const half* const from =
                 end.addend + at.x * end.addend_z + at.y * end.addend_y + at.z * end.addend_x + map;
             pieces[i] = make_uint4(0, 0, 0, 0);
-            if constexpr (WHOLE) {
-                pieces[i] = __ldg(reinterpret_cast<const uint4*>(from));
-            } else if (exists(at)) {
-                unsigned both[PIECE / 2] = {};
-#pragma unroll
-                for (int m = 0; m < PIECE; ++m)
-                    if (m < maps)
-                        both[m / 2] |= (unsigned)__ldg(reinterpret_cast<const unsigned short*>(from) + m) << 16 * (m % 2);
-                pieces[i] = make_uint4(both[0], both[1], both[2], both[3]);
+            if (!exists(at)) continue;
+            if (end.wide) {
+                if (maps > 0) pieces[i] = __ldg(reinterpret_cast<const uint4*>(from));
+                continue;
             }
+            unsigned both[PIECE / 2] = {};
+#pragma unroll
+            for (int m = 0; m < PIECE; ++m)
+                if (m < maps)
+                    both[m / 2] |= (unsigned)__ldg(reinterpret_cast<const unsigned short*>(from) + m) << 16 * (m % 2);
+            pieces[i] = make_uint4(both[0], both[1], both[2], both[3]);
         }
     }
 
@@ -211,41 +213,54 @@ template <int N, int PRODUCTS, int GROUP> struct Multiplier {
         }
     }
 
-    /* Applies what follows to the sums and writes them; returns the largest magnitude. ADDEND: there may be one. WHOLE: all voxels and maps of the
-     * item exist, pieces may be copied at once, and the function takes few instructions.
+    /* Applies what follows to the sums and writes them; returns the largest magnitude. FEW: the function takes few
+     * instructions, and pieces may be copied at once. ADDEND: there may be one. A batch is staged as [column][line][maps]
+     * half, with 16 bytes between voxels, in one of two buffers in turn, from where the hardware copies voxel after
+     * voxel; `turn` counts the batches of all items. Without whole pieces, warps stage and write for themselves.
      */
-    template <bool WHOLE, bool ADDEND> DEVICE float store(const float (&sums)[PRODUCTS][SUMS], const Item& item, int from, float low,
-                                         float high) const {
+    template <bool FEW, bool ADDEND> DEVICE float store(const float (&sums)[PRODUCTS][SUMS], const Item& item, int from,
+                                                       float low, float high, int& turn) const {
         const bool has_low = from + lane / 4 < n.fout, has_high = from + lane / 4 + 8 < n.fout;
+        const bool whole = from + 16 <= n.fout & item.z + n.tz <= n.mz & (item.y + n.ty) * n.lines_at_once <= n.my &
+                           item.x + n.tx <= n.mx;
         const int map = from + lane % 2 * PIECE, maps = min(n.fout - map, PIECE);  // of the piece that this lane copies
-        half* const staged = shared.at<half>(n.staged) + (group * (WARPGROUP / WARP) + warp) * 4 * SLOT;
+        const int pitch = 2 * n.maps + 16, block_maps = min(n.fout - item.block * n.maps, n.maps);
+        unsigned char* const staged = shared.at<unsigned char>(n.staged) + group * 2 * n.staged_bytes;
+        const bool bulk = FEW || end.wide;
         // This lane copies half of a voxel, and passes a row of the matrices: 16 voxels of 2 pieces.
         const int voxel = lane / 2, row = lane / 16 * 8 + lane % 8;
-        half* const mine = staged + voxel * 16 + (lane % 2 ^ (voxel >> 2 & 1)) * PIECE;
-        half* const theirs = staged + row * 16 + (lane / 8 % 2 ^ (row >> 2 & 1)) * PIECE;
+        const int apart = bulk ? n.lines_at_once * pitch : 32;  // from column to column
+        int mine = voxel * apart, theirs = row * apart;
+        if (bulk) {
+            const int own = line * pitch + (warp * 16 & (n.maps - 1)) * 2;
+            mine += own + lane % 2 * 16, theirs += own + lane / 8 % 2 * 16;
+        } else {
+            mine += (lane % 2 ^ (voxel >> 2 & 1)) * 16 + warp * 64 * 32, theirs += (lane / 8 % 2 ^ (row >> 2 & 1)) * 16 + warp * 64 * 32;
+        }
         uint4 coming[4];
-        if (ADDEND && end.addend != nullptr) addend_of<WHOLE>(coming, item, 0, map, maps);
+        if (ADDEND && end.addend != nullptr) addend_of(coming, item, 0, map, maps);
         float largest[4] = {};  // of some of the values each: a single one would be a long chain
-#pragma unroll(WHOLE ? BATCHES : 1)
-        for (int batch = 0; batch < BATCHES; ++batch) {
+#pragma unroll(FEW ? BATCHES : 1)
+        for (int batch = 0; batch < BATCHES; ++batch, ++turn) {
             float values[32];
-            if constexpr (WHOLE) {
+            if constexpr (FEW) {
 #pragma unroll
                 for (int e = 0; e < 32; ++e) values[e] = sums[batch / (N / 64)][batch % (N / 64) * 32 + e];
             } else {
                 sums_of(values, sums, batch);
             }
+            unsigned char* const buffer = staged + (turn & 1) * n.staged_bytes;
 #pragma unroll
             for (int e = 0; e < 32; ++e) values[e] += e % 4 < 2 ? low : high;
             if (ADDEND && end.addend != nullptr) {
 #pragma unroll
-                for (int i = 0; i < 4; ++i) *reinterpret_cast<uint4*>(mine + i * SLOT) = coming[i];
+                for (int i = 0; i < 4; ++i) *reinterpret_cast<uint4*>(buffer + mine + i * 16 * apart) = coming[i];
                 sync_warp();
-                if (batch + 1 < BATCHES) addend_of<WHOLE>(coming, item, batch + 1, map, maps);
+                if (batch + 1 < BATCHES) addend_of(coming, item, batch + 1, map, maps);
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     unsigned words[4];
-                    ldmatrix_transposed(words, theirs + i * SLOT);
+                    ldmatrix_transposed(words, buffer + theirs + i * 16 * apart);
 #pragma unroll
                     for (int e = 0; e < 4; ++e) {
                         const float2 pair = to_float2(half2_from_bits(words[e]));
@@ -254,49 +269,68 @@ template <int N, int PRODUCTS, int GROUP> struct Multiplier {
                 }
                 sync_warp();
             }
-            if constexpr (!WHOLE)
+            if constexpr (!FEW)
                 apply(values);
             else if (end.function == functions::RELU)
                 apply<functions::RELU>(values);
             else if (end.function == functions::LEAKY_RELU)
                 apply<functions::LEAKY_RELU>(values);
             const int3 first = voxel_of(item, batch);
+            if (whole) {
+#pragma unroll
+                for (int e = 0; e < 32; ++e) largest[e / 8] = larger_magnitude(largest[e / 8], values[e]);
+            } else {
+#pragma unroll
+                for (int e = 0; e < 32; e += 2) {
+                    int3 at = further(first, e / 4);
+                    at.z += lane % 4 * 2;
+                    const bool there = exists(at) & (e % 4 < 2 ? has_low : has_high);
+                    largest[e / 8] = larger_magnitude(largest[e / 8], there ? values[e] : 0.0f);
+                    largest[e / 8] = larger_magnitude(largest[e / 8], there & at.z + 1 < n.mx ? values[e + 1] : 0.0f);
+                }
+            }
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 unsigned words[4];
 #pragma unroll
-                for (int e = 8 * i; e < 8 * i + 8; e += 2) {
-                    if constexpr (!WHOLE) {
-                        int3 at = further(first, e / 4);
-                        at.z += lane % 4 * 2;
-                        const bool there = exists(at) & (e % 4 < 2 ? has_low : has_high);
-                        largest[i] = larger_magnitude(largest[i], there ? values[e] : 0.0f);
-                        largest[i] = larger_magnitude(largest[i], there & at.z + 1 < n.mx ? values[e + 1] : 0.0f);
-                    } else {
-                        largest[i] = larger_magnitude(larger_magnitude(largest[i], values[e]), values[e + 1]);
-                    }
-                    words[e / 2 % 4] = bits_of(to_half2(values[e], values[e + 1]));
-                }
-                stmatrix_transposed(theirs + i * SLOT, words);
+                for (int e = 0; e < 4; ++e) words[e] = bits_of(to_half2(values[8 * i + 2 * e], values[8 * i + 2 * e + 1]));
+                stmatrix_transposed(buffer + theirs + i * 16 * apart, words);
+            }
+            if (bulk) {
+                wgmma_publish();
+                bulk_wait();  // for the copies of the batch before: the next one goes to their buffer
+                sync_warpgroup(1 + group);
+                copy_out(item, first, buffer, pitch, block_maps);
+                continue;
             }
             sync_warp();
             const int3 at = own(first);
             half* const to = end.out + (((long long)at.x * n.my + at.y) * n.mx + at.z) * n.fout + map;
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                if (WHOLE || exists(further(at, 2 * i))) write<WHOLE>(to + i * end.step, mine + i * SLOT, maps);
-            }
+            for (int i = 0; i < 4; ++i)
+                if (exists(further(at, 2 * i)))
+                    write(to + i * end.step, reinterpret_cast<const half*>(buffer + mine + i * 16 * apart), maps);
             sync_warp();  // the next values go where these were
         }
         return larger_magnitude(larger_magnitude(largest[0], largest[1]), larger_magnitude(largest[2], largest[3]));
     }
 
-    /* Copies a piece of so many maps. */
-    template <bool WHOLE> DEVICE void write(half* to, const half* from, int maps) const {
-        if (WHOLE || (end.wide && maps == PIECE)) {
-            *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
-            return;
+    /* Lets the hardware copy the voxels of a batch, whose first one this warp's line has at `first`. */
+    DEVICE void copy_out(const Item& item, int3 first, const unsigned char* buffer, int pitch, int maps) const {
+        const int count = 64 * n.lines_at_once, thread = warp * WARP + lane;
+        for (int i = thread; i < count; i += WARPGROUP) {
+            const int column = i / n.lines_at_once, of = i - column * n.lines_at_once;
+            int3 at = further(first, column / 8);
+            at.y += of - line, at.z += column % 8;
+            if (exists(at))
+                bulk_store(end.out + (((long long)at.x * n.my + at.y) * n.mx + at.z) * n.fout + item.block * n.maps,
+                           buffer + i * pitch, maps * (int)sizeof(half));
         }
+        bulk_commit();
+    }
+
+    /* Copies a piece of so many maps, one by one. */
+    DEVICE void write(half* to, const half* from, int maps) const {
 #pragma unroll
         for (int map = 0; map < PIECE; ++map)
             if (map < maps) to[map] = from[map];
@@ -317,32 +351,34 @@ __global__ void __launch_bounds__(THREADS, 1) convolve_by_warpgroups(
     INPUT(0), INPUT(1), INPUT(2), INPUT(3), const half* addend, long long addend_z, long long addend_y,
     long long addend_x, half* out, float* sums, float* out_peak, const half* kernels, const float* bias, long long inputs,
     long long first_z, long long first_y, long long first_x, long long nz, long long ny, long long nx, long long mz,
-    long long my, long long mx, long long fout, long long pieces, long long kz, long long ky, long long kx,
+    long long my, long long mx, long long fout, long long pieces, long long steps, long long kz, long long ky, long long kx,
     long long stride_z, long long stride_y, long long stride_x, long long apart_z, long long apart_y, long long apart_x,
     long long pz, long long py, long long px, long long tz, long long ty, long long tx, long long tiles_z,
     long long tiles_y, long long tiles_x, long long blocks, long long parts, long long planes, long long lines,
     long long width, long long along_z, long long along_y, long long along_x, long long regions,
     long long kept, long long across, long long lines_at_once, long long step, long long wide, long long function, float a, float b) {
-    EXTERN_SHARED(Shared, start);  // then offsets of taps, places of the region's voxels, regions, kernels, staged results
+    EXTERN_SHARED_AT(1024, Shared, start);  // then offsets of taps, places of the region's voxels, regions, kernels, staged results
     Shared& shared = *start;
     Layer n;
     n.nz = (int)nz, n.ny = (int)ny, n.nx = (int)nx, n.mz = (int)mz, n.my = (int)my, n.mx = (int)mx, n.fout = (int)fout;
-    n.inputs = (int)inputs, n.pieces = (int)pieces, n.chunks = (n.pieces + 1) / 2, n.across = (int)across;
+    n.inputs = (int)inputs, n.pieces = (int)pieces, n.row_bytes = 32 * (int)steps, n.chunks = (n.pieces + 2 * (int)steps - 1) / (2 * (int)steps);
+    n.across = (int)across;
     n.kz = (int)kz, n.ky = (int)ky, n.kx = (int)kx;
-    n.groups = (n.kz * n.ky * n.kx + GROUP - 1) / GROUP;
+    n.groups = (n.kz * n.ky * n.kx * (int)steps + GROUP - 1) / GROUP;
     n.stride_z = (int)stride_z, n.stride_y = (int)stride_y, n.stride_x = (int)stride_x;
     n.apart_z = (int)apart_z, n.apart_y = (int)apart_y, n.apart_x = (int)apart_x;
     n.pz = (int)pz, n.py = (int)py, n.px = (int)px, n.tz = (int)tz, n.ty = (int)ty, n.tx = (int)tx;
     n.tiles_y = (int)tiles_y, n.tiles_x = (int)tiles_x, n.blocks = (int)blocks, n.parts = (int)parts;
     n.lines = (int)lines, n.width = (int)width, n.residue = n.width / n.stride_x;
-    n.rows = (int)(planes * lines * width);
+    n.rows = (int)(planes * lines * width), n.region_bytes = (n.rows * n.row_bytes + 511) / 512 * 512;
     n.along_z = (int)along_z, n.along_y = (int)along_y, n.along_x = (int)along_x;
     n.regions = (int)regions, n.kept = (int)kept, n.lines_at_once = (int)lines_at_once;
     n.maps = ROWS / n.lines_at_once;
     n.offsets = sizeof(Shared), n.places = n.offsets + n.groups * (int)sizeof(int4);
-    n.region = (n.places + n.rows * 4 + 127) / 128 * 128;
-    n.kernels = n.region + n.regions * 2 * n.rows * PIECE * (int)sizeof(half);
-    n.staged = n.kernels + n.kept * GROUP * TAP * (int)sizeof(half);
+    n.region = (n.places + n.rows * 4 + 511) / 512 * 512;
+    n.kernels = n.region + n.regions * n.region_bytes;
+    n.staged = n.kernels + n.kept * GROUP * STEP * (int)sizeof(half);
+    n.staged_bytes = 64 * n.lines_at_once * (2 * n.maps + 16);
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < n.regions; ++i) {
@@ -365,10 +401,10 @@ __global__ void __launch_bounds__(THREADS, 1) convolve_by_warpgroups(
     }
 #pragma unroll 1
     for (int number = threadIdx.x; number < n.groups * 4; number += THREADS) {
-        const int tap = min(number / 4 * GROUP + number % 4, n.kz * n.ky * n.kx - 1);  // behind the last: zeros
+        const int all = number / 4 * GROUP + number % 4, tap = min(all / (int)steps, n.kz * n.ky * n.kx - 1);
         const int dx = tap % n.kx * n.apart_x, dy = tap / n.kx % n.ky * n.apart_y, dz = tap / (n.kx * n.ky) * n.apart_z;
-        shared.at<int>(n.offsets)[number] =
-            (dz * n.lines + dy) * n.width + dx % n.stride_x * n.residue + dx / n.stride_x;
+        const int row = (dz * n.lines + dy) * n.width + dx % n.stride_x * n.residue + dx / n.stride_x;
+        shared.at<int>(n.offsets)[number] = (row * (int)steps + all % (int)steps) * 2;  // kernels behind the last are zeros
     }
     const float by_width = 1.0f / n.width, by_lines = 1.0f / n.lines, by_residue = 1.0f / n.residue;
 #pragma unroll 1
@@ -393,12 +429,13 @@ __global__ void __launch_bounds__(THREADS, 1) convolve_by_warpgroups(
         const int warp = threadIdx.x / WARP % 4;
         const Works works = {shared, n, end, group_of - 1, warp, (int)threadIdx.x % WARP, warp * 16 / n.maps};
         const int map = warp * 16 % n.maps;  // the first of this warp's rows, in a block
-        const int least = n.chunks / n.parts * n.groups;  // groups of taps of an item
+        const int least = n.chunks / n.parts * n.groups;  // groups of steps of an item
         const int lagging = min(min(Works::LAG, (least + 1) / 2), min(n.kept - 1, n.regions * n.groups));
         Ring region, taps;
         int lag = group_of == 1 ? lagging : 0;
         if (group_of == 2) barrier_wait(shared.ahead, 0);
-        const bool simple = function == functions::NONE | function == functions::RELU | function == functions::LEAKY_RELU;
+        const bool few = end.wide & (function == functions::NONE | function == functions::RELU | function == functions::LEAKY_RELU);
+        int turn = 0;
         float largest = 0.0f;
 #pragma unroll 1
         for (int number = blockIdx.x; number < items; number += gridDim.x) {
@@ -408,22 +445,20 @@ __global__ void __launch_bounds__(THREADS, 1) convolve_by_warpgroups(
             const float low = __ldg(biases), high = __ldg(biases + 8);  // before the products, which take longer
             float all[PRODUCTS][N / 2];
             works.multiply(all, item, region, taps, lag);
-            if (from >= n.fout) continue;
             if (sums != nullptr) {
-                works.store_sums(all, item, from);
+                if (from < n.fout) works.store_sums(all, item, from);
                 continue;
             }
-            const bool whole = simple & end.wide & from + 16 <= n.fout & item.z + n.tz <= n.mz &
-                               (item.y + n.ty) * n.lines_at_once <= n.my & item.x + n.tx <= n.mx;
             float most;
-            if (!whole)
-                most = works.template store<false, true>(all, item, from, low, high);
+            if (!few)
+                most = works.template store<false, true>(all, item, from, low, high, turn);
             else if (addend == nullptr)
-                most = works.template store<true, false>(all, item, from, low, high);
+                most = works.template store<true, false>(all, item, from, low, high, turn);
             else
-                most = works.template store<true, true>(all, item, from, low, high);
+                most = works.template store<true, true>(all, item, from, low, high, turn);
             largest = larger_magnitude(largest, most);
         }
+        bulk_finish();
         raise_peak_by_warp(out_peak, largest);
     }
 }

@@ -23,13 +23,13 @@ from znnpy.graph_shapes import GraphConvShape
 from znnpy.kernels.contract import Footprint, Kind, Scratch, Variant, Work, why_not_pooled
 from znnpy.kernels.gpu.graph.functions import numbers_of
 from znnpy.kernels.gpu.graph_gemm.plan import (
-    CHUNK,
     GROUP,
     MULTIPROCESSORS,
     PIECE,
     PRODUCTS,
     ROWS,
     SHARED,
+    STEP,
     Columns,
     Plan,
     across_of,
@@ -38,6 +38,7 @@ from znnpy.kernels.gpu.graph_gemm.plan import (
     plan_of,
     reach_of,
     resident_bytes,
+    steps_of,
 )
 from znnpy.kernels.gpu.kernel_source import KernelInstance
 from znnpy.shapes import FLOAT16, FLOAT32
@@ -117,7 +118,7 @@ class GraphConvWarpgroup:
         del machine
         assert isinstance(shape, GraphConvShape)
         inputs = "+".join(map(str, shape.fins))
-        return (Variant.of(inputs=inputs, across=across_of(shape), lines=lines_of(shape), stride=shape.stride[1]),)
+        return (Variant.of(inputs=inputs, across=across_of(shape), lines=lines_of(shape), stride=shape.stride[1], steps=steps_of(shape)),)
 
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
         del variant, threads
@@ -136,7 +137,9 @@ class GraphConvWarpgroup:
         assert weights is not None
         fins = tuple(map(int, variant.text("inputs").split("+")))
         lines = variant.count("lines")
-        kernels = arranged(weights.weight, fins, variant.count("across"), lines, variant.count("stride"))
+        kernels = arranged(
+            weights.weight, fins, variant.count("across"), lines, variant.count("stride"), variant.count("steps")
+        )
         maps = len(kernels) * (ROWS // lines)
         bias = np.pad(weights.bias, (0, maps - len(weights.bias))).astype(np.float32)
         return Weights(
@@ -164,34 +167,34 @@ def _planned(shape: LayerShape) -> tuple[GraphConvShape, Plan]:
 
 
 def arranged(
-    weight: npt.NDArray[np.float32], fins: tuple[int, ...], across: int, lines: int, stride: int
+    weight: npt.NDArray[np.float32], fins: tuple[int, ...], across: int, lines: int, stride: int, steps: int
 ) -> npt.NDArray[np.float16]:
-    """Return kernels as [block of maps][chunk][tap][2][64][8], shifted along y for each line of a column.
+    """Return kernels as [block of maps][chunk][step][2][64][8], shifted along y for each line of a column.
 
-    Taps are filled up with zeros to a multiple of GROUP, if there are more.
+    A step is a tap for 16 maps; they are filled up with zeros to a multiple of GROUP, if there are more.
     """
     if across > 1:  # the taps along x are maps
         weight = np.moveaxis(weight, 4, 1).reshape(len(weight), -1, *weight.shape[2:4], 1)
         fins = (fins[0] * across,)
     fout, _, kz, ky, kx = weight.shape
     maps, pieces = ROWS // lines, [-(-fin // PIECE) for fin in fins]
-    blocks, chunks = -(-fout // maps), -(-sum(pieces) // 2)
-    padded = np.zeros((blocks * maps, chunks * CHUNK, kz, ky, kx), np.float32)
+    blocks, chunks = -(-fout // maps), -(-sum(pieces) // (2 * steps))
+    padded = np.zeros((blocks * maps, chunks * steps * STEP, kz, ky, kx), np.float32)
     to, of = 0, 0
     for fin, count in zip(fins, pieces, strict=True):
         padded[:fout, to : to + fin] = weight[:, of : of + fin]
         to, of = to + count * PIECE, of + fin
     reach = reach_of(ky, stride, lines)
-    rows = np.zeros((blocks, lines, maps, chunks * CHUNK, kz, reach, kx), np.float32)
+    rows = np.zeros((blocks, lines, maps, chunks * steps * STEP, kz, reach, kx), np.float32)
     for line in range(lines):
         shift = line * stride
         rows[:, line, :, :, :, shift : shift + ky] = padded.reshape(blocks, maps, *padded.shape[1:])
     with np.errstate(over="ignore", invalid="ignore"):  # NaN and infinity show in the result
         halves = rows.astype(np.float16)
-    cut = halves.reshape(blocks, ROWS, chunks, 2, PIECE, kz, reach, kx)
-    taps = kz * reach * kx
-    missing = -taps % min(taps, GROUP)
-    ordered = cut.transpose(0, 2, 5, 6, 7, 3, 1, 4).reshape(blocks, chunks, taps, 2, ROWS, PIECE)
+    cut = halves.reshape(blocks, ROWS, chunks, steps, 2, PIECE, kz * reach * kx)
+    count = kz * reach * kx * steps
+    missing = -count % min(count, GROUP)
+    ordered = cut.transpose(0, 2, 6, 3, 4, 1, 5).reshape(blocks, chunks, count, 2, ROWS, PIECE)
     return np.pad(ordered, ((0, 0), (0, 0), (0, missing), *[(0, 0)] * 3))
 
 
@@ -211,7 +214,7 @@ class _Step:
         self._sizes = tuple(
             np.int64(size)
             for size in (
-                *(len(shape.fins), *shape.first, *shape.n, *shape.out_shape[1:], c.pieces, *c.k, *c.stride, *c.apart),
+                *(len(shape.fins), *shape.first, *shape.n, *shape.out_shape[1:], c.pieces, c.steps, *c.k, *c.stride, *c.apart),
                 *(*shape.before, *plan.tile, *plan.tiles, c.blocks, plan.parts, planes, lines, width, *plan.along),
                 *(plan.regions, plan.kept, c.across, c.lines, 2 * step),
             )
