@@ -14,8 +14,8 @@ from znnpy.layers import ONE
 from znnpy.shapes import FLOAT16, FLOAT32, Vec3
 
 ROWS, PIECE, STEP, MULTIPLIERS, MOST_REGIONS, MOST_KEPT = 64, 8, 16, 2, 4, 16  # as in regions.cuh
-BATCH, GAP_BYTES = 64, 16  # columns whose results are staged together, and between voxels
-HEADER_BYTES, OFFSETS_BYTES, PLACE_BYTES, ALIGNMENT = 720, 16, 4, 512  # as in warpgroup.cu
+WARPS = 4 * MULTIPLIERS  # that multiply
+HEADER_BYTES, OFFSETS_BYTES, PLACE_BYTES, ALIGNMENT, STAGED_BYTES = 720, 16, 4, 512, 2048  # as in warpgroup.cu
 SHARED = 227 * 1024  # bytes of a block: what cards with these instructions have
 MULTIPROCESSORS = 132  # of these cards, most of them
 STEP_BYTES = STEP * ROWS * FLOAT16
@@ -140,9 +140,7 @@ class Plan:
         tables = HEADER_BYTES + OFFSETS_BYTES * self.columns.groups + PLACE_BYTES * prod(self.extent)
         regions = self.regions * self.region_bytes
         kernels = self.kept * self.columns.group * STEP_BYTES
-        lines = self.columns.lines
-        staged = 2 * MULTIPLIERS * BATCH * (ROWS * FLOAT16 + lines * GAP_BYTES)
-        return -(-tables // ALIGNMENT) * ALIGNMENT + regions + kernels + staged
+        return -(-tables // ALIGNMENT) * ALIGNMENT + regions + kernels + WARPS * STAGED_BYTES
 
     @property
     def cycles(self) -> float:
