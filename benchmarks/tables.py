@@ -18,7 +18,8 @@ from benchmarks.harness.results import Program, Results, current
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = (
-    "layers", "networks", "graphs", "windows", "units", "gpu_convs", "planner", "io", "masks", "clusters", "assignment", "papers",
+    "layers", "networks", "graphs", "windows", "units", "gpu_convs", "planner", "io", "masks", "clusters", "assignment",
+    "papers",
 )  # fmt: skip
 INDEX = "benchmarks-index"
 COMPOSED = {  # blocks that hold all tables whose names begin so

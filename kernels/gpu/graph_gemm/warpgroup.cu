@@ -88,6 +88,10 @@ template <int N, int PRODUCTS, int GROUP> struct Multiplier {
             }
             region_before = region.slot;
             region.next(n.regions);
+            if (n.regions > 1) continue;
+            wgmma_wait();  // the next region has no other buffer
+            give_back(kernels_before, region_before);
+            kernels_before = region_before = -1;
         }
 #pragma unroll
         for (int i = 0; i < PRODUCTS; ++i) wgmma_wait(sums[i]);
