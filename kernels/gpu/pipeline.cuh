@@ -25,9 +25,6 @@ DEVICE bool barrier_passed(Barrier* barrier, int parity);
 /* Arrive, and let the phase wait for a copy from global memory too: addresses and bytes are multiples of 16. */
 DEVICE void barrier_load(void* shared, const void* global, int bytes, Barrier* barrier);
 
-/* A barrier for the 128 threads of a warpgroup; `number`, 1 to 15: of this one, which no other has. */
-DEVICE void sync_warpgroup(int number);
-
 /* Gives registers back, or takes some that others gave back: a thread has so many then. All threads of a warpgroup call,
  * in a branch that they take together.
  */
@@ -62,10 +59,6 @@ DEVICE bool barrier_passed(Barrier* barrier, int parity) {
 }
 DEVICE void barrier_load(void* shared, const void* global, int bytes, Barrier* barrier) {
     bulk_load(shared, global, bytes, barrier);
-}
-
-DEVICE void sync_warpgroup(int number) {
-    asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(WARPGROUP) : "memory");
 }
 
 template <int COUNT> DEVICE void registers_lower() {
@@ -130,23 +123,6 @@ DEVICE void barrier_load(void* shared, const void* global, int bytes, Barrier* b
         return barrier_arrive(barrier);
     }
     emulator::fail("barrier_load: too many copies under way for the emulator");
-}
-
-namespace twin {
-struct Meeting {
-    int arrived;
-    unsigned held;
-};
-inline Meeting meetings[16];
-}  // namespace twin
-DEVICE void sync_warpgroup(int number) {
-    twin::Meeting& meeting = twin::meetings[number];
-    const unsigned before = meeting.held;
-    if (++meeting.arrived == WARPGROUP) {
-        meeting.arrived = 0, ++meeting.held;
-        return emulator::wake();
-    }
-    while (meeting.held == before) emulator::wait_for_signal();
 }
 
 template <int COUNT> DEVICE void registers_lower() {}

@@ -14,8 +14,8 @@ from znnpy.layers import ONE
 from znnpy.shapes import FLOAT16, FLOAT32, Vec3
 
 ROWS, PIECE, STEP, MULTIPLIERS, MOST_REGIONS, MOST_KEPT = 64, 8, 16, 2, 4, 16  # as in regions.cuh
-BATCH, GAP_BYTES = 64, 16  # columns whose results are staged together, and between voxels
-HEADER_BYTES, OFFSETS_BYTES, PLACE_BYTES, ALIGNMENT = 720, 16, 4, 512  # as in warpgroup.cu
+WARPS = 4 * MULTIPLIERS  # that multiply
+HEADER_BYTES, OFFSETS_BYTES, PLACE_BYTES, ALIGNMENT, STAGED_BYTES = 720, 16, 4, 512, 2048  # as in warpgroup.cu
 SHARED = 227 * 1024  # bytes of a block: what cards with these instructions have
 MULTIPROCESSORS = 132  # of these cards, most of them
 STEP_BYTES = STEP * ROWS * FLOAT16
@@ -30,7 +30,7 @@ ALONG: tuple[Vec3, ...] = ((0, 1, 0), (0, 0, 8), (1, 0, 0))  # from 8 columns of
 # Cycles: of a product of 64 columns to one of its own arithmetic; of a voxel's two pieces in a region; of 8 columns'
 # results; of an item; of a launch; of a value of a part that is added. Bytes that a multiprocessor loads in a cycle.
 NARROW, LOAD_CYCLES, STORE_CYCLES, ITEM_CYCLES, LAUNCH_CYCLES, PART_CYCLES = 1.25, 0.8, 30.0, 1500.0, 5000.0, 0.003
-LOADED_BYTES = 20.0
+LOADED_BYTES, WAIT_CYCLES = 20.0, 3000.0  # the latter: of a region that is waited for
 
 
 class Columns(NamedTuple):
@@ -50,13 +50,13 @@ class Columns(NamedTuple):
     blocks: int  # of maps of the output
 
     @classmethod
-    def of(cls, shape: GraphConvShape) -> Columns:
+    def of(cls, shape: GraphConvShape, lines: int, steps: int) -> Columns:
         (kz, ky, kx), (sz, sy, sx), (_, mz, my, mx, _) = shape.k, shape.stride, shape.out_shape
-        lines, across = lines_of(shape), across_of(shape)
+        across = across_of(shape)
         k = (kz, reach_of(ky, sy, lines), kx // across)
         pieces = sum(-(-maps * across // PIECE) for maps in shape.fins)
         blocks = -(-shape.fout // (ROWS // lines))
-        m, steps = (mz, -(-my // lines), mx), steps_of(shape)
+        m = mz, -(-my // lines), mx
         return cls(lines, across, k, (sz, sy * lines, sx), shape.dilation, steps, m, pieces, blocks)
 
     @property
@@ -78,24 +78,28 @@ def reach_of(ky: int, stride: int, lines: int) -> int:
     return ky + (lines - 1) * stride
 
 
-def lines_of(shape: GraphConvShape) -> int:
-    """Return how many voxels make a column, so that the fewest products are needed, and then the fewest rows are empty."""
+@lru_cache(maxsize=4096)
+def columns_of(shape: GraphConvShape) -> Columns:
+    """Return the columns with which the fewest products are needed, and then the fewest rows are empty.
+
+    Chunks have 32 maps if no maps are padded for it: they are loaded faster. Whether a tile fits shared memory does not
+    depend on the size of the input, so all sizes have the same columns.
+    """
     ky, sy = shape.k[1], shape.stride[1]
-    fitting = [lines for lines in LINES if lines == 1 or (shape.dilation[1] == 1 and ky >= sy)]
-    return min(fitting, key=lambda lines: (-(-shape.fout // (ROWS // lines)) * reach_of(ky, sy, lines) / lines, -lines))
+    some = [lines for lines in LINES if lines == 1 or (shape.dilation[1] == 1 and ky >= sy)]
+    some.sort(key=lambda lines: (-(-shape.fout // (ROWS // lines)) * reach_of(ky, sy, lines) / lines, -lines))
+    pieces = sum(-(-maps * across_of(shape) // PIECE) for maps in shape.fins)
+    found = [Columns.of(shape, lines, 1) for lines in some]
+    fitting = next((columns for columns in found if _divisions(columns)), found[-1])
+    wide = Columns.of(shape, fitting.lines, 2)
+    small = shape.stride == ONE and (fitting.lines == 1 or ky == 1)  # two regions have room
+    return wide if small and -(-pieces // 2) % 2 == 0 and _divisions(wide) else fitting
 
 
 def across_of(shape: GraphConvShape) -> int:
     """Return the taps along x that become maps: all of them, if a chunk has room."""
     fits = len(shape.fins) == 1 and not shape.upsampled and shape.fin * shape.k[2] <= STEP
     return shape.k[2] if fits else 1
-
-
-def steps_of(shape: GraphConvShape) -> int:
-    """Return how many 16 maps a chunk has: two are loaded faster, if no maps are padded for it and there is room."""
-    pieces = sum(-(-maps * across_of(shape) // PIECE) for maps in shape.fins)
-    small = shape.stride == ONE and (lines_of(shape) == 1 or shape.k[1] == 1)  # its regions
-    return 2 if small and -(-pieces // 2) % 2 == 0 else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +144,7 @@ class Plan:
         tables = HEADER_BYTES + OFFSETS_BYTES * self.columns.groups + PLACE_BYTES * prod(self.extent)
         regions = self.regions * self.region_bytes
         kernels = self.kept * self.columns.group * STEP_BYTES
-        lines = self.columns.lines
-        staged = 2 * MULTIPLIERS * BATCH * (ROWS * FLOAT16 + lines * GAP_BYTES)
-        return -(-tables // ALIGNMENT) * ALIGNMENT + regions + kernels + staged
+        return -(-tables // ALIGNMENT) * ALIGNMENT + regions + kernels + WARPS * STAGED_BYTES
 
     @property
     def cycles(self) -> float:
@@ -151,7 +153,7 @@ class Plan:
         multiply = c.groups * c.group * MULTIPLIERS * self.products * self.n / 2 * (NARROW if self.n == 64 else 1.0)
         nbytes = self.region_bytes + c.groups * c.group * STEP_BYTES
         load = max(rows * c.steps * LOAD_CYCLES, nbytes / LOADED_BYTES)
-        chunk = max(multiply, load) + load / 10 if self.regions > 1 else multiply + load
+        chunk = max(multiply, load) + load / 10 if self.regions > 1 else multiply + load + WAIT_CYCLES
         chunks = -(-c.chunks // self.parts)
         item = chunks * chunk + ITEM_CYCLES + STORE_CYCLES * self.n / 8 * self.products
         rounds = -(-self.items // MULTIPROCESSORS)
@@ -162,7 +164,7 @@ class Plan:
 def plan_of(shape: GraphConvShape) -> Plan | None:
     """Return the plan of least cost; None if no tile fits."""
     best, least = None, inf
-    columns = Columns.of(shape)
+    columns = columns_of(shape)
     values = prod(shape.out_shape)
     for plan in _divisions(columns):
         most = min(columns.chunks, MOST_PARTS, max(1, 2 * MULTIPROCESSORS // plan.items))
@@ -229,6 +231,6 @@ def _boxes(count: int) -> Iterator[Vec3]:
 
 def resident_bytes(shape: GraphConvShape) -> int:
     """Return the bytes of weights on the device."""
-    columns = Columns.of(shape)
+    columns = columns_of(shape)
     maps = columns.blocks * (ROWS // columns.lines)
     return columns.blocks * columns.chunks * columns.groups * columns.group * STEP_BYTES + FLOAT32 * maps

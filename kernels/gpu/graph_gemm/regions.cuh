@@ -52,7 +52,6 @@ struct Layer {
     int across;                           // taps along x whose inputs are maps of one voxel, one tap after the other
     int lines_at_once, maps;              // voxels of a column; maps of a block
     int offsets, places, region, kernels, staged;  // bytes from the start of shared memory
-    int staged_bytes;                              // of a batch of results
 };
 
 /* A tile, its block of maps and its part of the sum. */

@@ -37,7 +37,7 @@ struct End {
 };
 
 template <int N, int PRODUCTS, int GROUP> struct Multiplier {
-    static constexpr int SUMS = N / 2;                  // of a thread for a product
+    static constexpr int SUMS = N / 2, SLOT = 16 * 16;  // sums of a thread for a product; values staged for 16 columns
     static constexpr int BATCHES = N / 64 * PRODUCTS;   // of 64 columns, whose results are written together
     static constexpr int LAG = 6;                       // groups of steps that one warpgroup is behind the other
     Shared& shared;
@@ -88,6 +88,10 @@ template <int N, int PRODUCTS, int GROUP> struct Multiplier {
             }
             region_before = region.slot;
             region.next(n.regions);
+            if (n.regions > 1) continue;
+            wgmma_wait();  // the next region has no other buffer
+            give_back(kernels_before, region_before);
+            kernels_before = region_before = -1;
         }
 #pragma unroll
         for (int i = 0; i < PRODUCTS; ++i) wgmma_wait(sums[i]);
@@ -154,7 +158,7 @@ template <int N, int PRODUCTS, int GROUP> struct Multiplier {
     }
 
     /* The pieces of the addend that this lane copies in a batch. */
-    DEVICE void addend_of(uint4 (&pieces)[4], const Item& item, int batch, int map, int maps) const {
+    template <bool WHOLE> DEVICE void addend_of(uint4 (&pieces)[4], const Item& item, int batch, int map, int maps) const {
         const int3 first = own(voxel_of(item, batch));
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -162,17 +166,16 @@ template <int N, int PRODUCTS, int GROUP> struct Multiplier {
             const half* const from =
                 end.addend + at.x * end.addend_z + at.y * end.addend_y + at.z * end.addend_x + map;
             pieces[i] = make_uint4(0, 0, 0, 0);
-            if (!exists(at)) continue;
-            if (end.wide) {
-                if (maps > 0) pieces[i] = __ldg(reinterpret_cast<const uint4*>(from));
-                continue;
-            }
-            unsigned both[PIECE / 2] = {};
+            if constexpr (WHOLE) {
+                pieces[i] = __ldg(reinterpret_cast<const uint4*>(from));
+            } else if (exists(at)) {
+                unsigned both[PIECE / 2] = {};
 #pragma unroll
-            for (int m = 0; m < PIECE; ++m)
-                if (m < maps)
-                    both[m / 2] |= (unsigned)__ldg(reinterpret_cast<const unsigned short*>(from) + m) << 16 * (m % 2);
-            pieces[i] = make_uint4(both[0], both[1], both[2], both[3]);
+                for (int m = 0; m < PIECE; ++m)
+                    if (m < maps)
+                        both[m / 2] |= (unsigned)__ldg(reinterpret_cast<const unsigned short*>(from) + m) << 16 * (m % 2);
+                pieces[i] = make_uint4(both[0], both[1], both[2], both[3]);
+            }
         }
     }
 
@@ -213,54 +216,41 @@ template <int N, int PRODUCTS, int GROUP> struct Multiplier {
         }
     }
 
-    /* Applies what follows to the sums and writes them; returns the largest magnitude. FEW: the function takes few
-     * instructions, and pieces may be copied at once. ADDEND: there may be one. A batch is staged as [column][line][maps]
-     * half, with 16 bytes between voxels, in one of two buffers in turn, from where the hardware copies voxel after
-     * voxel; `turn` counts the batches of all items. Without whole pieces, warps stage and write for themselves.
+    /* Applies what follows to the sums and writes them; returns the largest magnitude. ADDEND: there may be one. WHOLE: all voxels and maps of the
+     * item exist, pieces may be copied at once, and the function takes few instructions.
      */
-    template <bool FEW, bool ADDEND> DEVICE float store(const float (&sums)[PRODUCTS][SUMS], const Item& item, int from,
-                                                       float low, float high, int& turn) const {
+    template <bool WHOLE, bool ADDEND> DEVICE float store(const float (&sums)[PRODUCTS][SUMS], const Item& item, int from, float low,
+                                         float high) const {
         const bool has_low = from + lane / 4 < n.fout, has_high = from + lane / 4 + 8 < n.fout;
-        const bool whole = from + 16 <= n.fout & item.z + n.tz <= n.mz & (item.y + n.ty) * n.lines_at_once <= n.my &
-                           item.x + n.tx <= n.mx;
         const int map = from + lane % 2 * PIECE, maps = min(n.fout - map, PIECE);  // of the piece that this lane copies
-        const int pitch = 2 * n.maps + 16, block_maps = min(n.fout - item.block * n.maps, n.maps);
-        unsigned char* const staged = shared.at<unsigned char>(n.staged) + group * 2 * n.staged_bytes;
-        const bool bulk = FEW || end.wide;
+        half* const staged = shared.at<half>(n.staged) + (group * (WARPGROUP / WARP) + warp) * 4 * SLOT;
         // This lane copies half of a voxel, and passes a row of the matrices: 16 voxels of 2 pieces.
         const int voxel = lane / 2, row = lane / 16 * 8 + lane % 8;
-        const int apart = bulk ? n.lines_at_once * pitch : 32;  // from column to column
-        int mine = voxel * apart, theirs = row * apart;
-        if (bulk) {
-            const int own = line * pitch + (warp * 16 & (n.maps - 1)) * 2;
-            mine += own + lane % 2 * 16, theirs += own + lane / 8 % 2 * 16;
-        } else {
-            mine += (lane % 2 ^ (voxel >> 2 & 1)) * 16 + warp * 64 * 32, theirs += (lane / 8 % 2 ^ (row >> 2 & 1)) * 16 + warp * 64 * 32;
-        }
+        half* const mine = staged + voxel * 16 + (lane % 2 ^ (voxel >> 2 & 1)) * PIECE;
+        half* const theirs = staged + row * 16 + (lane / 8 % 2 ^ (row >> 2 & 1)) * PIECE;
         uint4 coming[4];
-        if (ADDEND && end.addend != nullptr) addend_of(coming, item, 0, map, maps);
+        if (ADDEND && end.addend != nullptr) addend_of<WHOLE>(coming, item, 0, map, maps);
         float largest[4] = {};  // of some of the values each: a single one would be a long chain
-#pragma unroll(FEW ? BATCHES : 1)
-        for (int batch = 0; batch < BATCHES; ++batch, ++turn) {
+#pragma unroll(WHOLE ? BATCHES : 1)
+        for (int batch = 0; batch < BATCHES; ++batch) {
             float values[32];
-            if constexpr (FEW) {
+            if constexpr (WHOLE) {
 #pragma unroll
                 for (int e = 0; e < 32; ++e) values[e] = sums[batch / (N / 64)][batch % (N / 64) * 32 + e];
             } else {
                 sums_of(values, sums, batch);
             }
-            unsigned char* const buffer = staged + (turn & 1) * n.staged_bytes;
 #pragma unroll
             for (int e = 0; e < 32; ++e) values[e] += e % 4 < 2 ? low : high;
             if (ADDEND && end.addend != nullptr) {
 #pragma unroll
-                for (int i = 0; i < 4; ++i) *reinterpret_cast<uint4*>(buffer + mine + i * 16 * apart) = coming[i];
+                for (int i = 0; i < 4; ++i) *reinterpret_cast<uint4*>(mine + i * SLOT) = coming[i];
                 sync_warp();
-                if (batch + 1 < BATCHES) addend_of(coming, item, batch + 1, map, maps);
+                if (batch + 1 < BATCHES) addend_of<WHOLE>(coming, item, batch + 1, map, maps);
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     unsigned words[4];
-                    ldmatrix_transposed(words, buffer + theirs + i * 16 * apart);
+                    ldmatrix_transposed(words, theirs + i * SLOT);
 #pragma unroll
                     for (int e = 0; e < 4; ++e) {
                         const float2 pair = to_float2(half2_from_bits(words[e]));
@@ -269,68 +259,49 @@ template <int N, int PRODUCTS, int GROUP> struct Multiplier {
                 }
                 sync_warp();
             }
-            if constexpr (!FEW)
+            if constexpr (!WHOLE)
                 apply(values);
             else if (end.function == functions::RELU)
                 apply<functions::RELU>(values);
             else if (end.function == functions::LEAKY_RELU)
                 apply<functions::LEAKY_RELU>(values);
             const int3 first = voxel_of(item, batch);
-            if (whole) {
-#pragma unroll
-                for (int e = 0; e < 32; ++e) largest[e / 8] = larger_magnitude(largest[e / 8], values[e]);
-            } else {
-#pragma unroll
-                for (int e = 0; e < 32; e += 2) {
-                    int3 at = further(first, e / 4);
-                    at.z += lane % 4 * 2;
-                    const bool there = exists(at) & (e % 4 < 2 ? has_low : has_high);
-                    largest[e / 8] = larger_magnitude(largest[e / 8], there ? values[e] : 0.0f);
-                    largest[e / 8] = larger_magnitude(largest[e / 8], there & at.z + 1 < n.mx ? values[e + 1] : 0.0f);
-                }
-            }
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 unsigned words[4];
 #pragma unroll
-                for (int e = 0; e < 4; ++e) words[e] = bits_of(to_half2(values[8 * i + 2 * e], values[8 * i + 2 * e + 1]));
-                stmatrix_transposed(buffer + theirs + i * 16 * apart, words);
-            }
-            if (bulk) {
-                wgmma_publish();
-                bulk_wait();  // for the copies of the batch before: the next one goes to their buffer
-                sync_warpgroup(1 + group);
-                copy_out(item, first, buffer, pitch, block_maps);
-                continue;
+                for (int e = 8 * i; e < 8 * i + 8; e += 2) {
+                    if constexpr (!WHOLE) {
+                        int3 at = further(first, e / 4);
+                        at.z += lane % 4 * 2;
+                        const bool there = exists(at) & (e % 4 < 2 ? has_low : has_high);
+                        largest[i] = larger_magnitude(largest[i], there ? values[e] : 0.0f);
+                        largest[i] = larger_magnitude(largest[i], there & at.z + 1 < n.mx ? values[e + 1] : 0.0f);
+                    } else {
+                        largest[i] = larger_magnitude(larger_magnitude(largest[i], values[e]), values[e + 1]);
+                    }
+                    words[e / 2 % 4] = bits_of(to_half2(values[e], values[e + 1]));
+                }
+                stmatrix_transposed(theirs + i * SLOT, words);
             }
             sync_warp();
             const int3 at = own(first);
             half* const to = end.out + (((long long)at.x * n.my + at.y) * n.mx + at.z) * n.fout + map;
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                if (exists(further(at, 2 * i)))
-                    write(to + i * end.step, reinterpret_cast<const half*>(buffer + mine + i * 16 * apart), maps);
+            for (int i = 0; i < 4; ++i) {
+                if (WHOLE || exists(further(at, 2 * i))) write<WHOLE>(to + i * end.step, mine + i * SLOT, maps);
+            }
             sync_warp();  // the next values go where these were
         }
         return larger_magnitude(larger_magnitude(largest[0], largest[1]), larger_magnitude(largest[2], largest[3]));
     }
 
-    /* Lets the hardware copy the voxels of a batch, whose first one this warp's line has at `first`. */
-    DEVICE void copy_out(const Item& item, int3 first, const unsigned char* buffer, int pitch, int maps) const {
-        const int count = 64 * n.lines_at_once, thread = warp * WARP + lane;
-        for (int i = thread; i < count; i += WARPGROUP) {
-            const int column = i / n.lines_at_once, of = i - column * n.lines_at_once;
-            int3 at = further(first, column / 8);
-            at.y += of - line, at.z += column % 8;
-            if (exists(at))
-                bulk_store(end.out + (((long long)at.x * n.my + at.y) * n.mx + at.z) * n.fout + item.block * n.maps,
-                           buffer + i * pitch, maps * (int)sizeof(half));
+    /* Copies a piece of so many maps. */
+    template <bool WHOLE> DEVICE void write(half* to, const half* from, int maps) const {
+        if (WHOLE || (end.wide && maps == PIECE)) {
+            *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+            return;
         }
-        bulk_commit();
-    }
-
-    /* Copies a piece of so many maps, one by one. */
-    DEVICE void write(half* to, const half* from, int maps) const {
 #pragma unroll
         for (int map = 0; map < PIECE; ++map)
             if (map < maps) to[map] = from[map];
@@ -378,7 +349,6 @@ __global__ void __launch_bounds__(THREADS, 1) convolve_by_warpgroups(
     n.region = (n.places + n.rows * 4 + 511) / 512 * 512;
     n.kernels = n.region + n.regions * n.region_bytes;
     n.staged = n.kernels + n.kept * GROUP * STEP * (int)sizeof(half);
-    n.staged_bytes = 64 * n.lines_at_once * (2 * n.maps + 16);
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < n.regions; ++i) {
@@ -434,8 +404,7 @@ __global__ void __launch_bounds__(THREADS, 1) convolve_by_warpgroups(
         Ring region, taps;
         int lag = group_of == 1 ? lagging : 0;
         if (group_of == 2) barrier_wait(shared.ahead, 0);
-        const bool few = end.wide & (function == functions::NONE | function == functions::RELU | function == functions::LEAKY_RELU);
-        int turn = 0;
+        const bool simple = function == functions::NONE | function == functions::RELU | function == functions::LEAKY_RELU;
         float largest = 0.0f;
 #pragma unroll 1
         for (int number = blockIdx.x; number < items; number += gridDim.x) {
@@ -445,20 +414,22 @@ __global__ void __launch_bounds__(THREADS, 1) convolve_by_warpgroups(
             const float low = __ldg(biases), high = __ldg(biases + 8);  // before the products, which take longer
             float all[PRODUCTS][N / 2];
             works.multiply(all, item, region, taps, lag);
+            if (from >= n.fout) continue;
             if (sums != nullptr) {
-                if (from < n.fout) works.store_sums(all, item, from);
+                works.store_sums(all, item, from);
                 continue;
             }
+            const bool whole = simple & end.wide & from + 16 <= n.fout & item.z + n.tz <= n.mz &
+                               (item.y + n.ty) * n.lines_at_once <= n.my & item.x + n.tx <= n.mx;
             float most;
-            if (!few)
-                most = works.template store<false, true>(all, item, from, low, high, turn);
+            if (!whole)
+                most = works.template store<false, true>(all, item, from, low, high);
             else if (addend == nullptr)
-                most = works.template store<true, false>(all, item, from, low, high, turn);
+                most = works.template store<true, false>(all, item, from, low, high);
             else
-                most = works.template store<true, true>(all, item, from, low, high, turn);
+                most = works.template store<true, true>(all, item, from, low, high);
             largest = larger_magnitude(largest, most);
         }
-        bulk_finish();
         raise_peak_by_warp(out_peak, largest);
     }
 }

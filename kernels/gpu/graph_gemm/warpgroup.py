@@ -32,13 +32,11 @@ from znnpy.kernels.gpu.graph_gemm.plan import (
     STEP,
     Columns,
     Plan,
-    across_of,
+    columns_of,
     cycles_of,
-    lines_of,
     plan_of,
     reach_of,
     resident_bytes,
-    steps_of,
 )
 from znnpy.kernels.gpu.kernel_source import KernelInstance
 from znnpy.shapes import FLOAT16, FLOAT32
@@ -118,7 +116,8 @@ class GraphConvWarpgroup:
         del machine
         assert isinstance(shape, GraphConvShape)
         inputs = "+".join(map(str, shape.fins))
-        return (Variant.of(inputs=inputs, across=across_of(shape), lines=lines_of(shape), stride=shape.stride[1], steps=steps_of(shape)),)
+        c = columns_of(shape)
+        return (Variant.of(inputs=inputs, across=c.across, lines=c.lines, stride=shape.stride[1], steps=c.steps),)
 
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
         del variant, threads
@@ -214,7 +213,17 @@ class _Step:
         self._sizes = tuple(
             np.int64(size)
             for size in (
-                *(len(shape.fins), *shape.first, *shape.n, *shape.out_shape[1:], c.pieces, c.steps, *c.k, *c.stride, *c.apart),
+                *(
+                    len(shape.fins),
+                    *shape.first,
+                    *shape.n,
+                    *shape.out_shape[1:],
+                    c.pieces,
+                    c.steps,
+                    *c.k,
+                    *c.stride,
+                    *c.apart,
+                ),
                 *(*shape.before, *plan.tile, *plan.tiles, c.blocks, plan.parts, planes, lines, width, *plan.along),
                 *(plan.regions, plan.kept, c.across, c.lines, 2 * step),
             )
