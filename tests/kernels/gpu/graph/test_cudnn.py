@@ -89,7 +89,11 @@ USUAL = [(FULL, "fp16", in_a_part, "cudnn"), (EACH[2], "fp32", None, "own"), (EA
 @pytest.mark.parametrize(
     ("shape", "precision", "place", "finish"),
     [
-        pytest.param(*case, id=" ".join(map(str, case)), marks=() if case in USUAL else pytest.mark.long)
+        pytest.param(
+            *case,
+            id=f"{shape} {precision} {'whole' if place is None else 'part'} {finish}",
+            marks=() if case in USUAL else pytest.mark.long,
+        )
         for shape in EACH
         for precision in GPU_PRECISIONS
         for place in (None, in_a_part)
