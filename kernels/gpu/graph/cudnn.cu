@@ -1,7 +1,8 @@
 /* What follows a convolution of cuDNN: bias, addend, function and peak, in place.
  *
- * Computes   with `writes`: out[i, g] = function(out[i, g] + bias[g] + addend[i, g]); `adds`: there is an addend. The
- *            largest |out| raises the peak.
+ * Computes   with `writes`: out[i, g] = function(out[i, g] + bias[g] + addend[i, g]); `biased`: the bias is in it already;
+ *            `adds`: there is an addend. The largest |out| raises the peak. The largest finite value that was in out counts
+ *            as infinite.
  * Shapes     out (z, y, x, f) float or half in C order; addend the same, any steps between voxels; bias (f) float. A
  *            thread has WIDTH maps of a voxel.
  * Launch     lines.cuh
@@ -13,7 +14,7 @@
 
 struct Finish {  // as in cudnn.py
     Triple n;
-    int maps, writes, adds, function;
+    int maps, writes, biased, adds, function;
     float a, b;
 };
 
@@ -25,11 +26,13 @@ __global__ void __launch_bounds__(256, 4)
     const Line line = Line::of_thread(p.n.x * vectors, p.n.y);
     const int x = line.e / vectors, f = line.e % vectors * WIDTH;
     float largest = 0.0f, offsets[WIDTH] = {};
-    if (line.exists && p.writes) load<float, WIDTH>(offsets, bias + f);
+    if (line.exists && !p.biased) load<float, WIDTH>(offsets, bias + f);
     for (int z = blockIdx.z; z < p.n.z && line.exists; z += gridDim.z) {
         T* const here = out + (((long long)z * p.n.y + line.y) * p.n.x + x) * p.maps + f;
         float values[WIDTH];
         load<T, WIDTH>(values, here);
+#pragma unroll
+        for (int i = 0; i < WIDTH; ++i) values[i] = not_clamped<T>(values[i]);
         if (p.writes) {
             float more[WIDTH] = {};
             if (p.adds) load<T, WIDTH>(more, voxel_at<T>(addend, z, line.y, x) + f);

@@ -1,13 +1,15 @@
 """Convolution of graphs by NVIDIA's cuDNN: padding, stride and dilation.
 
 Method   cuDNN's implicit matrix product; plans are chosen and checked as for gpu.conv.cudnn (cudnn_plans.py).
-         finish=cudnn  cuDNN adds the bias and applies relu if a plan can, and a kernel of ours looks for the peak.
-         finish=own    That kernel also adds bias and addend, and applies the function, in place. cudnn.cu
-Layout   Inputs may be parts of larger images, with gaps between lines and planes. A layer of 2^31 values or more is
+         finish=cudnn  cuDNN adds the bias if a plan can, and applies relu where nothing comes between; a kernel of
+                       ours does the rest in place and looks for the peak. cudnn.cu
+         finish=own    That kernel adds the bias and applies relu too.
+Layout   Inputs may be parts of larger images, with gaps between lines and planes; for these, cuDNN 9.19 on an H200 has
+         fast plans only in fp16 and only with a bias, hence as for finish=cudnn. A layer of 2^31 values or more is
          computed in slabs of planes, the first and last of which have the padding.
 Memory   Workspace.
-Exact    In fp16 the sums that our kernel finishes are rounded to float16 before that; those beyond its range are
-         infinite.
+Exact    In fp16 the sums that our kernel finishes are rounded to float16 before that. Those beyond the range are
+         infinite, and so is the largest finite value, since some plans give it instead.
 Bound    Arithmetic.
 Source   Chetlur et al., cuDNN (2014); nvidia-cudnn-frontend.
 Tested   tests/kernels/gpu/graph/test_cudnn.py
@@ -63,7 +65,7 @@ SOURCE = "graph/cudnn.cu"
 FINISH = np.dtype(  # as in cudnn.cu
     [
         ("n", TRIPLE),
-        *((name, "i4") for name in ("maps", "writes", "adds", "function")),
+        *((name, "i4") for name in ("maps", "writes", "biased", "adds", "function")),
         *((name, "f4") for name in ("a", "b")),
     ]
 )
@@ -75,14 +77,14 @@ def instances() -> list[KernelInstance]:
     return line_instances(SOURCE, "finish", 64)
 
 
-def fused(shape: GraphConvShape) -> Activation | None:
-    """Return the activation that cuDNN may apply after the bias; None: what follows the sums is not for cuDNN."""
-    if shape.addend:
-        return None
-    match shape.activation:
-        case "none" | "relu":
-            return shape.activation
-    return None
+def fused(shape: GraphConvShape) -> Activation:
+    """Return the activation that cuDNN applies after the bias, if it adds that."""
+    return "relu" if shape.activation == "relu" and not shape.addend else "none"
+
+
+def is_done(shape: GraphConvShape, finish: Activation | None) -> bool:
+    """Return whether nothing is left to do after a convolution that finishes so."""
+    return finish == shape.activation and not shape.addend
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +118,10 @@ class GraphConvCudnn:
         """Return what finishes the layer, cuDNN or a kernel of ours, and then as for gpu.conv.cudnn."""
         del machine
         shape = given(shape, GraphConvShape)
-        finishes = ("own",) if fused(shape) is None else ("cudnn", "own")
         return tuple(
             Variant.of(choice=choice, finish=finish, precision=shape.precision, workspace=mib)
             for mib in self.workspaces(shape)
-            for finish in finishes
+            for finish in ("cudnn", "own")
             for choice in range(CHOICES)
         )
 
@@ -144,7 +145,8 @@ class GraphConvCudnn:
 
     def work(self, shape: Sized, variant: Variant) -> Sequence[Work]:
         shape = given(shape, GraphConvShape)
-        written = shape.out_bytes + shape.addend_bytes if variant.text("finish") == "own" else 0
+        done = variant.text("finish") == "cudnn" and is_done(shape, fused(shape))
+        written = 0 if done else shape.out_bytes + shape.addend_bytes
         return work_of(shape, variant), Work("gpu_stream", 0.0, float(shape.out_bytes + written))
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, device: Device) -> Resident:
@@ -210,7 +212,7 @@ class _Step:
     def __init__(self, resident: Resident, shape: GraphConvShape, variant: Variant, device: Device) -> None:
         self._resident, self._shape, self._device = resident, shape, device
         self._limit, self._choice = variant.count("workspace") * MIB, variant.count("choice")
-        self._fused = fused(shape) if variant.text("finish") == "cudnn" else None
+        self._alone = variant.text("finish") == "own"  # the sums are all that is asked of cuDNN
         self._calls: dict[tuple[int, int], tuple[_Call, ...]] = {}  # by values from plane to plane and line to line
         self._seen: set[tuple[int, int]] = set()  # those for which results were checked
         self._kernels = Widths(device, SOURCE, "finish", shape, (shape.fout,))
@@ -265,11 +267,12 @@ class _Step:
 
     def _finish(self, call: _Call, out: Any, addend: Sequence[Any], out_peak: int) -> None:
         """Do what the plan has not done."""
-        shape, writes = self._shape, call.by.problem.finish is None
-        if not (writes or out_peak):
+        shape, finish = self._shape, call.by.problem.finish
+        if is_done(shape, finish) and not out_peak:
             return
         found = np.zeros((), FINISH)
-        found["n"], found["maps"], found["writes"], found["adds"] = out.shape[:3], shape.fout, writes, len(addend)
+        found["n"], found["maps"], found["adds"] = out.shape[:3], shape.fout, len(addend)
+        found["writes"], found["biased"] = not is_done(shape, finish), finish is not None
         found["function"], found["a"], found["b"] = numbers_of(shape.activation, shape.parameters)
         width, kernel = self._kernels.widest(out, *addend)
         more = one_input(self._device, addend[0]) if addend else np.zeros((), INPUT)[()]
@@ -305,6 +308,7 @@ class _Step:
         plain = apart == (ny * nx * shape.fin, nx * shape.fin)
         out = (slab.planes.stop - slab.planes.start) * prod(shape.out[1:]) * shape.fout
         return Convolution(
-            *(1, shape.fin, shape.fout, n, shape.k, shape.precision, n[0] * apart[0], out, self._fused),
+            *(1, shape.fin, shape.fout, n, shape.k, shape.precision, n[0] * apart[0], out),
+            None if self._alone and plain else fused(shape),
             *(before, behind, shape.stride, shape.dilation, None if plain else apart),
         )

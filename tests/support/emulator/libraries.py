@@ -29,6 +29,7 @@ class Offer:
     finishes: bool = True  # it does bias and activation too
     fault: float = 0.0  # relative error of its results, of those that
     faulty: Callable[[Convolution], bool] = lambda problem: True
+    clamps: bool = False  # results are finite: the least one where they would be -infinity
     refuses: Callable[[Convolution], bool] = lambda problem: False  # to run
     takes: Callable[[Convolution], bool] = lambda problem: True
 
@@ -114,7 +115,8 @@ class NumpyConvolution:
                 workspace[: self.workspace_bytes].fill(0x7F)
             with np.errstate(over="ignore", invalid="ignore"):
                 sums = _sums(p, x, kernels) * (1 + fault)
-                out[...] = sums if p.finish is None else reference.activate(sums + bias, p.finish)
+                found = sums if p.finish is None else reference.activate(sums + bias, p.finish)
+                out[...] = np.maximum(found, np.finfo(out.dtype).min) if self.offer.clamps else found
 
         self._device.stream.queue(work)
 
