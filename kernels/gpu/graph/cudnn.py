@@ -179,7 +179,7 @@ class Slab(NamedTuple):
 def slabs(shape: GraphConvShape, plane: int, most_values: int) -> list[Slab]:
     """Divide the planes of the output into parts of the same height, so that no tensor has `most_values` or more.
 
-    Returns an empty list if a single plane has more than that.
+    Returns an empty list if a single plane has more than that, or if a part would read padding only.
 
     plane  values from plane to plane of the input
     """
@@ -197,6 +197,8 @@ def slabs(shape: GraphConvShape, plane: int, most_values: int) -> list[Slab]:
         begin = first * stride - shape.before[0]
         end = begin + (last - first - 1) * stride + extent
         inside = slice(max(0, begin), min(nz, end))
+        if inside.start >= inside.stop:
+            return []
         found.append(Slab(inside, inside.start - begin, end - inside.stop, slice(first, last)))
     return found
 

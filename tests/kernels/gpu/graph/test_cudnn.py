@@ -193,6 +193,13 @@ def test_slabs_cover_all_and_none_is_too_large(shape: Any, planes: int) -> None:
         assert slab.given.start - slab.before == slab.planes.start * stride - shape.before[0]
 
 
+def test_no_slab_reads_padding_only() -> None:
+    shape = GraphConvShape((8,), 8, (6, 2, 2), (3, 1, 1), before=(4, 0, 0), behind=(4, 0, 0))
+    plane = 2 * 2 * 8
+    assert slabs(shape, plane, 1 + 3 * plane) == []
+    assert [slab.given for slab in slabs(shape, plane, 1 + 6 * plane)] == [slice(0, 2), slice(0, 6), slice(4, 6)]
+
+
 def test_one_plane_may_be_too_large(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cudnn_plans, "MOST_VALUES", 100)
     with pytest.raises(DeviceError, match=r"one plane of conv 16->24 @7x6x5 .* is more than cuDNN convolves at once"):
