@@ -14,6 +14,7 @@ PROGRAMS = {
     "graphs": "How fast are U-Nets over a volume, within memory, and in PyTorch?",
     "gpu_graphs": "How fast are U-Nets on a GPU, over a volume and in windows, and in PyTorch?",
     "windows": "How fast are U-Nets in windows with half overlap, beside MONAI with PyTorch and OpenVINO?",
+    "gpu_convs": "How fast are convolutions of graphs on a GPU, beside cuDNN through PyTorch?",
     "planner": "Are predictions and choices of the planner right, and how long does planning take?",
     "units": "How fast are convolutions on AMX and AVX512-BF16, and in PyTorch?",
     "tiled_products": "How fast are products of spectra on AMX and AVX512-BF16, beside float32?",

@@ -10,13 +10,18 @@ import pytest
 
 from tests.support.cli import Place
 from znnpy.given_options import Given, command_line, given_options, held_place, python_call
-from znnpy.options import InferOptions
+from znnpy.options import InferOptions, PlanOptions
 
 
 def test_only_options_that_were_given_are_written_down(tmp_path: Path) -> None:
     asked = InferOptions("v.h5", ram="2G", patch=(1, 2, 3), depth_first=False, border="valid", roi=None)
     assert given_options(asked) == ({"volume": "v.h5", "ram": "2G", "patch": (1, 2, 3), "depth_first": False}, False)
     assert given_options(asked, ("ram", "patch"))[0] == {"volume": "v.h5", "depth_first": False}
+
+
+def test_callbacks_that_are_defaults_are_not_given() -> None:
+    assert given_options(PlanOptions()) == ({}, False)
+    assert given_options(PlanOptions(tell=print))[1]
 
 
 def test_places_are_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -206,16 +205,26 @@ def test_copies_and_pickles_compute_by_themselves() -> None:
         assert_equal(ours(x), expected)
 
 
-def test_threads_share_it_and_its_end_gives_back_memory() -> None:
+def test_threads_share_it_and_its_end_gives_back_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    from znnpy.array_session import ArraySession
+
+    left = []
+    leave = ArraySession.__exit__
+
+    def noting(session: ArraySession, *cause: Any) -> None:
+        left.append(session.output_maps)
+        leave(session, *cause)
+
+    monkeypatch.setattr(ArraySession, "__exit__", noting)
     ours, x = dense(chain(), threads=2), tensor(1, 2, 7, 9, 11)
     expected = ours(x)
     with ThreadPoolExecutor(4) as callers:
         for found in callers.map(ours, [x] * 4):
             assert_equal(found, expected)
     del callers
-    gone = weakref.ref(ours.computation)
-    working = threading.active_count()
+    gone = weakref.ref(ours.runner)
+    assert left == []
     del ours
     gc.collect()
     assert gone() is None
-    assert threading.active_count() < working
+    assert left == [(3,)]

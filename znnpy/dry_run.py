@@ -1,4 +1,4 @@
-"""What a run would do, without doing it: its plan, the size of its output, the free disk, and its time."""
+"""Foresee a run without computing it: its plan, the size of its output, the free disk, and its time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from znnpy.volume.location import Location
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """What a run would do.
+    """The foreseen plan, output and time of a run.
 
     output        path or URL of the output
     arrays        shape (maps, z, y, x) of each array of it

@@ -19,7 +19,7 @@ try:
     from monai.inferers import Inferer
     from monai.utils import convert_to_dst_type, fall_back_tuple
 
-    from znnpy.torch import Computation
+    from znnpy.torch import ModuleRunner
 except ImportError:
     raise MissingExtraError(f"znnpy.monai needs MONAI and PyTorch; `{install('monai')}`") from None
 
@@ -98,7 +98,7 @@ class ZnnpyInferer(Inferer):  # type: ignore[misc]
             "precision": precision,
             "device": "cpu",
         }
-        self._computations: WeakKeyDictionary[Any, Computation] = WeakKeyDictionary()  # by module
+        self._runners: WeakKeyDictionary[Any, ModuleRunner] = WeakKeyDictionary()  # by module
 
     def __call__(self, inputs: torch.Tensor, network: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return what a module gives for a batch of volumes: on the device of the inputs, and of their type.
@@ -126,15 +126,15 @@ class ZnnpyInferer(Inferer):  # type: ignore[misc]
                 "channels, z, y, x)"
             )
         z, y, x = fall_back_tuple(self.roi_size, tuple(inputs.shape[2:]))
-        computation = self._computations.get(network)
-        if computation is None:
-            computation = self._computations[network] = Computation("refuse", self.options)
+        runner = self._runners.get(network)
+        if runner is None:
+            runner = self._runners[network] = ModuleRunner("refuse", self.options)
         example = torch.empty((1, inputs.shape[1], z, y, x), device="meta")
-        words = computation.read(network, example).words
+        words = runner.read(network, example).words
         if words != ("0",):
             raise ShapeError(
                 f"{type(network).__name__} gives {excerpt(', '.join(words), 60)}, and the inferer returns one tensor; "
                 "give a module that returns one, without deep supervision"
             )
-        found = computation(network, inputs, example, window=(z, y, x))
+        found = runner(network, inputs, example, window=(z, y, x))
         return cast(torch.Tensor, convert_to_dst_type(found, inputs)[0])

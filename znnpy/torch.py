@@ -47,8 +47,8 @@ class Dense(torch.nn.Module):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self.module = module
-        self.computation = Computation(pad_to_period, options)
-        self.computation.read(module, example)
+        self.runner = ModuleRunner(pad_to_period, options)
+        self.runner.read(module, example)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, volume: torch.Tensor) -> Any:
@@ -62,15 +62,15 @@ class Dense(torch.nn.Module):  # type: ignore[misc]
 
         VolumeError for other tensors, ShapeError and NoPlanError as from a session.
         """
-        return self.computation(self.module, volume)
+        return self.runner(self.module, volume)
 
     def close(self) -> None:
         """Give back what was prepared; the next tensor prepares it again."""
-        self.computation.close()
+        self.runner.close()
 
 
-class Computation:
-    """The computation of modules: each is read when its values are new, and computed in a session that stays open.
+class ModuleRunner:
+    """Computes modules: each is read when its values are new, and computed in a session that stays open.
 
     Any thread may call it; calls run one after the other.
     """
@@ -95,7 +95,7 @@ class Computation:
         """Return what a module gives for a tensor.
 
         example  a tensor that the module takes, for reading it
-        more     options of the session beside those of the computation
+        more     options of the session beside those of the runner
         """
         if not isinstance(volume, torch.Tensor):
             raise TypeError(f"the volume is a tensor, and not {type(volume).__name__}; make one with torch.as_tensor")

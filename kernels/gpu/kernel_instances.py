@@ -10,12 +10,14 @@ from znnpy.kernels.gpu.cuconv import primitive as cuconv
 from znnpy.kernels.gpu.fft_tiled import kernel_instances as fft_tiled
 from znnpy.kernels.gpu.graph import conv as graph_conv
 from znnpy.kernels.gpu.graph import cudnn as graph_cudnn
+from znnpy.kernels.gpu.graph import few_maps as graph_few_maps
 from znnpy.kernels.gpu.graph import norm as graph_norm
 from znnpy.kernels.gpu.graph import pad as graph_pad
 from znnpy.kernels.gpu.graph import point as graph_point
 from znnpy.kernels.gpu.graph import pool as graph_pool
 from znnpy.kernels.gpu.graph import products as graph_products
 from znnpy.kernels.gpu.graph import upsample as graph_upsample
+from znnpy.kernels.gpu.graph_gemm import warpgroup as graph_gemm
 from znnpy.kernels.gpu.host_ram import primitive as host_ram
 from znnpy.kernels.gpu.implicit_gemm import floats, tensor, warpgroup
 from znnpy.kernels.gpu.kernel_source import KernelInstance
@@ -33,6 +35,7 @@ def instances() -> tuple[KernelInstance, ...]:
         conv_first.instances,
         cuconv.instances,
         fft_tiled.instances,
+        graph_gemm.instances,
         host_ram.instances,
         floats.instances,
         tensor.instances,
@@ -41,6 +44,7 @@ def instances() -> tuple[KernelInstance, ...]:
         pool.instances,
         graph_conv.instances,
         graph_cudnn.instances,
+        graph_few_maps.instances,
         graph_norm.instances,
         graph_pad.instances,
         graph_point.instances,

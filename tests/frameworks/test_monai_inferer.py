@@ -122,7 +122,7 @@ def test_a_module_is_converted_once_and_changed_weights_are_noticed(monkeypatch:
     conversions.clear()
     del module
     gc.collect()
-    assert len(inferer._computations) == 0
+    assert len(inferer._runners) == 0
 
 
 def test_modules_and_inputs_that_cannot_be_computed_are_refused() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +16,7 @@ from PIL import Image
 from tests.support.browser import needs_browser
 from tests.support.viewed_files import block, written
 from znnpy.errors import MissingExtraError, OutputError
+from znnpy.inference import infer
 from znnpy.view import browser
 from znnpy.view.browser import page_screenshot, require_browser, screenshot
 from znnpy.view.neuroglancer import served
@@ -29,6 +32,18 @@ def box_where(found: npt.NDArray[np.bool_]) -> tuple[int, int, int, int]:
     """Return the first and last row and column that hold True."""
     rows, columns = np.flatnonzero(found.any(axis=1)), np.flatnonzero(found.any(axis=0))
     return int(rows[0]), int(rows[-1]), int(columns[0]), int(columns[-1])
+
+
+def drawn_plane(viewer: Any, scale: float, position: list[float] | None = None) -> npt.NDArray[np.int_]:
+    """Return the pixels of a plane across z, without lines, after nothing unusual was written to the console."""
+    with viewer.txn() as state:
+        state.layout, state.cross_section_scale = "xy", scale
+        state.position = position or state.position
+        state.show_axis_lines = state.show_scale_bar = state.show_default_annotations = False
+    drawn, console = screenshot(viewer, SIZE)
+    assert [line for line in console if CONNECTED not in line] == []
+    assert any(CONNECTED in line for line in console)
+    return np.asarray(Image.open(io.BytesIO(drawn)).convert("RGB")).astype(int)
 
 
 @needs_browser
@@ -48,13 +63,7 @@ def test_layers_are_drawn_where_they_lie(tmp_path: Path) -> None:
     labels[:, 44:60, 16:48] = 3
     cells = written(tmp_path / "l.h5", labels, (8.0, 8.0, 8.0))
     with opened_scene(str(above), str(below), [str(cells)]) as scene, served(scene) as viewer:
-        with viewer.txn() as state:
-            state.layout, state.position, state.cross_section_scale = "xy", [32, 32, 24.5], 0.2
-            state.show_axis_lines = state.show_scale_bar = state.show_default_annotations = False
-        drawn, console = screenshot(viewer, SIZE)
-    assert [line for line in console if CONNECTED not in line] == []
-    assert any(CONNECTED in line for line in console)
-    pixels = np.asarray(Image.open(io.BytesIO(drawn)).convert("RGB")).astype(int)
+        pixels = drawn_plane(viewer, 0.2, [32, 32, 24.5])
     assert pixels.shape[:2] == SIZE[::-1]
     red, green, blue = (pixels[..., channel] for channel in range(3))
     top, left, middle, right = 200 - 16 * 5, 200 - 16 * 5, 200 - 8 * 5, 200
@@ -64,6 +73,39 @@ def test_layers_are_drawn_where_they_lie(tmp_path: Path) -> None:
     )
     coloured = (np.abs(red - green) + np.abs(green - blue) > 20) & (np.arange(400) > 210)[:, None]
     assert box_where(coloured) == pytest.approx((200 + 12 * 5, 200 + 28 * 5 - 1, left, 200 + 16 * 5 - 1), abs=2)
+
+
+@needs_browser
+@pytest.mark.long
+@pytest.mark.parametrize("channels", [2, 3, 5])
+def test_channels_are_drawn(tmp_path: Path, channels: int) -> None:
+    """The first channel holds the upper half and the second the right half; of five, the first is shown at first."""
+    pytest.importorskip("neuroglancer", reason="the viewer is not installed")
+    maps = np.zeros((channels, 32, 32, 32), np.float32)
+    maps[0, :, :16] = maps[1, :, :, 16:] = 1
+    with opened_scene(str(written(tmp_path / "p.h5", maps))) as scene, served(scene) as viewer:
+        pixels = drawn_plane(viewer, 0.1)
+    found = [tuple(pixels[row, column] > 127) for row in (100, 300) for column in (100, 300)]
+    red, yellow, black, green = (True, False, False), (True, True, False), (False,) * 3, (False, True, False)
+    assert found == ([red, yellow, black, green] if channels <= 3 else [red, red, black, black])
+
+
+@needs_browser
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["out.zarr", "zarr2://out.zarr", "out.n5", "out.precomputed"])
+def test_every_format_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A network of one voxel copies a bright block into each format, where the viewer finds it."""
+    pytest.importorskip("neuroglancer", reason="the viewer is not installed")
+    monkeypatch.chdir(tmp_path)
+    volume = np.zeros((64, 64, 64), np.uint8)
+    volume[16:32, 16:32, 16:32] = 255
+    network = {"name": "copy", "input_channels": 1, "weights": "net.npz", "normalise": {"mean": 0.0, "std": 255.0}}
+    Path("net.yaml").write_text(json.dumps({**network, "layers": [{"type": "conv", "kernel": 1, "out": 1}]}))
+    np.savez("net.npz", conv0_weight=np.ones((1, 1, 1, 1, 1), "f4"), conv0_bias=np.zeros(1, "f4"))
+    infer(volume, "net.yaml", out=name, device="cpu", calibrate=False, threads=1)
+    with opened_scene(name) as scene, served(scene) as viewer:
+        pixels = drawn_plane(viewer, 0.2, [32, 32, 24.5])
+    assert box_where(pixels[..., 0] > 127) == pytest.approx((120, 199, 120, 199), abs=2)
 
 
 @needs_browser

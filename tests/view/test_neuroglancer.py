@@ -268,7 +268,7 @@ def test_means_of_many_voxels_are_read_from_stored_resolutions(
 
 @pytest.mark.slow
 def test_stored_resolutions_of_long_voxels_are_not_used(tmp_path: Path) -> None:
-    """Of voxels that are longer along z, the viewer wants means of 1x2x2, and 2x2x2 are stored."""
+    """The viewer wants means of 1x2x2 voxels that are longer along z, and those of 2x2x2 are stored."""
     volume = written(tmp_path / "v.h5", grey((40, 41, 42)), RESOLUTION)
     out = tmp_path / "p.zarr"
     infer(volume, out=out, multiscale=1, device="cpu", calibrate=False, threads=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,26 @@ def test_every_format_places_a_prediction(
     scene, (alone,) = scene_of(out)
     assert placed(alone)[0] == pytest.approx([4, 6, 7], abs=1e-5)
     assert scene.scale is None or scene.scale == pytest.approx((40e-9, 8e-9, 8e-9) if has_size else (1e-9,) * 3)
+
+
+@pytest.mark.slow
+def test_larger_voxels_of_an_output_are_placed_by_themselves_as_in_the_volume(tmp_path: Path) -> None:
+    """A network that pools gives one voxel for each 2x2x2, whose centre lies between theirs."""
+    volume, network = written(tmp_path / "v.h5", grey(), RESOLUTION), tmp_path / "net.yaml"
+    layers = [
+        {"name": "enter", "type": "conv", "kernel": 3, "out": 1, "padding": "same"},
+        {"name": "pool", "type": "pool", "window": 2},
+    ]
+    what = {"name": "half", "input_channels": 1, "weights": "net.npz", "meaning": "whole", "layers": layers}
+    network.write_text(json.dumps(what))
+    arrays: Any = {"enter.weight": np.ones((1, 1, 3, 3, 3), "f4"), "enter.bias": np.zeros(1, "f4")}
+    np.savez(tmp_path / "net.npz", **arrays)
+    out = tmp_path / "o.h5"
+    infer(volume, network, out=out, device="cpu", calibrate=False, threads=1)
+    for below in (None, volume):
+        scene, layers_of_scene = scene_of(out, below)
+        assert scene.scale == pytest.approx((40e-9, 8e-9, 8e-9))
+        assert placed(layers_of_scene[-1]) == ([0.5] * 3, [2.0] * 3)
 
 
 @pytest.mark.slow

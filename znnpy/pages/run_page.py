@@ -8,7 +8,7 @@ from typing import Any
 
 from znnpy.errors import PlanFileError, VolumeError, ZnnpyError
 from znnpy.given_options import command_line, python_call
-from znnpy.messages import excerpt, one_line
+from znnpy.messages import excerpt, one_line, option
 from znnpy.pages.page import Picture, figure_picture, filled, png_picture, threads_text
 from znnpy.planner.run_plan import RunPlan
 from znnpy.plots.run_figures import devices_figure, layers_figure, limit_note, memory_figure, progress_figure
@@ -188,7 +188,9 @@ def _page_of_prediction(prediction: str, volume: str | None) -> str:
             ("planned memory", human_bytes(plan.memory.peak), f"limit: {human_bytes(plan.limits.ram_bytes)}"),
             ("device", plan.device.upper(), f"{plan.mode}, {claim.precision}"),
         ],
-        warnings=["there is no record of this run, so nothing measured is shown; the next run keeps one with --record"],
+        warnings=[
+            f"there is no record of this run, so nothing measured is shown; {option('record')} keeps one of the next"
+        ],
         slices=shown.rows,
         slice_notes=shown.notes,
         measured=False,

@@ -32,6 +32,7 @@ WITHOUT_WINDOW = (
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",  # nothing is loaded from elsewhere
     "--enable-logging=stderr",
 )
 SECONDS = 120.0  # within which a page is drawn

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 HOST = "127.0.0.1"  # the only address that is listened at: the volume is for this machine
 AXES = ("x", "y", "z")  # order in which the viewer shows them
+MIXED, CHOSEN = "c^", "c'"  # names of an axis of channels that are shown together, or one at a time
 COLOURS = 3  # channels that one picture shows at a time, as red, green and blue
 ALIKE = 1.01  # times the shortest edge of a voxel
 DIGITS = 12  # of the directions of axes
@@ -101,6 +102,13 @@ def fill(state: Any, scene: Scene) -> None:
     state.cross_section_background_color = "#000000"
     for layer in scene.layers:
         state.layers.append(name=layer.name, layer=_layer(layer, scales, units))
+        if layer.volume.channels > 1 and _is_chosen(layer):
+            state.layers[layer.name].local_position = [0.5]  # the first channel
+
+
+def _is_chosen(layer: Layer) -> bool:
+    """Return whether a picture shows one channel at a time, which the user of the viewer chooses."""
+    return layer.kind == "labels" or layer.volume.channels > COLOURS
 
 
 def _scales(scene: Scene) -> tuple[tuple[float, float, float], str]:
@@ -133,8 +141,7 @@ def _source(layer: Layer, voxels: ShownVoxels, scales: Sequence[float], unit: st
     edges = np.sqrt((lengths**2).sum(axis=0))
     sizes, units = edges.tolist(), [unit] * 3
     if voxels.ndim == 4:
-        # A picture holds up to three channels; of more, the viewer shows one, which its user chooses.
-        names, lead = ["c^" if voxels.shape[0] <= COLOURS else "c'", *names], 1
+        names, lead = [CHOSEN if _is_chosen(layer) else MIXED, *names], 1
         sizes, units = [1.0, *sizes], ["", *units]
     coarser = [
         ((*[1] * lead, *factors), ShownVoxels(layer, level))

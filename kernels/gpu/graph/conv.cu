@@ -30,7 +30,7 @@
 #include "graph/inputs.cuh"
 #include "graph/problem.cuh"
 
-constexpr int THREADS = 128, DEEP = 8;  // as in conv.py
+constexpr int THREADS = 128, DEEP = 8;  // as in products.py
 constexpr int LONGEST = 512;            // products summed in sequence
 constexpr int OUTSIDE = -(1 << 29);     // a position from which no tap reaches an image
 enum Kind { TAPS, FLAT, PHASES, COLUMNS };
@@ -207,7 +207,8 @@ __global__ void __launch_bounds__(THREADS, VOX * MAPS == 64 ? 2 : VOX * MAPS == 
              const float* __restrict__ bias, const __grid_constant__ Input addend, T* __restrict__ out,
              long long vectors, float* peak) {
     constexpr int BM = VOX * THREADS / COLS, BN = MAPS * COLS;
-    EXTERN_SHARED(float, shared);  // tiles [2][DEEP][BM], weights [2][DEEP][BN], with FLAT a table [taps * fin]
+    EXTERN_SHARED(float, shared);  // tiles [2][DEEP][BM], weights [2][DEEP][BN], with FLAT a table [taps * fin]; for softmax
+                                   // [VOX][THREADS]
     float* const tiles = shared;
     float* const right = shared + 2 * DEEP * BM;
     Entry* const table = reinterpret_cast<Entry*>(right + 2 * DEEP * BN);
@@ -246,9 +247,8 @@ __global__ void __launch_bounds__(THREADS, VOX * MAPS == 64 ? 2 : VOX * MAPS == 
     Gatherer<T, BM, KIND> gatherer;
     gatherer.begin(p, taps, m0);
 
-    Softmax state[VOX];
-#pragma unroll
-    for (int v = 0; v < VOX; ++v) state[v] = no_maps();
+    Softmax* const states = reinterpret_cast<Softmax*>(table + (KIND == FLAT ? count : 0)) + threadIdx.x;
+    for (int v = 0; v < VOX && soft; ++v) states[v * THREADS] = no_maps();
     float largest = 0.0f;
 #pragma unroll 1
     for (int turn = 0; turn < (blocks > 1 ? 2 * blocks : 1); ++turn) {
@@ -351,9 +351,7 @@ __global__ void __launch_bounds__(THREADS, VOX * MAPS == 64 ? 2 : VOX * MAPS == 
                 }
             }
             if (soft) {
-                Softmax all = state[0];
-#pragma unroll
-                for (int other = 1; other < VOX; ++other) state[other - 1] = state[other];
+                Softmax all = states[v * THREADS];
                 if (turn < blocks) {
                     Softmax mine = no_maps();
 #pragma unroll
@@ -364,9 +362,8 @@ __global__ void __launch_bounds__(THREADS, VOX * MAPS == 64 ? 2 : VOX * MAPS == 
 #pragma unroll
                     for (int mask = 1; mask < COLS; mask *= 2)
                         mine = joined(mine, {shuffle_xor(mine.largest, mask), shuffle_xor(mine.sum, mask)});
-                    all = joined(all, mine);
+                    all = states[v * THREADS] = joined(all, mine);
                 }
-                state[VOX - 1] = all;
 #pragma unroll
                 for (int g = 0; g < MAPS; ++g) values[g] = of_all(all, values[g]);
             }

@@ -7,7 +7,7 @@ Method   tile=..  A matrix product whose left matrix is gathered in shared memor
 Memory   None besides kernels, in float32 in every precision.
 Bound    Arithmetic: 2 k^3 f f' / groups flops a voxel on float32 units; with as many groups as maps, memory.
 Source   Chetlur et al., cuDNN, 2014, 3; Volkov and Demmel 2008.
-Tested   tests/kernels/gpu/graph/test_primitives.py, test_conv.py
+Tested   tests/kernels/gpu/graph/test_conv.py
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class _Step:
         soft, group = shape.activation == "softmax", shape.fout // shape.groups
         self._grid = tile.blocks(prod(shape.out), 1 if soft else group, 1 if soft else shape.groups)
         table = ENTRY_BYTES * int(self._problem["fin"]) * prod(shape.k) if self._flat else 0
-        self._shared = tile.shared_bytes() + table
+        self._shared = tile.shared_bytes(soft=soft) + table
         name = tile.kernel(shape, "FLAT" if self._flat else "TAPS")
         self._kernel = device.kernels(SOURCE, [name])[name]
 

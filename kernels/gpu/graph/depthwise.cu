@@ -9,7 +9,7 @@
  *            one output map for each input map.
  * Bound      memory: what windows share comes from L1 and L2.
  * Source     definition
- * Tested     tests/kernels/gpu/graph/test_primitives.py
+ * Tested     tests/kernels/gpu/graph/test_conv.py
  */
 #include "graph/functions.cuh"
 #include "graph/inputs.cuh"
@@ -31,9 +31,8 @@ __global__ void __launch_bounds__(THREADS, 3)
     lines(const __grid_constant__ Input x, const __grid_constant__ Problem p, const float* __restrict__ weights,
           const float* __restrict__ bias, const __grid_constant__ Input addend, T* __restrict__ out, float* peak) {
     const int maps = p.groups * p.fout, vectors = maps / WIDTH, pieces = (p.m.x + LINE - 1) / LINE;
-    const long long thread = global_thread();
-    const long long place = thread / vectors;
-    const int g = (int)(thread % vectors) * WIDTH;
+    const long long thread = global_thread(), place = quotient(thread, vectors);
+    const int g = (int)(thread - place * vectors) * WIDTH;
     const Triple piece = voxel_of(place, {p.m.z, p.m.y, pieces});
     const bool any = piece.z < p.m.z;
     const int i0 = piece.x * LINE, z0 = piece.z * p.stride.z - p.before.z, y0 = piece.y * p.stride.y - p.before.y;

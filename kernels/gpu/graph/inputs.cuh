@@ -1,6 +1,6 @@
 /* The inputs of a layer of a graph as a kernel takes them: by value, as inputs.py lays them out.
  *
- * Tested  tests/kernels/gpu/graph/test_primitives.py
+ * Tested  tests/kernels/gpu/graph/test_conv.py
  */
 #pragma once
 
@@ -30,10 +30,13 @@ template <class T> DEVICE const T* voxel_at(const Input& part, int z, int y, int
     return static_cast<const T*>(part.data) + z * part.step_z + y * part.step_y + x * part.step_x;
 }
 
+/* a / b of numbers that are not negative, in 32 bits where these suffice: several times as fast. */
+DEVICE long long quotient(long long a, int b) { return a >> 32 == 0 ? (unsigned)a / (unsigned)b : a / b; }
+
 /* The voxel of a number in C order. */
 DEVICE Triple voxel_of(long long number, Triple size) {
-    const long long line = number / size.x;
-    return {(int)(line / size.y), (int)(line % size.y), (int)(number % size.x)};
+    const long long line = quotient(number, size.x), z = quotient(line, size.y);
+    return {(int)z, (int)(line - z * size.y), (int)(number - line * size.x)};
 }
 
 /* The first `known` of four maps, zeros for the others; `wide` as above. */

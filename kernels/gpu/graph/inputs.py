@@ -1,6 +1,6 @@
 """Pass the inputs of a layer to kernels, by value: inputs.cuh declares the same structs.
 
-Tested  tests/kernels/gpu/graph/test_primitives.py
+Tested  tests/kernels/gpu/graph/test_conv.py
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ DEVICE void each_voxel(const Input& x, Triple n, int columns, int along, int f, 
     const int row = threadIdx.x / columns, high = THREADS / columns / along;
     const long long lines = (long long)n.z * n.y;
     for (long long line = blockIdx.x * (long long)high + row / along; line < lines; line += (long long)gridDim.x * high) {
-        const T* const from = voxel_at<T>(x, (int)(line / n.y), (int)(line % n.y), 0) + f;
+        const int z = (int)quotient(line, n.y);
+        const T* const from = voxel_at<T>(x, z, (int)(line - (long long)z * n.y), 0) + f;
 #pragma unroll 4
         for (int i = row % along; i < n.x; i += along) {
             float values[WIDTH];
@@ -122,14 +123,14 @@ DEVICE Moments of_group(const double* found, long long blocks, int maps, int f0,
     const double* const counts = found + blocks * 2 * maps;
     double count = 0.0, sum = 0.0, squares = 0.0;
     for (long long i = threadIdx.x; i < blocks * each; i += blockDim.x) {
-        const long long block = i / each;
+        const long long block = quotient(i, each);
         count += counts[block];
-        sum += counts[block] * found[block * 2 * maps + f0 + i % each];
+        sum += counts[block] * found[block * 2 * maps + f0 + i - block * each];
     }
     count = sum_of_block(count, shared);
     const double mean = sum_of_block(sum, shared) / count;
     for (long long i = threadIdx.x; i < blocks * each; i += blockDim.x) {
-        const long long block = i / each, at = block * 2 * maps + f0 + i % each;
+        const long long block = quotient(i, each), at = block * 2 * maps + f0 + i - block * each;
         const double away = found[at] - mean;
         squares += found[at + maps] + counts[block] * away * away;
     }

@@ -1,8 +1,8 @@
-/* A convolution or transposed convolution of a graph as a kernel takes it: by value, as problem.py lays it out.
+/* A convolution or transposed convolution of a graph as a kernel takes it: by value, as products.py lays it out.
  *
  * Of the transposed, m are places, and -before is the first of them.
  *
- * Tested  tests/kernels/gpu/graph/test_primitives.py
+ * Tested  tests/kernels/gpu/graph/test_conv.py
  */
 #pragma once
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 SOURCE = "graph/conv.cu"
 THREADS, DEEP = 128, 8  # as in conv.cu
+SOFTMAX_BYTES = 8  # size of Softmax in functions.cuh
 ProductKind = Literal["TAPS", "FLAT", "PHASES", "COLUMNS"]  # as in conv.cu
 KINDS: tuple[ProductKind, ...] = ("TAPS", "FLAT", "PHASES", "COLUMNS")
 PROBLEM = np.dtype(  # as in problem.cuh
@@ -56,9 +57,9 @@ class Tile(NamedTuple):
         """Return the name of the kernel."""
         return f"convolve<{value_type(shape)}, {self.voxels}, {self.maps}, {self.columns}, {kind}>"
 
-    def shared_bytes(self) -> int:
-        """Return the bytes of what is staged."""
-        return 2 * FLOAT32 * DEEP * sum(self.block)
+    def shared_bytes(self, *, soft: bool) -> int:
+        """Return the bytes of what is staged, and for softmax of its sums."""
+        return 2 * FLOAT32 * DEEP * sum(self.block) + (SOFTMAX_BYTES * self.voxels * THREADS if soft else 0)
 
     def blocks(self, voxels: int, maps: int, groups: int = 1) -> int:
         """Return the blocks of so many voxels of so many maps a group."""

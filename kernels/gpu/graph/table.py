@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from znnpy.kernels.gpu.graph.conv import GraphConvDirect
 from znnpy.kernels.gpu.graph.cudnn import GraphConvCudnn, GraphConvCudnnWorkspace
+from znnpy.kernels.gpu.graph.few_maps import GraphConvFewMaps
 from znnpy.kernels.gpu.graph.norm import GlobalPoolPasses, NormPasses
 from znnpy.kernels.gpu.graph.pad import PadCopy
 from znnpy.kernels.gpu.graph.point import PointLines
@@ -20,6 +21,7 @@ GPU_GRAPH_OPERATORS: tuple[Primitive, ...] = (
     GraphConvDirect(),
     GraphConvCudnn(),
     GraphConvCudnnWorkspace(),
+    GraphConvFewMaps(),
     TransposeDirect(),
     WindowPoolDirect(),
     UpsampleRepeat(),

@@ -118,7 +118,7 @@ class _Step:
         soft, places = shape.activation == "softmax", prod(places_of(shape)[1])
         maps, groups = (1, 1) if soft else (int(self._problem["fout"]), shape.groups)
         self._grid = tile.blocks(places, maps, groups) * (1 if columns else prod(shape.stride))
-        self._shared = tile.shared_bytes()
+        self._shared = tile.shared_bytes(soft=soft)
         name = tile.kernel(shape, "COLUMNS" if columns else "PHASES")
         self._kernel = device.kernels(SOURCE, [name])[name]
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.kernels.gpu.graph.running import WITH_GPU, among_nan, cases, check, in_precision, rounded_inputs, run
 from tests.support.closeness import MACHINE
 from tests.support.graph_cases import CONVS, weights_for, with_parameters
+from tests.support.graph_on_gpu import WITH_GPU, among_nan, cases, check, in_precision, rounded_inputs, run
 from znnpy.graph_shapes import GraphConvShape, PadShape, Pooled
 from znnpy.kernels import definition
 from znnpy.kernels.contract import Variant
@@ -51,17 +51,14 @@ def test_every_tile_takes_every_shape(device: Any, precision: Any, tile: str) ->
         check(device, DIRECT, in_precision(shape, precision), among_nan, Variant.of(tile=tile))
 
 
-@pytest.mark.parametrize("flat", [pytest.param(False, marks=pytest.mark.long), True])
-def test_long_sums_lose_no_digits(device: Any, flat: bool) -> None:
+def test_long_sums_lose_no_digits(device: Any) -> None:
     """All products are positive, so that the sum grows and grows."""
-    n = (1, 21, 23) if flat else (1, 3, 3)
-    shape = GraphConvShape((1 if flat else 900,), 1, n, n)
+    shape = GraphConvShape((900,), 1, (1, 3, 3), (1, 3, 3))
     (x,) = rounded_inputs(shape)
     weight = np.full((1, shape.fin, *shape.k), 0.7, np.float32)
     weights, x = ConvWeights(weight, np.zeros(1, np.float32)), np.abs(x)
     out, _ = run(device, DIRECT, shape, [x], weights=weights)
-    np.testing.assert_allclose(out, definition.convolve(shape, weights, [x]), rtol=5e-7)
-    assert is_flat(shape) == flat
+    np.testing.assert_allclose(out, definition.convolve(shape, weights, [x]), rtol=3e-7)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

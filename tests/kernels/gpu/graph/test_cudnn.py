@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.kernels.gpu.graph.running import GPU, WITH_GPU, among_nan, in_precision, rounded_inputs, run
 from tests.support.closeness import MACHINE
 from tests.support.emulator.libraries import Offer
 from tests.support.graph_cases import CONVS, weights_for, with_parameters
+from tests.support.graph_on_gpu import GPU, WITH_GPU, among_nan, in_precision, rounded_inputs, run
 from znnpy.errors import DeviceError
 from znnpy.graph_shapes import GraphConvShape, PadShape
 from znnpy.kernels import definition

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from tests.kernels.gpu.graph.running import WITH_GPU, cases, check, in_precision, rounded_inputs, run
 from tests.support.closeness import MACHINE
 from tests.support.graph_cases import PADS, POINTS, POOLS, UPSAMPLES, weights_for, with_parameters
+from tests.support.graph_on_gpu import WITH_GPU, cases, check, in_precision, rounded_inputs, run
 from znnpy.graph_shapes import GraphShape, PadShape, PointShape, UpsampleShape, WindowPoolShape
 from znnpy.kernels import definition
 from znnpy.kernels.gpu.graph.inputs import width_of

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from tests.kernels.gpu.graph.running import WITH_GPU, cases, check, in_precision, rounded_inputs, run
 from tests.support.closeness import MACHINE
 from tests.support.graph_cases import NORMS, weights_for, with_parameters
+from tests.support.graph_on_gpu import WITH_GPU, cases, check, in_precision, rounded_inputs, run
 from znnpy.graph_shapes import GlobalPoolShape, GraphShape, NormShape
 from znnpy.kernels import definition
 from znnpy.kernels.gpu.graph.norm import MOST_BLOCKS, GlobalPoolPasses, NormPasses, blocks_of
