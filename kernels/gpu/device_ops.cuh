@@ -63,6 +63,13 @@ DEVICE half to_half(float value) { return __float2half_rn(value); }
 DEVICE float to_float(half value) { return __half2float(value); }
 DEVICE float to_float(float value) { return value; }
 DEVICE half2 to_half2(float x, float y) { return __floats2half2_rn(x, y); }
+
+/* A value of type T; infinity for the largest finite one, which plans of cuDNN may give for values beyond the range. */
+template <class T> DEVICE float not_clamped(float value) {
+    const float largest = sizeof(T) == 2 ? 65504.0f : 3.402823466e38f;
+    return fabsf(value) == largest ? copysignf(INFINITY, value) : value;
+}
+
 DEVICE float2 to_float2(half2 pair) { return __half22float2(pair); }
 
 DEVICE unsigned bits_of(float value) { return __float_as_uint(value); }

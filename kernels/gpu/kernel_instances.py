@@ -9,6 +9,7 @@ from znnpy.kernels.gpu.block import primitive as block
 from znnpy.kernels.gpu.cuconv import primitive as cuconv
 from znnpy.kernels.gpu.fft_tiled import kernel_instances as fft_tiled
 from znnpy.kernels.gpu.graph import conv as graph_conv
+from znnpy.kernels.gpu.graph import cudnn as graph_cudnn
 from znnpy.kernels.gpu.graph import few_maps as graph_few_maps
 from znnpy.kernels.gpu.graph import norm as graph_norm
 from znnpy.kernels.gpu.graph import pad as graph_pad
@@ -42,6 +43,7 @@ def instances() -> tuple[KernelInstance, ...]:
         ops.instances,
         pool.instances,
         graph_conv.instances,
+        graph_cudnn.instances,
         graph_few_maps.instances,
         graph_norm.instances,
         graph_pad.instances,

@@ -145,6 +145,7 @@ class GraphSession:
         self._across: tuple[tuple[Interval, ...], tuple[Interval, ...]] = ((), ())
         self._image: StepPlanes | None = None  # of `image`, which always computes the same
         self._image_voxels: list[int] = []  # that it writes, by choice
+        self._imaged: set[int] = set()  # members whose operations have run there once, and can be recorded
         self.backend = self._backend_of(device, trace, lane, prepared)
 
     def _backend_of(
@@ -287,8 +288,11 @@ class GraphSession:
             planes = self._image
             with self.span("load"):
                 load(self._tensors[0].planes)
-            if not self.backend.repeated(member, lambda: self._run_all(planes)):
+            if member not in self._imaged:
+                self._run_all(planes)
+            elif not self.backend.repeated(member, lambda: self._run_all(planes)):
                 self.written = [sum(both) for both in zip(self.written, self._image_voxels, strict=True)]
+        self._imaged.add(member)
         tensor = self._graph.network.outputs[0]
         z, y, x = self._region(tensor, self._image)
         return self._view(tensor, box_of((z, y, x)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from znnpy.kernels.gpu.graph.conv import GraphConvDirect
+from znnpy.kernels.gpu.graph.cudnn import GraphConvCudnn, GraphConvCudnnWorkspace
 from znnpy.kernels.gpu.graph.few_maps import GraphConvFewMaps
 from znnpy.kernels.gpu.graph.norm import GlobalPoolPasses, NormPasses
 from znnpy.kernels.gpu.graph.pad import PadCopy
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 GPU_GRAPH_OPERATORS: tuple[Primitive, ...] = (
     GraphConvDirect(),
+    GraphConvCudnn(),
+    GraphConvCudnnWorkspace(),
     GraphConvFewMaps(),
     TransposeDirect(),
     WindowPoolDirect(),
