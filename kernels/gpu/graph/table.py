@@ -10,6 +10,7 @@ from znnpy.kernels.gpu.graph.pad import PadCopy
 from znnpy.kernels.gpu.graph.point import PointLines
 from znnpy.kernels.gpu.graph.pool import WindowPoolDirect
 from znnpy.kernels.gpu.graph.transpose import TransposeDirect
+from znnpy.kernels.gpu.graph.transpose_tensor import TransposeTensor
 from znnpy.kernels.gpu.graph.upsample import UpsampleRepeat
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 GPU_GRAPH_OPERATORS: tuple[Primitive, ...] = (
     GraphConvDirect(),
     TransposeDirect(),
+    TransposeTensor(),
     WindowPoolDirect(),
     UpsampleRepeat(),
     PointLines(),
