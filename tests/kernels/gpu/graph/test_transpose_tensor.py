@@ -112,6 +112,4 @@ def test_unsupported_shape_gets_a_reason() -> None:
     assert "kernel as large as the stride" in str(TENSOR.why_not(replace(shape, k=(3, 3, 3)), WITH_GPU))
     assert "one group of maps, not 2" in str(TENSOR.why_not(replace(shape, groups=2), WITH_GPU))
     assert "applies no softmax" in str(TENSOR.why_not(replace(shape, activation="softmax"), WITH_GPU))
-    assert "voxels of the input at once" in str(
-        TENSOR.why_not(replace(shape, n=(2000,) * 3, m=(4000,) * 3), WITH_GPU)
-    )
+    assert "voxels of the input at once" in str(TENSOR.why_not(replace(shape, n=(2000,) * 3, m=(4000,) * 3), WITH_GPU))
