@@ -16,6 +16,7 @@ from znnpy.kernels.gpu.graph import pad as graph_pad
 from znnpy.kernels.gpu.graph import point as graph_point
 from znnpy.kernels.gpu.graph import pool as graph_pool
 from znnpy.kernels.gpu.graph import products as graph_products
+from znnpy.kernels.gpu.graph import transpose_tensor as graph_transpose_tensor
 from znnpy.kernels.gpu.graph import upsample as graph_upsample
 from znnpy.kernels.gpu.graph_gemm import warpgroup as graph_gemm
 from znnpy.kernels.gpu.host_ram import primitive as host_ram
@@ -50,6 +51,7 @@ def instances() -> tuple[KernelInstance, ...]:
         graph_point.instances,
         graph_pool.instances,
         graph_products.instances,
+        graph_transpose_tensor.instances,
         graph_upsample.instances,
         _conv_fft,
         _load_store,

@@ -12,6 +12,7 @@ from znnpy.kernels.gpu.graph.pad import PadCopy
 from znnpy.kernels.gpu.graph.point import PointLines
 from znnpy.kernels.gpu.graph.pool import WindowPoolDirect
 from znnpy.kernels.gpu.graph.transpose import TransposeDirect
+from znnpy.kernels.gpu.graph.transpose_tensor import TransposeTensor
 from znnpy.kernels.gpu.graph.upsample import UpsampleRepeat
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ GPU_GRAPH_OPERATORS: tuple[Primitive, ...] = (
     GraphConvCudnnWorkspace(),
     GraphConvFewMaps(),
     TransposeDirect(),
+    TransposeTensor(),
     WindowPoolDirect(),
     UpsampleRepeat(),
     PointLines(),
