@@ -29,8 +29,9 @@ PRODUCTS: tuple[tuple[int, int], ...] = ((128, 2), (128, 1), (64, 4), (64, 2), (
 ALONG: tuple[Vec3, ...] = ((0, 1, 0), (0, 0, 8), (1, 0, 0))  # from 8 columns of a product to the next 8
 # Cycles: of a product of 64 columns to one of its own arithmetic; of a voxel's two pieces in a region; of 8 columns'
 # results; of an item; of a launch; of a value of a part that is added. Bytes that a multiprocessor loads in a cycle.
-NARROW, LOAD_CYCLES, STORE_CYCLES, ITEM_CYCLES, LAUNCH_CYCLES, PART_CYCLES = 1.25, 0.8, 30.0, 1500.0, 5000.0, 0.003
+NARROW, LOAD_CYCLES, STORE_CYCLES, ITEM_CYCLES, LAUNCH_CYCLES, PART_CYCLES = 1.25, 3.0, 110.0, 3000.0, 3500.0, 0.003
 LOADED_BYTES, WAIT_CYCLES = 20.0, 3000.0  # the latter: of a region that is waited for
+SLOWED = 0.2  # cycles of products that one of loading costs
 
 
 class Columns(NamedTuple):
@@ -79,21 +80,21 @@ def reach_of(ky: int, stride: int, lines: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def columns_of(shape: GraphConvShape) -> Columns:
+def columns_of(shape: GraphConvShape) -> tuple[Columns, ...]:
     """Return the columns with which the fewest products are needed, and then the fewest rows are empty.
 
-    Chunks have 32 maps if no maps are padded for it: they are loaded faster. Whether a tile fits shared memory does not
-    depend on the size of the input, so all sizes have the same columns.
+    With chunks of 16 maps and, if no maps are padded for it, of 32: they are loaded faster, but there are fewer to cut
+    a sum into parts. Whether a tile fits shared memory does not depend on the size of the input, so all sizes have the
+    same columns.
     """
     ky, sy = shape.k[1], shape.stride[1]
     some = [lines for lines in LINES if lines == 1 or (shape.dilation[1] == 1 and ky >= sy)]
     some.sort(key=lambda lines: (-(-shape.fout // (ROWS // lines)) * reach_of(ky, sy, lines) / lines, -lines))
-    pieces = sum(-(-maps * across_of(shape) // PIECE) for maps in shape.fins)
     found = [Columns.of(shape, lines, 1) for lines in some]
     fitting = next((columns for columns in found if _divisions(columns)), found[-1])
     wide = Columns.of(shape, fitting.lines, 2)
     small = shape.stride == ONE and (fitting.lines == 1 or ky == 1)  # two regions have room
-    return wide if small and -(-pieces // 2) % 2 == 0 and _divisions(wide) else fitting
+    return (fitting, wide) if small and fitting.chunks % 2 == 0 and _divisions(wide) else (fitting,)
 
 
 def across_of(shape: GraphConvShape) -> int:
@@ -152,8 +153,8 @@ class Plan:
         c, rows = self.columns, prod(self.extent)
         multiply = c.groups * c.group * MULTIPLIERS * self.products * self.n / 2 * (NARROW if self.n == 64 else 1.0)
         nbytes = self.region_bytes + c.groups * c.group * STEP_BYTES
-        load = max(rows * c.steps * LOAD_CYCLES, nbytes / LOADED_BYTES)
-        chunk = max(multiply, load) + load / 10 if self.regions > 1 else multiply + load + WAIT_CYCLES
+        load = max(rows * (c.steps + 1) / 2 * LOAD_CYCLES, nbytes / LOADED_BYTES)
+        chunk = max(multiply, load) + load * SLOWED if self.regions > 1 else multiply + load + WAIT_CYCLES
         chunks = -(-c.chunks // self.parts)
         item = chunks * chunk + ITEM_CYCLES + STORE_CYCLES * self.n / 8 * self.products
         rounds = -(-self.items // MULTIPROCESSORS)
@@ -161,10 +162,10 @@ class Plan:
 
 
 @lru_cache(maxsize=4096)
-def plan_of(shape: GraphConvShape) -> Plan | None:
-    """Return the plan of least cost; None if no tile fits."""
+def plan_of(shape: GraphConvShape, steps: int) -> Plan | None:
+    """Return the plan of least cost with chunks of so many 16 maps; None if no tile fits."""
     best, least = None, inf
-    columns = columns_of(shape)
+    columns = next(columns for columns in columns_of(shape) if columns.steps == steps)
     values = prod(shape.out_shape)
     for plan in _divisions(columns):
         most = min(columns.chunks, MOST_PARTS, max(1, 2 * MULTIPROCESSORS // plan.items))
@@ -229,8 +230,7 @@ def _boxes(count: int) -> Iterator[Vec3]:
                 yield z, y, count // (z * y)
 
 
-def resident_bytes(shape: GraphConvShape) -> int:
+def resident_bytes(columns: Columns) -> int:
     """Return the bytes of weights on the device."""
-    columns = columns_of(shape)
     maps = columns.blocks * (ROWS // columns.lines)
     return columns.blocks * columns.chunks * columns.groups * columns.group * STEP_BYTES + FLOAT32 * maps

@@ -107,30 +107,35 @@ class GraphConvWarpgroup:
             return f"repeats voxels of upsampled inputs {', '.join(map(str, FACTORS))} times, not as often as here"
         if reason := why_not_pooled(shape):
             return reason
-        if plan_of(shape) is None:
+        if plan_of(shape, 1) is None:
             return f"the input of a tile does not fit the {SHARED:,} bytes of shared memory that a block has"
         return None
 
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
-        """Return the one that fits: weights are stored for the division into inputs and for columns of some lines."""
+        """Return the fastest first; weights are stored for the inputs, columns of some lines, and chunks of some maps."""
         del machine
         assert isinstance(shape, GraphConvShape)
         inputs = "+".join(map(str, shape.fins))
-        c = columns_of(shape)
-        return (Variant.of(inputs=inputs, across=c.across, lines=c.lines, stride=shape.stride[1], steps=c.steps),)
+        found = [
+            (cycles_of(shape, plan), c) for c in columns_of(shape) if (plan := plan_of(shape, c.steps)) is not None
+        ]
+        return tuple(
+            Variant.of(inputs=inputs, across=c.across, lines=c.lines, stride=shape.stride[1], steps=c.steps)
+            for _, c in sorted(found, key=lambda pair: pair[0])
+        )
 
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
-        del variant, threads
-        shape, plan = _planned(shape)
+        del threads
+        shape, plan = _planned(shape, variant)
         nbytes = plan.parts * prod(shape.out_shape) * FLOAT32
         scratch = (Scratch("sums", nbytes),) if plan.parts > 1 else ()
-        return Footprint(resident=resident_bytes(shape), scratch=scratch, raises_peak=True)
+        return Footprint(resident=resident_bytes(plan.columns), scratch=scratch, raises_peak=True)
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
-        del variant
-        shape, plan = _planned(shape)
+        shape, plan = _planned(shape, variant)
         flops = FLOPS_OF_CYCLE * MULTIPROCESSORS * cycles_of(shape, plan)
-        return (Work("gpu_wgmma_half", flops, float(shape.in_bytes + shape.out_bytes + resident_bytes(shape))),)
+        nbytes = shape.in_bytes + shape.out_bytes + resident_bytes(plan.columns)
+        return (Work("gpu_wgmma_half", flops, float(nbytes)),)
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, device: Device) -> Weights:
         assert weights is not None
@@ -147,8 +152,7 @@ class GraphConvWarpgroup:
         )
 
     def bind(self, resident: Weights, shape: LayerShape, variant: Variant, device: Device) -> _Step:
-        del variant
-        return _Step(resident, *_planned(shape), device)
+        return _Step(resident, *_planned(shape, variant), device)
 
 
 class Weights(NamedTuple):
@@ -158,9 +162,9 @@ class Weights(NamedTuple):
     bias: Any
 
 
-def _planned(shape: LayerShape) -> tuple[GraphConvShape, Plan]:
+def _planned(shape: LayerShape, variant: Variant) -> tuple[GraphConvShape, Plan]:
     assert isinstance(shape, GraphConvShape)
-    plan = plan_of(shape)
+    plan = plan_of(shape, variant.count("steps"))
     assert plan is not None, f"no tile of {shape} fits {SHARED} bytes of shared memory"
     return shape, plan
 

@@ -16,7 +16,7 @@ from tests.support.closeness import MACHINE
 from tests.support.emulator import EMULATED_GPU, EmulatedDevice
 from znnpy.graph_shapes import GraphConvShape, GraphShape, PointShape, Pooled
 from znnpy.kernels import definition
-from znnpy.kernels.contract import ConvWeights
+from znnpy.kernels.contract import ConvWeights, Variant
 from znnpy.kernels.gpu.graph_gemm import plan as plans
 from znnpy.kernels.gpu.graph_gemm import warpgroup
 from znnpy.kernels.gpu.graph_gemm.plan import plan_of
@@ -96,10 +96,11 @@ def run(
     inputs: Sequence[npt.NDArray[Any]],
     weights: ConvWeights,
     gaps: Sequence[int] | None = None,
+    variant: Variant | None = None,
 ) -> tuple[npt.NDArray[Any], float]:
     """Return the output and its peak, from poisoned memory; fail if the device keeps other bytes than promised."""
     assert CONV.why_not(shape, replace(MACHINE, gpu=device.gpu)) is None
-    (variant,) = CONV.variants(shape, WITH_GPU)
+    variant = variant or CONV.variants(shape, WITH_GPU)[0]
     promised, held = CONV.footprint(shape, variant, 1), device.allocated
     resident = CONV.prepare(weights, variant, device)
     assert device.allocated - held == promised.resident
@@ -134,8 +135,9 @@ def assert_near(shape: GraphConvShape, out: Any, peak: float, inputs: Sequence[A
 def test_output_equals_the_definition(device: Any, shape: GraphConvShape, gaps: Sequence[int] | None) -> None:
     """Inputs lie as they are, in larger arrays whose pieces can be copied at once, and in others."""
     inputs, weights = inputs_for(shape), weights_for(shape)
-    out, peak = run(device, shape, inputs, weights, gaps)
-    assert_near(shape, out, peak, inputs, weights)
+    for variant in CONV.variants(shape, WITH_GPU):
+        out, peak = run(device, shape, inputs, weights, gaps, variant)
+        assert_near(shape, out, peak, inputs, weights)
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -150,10 +152,10 @@ def test_every_division_equals_the_definition(
     """A block computes all tiles, parts and blocks of maps, one after the other."""
     monkeypatch.setattr(device, "gpu", replace(device.gpu, multiprocessors=1))
     shape = in_halves(GraphConvShape((40,), 70, (2, 5, 9), (1, 2, 3), (0, 1, 1), (0, 0, 1), activation="relu"))
-    divisions = plans._divisions(plans.columns_of(shape))
+    divisions = plans._divisions(plans.columns_of(shape)[0])
     found = [plan for plan in divisions if (plan.n, plan.products) == (n, products)]
     plan = replace(found[parts % len(found)], regions=regions, parts=parts, kept=2 + regions)
-    monkeypatch.setattr(warpgroup, "plan_of", lambda _: plan)
+    monkeypatch.setattr(warpgroup, "plan_of", lambda *_: plan)
     assert plan.items > 1
     inputs, weights = inputs_for(shape), weights_for(shape)
     out, peak = run(device, shape, inputs, weights)
@@ -223,12 +225,15 @@ def test_a_machine_without_a_gpu_is_refused() -> None:
 def test_divisions_keep_their_promises(maps: int, side: int) -> None:
     """Shared memory has room, weights do not depend on the size, and work is counted."""
     shape = GraphConvShape((maps,), maps, (side,) * 3, (3, 3, 3), (1, 1, 1), (1, 1, 1), precision="fp16")
-    plan = plan_of(shape)
-    assert plan is not None
-    assert plan.shared_bytes <= plans.SHARED
-    assert 1 <= plan.parts <= plan.columns.chunks
-    (variant,) = CONV.variants(shape, WITH_GPU)
-    assert (variant,) == tuple(CONV.variants(shape.of_size((5, 6, 7)), WITH_GPU))
-    (work,) = CONV.work(shape, variant)
-    assert work.flops >= 2 * prod(shape.out_shape) * maps * 27 * 0.6
-    assert work.nbytes > shape.in_bytes + shape.out_bytes
+    variants = CONV.variants(shape, WITH_GPU)
+    assert set(variants) == set(CONV.variants(shape.of_size((5, 6, 7)), WITH_GPU))
+    costs = [CONV.work(shape, variant)[0].flops for variant in variants]
+    assert costs == sorted(costs)
+    for variant in variants:
+        plan = plan_of(shape, variant.count("steps"))
+        assert plan is not None
+        assert plan.shared_bytes <= plans.SHARED
+        assert 1 <= plan.parts <= plan.columns.chunks
+        (work,) = CONV.work(shape, variant)
+        assert work.flops >= 2 * prod(shape.out_shape) * maps * 27 * 0.6
+        assert work.nbytes > shape.in_bytes + shape.out_bytes
