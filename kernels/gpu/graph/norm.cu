@@ -15,8 +15,9 @@
  *            largest          grid (maps / 128)
  *            normalise, softmax  lines.cuh; as in point.cu. normalise begins where moments ended, in what L2 still holds
  * Bound      memory: x is read twice, with at_once once, out is written once. A thread has BATCH or AHEAD loads under way.
- * Exact      BATCH values, as differences from the first of up to PART, give mean and squares in float32 in two rounds;
- *            batches are joined in float32, parts and threads in double. A maximum does not round. NaN in, NaN out.
+ * Exact      BATCH values give mean and squares in float32 in two rounds, float values as differences from the first of up
+ *            to PART; batches are joined in float32 as such differences, parts, threads and blocks in double.
+ *            A maximum does not round. NaN in, NaN out.
  * Source     Chan, Golub and LeVeque 1979 (joining parts)
  * Tested     tests/kernels/gpu/graph/test_norm.py
  */
@@ -89,6 +90,8 @@ DEVICE double* shared_doubles() {
 
 /* The moments of a thread: of a part in registers, of parts before it in shared memory. */
 template <class T, int WIDTH> struct Part {
+    static constexpr bool EXACT = sizeof(T) == 2;  // a batch of halves that are close to each other has an exact sum
+
     double* shared;  // [2 * WIDTH][threads], then counts
     float first[WIDTH], mean[WIDTH], squares[WIDTH];
     int seen;
@@ -111,7 +114,7 @@ template <class T, int WIDTH> struct Part {
             float values[BATCH], sum = 0.0f, of_batch = 0.0f;
 #pragma unroll
             for (int b = 0; b < BATCH; ++b) {
-                values[b] = to_float(batch[b].values[i]) - first[i];
+                values[b] = to_float(batch[b].values[i]) - (EXACT ? 0.0f : first[i]);
                 if (b < known) sum += values[b];
             }
             const float middle = sum * share;
@@ -120,7 +123,7 @@ template <class T, int WIDTH> struct Part {
                 const float away = values[b] - middle;
                 if (b < known) of_batch += away * away;
             }
-            const float away = middle - mean[i];
+            const float away = middle - (EXACT ? first[i] : 0.0f) - mean[i];
             mean[i] += away * part;
             squares[i] += of_batch + away * away * both;
         }
@@ -142,39 +145,49 @@ template <class T, int WIDTH> struct Part {
     }
 };
 
-/* The moments of all voxels of a block, of the map of number threadIdx.x % (columns * WIDTH), from those of its threads. */
+/* Sums of parts: of counts, of means from a reference on, and of squares about it. Their differences are in double. */
+struct Sums {
+    double count = 0.0, sum = 0.0, squares = 0.0;
+
+    DEVICE void add(double known, double away, double deviations) {
+        count += known, sum += known * away, squares += deviations + known * away * away;
+    }
+    DEVICE void add(const Sums& more) { count += more.count, sum += more.sum, squares += more.squares; }
+    /* Adds up those of so many neighbouring lanes, a power of two. */
+    DEVICE void across(int lanes) {
+        for (int mask = 1; mask < lanes; mask *= 2)
+            add({shuffle_xor(count, mask), shuffle_xor(sum, mask), shuffle_xor(squares, mask)});
+    }
+    DEVICE Moments moments(double reference) const {
+        const double away = count == 0.0 ? 0.0 : sum / count;
+        return {count, reference + away, squares - sum * away};
+    }
+};
+
+/* The moments of all voxels of a block, from those of its threads: of map threadIdx.x / parts, where a map has as many
+ * parts as there are threads for each.
+ */
 template <int WIDTH> DEVICE Moments of_block(double* shared, int columns) {
-    const int threads = blockDim.x, maps = columns * WIDTH, map = threadIdx.x % maps, part = threadIdx.x / maps;
+    const int threads = blockDim.x, parts = threads / (columns * WIDTH);
+    const int map = threadIdx.x / parts, part = threadIdx.x % parts;
     const double* const means = shared + map % WIDTH * threads + map / WIDTH;
     const double* const squares = means + WIDTH * threads;
     const double* const counts = shared + 2 * WIDTH * threads + map / WIDTH;
-    double *const sums = shared + (2 * WIDTH + 1) * threads, *const others = sums + threads;
-    const auto add_up = [&] {
-        for (int half_way = threads / maps / 2; half_way > 0; half_way /= 2) {
-            sync_block();
-            const int at = threadIdx.x, other = at + half_way * maps;
-            if (part < half_way) sums[at] += sums[other], others[at] += others[other];
-        }
-        sync_block();
-    };
     sync_block();
-    double count = 0.0, sum = 0.0;
-    for (int row = part * WIDTH; row < (part + 1) * WIDTH; ++row)
-        if (const double known = counts[row * columns]; known > 0.0) count += known, sum += known * means[row * columns];
-    sums[threadIdx.x] = sum, others[threadIdx.x] = count;
-    add_up();
-    count = others[map];
-    const double mean = count == 0.0 ? 0.0 : sums[map] / count;
+    const double reference = counts[0] > 0.0 ? means[0] : 0.0;
+    Sums all;
+    for (int i = 0; i < WIDTH; ++i) {
+        const int at = (part + i * parts) * columns;
+        if (counts[at] > 0.0) all.add(counts[at], means[at] - reference, squares[at]);
+    }
+    all.across(min(parts, WARP));
+    if (parts <= WARP) return all.moments(reference);
+    Sums* const of_warps = reinterpret_cast<Sums*>(shared + (2 * WIDTH + 1) * threads);
+    if (threadIdx.x % WARP == 0) of_warps[threadIdx.x / WARP] = all;
     sync_block();
-    sum = 0.0;
-    for (int row = part * WIDTH; row < (part + 1) * WIDTH; ++row)
-        if (const double known = counts[row * columns]; known > 0.0) {
-            const double away = means[row * columns] - mean;
-            sum += squares[row * columns] + known * away * away;
-        }
-    sums[threadIdx.x] = sum, others[threadIdx.x] = 0.0;
-    add_up();
-    return {count, mean, sums[map]};
+    all = {};
+    for (int i = 0; i < parts / WARP; ++i) all.add(of_warps[map * (parts / WARP) + i]);
+    return all.moments(reference);
 }
 
 template <class T, int WIDTH>
@@ -189,44 +202,28 @@ __global__ void __launch_bounds__(THREADS, 2)
                              [&](const Maps<T, WIDTH>(&batch)[BATCH], int known) { all.add(batch, known); });
     if (all.seen > 0) all.flush();
     const Moments these = of_block<WIDTH>(shared, columns);
-    const int map = blockIdx.y * columns * WIDTH + threadIdx.x;
-    if (threadIdx.x >= columns * WIDTH || map >= x.maps) return;
+    const int parts = blockDim.x / (columns * WIDTH), map = blockIdx.y * columns * WIDTH + threadIdx.x / parts;
+    if (threadIdx.x % parts > 0 || map >= x.maps) return;
     double* const to = found + (long long)map * gridDim.x + blockIdx.x;
     to[0] = these.mean, to[(long long)x.maps * gridDim.x] = these.squares;
     if (map == 0) found[2LL * x.maps * gridDim.x + blockIdx.x] = these.count;
 }
 
-/* The sum of a value of all threads of the block, a power of two. */
-DEVICE double sum_of_block(double value, double* shared) {
-    sync_block();
-    shared[threadIdx.x] = value;
-    for (int half_way = blockDim.x / 2; half_way > 0; half_way /= 2) {
-        sync_block();
-        if (threadIdx.x < half_way) shared[threadIdx.x] += shared[threadIdx.x + half_way];
-    }
-    sync_block();
-    return shared[0];
-}
-
-/* The moments of `each` maps from f0 on, from those of all blocks. Without a division for each, as a sum of means and one
- * of deviations.
- */
-DEVICE Moments of_group(const double* found, int blocks, int maps, int f0, int each, double* shared) {
+/* The moments of `each` maps from f0 on, from those of all blocks; `shared`: for each warp. */
+DEVICE Moments of_group(const double* found, int blocks, int maps, int f0, int each, Sums* shared) {
     const double* const counts = found + 2LL * maps * blocks;
     const double *const means = found + (long long)f0 * blocks, *const deviations = means + (long long)maps * blocks;
-    double count = 0.0, sum = 0.0, squares = 0.0;
-    for (int i = threadIdx.x; i < blocks * each; i += blockDim.x) {
-        const double known = counts[i % blocks];
-        count += known;
-        sum += known * means[i];
-    }
-    count = sum_of_block(count, shared);
-    const double mean = sum_of_block(sum, shared) / count;
-    for (int i = threadIdx.x; i < blocks * each; i += blockDim.x) {
-        const double away = means[i] - mean;
-        squares += deviations[i] + counts[i % blocks] * away * away;
-    }
-    return {count, mean, sum_of_block(squares, shared)};
+    const double reference = means[0];
+    Sums all;
+    for (int i = threadIdx.x; i < blocks * each; i += blockDim.x)
+        all.add(counts[i % blocks], means[i] - reference, deviations[i]);
+    all.across(WARP);
+    const int lane = threadIdx.x % WARP;
+    if (lane == 0) shared[threadIdx.x / WARP] = all;
+    sync_block();
+    all = lane < blockDim.x / WARP ? shared[lane] : Sums{};
+    all.across(WARP);
+    return all.moments(reference);
 }
 
 /* Shift, factor and offset of a map from the moments of its group, `apart` values apart. */
@@ -242,7 +239,7 @@ DEVICE void write_terms(float* to, int apart, Moments all, float epsilon, const 
 extern "C" __global__ void terms(const double* __restrict__ found, long long blocks, long long maps, long long each,
                                  float epsilon, const float* __restrict__ weight, const float* __restrict__ bias,
                                  float* __restrict__ to) {
-    double* const shared = shared_doubles();  // [threads]
+    Sums* const shared = reinterpret_cast<Sums*>(shared_doubles());  // [threads / WARP]
     const int f0 = blockIdx.x * (int)each;
     const Moments all = of_group(found, (int)blocks, (int)maps, f0, (int)each, shared);
     for (int f = f0 + threadIdx.x; f < f0 + each; f += blockDim.x)
@@ -252,7 +249,7 @@ extern "C" __global__ void terms(const double* __restrict__ found, long long blo
 /* `half_values`: whether out is of halves. */
 extern "C" __global__ void means(const double* __restrict__ found, long long blocks, long long maps, void* out,
                                  long long half_values, float* peak) {
-    double* const shared = shared_doubles();  // [threads]
+    Sums* const shared = reinterpret_cast<Sums*>(shared_doubles());  // [threads / WARP]
     const float mean = (float)of_group(found, (int)blocks, (int)maps, blockIdx.x, 1, shared).mean;
     if (threadIdx.x > 0) return;
     if (half_values)
@@ -335,10 +332,10 @@ __global__ void __launch_bounds__(MOST_THREADS, 1)
         all.flush();
     }
     const Moments of_map = of_block<WIDTH>(shared, columns);
-    const int maps = columns * WIDTH, map = threadIdx.x;
+    const int maps = columns * WIDTH, map = threadIdx.x, parts = blockDim.x / maps;
     float* const written = reinterpret_cast<float*>(shared + 2 * maps);  // [3][maps]
     sync_block();
-    if (map < maps) shared[map] = of_map.mean, shared[maps + map] = of_map.squares;
+    if (map % parts == 0) shared[map / parts] = of_map.mean, shared[maps + map / parts] = of_map.squares;
     sync_block();
     if (map < slice) {
         const double* const group = shared + map / each * each;
@@ -347,9 +344,9 @@ __global__ void __launch_bounds__(MOST_THREADS, 1)
         mean /= each;
         for (int i = 0; i < each; ++i) {
             const double away = group[i] - mean;
-            squares += group[maps + i] + of_map.count * away * away;
+            squares += group[maps + i] + voxels * away * away;
         }
-        const Moments these = {of_map.count * each, mean, squares};
+        const Moments these = {(double)voxels * each, mean, squares};
         write_terms(written + map, maps, these, epsilon, weight, bias, blockIdx.x * slice + map);
     }
     sync_block();

@@ -38,9 +38,8 @@ if TYPE_CHECKING:
 SOURCE = "graph/norm.cu"
 THREADS, MOST_THREADS = 256, 1024  # of a block: as in norm.cu; of a block that joins moments
 THREADS_AT_ONCE, BATCH = 512, 8  # of a block that holds all voxels, and the voxels of a thread: as in norm.cu
-MOST_LANES = 32  # threads side by side that share a voxel
 SMALL = ("terms", "means", "largest")  # kernels of few values
-FLOAT64 = 8  # bytes
+FLOAT64, SUMS, WARP = 8, 24, 32  # bytes of a double and of Sums in norm.cu; threads
 BLOCK_VALUES = 8192  # values of a block, if there are not too many
 MOST_BLOCKS, MOST_VALUES = 1024, 2**17  # blocks; moments of all blocks
 RESIDENT = 2  # blocks of a multiprocessor that find moments or maxima
@@ -178,7 +177,7 @@ class _NormStep:
         self._terms(
             *((shape.groups,), (threads,), scratch["moments"], count, shape.f, each, float(shape.epsilon)),
             *(*self._weights, scratch["terms"]),
-            shared=FLOAT64 * threads,
+            shared=SUMS * threads // WARP,
         )
         lanes = lanes_for(shape.f, width) if self._soft else shape.f // width
         kernel(
@@ -232,5 +231,5 @@ class _PoolStep:
         threads = _threads(count)
         self._small["means"](
             *((shape.f,), (threads,), scratch["moments"], count, shape.f, out, halves, np.uint64(out_peak)),
-            shared=FLOAT64 * threads,
+            shared=SUMS * threads // WARP,
         )

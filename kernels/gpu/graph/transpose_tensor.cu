@@ -4,7 +4,7 @@
  *            one product of the places q with all taps d side by side, each result of which goes to its voxel.
  * Shapes     x (z, y, x, f) half, any steps between voxels; kernels [columns][chunks * CHUNK] half, a column for each
  *            tap and map, zero-padded in f; maps of a tap are filled up to a multiple of PIECE, and columns to one of
- *            128. 32 neighbours are in the order in which a lane of the product holds 8 of one voxel side by side:
+ *            256. 32 neighbours are in the order in which a lane of the product holds 8 of one voxel side by side:
  *            column 8 t + 2 j + e is row 8 j + 2 t + e. bias (pieces * PIECE) float. out in C order.
  * Launch     grid (slices of BN columns, blocks); a block takes every gridDim.y-th tile of BM places. Input comes by
  *            asynchronous copies, STAGES - 1 chunks ahead, also those of the next tile. `kept`: all kernels of the slice

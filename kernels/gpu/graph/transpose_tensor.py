@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 SOURCE = "graph/transpose_tensor.cu"
 CHUNK, PITCH, PIECE, STAGES, ROW = 32, 40, 8, 3, 24  # as in transpose_tensor.cu; the last: bytes of a Row
-SLICE = 128  # columns are filled up to a multiple of it
+SLICE = 256  # columns are filled up to a multiple of it
 WARP = 32
 KEPT = 40 << 10  # bytes of kernels that may stay in shared memory
 MOST_PLACES = 2**31 - 2**10
@@ -76,7 +76,12 @@ class Tile(NamedTuple):
         return STAGES * places * (ROW + PITCH * FLOAT16) + of_kernels * columns * PITCH * FLOAT16
 
 
-TILES = {"128": Tile((4, 2), (2, 8), 2), "64": Tile((2, 2), (2, 4), 4), "32": Tile((4, 1), (1, 4), 4)}
+TILES = {
+    "256": Tile((2, 4), (2, 8), 2),
+    "128": Tile((4, 2), (2, 8), 2),
+    "64": Tile((2, 2), (2, 4), 4),
+    "32": Tile((4, 1), (1, 4), 4),
+}
 
 
 def instances() -> list[KernelInstance]:
@@ -134,11 +139,12 @@ class TransposeTensor:
         return None
 
     def variants(self, shape: Sized, machine: Machine) -> Sequence[Variant]:
-        """Return the largest tile that leaves no multiprocessor idle, and the next smaller one."""
+        """Return the largest tile that half its columns fill and that leaves no multiprocessor idle, and the next smaller."""
         shape = given(shape, TransposeShape)
         assert machine.gpu is not None, "why_not says so"
-        names, idle = list(TILES), machine.gpu.multiprocessors
-        first = next((i for i, name in enumerate(names[:-1]) if prod(_tiles(shape, TILES[name])) >= idle), 2)
+        names = [name for name, tile in TILES.items() if tile.block[1] < 2 * _columns(shape)] or list(TILES)[-1:]
+        busy = (prod(_tiles(shape, TILES[name])) >= machine.gpu.multiprocessors for name in names)
+        first = next((i for i, all_busy in enumerate(busy) if all_busy), len(names) - 1)
         return tuple(Variant.of(tile=name) for name in names[first : first + 2])
 
     def footprint(self, shape: Sized, variant: Variant, threads: int) -> Footprint:
