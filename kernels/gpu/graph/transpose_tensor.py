@@ -139,7 +139,7 @@ class TransposeTensor:
         return None
 
     def variants(self, shape: Sized, machine: Machine) -> Sequence[Variant]:
-        """Return the largest tile of which half is filled and that leaves no multiprocessor idle, and the next smaller."""
+        """Return the largest tile of which half is filled and that leaves no multiprocessor idle, and a smaller one."""
         shape = given(shape, TransposeShape)
         assert machine.gpu is not None, "why_not says so"
         names = [name for name, tile in TILES.items() if tile.block[1] < 2 * _columns(shape)] or list(TILES)[-1:]
