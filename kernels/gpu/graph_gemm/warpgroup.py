@@ -112,7 +112,7 @@ class GraphConvWarpgroup:
         return None
 
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
-        """Return the fastest first; weights are stored for the inputs, columns of lines, and chunks of some maps."""
+        """Return the fastest first; weights are stored for the inputs, columns of some lines, and chunks."""
         del machine
         assert isinstance(shape, GraphConvShape)
         inputs = "+".join(map(str, shape.fins))
