@@ -77,7 +77,7 @@ def test_columns_equal_the_definition(gpu: Any, axis: int, patch: Any, column: i
 
 @pytest.mark.parametrize("members", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_windows_are_recorded(gpu: Any, monkeypatch: pytest.MonkeyPatch, members: int) -> None:
-    """Also those of the second member of an ensemble, whose layers have weights of their own."""
+    """The second member of an ensemble has layers, with weights, of its own."""
     named = [(one.name, one.layer, one.reads or (before.name,)) for before, one in pairwise([LAYERS[0], *LAYERS])]
     monkeypatch.setitem(windows_on_cpu.NETWORKS, "cudnn", named)
     net = windows_on_cpu.network("cudnn", Windows((6, 8, 8)))

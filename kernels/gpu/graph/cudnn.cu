@@ -1,4 +1,4 @@
-/* What follows a convolution of cuDNN: bias, addend, function and peak, in place.
+/* Epilogue for convolutions of cuDNN in graphs: bias, addend, function and peak, in place.
  *
  * Computes   with `writes`: out[i, g] = function(out[i, g] + bias[g] + addend[i, g]); `biased`: the bias is in it already;
  *            `adds`: there is an addend. The largest |out| raises the peak. The largest finite value that was in out counts

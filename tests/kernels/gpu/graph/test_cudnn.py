@@ -134,7 +134,7 @@ def test_cudnn_adds_the_bias_for_parts_of_images(device: Any, offers: list[Offer
 @pytest.mark.parametrize("finish", ["cudnn", "own"])
 @pytest.mark.parametrize("precision", ["fp16", pytest.param("fp32", marks=pytest.mark.long)])
 def test_what_is_not_finite_reaches_the_peak(device: Any, precision: Any, finish: str, bad: float) -> None:
-    """Also where a plan gives the least finite value instead of -infinity."""
+    """A plan may give the least finite value instead of -infinity."""
     if hasattr(device.libraries, "offers"):
         device.libraries.offers[:] = [Offer(clamps=True)]
     shape = replace(EACH[3], precision=precision)
@@ -269,7 +269,7 @@ def test_inputs_that_cudnn_cannot_read_are_named(device: Any) -> None:
 
 
 def test_each_step_of_inputs_is_planned_for(device: Any, offers: list[Offer]) -> None:
-    """The same step takes a whole image, and parts of larger ones."""
+    """A step takes a whole image, and parts of larger ones."""
     weights, variant, (x,) = weights_for(FULL), variant_of(FULL), rounded_inputs(FULL)
     step = PLAIN.bind(PLAIN.prepare(weights, variant, device), FULL, variant, device)
     scratch = {"workspace": device.allocate(2**26, "workspace")}
