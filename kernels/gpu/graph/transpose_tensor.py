@@ -76,9 +76,9 @@ class Tile(NamedTuple):
         return STAGES * places * (ROW + PITCH * FLOAT16) + of_kernels * columns * PITCH * FLOAT16
 
 
-TILES = {
-    "256": Tile((2, 4), (2, 8), 2),
+TILES = {  # "256" has not been timed on a card yet
     "128": Tile((4, 2), (2, 8), 2),
+    "256": Tile((2, 4), (2, 8), 2),
     "64": Tile((2, 2), (2, 4), 4),
     "32": Tile((4, 1), (1, 4), 4),
 }
@@ -139,13 +139,12 @@ class TransposeTensor:
         return None
 
     def variants(self, shape: Sized, machine: Machine) -> Sequence[Variant]:
-        """Return the largest tile of which half is filled and that leaves no multiprocessor idle, and a smaller one."""
+        """Return up to two tiles that have half their columns filled and leave no multiprocessor idle, or the last."""
         shape = given(shape, TransposeShape)
         assert machine.gpu is not None, "why_not says so"
-        names = [name for name, tile in TILES.items() if tile.block[1] < 2 * _columns(shape)] or list(TILES)[-1:]
-        busy = (prod(_tiles(shape, TILES[name])) >= machine.gpu.multiprocessors for name in names)
-        first = next((i for i, all_busy in enumerate(busy) if all_busy), len(names) - 1)
-        return tuple(Variant.of(tile=name) for name in names[first : first + 2])
+        filled = (name for name, tile in TILES.items() if tile.block[1] < 2 * _columns(shape))
+        busy = [name for name in filled if prod(_tiles(shape, TILES[name])) >= machine.gpu.multiprocessors]
+        return tuple(Variant.of(tile=name) for name in (busy or list(TILES)[-1:])[:2])
 
     def footprint(self, shape: Sized, variant: Variant, threads: int) -> Footprint:
         del variant, threads
@@ -157,8 +156,7 @@ class TransposeTensor:
     def work(self, shape: Sized, variant: Variant) -> Sequence[Work]:
         shape, tile = given(shape, TransposeShape), TILES[variant.text("tile")]
         flops = 2.0 * prod(_tiles(shape, tile)) * prod(tile.block) * _chunks(shape) * CHUNK
-        nbytes = float(shape.in_bytes + shape.out_bytes)
-        return (Work("gpu_gemm_half", flops, 0.0), Work("gpu_stream", 0.0, nbytes))
+        return (Work("gpu_scatter_half", flops, float(shape.in_bytes + shape.out_bytes)),)
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, device: Device) -> Resident:
         """Upload kernels in the order of transpose_tensor.cu."""
