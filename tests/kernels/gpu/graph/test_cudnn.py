@@ -42,6 +42,7 @@ EACH: list[Any] = [
     GraphConvShape((64,), 32, (5, 6, 7), (3, 3, 3), *SAME, activation="silu"),
 ]
 FACES = EACH[4]
+SLIGHT = 1e-3  # a fault that a small layer shows, and a few voxels of a result do not
 
 
 @pytest.fixture(autouse=True)
@@ -207,19 +208,19 @@ def test_one_plane_may_be_too_large(device: Any, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("shape", "place", "faulty"),
+    ("shape", "place", "faulty", "fault"),
     [
-        (FULL, in_a_part, lambda p: p.apart is not None and p.steps[1] > p.n[2] * p.fin),
-        (FACES, None, lambda p: p.before != p.behind),
-        (STRIDED, None, lambda p: p.stride != (1, 1, 1)),
-        (DILATED, None, lambda p: p.dilation != (1, 1, 1)),
-        (FULL, None, lambda p: p.n == FULL.n),  # in its first result
+        (FULL, in_a_part, lambda p: p.apart is not None and p.steps[1] > p.n[2] * p.fin, SLIGHT),
+        (FACES, None, lambda p: p.before != p.behind, SLIGHT),
+        (STRIDED, None, lambda p: p.stride != (1, 1, 1), SLIGHT),
+        (DILATED, None, lambda p: p.dilation != (1, 1, 1), SLIGHT),
+        (FULL, None, lambda p: p.n == FULL.n, 0.05),  # in its first result
     ],
 )
 def test_plan_that_is_wrong_for_such_a_layer_is_not_used(
-    device: Any, offers: list[Offer], shape: Any, place: Any, faulty: Any
+    device: Any, offers: list[Offer], shape: Any, place: Any, faulty: Any, fault: float
 ) -> None:
-    offers[:] = [Offer("careless", fault=0.05, faulty=faulty), Offer("careful")]
+    offers[:] = [Offer("careless", fault=fault, faulty=faulty), Offer("careful")]
     check(device, with_parameters(shape), place)
     assert {key[0]: right for key, right in cudnn_plans._RIGHT.items()} == {"careless": False, "careful": True}
 
