@@ -70,7 +70,7 @@ struct Item {
 /* The start of shared memory. */
 struct alignas(16) Shared {
     Barrier region_filled[MOST_REGIONS], region_read[MOST_REGIONS], kernels_filled[MOST_GROUPS],
-        kernels_read[MOST_GROUPS], ahead[2];  // ahead[0]: the first warpgroup multiplied for a while
+        kernels_read[MOST_GROUPS], ahead[2];  // ahead[0]: the first warpgroup multiplied for a while; [1] only fills
     Input inputs[MOST_INPUTS];
     Corner corners[2 * MOST_PRODUCTS];
 
