@@ -19,9 +19,9 @@ constexpr int WARPGROUP = 128;
  */
 DEVICE unsigned long long wgmma_factor(const void* first, int along_k, int along_rows);
 
-/* The same where a row is 32 or 64 bytes, row after row, in shared memory at a multiple of 512 bytes, and pieces are
- * `swizzled`: where they lie instead of at their byte `at` of it. A factor that starts a row, or k = 16, later: + the
- * pieces to there.
+/* The descriptor of a factor whose rows of 32 or 64 bytes follow each other, in shared memory at a multiple of 512 bytes;
+ * a piece that belongs at byte `at` lies at `swizzled(at, ..)`. A factor that starts a row, or k = 16, later: + the pieces
+ * to there.
  */
 DEVICE unsigned long long wgmma_swizzled(const void* first, int row_bytes, int along_rows);
 DEVICE int swizzled(int at, int row_bytes) { return at ^ (at >> 3 & (row_bytes - 16) & 0x30); }

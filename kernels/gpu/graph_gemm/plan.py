@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from math import inf, prod
@@ -166,15 +166,13 @@ def plan_of(shape: GraphConvShape, steps: int) -> Plan | None:
     """Return the plan of least cost with chunks of so many 16 maps; None if no tile fits."""
     best, least = None, inf
     columns = next(columns for columns in columns_of(shape) if columns.steps == steps)
-    values = prod(shape.out_shape)
     for plan in _divisions(columns):
         most = min(columns.chunks, MOST_PARTS, max(1, 2 * MULTIPROCESSORS // plan.items))
         for parts in range(1, most + 1):
-            if -(-columns.chunks // parts) == -(-columns.chunks // (parts - 1)) if parts > 1 else False:
+            if parts > 1 and -(-columns.chunks // parts) == -(-columns.chunks // (parts - 1)):
                 continue  # no part is shorter
-            divided = Plan(**{**_fields(plan), "parts": parts})
-            cost = divided.cycles + (values * parts * PART_CYCLES if parts > 1 else 0.0)
-            if cost < least:
+            divided = replace(plan, parts=parts)
+            if (cost := cycles_of(shape, divided)) < least:
                 best, least = divided, cost
     return best
 
@@ -182,10 +180,6 @@ def plan_of(shape: GraphConvShape, steps: int) -> Plan | None:
 def cycles_of(shape: GraphConvShape, plan: Plan) -> float:
     """Return the cycles of a layer, with those that add parts."""
     return plan.cycles + (prod(shape.out_shape) * plan.parts * PART_CYCLES if plan.parts > 1 else 0.0)
-
-
-def _fields(plan: Plan) -> dict[str, object]:
-    return {name: getattr(plan, name) for name in plan.__slots__}
 
 
 @lru_cache(maxsize=256)
@@ -210,7 +204,7 @@ def _with_buffers(plan: Plan) -> Plan | None:
         return None
     region_bytes, group_bytes = plan.region_bytes, plan.columns.group * STEP_BYTES
     for regions in (2, 1):
-        filled = Plan(**{**_fields(plan), "regions": regions, "kept": 2})
+        filled = replace(plan, regions=regions, kept=2)
         room = SHARED - filled.shared_bytes
         if room < 0:
             continue
@@ -218,7 +212,7 @@ def _with_buffers(plan: Plan) -> Plan | None:
         room -= (kept - 2) * group_bytes
         more = min(MOST_REGIONS - regions, room // region_bytes) if regions > 1 else 0
         kept = min(MOST_KEPT, kept + (room - more * region_bytes) // group_bytes)
-        return Plan(**{**_fields(filled), "kept": kept, "regions": regions + more})
+        return replace(filled, kept=kept, regions=regions + more)
     return None
 
 

@@ -33,7 +33,7 @@ struct Corner {  // the first column of a product in its tile
 /* n / d for 0 <= n < 2^20, by 1 / d. */
 DEVICE int quotient(int n, float reciprocal) { return (int)((n + 0.5f) * reciprocal); }
 
-/* What does not depend on the block. Sizes of tiles are in columns: a column is `lines_at_once` voxels of out, one above
+/* The sizes of a layer and of its division. Those of tiles are in columns: a column is `lines_at_once` voxels of out, one above
  * the other along y.
  */
 struct Layer {
@@ -70,7 +70,7 @@ struct Item {
 /* The start of shared memory. */
 struct alignas(16) Shared {
     Barrier region_filled[MOST_REGIONS], region_read[MOST_REGIONS], kernels_filled[MOST_GROUPS],
-        kernels_read[MOST_GROUPS], ahead[2];  // ahead[0]: the first warpgroup multiplied for a while
+        kernels_read[MOST_GROUPS], ahead[2];  // ahead[0]: the first warpgroup multiplied for a while; [1] only fills
     Input inputs[MOST_INPUTS];
     Corner corners[2 * MOST_PRODUCTS];
 

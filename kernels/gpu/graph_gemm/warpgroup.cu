@@ -23,7 +23,7 @@
 #include "graph/functions.cuh"
 #include "regions.cuh"
 
-/* What follows the sums. */
+/* The last pass: bias, addend, function, and where results go. */
 struct End {
     const float* bias;
     const half* addend;

@@ -60,7 +60,8 @@ def device(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 def in_halves(shape: GraphConvShape) -> GraphConvShape:
-    return replace(with_parameters(shape), precision="fp16")
+    halves: GraphConvShape = replace(with_parameters(shape), precision="fp16")
+    return halves
 
 
 def weights_for(shape: GraphConvShape) -> ConvWeights:
@@ -191,7 +192,8 @@ def test_largest_result_is_that_before_rounding(device: Any) -> None:
 def test_repeated_runs_give_equal_bits(device: Any, shape: GraphConvShape) -> None:
     """The second of these shapes adds up parts of its sums."""
     inputs, weights = inputs_for(shape), weights_for(shape)
-    np.testing.assert_array_equal(*(run(device, shape, inputs, weights)[0] for _ in range(2)))
+    first, second = (run(device, shape, inputs, weights)[0] for _ in range(2))
+    np.testing.assert_array_equal(first, second)
 
 
 REFUSED: list[tuple[GraphShape, dict[str, Any], str]] = [
