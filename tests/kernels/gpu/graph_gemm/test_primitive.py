@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests.kernels.cpu.test_graph_operators import CONVS, with_parameters
 from tests.support.closeness import MACHINE
 from tests.support.emulator import EMULATED_GPU, EmulatedDevice
+from tests.support.graph_cases import CONVS, with_parameters
 from znnpy.graph_shapes import GraphConvShape, GraphShape, PointShape, Pooled
 from znnpy.kernels import definition
 from znnpy.kernels.contract import ConvWeights, Variant
