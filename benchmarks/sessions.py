@@ -8,8 +8,8 @@ session    The same arrays through one session, each with its own output: checks
 any shape  The same in a session that is not told a shape.
 call       A call of the network for an array, which plans and prepares every time; of one array in each round.
 
-The arrays are divided among the rounds; in each, all ways run in turn on the same ones, on the processor. A stream of a larger volume runs in a process of its own: its largest
-resident memory is held against what its plan promises, and two blocks.
+The arrays are divided among the rounds; in each, all ways run in turn on the processor. A stream of a larger volume
+runs in a process of its own: its largest resident memory is held against what its plan promises, and two blocks.
 """
 
 from __future__ import annotations
