@@ -8,16 +8,19 @@ session    The same arrays through one session, each with its own output: checks
 any shape  The same in a session that is not told a shape.
 call       A call of the network for an array, which plans and prepares every time; of one array in each round.
 
-The arrays are divided among the rounds; in each, all ways run in turn on the processor. A stream of a larger volume
+The arrays are divided among the rounds; in each, all ways run in turn on the processor. The milliseconds of all cores
+together are kept too: they tell more where other programs run. A stream of a larger volume
 runs in a process of its own: its largest resident memory is held against what its plan promises, and two blocks.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import click
@@ -60,16 +63,32 @@ def measured(name: str, side: int, count: int, rounds: int, minutes: float) -> l
             **{way: Through(run, arrays, outs, each) for way, run in opened.items()},
             CALL: Through(partial(called, net), arrays, outs, 1),
         }
-        entries = [Entry(way, run, WallClock(), repeats=1) for way, run in ways.items()]
+        clocks = {way: CoreClock() for way in ways}
+        entries = [Entry(way, run, clocks[way], repeats=1) for way, run in ways.items()]
         for run in opened.values():
             run(arrays[0])
         interleave(entries, rounds, Budget(minutes))
-    facts = {"plan": repr(plan), "arrays": count}
     found = []
-    for entry in entries:
-        milliseconds = tuple(1e3 * seconds / (1 if entry.name == CALL else each) for seconds in entry.seconds)
-        found.append(Row(name, f"{count} of {side}^3", entry.name, "ms/array", milliseconds, None, facts))
+    for way, entry in zip(ways, entries, strict=True):
+        many = 1 if way == CALL else each
+        wall, cores = ([1e3 * seconds / many for seconds in spent] for spent in (entry.seconds, clocks[way].cores))
+        facts = {"plan": repr(plan), "arrays": count, "core_ms": cores}
+        found.append(Row(name, f"{count} of {side}^3", way, "ms/array", tuple(wall), None, facts))
     return found
+
+
+class CoreClock(WallClock):
+    """A clock that also keeps the seconds of all cores, which other programs on the machine hardly change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cores: list[float] = []
+
+    def seconds(self, run: Callable[[], Any], repeats: int = 1) -> float:
+        began = time.process_time()
+        wall = super().seconds(run, repeats)
+        self.cores.append((time.process_time() - began) / repeats)
+        return wall
 
 
 class Through:
@@ -156,9 +175,19 @@ def _sessions(result: Result) -> str:
         for case, rows in result.cases(network):
             alone = next(row for row in rows if row.subject == COMPUTING)
             for row in rows:
-                ratio = "" if row is alone else str(ratio_of(row.values, alone.values))
-                lines.append((network, case, row.subject, markdown.number(row.median), ratio))
-    return markdown.table(("network", "arrays", "way", "ms an array", "times the computing"), lines, left=3)
+                cores = row.facts["core_ms"]
+                ratios = ("", "")
+                if row is not alone:
+                    ratios = (
+                        str(ratio_of(row.values, alone.values)),
+                        f"{ratio_of(cores, alone.facts['core_ms']).median:.2f}",
+                    )
+                lines.append((
+                    network, case, row.subject, markdown.number(row.median), ratios[0],
+                    markdown.number(median(cores)), ratios[1],
+                ))  # fmt: skip
+    head = ("network", "arrays", "way", "ms an array", "times the computing", "core ms", "core ms over the computing")
+    return markdown.table(head, lines, left=3)
 
 
 def _streams(result: Result) -> str:
