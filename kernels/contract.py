@@ -59,6 +59,7 @@ Unit = Literal[
     "gpu_gemm_split",
     "gpu_wgmma_half",  # the same where tensor cores read shared memory
     "gpu_wgmma_split",
+    "gpu_scatter_half",  # a product in float16 whose results are scattered
     "gpu_first",
     "gpu_block",
     "gpu_cuconv",
@@ -236,6 +237,19 @@ class DeviceStep(Protocol):
         out_peak  address of a float32 in device memory that is raised to the largest |out|, before rounding to float16,
                   if that is larger; infinity and NaN count as larger than every number. 0: not wanted. Passed only if
                   the footprint has raises_peak.
+        """
+
+
+class GraphDeviceStep(Protocol):
+    """A primitive bound to one shape of `znnpy/graph_shapes.py` on a GPU: queues work on the device's stream."""
+
+    def run(self, inputs: Sequence[Any], out: Any, scratch: Mapping[str, Any], *, out_peak: int = 0) -> None:
+        """Compute the layer as `GraphStep.run` does, on arrays in device memory.
+
+        Values are float16 if the shape's precision is fp16, else float32. Arrays are aligned to a value.
+
+        out_peak  as for `DeviceStep.run`; passed only if the footprint has raises_peak, which the footprints of all
+                  layers with arithmetic have.
         """
 
 

@@ -26,6 +26,8 @@ from znnpy.kernels.gpu.conv_fft import ConvFft
 from znnpy.kernels.gpu.conv_first import ConvFirst as GpuConvFirst
 from znnpy.kernels.gpu.cuconv.primitive import CuConv
 from znnpy.kernels.gpu.fft_tiled.primitive import ConvFftTiled as GpuConvFftTiled
+from znnpy.kernels.gpu.graph.table import GPU_GRAPH_OPERATORS
+from znnpy.kernels.gpu.graph_gemm.table import GRAPH_PRODUCTS
 from znnpy.kernels.gpu.host_ram.primitive import ConvHostRam
 from znnpy.kernels.gpu.host_ram.timeline import Speeds as Speeds  # speeds of the link, which the planner passes in
 from znnpy.kernels.gpu.implicit_gemm.primitive import ConvImplicitGemm
@@ -92,6 +94,8 @@ TABLE: tuple[Primitive, ...] = (
     *GRAPH_CONVOLUTIONS,
     *BF16_CONVOLUTIONS,
     *GRAPH_OPERATORS,
+    *GPU_GRAPH_OPERATORS,
+    *GRAPH_PRODUCTS,
 )
 
 # Primitives that compute on a GPU with tensors in host memory: HostStep, for plans of mode gpu-host.

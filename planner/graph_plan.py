@@ -1,4 +1,4 @@
-"""Make the plan of a graph on a CPU of what the search finds, or say by how much the nearest one does not fit."""
+"""Make the plan of a graph of what the search finds, or say by how much the nearest one does not fit."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from znnpy.units import human_bytes
 
 
 def plan_graph(request: PlanRequest, costs: CostModel, options: OptionTable | None = None) -> RunPlan:
-    """Return the fastest plan of a graph on the CPU; NoPlanError names the nearest miss in bytes if nothing fits."""
-    if request.target.device != "cpu":
+    """Return the fastest plan of a graph on one device; NoPlanError names the nearest miss in bytes if nothing fits."""
+    if request.target.mode not in ("auto", request.target.device):
         raise NoPlanError(
-            f"{request.network.name} is a graph, and graphs run on the CPU: choose {option('device', 'cpu')}"
+            f"{request.network.name} is computed on one kind of device: leave out {option('mode', request.target.mode)}"
         )
     if request.area is None:
         raise NoPlanError(f"{request.network.name} is computed whole, and the size of the volume is not known")
@@ -50,18 +50,22 @@ def _run_plan(search: GraphSearch, found: list[GraphSolution]) -> RunPlan:
     best, *others = found
     runners_up = tuple(_runner_up(other) for other in others[:RUNNERS_UP])
     other = next((_runner_up(one) for one in others if one.tiling.streams != best.tiling.streams), None)
-    run = RunPlan.of(request.network, request.target.machine, plan_of(search, best))
+    run = RunPlan.of(request.network, request.target.machine, plan_of(search, best)).on_devices(request.target.devices)
     return replace(run, runners_up=runners_up, other=other)
 
 
 def _nearest(search: GraphSearch) -> str:
-    limit, name = search.request.limits.ram_bytes, search.request.network.name
+    name, on_gpu = search.request.network.name, search.device == "gpu"
     if search.smallest is None:
         return f"{name}: no patch and no column is allowed; drop {option('cover')} or {option('patch')}"
-    needed = search.smallest.memory.peak
+    memory, limits = search.smallest.memory, search.request.limits
+    needed, limit, word = memory.peak, limits.ram_bytes, "ram"
+    if on_gpu and memory.vram > (limits.vram_bytes or 0):
+        needed, limit, word = memory.vram, limits.vram_bytes or 0, "vram"
+    where = " of the GPU" if word == "vram" else ""
     return (
-        f"{name} does not fit: its smallest plan needs {human_bytes(needed)}, {needed - limit:,} bytes more than the "
-        f"limit of {human_bytes(limit)}; raise {option('ram')} to at least {-(-needed // 2**20)}M"
+        f"{name} does not fit: its smallest plan needs {human_bytes(needed)}{where}, {needed - limit:,} bytes more "
+        f"than the limit of {human_bytes(limit)}; raise {option(word)} to at least {-(-needed // 2**20)}M"
     )
 
 
@@ -80,7 +84,7 @@ def plan_of(search: GraphSearch, found: GraphSolution) -> Plan:
         patch_in=tiling.patch_in,
         axis=axis,
         column_planes=cover.column * tiling.graph.voxels[0],
-        stages=(Stage("cpu", choices, found.tensors),),
+        stages=(Stage(search.device, choices, found.tensors),),
         memory=found.memory,
         itemsize_in=request.itemsize_in,
         itemsize_out=request.itemsize_out,

@@ -1,4 +1,4 @@
-"""The search for the fastest plan of a graph on a CPU: sizes of patches and columns, and a primitive per operation.
+"""The search for the fastest plan of a graph on one device: sizes of patches and columns, a primitive per operation.
 
 Operations run in the order of the network's layers. For one size the choice of primitives is that of `pareto`; sizes
 whose bound is above the best plan found, or whose tensors alone do not fit, are not worked out.
@@ -16,13 +16,14 @@ import numpy as np
 from znnpy.errors import NoPlanError
 from znnpy.graph_columns import Area, GraphCover, TurnedGraph
 from znnpy.messages import option
+from znnpy.option_values import DeviceKind
 from znnpy.planner.graph_options import fronts_of, runs_of
 from znnpy.planner.graph_tilings import MOST_STEPS, GraphTiling, tilings
 from znnpy.planner.layer_options import OptionTable
 from znnpy.planner.layer_search import MAX_COLUMN_SECONDS, MAX_LOG2_PRICE, PRICE_STEPS
 from znnpy.planner.layout import Tensor, place
 from znnpy.planner.least_seen import LeastSeen
-from znnpy.planner.memory import Memory, StageMemory, reading_bytes, writing_bytes
+from znnpy.planner.memory import Memory, StageMemory, reading_bytes, run_memory, staging_bytes, writing_bytes
 from znnpy.planner.pareto import (
     LayerOption,
     LayerRun,
@@ -37,7 +38,7 @@ from znnpy.planner.pareto import (
 from znnpy.planner.request import PlanRequest
 from znnpy.planner.search import ALIKE
 from znnpy.planner.tiling_search import SMALLER_SHARE
-from znnpy.planner.window_tilings import window_tilings
+from znnpy.planner.window_tilings import WindowTiling, window_tilings
 from znnpy.shapes import Vec3, text, turned, turned_back
 
 SLOW = 4.0  # primitives that take so many times as long as the fastest for every operation are tried no more
@@ -61,11 +62,12 @@ class GraphSolution:
     tensors: tuple[Tensor, ...]
     memory: Memory
     preparing: float  # seconds before the first step, to write to memory for the first time
+    idle: float = 1.0  # times as long, since devices wait for the last of them
 
     @property
     def seconds(self) -> float:
         """Predicted seconds for the whole output."""
-        return total_seconds(self.options) + self.preparing
+        return self.idle * total_seconds(self.options) + self.preparing
 
     @property
     def runs(self) -> tuple[LayerRun, ...]:
@@ -111,8 +113,33 @@ class GraphSearch:
         if found:
             return self._smallest_first(sorted(found, key=lambda one: one.seconds), drafts)
         self.smallest = self._smallest()
-        fits = self.smallest is not None and self.smallest.memory.peak <= self.request.limits.ram_bytes
+        fits = self.smallest is not None and self._excess(self.smallest.memory) <= 0
         return [self.smallest] if self.smallest is not None and fits else []
+
+    @property
+    def device(self) -> DeviceKind:
+        """The device on which all operations run."""
+        return self.request.target.device
+
+    @property
+    def limit(self) -> int:
+        """Bytes that the memory of the device may hold: of the process, or of the GPU."""
+        limits = self.request.limits
+        return limits.ram_bytes if self.device == "cpu" else limits.vram_bytes or 0
+
+    def _excess(self, memory: Memory) -> int:
+        """Return the bytes above the limit of the device; on a GPU, those of the process where they are more."""
+        over = memory.device_bytes - self.limit
+        if self.device == "cpu":
+            return over
+        peak = run_memory(memory, self.request.target.devices, ()).peak
+        return max(over, peak - self.request.limits.ram_bytes)
+
+    def _idle(self, tiling: GraphTiling) -> float:
+        """Return how many times as long equal devices take because their shares of the columns are not equal."""
+        devices = self.request.target.devices
+        columns = len(tiling.windows) if isinstance(tiling, WindowTiling) else len(tiling.cover)
+        return devices * ceil(columns / devices) / columns
 
     def _drafts(self) -> list[Draft]:
         """Return the sizes that may be the best or nearly as fast, with the least work first."""
@@ -122,7 +149,7 @@ class GraphSearch:
         for tiling in sorted(self._tilings(), key=self._effort):
             bound, least = self._bound(tiling), self._least_bytes(tiling)
             slower = bound > seconds and least > SMALLER_SHARE * nbytes
-            if bound > alike * seconds or slower or least > self.request.limits.ram_bytes:
+            if bound > alike * seconds or slower or least > self.limit:
                 continue
             draft, tried = self._draft(tiling, alike * seconds), tried + 1
             if tried > MOST_TRIED and drafts:
@@ -147,17 +174,17 @@ class GraphSearch:
             return found
         slim: list[tuple[int, GraphTiling, Sequence[LayerOption]]] = []
         near = [draft.tiling for draft in drafts if draft.seconds <= most]
-        least = best.memory.peak
+        least = best.memory.device_bytes
         for tiling in sorted(near, key=self._least_bytes):
             if self._least_bytes(tiling) >= least:
                 break
             if (chosen := self._slimmest(tiling, most)) is not None:
-                needed = total_bytes(chosen) + tiling.carries + self._around(tiling).peak
+                needed = total_bytes(chosen) + tiling.carries + self._around(tiling).device_bytes
                 slim.append((needed, tiling, chosen))
                 least = min(least, needed)
         for _, tiling, leanest in sorted(slim, key=lambda one: one[0]):
             one = self._in_shorter_columns(self._laid_out(tiling, leanest, self._around(tiling)))
-            if one.seconds <= most and one.memory.peak < best.memory.peak:
+            if one.seconds <= most and one.memory.device_bytes < best.memory.device_bytes:
                 return [one, *(other for other in found if other.tiling != tiling)]
         return found
 
@@ -185,11 +212,11 @@ class GraphSearch:
         best: GraphSolution | None = None
         every = sorted(self._tilings(), key=lambda tiling: (self._least_bytes(tiling), self._effort(tiling)))
         for tiling in every[: max(FEWEST_SMALL, MOST_SMALL // len(self.graph(0).operations))]:
-            if best is not None and self._least_bytes(tiling) >= best.memory.peak:
+            if best is not None and self._least_bytes(tiling) >= best.memory.device_bytes:
                 break
             fronts = self._fronts(tiling, self.every)
             found = self._laid_out(tiling, smallest(fronts), self._around(tiling))
-            if best is None or found.memory.peak < best.memory.peak:
+            if best is None or found.memory.device_bytes < best.memory.device_bytes:
                 best = found
         return best
 
@@ -199,8 +226,8 @@ class GraphSearch:
             if wanted.patch is not None or wanted.cover is not None:
                 given = option("patch") if wanted.patch is not None else option("cover")
                 raise NoPlanError(f"{network.name} is computed in windows of one size; leave out {given}")
-            precision = self.request.target.cpu_precision
-            yield from window_tilings(network, self.area, precision, self.sums, self.graph)
+            precision = self.request.target.device_precision
+            yield from window_tilings(network, self.area, precision, self.sums, self.graph, self.device)
             return
         area = self.area.volume, *(size for region in self.area.regions for size in (region.size, region.lo))
         seen, whole = set(), (self.area.region, self.area.others)
@@ -228,7 +255,7 @@ class GraphSearch:
         if axis not in self.graphs:
             network = self.request.network
             volume = self.area.volume if network.windows is None else network.windows.size
-            self.graphs[axis] = TurnedGraph.of(network, volume, axis, self.request.target.cpu_precision)
+            self.graphs[axis] = TurnedGraph.of(network, volume, axis, self.request.target.device_precision)
         return self.graphs[axis]
 
     @staticmethod
@@ -253,26 +280,30 @@ class GraphSearch:
         return self.least.seconds(tiling) + (tiling.most_live + tiling.carries) / self.options.rates.first_touch
 
     def _least_bytes(self, tiling: GraphTiling) -> int:
-        """Return the bytes that the process needs for the tensors alone."""
-        return tiling.most_live + tiling.carries + self._around(tiling).peak
+        """Return the bytes that the memory of the device needs for the tensors alone."""
+        return tiling.most_live + tiling.carries + self._around(tiling).device_bytes
 
     def _around(self, tiling: GraphTiling) -> Memory:
-        """Return the memory of the process without that of the layers."""
-        request, network = self.request, self.request.network
-        steps = tiling.steps
-        reading = reading_bytes(network.input_channels, tiling.patch_in, request.itemsize_in, steps=steps)
-        writing = writing_bytes(tiling.values, (1, 1, 1), request.itemsize_out, steps=steps)
-        return Memory((StageMemory("cpu", allowance=tiling.kept_bytes),), request.baseline, reading, writing)
+        """Return the memory of the process, and of the GPU, without that of the layers."""
+        request, device, steps = self.request, self.device, tiling.steps
+        maps, item_in, item_out = request.network.input_channels, request.itemsize_in, request.itemsize_out
+        reading = reading_bytes(maps, tiling.patch_in, item_in, steps=steps, device=device)
+        writing = writing_bytes(tiling.values, (1, 1, 1), item_out, steps=steps, device=device)
+        if device == "cpu":
+            return Memory((StageMemory(device, allowance=tiling.kept_bytes),), request.baseline, reading, writing)
+        staging = staging_bytes(maps * prod(tiling.patch_in) * item_in, tiling.values * item_out)
+        baseline = request.baseline + tiling.kept_bytes
+        return Memory((StageMemory(device),), baseline, reading, writing, staging, request.target.cuda_bytes)
 
     def _draft(self, tiling: GraphTiling, below: float) -> Draft | None:
         """Return the seconds of the fastest primitives of one size, if their bytes fit before tensors are placed."""
         fronts, around = self._fronts(tiling), self._around(tiling)
-        budget = self.request.limits.ram_bytes - around.peak - tiling.carries
+        budget = self.limit - around.device_bytes - tiling.carries
         chosen = self._chosen(fronts, budget, below - self.price * tiling.carries)
         if chosen is None:
             return None
-        seconds = priced_seconds(chosen, self.price) + self.price * tiling.carries
-        return Draft(tiling, seconds, around.peak + tiling.carries + total_bytes(chosen))
+        seconds = self._idle(tiling) * priced_seconds(chosen, self.price) + self.price * tiling.carries
+        return Draft(tiling, seconds, around.device_bytes + tiling.carries + total_bytes(chosen))
 
     def _chosen(self, fronts: Sequence[ParetoFront], budget: int, below: float = inf) -> tuple[LayerOption, ...] | None:
         """Return the fastest options within so many bytes, preparing them included; None: none take less time."""
@@ -283,12 +314,12 @@ class GraphSearch:
     def solve(self, tiling: GraphTiling) -> GraphSolution | None:
         """Return the fastest primitives of one size within the memory; None if none fit."""
         fronts = self._fronts(tiling)
-        around, limit = self._around(tiling), self.request.limits.ram_bytes
-        budget = limit - around.peak - tiling.carries
+        around = self._around(tiling)
+        budget = self.limit - around.device_bytes - tiling.carries
         for _ in range(ATTEMPTS):
             chosen = self._chosen(fronts, budget)
             solution = self._laid_out(tiling, chosen or smallest(fronts), around)
-            excess = solution.memory.peak - limit
+            excess = self._excess(solution.memory)
             if excess <= 0:
                 return self._in_shorter_columns(solution)
             if chosen is None:
@@ -324,10 +355,12 @@ class GraphSearch:
             for operation, run in zip(operations, runs, strict=True)
         ]
         tensors, arena = place(tiling.tensors(operations, footprints))
-        stage = tiling.memory(operations, footprints, arena)
+        stage = tiling.memory(operations, footprints, arena, self.device)
         rates = self.options.rates
         memory = replace(around, stages=(stage,))
-        return GraphSolution(tiling, tuple(chosen), tensors, memory, stage.prepared / rates.first_touch)
+        return GraphSolution(
+            tiling, tuple(chosen), tensors, memory, stage.prepared / rates.first_touch, self._idle(tiling)
+        )
 
     def _in_shorter_columns(self, solution: GraphSolution) -> GraphSolution:
         """Return a plan whose columns take no longer than a killed run may lose, if that costs little and fits."""

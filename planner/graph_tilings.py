@@ -20,6 +20,7 @@ from znnpy.kernels.contract import Footprint, Primitive, Scratch, Variant
 from znnpy.layer_shapes import LayerShape
 from znnpy.layers import Maxout, Pad
 from znnpy.many_intervals import Intervals, Numbers, needed_by_each, read_by_each
+from znnpy.option_values import DeviceKind
 from znnpy.planner.graph_extents import AxisPlanes, Figures, Storage, Widths, blocks_of
 from znnpy.planner.layout import ALIGNMENT, Tensor, aligned
 from znnpy.planner.memory import StageMemory
@@ -262,15 +263,21 @@ class GraphTiling:
             ]
         return tuple(found)
 
-    def memory(self, operations: Sequence[Operation], footprints: Sequence[Footprint], arena: int) -> StageMemory:
+    def memory(
+        self, operations: Sequence[Operation], footprints: Sequence[Footprint], arena: int, device: DeviceKind
+    ) -> StageMemory:
         """Return what operations with these footprints take, in an arena of so many bytes.
 
-        What a step needs beside the arena counts as allowance: planes of columns that are worked out, and what
-        preparing the weights takes more than all steps.
+        What a step needs beside the arena counts as allowance: on a processor also planes of columns that are worked
+        out, and what preparing the weights takes more than all steps.
         """
-        allowance = max(footprint.allowance for footprint in footprints) + self.kept_bytes
+        allowance = max(footprint.allowance for footprint in footprints)
         weights = sum(footprint.resident for footprint in footprints)
-        stage = StageMemory("cpu", arena=arena, carries=self.carries, weights=weights, allowance=allowance)
+        stage = StageMemory(device, arena=arena, carries=self.carries, weights=weights, allowance=allowance)
+        if device == "gpu":
+            return stage
+        allowance += self.kept_bytes
+        stage = replace(stage, allowance=allowance)
         return replace(stage, allowance=allowance + max(0, self._preparing_bytes(operations, footprints) - stage.total))
 
     @property

@@ -47,6 +47,11 @@ class Target:
         return cpu_precision(self.precision)
 
     @property
+    def device_precision(self) -> Precision:
+        """The precision in which the device computes."""
+        return self.precision if self.device == "gpu" else self.cpu_precision
+
+    @property
     def cuda_bytes(self) -> int:
         """Bytes of a GPU that CUDA and its libraries will take; 0 on a CPU."""
         return context_bytes(self.context_bytes) if self.device == "gpu" else 0

@@ -68,7 +68,7 @@ def _searches(request: PlanRequest, options: OptionTable) -> Sequence[TilingSear
 def allowed_spaces(request: PlanRequest) -> list[TilingSpace]:
     """Return the spaces of columns, of patches, or of both; NoPlanError where there is none of those asked for."""
     wanted, target = request.constraints, request.target
-    precision = target.precision if target.device == "gpu" else target.cpu_precision
+    precision = target.device_precision
     spaces = all_spaces(request.network, request.output, precision, wanted.patch)
     allowed = [space for space in spaces if wanted.cover in (None, "columns" if space.streams else "patches")]
     if not allowed:

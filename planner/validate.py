@@ -130,7 +130,7 @@ def _check_graph(plan: Plan, network: Network, machine: Machine, table: Sequence
     ]
     memory = plan.memory.stages[0]
     _check_tensors(plan.stages[0].tensors, tiling.tensors(operations, footprints), memory.arena, "arena")
-    here = tiling.memory(operations, footprints, memory.arena)
+    here = tiling.memory(operations, footprints, memory.arena, plan.device)
     for what, promised, needed in (
         ("of weights", memory.weights, here.weights),
         ("for the libraries", memory.allowance, here.allowance),
@@ -158,7 +158,7 @@ def _window_tiling(plan: Plan, network: Network) -> WindowTiling:
         raise PlanFileError(
             f"the plan divides the output into {plan.sums.parts} parts, and its windows allow {most}; {AGAIN}"
         )
-    return WindowTiling(plan.graph_cover(network), windows, plan.sums)
+    return WindowTiling(plan.graph_cover(network), windows, plan.sums, plan.device)
 
 
 def _check_sharing(sharing: CoExecution) -> None:

@@ -15,6 +15,7 @@ from znnpy.graph_operations import Operation
 from znnpy.kernels.contract import Footprint
 from znnpy.messages import option
 from znnpy.network import Network
+from znnpy.option_values import DeviceKind
 from znnpy.planner.graph_tilings import GraphTiling
 from znnpy.planner.memory import StageMemory
 from znnpy.planner.plan import Sums
@@ -30,6 +31,7 @@ class WindowTiling(GraphTiling):
 
     windows: WindowCover
     sums: Sums
+    device: DeviceKind = "cpu"
 
     @property
     def output(self) -> Vec3:
@@ -60,11 +62,13 @@ class WindowTiling(GraphTiling):
 
     @property
     def carries(self) -> int:
-        return sums_bytes(self.windows, self.sums, self.maps)
+        return sums_bytes(self.windows, self.sums, self.maps + (self.device == "gpu"))  # there weights are a map
 
-    def memory(self, operations: Sequence[Operation], footprints: Sequence[Footprint], arena: int) -> StageMemory:
+    def memory(
+        self, operations: Sequence[Operation], footprints: Sequence[Footprint], arena: int, device: DeviceKind
+    ) -> StageMemory:
         """Return what operations take; each member of an ensemble has weights of its own."""
-        stage = super().memory(operations, footprints, arena)
+        stage = super().memory(operations, footprints, arena, device)
         members = self.graph.network.members
         return stage if members == 1 else replace(stage, weights=members * stage.weights)
 
@@ -81,7 +85,12 @@ def sums_bytes(cover: WindowCover, sums: Sums, maps: int) -> int:
 
 
 def window_tilings(
-    network: Network, area: Area, precision: Precision, sums: str, graph: Callable[[int], TurnedGraph]
+    network: Network,
+    area: Area,
+    precision: Precision,
+    sums: str,
+    graph: Callable[[int], TurnedGraph],
+    device: DeviceKind = "cpu",
 ) -> Iterator[WindowTiling]:
     """Yield the orders of windows to try, with sums of one dtype."""
     assert network.windows is not None, "networks that are computed in windows have it"
@@ -98,4 +107,4 @@ def window_tilings(
         for parts in PARTS:
             if parts <= one.most_parts:
                 cut = WindowCover(windows, area.volume, area.region, axis, parts)
-                yield WindowTiling(inner, cut, Sums("float16" if sums == "float16" else "float32", parts))
+                yield WindowTiling(inner, cut, Sums("float16" if sums == "float16" else "float32", parts), device)

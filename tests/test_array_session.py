@@ -1,7 +1,9 @@
-"""One session for many arrays: planned and prepared once, the same bits as calling the network on each."""
+"""One session for many arrays: planned and prepared once a shape, the same bits as calling the network on each."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,10 @@ import numpy as np
 import pytest
 
 import znnpy
+from tests.support.emulated_gpus import EmulatedGpus
+from tests.support.emulator import needs_compiler
 from tests.support.odd_networks import NETWORKS, ODDER, assert_dense, definition, some_volume, trained
-from znnpy.errors import PlanFileError, ShapeError, VolumeError
+from znnpy.errors import PlanFileError, ShapeError, VolumeError, VramError
 from znnpy.machine import process_bytes
 from znnpy.network import Network
 from znnpy.option_values import Border
@@ -183,3 +187,143 @@ def test_progress_is_reported_for_every_array() -> None:
             events.clear()
             run(array, progress=events.append)
             assert events[-1].voxels_done == events[-1].voxels > 0
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """Return the sizes of outputs that sessions were prepared for, which grows."""
+    sizes: list[tuple[int, int, int]] = []
+    enter = Session.__enter__
+
+    def counting(session: Session) -> Session:
+        sizes.append(session.plan.output)
+        return enter(session)
+
+    monkeypatch.setattr(Session, "__enter__", counting)
+    return sizes
+
+
+SHAPES = ((12, 13, 14), (20, 11, 16), (9, 9, 31))
+
+
+def of_shapes(seed: int = 0) -> list[np.ndarray[Any, Any]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 256, shape, np.uint8) for shape in SHAPES]
+
+
+def test_session_for_any_shape_prepares_each_shape_once(prepared: list[tuple[int, int, int]]) -> None:
+    net = trained(NETWORKS[0])
+    with net.session(dtype=np.uint8, threads=2, device="cpu") as run:
+        assert prepared == []
+        plans = []
+        for seed in range(2):
+            for array in of_shapes(seed):
+                found = run(array)
+                plans.append(run.plan)
+                assert found.shape == run.output_shape_of(array.shape)
+                assert run.places_of(array.shape)[0].size == found.shape[1:]
+                assert_dense(found, definition(net, array[None]))
+    assert prepared == [net.network.dense_size(shape) for shape in SHAPES]
+    assert plans[:3] == plans[3:]
+    with pytest.raises(ValueError, match="the session is not open"):
+        run(of_shapes()[0])
+    with run:
+        np.testing.assert_array_equal(run(of_shapes()[0]), net(of_shapes()[0], plan=plans[0], device="cpu"))
+
+
+def test_session_for_any_shape_has_no_shape_of_its_own() -> None:
+    with trained(NETWORKS[0]).session(threads=1, device="cpu") as run:
+        for ask in (lambda: run.output_shape, lambda: run.places):
+            with pytest.raises(ValueError, match=r"any shape; give one to `output_shape_of` or `places_of`"):
+                ask()
+        with pytest.raises(ValueError, match="none has come yet: call it first"):
+            _ = run.plan
+        with pytest.raises(ValueError, match=r"^shape is \(z, y, x\)"):
+            run.output_shape_of((3, -1, 4))
+        with pytest.raises(ShapeError, match="field of view"):
+            run(np.zeros((3, 30, 30), np.float32))
+
+
+def test_shape_that_was_not_used_for_longest_is_released_first(
+    monkeypatch: pytest.MonkeyPatch, prepared: list[tuple[int, int, int]]
+) -> None:
+    monkeypatch.setattr("znnpy.array_session.MOST_SHAPES", 2)
+    net, (a, b, c) = trained(NETWORKS[0]), of_shapes()
+    with net.session(dtype=np.uint8, threads=1, device="cpu") as run:
+        for array in (a, b, a, c, a, b):
+            run(array)
+    assert prepared == [net.network.dense_size(one.shape) for one in (a, b, c, b)]
+
+
+def test_shapes_that_do_not_fit_together_are_released(
+    monkeypatch: pytest.MonkeyPatch, prepared: list[tuple[int, int, int]]
+) -> None:
+    monkeypatch.setattr("znnpy.array_session._comes", lambda plan, held: plan.limits.ram_bytes)
+    net, (a, b, _) = trained(NETWORKS[0]), of_shapes()
+    with net.session(dtype=np.uint8, threads=1, device="cpu") as run:
+        for array in (a, a, b, b, a):
+            run(array)
+    assert prepared == [net.network.dense_size(one.shape) for one in (a, b, a)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak of one process is known on Linux only")
+def test_process_keeps_to_its_limit_with_arrays_of_many_shapes() -> None:
+    program = (
+        "import numpy, znnpy\n"
+        "from znnpy.machine import peak_bytes, process_bytes\n"
+        "net = znnpy.load_network('fib25_boundary')\n"
+        "sizes = [(40, 44, 48), (64, 40, 40), (36, 70, 50), (50, 50, 50), (33, 80, 41), (60, 60, 36)]\n"
+        "arrays = [numpy.ones(size, numpy.uint8) for size in sizes]\n"
+        "ram = process_bytes() + 80 * 2**20\n"
+        "with net.session(dtype='uint8', ram=ram, threads=2, device='cpu') as run:\n"
+        "    for array in arrays + arrays[::-1]:\n"
+        "        run(array)\n"
+        "    kept = len(run._kept)\n"
+        "print(ram, peak_bytes(), kept)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    ram, peak, kept = map(int, done.stdout.split())
+    assert peak <= ram
+    assert 1 < kept < 6
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_gpu_keeps_the_latest_shape(emulated_gpus: EmulatedGpus, prepared: list[tuple[int, int, int]]) -> None:
+    emulated_gpus.use()
+    net, (a, b, _) = trained(NETWORKS[0]), of_shapes()
+    with net.session(dtype=np.uint8, threads=1) as run:
+        found = [run(array) for array in (a, a, b, a)]
+        assert run.plan.device == "gpu"
+    assert len(prepared) == 3
+    np.testing.assert_array_equal(found[0], found[3])
+    np.testing.assert_allclose(found[2], net(b, device="cpu"), atol=1e-5)
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_session_plans_anew_where_the_gpu_refuses_memory(
+    emulated_gpus: EmulatedGpus, prepared: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulated_gpus.use()
+    net, (a, _, _) = trained(NETWORKS[0]), of_shapes()
+    submit, refused = Session.submit, list[object]()
+
+    def refusing(*given: Any, **arguments: Any) -> Any:
+        if not refused:
+            refused.append(None)
+            raise VramError("memory was refused")
+        return submit(*given, **arguments)
+
+    with net.session(a.shape, dtype=np.uint8, threads=1) as run:
+        before = run.plan.limits.vram_bytes
+        monkeypatch.setattr(Session, "submit", refusing)
+        found = run(a)
+        after = run.plan.limits.vram_bytes
+        np.testing.assert_array_equal(found, run(a))
+    assert before is not None
+    assert after is not None
+    assert after < before
+    assert len(prepared) == 2
+    np.testing.assert_allclose(found, net(a, device="cpu"), atol=1e-5)

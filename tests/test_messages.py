@@ -60,11 +60,12 @@ NAMED_THERE = {
     "cli.py",
     "plot_commands.py",
     "import_command.py",
+    "page_commands.py",
     "command_options.py",
     "command_runtime.py",
     "messages.py",
 }  # modules of the command line
-COMPILERS = {"kernel_source.py"}  # options of CUDA's compiler
+PROGRAMS = {"kernel_source.py", "browser.py"}  # options of CUDA's compiler, and of Chromium
 
 
 def literals(module: Path) -> Iterator[tuple[int, str]]:
@@ -90,7 +91,7 @@ def test_messages_write_options_only_through_option(repository: Path) -> None:
     for folder in ("znnpy", "kernels", "planner"):
         for module in sorted((repository / folder).rglob("*.py")):
             inner = module.relative_to(repository / folder).parts
-            if inner[0] in ("kernels", "planner") or module.name in NAMED_THERE | COMPILERS:
+            if inner[0] in ("kernels", "planner") or module.name in NAMED_THERE | PROGRAMS:
                 continue  # links for tools
             texts = [(line, command.sub("", text)) for line, text in literals(module)]
             found += [f"{module}:{line}: {text}" for line, text in texts if re.search(r"--[a-z]", text)]

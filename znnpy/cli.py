@@ -8,9 +8,6 @@ kernels when numpy is loaded.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -30,32 +27,21 @@ from znnpy.command_runtime import (
     print_table,
     quiet,
 )
-from znnpy.errors import OutputError, ResumeError, ZnnpyError
+from znnpy.errors import OutputError
 from znnpy.files import Inputs, regular_file, write_asked
 from znnpy.import_command import import_model
-from znnpy.machine import processor
-from znnpy.network_files import read_asked, read_ensemble, read_network
-from znnpy.nnunet.names import label_path, model_of, unfinished
+from znnpy.network_files import read_asked, read_network
 from znnpy.option_declarations import option
 from znnpy.options import DemoOptions, InferOptions, InfoOptions, MeasureOptions, PlanOptions, VerifyOptions
+from znnpy.page_commands import page_file, report, view
 from znnpy.plot_commands import graph, timeline
+from znnpy.resumed_kernels import request_begun_kernels
 from znnpy.shapes import text
 from znnpy.shared_options import PlanningOptions
 from znnpy.stopping import working
-from znnpy.volume.journal import default_output, journal_path, read_header
-from znnpy.volume.location import Location, path_of, volume_location
+from znnpy.volume.location import Location, path_of
 
 FIXED_BY_PLAN = ("ram", "threads", "patch", "only", "cover", "vram", "precision", "costs")  # options that a plan fixes
-
-_X86 = (
-    "Atom Barcelona Bobcat Bulldozer Cooperlake Core2 Dunnington Excavator Haswell Nano Nehalem Opteron Opteron_SSE3 "
-    "Penryn Piledriver Prescott Sandybridge SapphireRapids SkylakeX Steamroller Zen"
-)
-_ARM = (
-    "a64fx armv8 armv8sve armv9sme cortexa53 cortexa55 cortexa57 cortexa72 cortexa73 emag8180 falkor neoversen1 "
-    "neoversen2 neoversev1 thunderx thunderx2t99 thunderx3t110 tsv110 vortex vortexm4"
-)
-OPENBLAS_KERNELS = frozenset(_X86.split() + _ARM.split())  # legal values of OPENBLAS_CORETYPE
 
 
 @click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -67,6 +53,8 @@ def main() -> None:
 main.add_command(graph)
 main.add_command(import_model)
 main.add_command(timeline)
+main.add_command(report)
+main.add_command(view)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +63,8 @@ class PlanCommand(PlanOptions):
 
     out: Path | None = option(None, "write the plan here, for `znnpy infer --plan`", "new path")
     plot: Path | None = option(None, "draw the predicted speed against the memory limit here, NAME.png", "new path")
-    overwrite: bool = option(False, "replace the files given as --out and --plot", "flag")
+    report: Path | None = option(None, "write a page with pictures of the plan here, NAME.html", "new path")
+    overwrite: bool = option(False, "replace the files given as --out, --plot and --report", "flag")
     why: bool = option(False, "list every primitive for every layer, with its time and why it was not chosen", "flag")
     as_json: bool = option(False, "print one JSON document")
 
@@ -87,7 +76,7 @@ def plan(asked: PlanCommand) -> None:
     A plan says how the volume is cut, and which method computes each layer. NETWORK is a file, or the name of a network
     that ships with znnpy. Without --volume or --shape, a volume of 1024^3 is assumed.
     """
-    out, plot = asked.out, asked.plot
+    out, plot, report = asked.out, asked.plot, asked.report
     if asked.volume is not None and asked.shape is not None:
         raise click.UsageError("--volume and --shape both give a size: give one of them")
     parts = {
@@ -102,8 +91,8 @@ def plan(asked: PlanCommand) -> None:
             raise click.UsageError(f"--{name} is a part of a volume: give --volume too")
     if asked.mask is not None and asked.volume is None:
         raise click.UsageError("--mask lies on a volume: give --volume too")
-    if asked.overwrite and out is None and plot is None:
-        raise click.UsageError("--overwrite replaces the files given as --out and --plot: give one of them too")
+    if asked.overwrite and (out, plot, report) == (None, None, None):
+        raise click.UsageError("--overwrite replaces the files given as --out, --plot and --report: give one of them")
     runs = _check_what_runs(asked)
     _check_primitives(asked)
     import znnpy.planning
@@ -127,6 +116,7 @@ def plan(asked: PlanCommand) -> None:
     }
     target = None if out is None else regular_file(out, asked.overwrite, inputs=read)
     drawn = None if plot is None else _picture_file(plot, asked.overwrite, read)
+    page = None if report is None else page_file(report, asked.overwrite, "report", read)
     notes: list[str] = []
     rows: list[Considered] = []
     found: list[Point] = []
@@ -145,6 +135,11 @@ def plan(asked: PlanCommand) -> None:
 
             title = f"{chosen.network_name}, {text(chosen.output)} output voxels"
             draw(drawn, title, chosen, found, overwrite=asked.overwrite)
+        if page is not None:
+            from znnpy.pages.plan_page import plan_page
+
+            made = plan_page(chosen, file.network, machine_of(chosen, machine_file), asked, notes)
+            write_asked(page, made, "report", overwrite=asked.overwrite)
     if asked.as_json:
         predicted = {"seconds": chosen.seconds, "voxels_per_second": chosen.voxels_per_second}
         promised = {"peak_bytes": chosen.memory.peak, "vram_bytes": chosen.memory.vram}
@@ -204,6 +199,9 @@ def _picture_file(path: Path, overwrite: bool, inputs: Inputs) -> Path:
 class InferCommand(InferOptions):
     """The options of the command `infer`."""
 
+    dry_run: bool = option(
+        False, "compute nothing: print the plan, the size of the output, the free disk, and the time", "flag"
+    )
     as_json: bool = option(False, "print one JSON document")
 
 
@@ -222,15 +220,16 @@ def infer(asked: InferCommand) -> None:
     for name, is_given in {**fixed, **others}.items():
         if asked.plan is not None and is_given:
             raise click.UsageError(f"--{name} is fixed by the plan: omit it, or omit --plan")
+    if asked.dry_run and (asked.cluster or asked.part or asked.finish):
+        raise click.UsageError("--dry-run is of a run by this process: omit --cluster, --part and --finish")
     if out is None and not Location.of(volume).name:
         raise click.UsageError(f"cannot derive an output name from {volume!r}: give --out")
     if asked.resume:
-        place = _begun_place(asked, volume, out)
-        if place.is_local:
-            _request_same_kernels(_begun_here(place.path))
-        else:
-            _request_same_kernels(_begun_in_bucket(place))
+        request_begun_kernels(asked, volume, out)
     _check_primitives(asked)
+    if asked.dry_run:
+        _print_dry_run(asked)
+        return
     import znnpy.inference
     from znnpy.progress import show
 
@@ -240,6 +239,21 @@ def infer(asked: InferCommand) -> None:
         print_json(report.as_json())
     else:
         print_lines(report.lines())
+
+
+def _print_dry_run(asked: InferCommand) -> None:
+    """Print what a run would do."""
+    from znnpy.dry_run import dry_run
+    from znnpy.report.plan_text import plan_renderable
+
+    with working():
+        found = dry_run(asked)
+    if asked.as_json:
+        print_json(found.as_json())
+        return
+    if found.plan is not None:
+        print_table(plan_renderable(found.plan, found.network, None))
+    print_lines(found.lines())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -396,52 +410,3 @@ def _check_primitives(asked: PlanningOptions) -> None:
         devices_asked(asked)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-
-
-def _request_same_kernels(begun: tuple[str, str] | None) -> None:
-    """Make BLAS run the kernels that the run to be resumed began with: they decide the last bits of its output.
-
-    On another processor none are requested, since kernels that it cannot run would kill the process; the run is refused
-    later.
-
-    begun  processor and BLAS kernels that the run began with; None if there is none
-    """
-    if begun is None or begun[0] != processor():
-        return
-    library, _, kernels = begun[1].partition(" ")
-    if library == "openblas" and kernels in OPENBLAS_KERNELS:
-        os.environ["OPENBLAS_CORETYPE"] = kernels
-
-
-def _begun_place(asked: InferOptions, volume: str, out: str | None) -> Location:
-    """Return the place of the output that the run to be resumed began."""
-    if (model := model_of(asked.network)) is not None:
-        return Location(str(unfinished(label_path(volume, out, model))))
-    if out is not None:
-        return Location.of(out)
-    return Location(str(default_output(volume_location(volume), read_ensemble(asked.network).network.name)))
-
-
-def _begun_in_bucket(place: Location) -> tuple[str, str] | None:
-    """Return processor and BLAS kernels of the run that wrote to a bucket, read by another process.
-
-    The package that reads buckets loads numpy, and this process must not before the kernels are requested.
-    """
-    program = "import sys; from znnpy.volume.bucket_journal import print_kernels; print_kernels(sys.argv[1])"
-    done = subprocess.run([sys.executable, "-c", program, str(place)], capture_output=True, text=True, check=False)
-    lines = done.stdout.splitlines()
-    return (lines[0], lines[1]) if done.returncode == 0 and len(lines) == 2 else None  # the run itself says what fails
-
-
-def _begun_here(out: Path) -> tuple[str, str] | None:
-    """Return processor and BLAS kernels of the run that wrote an output; None if there is none."""
-    try:
-        header = read_header(out)
-    except ZnnpyError:  # some of them are OSErrors too
-        raise
-    except OSError as error:
-        raise ResumeError(
-            f"cannot read the journal {journal_path(out)}: {error.strerror}, so it is not known what is finished; "
-            "make it a readable file or move it away, or give another --out"
-        ) from error
-    return None if header is None else (header.settings["processor"], header.blas)

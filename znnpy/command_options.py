@@ -172,12 +172,13 @@ class _NewPath(click.Path):
 FILE = click.Path(path_type=Path)
 NEW_FILE = _NewPath()
 VOXELS = _Read("voxels", _voxels)
+PLACE = _Read("place", _place)
 _TYPES: dict[str, ParamType] = {
     "text": click.STRING,
     "names": click.STRING,
     "path": FILE,
     "new path": NEW_FILE,
-    "place": _Read("place", _place),
+    "place": PLACE,
     "new place": _Read("place", _new_place),
     "size": _Read("size", _size),
     "voxels": VOXELS,

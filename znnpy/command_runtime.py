@@ -12,24 +12,30 @@ import json
 import logging
 import os
 import re
+import shlex
 import signal
 import sys
 import textwrap
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
 from typing import Any, TextIO
 
 import click
 from rich.console import Console, RenderableType
 from rich.segment import Segment, Segments
 
+import znnpy
+from znnpy.config_file import read_config
 from znnpy.errors import OutputError, ThreadError, ZnnpyError
+from znnpy.log_file import LogFile, is_progress
 from znnpy.messages import excerpt, one_line, speaking_to_command_line
 from znnpy.stopping import INTERRUPTED, SENTENCES, TERMINATED, Terminated
 
 PIPED_WIDTH = 120  # columns of a table that goes to a file
 QUIET = "znnpy.quiet"  # key in the context of a command: whether it prints errors only
+WORDS = "znnpy.words"  # the words that it was called with
 PLAIN = "znnpy.plain"  # how standard streams treat a character that their encoding lacks
 SECTIONS = {  # of a long help page: the parameters in each; all others come last
     "Input": (
@@ -39,7 +45,7 @@ SECTIONS = {  # of a long help page: the parameters in each; all others come las
     "Output": ("out", "output_dtype", "overwrite", "resume", "plot"),
     "Limits": ("ram", "vram", "threads"),
     "Devices": ("device", "gpus", "precision", "mode"),
-    "Plan": ("plan", "cover", "patch", "depth_first", "only", "why"),
+    "Plan": ("plan", "cover", "patch", "depth_first", "only", "why", "dry_run"),
     "Measured speeds": ("calibrate", "costs", "machine", "rigor", "time_limit"),
 }
 SIMILAR = {"µ": "u", "×": "x", "…": "...", "–": "-", "·": ".", "²": "2", "³": "3", "θ": "theta"}
@@ -107,12 +113,31 @@ class Command(PrintingCommand):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self.params.append(click.Option(["--debug"], is_flag=True, help="Show the traceback of an error."))
+        self.params += [
+            click.Option(
+                ["--config"],
+                type=click.Path(path_type=Path),
+                metavar="FILE",
+                is_eager=True,
+                expose_value=False,
+                callback=read_config,
+                help="Read options from a YAML file, a line `ram: 16G` for each; those that are given here win.",
+            ),
+            click.Option(
+                ["--log"],
+                type=click.Path(path_type=Path),
+                metavar="FILE",
+                help="Append what --verbose tells, and the progress once a minute, to a file.",
+            ),
+            click.Option(["--debug"], is_flag=True, help="Show the traceback of an error."),
+        ]
 
     def make_context(self, info_name: str | None, args: list[str], *rest: Any, **settings: Any) -> click.Context:
-        as_json = "--json" in args
+        as_json, words = "--json" in args, shlex.join([str(info_name), *args])
         try:
-            return super().make_context(info_name, args, *rest, **settings)
+            context = super().make_context(info_name, args, *rest, **settings)
+            context.meta[WORDS] = words
+            return context
         except click.UsageError as error:
             _print_error(error.format_message(), as_json)
             raise
@@ -120,10 +145,14 @@ class Command(PrintingCommand):
     def invoke(self, ctx: click.Context) -> None:
         debug, as_json = ctx.params.pop("debug"), bool(ctx.params.get("as_json"))
         ctx.meta[QUIET], verbose = ctx.params.pop("quiet", False), ctx.params.pop("verbose", False)
+        path: Path | None = ctx.params.pop("log")
+        log: LogFile | None = None
         try:
             if quiet() and verbose:
                 raise click.UsageError("--quiet prints less and --verbose more: give one of them")
-            with _logging(verbose):
+            if path is not None:
+                log = ctx.with_resource(closing(LogFile(path, f"znnpy {znnpy.__version__}: {ctx.meta[WORDS]}")))
+            with _logging(verbose, log):
                 super().invoke(ctx)
             return
         except click.UsageError as error:
@@ -140,6 +169,8 @@ class Command(PrintingCommand):
         if debug:
             traceback.print_exception(expected)
         message, code = self._explain(expected)
+        if log is not None:
+            log.say(message)
         with suppress(OSError):  # if this fails too, the exit code alone reports the error
             click.echo(wrapped(message, sys.stderr), file=sys.stderr)
         _print_error(message.removeprefix("Error: "), as_json)
@@ -248,17 +279,25 @@ class _OnStderr(logging.Handler):
 
 
 @contextmanager
-def _logging(verbose: bool) -> Iterator[None]:
-    """Send znnpy's log to stderr in this block: each phase of the work if `verbose`, only errors when quiet."""
+def _logging(verbose: bool, file: LogFile | None) -> Iterator[None]:
+    """Send znnpy's log to stderr in this block: each phase of the work if `verbose`, only errors when quiet.
+
+    file  also gets every phase, and the progress; None: there is none
+    """
     log = logging.getLogger("znnpy")
     handler, level = _OnStderr(), log.level
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s" if verbose else "%(message)s", "%H:%M:%S"))
-    log.addHandler(handler)
-    log.setLevel(logging.INFO if verbose else logging.ERROR if quiet() else logging.WARNING)
+    handler.setLevel(logging.INFO if verbose else logging.ERROR if quiet() else logging.WARNING)
+    handler.addFilter(lambda record: not is_progress(record))
+    handlers: list[logging.Handler] = [handler] if file is None else [handler, file]
+    for one in handlers:
+        log.addHandler(one)
+    log.setLevel(min(one.level for one in handlers))
     try:
         yield
     finally:
-        log.removeHandler(handler)
+        for one in handlers:
+            log.removeHandler(one)
         log.setLevel(level)
 
 

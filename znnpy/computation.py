@@ -32,7 +32,7 @@ from znnpy.run.masked import MaskedOutput
 from znnpy.run.preparing import Preparing
 from znnpy.run.resume import check_options, device_begun, limits_taken, plan_begun, smaller_plan_begun
 from znnpy.run.target import OpenTarget, Targets, check_here
-from znnpy.run.trace import Trace
+from znnpy.run.trace import Spans, Trace
 from znnpy.run.workers import Sessions, sessions_of, workers_of
 from znnpy.run_log import log_phase
 from znnpy.self_check import CheckedOutput
@@ -95,17 +95,35 @@ def trace_at(path: str | Path | None, overwrite: bool, output: Path | Location) 
 
 def planned(run: OpenedRun, output: RunOutput) -> RunPlan:
     """Return the plan by which a run would be computed here; errors are those of `znnpy.plan`."""
+    with _with_plan(Computation(run, output, None, None, 0.0)) as (_, plan):
+        return plan
+
+
+def foreseen(run: OpenedRun, output: RunOutput) -> tuple[RunPlan, Transfers | None]:
+    """Return the plan that a run into an output would take, and what is measured of its reading and writing, if it is.
+
+    Errors are those of the run before it begins.
+    """
     computation = Computation(run, output, None, None, 0.0)
-    devices = replace(run.named.devices, device=computation.meant(run.named.devices.device))
-    with Targets(devices, run.named.costs) as targets:
+    with _with_plan(computation) as (target, plan):
+        return computation.suited(target, plan)
+
+
+@contextmanager
+def _with_plan(computation: Computation) -> Iterator[tuple[OpenTarget, RunPlan]]:
+    """Open the first target that has a plan for a computation."""
+    named = computation.run.named
+    devices = replace(named.devices, device=computation.meant(named.devices.device))
+    with Targets(devices, named.costs) as targets:
         for target in targets:
             with targets.attempt():
-                return computation.plan(target)
-    raise AssertionError("the last target either has a plan or raises an error")
+                plan = computation.plan(target)
+                break
+        yield target, plan
 
 
 def computed(
-    run: OpenedRun, output: RunOutput, trace: Trace | None, started: float, *, in_order: bool = False
+    run: OpenedRun, output: RunOutput, trace: Spans | None, started: float, *, in_order: bool = False
 ) -> Computed:
     """Compute a run into an output that was entered.
 
@@ -118,17 +136,9 @@ def computed(
         if asked.paranoid:  # an object of the caller's is read by one thread at a time, so it is opened once
             watched = opened if isinstance(opened, SliceVolume) else stack.enter_context(run.reopened())
         computation = Computation(run, output, watched, trace, started, in_order)
-        devices = replace(run.named.devices, device=computation.meant(run.named.devices.device))
-        with Targets(devices, run.named.costs) as targets:
-            for target in targets:
-                with targets.attempt():
-                    chosen = computation.plan(target)
-                    break
+        with _with_plan(computation) as (target, made):
             opened.expect(run.source.needed)
-            transfers = None
-            if asked.calibrate and worth_measuring(chosen, run.trained.network, run.source):
-                transfers = transfers_of(chosen, run.trained.network, run.source, output.folder)
-                chosen, transfers = computation.suited(target, chosen, transfers)
+            chosen, transfers = computation.suited(target, made)
             above = target.above_memory(chosen.limits)
             for sentence in above:
                 _log.warning("%s", sentence)
@@ -143,7 +153,7 @@ class Computation:
     run: OpenedRun
     output: RunOutput
     watched: Volume | None  # opened once more, where patches are held against the definition
-    trace: Trace | None
+    trace: Spans | None
     started: float  # by `time.perf_counter()`
     in_order: bool = False  # patches are written in their order
     tally: Tally = field(default_factory=Tally)  # of what is written
@@ -228,16 +238,22 @@ class Computation:
         self._keep_chunks(made, target)
         return made
 
-    def suited(self, target: OpenTarget, plan: RunPlan, transfers: Transfers) -> tuple[RunPlan, Transfers]:
-        """Return a plan with wider columns where reading takes longer than computing, unless the plan is fixed."""
-        asked = self.asked
+    def suited(self, target: OpenTarget, plan: RunPlan) -> tuple[RunPlan, Transfers | None]:
+        """Return a plan with wider columns where reading takes longer than computing, unless the plan is fixed.
+
+        How fast the volume is read and the output is written is measured where the run is long, and returned too.
+        """
+        asked, network = self.asked, self.trained.network
+        if not (asked.calibrate and worth_measuring(plan, network, self.source)):
+            return plan, None
+        transfers = transfers_of(plan, network, self.source, self.output.folder)
         if not self.plans or asked.patch is not None or asked.cover == "patches" or self.run.wanted is not None:
             return plan, transfers
 
         def planned(patch: Vec3) -> RunPlan:
             return choose(replace(asked, patch=patch), self.work, target)
 
-        return suited_plan(plan, transfers, self.trained.network, self.source, planned)
+        return suited_plan(plan, transfers, network, self.source, planned)
 
     def _keep_chunks(self, plan: RunPlan, target: OpenTarget) -> None:
         """Keep chunks for the next step in what a plan that was made before leaves of its memory limit."""

@@ -72,7 +72,7 @@ class Predict(GenericPredict):  # type: ignore[misc]
         behind = [n // 2 if self._slides else 0 for n in seen] if context is None else context
         self._before, self._behind = Coordinate(before), Coordinate(behind)
         self._run: ArraySession | None = None
-        self._opened: tuple[tuple[int, ...], Any] = ((), None)
+        self._opened: Any = None  # the dtype that the session is for
 
     def _number(self, which: int | str) -> int:
         """Return the number of an output; ValueError if there is none."""
@@ -139,14 +139,14 @@ class Predict(GenericPredict):  # type: ignore[misc]
                 "channels, z, y, x)"
             )
         volumes = data if data.ndim == 5 else data[None]
-        run = self._session(volumes.shape[1:], volumes.dtype)
+        run = self._session(volumes.dtype)
         found = np.stack([run(np.ascontiguousarray(one)) for one in volumes])
         found = found if data.ndim == 5 else found[0]
-        ends = np.cumsum([0, *run.output_maps]).tolist()
+        ends, places = np.cumsum([0, *run.output_maps]).tolist(), run.places_of(volumes.shape[1:])
         for key, number in self._numbers.items():
             if key in request:
                 maps = found[..., ends[number] : ends[number + 1], :, :, :]
-                batch.arrays[key] = self._array(key, maps, run.places[number], given.spec).crop(request[key].roi)
+                batch.arrays[key] = self._array(key, maps, places[number], given.spec).crop(request[key].roi)
 
     def _array(self, key: ArrayKey, maps: npt.NDArray[Any], place: Predicted, of_input: ArraySpec) -> Array:
         """Return an output with its place in the world."""
@@ -161,12 +161,12 @@ class Predict(GenericPredict):  # type: ignore[misc]
         spec.roi = Roi(begin, spec.voxel_size * Coordinate(maps.shape[-3:]))
         return Array(maps, spec)
 
-    def _session(self, shape: tuple[int, ...], dtype: Any) -> ArraySession:
-        """Return the session for arrays of a shape, planned and prepared once."""
-        if self._run is None or self._opened != (shape, dtype):
+    def _session(self, dtype: Any) -> ArraySession:
+        """Return the session for arrays of a dtype, which plans and prepares once for each shape."""
+        if self._run is None or self._opened != dtype:
             self.stop()
-            self._run = self._net.session(shape, dtype=dtype, **self._options).__enter__()
-            self._opened = shape, dtype
+            self._run = self._net.session(dtype=dtype, **self._options).__enter__()
+            self._opened = dtype
         return self._run
 
     def stop(self) -> None:

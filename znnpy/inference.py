@@ -17,6 +17,7 @@ from znnpy.opened_run import OpenedRun, named_run, opened_run
 from znnpy.option_declarations import function_of
 from znnpy.options import InferOptions
 from znnpy.planner.run_plan import RunPlan
+from znnpy.recording import recorder_of
 from znnpy.report.run_report import Report
 from znnpy.run.masked import MaskedColumns, work_items
 from znnpy.run.masked_windows import MaskedWindows
@@ -24,6 +25,7 @@ from znnpy.run.resume import (
     plan_finished,
     statistics_kept,
 )
+from znnpy.run.trace import Spans
 from znnpy.run_log import log_phase
 from znnpy.run_warnings import half_missing, slower_here
 from znnpy.units import human_seconds
@@ -78,8 +80,14 @@ def _infer_here(asked: InferOptions) -> Report:
     started, earlier = time.perf_counter(), peak_bytes()
     named = named_run(asked)
     destination = named.destination
+    recorder = recorder_of(asked, destination)
+    if recorder is not None:
+        named = replace(named, asked=replace(asked, progress=recorder.progress(asked.progress)))
     with ExitStack() as stack:
-        traced = stack.enter_context(trace_at(asked.trace, asked.overwrite, destination))
+        traced: Spans | None = stack.enter_context(trace_at(asked.trace, asked.overwrite, destination))
+        if recorder is not None:
+            stack.enter_context(recorder.watching_memory())
+            traced = recorder.tracing(traced)
         needs = named.trained.network.statistics is not None and asked.resume
         run = stack.enter_context(opened_run(named, statistics_kept(destination) if needs else None))
         for doubt in run.doubts:
@@ -87,7 +95,10 @@ def _infer_here(asked: InferOptions) -> Report:
         output = stack.enter_context(run.output())
         if output.finished:
             made = plan_finished(destination, output.attributes.get("plan"))
-            return _report(run, started, made, this_machine(), doubts=run.doubts)
+            report = _report(run, started, made, this_machine(), doubts=run.doubts)
+            if recorder is not None:
+                recorder.write(report, this_machine(), run.trained.network, run.job)
+            return report
         result = computed(run, output, traced, started)
     done, chunks = result.done, run.volume.chunks
     doubts = (*run.doubts, *result.above, *half_missing(chunks))
@@ -100,6 +111,8 @@ def _infer_here(asked: InferOptions) -> Report:
         inside = roi_text(run.region, run.volume.size) or "the whole volume"
         report = replace(report, region=f"{inside} in voxels, from {asked.roi}")
     report = replace(report, earlier_peak_bytes=earlier, transfers=result.transfers, rewritten=output.rewritten)
+    if recorder is not None:
+        recorder.write(report, result.target.machine, run.trained.network, run.job)
     for sentence in report.above_limit:
         _log.warning("%s", sentence)
     log_phase("finished", f"{destination}: {report.computed:,} voxels in {human_seconds(report.seconds)}")

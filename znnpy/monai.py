@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -13,13 +12,14 @@ from znnpy.errors import MissingExtraError, ShapeError, VolumeError
 from znnpy.extras import install
 from znnpy.messages import excerpt
 from znnpy.option_values import Blend
-from znnpy.shapes import Precision, Vec3
-from znnpy.torch_modules import CompiledModule, compile
+from znnpy.shapes import Precision
 
 try:
     import torch
     from monai.inferers import Inferer
     from monai.utils import convert_to_dst_type, fall_back_tuple
+
+    from znnpy.torch import ModuleRunner
 except ImportError:
     raise MissingExtraError(f"znnpy.monai needs MONAI and PyTorch; `{install('monai')}`") from None
 
@@ -48,6 +48,8 @@ class ZnnpyInferer(Inferer):  # type: ignore[misc]
     ram           memory limit of the process, in bytes or as "16G"; None: 3/4 of the machine's memory
     threads       that compute; None: one for each core
     precision     "fp32" | "bf16x2" | "bf16"; None: "fp32"
+
+    What is prepared for a module stays in memory for the next inputs, until the module or the inferer is gone.
 
     ValueError for values that arguments cannot have; TypeError for further arguments of SlidingWindowInferer, which
     would change nothing.
@@ -96,7 +98,7 @@ class ZnnpyInferer(Inferer):  # type: ignore[misc]
             "precision": precision,
             "device": "cpu",
         }
-        self._networks: WeakKeyDictionary[Any, tuple[Any, CompiledModule]] = WeakKeyDictionary()
+        self._runners: WeakKeyDictionary[Any, ModuleRunner] = WeakKeyDictionary()  # by module
 
     def __call__(self, inputs: torch.Tensor, network: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return what a module gives for a batch of volumes: on the device of the inputs, and of their type.
@@ -124,36 +126,15 @@ class ZnnpyInferer(Inferer):  # type: ignore[misc]
                 "channels, z, y, x)"
             )
         z, y, x = fall_back_tuple(self.roi_size, tuple(inputs.shape[2:]))
-        window = (z, y, x)
-        net = self._converted(network, inputs.shape[1], window).network
-        volumes = inputs.detach().to("cpu", torch.float32).contiguous().numpy()
-        with net.session(volumes.shape[1:], window=window, **self.options) as run:
-            found = np.empty((len(volumes), *run.output_shape), np.float32)
-            for volume, out in zip(volumes, found, strict=True):
-                run(volume, out=out)
-        return cast(torch.Tensor, convert_to_dst_type(torch.from_numpy(found), inputs)[0])
-
-    def _converted(self, module: torch.nn.Module, channels: int, window: Vec3) -> CompiledModule:
-        """Return a module as a network, read anew only if its values, or the mode of a part, are others."""
-        state = _digest(module), tuple(part.training for part in module.modules())
-        known = self._networks.get(module)
-        if known is not None and known[0] == state:
-            return known[1]
-        made = compile(module, torch.empty((1, channels, *window), device="meta"))
-        if made.words != ("0",):
+        runner = self._runners.get(network)
+        if runner is None:
+            runner = self._runners[network] = ModuleRunner("refuse", self.options)
+        example = torch.empty((1, inputs.shape[1], z, y, x), device="meta")
+        words = runner.read(network, example).words
+        if words != ("0",):
             raise ShapeError(
-                f"{type(module).__name__} gives {excerpt(', '.join(made.words), 60)}, and the inferer returns one "
-                "tensor; give a module that returns one, without deep supervision"
+                f"{type(network).__name__} gives {excerpt(', '.join(words), 60)}, and the inferer returns one tensor; "
+                "give a module that returns one, without deep supervision"
             )
-        self._networks[module] = state, made
-        return made
-
-
-def _digest(module: torch.nn.Module) -> str:
-    """Return a digest of the values of all parameters and buffers, which may change in many ways."""
-    found = hashlib.sha256()
-    for name, value in (*module.named_parameters(), *module.named_buffers()):
-        array = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        found.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-        found.update(array)
-    return found.hexdigest()
+        found = runner(network, inputs, example, window=(z, y, x))
+        return cast(torch.Tensor, convert_to_dst_type(found, inputs)[0])

@@ -124,6 +124,7 @@ def _check_options(asked: InferOptions) -> None:
         (OF_THE_MODEL, "has the windows and weights that it was trained with"),
         (OF_CLUSTERS, "is computed by one process"),
         (OF_THE_LABELS, "gives labels, written as nnU-Net writes them"),
+        (("record",), "prepares and labels cases, of which no record is kept"),
     ):
         given = [option(name) for name in names if _is_given(getattr(asked, name), default[name])]
         if given:

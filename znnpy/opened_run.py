@@ -20,7 +20,7 @@ from znnpy.messages import option
 from znnpy.network_files import read_asked
 from znnpy.options import InferOptions
 from znnpy.patches import Box
-from znnpy.run.asked import AskedDevices, devices_asked, devices_for
+from znnpy.run.asked import AskedDevices, devices_asked
 from znnpy.run_log import log_phase
 from znnpy.shapes import text
 from znnpy.trained import TrainedNetwork, load_trained
@@ -74,9 +74,8 @@ def named_run(asked: InferOptions) -> NamedRun:
             f"{option('output_dtype', 'float16')}"
         )
     costs = CostStore(asked.costs, calibrate=asked.calibrate)
-    devices_asked(asked)  # conflicting options are refused before the network is read
+    devices = devices_asked(asked)  # conflicting options are refused before the network is read
     named = read_asked(asked.network, asked)
-    devices = devices_for(named.network, asked)
     trained = load_trained(named, asked.weights, asked.ram)
     inputs: dict[str, Path | Collection[Path] | None] = {
         "volume": path_of(asked.volume),

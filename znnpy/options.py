@@ -199,6 +199,12 @@ class InferOptions(ComputedOptions):
         "new path",
         in_python="it is also written if the run fails",
     )
+    record: str | Path | None = option(
+        None,
+        "record the times and the memory of the run in this file, NAME.json, for `znnpy report`",
+        "new path",
+        unset="nothing is recorded",
+    )
     cluster: str | None = option(
         None,
         "let workers of dask compute: ADDRESS of a scheduler, the scheduler file FILE.json, or local:N for N processes "
@@ -239,6 +245,8 @@ class InferOptions(ComputedOptions):
         ways = [name for name in ("cluster", "client", "part", "finish") if getattr(self, name)]
         if len(ways) > 1:
             raise ValueError(f"{' and '.join(ways)} exclude one another: give one of them")
+        if self.record is not None and ways:
+            raise ValueError(f"record is of a run by one process, and {ways[0]} is of several: leave one of them out")
 
 
 @dataclass(frozen=True)
@@ -256,9 +264,13 @@ class CallOptions(BorderOption, WindowOptions, RunOptions):
 
 @dataclass(frozen=True)
 class SessionOptions(BorderOption, WindowOptions, RunOptions):
-    """The options of a session for arrays of one shape."""
+    """The options of a session for arrays."""
 
-    shape: tuple[int, ...] = needed("shape of the arrays, (z, y, x) or (c, z, y, x)")
+    shape: tuple[int, ...] | None = option(
+        None,
+        "shape of the arrays, (z, y, x) or (c, z, y, x)",
+        unset="arrays of any shape: the first of each is planned for and prepared",
+    )
     _: KW_ONLY
     dtype: npt.DTypeLike = option(
         "float32",

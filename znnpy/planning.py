@@ -35,7 +35,7 @@ from znnpy.planner.run_plan import RunPlan
 from znnpy.report.memory_sweep import DevicePlans, Point, points
 from znnpy.report.plan_text import predicted
 from znnpy.report.rejected import considered
-from znnpy.run.asked import AskedDevices, devices_asked, devices_for
+from znnpy.run.asked import AskedDevices, devices_asked
 from znnpy.run.choice import Work, request_for
 from znnpy.run.masked_plan import fitted_to_mask
 from znnpy.run.target import OpenTarget, Targets, elsewhere, for_elsewhere
@@ -69,13 +69,12 @@ def plan(asked: PlanOptions) -> RunPlan:
 
 def plan_as_asked(asked: PlanOptions) -> RunPlan:
     """Return the plan that `plan` returns for these options."""
-    devices_asked(asked)  # conflicting options are refused before the network is read
+    devices = devices_asked(asked)  # conflicting options are refused before the network is read
     if asked.machine is not None and asked.mode not in ("auto", "cpu", "gpu"):
         raise ValueError(f"{option('machine')} names the costs of one device: leave out {option('mode', asked.mode)}")
     rigor, store = rigor_of(asked.rigor, asked.time_limit), _cost_store(asked)
     asked = replace(asked, threads=store.threads(asked.threads))
     planning = _Planning(asked, _work(asked), rigor, store, RigorMeasurement(asked.tell_progress))
-    devices = devices_for(planning.work.network, asked)
     devices = replace(devices, device=store.meant(devices.device))
     if asked.machine is not None:
         target = elsewhere(store, devices)

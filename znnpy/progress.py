@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from math import inf
 from typing import TYPE_CHECKING
 
+from znnpy.run_log import PROGRESS
 from znnpy.stopping import check_stopped
 from znnpy.units import human_bytes, human_seconds
 
@@ -17,23 +19,39 @@ if TYPE_CHECKING:
     from znnpy.report.memory_sweep import Point
     from znnpy.run.pipeline import Event
 
-SECONDS_BETWEEN_LINES = 10.0
+SECONDS_BETWEEN_LINES = 10.0  # of what takes minutes
+SECONDS_OF_RUNS = 60.0  # the same of a run, which may take days
 BAR_WIDTH = 10  # characters at least; the bar takes the room that the text leaves
 
 
-class _Log:
-    """Writes lines to stderr, at most one per SECONDS_BETWEEN_LINES. A stderr that cannot be written stops no run."""
+class _Clock:
+    """Says when a line is due: at most one in so many seconds, and the last one."""
 
-    def __init__(self, last: float) -> None:
+    def __init__(self, last: float, seconds: float | None = None) -> None:
         self._last = last  # time of the last line, by the monotonic clock
+        self._seconds = seconds  # None: SECONDS_BETWEEN_LINES
+
+    def is_due(self, *, is_last: bool = False) -> bool:
+        """Return whether a line is to be written now, which is then the latest."""
+        now = time.monotonic()
+        between = SECONDS_BETWEEN_LINES if self._seconds is None else self._seconds
+        if not (is_last or now - self._last >= between):
+            return False
+        self._last = now
+        return True
+
+
+class _Log:
+    """Writes lines to stderr that are due. A stderr that cannot be written stops no run."""
+
+    def __init__(self, last: float, seconds: float | None = None) -> None:
+        self._clock = _Clock(last, seconds)
         self._broken = sys.stderr is None
 
     def write(self, line: str, *, is_last: bool = False) -> None:
         """Print `line` if it is due or the last one."""
-        now = time.monotonic()
-        if self._broken or not (is_last or now - self._last >= SECONDS_BETWEEN_LINES):
+        if self._broken or not self._clock.is_due(is_last=is_last):
             return
-        self._last = now
         try:
             print(line, file=sys.stderr, flush=True)
         except OSError:  # a full disk, or a reader that left
@@ -46,14 +64,30 @@ def _is_terminal() -> bool:
 
 @contextmanager
 def show(quiet: bool = False) -> Iterator[Callable[[Event], None]]:
-    """Yield a callback for `znnpy.infer` that shows the events while the context is open; nothing when `quiet`."""
+    """Yield a callback for `znnpy.infer` that shows the events while the context is open; nothing when `quiet`.
+
+    The log of the command gets a line each minute in every case.
+    """
     if quiet:
-        yield lambda event: check_stopped()
+        yield _recording(lambda event: check_stopped())
     elif _is_terminal():
         with _bar() as callback:
-            yield callback
+            yield _recording(callback)
     else:
-        yield _lines()
+        yield _recording(_lines())
+
+
+def _recording(tell: Callable[[Event], None]) -> Callable[[Event], None]:
+    """Return a callback that also tells the log."""
+    log, clock, speed = logging.getLogger(PROGRESS), _Clock(time.monotonic(), SECONDS_OF_RUNS), _Speed()
+
+    def record(event: Event) -> None:
+        tell(event)
+        line = _line(event, speed)
+        if clock.is_due(is_last=event.columns_done == event.columns):
+            log.info("%s", line)
+
+    return record
 
 
 @contextmanager
@@ -79,14 +113,17 @@ def _bar() -> Iterator[Callable[[Event], None]]:
 
 
 def _lines() -> Callable[[Event], None]:
-    log, speed = _Log(time.monotonic()), _Speed()
+    log, speed = _Log(time.monotonic(), SECONDS_OF_RUNS), _Speed()
 
     def write(event: Event) -> None:
         check_stopped()
-        line = f"{event.work_done:4.0%}  {speed.describe(event)}"
-        log.write(line, is_last=event.columns_done == event.columns)
+        log.write(_line(event, speed), is_last=event.columns_done == event.columns)
 
     return write
+
+
+def _line(event: Event, speed: _Speed) -> str:
+    return f"{event.work_done:4.0%}  {speed.describe(event)}"
 
 
 @contextmanager

@@ -9,6 +9,8 @@ from znnpy.messages import excerpt
 
 Phase = Literal["opened", "planned", "preparing", "running", "finished"]
 
+PROGRESS = "znnpy.progress"  # the logger that the command line tells its progress to
+
 _log = logging.getLogger("znnpy")
 _LOGGED = set[str]()
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,40 +89,55 @@ class CompiledModule:
                 over images: a tensor of PyTorch, or anything that numpy makes an array of, such as a Zarr array
 
         Returns float32 of as many dimensions, with maps in place of channels: a tensor on the device of the input for a
-        tensor, and else a numpy array. Each call makes a plan: for many of one shape, keep a session of `network`.
-        For a volume larger than memory use `znnpy.infer`.
+        tensor, and else a numpy array. Each call makes a plan: for many, `znnpy.torch.Dense` keeps a session open. For
+        a volume larger than memory use `znnpy.infer`.
 
         ShapeError, NoPlanError, VolumeError: as from TrainedNetwork.
         """
         given = volume.detach().cpu().numpy() if _is_tensor(volume) else np.asarray(volume)
+        found = self.outputs(given, partial(self.network, **self.options))
+        if _is_tensor(volume):
+            import torch
+
+            return self.named([torch.from_numpy(one).to(volume.device) for one in found])
+        return self.named(found)
+
+    def outputs(
+        self, given: npt.NDArray[Any], predict: Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
+    ) -> list[npt.NDArray[Any]]:
+        """Return each output of the module for an array of any of the shapes that a call takes.
+
+        predict  gives the prediction of one volume (channels, z, y, x), such as `network` or a session of it
+        """
         if given.ndim not in (3, 4, 5):
             raise VolumeError(
                 f"the volume has the shape {excerpt(given.shape)}; give (batch, channels, z, y, x), or fewer"
             )
-        found = self._computed(given)
-        if _is_tensor(volume):
-            import torch
-
-            found = [torch.from_numpy(one).to(volume.device) for one in found]
-        if self.words == ("0",):
-            return found[0]
-        if all(word.isdecimal() for word in self.words):
-            return tuple(found)
-        return dict(zip(self.words, found, strict=True))
-
-    def _computed(self, given: npt.NDArray[Any]) -> list[npt.NDArray[np.float32]]:
-        """Return each output for an array of any of the shapes."""
         if self.planar and given.ndim == 4:  # (batch, channels, y, x): each image is a plane of a volume
-            return [np.moveaxis(one, 0, 1) for one in self._parts(np.moveaxis(given, 0, 1))]
-        if given.ndim == 5:
-            by_volume = [self._parts(one) for one in given]
-            return [parts[0][None] if len(parts) == 1 else np.stack(parts) for parts in zip(*by_volume, strict=True)]
-        return self._parts(given)
+            return [
+                np.moveaxis(one, 0, 1) for one in self._split(predict(np.ascontiguousarray(np.moveaxis(given, 0, 1))))
+            ]
+        if given.ndim < 5:
+            return self._split(predict(np.ascontiguousarray(given)))
+        first = predict(np.ascontiguousarray(given[0]))
+        found = np.empty((len(given), *first.shape), first.dtype)
+        found[0] = first
+        for volume, out in zip(given[1:], found[1:], strict=True):
+            out[...] = predict(np.ascontiguousarray(volume))
+        return self._split(found)
 
-    def _parts(self, volume: npt.NDArray[Any]) -> list[npt.NDArray[np.float32]]:
-        found = self.network(np.ascontiguousarray(volume), **self.options)
+    def named(self, outputs: Sequence[Any]) -> Any:
+        """Return outputs as the module gives them: one, a tuple, or a dictionary."""
+        if self.words == ("0",):
+            return outputs[0]
+        if all(word.isdecimal() for word in self.words):
+            return tuple(outputs)
+        return dict(zip(self.words, outputs, strict=True))
+
+    def _split(self, maps: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
+        """Return the maps of each output, of an array (.., maps, z, y, x)."""
         ends = np.cumsum([0, *self.network.network.output_maps]).tolist()
-        return [found[begin:end] for begin, end in pairwise(ends)]
+        return [maps[..., begin:end, :, :, :] for begin, end in pairwise(ends)]
 
 
 def _is_tensor(volume: Any) -> bool:

@@ -61,7 +61,7 @@ class TrainedNetwork:
 
     @method_of(SessionOptions)
     def session(self, asked: SessionOptions) -> ArraySession:
-        """Plan and prepare once, for any number of arrays of one shape.
+        """Plan and prepare once for each shape, for any number of arrays.
 
             with net.session((64, 64, 64), ram="2G") as run:
                 for array, out in blocks:
@@ -73,7 +73,7 @@ class TrainedNetwork:
 
         ShapeError when `shape` is smaller than the field of view, or windows do not suit the network; NoPlanError when
         nothing fits into `ram` or `vram`, PlanFileError when `plan` does not fit network or machine, DeviceError when
-        there is no GPU for device "gpu"; the last two are raised when the session is entered.
+        there is no GPU for device "gpu"; the last two are raised when the session is entered, or by the first array.
         """
         network = read_asked(self, asked).network
         return ArraySession(network, self.weights, asked.shape, asked.dtype, asked.border, asked)

@@ -160,12 +160,16 @@ def weights_of(net: GraphNet) -> dict[str, npt.NDArray[np.float32]]:
 
 
 class TorchGraph:
-    """A network in PyTorch on the CPU, channels last, with batch norms folded as PyTorch's own tools do."""
+    """A network in PyTorch, channels last, with batch norms folded as PyTorch's own tools do.
 
-    def __init__(self, net: GraphNet, precision: str) -> None:
+    where  "cpu" or "cuda"
+    """
+
+    def __init__(self, net: GraphNet, precision: str, where: str = "cpu") -> None:
         import torch
 
-        self._net, self._dtype = net, {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+        dtypes = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+        self._net, self._dtype, self._where = net, dtypes[precision], where
         arrays = weights_of(net)
         self._weights: dict[str, tuple[Any, Any]] = {}
         self._folded: set[str] = set()
@@ -179,42 +183,48 @@ class TorchGraph:
                 weight = weight * scale[:, None, None, None, None]
                 bias = (bias - arrays[f"{norm}.running_mean"]) * scale + arrays[f"{norm}.bias"]
                 self._folded.add(norm)
-            tensor = torch.from_numpy(np.ascontiguousarray(weight)).to(self._dtype)
+            tensor = torch.from_numpy(np.ascontiguousarray(weight)).to(where, self._dtype)
             tensor = tensor.contiguous(memory_format=torch.channels_last_3d)
-            self._weights[entry["name"]] = tensor, torch.from_numpy(np.ascontiguousarray(bias)).to(self._dtype)
+            self._weights[entry["name"]] = tensor, torch.from_numpy(np.ascontiguousarray(bias)).to(where, self._dtype)
 
     def __call__(self, raw: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
         """Return the output (1, z, y, x) for grey values (z, y, x)."""
         import torch
-        from torch.nn import functional
 
         with torch.inference_mode():
-            x = (torch.from_numpy(np.ascontiguousarray(raw)).float() - GREY[0]) / GREY[1]
-            x = x[None, None].to(self._dtype).contiguous(memory_format=torch.channels_last_3d)
-            tensors: dict[str, Any] = {"input": x}
-            last_read = self._last_reads()
-            for number, entry in enumerate(self._net.entries):
-                inputs = [tensors[name] for name in self._sources(number)]
-                x = inputs[0]
-                match entry["type"]:
-                    case "conv":
-                        padding = tuple(size // 2 for size in entry["kernel"])
-                        x = functional.conv3d(x, *self._weights[entry["name"]], padding=padding)
-                        x = _activated(x, entry["activation"])
-                    case "activation":
-                        x = _activated(x, entry["function"])
-                    case "pool":
-                        x = functional.max_pool3d(x, entry["window"])
-                    case "upsample":
-                        x = functional.interpolate(x, scale_factor=entry["factor"], mode="nearest")
-                    case "concat":
-                        x = torch.cat(inputs, 1)
-                    case "add":
-                        x = inputs[0] + inputs[1]
-                tensors[entry["name"]] = x
-                for name in [name for name, last in last_read.items() if last == number]:
-                    del tensors[name]
-            return np.asarray(x[0].float().contiguous().numpy())
+            x = (torch.from_numpy(np.ascontiguousarray(raw)).to(self._where).float() - GREY[0]) / GREY[1]
+            x = self.compute(x[None, None].to(self._dtype).contiguous(memory_format=torch.channels_last_3d))
+            return np.asarray(x[0].float().cpu().contiguous().numpy())
+
+    def compute(self, x: Any) -> Any:
+        """Return the output (1, 1, z, y, x) of a tensor (1, 1, z, y, x), where the network is."""
+        import torch
+        from torch.nn import functional
+
+        tensors: dict[str, Any] = {"input": x}
+        last_read = self._last_reads()
+        for number, entry in enumerate(self._net.entries):
+            inputs = [tensors[name] for name in self._sources(number)]
+            x = inputs[0]
+            match entry["type"]:
+                case "conv":
+                    padding = tuple(size // 2 for size in entry["kernel"])
+                    x = functional.conv3d(x, *self._weights[entry["name"]], padding=padding)
+                    x = _activated(x, entry["activation"])
+                case "activation":
+                    x = _activated(x, entry["function"])
+                case "pool":
+                    x = functional.max_pool3d(x, entry["window"])
+                case "upsample":
+                    x = functional.interpolate(x, scale_factor=entry["factor"], mode="nearest")
+                case "concat":
+                    x = torch.cat(inputs, 1)
+                case "add":
+                    x = inputs[0] + inputs[1]
+            tensors[entry["name"]] = x
+            for name in [name for name, last in last_read.items() if last == number]:
+                del tensors[name]
+        return x
 
     def _sources(self, number: int) -> list[str]:
         entry = self._net.entries[number]

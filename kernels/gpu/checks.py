@@ -9,15 +9,18 @@ from typing import Any
 import numpy as np
 
 
-def kernel_arguments(name: str, arguments: Sequence[Any], address: Callable[[Any], int]) -> tuple[np.generic, ...]:
+def kernel_arguments(name: str, arguments: Sequence[Any], address: Callable[[Any], int]) -> tuple[Any, ...]:
     """Convert arguments to the types of a kernel's parameters.
 
     Arrays become pointers, int becomes `long long`, float becomes `float`, None the null pointer; numpy scalars stay as
-    they are. TypeError for anything else, and for bool: its size differs between languages.
+    they are, and those of a structured type become arrays without axes: CuPy copies these as structs. TypeError for
+    anything else, and for bool: its size differs between languages.
     """
-    ready: list[np.generic] = []
+    ready: list[Any] = []
     for place, value in enumerate(arguments):
-        if isinstance(value, np.generic):
+        if isinstance(value, np.void):
+            ready.append(np.array(value))
+        elif isinstance(value, np.generic):
             ready.append(value)
         elif value is None:
             ready.append(np.uint64(0))

@@ -124,6 +124,18 @@ class Kernel:
             self._raw(grid, block, ready, shared_mem=shared, stream=self._device.stream if stream is None else stream)
 
 
+class Recording:
+    """Work of one device that was recorded, and is queued at once: short kernels wait less for each other."""
+
+    def __init__(self, device: Device, graph: Any) -> None:
+        self._device, self._graph = device, graph
+
+    def play(self) -> None:
+        """Queue the work on the device's `stream`."""
+        with self._device.calling("playing recorded work"):
+            self._graph.launch(self._device.stream)
+
+
 class Device:
     """An open device. Closing it waits for its work and frees all its allocations, even if arrays still refer to them.
 
@@ -318,6 +330,19 @@ class Device:
         """Create an event for `stream.record(event)`, `other.wait_event(event)`, `event.synchronize()` or `.done`."""
         with self.calling("cudaEventCreate"):
             return self._cupy.cuda.Event(block=True, disable_timing=not timing)
+
+    def recorded(self, work: Callable[[], object]) -> Recording:
+        """Return what `work` queues on `stream`, which does not run now: a CUDA graph.
+
+        `work` may neither wait nor allocate. Its arrays have to live as long as the recording is played.
+        """
+        with self.calling("recording work"):
+            self.stream.begin_capture()
+            try:
+                work()
+            finally:
+                graph = self.stream.end_capture()
+        return Recording(self, graph)
 
     def elapsed(self, work: Callable[[], object], repeats: int = 1) -> list[float]:
         """Return the seconds on `stream` that each of `repeats` calls of `work` took, measured with events."""

@@ -13,7 +13,10 @@ from pathlib import Path
 
 KERNELS = Path(__file__).parent
 STANDARD = "--std=c++17"
-ONE_CARD: Mapping[str, str] = {"implicit_gemm/warpgroup.cu": "sm_90a"}  # for instructions of a single architecture
+ONE_CARD: Mapping[str, str] = {  # for instructions of a single architecture
+    "implicit_gemm/warpgroup.cu": "sm_90a",
+    "graph_gemm/warpgroup.cu": "sm_90a",
+}
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"')
 _ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once\b")
 

@@ -102,7 +102,7 @@ class LoadStore:
         """Normalise a patch into activations, rounded as on the CPU: the mean of wide types is subtracted in float64.
 
         raw   (c, z, y, x) as the volume stores it, any strides that are multiples of its itemsize; read only.
-        x     (z, y, x, c), C order; overwritten.
+        x     (z, y, x, c), strides along z and y that are multiples of its itemsize, lines in C order; overwritten.
         peak  address of a float32, raised to the largest |x| before rounding to float16; infinity and NaN count as
               larger than every number.
         """
@@ -110,13 +110,14 @@ class LoadStore:
         d, itemsize = self._device, raw.dtype.itemsize
         tables = (self._mean, self._std, np.uint64(peak))
         dense = raw.strides[1:] == (ny * nx * itemsize, nx * itemsize, itemsize)
-        if channels == 1 and dense and d.address(raw) % (4 * itemsize) == 0 and d.address(x) % (4 * x.itemsize) == 0:
+        aligned = d.address(raw) % (4 * itemsize) == 0 and d.address(x) % (4 * x.itemsize) == 0
+        if channels == 1 and dense and aligned and x.flags.c_contiguous:
             kernel = self._kernels[f"convert<{self._raw}, {self._values}>"]
             kernel(self._grid(1, raw.size // 4), (THREADS,), raw, x, int(raw.size), *tables)
             return
         sc, sz, sy, sx = (stride // itemsize for stride in raw.strides)
         o, r = _nearest(sz, sy)
-        n, steps, lines = (nz, ny, nx), (sz, sy, sx), (ny * nx * channels, nx * channels)
+        n, steps, lines = (nz, ny, nx), (sz, sy, sx), _lines(x)
         across = abs(steps[o]) < abs(sx)
         to, tx = (NARROW, NARROW) if across else (4, TILE // 4)
         self._kernels[f"load<{self._raw}, {self._values}>"](
@@ -133,7 +134,8 @@ class LoadStore:
         """Write a part of the last layer's fragments to their places in the dense patch; other voxels are not touched.
 
         first      index of the first of `fragments` among all.
-        fragments  (S, z, y, x, f), C order within an image; read only.
+        fragments  (S, z, y, x, f), strides along S, z and y that are multiples of its itemsize, lines in C order; read
+                   only.
         out        (f, z, y, x) float32, float16 or uint8 (`round(255 * clip(x, 0, 1))`, half to even), any strides.
         peak       address of a float32, raised to the largest |value| before conversion: beyond 65520 it does not fit a
                    float16.
@@ -142,7 +144,7 @@ class LoadStore:
         sf, sz, sy, sx = (stride // itemsize for stride in out.strides)
         o, r = _nearest(sz, sy)
         n, period, steps = (m[0] * pz, m[1] * py, m[2] * px), (pz, py, px), (sz, sy, sx)
-        lines = (m[1] * m[2] * maps, m[2] * maps)
+        lines = _lines(fragments[0])
         across = abs(steps[o]) < abs(sx)
         tx = px * -(-NARROW // px) if across else px * -(-TILE // (4 * px))
         # Fewer for a long period, so that the tile fits any GPU.
@@ -212,6 +214,11 @@ class LoadStore:
 def _nearest(sz: int, sy: int) -> tuple[int, int]:
     """Return which of the axes z and y has the smaller stride, and the other one."""
     return (0, 1) if abs(sz) < abs(sy) else (1, 0)
+
+
+def _lines(x: Any) -> tuple[int, int]:
+    """Return the values from one plane of activations (z, y, x, f) to the next, and from line to line."""
+    return x.strides[0] // x.dtype.itemsize, x.strides[1] // x.dtype.itemsize
 
 
 def _fragment_of(windows: Sequence[Vec3]) -> tuple[Vec3, npt.NDArray[np.int32]]:

@@ -4,8 +4,8 @@
  * A factor is stored in shared memory as cores of 8 rows x 8 values, half: 128 bytes, row after row. A row of a core
  * may start at any multiple of 16 bytes, so a core is any 8 consecutive pieces of 8 values.
  *
- * Source  PTX ISA 9.0, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions": no swizzling, both
- *         factors K-major.
+ * Source  PTX ISA 9.0, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions": no swizzling, or that of
+ *         32 or 64 bytes, both factors K-major.
  * Tested  tests/kernels/gpu/implicit_gemm/test_primitive.py, test_warpgroup.py
  */
 #pragma once
@@ -18,6 +18,13 @@ constexpr int WARPGROUP = 128;
  * in pieces of 16 bytes, less than 2^14. A factor that starts i pieces later: + i.
  */
 DEVICE unsigned long long wgmma_factor(const void* first, int along_k, int along_rows);
+
+/* The descriptor of a factor whose rows of 32 or 64 bytes follow each other, in shared memory at a multiple of 512 bytes;
+ * a piece that belongs at byte `at` lies at `swizzled(at, ..)`. A factor that starts a row, or k = 16, later: + the pieces
+ * to there.
+ */
+DEVICE unsigned long long wgmma_swizzled(const void* first, int row_bytes, int along_rows);
+DEVICE int swizzled(int at, int row_bytes) { return at ^ (at >> 3 & (row_bytes - 16) & 0x30); }
 
 /* Computes d = a b, or d += a b if `adds`: a 64 x 16, b 16 x N, d 64 x N float in the warpgroup's registers: thread 32
  * w + 4 g + t has
@@ -33,6 +40,8 @@ template <int ROWS, int COUNT> DEVICE void wgmma_begin(float (&d)[ROWS][COUNT]);
 DEVICE void wgmma_end();
 DEVICE void wgmma_wait();
 template <int COUNT> DEVICE void wgmma_wait(float (&d)[COUNT]);
+/* Waits for all groups but the last one that ended: the memory of their factors may be written to. */
+DEVICE void wgmma_wait_but_last();
 
 /* Makes this thread's writes to shared memory visible to products and bulk copies that start after the next barrier. */
 DEVICE void wgmma_publish();
@@ -59,6 +68,10 @@ DEVICE void arrival_wait(Arrival* arrival, int parity);
 DEVICE unsigned long long wgmma_factor(const void* first, int along_k, int along_rows) {
     return (unsigned long long)(shared_address(first) >> 4) | (unsigned long long)along_k << 16 |
            (unsigned long long)along_rows << 32;
+}
+
+DEVICE unsigned long long wgmma_swizzled(const void* first, int row_bytes, int along_rows) {
+    return wgmma_factor(first, 1, along_rows) | (row_bytes == 64 ? 2ull : 3ull) << 62;
 }
 
 // %0, %1, ... for N / 2 sums, and their operands
@@ -124,6 +137,7 @@ template <int ROWS, int COUNT> DEVICE void wgmma_begin(float (&d)[ROWS][COUNT]) 
 }
 DEVICE void wgmma_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+DEVICE void wgmma_wait_but_last() { asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory"); }
 template <int COUNT> DEVICE void wgmma_wait(float (&d)[COUNT]) {
     wgmma_wait();
 #pragma unroll
@@ -170,7 +184,8 @@ struct WarpgroupProduct {  // a thread's part of a product
 };
 constexpr int MOST_PRODUCTS = 256;
 struct WarpgroupProducts {
-    int count;
+    int count, earlier;  // earlier: those before the last group that ended
+    int ended;           // those of groups that ended
     WarpgroupProduct all[MOST_PRODUCTS];
 };
 inline WarpgroupProducts max_in_flight[1024];  // products by thread of the block
@@ -178,8 +193,13 @@ inline WarpgroupProducts max_in_flight[1024];  // products by thread of the bloc
 /* Row `row` of 8 values, `k` of two. */
 inline const half* row_of(unsigned long long factor, int k, int row) {
     const size_t mask = (1 << 14) - 1, along_k = factor >> 16 & mask, along_rows = factor >> 32 & mask;
+    const auto* const begin = static_cast<const unsigned char*>(emulator::dynamic_shared());
+    if (const int row_bytes = factor >> 62 == 0 ? 0 : factor >> 62 == 2 ? 64 : 32) {
+        const size_t piece = (factor & mask) + row / 8 * along_rows + row % 8 * row_bytes / 16 + k;
+        return reinterpret_cast<const half*>(begin + swizzled((int)piece * 16, row_bytes));
+    }
     const size_t piece = (factor & mask) + k * along_k + row / 8 * along_rows + row % 8;
-    return static_cast<const half*>(emulator::dynamic_shared()) + 8 * piece;
+    return reinterpret_cast<const half*>(begin + 16 * piece);
 }
 inline void compute(const WarpgroupProduct& product) {
     const int thread = emulator::now->number % WARPGROUP, g = thread % WARP / 4, t = thread % 4;
@@ -202,17 +222,29 @@ DEVICE unsigned long long wgmma_factor(const void* first, int along_k, int along
     if (along_k >= 1 << 14 || along_rows >= 1 << 14) emulator::fail("wgmma: cores too far apart");
     return at / 16 | (unsigned long long)along_k << 16 | (unsigned long long)along_rows << 32;
 }
+DEVICE unsigned long long wgmma_swizzled(const void* first, int row_bytes, int along_rows) {
+    return wgmma_factor(first, 1, along_rows) | (row_bytes == 64 ? 2ull : 3ull) << 62;
+}
 template <int N> DEVICE void wgmma_half(float (&d)[N / 2], unsigned long long a, unsigned long long b, bool adds) {
     twin::WarpgroupProducts& mine = twin::max_in_flight[emulator::now->number];
     if (mine.count == twin::MOST_PRODUCTS) emulator::fail("wgmma: too many products under way for the emulator");
     mine.all[mine.count++] = {d, a, b, N, adds};
 }
 template <int ROWS, int COUNT> DEVICE void wgmma_begin(float (&)[ROWS][COUNT]) {}
-DEVICE void wgmma_end() {}
+DEVICE void wgmma_end() {
+    twin::WarpgroupProducts& mine = twin::max_in_flight[emulator::now->number];
+    mine.earlier = mine.ended, mine.ended = mine.count;
+}
 DEVICE void wgmma_wait() {
     twin::WarpgroupProducts& mine = twin::max_in_flight[emulator::now->number];
     for (int i = 0; i < mine.count; ++i) twin::compute(mine.all[i]);
-    mine.count = 0;
+    mine.count = mine.earlier = mine.ended = 0;
+}
+DEVICE void wgmma_wait_but_last() {
+    twin::WarpgroupProducts& mine = twin::max_in_flight[emulator::now->number];
+    for (int i = 0; i < mine.earlier; ++i) twin::compute(mine.all[i]);
+    for (int i = mine.earlier; i < mine.count; ++i) mine.all[i - mine.earlier] = mine.all[i];
+    mine.count -= mine.earlier, mine.ended -= mine.earlier, mine.earlier = 0;
 }
 template <int COUNT> DEVICE void wgmma_wait(float (&)[COUNT]) { wgmma_wait(); }
 DEVICE void wgmma_publish() {}

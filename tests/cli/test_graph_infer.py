@@ -217,11 +217,11 @@ def test_bad_input_is_refused_in_one_sentence(
         assert part in sentence, sentence
 
 
-def test_a_gpu_is_no_place_for_a_graph(place: Place, emulated_gpus: Any) -> None:
+def test_a_graph_runs_on_one_kind_of_device(place: Place, emulated_gpus: Any) -> None:
     graph(place)
     emulated_gpus.use(1)
-    sentence = place.refusal(*place.arguments, "--device", "gpu", "--no-calibrate")
-    assert "is a graph, and graphs run on the CPU: choose --device cpu" in sentence
+    sentence = place.refusal(*place.arguments, "--mode", "side-by-side", "--no-calibrate")
+    assert "is computed on one kind of device: leave out --mode side-by-side" in sentence
 
 
 def test_missing_weights_are_named(place: Place) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.support.cli import Place
-from znnpy import cli, command_runtime
+from znnpy import cli, command_runtime, resumed_kernels
 from znnpy.errors import NoPlanError
 from znnpy.machine import processor
 from znnpy.planner import memory
@@ -331,19 +331,20 @@ def test_only_kernels_known_to_openblas_are_requested(
     monkeypatch.setenv("OPENBLAS_CORETYPE", "")
     monkeypatch.delenv("OPENBLAS_CORETYPE")
     header(place, blas)
-    cli._request_same_kernels(cli._begun_here(place.out))
+    resumed_kernels._request_same_kernels(resumed_kernels._begun_here(place.out))
     assert os.environ.get("OPENBLAS_CORETYPE") == asked
 
 
 def test_kernels_are_not_requested_on_another_processor(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENBLAS_CORETYPE", "mine")
     header(place, "openblas Nehalem")
-    monkeypatch.setattr(cli, "processor", lambda: "another")
-    cli._request_same_kernels(cli._begun_here(place.out))
+    monkeypatch.setattr(resumed_kernels, "processor", lambda: "another")
+    resumed_kernels._request_same_kernels(resumed_kernels._begun_here(place.out))
     assert os.environ["OPENBLAS_CORETYPE"] == "mine"
 
 
 def test_commands_are_click_commands() -> None:
     assert isinstance(cli.main, click.Group)
     expected = {"plan", "infer", "verify", "demo", "primitives", "graph", "import", "timeline", "measure", "info"}
+    expected |= {"view", "report"}
     assert set(cli.main.commands) == expected

@@ -25,7 +25,8 @@ pytestmark = pytest.mark.long
 KILLS = 50
 SIZE = (95, 94, 93)
 ITEM = "16,16,16"
-SECONDS = 120.0  # that a client may take after its last kill
+SECONDS = 120.0  # that a client may take after its last kill, and after each item
+MOST_BETWEEN = 12  # items that are finished between two kills, so that an output takes fewer kills than all
 QUIET: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 SCHEDULER = ("-m", "distributed.cli.dask_scheduler", "--host", "127.0.0.1", "--port", "0", "--no-dashboard")
 WORKER = ("-m", "distributed.cli.dask_worker", "--nthreads", "1", "--memory-limit", "0", "--no-dashboard")
@@ -109,7 +110,7 @@ def test_nothing_is_lost_and_no_chunk_is_mixed(tmp_path: Path, tiny_network: Cal
 
 def _one_output(place: Place, out: Path, exact: Any, most: int) -> int:
     """Compute an output, whose processes are killed until it is there; return how often."""
-    kills, number, seen = 0, 0, 0
+    kills, number, seen, awaited = 0, 0, 0, 0
     while not out.exists():
         number += 1
         with cluster(place.folder / f"{out.name}-{number}") as made:
@@ -117,9 +118,11 @@ def _one_output(place: Place, out: Path, exact: Any, most: int) -> int:
             until = time.monotonic() + SECONDS
             while client.poll() is None:
                 time.sleep(random.uniform(0.3, 1.5))
-                if kills < most and finished(out) > seen:
+                if (done := finished(out)) > seen:
+                    awaited, seen, until = awaited - (done - seen), done, time.monotonic() + SECONDS
+                if kills < most and done and awaited < 0:
                     what = random.choice(("worker", "worker", "worker", "nanny", "client", "scheduler"))
-                    seen, kills = finished(out), kills + 1
+                    awaited, kills = random.randint(0, MOST_BETWEEN), kills + 1
                     if what == "client":
                         client.send_signal(random.choice((signal.SIGKILL, signal.SIGINT)))
                     else:

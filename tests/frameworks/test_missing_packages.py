@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("name", ["monai", "gunpowder", "napari"])
+@pytest.mark.parametrize("name", ["torch", "monai", "gunpowder", "napari"])
 def test_a_missing_package_is_named(name: str, repository: Path) -> None:
     code = (
         f"import sys\nsys.modules[{name!r}] = None\n"

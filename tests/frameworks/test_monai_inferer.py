@@ -94,15 +94,16 @@ def test_a_module_is_converted_once_and_changed_weights_are_noticed(monkeypatch:
     import torch
 
     import znnpy.monai
+    import znnpy.torch
 
     conversions = []
-    convert = znnpy.monai.compile  # type: ignore[attr-defined]
+    convert = znnpy.torch.compile  # type: ignore[attr-defined]
 
-    def counting(*given: Any) -> Any:
+    def counting(*given: Any, **options: Any) -> Any:
         conversions.append(given)
-        return convert(*given)
+        return convert(*given, **options)
 
-    monkeypatch.setattr(znnpy.monai, "compile", counting)
+    monkeypatch.setattr(znnpy.torch, "compile", counting)
     module, inputs = unet(), batch((16, 16, 20))
     inferer = znnpy.monai.ZnnpyInferer(16, **CPU)
     before = inferer(inputs, module)
@@ -121,7 +122,7 @@ def test_a_module_is_converted_once_and_changed_weights_are_noticed(monkeypatch:
     conversions.clear()
     del module
     gc.collect()
-    assert len(inferer._networks) == 0
+    assert len(inferer._runners) == 0
 
 
 def test_modules_and_inputs_that_cannot_be_computed_are_refused() -> None:

@@ -222,9 +222,11 @@ def test_damaged_records_are_not_used(changed: dict[str, Any], tmp_path: Path) -
 def test_a_session_normalises_each_array_by_itself(tmp_path: Path) -> None:
     path = written(new(pre=ZSCORE), tmp_path)
     first, second = voxels(seed=1), voxels(seed=2) // 2
-    with znnpy.load_network(path).session(first.shape, dtype="uint16", ram="3G", threads=1, calibrate=False) as session:
-        for volume in (first, second, first):
-            np.testing.assert_array_equal(session(volume), run(path, volume))
+    for shape in (first.shape, None):
+        options: dict[str, Any] = {"dtype": "uint16", "ram": "3G", "threads": 1, "calibrate": False}
+        with znnpy.load_network(path).session(shape, **options) as session:
+            for volume in (first, second, first):
+                np.testing.assert_array_equal(session(volume), run(path, volume))
 
 
 def test_a_plan_needs_no_statistics_and_fits_a_run(tmp_path: Path) -> None:

@@ -130,7 +130,9 @@ def known(tiling: GraphTiling, operations: Sequence[Operation], chosen: tuple[tu
         once = seconds(fake.work(tiling.shape(operation), variant), CARRYING) + moved
         spent += tiling.executions(operation) * once
         assumed = max(assumed, live + sum(-(-one.nbytes // 64) * 64 for one in footprint.scratch))
-    peak, most = (beside + tiling.memory(operations, footprints, size).total for size in (arena, max(arena, assumed)))
+    peak, most = (
+        beside + tiling.memory(operations, footprints, size, "cpu").total for size in (arena, max(arena, assumed))
+    )
     return Known(peak, most, spent, tiling.streams)
 
 
@@ -289,11 +291,11 @@ def test_a_layer_that_no_primitive_runs_is_named() -> None:
         plan_graph(request_of("unet", 2**30), CostModel(rates={"cpu": CARRYING}, table=refusing))
 
 
-def test_a_graph_is_not_planned_for_a_gpu() -> None:
+def test_a_graph_runs_on_one_kind_of_device() -> None:
     request = request_of("unet", 2**30)
-    on_gpu = replace(request, target=replace(request.target, device="gpu"))
-    with pytest.raises(NoPlanError, match="unet is a graph, and graphs run on the CPU: choose "):
-        plan_graph(on_gpu, CostModel(rates={"cpu": CARRYING}, table=table_of("unet")))
+    on_both = replace(request, target=replace(request.target, device="gpu", mode="side-by-side"))
+    with pytest.raises(NoPlanError, match="unet is computed on one kind of device: leave out mode='side-by-side'"):
+        plan_graph(on_both, CostModel(rates={"cpu": CARRYING}, table=table_of("unet")))
 
 
 def _shape(plan: Plan) -> Plan:

@@ -33,7 +33,7 @@ from znnpy.errors import DeviceError, Stopped, ValuesOverflowError, VramError
 from znnpy.network import Conv, Network, Normalise, Pool
 from znnpy.planner.plan import Plan
 from znnpy.planner.tilings import splits
-from znnpy.run import gpu_backend, worker
+from znnpy.run import gpu_backend, gpu_steps, worker
 from znnpy.shapes import Precision, Vec3, turned, turned_back
 from znnpy.trained import TrainedNetwork
 from znnpy.volume.array import ArrayVolume
@@ -52,8 +52,8 @@ def ids(value: object) -> str:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedDevice]:
     """All its memory is given back when a test is over. As much is queued as a session may queue."""
-    monkeypatch.setattr(gpu_backend, "QUEUED_SECONDS", np.inf)
-    monkeypatch.setattr(gpu_backend, "LOOK_SECONDS", 0)
+    monkeypatch.setattr(gpu_steps, "QUEUED_SECONDS", np.inf)
+    monkeypatch.setattr(gpu_steps, "LOOK_SECONDS", 0)
     monkeypatch.setattr(worker, "LOOK_SECONDS", 0)
     with EmulatedDevice() as device:
         yield device
@@ -288,7 +288,7 @@ def test_peaks_belong_to_one_column(device: EmulatedDevice, monkeypatch: pytest.
     volume[0, :, 1, 0] = [1, 5, 2, 1, 0, 0, 3, 0, 0]
     plan = on_gpu(network, volume, (2, 2, 2), column=4, in_one=False)
     seen: list[tuple[float, ...]] = []
-    monkeypatch.setattr(gpu_backend.GpuBackend, "_check", lambda self, ticket, *peaks: seen.append(peaks))
+    monkeypatch.setattr(gpu_backend.GpuBackend, "_check", lambda self, ticket, peaks: seen.append(tuple(peaks)))
     ran(plan, net, volume, table=STAND_INS, device=device)
     assert [peaks[:3] for peaks in seen] == [
         (1, 0, 0),  # a step before the output: plane 0 comes in, and no layer runs
@@ -360,8 +360,8 @@ def test_ctrl_c_is_noticed_while_the_device_computes(device: EmulatedDevice, mon
     net, volume = trained(network), some_volume(network, seed=55)
     plan = on_gpu(network, volume, (4, 6, 8))
     gone, mark = threading.Event(), gpu_backend.GpuBackend._mark
-    monkeypatch.setattr(gpu_backend, "LOOK_SECONDS", 0.001)
-    monkeypatch.setattr(gpu_backend, "QUEUED_SECONDS", 0.2)
+    monkeypatch.setattr(gpu_steps, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(gpu_steps, "QUEUED_SECONDS", 0.2)
     monkeypatch.setattr(gpu_backend.GpuBackend, "_mark", lambda shop, stream: _Endless(mark(shop, stream), gone))
     monkeypatch.setattr(type(device.stream), "wait_event", lambda stream, event: None)
 
@@ -413,7 +413,7 @@ def test_queue_is_no_longer_than_ctrl_c_may_wait(device: EmulatedDevice, monkeyp
     monkeypatch.setattr(gpu_backend.GpuBackend, "run", counting)
     most = {}
     for seconds in (np.inf, 5.0, 0.1):
-        monkeypatch.setattr(gpu_backend, "QUEUED_SECONDS", seconds)
+        monkeypatch.setattr(gpu_steps, "QUEUED_SECONDS", seconds)
         queued.clear()
         assert_dense(ran(plan, net, volume, table=STAND_INS, device=device), definition(net, volume))
         most[seconds] = max(queued)

@@ -20,7 +20,7 @@ from tests.support.offloaded_sessions import SMALL, a_plan, emulated_device, no_
 from znnpy.errors import DeviceError, Stopped
 from znnpy.network import Network
 from znnpy.planner.plan import Plan
-from znnpy.run import gpu_backend
+from znnpy.run import gpu_backend, gpu_steps
 from znnpy.run.session import Session
 from znnpy.volume.array import ArrayVolume
 from znnpy.volume.source import Source
@@ -222,7 +222,7 @@ def test_stop_is_noticed_while_the_device_hangs(
         awaits(shop, event, pool)
 
     monkeypatch.setattr(gpu_backend.GpuBackend, "_await", never)
-    monkeypatch.setattr(gpu_backend, "QUEUED_SECONDS", 0.0)  # every layer is waited for before the next is queued
+    monkeypatch.setattr(gpu_steps, "QUEUED_SECONDS", 0.0)  # every layer is waited for before the next is queued
     raw, out, begins = next(steps_of(plan, volume, SMALL))
     main = threading.main_thread().ident
     assert main is not None

@@ -36,7 +36,7 @@ from znnpy.network import Network
 from znnpy.planner.plan import Plan
 from znnpy.planner.tilings import splits
 from znnpy.report.trace_reader import Span, read_spans
-from znnpy.run import gpu_backend
+from znnpy.run import gpu_steps
 from znnpy.run.gpu_trace import ANCHOR_SECONDS, GpuTrace
 from znnpy.run.session import Session
 from znnpy.run.trace import Trace
@@ -129,7 +129,7 @@ class Case:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedDevice]:
-    monkeypatch.setattr(gpu_backend, "LOOK_SECONDS", 0)
+    monkeypatch.setattr(gpu_steps, "LOOK_SECONDS", 0)
     with EmulatedDevice() as device:
         yield device
         assert device.allocated == 0

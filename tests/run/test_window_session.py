@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests.support.seeded_graphs import weights_of
 from znnpy.errors import NoPlanError, PlanFileError, ShapeError, ValuesOverflowError, VerifyError
 from znnpy.formats.wiring import Given, network_of
 from znnpy.graph_columns import Area, cover_of_window
-from znnpy.kernels.contract import ConvWeights
+from znnpy.kernels.contract import ConvWeights, Primitive
 from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.kernels.whole import whole
 from znnpy.layers import Activate, Concat, Conv, ConvTranspose, GlobalPool, Layer, Multiply, Norm, Pool
@@ -27,9 +28,10 @@ from znnpy.patches import Box
 from znnpy.planner.graph_plan import plan_graph, plan_of
 from znnpy.planner.graph_search import GraphSearch
 from znnpy.planner.plan import Plan, Sums
-from znnpy.planner.request import CostModel, PlanRequest
+from znnpy.planner.request import CostModel, PlanRequest, Target
 from znnpy.planner.validate import check_plan
 from znnpy.planner.window_tilings import WindowTiling, sums_bytes
+from znnpy.run.sum_arrays import SumsOnCpu
 from znnpy.run.window_session import WindowSession
 from znnpy.run.window_sums import WindowSums
 from znnpy.shapes import Vec3
@@ -77,30 +79,49 @@ def network(name: str, windows: Windows, result: NetworkResult | None = None) ->
     return replace(made, asked_meaning="windows", windows=windows, result=result or NetworkResult())
 
 
-def planned(net: Network, volume: Vec3, axis: int, sums: Sums, region: Box | None = None, ram: int = 2**34) -> Plan:
+def planned(
+    net: Network,
+    volume: Vec3,
+    axis: int,
+    sums: Sums,
+    region: Box | None = None,
+    ram: int = 2**34,
+    *,
+    target: Target = HERE,
+    table: Sequence[Primitive] = CPU,
+) -> Plan:
     """Return the plan with this order of windows and these sums."""
     area = Area(volume, region or Box((0, 0, 0), volume))
-    request = PlanRequest(net, area.region.size, Limits(ram, 2), HERE, area=area)
-    search = GraphSearch(request, CostModel(table=CPU).options(request), area)
+    limits = Limits(ram, 2, 2**34 if target.device == "gpu" else None)
+    request = PlanRequest(net, area.region.size, limits, target, area=area)
+    search = GraphSearch(request, CostModel(table=tuple(table)).options(request), area)
     assert net.windows is not None
     cover = WindowCover(net.windows, volume, area.region, axis, sums.parts)
-    found = search.solve(WindowTiling(cover_of_window(net, axis, "fp32"), cover, sums))
+    found = search.solve(WindowTiling(cover_of_window(net, axis, target.device_precision), cover, sums, target.device))
     assert found is not None
     plan = plan_of(search, found)
-    check_plan(plan, net, MACHINE, CPU)
+    check_plan(plan, net, target.machine, table)
     return plan
 
 
 def ran(
-    plan: Plan, net: Network, weights: tuple[ConvWeights, ...], volume: npt.NDArray[Any], anew: tuple[int, ...] = (0,)
+    plan: Plan,
+    net: Network,
+    weights: tuple[ConvWeights, ...],
+    volume: npt.NDArray[Any],
+    anew: tuple[int, ...] = (0,),
+    device: Any = None,
 ) -> npt.NDArray[np.float32]:
-    """Return what a session writes in memory that is full of NaN; the rows in `anew` forget what was before."""
+    """Return what a session writes in memory that is full of NaN; the rows in `anew` forget what was before.
+
+    device  of a plan for a GPU: emulated, so that its arrays are numpy's
+    """
     assert plan.area is not None
     source = Source(ArrayVolume(volume), roi=plan.area.region, border="valid", network=net, allow_nan=False)
     dtype = np.dtype(np.uint8 if net.result.is_integer else np.float32)
     out = np.zeros((net.output_channels, *plan.area.region.size), dtype)
     written, cover = np.zeros(plan.area.region.size, np.int32), plan.window_cover(net)
-    with ThreadPool(2) as pool, WindowSession(plan, net, weights, pool, CPU) as session:
+    with ThreadPool(2) as pool, WindowSession(plan, net, weights, pool, device=device) as session:
         assert session._sums is not None
         for array in (session._sums._kept, session._sums._row):
             array.view(np.uint8)[...] = POISON
@@ -207,9 +228,9 @@ def test_weights_that_differ_widely_are_not_summed_up_in_half_precision(windows:
 def test_sums_beyond_half_precision_are_an_error() -> None:
     cover = WindowCover(Windows((8, 8, 8), blend="constant"), VOLUME, Box((0, 0, 0), VOLUME), 0)
     with ThreadPool(2) as pool:
-        sums = WindowSums(cover, Sums("float16"), 1, pool)
+        sums = WindowSums(cover, Sums("float16"), 1, SumsOnCpu(network("U-Net", Windows((8, 8, 8))), pool))
         sums.begin(0, (0, 0, 0))
-        sums.add(np.full((8, 8, 8, 1), 1e6, np.float32), np.ones((8, 8, 8), np.float32), 1.0, 0)
+        sums.add(np.full((8, 8, 8, 1), 1e6, np.float32), np.ones((8, 8, 8), np.float32), 1.0, 0, counts=True)
         with pytest.raises(ValuesOverflowError, match="exceed float16"):
             sums.begin(0, (1, 0, 0))
 

@@ -77,7 +77,8 @@ def searched(
 ) -> GraphSearch:
     """Return a search for plans of a region of the output, and others of further outputs."""
     area = Area(volume, region, others)
-    request = PlanRequest(network, region.size, Limits(ram, threads), target, area=area)
+    vram = 2**34 if target.device == "gpu" else None
+    request = PlanRequest(network, region.size, Limits(ram, threads, vram), target, area=area)
     return GraphSearch(request, CostModel(table=tuple(table)).options(request), area)
 
 
@@ -103,7 +104,14 @@ def planned(
     return plan
 
 
-def some_plan(case: Case, region: Box, rng: random.Random, others: tuple[Box, ...] = (), target: Target = HERE) -> Plan:
+def some_plan(
+    case: Case,
+    region: Box,
+    rng: random.Random,
+    others: tuple[Box, ...] = (),
+    target: Target = HERE,
+    table: Sequence[Primitive] = CPU,
+) -> Plan:
     """Return a plan with any split into patches, or columns along any axis, of any primitives."""
     axis = rng.randrange(3)
     search = searched(case.network, case.size, region, others=others, target=target)
@@ -111,12 +119,12 @@ def some_plan(case: Case, region: Box, rng: random.Random, others: tuple[Box, ..
     counts = [b - a for a, b in zip(begin, end, strict=True)]
     z, y, x = (rng.randint(1, count) for count in counts)
     column = z * rng.randint(1, -(-counts[0] // z)) if rng.random() < 0.7 else 0
-    table = [primitive for primitive in CPU if rng.random() < 0.7]
+    some = [primitive for primitive in table if rng.random() < 0.7]
     split: Any = {"axis": axis, "column": column, "threads": rng.choice((1, 2)), "others": others, "target": target}
     try:
-        return planned(case.network, case.size, region, (z, y, x), table=table, **split)
+        return planned(case.network, case.size, region, (z, y, x), table=some, **split)
     except NoPlanError:
-        return planned(case.network, case.size, region, (z, y, x), **split)
+        return planned(case.network, case.size, region, (z, y, x), table=table, **split)
 
 
 def some_region(size: Vec3, rng: random.Random) -> Box:
@@ -129,15 +137,21 @@ def some_region(size: Vec3, rng: random.Random) -> Box:
     return Box((z[0], y[0], x[0]), (z[1], y[1], x[1]))
 
 
-def ran(plan: Plan, case: Case) -> Ran:
-    """Run a plan in poisoned memory; fail if a voxel is written twice, or more is read or written than was planned."""
+def ran(plan: Plan, case: Case, device: Any = None) -> Ran:
+    """Run a plan in poisoned memory; fail if a voxel is written twice, or more is read or written than was planned.
+
+    device  of a plan for a GPU: emulated, so that its arrays are numpy's
+    """
     volume, network = ArrayVolume(case.volume), case.network
     source = Source(volume, roi=None, border="valid", network=network, allow_nan=False)
     cover = plan.graph_cover(network)
     sizes = [region.size for region in cover.regions]
     outs = [np.full((maps, *size), np.nan, np.float32) for maps, size in zip(network.output_maps, sizes, strict=True)]
     times = [np.zeros(size, np.int64) for size in sizes]
-    with ThreadPool(plan.compute_threads) as pool, GraphSession(plan, network, case.weights, pool) as session:
+    with (
+        ThreadPool(plan.compute_threads) as pool,
+        GraphSession(plan, network, case.weights, pool, device=device) as session,
+    ):
         _poison(session, everything=True)
         for column in cover:
             for index, step in enumerate(column.steps):
@@ -147,6 +161,8 @@ def ran(plan: Plan, case: Case) -> Ran:
                 source.read(step.read, raw)
                 raw.flags.writeable = False
                 given = np.full(cover.values, np.nan, np.float32)
+                if device is not None:
+                    device.synchronize()
                 _poison(session, everything=index == 0)
                 session.run(raw, given if step.writes else None, begins=index == 0, step=step.step)
                 if not step.writes:

@@ -15,7 +15,7 @@ from tests.support.offloaded_plans import EVERY, offloaded_plan
 from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.network import Conv, Pool
 from znnpy.planner.plan import Plan
-from znnpy.run import cpu_backend, gpu_backend, worker
+from znnpy.run import cpu_backend, gpu_steps, worker
 from znnpy.run.session import Session
 from znnpy.trained import TrainedNetwork
 
@@ -25,7 +25,7 @@ SMALL = small("delays", 1, Conv((2, 2, 2), 3, "relu"), Pool((2, 2, 1)), Conv((2,
 @contextmanager
 def emulated_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedDevice]:
     """All its memory is given back when a test is over."""
-    monkeypatch.setattr(gpu_backend, "LOOK_SECONDS", 0)
+    monkeypatch.setattr(gpu_steps, "LOOK_SECONDS", 0)
     monkeypatch.setattr(worker, "LOOK_SECONDS", 0)
     with EmulatedDevice() as device:
         yield device

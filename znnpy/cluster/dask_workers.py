@@ -32,6 +32,7 @@ try:
     import distributed
     from distributed import Client, Future, LocalCluster, fire_and_forget
     from distributed.client import ClosedClientError, FutureCancelledError
+    from distributed.utils import silence_logging_cmgr
 except ImportError:
     raise MissingExtraError(f"clusters need the package distributed; `{install('cluster')}`") from None
 
@@ -106,8 +107,12 @@ def limits_of_worker(memory_limit: int | None, threads: int, asked: int | None) 
 
 @contextmanager
 def client_of(cluster: str) -> Iterator[Client]:
-    """Yield a client of a cluster: of the scheduler at an address, of a scheduler file, or of local:N processes."""
+    """Yield a client of a cluster: of the scheduler at an address, of a scheduler file, or of local:N processes.
+
+    Inside, dask logs only what is critical: a lost scheduler, which it logs with tracebacks, ends in a ClusterError.
+    """
     with ExitStack() as stack:
+        stack.enter_context(silence_logging_cmgr(logging.CRITICAL))
         yield _opened(cluster, stack)
 
 

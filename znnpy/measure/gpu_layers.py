@@ -29,12 +29,15 @@ from znnpy.costs.cost_file import MOST_REASON, Costs, Measurement, Refusal
 from znnpy.costs.model import Rate, Rates, layer_key
 from znnpy.costs.store import CostStore
 from znnpy.errors import DeviceError, VramError
+from znnpy.graph_columns import GraphCover, TurnedGraph
 from znnpy.kernels.contract import Primitive, Unit, Variant, device_of
 from znnpy.layer_shapes import LayerShape
 from znnpy.machine import Machine
 from znnpy.measure.layer_timer import LONG_SECONDS, REPEATS, measure
 from znnpy.messages import one_line, option
 from znnpy.network import Conv, Layer, Network, Pool
+from znnpy.patches import Box
+from znnpy.planner.graph_tilings import GraphTiling
 from znnpy.shapes import ConvShape, Precision, Vec3, fused
 from znnpy.sliding_layers import extent, layer_shape
 from znnpy.units import human_seconds
@@ -52,6 +55,7 @@ NEARLY = 1.6  # a method that looks slower than the fastest by more than this fa
 # image are quicker there, and few tiles do not fill a GPU. A layer much quicker than 0.5 ms mostly waits for its start.
 SIDES = (192, 128, 96, 64, 48, 32, 24, 16, 8, 4, 2, 1)
 VOLUMES = ((1, SIDES, LONG_SECONDS), (8, SIDES, 5e-4))
+GRAPH_SIDES = (256, 128, 64)  # of patches of graphs
 MOST_BYTES = 6 * 2**30  # of input and output of a layer that is timed
 LINK_BYTES = 2**24  # of the copy that is timed to find the speed of the link
 
@@ -163,8 +167,12 @@ def _layers(network: Network, precision: Precision) -> Iterator[tuple[tuple[Laye
     """Yield every layer that differs from those before, and every convolution fused with the pooling behind it.
 
     Each comes on volumes of several sizes, the largest first, with the seconds that are long. Convolutions come on
-    slabs too, like the steps of columns, because other tiles may suit them.
+    slabs too, like the steps of columns, because other tiles may suit them. Layers of graphs come as they are in
+    windows, or in patches of some sizes.
     """
+    if network.meaning != "sliding":
+        yield from _layers_of_graph(network, precision)
+        return
     seen = set()
     for index, (layer, maps) in enumerate(zip(network.layers, network.maps, strict=False)):
         behind = network.layers[index + 1] if index + 1 < len(network.layers) else None
@@ -178,6 +186,24 @@ def _layers(network: Network, precision: Precision) -> Iterator[tuple[tuple[Laye
                 if (span, long) not in seen:
                     seen.add((span, long))
                     yield span, long
+
+
+def _layers_of_graph(network: Network, precision: Precision) -> Iterator[tuple[tuple[LayerShape, ...], float]]:
+    """Yield every operation of a graph that differs from those before."""
+    volumes = [network.windows.size] if network.windows is not None else [_cube(side) for side in GRAPH_SIDES]
+    tilings = [_whole_tiling(network, volume, precision) for volume in volumes]
+    each = ([one.shape(operation) for operation in one.graph.operations] for one in tilings)
+    yield from ((span, LONG_SECONDS) for span in dict.fromkeys(zip(*each, strict=True)))
+
+
+def _whole_tiling(network: Network, volume: Vec3, precision: Precision) -> GraphTiling:
+    """Return the one patch of a whole volume."""
+    graph = TurnedGraph.of(network, volume, 0, precision)
+    sizes = [graph.geometry.size(tensor) for tensor in graph.network.outputs]
+    region, *others = (Box((0, 0, 0), size) for size in sizes)
+    whole = GraphCover(graph, (1, 1, 1), 0, region, tuple(others))
+    z, y, x = (end - begin for begin, end in zip(*whole.periods, strict=True))
+    return GraphTiling(replace(whole, patch=(z, y, x)))
 
 
 def _cube(side: int) -> Vec3:

@@ -77,15 +77,18 @@ class HostLayer:
         return maps
 
 
-def inputs_of(shape: GraphShape, x: npt.NDArray[np.float32]) -> list[npt.NDArray[np.float32]]:
-    """Return the inputs (z, y, x, f) of a layer of a graph, one after the other in the memory of `x`."""
+def inputs_of(shape: GraphShape, x: Any) -> list[Any]:
+    """Return the inputs (z, y, x, f) of a layer of a graph, one after the other in the memory of `x`.
+
+    x  an array of numpy's, or of a Device
+    """
     fins = shape.fins if isinstance(shape, GraphConvShape | PointShape) else (shape.in_shape[4],)
     sizes = [(*shape.n, maps) for maps in fins]
     if isinstance(shape, GraphConvShape | PointShape):
         sizes = [(*shape.size_of(index), maps) for index, maps in enumerate(fins)]
     if isinstance(shape, GraphConvShape) and shape.addend:
         sizes.append((*shape.out, shape.fout))
-    flat, found, first = x.reshape(-1), list[npt.NDArray[np.float32]](), 0
+    flat, found, first = x.reshape(-1), list[Any](), 0
     for size in sizes:
         found.append(flat[first : first + prod(size)].reshape(size))
         first += prod(size)
@@ -101,25 +104,28 @@ class DeviceLayer:
         footprint = primitive.footprint(shape, variant, 1)
         resident = primitive.prepare(self.values.weights, variant, device)
         self._step = primitive.bind(resident, shape, variant, device)
-        self._x = device.view(device.allocate(shape.in_bytes, "a layer's input"), shape.in_shape, dtype)
-        self._fill()
+        of_graph = isinstance(shape, GraphShape)
+        size = (shape.in_bytes // dtype.itemsize,) if of_graph else shape.in_shape
+        x = device.view(device.allocate(shape.in_bytes, "a layer's input"), size, dtype)
+        self._fill(x)
+        self._x: Any = inputs_of(shape, x) if isinstance(shape, GraphShape) else x
         self._out = device.view(device.allocate(shape.out_bytes, "a layer's output"), shape.out_shape, dtype)
         self._scratch: Mapping[str, Any] = {s.name: device.allocate(s.nbytes, s.name) for s in footprint.scratch}
         self._peaks = device.put(np.array([LARGEST, 0.0], np.float32), "largest values")
-        self._words = {
-            "x_peak": device.address(self._peaks) if footprint.reads_peak else 0,
-            "out_peak": device.address(self._peaks) + self._peaks.itemsize if footprint.raises_peak else 0,
-        }
+        self._words = {"out_peak": device.address(self._peaks) + self._peaks.itemsize if footprint.raises_peak else 0}
+        if not of_graph:
+            self._words["x_peak"] = device.address(self._peaks) if footprint.reads_peak else 0
+        self._target = self._out[0] if of_graph else self._out
 
     def run(self) -> None:
-        self._step.run(self._x, self._out, self._scratch, **self._words)
+        self._step.run(self._x, self._target, self._scratch, **self._words)
 
     def at(self, position: Position) -> npt.NDArray[np.float64]:
         """Return all maps of one output voxel."""
         return self._device.get(self._out[position]).astype(np.float64)
 
-    def _fill(self) -> None:
-        device, flat = self._device, self._x.reshape(-1)
+    def _fill(self, x: Any) -> None:
+        device, flat = self._device, x.reshape(-1)
         block = device.put(self.values.block, "random numbers")
         for start in range(0, flat.size, block.size):
             part = flat[start : start + block.size]

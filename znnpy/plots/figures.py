@@ -37,11 +37,16 @@ def new_figure(title: str, height: float, width: float = WIDTH) -> Figure:
 
 def save_figure(path: Path, figure: Figure, argument: str = "out", *, overwrite: bool, form: str = "png") -> None:
     """Write `figure` as png, svg or pdf, whole or not at all; OutputError, which names `argument`, where that fails."""
+    write_asked(path, drawn(figure, form), argument, overwrite=overwrite)
+
+
+def drawn(figure: Figure, form: str, dpi: float = DPI) -> bytes:
+    """Return a figure as png, svg or pdf."""
     import matplotlib
 
-    drawn = io.BytesIO()
+    saved = io.BytesIO()
     # Neither a date nor random names are written, so that a figure is the same bytes each time.
     metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(form)
     with matplotlib.rc_context({"svg.hashsalt": "znnpy"}):
-        figure.savefig(drawn, format=form, dpi=min(DPI, MOST_PIXELS / max(figure.get_size_inches())), metadata=metadata)
-    write_asked(path, drawn.getvalue(), argument, overwrite=overwrite)
+        figure.savefig(saved, format=form, dpi=min(dpi, MOST_PIXELS / max(figure.get_size_inches())), metadata=metadata)
+    return saved.getvalue()

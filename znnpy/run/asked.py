@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from znnpy.messages import option
-from znnpy.network import Network
 from znnpy.option_values import OFFLOAD_MODES, Device
 from znnpy.shapes import Precision
 from znnpy.shared_options import PlanningOptions
@@ -27,13 +26,6 @@ class AskedDevices:
     def needs_gpu(self) -> bool:
         """Return whether there has to be a plan for a GPU: who says how many, or how much of its memory, wants one."""
         return self.device == "gpu" or self.vram is not None or self.gpus != 1
-
-
-def devices_for(network: Network, asked: PlanningOptions) -> AskedDevices:
-    """Return the devices that options mean for a network: graphs and windows run on a CPU unless a GPU is asked for."""
-    meant = devices_asked(asked)
-    only_cpu = network.meaning != "sliding" and meant.device == "auto" and not meant.needs_gpu
-    return replace(meant, device="cpu") if only_cpu else meant
 
 
 def devices_asked(asked: PlanningOptions) -> AskedDevices:

@@ -23,7 +23,7 @@ from znnpy.run.voxels import load_voxels, store_image
 if TYPE_CHECKING:
     from znnpy.kernels.contract import Bytes, Footprint
     from znnpy.run.gpu_backend import GpuBackend
-    from znnpy.run.trace import Trace
+    from znnpy.run.trace import Spans
 
 NOTHING = host_arena(aligned_bytes(0), ())
 
@@ -38,7 +38,7 @@ class CpuBackend:
         plan: Plan,
         network: Network,
         pool: ThreadPool,
-        trace: Trace | None = None,
+        trace: Spans | None = None,
         lane: str = "CPU",
         prepared: Callable[[int], None] | None = None,
         lent: GpuBackend | None = None,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from znnpy.run.trace import Trace
+from znnpy.run.trace import Spans
 
 ANCHOR_SECONDS = 0.001  # within which the host has to see the event of a step; otherwise the event before is used
 
@@ -41,7 +41,7 @@ class _Step:
 class GpuTrace:
     """Records what a session queues on `device` in `trace`, when each step is over."""
 
-    def __init__(self, trace: Trace, device: Any) -> None:
+    def __init__(self, trace: Spans, device: Any) -> None:
         self._trace, self._device = trace, device
         self._steps: deque[_Step] = deque()  # steps that are not over
         self._count = 0

@@ -9,39 +9,39 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from traceback import clear_frames
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from znnpy.column_planes import ColumnPlanes, StepPlanes
-from znnpy.errors import ValuesOverflowError
+from znnpy.errors import ValuesOverflowError, VramError
 from znnpy.geometry import Interval
 from znnpy.graph_columns import GraphStep
 from znnpy.graph_operations import Operation, Region, box_of, input_region, voxels_of
-from znnpy.kernels.aligned import aligned_bytes, touch
 from znnpy.kernels.contract import ConvWeights, Primitive
 from znnpy.kernels.dtypes import kept_dtype
 from znnpy.kernels.table import TABLE, find
-from znnpy.kernels.thread_pool import ThreadPool, min_chunk
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.layer_shapes import LayerShape
 from znnpy.network import Network
 from znnpy.patches import Box
 from znnpy.planner.graph_tilings import COPIED, GraphTiling
-from znnpy.planner.memory import BUFFERS
 from znnpy.planner.plan import Choice, Plan
-from znnpy.run.arena import Arena, host_arena
-from znnpy.run.backend import UNTRACED, Voxels
-from znnpy.run.voxels import load_voxels, store_voxels
+from znnpy.run.arena import Arena
+from znnpy.run.backend import Voxels
+from znnpy.run.graph_backend import Arrays, GraphBackend, GraphOnCpu
 from znnpy.shapes import turn, turned_back
 
 if TYPE_CHECKING:
-    from znnpy.run.trace import Trace
+    from znnpy.kernels.gpu.device import Device
+    from znnpy.run.trace import Spans
 
-Array = npt.NDArray[Any]  # float32, or bfloat16 in bf16
+Array = Any  # numpy's, or on a GPU those of its Device, in the dtype of the precision
 
 KEPT_STEPS = 32  # shapes of an operation whose steps are kept: columns away from the faces have few
 
@@ -61,7 +61,7 @@ class _Tensor:
         self._size = (0, 0)  # y, x
         self._first = 0  # plane at the front of a resident block
 
-    def begin(self, size: tuple[int, int], first: int, lacking: int) -> None:
+    def begin(self, size: tuple[int, int], first: int, lacking: int, backend: GraphBackend) -> None:
         """Prepare for a column in which the tensor has `size` voxels across, and begins with plane `first`.
 
         lacking  planes that the first step needs and does not compute, since the column begins in its midst: zeros
@@ -69,48 +69,33 @@ class _Tensor:
         self._size, self._first = size, first
         self.held = Interval(first, first)
         kept = self.beside if self.storage == "carried" else self.block
-        kept[: lacking * size[0] * size[1] * self.maps] = 0
+        if zeros := lacking * size[0] * size[1] * self.maps:
+            backend.clear(kept[:zeros])
 
-    def advance(self, held: Interval, new: Interval, pool: ThreadPool) -> None:
+    def advance(self, held: Interval, new: Interval, backend: GraphBackend) -> None:
         """Make room for the planes of a step; those that were kept are in front of the new ones."""
         plane = self._size[0] * self._size[1] * self.maps
         kept = max(0, new.lo - held.lo)
         if self.storage == "resident":
             if (held.hi - self._first) * plane > self.block.size:
                 start = held.lo - self._first
-                _move(self.block[: kept * plane], self.block[start * plane : (start + kept) * plane], pool)
+                if kept and start:
+                    backend.move(self.block[: kept * plane], self.block[start * plane : (start + kept) * plane])
                 self._first = held.lo
             offset = held.lo - self._first
         else:
             offset = 0
             if kept:
-                _move(self.block[: kept * plane], self.beside[: kept * plane], pool)
+                backend.move(self.block[: kept * plane], self.beside[: kept * plane])
         self.held = held
         part = self.block[offset * plane : (offset + held.size) * plane]
         self.planes = part.reshape(held.size, *self._size, self.maps)
 
-    def keep(self, first: int, pool: ThreadPool) -> None:
+    def keep(self, first: int, backend: GraphBackend) -> None:
         """Save the planes from `first` on for the next step, if they would be lost."""
         if self.storage == "carried" and first < self.held.hi:
             kept = self.planes[max(0, first - self.held.lo) :]
-            _move(self.beside[: kept.size], kept.reshape(-1), pool)
-
-
-def _move(target: Array, source: Array, pool: ThreadPool) -> None:
-    """Copy with all threads; where the two overlap, `target` begins before `source`."""
-    overlap = np.may_share_memory(target, source)
-    if overlap:
-        distance = (source.ctypes.data - target.ctypes.data) // source.itemsize
-        for first in range(0, target.size, distance) if distance else ():  # parts that do not overlap their sources
-            end = min(first + distance, target.size)
-            _move(target[first:end], source[first:end], pool)
-        return
-
-    def piece(lo: int, hi: int, worker: int) -> None:
-        del worker
-        target[lo:hi] = source[lo:hi]
-
-    pool.each(piece, target.size, least=min_chunk(target.nbytes, max(1, target.size)))
+            backend.move(self.beside[: kept.size], kept.reshape(-1))
 
 
 @dataclass(slots=True)
@@ -127,9 +112,10 @@ class _Bound:
 
 
 class GraphSession:
-    """Runs the steps of one plan of a graph on a processor; see `Session`."""
+    """Runs the steps of one plan of a graph on a processor or a GPU; see `Session`.
 
-    max_in_flight = 0
+    values  that a step writes at most, where others turn the result of the network into what is written
+    """
 
     def __init__(
         self,
@@ -139,37 +125,86 @@ class GraphSession:
         pool: ThreadPool,
         table: tuple[Primitive, ...] = TABLE,
         *,
-        trace: Trace | None = None,
+        device: Device | None = None,
+        trace: Spans | None = None,
         lane: str | None = None,
         prepared: Callable[[int], None] | None = None,
+        values: int | None = None,
     ) -> None:
         self.plan, self.network, self.pool = plan, network, pool
         self.written = [0] * len(plan.choices)
         self.idle_seconds: dict[str, float] = {}
-        self._weights, self._table, self._trace, self._lane, self._prepared = weights, table, trace, lane, prepared
+        self._weights, self._table = weights, table
         self._tiling = GraphTiling(plan.graph_cover(network))
         self._graph = self._tiling.graph
+        self._most = self._tiling.cover.values if values is None else values
         self._operations = self._graph.computing(choice.shape for choice in plan.choices)
         self._members: tuple[tuple[_Bound, ...], ...] = ()  # the operations with the weights of each member
         self._bound: tuple[_Bound, ...] = ()  # those of the member that is computed
         self._tensors: dict[int, _Tensor] = {}
         self._across: tuple[tuple[Interval, ...], tuple[Interval, ...]] = ((), ())
-        self._steps = 0
+        self._image: StepPlanes | None = None  # of `image`, which always computes the same
+        self._image_voxels: list[int] = []  # that it writes, by choice
+        self._imaged: set[int] = set()  # members whose operations have run there once, and can be recorded
+        self.backend = self._backend_of(device, trace, lane, prepared)
+
+    def _backend_of(
+        self,
+        device: Device | None,
+        trace: Spans | None,
+        lane: str | None,
+        prepared: Callable[[int], None] | None,
+    ) -> GraphBackend:
+        plan, network = self.plan, self.network
+        if plan.device == "cpu":
+            return GraphOnCpu(self.pool, network.normalise, trace, lane, prepared)
+        from znnpy.run.graph_gpu import GraphOnGpu  # here, since runs on the CPU need none of it
+
+        subjects = [self._subject(operation) for operation in self._operations]
+        return GraphOnGpu(plan, network, subjects, self._most, self.pool, device, trace, lane)
+
+    def _subject(self, operation: Operation) -> str:
+        """Name an operation in errors."""
+        return f"node {self._graph.network.names[operation.tensor - 1]}"
+
+    @property
+    def max_in_flight(self) -> int:
+        """Steps that may be submitted and not waited for when the next is; 0: `submit` computes."""
+        return self.backend.max_in_flight
 
     def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            stack.callback(self._forget)
+            stack.enter_context(self.backend)
+            try:
+                self._prepare()
+            except VramError as error:
+                clear_frames(error.__traceback__)  # who plans again with less needs what they refer to
+                raise
+            self._open = stack.pop_all()
+        return self
+
+    def _prepare(self) -> None:
+        """Prepare the weights, and allocate everything."""
         each = len(self.network.weighted)
         prepared = [
             self._with_weights(self._weights[member * each : (member + 1) * each])
             for member in range(self.network.members)
         ]
-        arena = host_arena(self._block(self.plan.memory.last.arena), self.plan.stages[0].tensors)
+        footprints = [
+            self._tiling.footprint(bound.operation, bound.primitive, bound.choice.variant, self.plan.compute_threads)
+            for bound in prepared[0]
+        ]
+        arena = self.backend.allocate_arena(self.plan.memory.last.arena, self.plan.stages[0].tensors, footprints)
         self._members = tuple(
             tuple(replace(bound, scratch=arena.scratch(index)) for index, bound in enumerate(some)) for some in prepared
         )
         self._bound = self._members[0]
         for tensor in self._tiling.stored:
             self._tensors[tensor] = self._allocated(tensor, arena)
-        return self
+        if self.plan.device == "gpu":  # kernels are compiled, and cuDNN plans, before the first step
+            for bound in (bound for some in self._members for bound in some):
+                bound.steps[bound.choice.shape] = self._step(bound, bound.choice.shape)
 
     def _with_weights(self, weights: Sequence[ConvWeights]) -> list[_Bound]:
         """Return the operations with their weights prepared, and no scratch yet."""
@@ -177,7 +212,7 @@ class GraphSession:
         for operation, choice in zip(self._operations, self.plan.choices, strict=True):
             primitive = find(choice.primitive, self._table)
             own = graph.lowered.weights(operation.layer, weights, graph.axis)
-            resident = primitive.prepare(own, choice.variant, self.pool)
+            resident = primitive.prepare(own, choice.variant, self.backend.executor)
             del own  # of one layer at a time
             name = _name(choice, graph.network)
             prepared.append(_Bound(operation, choice, primitive, resident, {}, OrderedDict(), name))
@@ -185,7 +220,7 @@ class GraphSession:
 
     def _allocated(self, tensor: int, arena: Arena) -> _Tensor:
         found = _Tensor(self._tiling, tensor, self._graph.network.maps[tensor])
-        beside = self._block(found.nbytes).view(found.dtype)
+        beside = self.backend.block(found.nbytes // found.dtype.itemsize, found.dtype)
         if found.storage == "resident":
             found.block = beside
         else:
@@ -196,26 +231,22 @@ class GraphSession:
             )
         return found
 
-    def _block(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Allocate memory and touch it, so that a run neither waits for memory nor fails for lack of it later."""
-        block = aligned_bytes(nbytes)
-        touch(block, self.pool, self._prepared)
-        return block
-
     def __exit__(self, *cause: Any) -> None:
+        self._open.__exit__(*cause)
+
+    def _forget(self) -> None:
+        """Let go of all arrays."""
         self._members, self._bound, self._tensors = (), (), {}
 
     def buffers(
         self, raw: np.dtype[Any], out: np.dtype[Any], *, reads: int, writes: int
     ) -> tuple[Iterable[Voxels], Iterable[Voxels]]:
         """Return arrays for `submit` of these dtypes; steps use their first voxels."""
-        del reads, writes  # pages that are never written to cost nothing
-        network, plan = self.network, self.plan
-        raws = [np.empty((network.input_channels, *plan.patch_in), raw) for _ in range(BUFFERS)]
-        return raws, [np.empty(self._tiling.cover.values, out) for _ in range(BUFFERS)]
+        raws = Arrays((self.network.input_channels, *self.plan.patch_in), raw)
+        return self.backend.buffers(raws, Arrays((self._most,), out), reads=reads, writes=writes)
 
-    def submit(self, raw: Voxels, out: Voxels | None, *, begins: bool = True, step: object | None = None) -> None:
-        """Compute one step of a column, or one patch.
+    def submit(self, raw: Voxels, out: Voxels | None, *, begins: bool = True, step: object | None = None) -> Any:
+        """Begin to compute one step of a column, or one patch; return a ticket for `wait`, in the order of submission.
 
         raw     (c, z, y, x) of any real dtype, what the step reads; read only.
         out     float32, float16 or uint8 (`round(255 * clip(x, 0, 1))`), C order; its first values are overwritten with
@@ -224,19 +255,22 @@ class GraphSession:
         begins  the first step of a column; every patch is one.
         step    `Patch.step` of the plan's cover, a GraphStep.
 
-        ValuesOverflowError names the node whose result is not finite.
+        ValuesOverflowError, here or in `wait`, names the node whose result is not finite.
         """
         assert isinstance(step, GraphStep), "patches of a graph say what is computed"
         column = self._graph.planes(step.begin[0], step.end[0], step.thick)
+        given = column.outputs(step.number)
+        target = None if out is None else out.reshape(-1)[: self._values(given, step)]
+        source, there = self.backend.begin_step(raw, target, begins=True)  # peaks of one step are enough
 
         def load(new: Array) -> None:
-            load_voxels(raw.transpose(self._axes), new, self.network.normalise, self.pool)
+            self.backend.load(source.transpose(self._axes), new)
 
         self._computed(step, load, begins=begins)
-        if out is not None:
+        if there is not None:
             with self.span("store"):
-                self._store(column.outputs(step.number), step, out.reshape(-1))
-        self._steps += 1
+                self._store(given, step, there)
+        return self.backend.end_step()
 
     def image(self, load: Callable[[Array], None], member: int = 0) -> Array:
         """Compute a plan of one patch, and return its output (z, y, x, maps), turned, which the next call overwrites.
@@ -245,15 +279,35 @@ class GraphSession:
         member  of an ensemble, whose weights are taken
         """
         self._bound = self._members[member]
-        (column,) = self._tiling.cover
-        (patch,) = column.steps
-        step = patch.step
-        assert isinstance(step, GraphStep), "patches of a graph say what is computed"
-        planes = self._computed(step, load, begins=True)
-        self._steps += 1
+        if self._image is None:
+            (column,) = self._tiling.cover
+            (patch,) = column.steps
+            step = patch.step
+            assert isinstance(step, GraphStep), "patches of a graph say what is computed"
+            before = list(self.written)
+            self._image = self._computed(step, load, begins=True)
+            self._image_voxels = [after - now for now, after in zip(before, self.written, strict=True)]
+        else:
+            planes = self._image
+            with self.span("load"):
+                load(self._tensors[0].planes)
+            if member not in self._imaged:
+                self._run_all(planes)
+            elif not self.backend.repeated(member, lambda: self._run_all(planes)):
+                self.written = [sum(both) for both in zip(self.written, self._image_voxels, strict=True)]
+        self._imaged.add(member)
         tensor = self._graph.network.outputs[0]
-        z, y, x = self._region(tensor, planes)
+        z, y, x = self._region(tensor, self._image)
         return self._view(tensor, box_of((z, y, x)))
+
+    def warm_up(self) -> None:
+        """Compute an image of zeros by each member and forget it, so that no later one waits for checks of a library."""
+        raw = np.zeros((self.network.input_channels, 1, 1, 1), np.float32)
+        self.backend.begin_step(raw, None, begins=True)
+        for member in range(self.network.members):
+            self.image(self.backend.clear, member)
+        self.backend.wait(self.backend.end_step())
+        self.written = [0] * len(self.written)
 
     def _computed(self, step: GraphStep, load: Callable[[Array], None], *, begins: bool) -> StepPlanes:
         """Run the operations of a step, and return the planes of its tensors; `load` writes the new ones of the input.
@@ -264,11 +318,15 @@ class GraphSession:
         if begins:
             self._begin(step, column)
         planes = column.step(step.number)
-        later = column.step(step.number + 1).held if step.number + 1 < column.steps else None
         self._advance(0, planes)
         if planes.new[0].size:
             with self.span("load"):
                 load(self._tensors[0].planes[planes.new[0].lo - planes.held[0].lo :])
+        self._run_all(planes, column.step(step.number + 1).held if step.number + 1 < column.steps else None)
+        return planes
+
+    def _run_all(self, planes: StepPlanes, later: Sequence[Interval] | None = None) -> None:
+        """Run all operations; `later`: planes of the tensors in the next step, if there is one."""
         last_reads = self._last_reads
         for index, bound in enumerate(self._bound):
             for tensor in bound.operation.tensors:
@@ -278,8 +336,7 @@ class GraphSession:
                 self._run(index, bound, planes, region)
             if later is not None:
                 for tensor in last_reads[index]:
-                    self._tensors[tensor].keep(later[tensor].lo, self.pool)
-        return planes
+                    self._tensors[tensor].keep(later[tensor].lo, self.backend)
 
     @cached_property
     def _last_reads(self) -> list[list[int]]:
@@ -302,12 +359,12 @@ class GraphSession:
         for tensor, held in self._tensors.items():
             size, first = (y[tensor].size, x[tensor].size), planes.held[tensor].lo
             if step.number == 0:
-                held.begin(size, column.region[tensor].lo, 0)
+                held.begin(size, column.region[tensor].lo, 0, self.backend)
             else:
-                held.begin(size, first, planes.new[tensor].lo - first)
+                held.begin(size, first, planes.new[tensor].lo - first, self.backend)
 
     def _advance(self, tensor: int, planes: StepPlanes) -> None:
-        self._tensors[tensor].advance(planes.held[tensor], planes.new[tensor], self.pool)
+        self._tensors[tensor].advance(planes.held[tensor], planes.new[tensor], self.backend)
 
     def _region(self, tensor: int, planes: StepPlanes) -> Region:
         """Return the voxels of a tensor that a step computes."""
@@ -315,7 +372,7 @@ class GraphSession:
 
     def _run(self, index: int, bound: _Bound, planes: StepPlanes, region: Region) -> None:
         """Compute the new planes of one operation."""
-        operation, tensor = bound.operation, bound.operation.tensor
+        operation = bound.operation
         windows = None if operation.pool is None else self._region(operation.tensors[1], planes)
         shape = self._graph.shape_of(operation, region, windows)
         bind = bound.steps.pop(shape, None) or self._step(bound, shape)
@@ -333,17 +390,17 @@ class GraphSession:
             try:
                 primitive_step, scratch = bind
                 if shape.kind == "maxout":
-                    primitive_step.run(_contiguous(inputs[0], bound.scratch)[None], out[None], scratch)
+                    primitive_step.run(self._contiguous(inputs[0], bound.scratch)[None], out[None], scratch)
                 else:
-                    primitive_step.run(inputs, out, scratch, *more)
+                    self.backend.run(index, primitive_step, inputs, out, scratch, more)
             except ValuesOverflowError as error:
-                raise error.with_context(f"node {self._graph.network.names[tensor - 1]}") from None
+                raise error.with_context(self._subject(operation)) from None
         self.written[index] += prod(out.shape[:3])  # of two outputs, that which is not pooled
 
     def _step(self, bound: _Bound, shape: LayerShape) -> tuple[Any, Mapping[str, Any]]:
         """Return a step of an operation for one shape, with as much of its scratch as this shape needs."""
         variant = bound.choice.variant
-        step = bound.primitive.bind(bound.resident, shape, variant, self.pool)
+        step = bound.primitive.bind(bound.resident, shape, variant, self.backend.executor)
         footprint = bound.primitive.footprint(shape, variant, self.plan.compute_threads)
         needs = {one.name: one.nbytes for one in footprint.scratch}
         for name, nbytes in needs.items():
@@ -358,10 +415,22 @@ class GraphSession:
         z, y, x = (slice(lo - at, hi - at) for lo, hi, at in zip(box.lo, box.hi, begin, strict=True))
         return held.planes[z, y, x]
 
-    def _store(self, given: Sequence[Interval], step: GraphStep, out: Voxels) -> None:
+    def _values(self, given: Sequence[Interval], step: GraphStep) -> int:
+        """Return how many values a step gives."""
+        wanted, maps = self._wanted(step), self._graph.network.maps
+        return sum(
+            maps[tensor] * given[number].size * wanted[0][number].size * wanted[1][number].size
+            for number, tensor in enumerate(self._graph.network.outputs)
+        )
+
+    def _wanted(self, step: GraphStep) -> list[Sequence[Interval]]:
+        """Return what is wanted of each output along the second and the third axis."""
+        return [self._graph.wanted(along, step.begin[along], step.end[along]) for along in (1, 2)]
+
+    def _store(self, given: Sequence[Interval], step: GraphStep, out: Array) -> None:
         """Write the outputs of a step, one after the other."""
         first = 0
-        wanted = [self._graph.wanted(along, step.begin[along], step.end[along]) for along in (1, 2)]
+        wanted = self._wanted(step)
         for number, tensor in enumerate(self._graph.network.outputs):
             region: Region = (given[number], wanted[0][number], wanted[1][number])
             z, y, x = (interval.size for interval in region)
@@ -369,38 +438,31 @@ class GraphSession:
             count = maps * z * y * x
             if count:
                 target = out[first : first + count].reshape(maps, *turned_back((z, y, x), self._graph.axis))
-                store_voxels(self._view(tensor, box_of(region)), target.transpose(self._axes), self.pool)
+                self.backend.store(self._view(tensor, box_of(region)), target.transpose(self._axes))
             first += count
 
     def span(self, name: str, **facts: int) -> Any:
-        if self._trace is None:
-            return UNTRACED
-        return self._trace.span(self._lane or "CPU", name, step=self._steps, **facts)
+        return self.backend.span(name, **facts)
 
     def run(self, raw: Voxels, out: Voxels | None, *, begins: bool = True, step: object | None = None) -> None:
         """Compute one step: `submit` it and `wait`."""
-        self.submit(raw, out, begins=begins, step=step)
+        self.wait(self.submit(raw, out, begins=begins, step=step))
 
     def abandon(self) -> None:
-        """Do nothing: a processor does not fail alone."""
+        """Ask nothing of a device that failed any more; leaving then waits for nothing."""
+        self.backend.abandon()
 
     def done(self, ticket: Any) -> bool:
-        """Return True: a step is done when it was submitted."""
-        del ticket
-        return True
+        """Return whether `wait` would return at once."""
+        return self.backend.done(ticket)
 
     def wait(self, ticket: Any) -> None:
-        """Do nothing: a step is done when it was submitted."""
-        del ticket
+        """Wait until the output of a step is there."""
+        self.backend.wait(ticket)
 
-
-def _contiguous(x: Array, scratch: Mapping[str, Any]) -> Array:
-    """Return an array in C order: itself, or a copy in the scratch that the plan holds for it."""
-    if x.flags.c_contiguous:
-        return x
-    copy: Array = scratch[COPIED][: x.nbytes].view(x.dtype).reshape(x.shape)
-    np.copyto(copy, x)
-    return copy
+    def _contiguous(self, x: Array, scratch: Mapping[str, Any]) -> Array:
+        """Return an array in C order: itself, or a copy in the scratch that the plan holds for it."""
+        return x if x.flags.c_contiguous else self.backend.copied(x, scratch[COPIED])
 
 
 def _name(choice: Choice, network: Network) -> str:

@@ -24,7 +24,7 @@ from znnpy.run.stage_runner import StageRunner
 
 if TYPE_CHECKING:
     from znnpy.kernels.gpu.device import Device
-    from znnpy.run.trace import Trace
+    from znnpy.run.trace import Spans
 
 ALL: tuple[Primitive, ...] = (*TABLE, *IN_HOST_RAM)
 
@@ -52,7 +52,7 @@ class Session:
         table: tuple[Primitive, ...] = ALL,
         *,
         device: Device | None = None,
-        trace: Trace | None = None,
+        trace: Spans | None = None,
         lane: str | None = None,
         prepared: Callable[[int], None] | None = None,
     ) -> None:

@@ -13,6 +13,7 @@ import json
 import os
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import FileIO
@@ -31,7 +32,28 @@ PROCESS = 1  # the only one
 ENCODE = json.JSONEncoder(allow_nan=False).encode  # JSON has no NaN
 
 
-class Trace:
+class Spans(ABC):
+    """Takes what a run did when, from any thread."""
+
+    @abstractmethod
+    def record(self, track: str, name: str, begin: float, end: float, **facts: int | float | str) -> None:
+        """Take a span of a track.
+
+        begin, end  seconds of `time.perf_counter()`
+        facts       shown beside the name
+        """
+
+    @contextmanager
+    def span(self, track: str, name: str, **facts: int | float | str) -> Iterator[None]:
+        """Record what is done within as a span, to its end or to where it fails."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.record(track, name, begin, time.perf_counter(), **facts)
+
+
+class Trace(Spans):
     """Writes a trace, over an older one too. A context manager; OutputError where that cannot be done, then or later.
 
     A run that ends with an exception leaves what was recorded until then, and a last event with the exception's
@@ -78,11 +100,7 @@ class Trace:
                 remove(self._draft)
 
     def record(self, track: str, name: str, begin: float, end: float, **facts: int | float | str) -> None:
-        """Record a span of a track, from any thread. OutputError if a full batch cannot be written, and ever after.
-
-        begin, end  seconds of `time.perf_counter()`
-        facts       shown beside the name
-        """
+        """Record a span of a track. OutputError if a full batch cannot be written, and ever after."""
         span = {
             "ph": "X",
             "name": name,
@@ -102,15 +120,6 @@ class Trace:
             self._events.append(ENCODE({**span, "tid": row, "args": facts}))
             if len(self._events) >= BATCH:
                 self._write(self._file)
-
-    @contextmanager
-    def span(self, track: str, name: str, **facts: int | float | str) -> Iterator[None]:
-        """Record what is done within as a span, to its end or to where it fails."""
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.record(track, name, begin, time.perf_counter(), **facts)
 
     def _close(self, error: BaseException | None) -> None:
         file, draft, self._file = self._file, self._draft, None

@@ -3,36 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from itertools import product
 from math import prod
+from traceback import clear_frames
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from znnpy.errors import VramError
 from znnpy.kernels.contract import ConvWeights, Primitive
 from znnpy.kernels.table import TABLE
 from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.network import Network
-from znnpy.planner.memory import BUFFERS
 from znnpy.planner.plan import Plan
 from znnpy.run.backend import Voxels
+from znnpy.run.graph_backend import GraphOnCpu
 from znnpy.run.graph_session import Array, GraphSession
-from znnpy.run.voxels import load_voxels
-from znnpy.run.window_result import store_result
+from znnpy.run.sum_arrays import SumArrays, SumsOnCpu
 from znnpy.run.window_sums import WindowSums
-from znnpy.shapes import turn, turned
+from znnpy.shapes import turn
 from znnpy.window_cover import WindowStep
 from znnpy.windows.weights import total_weights, window_weights
 
 if TYPE_CHECKING:
-    from znnpy.run.trace import Trace
+    from znnpy.kernels.gpu.device import Device
+    from znnpy.run.trace import Spans
 
 
 class WindowSession:
-    """Runs the windows of one plan on a processor, in the order of `WindowCover`; see `Session`."""
-
-    max_in_flight = 0
+    """Runs the windows of one plan on a processor or a GPU, in the order of `WindowCover`; see `Session`."""
 
     def __init__(
         self,
@@ -42,48 +43,79 @@ class WindowSession:
         pool: ThreadPool,
         table: tuple[Primitive, ...] = TABLE,
         *,
-        trace: Trace | None = None,
+        device: Device | None = None,
+        trace: Spans | None = None,
         lane: str | None = None,
         prepared: Callable[[int], None] | None = None,
     ) -> None:
         self.plan, self.network, self.pool = plan, network, pool
         self.idle_seconds: dict[str, float] = {}
-        self._images = GraphSession(plan, network, weights, pool, table, trace=trace, lane=lane, prepared=prepared)
         self._cover, self._prepared = plan.window_cover(network), prepared
         self._windows = self._cover.grid.windows
+        values = network.output_channels * prod(self._cover.most_done)
+        self._images = GraphSession(
+            plan, network, weights, pool, table,
+            device=device, trace=trace, lane=lane, prepared=prepared, values=values,
+        )  # fmt: skip
+        self._arrays: SumArrays | None = None
         self._sums: WindowSums | None = None
-        self._weights: npt.NDArray[np.float32] = np.empty((0, 0, 0), np.float32)
+        self._weights: Array = None
 
     @property
     def written(self) -> list[int]:
         """Voxels of one map that each choice has written, of all windows."""
         return self._images.written
 
+    @property
+    def max_in_flight(self) -> int:
+        """Windows that may be submitted and not waited for when the next is; 0: `submit` computes."""
+        return self._images.max_in_flight
+
     def __enter__(self) -> Self:
-        self._images.__enter__()
-        plan = self.plan
-        assert plan.sums is not None, "plans of windows have sums"
-        self._sums = WindowSums(self._cover, plan.sums, self.network.blended_maps, self.pool, self._prepared)
-        assert self.network.windows is not None, "networks that are computed in windows have it"
-        self._weights = window_weights(self.network.windows).transpose(turn(plan.axis))
+        with ExitStack() as stack:
+            stack.callback(self._forget)
+            stack.enter_context(self._images)
+            plan = self.plan
+            assert plan.sums is not None, "plans of windows have sums"
+            assert self.network.windows is not None, "networks that are computed in windows have it"
+            try:
+                self._arrays = self._sum_arrays()
+                self._sums = WindowSums(self._cover, plan.sums, self.network.blended_maps, self._arrays)
+                weights = window_weights(self.network.windows).transpose(turn(plan.axis))
+                self._weights = self._arrays.weights(weights)
+                if plan.device == "gpu":
+                    self._images.warm_up()
+            except VramError as error:
+                clear_frames(error.__traceback__)  # who plans again with less needs what they refer to
+                raise
+            self._open = stack.pop_all()
         return self
 
     def __exit__(self, *cause: Any) -> None:
-        self._sums = None
-        self._images.__exit__(*cause)
+        self._open.__exit__(*cause)
+
+    def _forget(self) -> None:
+        """Let go of all arrays."""
+        self._sums, self._arrays, self._weights = None, None, None
+
+    def _sum_arrays(self) -> SumArrays:
+        backend = self._images.backend
+        if isinstance(backend, GraphOnCpu):
+            return SumsOnCpu(self.network, self.pool, self._prepared)
+        from znnpy.run.gpu_sums import SumsOnGpu  # here, since runs on the CPU need none of them
+        from znnpy.run.graph_gpu import GraphOnGpu
+
+        assert isinstance(backend, GraphOnGpu), "there is no other device"
+        return SumsOnGpu(self.network, backend)
 
     def buffers(
         self, raw: np.dtype[Any], out: np.dtype[Any], *, reads: int, writes: int
     ) -> tuple[Iterable[Voxels], Iterable[Voxels]]:
         """Return arrays for `submit` of these dtypes; windows use their first voxels."""
-        del reads, writes  # pages that are never written to cost nothing
-        network = self.network
-        values = network.output_channels * prod(self._cover.most_done)
-        raws = [np.empty((network.input_channels, *self.plan.patch_in), raw) for _ in range(BUFFERS)]
-        return raws, [np.empty(values, out) for _ in range(BUFFERS)]
+        return self._images.buffers(raw, out, reads=reads, writes=writes)
 
-    def submit(self, raw: Voxels, out: Voxels | None, *, begins: bool = True, step: object | None = None) -> None:
-        """Compute one window, and write what is finished after it.
+    def submit(self, raw: Voxels, out: Voxels | None, *, begins: bool = True, step: object | None = None) -> Any:
+        """Begin to compute one window, and to write what is finished after it; return a ticket for `wait`.
 
         raw     (c, z, y, x) of any real dtype, the voxels of the volume that the window covers; read only
         out     float32, float16 or uint8, C order; its first values are overwritten with the finished voxels
@@ -91,68 +123,75 @@ class WindowSession:
         begins  of no interest: the place of a window says whether it continues what was summed up
         step    `Patch.step` of the plan's cover, a WindowStep
 
-        ValuesOverflowError names the node whose result is not finite.
+        ValuesOverflowError, here or in `wait`, names the node whose result is not finite.
         """
         del begins
         assert isinstance(step, WindowStep), "windows say what they are"
         assert self._sums is not None, "they are there within the session"
-        windows, sums, axes = self._windows, self._sums, (0, *(1 + axis for axis in turn(self.plan.axis)))
+        windows, sums, backend = self._windows, self._sums, self._images.backend
+        maps, box = self.network.output_channels, self._cover.done(step)
+        target = None if out is None else out.reshape(-1)[: maps * box.voxels]
+        source, there = backend.begin_step(raw, target, begins=True)
         sums.begin(step.part, step.place)
-        members = self.network.members
-        share = 1 / (len(windows.mirrors) * (1 if self.network.result.apart else members))
-        for member, mirror in product(range(members), windows.mirrors):
+        members, apart = self.network.members, self.network.result.apart
+        share = 1 / (len(windows.mirrors) * (1 if apart else members))
+        for number, (member, mirror) in enumerate(product(range(members), windows.mirrors)):
             flipped = tuple(slice(None, None, -1 if axis in mirror else 1) for axis in range(3))
 
             def load(image: Array, flipped: tuple[slice, ...] = flipped) -> None:
-                self._load(raw.transpose(axes), image[flipped], step)
+                self._load(source.transpose(self._axes), image, flipped)
 
             result = self._images.image(load, member)
             with self._images.span("blend"):
-                sums.add(result[flipped], self._weights, share, member if self.network.result.apart else 0)
-        if out is not None:
+                sums.add(result[flipped], self._weights, share, member if apart else 0, counts=number == 0)
+        if there is not None:
             with self._images.span("store"):
-                self._store(step, out)
+                self._store(step, there.reshape(maps, *box.size).transpose(self._axes))
+        return backend.end_step()
 
-    def _load(self, raw: Voxels, image: Array, step: WindowStep) -> None:
-        """Normalise voxels into the image of a window, with zeros where it exceeds the volume."""
+    @property
+    def _axes(self) -> tuple[int, ...]:
+        """The order of the axes of an array (maps, z, y, x) that puts the axis of rows first."""
+        return (0, *(1 + axis for axis in turn(self.plan.axis)))
+
+    def _load(self, raw: Array, image: Array, flipped: tuple[slice, ...]) -> None:
+        """Normalise voxels into the image of a window, mirrored, with zeros where it exceeds the volume."""
+        backend, mirrored = self._images.backend, raw[(slice(None), *flipped)]
         if raw.shape[1:] == image.shape[:3]:
-            load_voxels(raw, image, self.network.normalise, self.pool)
+            backend.load(mirrored, image)
             return
-        before = [
-            before if size < window else 0
-            for before, size, window in zip(self._cover.grid.before, raw.shape[1:], image.shape[:3], strict=True)
-        ]
-        there = tuple(slice(lo, lo + size) for lo, size in zip(before, raw.shape[1:], strict=True))
-        image[...] = 0
-        load_voxels(raw, image[there], self.network.normalise, self.pool)
+        there = []
+        sides = zip(self._cover.grid.before, raw.shape[1:], image.shape[:3], flipped, strict=True)
+        for before, size, window, along in sides:
+            first = before if size < window else 0
+            first = window - first - size if along.step == -1 else first
+            there.append(slice(first, first + size))
+        backend.clear(image)
+        backend.load(mirrored, image[tuple(there)])
 
-    def _store(self, step: WindowStep, out: Voxels) -> None:
-        """Divide what is finished by the sums of the weights, and write the network's result of it."""
+    def _store(self, step: WindowStep, out: Array) -> None:
+        """Write the network's result of what is finished, (maps, z, y, x), turned."""
         assert self._sums is not None, "it is there within the session"
-        box = self._cover.done(step)
-        size = turned(box.size, self.plan.axis)
-        maps = self.network.output_channels
-        target = out.reshape(-1)[: maps * prod(size)].reshape(maps, *box.size)
-        target = target.transpose((0, *(1 + axis for axis in turn(self.plan.axis))))
-        totals = total_weights(self._cover.grid_as_is, self._cover.done_padded(step)).transpose(turn(self.plan.axis))
-        first = None
-        for lines, values in self._sums.finished():
-            first = lines.lo if first is None else first
-            part = slice(lines.lo - first, lines.hi - first)
-            store_result(values, totals[:, part], target[:, :, part], self.network, self.pool)
+        assert self._arrays is not None, "it is there within the session"
+
+        def totals() -> npt.NDArray[np.float32]:
+            box = self._cover.done_padded(step)
+            return total_weights(self._cover.grid_as_is, box).transpose(turn(self.plan.axis))
+
+        self._arrays.store(self._sums.finished(), totals, out)
 
     def run(self, raw: Voxels, out: Voxels | None, *, begins: bool = True, step: object | None = None) -> None:
         """Compute one window: `submit` it and `wait`."""
-        self.submit(raw, out, begins=begins, step=step)
+        self.wait(self.submit(raw, out, begins=begins, step=step))
 
     def abandon(self) -> None:
-        """Do nothing: a processor does not fail alone."""
+        """Ask nothing of a device that failed any more; leaving then waits for nothing."""
+        self._images.abandon()
 
     def done(self, ticket: Any) -> bool:
-        """Return True: a window is done when it was submitted."""
-        del ticket
-        return True
+        """Return whether `wait` would return at once."""
+        return self._images.done(ticket)
 
     def wait(self, ticket: Any) -> None:
-        """Do nothing: a window is done when it was submitted."""
-        del ticket
+        """Wait until what a window finishes is there."""
+        self._images.wait(ticket)

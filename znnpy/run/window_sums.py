@@ -6,24 +6,17 @@ lines along the second axis: see `WindowCover.sums`. Coordinates are turned, as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 
-from znnpy.errors import ValuesOverflowError
 from znnpy.geometry import Interval
-from znnpy.kernels.aligned import aligned_bytes, touch
-from znnpy.kernels.cpu.blend import add_weighted
-from znnpy.kernels.thread_pool import ThreadPool
-from znnpy.messages import option
 from znnpy.planner.plan import Sums
+from znnpy.run.sum_arrays import Array, SumArrays
 from znnpy.shapes import Vec3
 from znnpy.window_cover import WindowCover
 from znnpy.window_lines import Line
-
-Array = npt.NDArray[Any]
 
 
 class WindowSums:
@@ -34,13 +27,12 @@ class WindowSums:
         cover: WindowCover,
         sums: Sums,
         maps: int,
-        pool: ThreadPool,
-        prepared: Callable[[int], None] | None = None,
+        arrays: SumArrays,
     ) -> None:
-        kept, row = cover.sums(maps)
-        self._lines, self._pool = cover.lines, pool
-        self._kept = _zeros(kept, np.dtype(sums.dtype), pool, prepared)
-        self._row = _zeros(row, np.dtype(np.float32), pool, prepared)
+        kept, row = cover.sums(maps + arrays.extra_maps)
+        self._lines, self._arrays = cover.lines, arrays
+        self._kept = arrays.new(kept, np.dtype(sums.dtype))
+        self._row = arrays.new(row, np.dtype(np.float32))
         self._part, self._place = -1, (0, 0, 0)
         self._line: tuple[Line, Line, Line] = cover.lines[0]
         self._ends: npt.NDArray[np.int64] = np.zeros(0, np.int64)  # of the planes that are kept of each line
@@ -75,85 +67,59 @@ class WindowSums:
         done, covered = first.done(self._place[0]), first.covered(self._place[0])
         kept = slice(lines.lo - second.lo, lines.hi - second.lo)
 
-        def take(lo: int, hi: int, worker: int) -> None:
-            del worker
-            for z in range(lo, hi):
-                for ring, part in _wrapped(lines, second.lo, self._row.shape[1]):
-                    if done.lo + z < end:
-                        there = slice(part.lo - second.lo, part.hi - second.lo)
-                        np.copyto(self._row[z, ring], self._plane(done.lo + z)[there], casting="unsafe")
-                        self._check(self._row[z, ring])
-                    else:
-                        self._row[z, ring] = 0
-
-        def clear(lo: int, hi: int, worker: int) -> None:
-            del worker
-            for z in range(lo, hi):
-                self._plane(z + begin)[kept] = 0
-
-        begin = max(end, done.hi)
-        self._pool.each(take, done.size, least=self._least(done.size))
-        planes = max(0, covered.hi - begin)
-        self._pool.each(clear, planes, least=self._least(planes))  # these take the places of planes taken out
+        before = Interval(done.lo, max(done.lo, min(done.hi, end)))  # what earlier rows added to
+        for ring, part in wrapped(lines, second.lo, self._row.shape[1]):
+            there = slice(part.lo - second.lo, part.hi - second.lo)
+            for place, planes in self._places(before):
+                row = self._row[planes.lo - done.lo : planes.hi - done.lo, ring]
+                self._arrays.take(row, self._kept[place, there])
+            if before.size < done.size:
+                self._arrays.clear(self._row[before.size : done.size, ring])
+        for place, _ in self._places(Interval(max(end, done.hi), covered.hi)):
+            self._arrays.clear(self._kept[place, kept])  # these take the places of planes taken out
         self._ends[kept] = covered.hi
 
-    def _check(self, sums: Array) -> None:
-        """Raise ValuesOverflowError if sums that were kept in float16 exceeded it."""
-        if self._kept.dtype == np.float16 and not np.isfinite(sums).all():
-            raise ValuesOverflowError(
-                "sums of windows exceed float16, in which a row keeps them for the next one within this memory; give "
-                f"more memory ({option('ram')}), so that they are kept in float32"
-            )
+    def _places(self, planes: Interval) -> Iterator[tuple[slice, Interval]]:
+        """Yield the places of planes that are kept, and which planes these are."""
+        return wrapped(planes, self._line[0].lo, self._kept.shape[0])
 
-    def _least(self, planes: int) -> int:
-        """Return how many planes a thread takes: a few calls cost less than many."""
-        return max(1, -(-planes // self._pool.threads))
-
-    def _plane(self, z: int) -> Array:
-        """Return where a plane is kept."""
-        plane: Array = self._kept[(z - self._line[0].lo) % self._kept.shape[0]]
-        return plane
-
-    def add(self, result: Array, weights: npt.NDArray[np.float32], share: float, member: int) -> None:
+    def add(self, result: Array, weights: Array, share: float, member: int, *, counts: bool) -> None:
         """Add what the window gives (z, y, x, maps), times its weights (z, y, x), times a share.
 
         member  of an ensemble that is blended apart, whose maps follow those of the members before
+        counts  it is the first result of the window
         """
-        maps = slice(member * result.shape[3], (member + 1) * result.shape[3])
         first, second, third = self._line
         starts = [line.starts[place] for line, place in zip(self._line, self._place, strict=True)]
         planes, lines, columns = (line.covered(place) for line, place in zip(self._line, self._place, strict=True))
         done = first.done(self._place[0])
         across = slice(columns.lo - third.lo, columns.hi - third.lo)
-        ring = list(_wrapped(lines, second.lo, self._row.shape[1]))
-
-        def piece(lo: int, hi: int, worker: int) -> None:
-            del worker
-            for z in range(planes.lo + lo, planes.lo + hi):
-                if z < done.hi:
-                    targets = [(self._row[z - done.lo, there, across, maps], part) for there, part in ring]
-                else:
-                    targets = [(self._plane(z)[lines.lo - second.lo : lines.hi - second.lo, across, maps], lines)]
-                for target, part in targets:
-                    mine = (
-                        z - starts[0],
-                        slice(part.lo - starts[1], part.hi - starts[1]),
-                        slice(columns.lo - starts[2], columns.hi - starts[2]),
-                    )
-                    add_weighted(target, result[mine], weights[mine], share)
-
-        self._pool.each(piece, planes.size, least=self._least(planes.size))
+        mine = Interval(planes.lo, min(planes.hi, done.hi))  # planes that this row finishes
+        later = Interval(max(planes.lo, done.hi), planes.hi)
+        targets = [
+            (self._row[mine.lo - done.lo : mine.hi - done.lo, ring, across], (mine, part))
+            for ring, part in wrapped(lines, second.lo, self._row.shape[1])
+        ]
+        inside = slice(lines.lo - second.lo, lines.hi - second.lo)
+        targets += [(self._kept[place, inside, across], (there, lines)) for place, there in self._places(later)]
+        for target, along in targets:
+            if not target.size:
+                continue
+            box = tuple(
+                slice(part.lo - start, part.hi - start) for part, start in zip((*along, columns), starts, strict=True)
+            )
+            self._arrays.add(target, result[box], weights[box], share, member, counts=counts)
 
     def finished(self) -> Iterator[tuple[Interval, Array]]:
         """Yield the lines along the second axis that the window finishes, and their sums (z, y, x, maps)."""
         first, second, third = self._line
         row, at, column = self._place
         planes, across = first.done(row).size, third.done(column)
-        for ring, part in _wrapped(second.done(at), second.lo, self._row.shape[1]):
+        for ring, part in wrapped(second.done(at), second.lo, self._row.shape[1]):
             yield part, self._row[:planes, ring, across.lo - third.lo : across.hi - third.lo]
 
 
-def _wrapped(lines: Interval, first: int, size: int) -> Iterator[tuple[slice, Interval]]:
+def wrapped(lines: Interval, first: int, size: int) -> Iterator[tuple[slice, Interval]]:
     """Yield the places of some lines in a ring of so many, and which lines these are."""
     at = lines.lo
     while at < lines.hi:
@@ -161,12 +127,3 @@ def _wrapped(lines: Interval, first: int, size: int) -> Iterator[tuple[slice, In
         count = min(lines.hi - at, size - place)
         yield slice(place, place + count), Interval(at, at + count)
         at += count
-
-
-def _zeros(
-    shape: tuple[int, ...], dtype: np.dtype[Any], pool: ThreadPool, prepared: Callable[[int], None] | None
-) -> Array:
-    """Return an array whose memory was written to."""
-    block = aligned_bytes(int(np.prod(shape)) * dtype.itemsize)
-    touch(block, pool, prepared)
-    return block.view(dtype).reshape(shape)

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
 from znnpy.errors import Stopped
@@ -188,22 +189,39 @@ class ColumnQueue(WorkQueue):
 
 
 class RowQueue(ColumnQueue):
-    """Rows of windows, for one worker: a row that does not continue the one before computes parts of that again."""
+    """Rows of windows: a row that does not continue the one before on its worker computes parts of that again.
+
+    So each worker goes on with the next row as long as nobody has it. Then it begins in the middle of the rows that
+    another worker would come to.
+    """
 
     def __init__(self, columns: WindowCover | MaskedWindows, done: Set[int] = frozenset()) -> None:
         super().__init__(columns, done)
         self._rows = columns
-        self._latest = -1  # the row that was taken before
+        self._open = [number for number in range(len(columns)) if number not in done]  # ascending
+        self._latest: dict[QueueUser, int] = {}  # the row that each worker took last
+
+    def _left(self) -> bool:
+        return bool(self._open)
 
     def _next(self, worker: QueueUser) -> Lease | None:
-        lease = super()._next(worker)
-        if lease is None:
+        if not self._open:
             return None
-        (number,) = lease.indices
-        goes_on = number == self._latest + 1 and self._rows.goes_on(number)
-        self._latest = number
-        if goes_on:
-            lease.goes_on = True
-        else:
-            lease.columns = (self._rows.begun_at(number),)
-        return lease
+        number = self._latest.get(worker, -1) + 1
+        goes_on = number in self._open and worker in self._latest and self._rows.goes_on(number)
+        number = number if goes_on else self._beginning()
+        self._open.remove(number)
+        self._latest[worker] = number
+        column = self.columns[number] if goes_on else self._rows.begun_at(number)
+        return Lease((number,), (column,), worker, "column", goes_on=goes_on)
+
+    def _beginning(self) -> int:
+        """Return where a worker begins that cannot go on: in the most rows in sequence that are left."""
+        ends = [i for i, (a, b) in enumerate(pairwise(self._open), start=1) if b != a + 1]
+        runs = [self._open[lo:hi] for lo, hi in pairwise((0, *ends, len(self._open)))]
+        rows = max(runs, key=len)
+        awaited = rows[0] - 1 in self._latest.values()  # somebody goes on with them
+        return rows[len(rows) // 2] if awaited else rows[0]
+
+    def _give_back(self, numbers: Iterable[int]) -> None:
+        self._open = sorted((*self._open, *numbers))

@@ -24,7 +24,7 @@ from znnpy.run.worker import Worker
 from znnpy.window_cover import WindowCover
 
 if TYPE_CHECKING:
-    from znnpy.run.trace import Trace
+    from znnpy.run.trace import Spans
     from znnpy.volume.mask import WantedOutputs
 
 AnySession = Session | GraphSession | WindowSession
@@ -37,7 +37,7 @@ def sessions_of(
     target: OpenTarget,
     network: Network,
     weights: Sequence[ConvWeights],
-    trace: Trace | None = None,
+    trace: Spans | None = None,
     prepared: Callable[[int], None] | None = None,
 ) -> Iterator[Sessions]:
     """Open a session on every device of every worker.
@@ -52,9 +52,13 @@ def sessions_of(
             for name, device in target.named_devices(plan.device).items():
                 session: AnySession
                 if plan.sums is not None:
-                    session = WindowSession(plan, network, weights, pool, trace=trace, lane=name, prepared=prepared)
+                    session = WindowSession(
+                        plan, network, weights, pool, device=device, trace=trace, lane=name, prepared=prepared
+                    )
                 elif plan.area is not None:
-                    session = GraphSession(plan, network, weights, pool, trace=trace, lane=name, prepared=prepared)
+                    session = GraphSession(
+                        plan, network, weights, pool, device=device, trace=trace, lane=name, prepared=prepared
+                    )
                 else:
                     session = Session(
                         plan, network, weights, pool, device=device, trace=trace, lane=name, prepared=prepared

@@ -13,6 +13,7 @@ import pytest
 from tests.kernels.cpu import test_graph_addend as addends
 from tests.kernels.cpu import test_graph_operators as operators
 from tests.kernels.cpu import test_pool as pools
+from tests.support import graph_cases
 from tests.support.closeness import GUARD, MACHINE, aligned, random_input
 from znnpy.errors import ValuesOverflowError
 from znnpy.graph_shapes import GraphConvShape, PadShape, PointShape, TransposeShape, UpsampleShape, WindowPoolShape
@@ -73,7 +74,7 @@ MORE: list[Any] = [
     WindowPoolShape(2, (24, 25, 3), (23, 24, 1), (1, 1, 1)),  # more lines than compiled code takes
     UpsampleShape(64, (3, 4, 5), (6, 8, 10), (2, 2, 2), (0, 0, 0)),
 ]
-SHAPES = [in_bf16(operators.with_parameters(shape)) for shape in (*operators.SHAPES, *MORE)]
+SHAPES = [in_bf16(graph_cases.with_parameters(shape)) for shape in (*graph_cases.SHAPES, *MORE)]
 WHOLE_LINES = [  # of the cache: every voxel fills some
     PoolShape(2, 32, (5, 8, 11), (2, 3, 4)),
     PoolShape(1, 64, (4, 6, 8), (2, 3, 2), fragments=False),
@@ -161,15 +162,15 @@ def is_exact(shape: Any) -> bool:
 
 @cache
 def exact(shape: Any) -> Values:
-    return definition.layer(shape, operators.weights_for(shape), rounded(operators.inputs_for(shape)))
+    return definition.layer(shape, graph_cases.weights_for(shape), rounded(graph_cases.inputs_for(shape)))
 
 
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_layers_of_graphs_equal_the_definition(shape: Any, strided: bool, library: str) -> None:
-    inputs = rounded(operators.inputs_for(shape))
+    inputs = rounded(graph_cases.inputs_for(shape))
     for primitive in primitives_for(shape, library):
-        out = run(primitive, shape, operators.weights_for(shape), [cut_out(x) for x in inputs] if strided else inputs)
+        out = run(primitive, shape, graph_cases.weights_for(shape), [cut_out(x) for x in inputs] if strided else inputs)
         assert_rounded_once(out, exact(shape), exact=is_exact(shape))
 
 
@@ -182,7 +183,7 @@ def test_every_layer_of_a_graph_is_computed(shape: Any) -> None:
 def test_output_that_is_written_past_the_caches_is_the_same(
     shape: Any, library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weights, inputs = operators.weights_for(shape), rounded(operators.inputs_for(shape))
+    weights, inputs = graph_cases.weights_for(shape), rounded(graph_cases.inputs_for(shape))
     for primitive in primitives_for(shape, library):
         expected = run(primitive, shape, weights, inputs)
         with monkeypatch.context() as patched:
@@ -254,15 +255,15 @@ def test_ties_are_rounded_to_even(library: str) -> None:
                 np.testing.assert_array_equal(out, np.repeat(wanted, maps).reshape(1, 1, 5, maps))
 
 
-@pytest.mark.parametrize("shape", [*operators.OVERFLOWS, in_bf16(operators.CONVS[7])], ids=str)
+@pytest.mark.parametrize("shape", [*operators.OVERFLOWS, in_bf16(graph_cases.CONVS[7])], ids=str)
 def test_result_that_is_not_finite_is_an_error(shape: Any, library: str) -> None:
     shape = in_bf16(shape)
-    inputs = rounded(operators.inputs_for(shape))
+    inputs = rounded(graph_cases.inputs_for(shape))
     for bad in (np.inf, np.nan):
         inputs[0][-1, -1, -1, -1] = bad
         for primitive in primitives_for(shape, library):
             with pytest.raises(ValuesOverflowError, match="values of a block became infinite or not a number"):
-                run(primitive, shape, operators.weights_for(shape), inputs)
+                run(primitive, shape, graph_cases.weights_for(shape), inputs)
 
 
 @pytest.mark.parametrize("shape", [addends.SHAPES[6], addends.SHAPES[8], addends.SHAPES[9]], ids=str)
@@ -279,7 +280,7 @@ def test_sum_that_is_not_finite_is_an_error(shape: GraphConvShape, library: str)
 @pytest.mark.parametrize("function", [function for function in FUNCTIONS if function != "prelu"])
 def test_functions_of_whole_images_are_rounded_once(function: Function, library: str) -> None:
     del library
-    parameters = operators.PARAMETERS.get(function, ())
+    parameters = graph_cases.PARAMETERS.get(function, ())
     for maps in (1, 3, 16, 17, 40, 9000 if function == "softmax" else 41):
         image = (4 * np.random.default_rng(2).standard_normal((2, 3, 5, maps), np.float32)).astype(BF16)
         expected = definition.activate(function, parameters, image.astype(np.float64))

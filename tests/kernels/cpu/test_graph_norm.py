@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from tests.kernels.cpu.test_graph_operators import primitives_for, run, weights_for
+from tests.kernels.cpu.test_graph_operators import primitives_for, run
+from tests.support.graph_cases import weights_for
 from znnpy.errors import ValuesOverflowError
 from znnpy.graph_shapes import GlobalPoolShape, NormShape
 from znnpy.kernels import definition

@@ -12,6 +12,17 @@ extern "C" __global__ void every_argument(
     if (threadIdx.x == 0 && NAN != NAN && -INFINITY < real) out[0] = in[0] + (float)whole + real + (float)narrow + (null == nullptr ? 1000.0f : 0.0f);
 }
 
+struct Mixed {
+    long long whole;
+    int narrow[3];
+    float real;
+};
+
+/* Values of a struct that is passed by value, chosen at run time too. */
+extern "C" __global__ void of_struct(const __grid_constant__ Mixed given, float* out) {
+    out[threadIdx.x] = (float)given.whole + (float)given.narrow[threadIdx.x % 3] + given.real;
+}
+
 /* The place of each thread in a grid of three dimensions, as the decimal digits of one number. */
 extern "C" __global__ void places(float* out) {
     const dim3 b = blockDim, g = gridDim;

@@ -20,6 +20,7 @@ SOURCE = str(Path(__file__).parent / "ops.cu")
 NAMES = (
     "add_one",
     "every_argument",
+    "of_struct",
     "places",
     "transpose<16>",
     "sum_of_block<1>",
@@ -75,6 +76,13 @@ def test_arguments_arrive_unchanged(device: Any, kernels: dict[str, Any]) -> Non
     one = device.put(np.ones(3, np.float32), "one")
     kernels["every_argument"]((1,), (32,), one, out, 2**32 + 2**20, 0.5, np.int32(-7), None)
     assert device.get(out)[0] == np.float32(1 + 2**32 + 2**20 + 0.5 - 7 + 1000)
+
+
+def test_structs_are_passed_by_value(device: Any, kernels: dict[str, Any]) -> None:
+    out = poisoned(device, 3)
+    kind = np.dtype([("whole", "i8"), ("narrow", "i4", 3), ("real", "f4")], align=True)
+    kernels["of_struct"]((1,), (3,), np.array((2**22, (10, -20, 30), 0.5), kind)[()], out)
+    np.testing.assert_array_equal(device.get(out), 2**22 + np.array([10.5, -19.5, 30.5]))
 
 
 def test_grids_and_blocks_have_three_dimensions(device: Any, kernels: dict[str, Any]) -> None:

@@ -84,12 +84,24 @@ class EmulatedEvent:
         return stream.finished >= number
 
 
+class EmulatedRecording:
+    """Work that was recorded."""
+
+    def __init__(self, stream: EmulatedStream, work: Sequence[Callable[[], None]]) -> None:
+        self._stream, self._work = stream, work
+
+    def play(self) -> None:
+        for one in self._work:
+            self._stream.queue(one)
+
+
 class EmulatedStream:
     """Work in order, done when somebody waits."""
 
     def __init__(self) -> None:
         self.ptr = 0
         self.queued = self.finished = 0
+        self.recording: list[Callable[[], None]] | None = None  # what is queued goes there, while something is recorded
         self._work: deque[Callable[[], None]] = deque()
         self._timed: deque[EmulatedEvent] = deque()  # that were not reached
 
@@ -100,11 +112,15 @@ class EmulatedStream:
         return None
 
     def queue(self, work: Callable[[], None]) -> None:
+        if self.recording is not None:
+            self.recording.append(work)
+            return
         with ONE_LAUNCH:
             self._work.append(work)
             self.queued += 1
 
     def record(self, event: EmulatedEvent | None = None) -> EmulatedEvent:
+        assert self.recording is None, "recorded work marks no events"
         event = event or EmulatedEvent()
         with ONE_LAUNCH:
             event.mark, event.reached = (self, self.queued), None
@@ -119,6 +135,7 @@ class EmulatedStream:
             self.queue(lambda: mark[0].work_off(mark[1]))
 
     def synchronize(self) -> None:
+        assert self.recording is None, "nobody waits for work that is recorded"
         self.work_off(self.queued)
 
     @property
@@ -325,6 +342,14 @@ class EmulatedDevice:
         if not array.flags.c_contiguous:
             raise ValueError(f"clearing {array.shape} with strides {array.strides}: only arrays in C order")
         (self.stream if stream is None else stream).queue(lambda: array.fill(0))
+
+    def recorded(self, work: Callable[[], object]) -> EmulatedRecording:
+        self.stream.recording = []
+        try:
+            work()
+            return EmulatedRecording(self.stream, self.stream.recording)
+        finally:
+            self.stream.recording = None
 
     def event(self, *, timing: bool = False) -> EmulatedEvent:
         return EmulatedEvent(timing=timing)

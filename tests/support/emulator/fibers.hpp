@@ -92,7 +92,7 @@ constexpr size_t STACK_BYTES = 128 << 10, PAGE_BYTES = 64 << 10, FIXED_SHARED_BY
                  DYNAMIC_SHARED_BYTES = 256 << 10;
 constexpr int MOST_FIXED_SHARED = 64, MOST_COPIES = 1024, WIDEST_LANE = 64, RESULT_BYTES = 512;
 
-enum class Waits : unsigned char { NO, BLOCK, WARP, ENDED };
+enum class Waits : unsigned char { NO, BLOCK, WARP, SIGNAL, ENDED };
 
 struct Copy {
     void* to;
@@ -210,6 +210,16 @@ inline void warp_barrier() {
     if (++warp().arrived == warp().alive) return free_warp(now->number - lane());
     now->waits = Waits::WARP;
     give_way();
+}
+
+/* Wait until another thread calls `wake`, which wakes all that wait: each looks again whether it may go on. */
+inline void wait_for_signal() {
+    now->waits = Waits::SIGNAL;
+    leave();
+}
+inline void wake() {
+    for (int i = 0; i < thread_count; ++i)
+        if (threads[i].waits == Waits::SIGNAL) threads[i].waits = Waits::NO;
 }
 
 /* The values that the 32 lanes gave: all lanes call this, and read the values before their next exchange. */

@@ -92,8 +92,14 @@ inline void run_block(int turn) {
             while (run_warp(LANES * (direction > 0 ? i : last - i))) ran = true;
         if (failed) return;
         if (!ran) {
-            int at_block = 0;
-            for (int i = 0; i < thread_count; ++i) at_block += threads[i].waits == Waits::BLOCK;
+            int at_block = 0, for_signal = 0;
+            for (int i = 0; i < thread_count; ++i) {
+                at_block += threads[i].waits == Waits::BLOCK;
+                for_signal += threads[i].waits == Waits::SIGNAL;
+            }
+            if (for_signal > 0)
+                return describe("%d of %d threads wait for a signal, %d at a barrier of the block, and nobody runs",
+                                for_signal, block_alive, at_block);
             return describe("%d of %d threads wait at a barrier of the block, %d at one of a warp, and nobody runs", at_block,
                             block_alive, block_alive - at_block);
         }

@@ -1,0 +1,1 @@
+"""Layers of graphs on a GPU: convolutions of any shape and everything around them."""

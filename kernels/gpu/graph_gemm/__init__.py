@@ -1,0 +1,1 @@
+"""Convolutions of graphs as products on the tensor cores of a GPU."""

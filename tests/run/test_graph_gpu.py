@@ -1,0 +1,109 @@
+"""Graphs on a GPU: equal to the definition on the whole volume, however the output is divided, in poisoned memory."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.run.test_graph_session import decoder, unet
+from tests.support.emulator import EMULATED_GPU, EmulatedDevice, compiler
+from tests.support.graph_runs import (
+    MACHINE,
+    assert_equal,
+    planned,
+    ran,
+    reference,
+    some_plan,
+    some_region,
+    whole_region,
+)
+from tests.support.seeded_graphs import case
+from tests.support.tiers import one_in
+from znnpy.errors import NoPlanError, ValuesOverflowError
+from znnpy.kernels.table import TABLE
+from znnpy.kernels.thread_pool import ThreadPool
+from znnpy.planner.request import Target
+from znnpy.run.graph_session import GraphSession
+from znnpy.shapes import Precision
+
+GPU = tuple(primitive for primitive in TABLE if primitive.name.startswith("gpu."))
+SEEDS = range(100)
+SMALL = 4096  # bytes of peaks and of the tables of moves, which plans count with the context
+CLOSE: dict[Precision, float] = {"fp32": 1e-5, "fp16": 5e-3}
+pytestmark = pytest.mark.slow
+
+
+def target(precision: Precision = "fp32") -> Target:
+    return Target(replace(MACHINE, gpu=EMULATED_GPU), "gpu", precision=precision, mode="gpu")
+
+
+@pytest.fixture(name="gpu")
+def emulated() -> Iterator[Any]:
+    if compiler() is None:
+        pytest.skip("the emulator needs a C++ compiler")
+    with EmulatedDevice() as device:
+        yield device
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("axis", range(3))
+def test_columns_of_a_unet_equal_the_definition(gpu: Any, axis: int, precision: Precision) -> None:
+    one = unet((17, 14, 12))
+    exact = reference(one)
+    for patch, column in (((2, 2, 2), 4), ((1, 1, 3), 6), ((9, 9, 9), 0)):
+        try:
+            plan = planned(
+                one.network, one.size, whole_region(one), patch,
+                axis=axis, column=column, table=GPU, target=target(precision),
+            )  # fmt: skip
+        except NoPlanError:
+            continue
+        found = ran(plan, one, gpu).out
+        assert abs(found - exact).max() <= CLOSE[precision] * abs(exact).max()
+        assert not gpu.allocated, "a session gives back what it took"
+
+
+@pytest.mark.parametrize("seed", one_in(20, SEEDS))
+def test_any_split_of_a_random_graph_equals_the_definition(gpu: Any, seed: int) -> None:
+    one, rng = case(seed), random.Random(seed)
+    exact = reference(one)
+    region = some_region(one.geometry.size(one.network.outputs[0]), rng)
+    plan = some_plan(one, region, rng, target=target(), table=GPU)
+    found = ran(plan, one, gpu).out
+    assert_equal(found, exact[(slice(None), *region.slices)], f"{plan.axis} {plan.patch_out} {region} of {one}")
+
+
+@pytest.mark.parametrize("seed", one_in(10, range(20)))
+def test_convolutions_repeat_the_voxels_of_upsamplings(gpu: Any, seed: int) -> None:
+    rng = random.Random(seed)
+    one = decoder(rng)
+    exact, region = reference(one), whole_region(one)
+    plan = some_plan(one, region, rng, target=target(), table=GPU)
+    assert_equal(ran(plan, one, gpu).out, exact, f"{one}")
+
+
+def test_a_session_holds_the_planned_bytes(gpu: Any) -> None:
+    one = unet((34, 28, 24))
+    plan = planned(
+        one.network, one.size, whole_region(one), (2, 3, 3), axis=1, column=8, table=GPU, target=target("fp16")
+    )
+    memory = plan.memory
+    assert memory.last.device == "gpu"
+    with ThreadPool(1) as pool, GraphSession(plan, one.network, one.weights, pool, device=gpu) as session:
+        session.buffers(np.dtype(np.float32), np.dtype(np.float32), reads=2, writes=2)
+        assert memory.last.prepared <= gpu.allocated <= memory.last.prepared + memory.staging + SMALL
+    assert gpu.allocated == 0
+    assert memory.vram >= memory.last.total + memory.staging
+
+
+def test_overflow_names_the_node(gpu: Any) -> None:
+    one = unet((17, 14, 12))
+    weights = (replace(one.weights[0], bias=np.full_like(one.weights[0].bias, 1e6)), *one.weights[1:])
+    plan = planned(one.network, one.size, whole_region(one), (9, 9, 9), table=GPU, target=target("fp16"))
+    with pytest.raises(ValuesOverflowError, match="node top: its largest result is 1e"):
+        ran(plan, replace(one, weights=weights), gpu)

@@ -1,0 +1,226 @@
+"""The page of a run, made of its record; of less, made of what a prediction says of itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from znnpy.errors import PlanFileError, VolumeError, ZnnpyError
+from znnpy.given_options import command_line, python_call
+from znnpy.messages import excerpt, one_line, option
+from znnpy.pages.page import Picture, figure_picture, filled, png_picture, threads_text
+from znnpy.planner.run_plan import RunPlan
+from znnpy.plots.run_figures import devices_figure, layers_figure, limit_note, memory_figure, progress_figure
+from znnpy.report.plan_text import explain
+from znnpy.run_record import RunRecord, is_record
+from znnpy.shapes import text
+from znnpy.units import human_bytes, human_seconds
+from znnpy.view.scene import Scene, opened_scene
+from znnpy.view.slices import left_out, png, slices
+from znnpy.volume.location import volume_location
+from znnpy.volume.provenance import Provenance, array_names
+from znnpy.volume.written import attributes_of
+
+Pairs = list[tuple[str, str]]
+
+SHOWN_AXES = (0, 1)  # of slices: across z, and across y
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """The slices of a page, and sentences on what is not shown."""
+
+    rows: list[list[Picture]]
+    notes: list[str]
+
+
+def run_page(run: str, volume: str | None = None) -> str:
+    """Return the page of a run.
+
+    run     path of a record, or the name of a prediction
+    volume  that was predicted; None: where the record says
+
+    Errors are ZnnpyErrors that say why a file cannot be read.
+    """
+    location = volume_location(run)
+    if location.is_local and is_record(location.path):
+        return _page_of_record(RunRecord.load(location.path), volume)
+    return _page_of_prediction(run, volume)
+
+
+def _page_of_record(record: RunRecord, volume: str | None) -> str:
+    report, given = record.report, dict(record.arguments)
+    shown = _shown(record.output, volume or record.volume)
+    measured = bool(report.computed and record.layers)
+    stages = [(f"{name}", human_seconds(spent)) for name, spent in report.stage_seconds.items()]
+    content: dict[str, Any] = {}
+    if measured:
+        content = {
+            "stages": [
+                (
+                    "the whole run",
+                    f"{human_seconds(report.seconds)}, planned {human_seconds(report.predicted_seconds)}",
+                ),
+                *stages,
+            ],
+            "layers": [
+                {
+                    "name": layer.name,
+                    "primitive": layer.primitive,
+                    "device": layer.device,
+                    "predicted": human_seconds(layer.predicted),
+                    "measured": human_seconds(layer.measured),
+                }
+                for layer in record.layers
+            ],
+            "layers_picture": figure_picture(
+                layers_figure(record.layers), "seconds of each layer, planned and measured"
+            ),
+            "devices_picture": figure_picture(devices_figure(record.over_time), "devices and threads over time"),
+            "memory_picture": figure_picture(memory_figure(record.over_time, report), "memory over time"),
+            "memory_note": limit_note(report),
+            "progress_picture": figure_picture(progress_figure(record.over_time, report), "progress over time"),
+        }
+    return filled(
+        "run.html",
+        title=f"{record.network} over {Path(record.volume).name or record.volume}",
+        under=f"{record.output}: {text(report.shape)} voxels, begun {record.began} on {record.machine.host}",
+        figures=_figures(record),
+        warnings=report.warnings,
+        slices=shown.rows,
+        slice_notes=shown.notes,
+        measured=measured,
+        off_by=report.off_by,
+        machine=_machine(record),
+        commands=_commands(record, given),
+        reproduce_notes=(),
+        identities=[
+            ("network, SHA-256", record.network_sha256),
+            ("weights, SHA-256", record.weights_sha256),
+            ("znnpy", record.znnpy_version),
+        ],
+        lines="\n".join(record.lines),
+        plan="\n".join(record.plan),
+        **content,
+    )
+
+
+def _figures(record: RunRecord) -> list[tuple[str, str, str]]:
+    """Return the figures that one sees first: name, value, and what to hold it against."""
+    report = record.report
+    speed = report.computed / report.seconds if report.seconds else 0.0
+    planned = report.voxels / report.predicted_seconds if report.predicted_seconds else 0.0
+    part = "of this run" if report.computed < report.voxels else "in all"
+    found = [
+        ("voxels", f"{report.computed:,}", part),
+        ("time", human_seconds(report.seconds), f"plan: {human_seconds(report.predicted_seconds)}"),
+        ("speed", f"{speed:,.0f}/s", f"plan: {planned * report.computed / max(1, report.voxels):,.0f}/s"),
+        ("memory", human_bytes(report.peak_bytes), f"plan: {human_bytes(report.promised_bytes)}"),
+        ("device", excerpt(report.device, 40), f"{report.mode}, {report.precision}, {threads_text(report.threads)}"),
+    ]
+    if report.vram_bytes is not None:
+        promised = human_bytes(report.promised_vram_bytes)
+        found.insert(4, ("memory of the GPU", human_bytes(report.vram_bytes), f"plan: {promised}"))
+    return found
+
+
+def _machine(record: RunRecord) -> Pairs:
+    machine = record.machine
+    return [
+        ("host", machine.host),
+        ("system", machine.system),
+        ("processor", f"{machine.processor}, {machine.cores} cores for this process"),
+        ("memory", human_bytes(machine.ram_bytes)),
+        ("GPU", machine.gpu or "none was used"),
+        ("BLAS", machine.blas),
+        ("Python", machine.python),
+        ("versions", ", ".join(f"{name} {version}" for name, version in machine.versions.items())),
+    ]
+
+
+def _commands(record: RunRecord, given: dict[str, Any]) -> str:
+    """Return what computes the prediction again, and what checks it."""
+    network = given.get("network")
+    checked = {} if network is None else {"network": network}
+    if record.in_python:
+        return f"{python_call('infer', given)}\n"
+    volume = str(given.pop("volume"))
+    infer = command_line("infer", [volume], given)
+    return f"{infer}\n{command_line('verify', [record.output, volume], checked)}\n"
+
+
+# --- a prediction without a record ---
+
+
+def _page_of_prediction(prediction: str, volume: str | None) -> str:
+    place = replace(volume_location(prediction), dataset=None)
+    said = attributes_of(place)
+    if "job" not in said:
+        raise VolumeError(
+            f"{prediction} is neither a record nor a prediction of znnpy; give what `znnpy infer` wrote, or what "
+            "`znnpy infer VOLUME --record run.json` recorded"
+        )
+    claim = Provenance.of(place, array_names(place))
+    try:
+        plan = RunPlan.from_json(str(said.get("plan")))
+        explained = explain(plan)
+    except PlanFileError as error:
+        raise error.with_context(f"the plan in {prediction}") from None
+    job = claim.job
+    shown = _shown(prediction, volume)
+    options = {
+        "network": claim.network,
+        **({"dataset": job.volume.dataset} if job.volume.dataset else {}),
+        **({"roi": job.roi} if job.roi else {}),
+        **({"border": job.border} if job.border != "valid" else {}),
+        **({"output_dtype": job.output_dtype} if job.output_dtype != "float32" else {}),
+        **({"meaning": job.meaning} if job.meaning not in (None, "sliding") else {}),
+    }
+    name = volume or "VOLUME"
+    return filled(
+        "run.html",
+        title=f"{excerpt(claim.network)} over {text(job.volume.shape[1:])} voxels",
+        under=f"{prediction}: {text(plan.output)} voxels",
+        figures=[
+            ("output", text(plan.output), f"from {text(job.volume.shape[1:])}"),
+            ("planned time", human_seconds(plan.seconds), f"{plan.voxels_per_second:,.0f} voxels/s"),
+            ("planned memory", human_bytes(plan.memory.peak), f"limit: {human_bytes(plan.limits.ram_bytes)}"),
+            ("device", plan.device.upper(), f"{plan.mode}, {claim.precision}"),
+        ],
+        warnings=[
+            f"there is no record of this run, so nothing measured is shown; {option('record')} keeps one of the next"
+        ],
+        slices=shown.rows,
+        slice_notes=shown.notes,
+        measured=False,
+        commands=f"{command_line('infer', [name], options)}\n{command_line('verify', [prediction, name], {})}\n",
+        reproduce_notes=["A prediction holds no names of files: put in those of the volume and the network."],
+        identities=[
+            ("network, SHA-256", job.network),
+            ("weights, SHA-256", job.weights),
+            ("sampled voxels of the volume, SHA-256", job.volume.samples_sha256),
+            ("znnpy", one_line(str(said.get("znnpy_version", "unknown")))),
+        ],
+        lines="",
+        plan=explained,
+    )
+
+
+# --- slices ---
+
+
+def _shown(prediction: str, volume: str | None) -> Shown:
+    """Draw slices of the volume and the prediction, as far as they are where they are said to be."""
+    notes: list[str] = []
+    for below in dict.fromkeys((volume, None)):
+        try:
+            with opened_scene(prediction, below) as scene:
+                return Shown(_pictures(scene), [*notes, *left_out(scene)])
+        except ZnnpyError as error:
+            notes.append(f"not shown: {error}")
+    return Shown([], notes)
+
+
+def _pictures(scene: Scene) -> list[list[Picture]]:
+    return [[png_picture(png(one.picture), one.title) for one in row] for row in slices(scene, SHOWN_AXES)]
