@@ -1,23 +1,26 @@
 """Measure what a session costs beside computing, and the memory of a stream.
 
-    python -m benchmarks sessions [--network fib25_boundary ..] [--side 64] [--arrays 100] [--rounds 5]
+    python -m benchmarks sessions [--network fib25_boundary ..] [--side 64] [--arrays 100] [--rounds 10]
 
 computing  The steps of the plan alone, on buffers that are there: what no way to call a network can save.
 session    The same arrays through one session, each with its own output: checks, reading, writing and threads of each
            call are added.
 any shape  The same in a session that is not told a shape.
-call       A call of the network for each array, which plans and prepares every time; of a few arrays only.
+call       A call of the network for an array, which plans and prepares every time; of one array in each round.
 
-All run in turn in each round, on the processor. A stream of a larger volume runs in a process of its own: its largest
-resident memory is held against what its plan promises, and two blocks.
+The arrays are divided among the rounds; in each, all ways run in turn on the processor. The milliseconds of all cores
+together are kept too: they tell more where other programs run. A stream of a larger volume
+runs in a process of its own: its largest resident memory is held against what its plan promises, and two blocks.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import click
@@ -31,23 +34,22 @@ from benchmarks.harness.isolate import run_child
 from benchmarks.harness.machine import header, machine_name
 from benchmarks.harness.merging import merge
 from benchmarks.harness.results import Program, Result, Results, Row, ratio_of
-from benchmarks.harness.timing import Budget, Entry, WallClock, interleave, peak_bytes
-from znnpy.machine import process_bytes, this_machine
+from benchmarks.harness.timing import Budget, Entry, WallClock, interleave
+from znnpy.machine import peak_bytes, process_bytes, this_machine
 from znnpy.run.target import OpenTarget
 from znnpy.run.worker import front
 from znnpy.run.workers import sessions_of
 
 NETWORKS = ("fib25_boundary", "fib25_unet")
 COMPUTING, SESSION, ANY_SHAPE, CALL = "computing", "session", "any shape", "call"
-CALLS = 3  # arrays that are called one by one
-STREAMED, STREAM_LIMIT = 320, 256 * 2**20  # side of the streamed volume, and bytes that its run gets beside the process
+STREAMED, STREAM_LIMIT = 256, 256 * 2**20  # side of the streamed volume, and bytes that its run gets beside the process
 STREAM_SECONDS = 600.0
 Array = npt.NDArray[Any]
 
 
 def measured(name: str, side: int, count: int, rounds: int, minutes: float) -> list[Row]:
     """Time all ways to run one network on arrays of one size; return a row for each."""
-    net = znnpy.load_network(name)
+    net, each = znnpy.load_network(name), max(1, count // rounds)
     arrays = np.random.default_rng(SEED).integers(0, 256, (count, side, side, side), np.uint8)
     with ExitStack() as stack:
         opened = {
@@ -57,27 +59,48 @@ def measured(name: str, side: int, count: int, rounds: int, minutes: float) -> l
         plan = opened[SESSION].plan
         outs = np.zeros((count, *opened[SESSION].output_shape), np.float32)
         ways: dict[str, Callable[[], object]] = {
-            COMPUTING: steps_of(net, plan, count, stack),
-            **{way: partial(through, run, arrays, outs) for way, run in opened.items()},
-            CALL: partial(through, partial(called, net), arrays[:CALLS], outs),
+            COMPUTING: steps_of(net, plan, each, stack),
+            **{way: Through(run, arrays, outs, each) for way, run in opened.items()},
+            CALL: Through(partial(called, net), arrays, outs, 1),
         }
-        entries = [Entry(way, run, WallClock(), repeats=1) for way, run in ways.items()]
-        for entry in entries:
-            entry.run()
+        clocks = {way: CoreClock() for way in ways}
+        entries = [Entry(way, run, clocks[way], repeats=1) for way, run in ways.items()]
+        for run in opened.values():
+            run(arrays[0])
         interleave(entries, rounds, Budget(minutes))
-    facts = {"plan": repr(plan), "arrays": count}
     found = []
-    for entry in entries:
-        many = min(CALLS, count) if entry.name == CALL else count
-        milliseconds = tuple(1e3 * seconds / many for seconds in entry.seconds)
-        found.append(Row(name, f"{count} of {side}^3", entry.name, "ms/array", milliseconds, None, facts))
+    for way, entry in zip(ways, entries, strict=True):
+        many = 1 if way == CALL else each
+        wall, cores = ([1e3 * seconds / many for seconds in spent] for spent in (entry.seconds, clocks[way].cores))
+        facts = {"plan": repr(plan), "arrays": count, "core_ms": cores}
+        found.append(Row(name, f"{count} of {side}^3", way, "ms/array", tuple(wall), None, facts))
     return found
 
 
-def through(run: Callable[..., object], arrays: Array, outs: Array) -> None:
-    """Predict each array into its output."""
-    for array, out in zip(arrays, outs, strict=False):
-        run(array, out=out)
+class CoreClock(WallClock):
+    """A clock that also keeps the seconds of all cores, which other programs on the machine hardly change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cores: list[float] = []
+
+    def seconds(self, run: Callable[[], Any], repeats: int = 1) -> float:
+        began = time.process_time()
+        wall = super().seconds(run, repeats)
+        self.cores.append((time.process_time() - began) / repeats)
+        return wall
+
+
+class Through:
+    """Predicts the next arrays into their outputs, so many in each call."""
+
+    def __init__(self, run: Callable[..., object], arrays: Array, outs: Array, each: int) -> None:
+        self._run, self._arrays, self._outs, self._each, self._next = run, arrays, outs, each, 0
+
+    def __call__(self) -> None:
+        for _ in range(self._each):
+            self._run(self._arrays[self._next], out=self._outs[self._next])
+            self._next = (self._next + 1) % len(self._arrays)
 
 
 def called(net: znnpy.TrainedNetwork, array: Array, *, out: Array) -> None:
@@ -117,7 +140,7 @@ class Zeros:
 
 def streamed(request: dict[str, Any]) -> dict[str, Any]:
     """Stream a network over a volume in this process; return bytes: promised, of a block, and at the peak."""
-    ram = process_bytes() + STREAM_LIMIT
+    ram = process_bytes() + STREAM_LIMIT  # `peak_bytes` of znnpy, since that of `getrusage` begins with the parent's
     blocks = znnpy.stream(Zeros(request["side"]), request["network"], ram=ram, device="cpu")
     largest = max(block.nbytes for _, block in blocks)
     plan = blocks.plan
@@ -152,9 +175,19 @@ def _sessions(result: Result) -> str:
         for case, rows in result.cases(network):
             alone = next(row for row in rows if row.subject == COMPUTING)
             for row in rows:
-                ratio = "" if row is alone else str(ratio_of(row.values, alone.values))
-                lines.append((network, case, row.subject, markdown.number(row.median), ratio))
-    return markdown.table(("network", "arrays", "way", "ms an array", "times the computing"), lines, left=3)
+                cores = row.facts["core_ms"]
+                ratios = ("", "")
+                if row is not alone:
+                    ratios = (
+                        str(ratio_of(row.values, alone.values)),
+                        f"{ratio_of(cores, alone.facts['core_ms']).median:.2f}",
+                    )
+                lines.append((
+                    network, case, row.subject, markdown.number(row.median), ratios[0],
+                    markdown.number(median(cores)), ratios[1],
+                ))  # fmt: skip
+    head = ("network", "arrays", "way", "ms an array", "times the computing", "core ms", "core ms over the computing")
+    return markdown.table(head, lines, left=3)
 
 
 def _streams(result: Result) -> str:
@@ -193,7 +226,7 @@ PROGRAM = Program(
 @click.option("--network", "networks", multiple=True, default=NETWORKS, show_default=True)
 @click.option("--side", type=int, default=64, show_default=True, help="Voxels along each axis of an array.")
 @click.option("--arrays", type=int, default=100, show_default=True)
-@click.option("--rounds", type=int, default=5, show_default=True)
+@click.option("--rounds", type=int, default=10, show_default=True)
 def command(
     out: Path | None, quick: bool, minutes: float, networks: Sequence[str], side: int, arrays: int, rounds: int
 ) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import znnpy
 from znnpy import ops
 
-NEAR, FAR = (1,), (4, 8, 12)  # distances in voxels along each axis
+NEAR, FAR = (1,), (4, 9)  # distances in voxels along each axis
 
 
 def affinity(boundary, distance, axis):

@@ -17,19 +17,18 @@ from skimage import feature, segmentation
 
 import znnpy
 
-INSIDE, MERGE = (0.2, 0.3, 0.4), (0.2, 0.3, 0.4, 0.5, 0.6)  # thresholds of seeds and of merging that are tried
+INSIDE, MERGE = (0.2, 0.3, 0.4), (0.4, 0.5, 0.6, 0.7, 0.8)  # thresholds of seeds and of merging that are tried
 
 
 def segmented(boundary, inside, merge):
     """Yield cells for each threshold of merging. Seeds lie where the probability of a boundary is below `inside`."""
-    smooth = gaussian_filter(boundary, 0.7)
-    distance = gaussian_filter(distance_transform_edt(smooth < inside), 1.6)
+    distance = gaussian_filter(distance_transform_edt(boundary < inside), 1.6)
     peaks = feature.peak_local_max(distance, min_distance=2, exclude_border=False)
     seeds = np.zeros(boundary.shape, np.int32)
     seeds[tuple(peaks.T)] = np.arange(1, len(peaks) + 1)
-    fragments = segmentation.watershed(gaussian_filter(boundary, 1.0) - distance / distance.max() / 9, seeds)
-    affinities = np.stack([1 - np.maximum(smooth, np.roll(smooth, 1, axis)) for axis in range(3)])
-    yield from waterz.agglomerate(affinities.astype(np.float32), merge, fragments=fragments.astype(np.uint64))
+    fragments = segmentation.watershed(boundary - distance / distance.max() / 10, seeds).astype(np.uint64)
+    affinities = np.stack([1 - np.maximum(boundary, np.roll(boundary, 1, axis)) for axis in range(3)])
+    yield from waterz.agglomerate(affinities, merge, fragments=fragments)
 
 
 words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)

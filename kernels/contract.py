@@ -59,6 +59,7 @@ Unit = Literal[
     "gpu_gemm_split",
     "gpu_wgmma_half",  # the same where tensor cores read shared memory
     "gpu_wgmma_split",
+    "gpu_scatter_half",  # a product in float16 whose results are scattered
     "gpu_first",
     "gpu_block",
     "gpu_cuconv",

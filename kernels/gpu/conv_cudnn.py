@@ -20,15 +20,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from znnpy.errors import DeviceError
 from znnpy.extras import install
 from znnpy.kernels.contract import Footprint, Kind, Scratch, Unit, Variant, Work, as_conv, why_not_plain
 from znnpy.kernels.gpu.cudnn_plans import (
+    MOST_VALUES,
     Chosen,
-    NoPlanError,
+    best_division,
     check_bytes,
     choose,
-    is_naive,
     looks_plausible,
     refuse,
     reject,
@@ -39,6 +38,7 @@ from znnpy.layer_shapes import LayerShape
 from znnpy.shapes import ACTIVATIONS, FLOAT32, ConvShape, valid
 
 if TYPE_CHECKING:
+    from znnpy.graph_shapes import GraphConvShape
     from znnpy.kernels.contract import ConvWeights
     from znnpy.kernels.gpu.device import Device
     from znnpy.machine import Gpu, Machine
@@ -49,8 +49,6 @@ LEAN_MIB = 16  # workspace besides a copy of the weights: enough for plans that 
 FEW_TAPS = 32  # taps of a kernel: with more, tf32 has no plan without copies (27 and 125 tried) except those of fp32
 CHOICES = 4  # plans to choose from
 OLDEST = (9, 16)  # version of cuDNN: 9.8 to 9.15 have 3D kernels with wrong results
-MOST_VALUES = 2**31  # values of a tensor passed to cuDNN: beyond it, cuDNN is not reliable
-LESS_VALUES = (2**29, 2**27)  # tried if it has no good plan for so many: 2^31 bytes in fp32, and less
 ALIGNED = 16  # bytes: cuDNN's alignment of images; in a column they start on any plane
 MOST_TERMS = 5000  # longest float32 sum, in sequence, for an error of 1e-6: 2,160 cost 5.8e-7, 10,000 1.3e-6
 THREADS = 256
@@ -74,19 +72,9 @@ class ConvCudnn:
         shape = as_conv(shape)
         if machine.gpu is None:
             return "needs a CUDA device"
-        if reason := _why_no_library(machine.gpu):
-            return reason
         if shape.activation == "softmax":
             return "softmax needs all maps of a voxel at once: see gpu.conv.direct"
-        if shape.fin * shape.itemsize % ALIGNED or shape.fout * shape.itemsize % ALIGNED:
-            return (
-                f"cuDNN needs images aligned to {ALIGNED} bytes, and planes of {shape.fin} or {shape.fout} maps in "
-                f"{shape.precision} may not be: see gpu.conv.first"
-            )
-        terms = shape.fin * prod(shape.k)
-        if shape.precision == "fp32" and terms > MOST_TERMS:
-            return f"cuDNN adds {terms:,} products in sequence, which costs more than 1e-6 in fp32"
-        return None
+        return why_no_cudnn(shape, machine.gpu, "gpu.conv.first")
 
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
         """Return workspace sizes (in MiB), plan numbers and the precision, which decides the type of stored weights."""
@@ -100,35 +88,23 @@ class ConvCudnn:
 
     def workspaces(self, shape: ConvShape) -> tuple[int, ...]:
         """Return the useful sizes in MiB."""
-        return (_lean(shape),)
+        return (lean(shape),)
 
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
         del threads
         shape = as_conv(shape)
-        limit = variant.count("workspace") * MIB
-        kernels = shape.itemsize * shape.fout * shape.fin * prod(shape.k)
+        small = Convolution(2, shape.fin, shape.fout, shape.n, shape.k, shape.precision, 0, 0, None)
         return Footprint(
-            resident=kernels + FLOAT32 * shape.fout,
-            scratch=(Scratch("workspace", limit),),
-            allowance=check_bytes(shape),
+            resident=resident_bytes(shape),
+            scratch=(Scratch("workspace", variant.count("workspace") * MIB),),
+            allowance=check_bytes(small, (1, 0, 0)),
         )
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
-        shape = as_conv(shape)
-        flops = 2.0 * prod(shape.out_shape) * shape.fin * prod(shape.k)
-        copied = (variant.count("workspace") - _lean(shape)) * MIB  # written and read
-        slow = shape.precision == "tf32" and prod(shape.k) > FEW_TAPS and not copied
-        unit = UNITS["fp32" if slow else shape.precision]
-        return (Work(unit, flops, float(shape.in_bytes + shape.out_bytes + 2 * copied)),)
+        return (work_of(as_conv(shape), variant),)
 
-    def prepare(self, weights: ConvWeights | None, variant: Variant, device: Device) -> _Resident:
-        assert weights is not None
-        dtype = np.float16 if variant.text("precision") == "fp16" else np.float32
-        with np.errstate(over="ignore"):  # values beyond float16 show in the result, as any overflow
-            kernels = np.ascontiguousarray(weights.weight.transpose(0, 2, 3, 4, 1), dtype)
-        return _Resident(
-            device.put(kernels, "weights"), device.put(np.ascontiguousarray(weights.bias, np.float32), "biases")
-        )
+    def prepare(self, weights: ConvWeights | None, variant: Variant, device: Device) -> Resident:
+        return upload(weights, variant, device)
 
     def bind(self, resident: Any, shape: LayerShape, variant: Variant, device: Device) -> _Step:
         return _Step(resident, as_conv(shape), variant, device)
@@ -142,18 +118,66 @@ class ConvCudnnWorkspace(ConvCudnn):
     summary: str = "like gpu.conv.cudnn, but with plans that copy input or output to a layout they prefer"
 
     def workspaces(self, shape: ConvShape) -> tuple[int, ...]:
-        copied = [min(nbytes, MOST_VALUES * shape.itemsize) for nbytes in (shape.in_bytes, shape.out_bytes)]
-        return tuple(_lean(shape) + -(-nbytes // MIB) for nbytes in (max(copied), sum(copied)))
+        return roomy(shape)
 
 
-def _lean(shape: ConvShape) -> int:
+def lean(shape: ConvShape | GraphConvShape) -> int:
     """Return the MiB of workspace for plans that copy neither input nor output."""
     return LEAN_MIB + -(-shape.itemsize * shape.fout * shape.fin * prod(shape.k) // MIB)
+
+
+def roomy(shape: ConvShape | GraphConvShape) -> tuple[int, ...]:
+    """Return the MiB of workspace for plans that copy input or output, and for plans that copy both."""
+    copied = [min(nbytes, MOST_VALUES * shape.itemsize) for nbytes in (shape.in_bytes, shape.out_bytes)]
+    return tuple(lean(shape) + -(-nbytes // MIB) for nbytes in (max(copied), sum(copied)))
+
+
+def resident_bytes(shape: ConvShape | GraphConvShape) -> int:
+    """Return the bytes of kernels and biases on the device."""
+    return shape.itemsize * shape.fout * shape.fin * prod(shape.k) + FLOAT32 * shape.fout
+
+
+def work_of(shape: ConvShape | GraphConvShape, variant: Variant) -> Work:
+    """Return the work of a plan with this workspace."""
+    flops = 2.0 * prod(shape.out_shape) * shape.fin * prod(shape.k)
+    copied = (variant.count("workspace") - lean(shape)) * MIB  # written and read
+    slow = shape.precision == "tf32" and prod(shape.k) > FEW_TAPS and not copied
+    unit = UNITS["fp32" if slow else shape.precision]
+    return Work(unit, flops, float(shape.in_bytes + shape.out_bytes + 2 * copied))
+
+
+def upload(weights: ConvWeights | None, variant: Variant, device: Device) -> Resident:
+    """Upload kernels, in the precision that a variant names, and biases."""
+    assert weights is not None
+    dtype = np.float16 if variant.text("precision") == "fp16" else np.float32
+    with np.errstate(over="ignore"):  # values beyond float16 show in the result, as any overflow
+        kernels = np.ascontiguousarray(weights.weight.transpose(0, 2, 3, 4, 1), dtype)
+    return Resident(
+        device.put(kernels, "weights"), device.put(np.ascontiguousarray(weights.bias, np.float32), "biases")
+    )
 
 
 def instances() -> list[KernelInstance]:
     """Return all kernels that may be compiled."""
     return [KernelInstance("conv_cudnn.cu", f"finish<{value}>", 64) for value in ("float", "half")]
+
+
+def why_no_cudnn(shape: ConvShape | GraphConvShape, gpu: Gpu, other: str) -> str | None:
+    """Return None if cuDNN is there and can compute a layer exactly enough; else a reason.
+
+    other  the primitive that takes any number of maps
+    """
+    if reason := _why_no_library(gpu):
+        return reason
+    if shape.fin * shape.itemsize % ALIGNED or shape.fout * shape.itemsize % ALIGNED:
+        return (
+            f"cuDNN needs images aligned to {ALIGNED} bytes, and planes of {shape.fin} or {shape.fout} maps in "
+            f"{shape.precision} may not be: see {other}"
+        )
+    terms = shape.fin * prod(shape.k)
+    if shape.precision == "fp32" and terms > MOST_TERMS:
+        return f"cuDNN adds {terms:,} products in sequence, which costs more than 1e-6 in fp32"
+    return None
 
 
 def _why_no_library(gpu: Gpu) -> str | None:
@@ -166,7 +190,9 @@ def _why_no_library(gpu: Gpu) -> str | None:
     return None
 
 
-class _Resident(NamedTuple):
+class Resident(NamedTuple):
+    """Weights on the device."""
+
     kernels: Any  # (f', kz, ky, kx, f) float32 or float16
     bias: Any  # (f',) float32
 
@@ -180,7 +206,7 @@ class _Call(NamedTuple):
 
 
 class _Step:
-    def __init__(self, resident: _Resident, shape: ConvShape, variant: Variant, device: Device) -> None:
+    def __init__(self, resident: Resident, shape: ConvShape, variant: Variant, device: Device) -> None:
         self._resident, self._shape, self._device = resident, shape, device
         self._limit, self._choice = variant.count("workspace") * MIB, variant.count("choice")
         self._calls: dict[tuple[int, int], tuple[_Call, ...]] = {}
@@ -234,7 +260,7 @@ class _Step:
             refuse(problem, plan)
             return False
         given, into = self._parts(call, x, out)
-        right = looks_plausible(self._device, given, *self._resident, into, self._shape.activation)
+        right = looks_plausible(self._device, problem, given, *self._resident, into, self._shape.activation)
         if not right:
             reject(problem, plan)
         return right
@@ -252,29 +278,11 @@ class _Step:
         return found
 
     def _plan(self, x_step: int, out_step: int) -> tuple[_Call, ...]:
-        """Plan parts as large as possible; smaller ones if cuDNN has no plan for those, or only the naive one."""
-        ways = [parts(self._shape, x_step, out_step, MOST_VALUES)]
-        if not ways[0]:
-            raise DeviceError(f"one plane of {self._shape} is more than cuDNN convolves at once: plan smaller patches")
-        for most in LESS_VALUES:
-            smaller = parts(self._shape, x_step, out_step, most)
-            if len(smaller) > len(ways[-1]):
-                ways.append(smaller)
-        naive: tuple[_Call, ...] = ()
-        refusal: NoPlanError | None = None
-        for way in ways:
-            try:
-                calls = self._calls_for(way, x_step, out_step)
-            except NoPlanError as error:  # the error stands if smaller parts do not help
-                refusal = refusal or error
-                continue
-            if not any(is_naive(call.by.plan) for call in calls):
-                return calls
-            naive = naive or calls
-        if naive:
-            return naive
-        assert refusal is not None
-        raise refusal
+        return best_division(
+            lambda most: parts(self._shape, x_step, out_step, most),
+            lambda way: self._calls_for(way, x_step, out_step),
+            self._shape,
+        )
 
     def _calls_for(self, way: Sequence[tuple[slice, slice]], x_step: int, out_step: int) -> tuple[_Call, ...]:
         shape = self._shape

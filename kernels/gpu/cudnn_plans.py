@@ -13,17 +13,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from znnpy.errors import DeviceError
-from znnpy.kernels import reference
+from znnpy.graph_shapes import GraphConvShape
+from znnpy.kernels import definition, reference
+from znnpy.kernels.contract import ConvWeights
 from znnpy.kernels.gpu.libraries import Convolution, RefusedError
 from znnpy.messages import option
-from znnpy.shapes import FLOAT32, ConvShape, Vec3, add, valid
+from znnpy.shapes import FLOAT32, Vec3, add
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from znnpy.kernels.gpu.device import Device
     from znnpy.kernels.gpu.libraries import ConvolutionPlan
     from znnpy.shapes import Activation
@@ -34,6 +38,8 @@ BEYOND: Vec3 = (1, 4, 9)  # voxels of the small layer's output, minus one
 CHECK_BYTES = 8 << 20  # workspace for the small layer
 CHECKED_VOXELS = 15  # voxels that are checked, besides the last
 NAIVE = "eng0"
+MOST_VALUES = 2**31  # values of a tensor passed to cuDNN: beyond it, cuDNN is not reliable
+LESS_VALUES = (2**29, 2**27)  # tried if it has no good plan for so many: 2^31 bytes in fp32, and less
 
 _RIGHT: dict[tuple[object, ...], bool] = {}  # results of this process's checks
 _REFUSED: set[tuple[Convolution, str]] = set()  # plans that failed to run, for exactly these sizes
@@ -64,6 +70,51 @@ class Chosen(NamedTuple):
 
 class NoPlanError(DeviceError):
     """cuDNN has no plan that computes a layer of this size correctly."""
+
+
+class HasChosen(Protocol):
+    """A part of a layer that is convolved at once."""
+
+    @property
+    def by(self) -> Chosen:
+        """Return what computes it."""
+
+
+Call = TypeVar("Call", bound=HasChosen)
+Part = TypeVar("Part")
+
+
+def best_division(
+    divided: Callable[[int], Sequence[Part]], calls_for: Callable[[Sequence[Part]], tuple[Call, ...]], layer: object
+) -> tuple[Call, ...]:
+    """Plan parts as large as possible; smaller ones if cuDNN has no plan for those, or only the naive one.
+
+    divided    returns parts of fewer values than given; none if a plane has more
+    calls_for  plans parts; raises NoPlanError
+    layer      the layer in words
+    """
+    ways = [divided(MOST_VALUES)]
+    if not ways[0]:
+        raise DeviceError(f"one plane of {layer} is more than cuDNN convolves at once: plan smaller patches")
+    for most in LESS_VALUES:
+        smaller = divided(most)
+        if len(smaller) > len(ways[-1]):
+            ways.append(smaller)
+    naive: tuple[Call, ...] = ()
+    refusal: NoPlanError | None = None
+    for way in ways:
+        try:
+            calls = calls_for(way)
+        except NoPlanError as error:  # the error stands if smaller parts do not help
+            refusal = refusal or error
+            continue
+        if not any(is_naive(call.by.plan) for call in calls):
+            return calls
+        naive = naive or calls
+    if naive:
+        return naive
+    assert refusal is not None
+    raise refusal
 
 
 def choose(device: Device, asked: Convolution, limit: int, choice: int) -> Chosen:
@@ -115,26 +166,45 @@ def is_right(device: Device, problem: Convolution, plan: ConvolutionPlan) -> boo
 
 
 def _key(problem: Convolution, plan: ConvolutionPlan) -> tuple[object, ...]:
-    return plan.name, problem.fin, problem.fout, problem.k, problem.precision, problem.finish, _gaps(problem)
+    kind = problem.k, problem.before, problem.behind, problem.stride, problem.dilation
+    return plan.name, problem.fin, problem.fout, kind, problem.precision, problem.finish, _gaps(problem)
 
 
-def _gaps(problem: Convolution) -> tuple[bool, bool, bool]:
-    """Return whether there are several images, and whether there are gaps between those of input and of output."""
-    n, m = prod(problem.n) * problem.fin, prod(valid(problem.n, problem.k)) * problem.fout
-    several = problem.batch > 1
-    return several, several and problem.x_step != n, several and problem.out_step != m
+class _Gaps(NamedTuple):
+    """Whether there are several images, and what there are gaps between: in the input, and images of the output."""
+
+    several: bool
+    images: bool
+    planes: bool
+    lines: bool
+    out: bool
+
+
+def _gaps(problem: Convolution) -> _Gaps:
+    n, m, several = problem.n, prod(problem.m) * problem.fout, problem.batch > 1
+    plane, line = problem.steps
+    return _Gaps(
+        several,
+        images=several and problem.x_step != n[0] * plane,
+        planes=plane != n[1] * line,
+        lines=line != n[2] * problem.fin,
+        out=several and problem.out_step != m,
+    )
 
 
 def _computes_right(device: Device, problem: Convolution, plan: ConvolutionPlan) -> bool:
-    """Try the plan on images with the problem's layout: adjacent, or with planes between them.
+    """Try the plan on images with the problem's layout: adjacent, or with gaps between images, planes and lines.
 
     The weights are not the layer's: those may be 0, or so large that sums overflow.
     """
-    several, x_gap, out_gap = _gaps(problem)
-    n, dtype = add(problem.k, BEYOND), np.float16 if problem.precision == "fp16" else np.float32
-    m, images = valid(n, problem.k), 2 if several else 1
-    wide = (images, n[0] + x_gap, *n[1:], problem.fin), (images, m[0] + out_gap, *m[1:], problem.fout)
-    small = replace(problem, batch=images, n=n, x_step=prod(wide[0][1:]), out_step=prod(wide[1][1:]))
+    gaps, n, dtype = _gaps(problem), small_size(problem), np.float16 if problem.precision == "fp16" else np.float32
+    images, more = 2 if gaps.several else 1, (int(gaps.images), int(gaps.planes), int(gaps.lines))
+    around, m = add(n, more), replace(problem, n=n).m
+    wide = (images, *around, problem.fin), (images, m[0] + gaps.out, *m[1:], problem.fout)
+    line = around[2] * problem.fin
+    small = replace(
+        problem, batch=images, n=n, x_step=prod(wide[0][1:]), out_step=prod(wide[1][1:]), apart=(around[1] * line, line)
+    )
     same = device.libraries.same(small, plan)
     if same is None or same.workspace_bytes > CHECK_BYTES:
         return False
@@ -143,35 +213,58 @@ def _computes_right(device: Device, problem: Convolution, plan: ConvolutionPlan)
     weight: Any = rng.standard_normal((problem.fout, *problem.k, problem.fin), np.float32)
     weight = (weight / np.float32(np.sqrt(weight[0].size))).astype(dtype)
     bias = rng.standard_normal(problem.fout, np.float32)
-    given = device.put(x, "a small layer")[:, int(x_gap) :]
+    inner = (slice(None), *(slice(skipped, None) for skipped in more))
+    given = device.put(x, "a small layer")[inner]
     out = device.put(np.full(wide[1], np.nan, dtype), "its result")
     kernels, biases = device.put(weight, "its weights"), device.put(bias, "its biases")
     workspace = device.allocate(same.workspace_bytes, "its workspace")
     try:
-        same.run(given, kernels, biases, out[:, int(out_gap) :], workspace)
+        same.run(given, kernels, biases, out[:, int(gaps.out) :], workspace)
     except RefusedError:
         return False
-    found = device.get(out)[:, int(out_gap) :]
-    plain = reference.convolve(x[:, int(x_gap) :], weight.transpose(0, 4, 1, 2, 3), np.zeros_like(bias))
+    found = device.get(out)[:, int(gaps.out) :]
+    plain = _sums(problem, x[inner], weight)
     exact = plain if problem.finish is None else reference.activate(plain + bias, problem.finish)
     limit = ALLOWED[problem.precision] * _rms(plain) + ROUNDING[problem.precision] * _rms(exact)
     return bool(_rms(found - exact) <= limit)  # NaN is not
 
 
-def looks_plausible(device: Device, given: Any, kernels: Any, biases: Any, into: Any, activation: Activation) -> bool:
-    """Return whether some voxels of a result are plausible; the bound is above all rounding errors of sums."""
-    kz, ky, kx = kernels.shape[1:4]
+def small_size(problem: Convolution) -> Vec3:
+    """Return the size of a small input of these maps and this kernel, with an output of BEYOND + 1 voxels or more."""
+    last = zip(BEYOND, problem.stride, problem.dilation, problem.k, problem.before, problem.behind, strict=True)
+    z, y, x = (max(1, more * s + d * (k - 1) + 1 - a - b) for more, s, d, k, a, b in last)
+    return z, y, x
+
+
+def _sums(problem: Convolution, images: Any, weight: Any) -> Any:
+    """Return the convolution of images in float64; weight (f', k, f)."""
+    weights = ConvWeights(weight.transpose(0, 4, 1, 2, 3), np.zeros(problem.fout, np.float32))
+    shape = GraphConvShape(
+        *((problem.fin,), problem.fout, images.shape[1:4], problem.k),
+        *(problem.before, problem.behind, problem.stride, problem.dilation),
+    )
+    return np.stack([definition.convolve(shape, weights, [image]) for image in images])
+
+
+def looks_plausible(
+    device: Device, problem: Convolution, given: Any, kernels: Any, biases: Any, into: Any, activation: Activation
+) -> bool:
+    """Return whether some voxels of a result are plausible; the bound is above all rounding errors of sums.
+
+    biases  those of the result; None: it has none
+    """
     weight = device.get(kernels).astype(np.float64)
-    bias = device.get(biases).astype(np.float64)
+    bias = 0.0 if biases is None else device.get(biases).astype(np.float64)
     rng = np.random.default_rng(20261121)
     last = [m - 1 for m in into.shape[:4]]
-    for s, z, y, v in [[int(rng.integers(m + 1)) for m in last] for _ in range(CHECKED_VOXELS)] + [last]:
-        window = device.get(given[s, z : z + kz, y : y + ky, v : v + kx]).astype(np.float64)
-        found = device.get(into[s, z, y, v]).astype(np.float64)
+    for s, *voxel in [[int(rng.integers(m + 1)) for m in last] for _ in range(CHECKED_VOXELS)] + [last]:
+        taps, there = _inside(problem, voxel)
+        window = device.get(given[s][there]).astype(np.float64)
+        found = device.get(into[s, voxel[0], voxel[1], voxel[2]]).astype(np.float64)
         with np.errstate(over="ignore", invalid="ignore"):  # overflow is detected elsewhere
-            exact = reference.activate(np.tensordot(weight, window, 4) + bias, activation)
+            exact = reference.activate(np.tensordot(weight[:, *taps], window, 4) + bias, activation)
             # Products of tf32 are within 2^-11 twice, and steps of float16 near 0 are 2^-24.
-            largest = np.tensordot(abs(weight), abs(window), 4)
+            largest = np.tensordot(abs(weight[:, *taps]), abs(window), 4)
             bound = 2.0**-9 * largest + 2.0**-10 * abs(exact) + 2.0**-24
             # Elsewhere the result may be infinite or NaN.
             held = (abs(exact) < np.finfo(into.dtype).max / 2) & (largest < np.finfo(np.float32).max / 2)
@@ -180,12 +273,28 @@ def looks_plausible(device: Device, given: Any, kernels: Any, biases: Any, into:
     return True
 
 
-def check_bytes(shape: ConvShape) -> int:
-    """Return the bytes of the small layers, with weights and workspace."""
-    small = add(shape.k, add(BEYOND, (1, 0, 0)))
-    values = prod(small) * shape.fin + prod(valid(small, shape.k)) * shape.fout
-    weights = shape.itemsize * shape.fout * shape.fin * prod(shape.k) + FLOAT32 * shape.fout
-    return 2 * shape.itemsize * values + weights + CHECK_BYTES
+def _inside(problem: Convolution, voxel: Sequence[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    """Return the taps of a voxel of the output that lie in the image, and where they lie."""
+    taps, there = [], []
+    axes = zip(voxel, problem.n, problem.k, problem.before, problem.stride, problem.dilation, strict=True)
+    for at, n, k, before, stride, dilation in axes:
+        begin = at * stride - before
+        first, end = max(0, -(begin // dilation)), min(k, -((begin - n) // dilation))
+        taps.append(slice(first, end))
+        start = begin + first * dilation
+        there.append(slice(start, start + max(0, (end - first - 1) * dilation + 1), dilation))
+    return tuple(taps), tuple(there)
+
+
+def check_bytes(problem: Convolution, more: Vec3) -> int:
+    """Return the bytes of the small layers, with weights and workspace.
+
+    more  voxels that a small layer may have in gaps, along each axis; those of several images are planes
+    """
+    n, m = add(small_size(problem), more), replace(problem, n=small_size(problem)).m
+    values = problem.batch * (prod(n) * problem.fin + (m[0] + more[0]) * m[1] * m[2] * problem.fout)
+    weights = problem.itemsize * problem.fout * problem.fin * prod(problem.k) + FLOAT32 * problem.fout
+    return problem.itemsize * values + weights + CHECK_BYTES
 
 
 def _rms(values: Any) -> float:

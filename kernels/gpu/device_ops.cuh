@@ -27,17 +27,19 @@
 
 /* Shared memory of a block, uninitialised when a block starts.
  *   EXTERN_SHARED(float2, lines);           the launch's bytes, aligned to 128 bytes: `float2* lines`
+ *   EXTERN_SHARED_AT(1024, float2, lines);  the same, aligned to 1024 bytes
  *   SHARED(float, tile, [16][17]);          fixed size: `float tile[16][17]`, dimensions in brackets
  */
 #ifdef ZNNPY_EMULATOR
-#define EXTERN_SHARED(type, name) type* const name = static_cast<type*>(emulator::dynamic_shared())
+#define EXTERN_SHARED_AT(bytes, type, name) type* const name = static_cast<type*>(emulator::dynamic_shared())
 #define SHARED(type, name, extents) auto& name = emulator::fixed_shared<type extents>(__COUNTER__)
 #else
-#define EXTERN_SHARED(type, name)                            \
-    extern __shared__ __align__(128) unsigned char znnpy_shared[]; \
+#define EXTERN_SHARED_AT(bytes, type, name)                          \
+    extern __shared__ __align__(bytes) unsigned char znnpy_shared[]; \
     type* const name = reinterpret_cast<type*>(znnpy_shared)
 #define SHARED(type, name, extents) __shared__ __align__(16) type name extents
 #endif
+#define EXTERN_SHARED(type, name) EXTERN_SHARED_AT(128, type, name)
 
 constexpr int WARP = 32;
 constexpr unsigned WHOLE_WARP = 0xffffffffu;
@@ -61,6 +63,13 @@ DEVICE half to_half(float value) { return __float2half_rn(value); }
 DEVICE float to_float(half value) { return __half2float(value); }
 DEVICE float to_float(float value) { return value; }
 DEVICE half2 to_half2(float x, float y) { return __floats2half2_rn(x, y); }
+
+/* A value of type T; infinity for the largest finite one, which plans of cuDNN may give for values beyond the range. */
+template <class T> DEVICE float not_clamped(float value) {
+    const float largest = sizeof(T) == 2 ? 65504.0f : 3.402823466e38f;
+    return fabsf(value) == largest ? copysignf(INFINITY, value) : value;
+}
+
 DEVICE float2 to_float2(half2 pair) { return __half22float2(pair); }
 
 DEVICE unsigned bits_of(float value) { return __float_as_uint(value); }

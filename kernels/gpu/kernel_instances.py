@@ -9,12 +9,14 @@ from znnpy.kernels.gpu.block import primitive as block
 from znnpy.kernels.gpu.cuconv import primitive as cuconv
 from znnpy.kernels.gpu.fft_tiled import kernel_instances as fft_tiled
 from znnpy.kernels.gpu.graph import conv as graph_conv
+from znnpy.kernels.gpu.graph import cudnn as graph_cudnn
 from znnpy.kernels.gpu.graph import few_maps as graph_few_maps
 from znnpy.kernels.gpu.graph import norm as graph_norm
 from znnpy.kernels.gpu.graph import pad as graph_pad
 from znnpy.kernels.gpu.graph import point as graph_point
 from znnpy.kernels.gpu.graph import pool as graph_pool
 from znnpy.kernels.gpu.graph import products as graph_products
+from znnpy.kernels.gpu.graph import transpose_tensor as graph_transpose_tensor
 from znnpy.kernels.gpu.graph import upsample as graph_upsample
 from znnpy.kernels.gpu.graph_gemm import warpgroup as graph_gemm
 from znnpy.kernels.gpu.host_ram import primitive as host_ram
@@ -42,12 +44,14 @@ def instances() -> tuple[KernelInstance, ...]:
         ops.instances,
         pool.instances,
         graph_conv.instances,
+        graph_cudnn.instances,
         graph_few_maps.instances,
         graph_norm.instances,
         graph_pad.instances,
         graph_point.instances,
         graph_pool.instances,
         graph_products.instances,
+        graph_transpose_tensor.instances,
         graph_upsample.instances,
         _conv_fft,
         _load_store,

@@ -12,7 +12,8 @@ from math import prod
 from typing import Any, Literal, Protocol
 
 from znnpy.errors import DeviceError
-from znnpy.shapes import FLOAT32, Activation, Precision, Vec3, valid
+from znnpy.layers import ONE, ZERO
+from znnpy.shapes import FLOAT16, FLOAT32, Activation, Precision, Vec3, text
 
 Kind = Literal["real", "complex"]
 
@@ -35,7 +36,7 @@ class Lines(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Convolution:
-    """A valid convolution as requested from cuDNN: channels last, any stride between images."""
+    """A convolution as requested from cuDNN: channels last, any steps between images, planes and lines of the input."""
 
     batch: int
     fin: int
@@ -46,10 +47,35 @@ class Convolution:
     x_step: int  # values from one image to the next
     out_step: int
     finish: Activation | None  # the activation, after the bias; None: neither bias nor activation
+    before: Vec3 = ZERO  # voxels of zeros before each image, which are not in memory
+    behind: Vec3 = ZERO
+    stride: Vec3 = ONE
+    dilation: Vec3 = ONE
+    apart: tuple[int, int] | None = None  # values from plane to plane and from line to line of the input; None: no gaps
+
+    @property
+    def m(self) -> Vec3:
+        """Size of the output."""
+        axes = zip(self.n, self.before, self.behind, self.k, self.dilation, self.stride, strict=True)
+        z, y, x = ((n + a + b - d * (k - 1) - 1) // s + 1 for n, a, b, k, d, s in axes)
+        return z, y, x
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a value."""
+        return FLOAT16 if self.precision == "fp16" else FLOAT32
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """Values from plane to plane and from line to line of the input."""
+        return self.apart or (self.n[1] * self.n[2] * self.fin, self.n[2] * self.fin)
 
     def __str__(self) -> str:
-        size = "x".join(map(str, self.n))
-        return f"{self.batch}x{self.fin}->{self.fout} @{size} k{'x'.join(map(str, self.k))} {self.precision}"
+        words = [f"{self.batch}x{self.fin}->{self.fout} @{text(self.n)} k{text(self.k)}"]
+        words += [f"pad {text(self.before)} {text(self.behind)}"] if self.before != ZERO or self.behind != ZERO else []
+        words += [f"stride {text(self.stride)}"] if self.stride != ONE else []
+        words += [f"dilation {text(self.dilation)}"] if self.dilation != ONE else []
+        return " ".join([*words, self.precision])
 
 
 class RefusedError(DeviceError):
@@ -65,7 +91,7 @@ class ConvolutionPlan(Protocol):
     def run(self, x: Any, kernels: Any, bias: Any, out: Any, workspace: Any) -> None:
         """Queue it on the device's stream.
 
-        x, out     (S, n, f) and (S, m, f'), float32, or float16 if the precision is fp16; strides as planned.
+        x, out     (S, n, f) and (S, m, f'), float32, or float16 if the precision is fp16; steps as planned.
         kernels    (f', k, f) of the same type, C order; bias (f',) float32.
         workspace  bytes; None if none are needed.
 
@@ -153,14 +179,14 @@ class CudaLibraries:
         graph = cudnn.pygraph(
             handle=self._handle, io_data_type=values, intermediate_data_type=single, compute_data_type=single
         )
-        p, m = problem, valid(problem.n, problem.k)
-        x = graph.tensor(dim=[p.batch, p.fin, *p.n], stride=_strides(p.x_step, p.fin, p.n), data_type=values, uid=_X)
+        p, m = problem, problem.m
+        x = graph.tensor(dim=[p.batch, p.fin, *p.n], stride=[p.x_step, 1, *p.steps, p.fin], data_type=values, uid=_X)
         kernels = graph.tensor(
             dim=[p.fout, p.fin, *p.k], stride=_strides(prod(p.k) * p.fin, p.fin, p.k), data_type=values, uid=_KERNELS
         )
         out = graph.conv_fprop(
-            image=x, weight=kernels, pre_padding=[0] * 3, post_padding=[0] * 3, stride=[1] * 3, dilation=[1] * 3,
-            compute_data_type=single,
+            image=x, weight=kernels, pre_padding=[*p.before], post_padding=[*p.behind], stride=[*p.stride],
+            dilation=[*p.dilation], compute_data_type=single,
         )  # fmt: skip
         if p.finish is not None:
             bias = graph.tensor(

@@ -4,8 +4,8 @@
  * A factor is stored in shared memory as cores of 8 rows x 8 values, half: 128 bytes, row after row. A row of a core
  * may start at any multiple of 16 bytes, so a core is any 8 consecutive pieces of 8 values.
  *
- * Source  PTX ISA 9.0, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions": no swizzling, both
- *         factors K-major.
+ * Source  PTX ISA 9.0, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions": no swizzling, or that of
+ *         32 or 64 bytes, both factors K-major.
  * Tested  tests/kernels/gpu/implicit_gemm/test_primitive.py, test_warpgroup.py
  */
 #pragma once
@@ -18,6 +18,13 @@ constexpr int WARPGROUP = 128;
  * in pieces of 16 bytes, less than 2^14. A factor that starts i pieces later: + i.
  */
 DEVICE unsigned long long wgmma_factor(const void* first, int along_k, int along_rows);
+
+/* The descriptor of a factor whose rows of 32 or 64 bytes follow each other, in shared memory at a multiple of 512 bytes;
+ * a piece that belongs at byte `at` lies at `swizzled(at, ..)`. A factor that starts a row, or k = 16, later: + the pieces
+ * to there.
+ */
+DEVICE unsigned long long wgmma_swizzled(const void* first, int row_bytes, int along_rows);
+DEVICE int swizzled(int at, int row_bytes) { return at ^ (at >> 3 & (row_bytes - 16) & 0x30); }
 
 /* Computes d = a b, or d += a b if `adds`: a 64 x 16, b 16 x N, d 64 x N float in the warpgroup's registers: thread 32
  * w + 4 g + t has
@@ -61,6 +68,10 @@ DEVICE void arrival_wait(Arrival* arrival, int parity);
 DEVICE unsigned long long wgmma_factor(const void* first, int along_k, int along_rows) {
     return (unsigned long long)(shared_address(first) >> 4) | (unsigned long long)along_k << 16 |
            (unsigned long long)along_rows << 32;
+}
+
+DEVICE unsigned long long wgmma_swizzled(const void* first, int row_bytes, int along_rows) {
+    return wgmma_factor(first, 1, along_rows) | (row_bytes == 64 ? 2ull : 3ull) << 62;
 }
 
 // %0, %1, ... for N / 2 sums, and their operands
@@ -182,8 +193,13 @@ inline WarpgroupProducts max_in_flight[1024];  // products by thread of the bloc
 /* Row `row` of 8 values, `k` of two. */
 inline const half* row_of(unsigned long long factor, int k, int row) {
     const size_t mask = (1 << 14) - 1, along_k = factor >> 16 & mask, along_rows = factor >> 32 & mask;
+    const auto* const begin = static_cast<const unsigned char*>(emulator::dynamic_shared());
+    if (const int row_bytes = factor >> 62 == 0 ? 0 : factor >> 62 == 2 ? 64 : 32) {
+        const size_t piece = (factor & mask) + row / 8 * along_rows + row % 8 * row_bytes / 16 + k;
+        return reinterpret_cast<const half*>(begin + swizzled((int)piece * 16, row_bytes));
+    }
     const size_t piece = (factor & mask) + k * along_k + row / 8 * along_rows + row % 8;
-    return static_cast<const half*>(emulator::dynamic_shared()) + 8 * piece;
+    return reinterpret_cast<const half*>(begin + 16 * piece);
 }
 inline void compute(const WarpgroupProduct& product) {
     const int thread = emulator::now->number % WARPGROUP, g = thread % WARP / 4, t = thread % 4;
@@ -205,6 +221,9 @@ DEVICE unsigned long long wgmma_factor(const void* first, int along_k, int along
     if (at % 16 != 0) emulator::fail("wgmma: a factor is not aligned to 16 bytes");
     if (along_k >= 1 << 14 || along_rows >= 1 << 14) emulator::fail("wgmma: cores too far apart");
     return at / 16 | (unsigned long long)along_k << 16 | (unsigned long long)along_rows << 32;
+}
+DEVICE unsigned long long wgmma_swizzled(const void* first, int row_bytes, int along_rows) {
+    return wgmma_factor(first, 1, along_rows) | (row_bytes == 64 ? 2ull : 3ull) << 62;
 }
 template <int N> DEVICE void wgmma_half(float (&d)[N / 2], unsigned long long a, unsigned long long b, bool adds) {
     twin::WarpgroupProducts& mine = twin::max_in_flight[emulator::now->number];

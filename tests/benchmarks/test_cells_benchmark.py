@@ -33,7 +33,7 @@ def test_every_case_has_figures_and_a_slice_is_drawn(repository: Path, tmp_path:
         assert row.facts["seconds"] > 0
     with Image.open(drawing) as image:
         assert image.size == (4 * 48 + 3 * 4, 48)
-        assert len(set(image.convert("RGB").getdata())) > 20
+        assert len(image.convert("RGB").getcolors(4 * 52 * 48) or ()) > 20
 
 
 def test_a_folder_is_asked_for(repository: Path) -> None:
@@ -46,5 +46,5 @@ def test_table_and_headline_say_what_was_found() -> None:
     facts = {"vi_split": 0.25, "vi_merge": 0.5, "adapted_rand": 0.0415, "seconds": 123.4}
     rows = [Row("cells", UNET, MERGED, "bits", (0.75,), None, facts)]
     result = Result("cells", "a-machine", HEADER, rows)
-    assert f"| {UNET} | {MERGED} | 0.75 | 0.25 | 0.50 | 0.042 | 123 |" in PROGRAM.tables["cells"]({"cells": [result]})
+    assert f"| {UNET} | {MERGED} | 0.75 | 0.25 | 0.50 | 0.042 |" in PROGRAM.tables["cells"]({"cells": [result]})
     assert PROGRAM.headline(result) == f"{UNET}: VI 0.75 bits, adapted Rand 0.042"

@@ -30,7 +30,7 @@ def test_quick_run_writes_all_rows(tmp_path: Path) -> None:
 
 
 def row(subject: str, *values: float) -> Row:
-    return Row("fib25_boundary", "2 of 40^3", subject, "ms/array", values)
+    return Row("fib25_boundary", "2 of 40^3", subject, "ms/array", values, None, {"core_ms": [2 * v for v in values]})
 
 
 def test_tables_compare_with_the_computing() -> None:
@@ -41,8 +41,8 @@ def test_tables_compare_with_the_computing() -> None:
     rows = [row("computing", 10.0, 12.0), row("session", 11.0, 12.0), row("call", 110.0, 110.0), stream, failed]
     result = Result("sessions", "here", {}, rows)
     told = sessions._sessions(result)
-    assert "| fib25_boundary | 2 of 40^3 | session | 11.5 | 1.05 (1.00 to 1.10) |" in told
-    assert "| computing | 11.0 |  |" in told
+    assert "| fib25_boundary | 2 of 40^3 | session | 11.5 | 1.05 (1.00 to 1.10) | 23.0 | 1.05 |" in told
+    assert "| computing | 11.0 |  | 22.0 |  |" in told
     told = sessions._streams(result)
     assert "| fib25_boundary 48^3 | 64.0 | 32.0 | 128.0 | 128.0 |" in told
     assert "| fib25_unet 48^3 | killed |  |  |  |" in told

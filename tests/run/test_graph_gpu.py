@@ -103,7 +103,7 @@ def test_a_session_holds_the_planned_bytes(gpu: Any) -> None:
 
 def test_overflow_names_the_node(gpu: Any) -> None:
     one = unet((17, 14, 12))
-    weights = [replace(one.weights[0], bias=np.full_like(one.weights[0].bias, 1e6)), *one.weights[1:]]
+    weights = (replace(one.weights[0], bias=np.full_like(one.weights[0].bias, 1e6)), *one.weights[1:])
     plan = planned(one.network, one.size, whole_region(one), (9, 9, 9), table=GPU, target=target("fp16"))
     with pytest.raises(ValuesOverflowError, match="node top: its largest result is 1e"):
         ran(plan, replace(one, weights=weights), gpu)

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from znnpy.network import ConvWeights
     from znnpy.shapes import Precision
 
-GPU = Gpu("some card", (9, 0), 132, 2**36, 2**25, 2**17, 2**17, 4e12, 13000, ())
+VERSIONS = (("cudnn-frontend", "1.28.0"),)
+GPU = Gpu("some card", (9, 0), 132, 2**36, 2**25, 2**17, 2**17, 4e12, 13000, VERSIONS)
 WITH_GPU = replace(MACHINE, gpu=GPU)
 
 

@@ -89,6 +89,7 @@ GPU_RATES: Mapping[Unit, Rate] = {
     "gpu_gemm_split": Rate(flops=250e12, nbytes=1.0e12),
     "gpu_wgmma_half": Rate(flops=700e12, nbytes=3.0e12),
     "gpu_wgmma_split": Rate(flops=700e12, nbytes=3.0e12),
+    "gpu_scatter_half": Rate(flops=150e12, nbytes=1.9e12),  # layers of a U-Net, 2026-11-28, tile=128
     "gpu_first": Rate(flops=18e12, nbytes=2.7e12),
     "gpu_block": Rate(flops=38e12, nbytes=2.0e12),
     "gpu_cuconv": Rate(flops=25e12, nbytes=1.5e12),
@@ -120,6 +121,7 @@ _TENSOR: frozenset[Unit] = frozenset(
         "gpu_gemm_split",
         "gpu_wgmma_half",
         "gpu_wgmma_split",
+        "gpu_scatter_half",
         "gpu_cudnn_tf32",
         "gpu_cudnn_fp16",
     }

@@ -145,6 +145,7 @@ class GraphSession:
         self._across: tuple[tuple[Interval, ...], tuple[Interval, ...]] = ((), ())
         self._image: StepPlanes | None = None  # of `image`, which always computes the same
         self._image_voxels: list[int] = []  # that it writes, by choice
+        self._imaged: set[int] = set()  # members whose operations have run there once, and can be recorded
         self.backend = self._backend_of(device, trace, lane, prepared)
 
     def _backend_of(
@@ -201,6 +202,9 @@ class GraphSession:
         self._bound = self._members[0]
         for tensor in self._tiling.stored:
             self._tensors[tensor] = self._allocated(tensor, arena)
+        if self.plan.device == "gpu":  # kernels are compiled, and cuDNN plans, before the first step
+            for bound in (bound for some in self._members for bound in some):
+                bound.steps[bound.choice.shape] = self._step(bound, bound.choice.shape)
 
     def _with_weights(self, weights: Sequence[ConvWeights]) -> list[_Bound]:
         """Return the operations with their weights prepared, and no scratch yet."""
@@ -287,11 +291,23 @@ class GraphSession:
             planes = self._image
             with self.span("load"):
                 load(self._tensors[0].planes)
-            if not self.backend.repeated(member, lambda: self._run_all(planes)):
+            if member not in self._imaged:
+                self._run_all(planes)
+            elif not self.backend.repeated(member, lambda: self._run_all(planes)):
                 self.written = [sum(both) for both in zip(self.written, self._image_voxels, strict=True)]
+        self._imaged.add(member)
         tensor = self._graph.network.outputs[0]
         z, y, x = self._region(tensor, self._image)
         return self._view(tensor, box_of((z, y, x)))
+
+    def warm_up(self) -> None:
+        """Compute an image of zeros by each member and forget it, so that no later one waits for checks of a library."""
+        raw = np.zeros((self.network.input_channels, 1, 1, 1), np.float32)
+        self.backend.begin_step(raw, None, begins=True)
+        for member in range(self.network.members):
+            self.image(self.backend.clear, member)
+        self.backend.wait(self.backend.end_step())
+        self.written = [0] * len(self.written)
 
     def _computed(self, step: GraphStep, load: Callable[[Array], None], *, begins: bool) -> StepPlanes:
         """Run the operations of a step, and return the planes of its tensors; `load` writes the new ones of the input.

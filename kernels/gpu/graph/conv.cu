@@ -202,7 +202,7 @@ DEVICE long long voxel_in(const Problem& p, Triple q, int phase_z, int phase_y, 
 }
 
 template <class T, int VOX, int MAPS, int COLS, int KIND>
-__global__ void __launch_bounds__(THREADS, VOX * MAPS == 64 ? 2 : VOX * MAPS == 32 || COLS == 1 ? 3 : 4)
+__global__ void __launch_bounds__(THREADS, VOX * MAPS == 64 ? 2 : VOX * MAPS == 32 || COLS <= 2 ? 3 : 4)
     convolve(const __grid_constant__ Inputs inputs, const __grid_constant__ Problem p, const float* __restrict__ weights,
              const float* __restrict__ bias, const __grid_constant__ Input addend, T* __restrict__ out,
              long long vectors, float* peak) {

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 DEPTHWISE = "graph/depthwise.cu"
 ENTRY_BYTES = 24  # size of Entry in conv.cu
 MOST_ENTRIES = 512
+FEWEST_BLOCKS = 264  # that a card works on at a time, two a multiprocessor: fewer take as long
 LINE = 4  # voxels of a thread in depthwise.cu
 WIDTHS_ALONG_X = (3, 5, 7)  # kernels that have code of their own in depthwise.cu
 
@@ -112,7 +113,7 @@ class GraphConvDirect:
         voxels, maps = tile.block
         blocks = tile.blocks(prod(shape.out), shape.fout // shape.groups, shape.groups)
         again = 2 if shape.activation == "softmax" and shape.fout > maps else 1
-        flops = 2.0 * again * blocks * voxels * maps * _staged(shape) * tile.slower
+        flops = 2.0 * again * max(blocks, FEWEST_BLOCKS) * voxels * maps * _staged(shape) * tile.slower
         return (Work("gpu_direct", flops, nbytes),)
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, device: Device) -> Resident:

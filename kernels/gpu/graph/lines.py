@@ -54,17 +54,19 @@ class Widths:
         return width, self._device.kernels(self._source, [name])[name]
 
 
-def grid_of(device: Device, along: int, size: Vec3) -> tuple[tuple[int, int, int], tuple[int, int]]:
+def grid_of(device: Device, along: int, size: Vec3, waves: int = WAVES) -> tuple[tuple[int, int, int], tuple[int, int]]:
     """Return grid and block for lines of so many threads, size[1] of them in each of size[0] planes.
 
     Threads of a large image loop over planes, so that what they prepare counts for several voxels.
+
+    waves  blocks for each multiprocessor, at most, unless a plane needs more
     """
     wide = THREADS
     while wide > FEWEST and wide // 2 >= along:
         wide //= 2
     high = THREADS // wide
     across, down = -(-along // wide), min(-(-size[1] // high), MOST_ALONG)
-    planes = max(1, WAVES * device.gpu.multiprocessors // (across * down))
+    planes = max(1, waves * device.gpu.multiprocessors // (across * down))
     return (across, down, min(size[0], planes, MOST_ALONG)), (wide, high)
 
 

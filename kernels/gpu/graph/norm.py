@@ -2,11 +2,11 @@
 
 Method   The first pass finds mean and squared deviations of each map in each of some blocks; a small kernel joins them
          in double and turns them into a shift, a factor and an offset for each map; the second pass applies these, and
-         the function. norm.cu.
+         the function. An image of few voxels is read once: the threads of one block hold all of some maps. norm.cu.
 Memory   The moments of all blocks, up to MOST_VALUES of them.
-Bound    Memory: the input is read twice, the output is written once.
+Bound    Memory: the input is read twice, or once if it is small, and the output is written once.
 Exact    A maximum does not round. NaN in, NaN out.
-Source   Welford 1962; Chan, Golub and LeVeque 1979.
+Source   Chan, Golub and LeVeque 1979.
 Tested   tests/kernels/gpu/graph/test_norm.py
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import lcm, prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from znnpy.kernels.contract import Footprint, Kind, Scratch, Variant, Work
 from znnpy.kernels.gpu.graph.functions import numbers_of
 from znnpy.kernels.gpu.graph.inputs import TRIPLE, one_input, triple
 from znnpy.kernels.gpu.graph.layer import GpuLayer, MovingLayer, given, why_not_here
-from znnpy.kernels.gpu.graph.lines import Widths, grid_of, lanes_for, line_instances
+from znnpy.kernels.gpu.graph.lines import VECTOR_BYTES, Widths, grid_of, lanes_for, line_instances
 from znnpy.kernels.gpu.graph.point import Resident, upload_terms
 from znnpy.kernels.gpu.kernel_source import KernelInstance
 from znnpy.shapes import FLOAT32
@@ -37,16 +37,19 @@ if TYPE_CHECKING:
 
 SOURCE = "graph/norm.cu"
 THREADS, MOST_THREADS = 256, 1024  # of a block: as in norm.cu; of a block that joins moments
+THREADS_AT_ONCE, BATCH = 512, 8  # of a block that holds all voxels, and the voxels of a thread: as in norm.cu
 SMALL = ("terms", "means", "largest")  # kernels of few values
-FLOAT64 = 8  # bytes
-BLOCK_VALUES = 16384  # values of a block, if there are not too many
+FLOAT64, SUMS, WARP = 8, 24, 32  # bytes of a double and of Sums in norm.cu; threads
+BLOCK_VALUES = 8192  # values of a block, if there are not too many
 MOST_BLOCKS, MOST_VALUES = 1024, 2**17  # blocks; moments of all blocks
+RESIDENT = 2  # blocks of a multiprocessor that find moments or maxima
+WAVES = 4  # blocks of a multiprocessor that normalise: all run together, so they pass through the image together
 NORMAL = np.dtype([("n", TRIPLE), ("maps", "i4"), ("function", "i4"), ("a", "f4"), ("b", "f4")])
 
 
 def instances() -> list[KernelInstance]:
     """Return all kernels."""
-    each = (("moments", 128), ("maxima", 64), ("normalise", 64), ("softmax", 64))
+    each = (("moments", 128), ("maxima", 128), ("normalise", 64), ("at_once", 128), ("softmax", 64))
     lines = [instance for name, registers in each for instance in line_instances(SOURCE, name, registers)]
     return lines + [KernelInstance(SOURCE, name, 64) for name in SMALL]
 
@@ -61,26 +64,42 @@ def _moments(shape: NormShape | GlobalPoolShape) -> Scratch:
     return Scratch("moments", FLOAT64 * blocks_of(shape) * (2 * shape.f + 1))
 
 
+def _memory(width: int, threads: int) -> int:
+    """Return the bytes of shared memory in which a block finds moments: shared_doubles of norm.cu."""
+    return FLOAT64 * (2 * width + 3) * threads
+
+
 class _Blocks:
     """The first pass over an image, block by block."""
 
     def __init__(self, shape: NormShape | GlobalPoolShape, name: str, device: Device) -> None:
         self._shape, self._device = shape, device
-        self.count = blocks_of(shape)
+        self._sums = name == "moments"
         self._kernels = Widths(device, SOURCE, name, shape, [shape.f])
 
-    def run(self, x: Any, found: Any) -> None:
-        """Queue the kernel on an image; `found` is memory for its results."""
+    def run(self, x: Any, found: Any) -> int:
+        """Queue the kernel on an image; `found` is memory for its results. Return the number of blocks."""
         shape = self._shape
         width, kernel = self._kernels.widest(x)
-        columns = lanes_for(shape.f, width)
-        along = 1
-        while along * 2 <= min(shape.n[2], THREADS // columns):
-            along *= 2
+        vectors = shape.f // width
+        columns = next(lanes for lanes in (32, 16, 8, 4, 2, 1) if vectors % lanes == 0)
+        if columns == 1:
+            columns = lanes_for(shape.f, width)
+        slices = -(-vectors // columns)
+        count = min(blocks_of(shape), max(1, RESIDENT * self._device.gpu.multiprocessors // slices))
         kernel(
-            *((self.count, -(-shape.f // (columns * width))), (THREADS,)),
-            *(one_input(self._device, x), triple(shape.n), found, columns, along),
+            *((count, slices), (THREADS,), one_input(self._device, x), triple(shape.n), found, columns),
+            shared=_memory(width, THREADS) if self._sums else 0,
         )
+        return count
+
+
+def slice_of(shape: NormShape, width: int) -> int:
+    """Return the maps of a block that holds all voxels: whole vectors and whole groups; 0 if it cannot."""
+    maps = lcm(shape.f // shape.groups, width)
+    lanes = lanes_for(maps, width)
+    holds = THREADS_AT_ONCE // lanes * BATCH
+    return maps if lanes * width >= maps and prod(shape.n) <= holds and shape.activation != "softmax" else 0
 
 
 def _threads(values: int) -> int:
@@ -112,7 +131,10 @@ class NormPasses(GpuLayer):
 
     def work(self, shape: Sized, variant: Variant) -> Sequence[Work]:
         del variant
-        return (Work("gpu_stream", 0.0, 2.0 * shape.in_bytes + shape.out_bytes),)
+        shape = given(shape, NormShape)
+        width = next(w for w in (8, 4, 2, 1) if w * shape.itemsize <= VECTOR_BYTES and shape.f % w == 0)
+        reads = 1.0 if slice_of(shape, width) else 2.0
+        return (Work("gpu_stream", 0.0, reads * shape.in_bytes + shape.out_bytes),)
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, device: Device) -> Resident | None:
         del variant
@@ -133,25 +155,33 @@ class _NormStep:
         self._soft = shape.activation == "softmax"
         self._kernels = Widths(device, SOURCE, "softmax" if self._soft else "normalise", shape, [shape.f])
         self._terms = device.kernels(SOURCE, SMALL)["terms"]
+        self._at_once = None if self._soft else Widths(device, SOURCE, "at_once", shape, [shape.f])
         found = np.zeros((), NORMAL)
         found["n"], found["maps"] = shape.n, shape.f
         found["function"], found["a"], found["b"] = numbers_of(shape.activation, shape.parameters)
         self._normal = found[()]
 
     def run(self, inputs: Sequence[Any], out: Any, scratch: Mapping[str, Any], *, out_peak: int = 0) -> None:
-        shape, device, blocks = self._shape, self._device, self._blocks
-        blocks.run(inputs[0], scratch["moments"])
+        shape, device = self._shape, self._device
         each = shape.f // shape.groups
-        threads = _threads(blocks.count * each)
-        self._terms(
-            *((shape.groups,), (threads,), scratch["moments"], blocks.count, shape.f, each, float(shape.epsilon)),
-            *(*self._weights, scratch["terms"]),
-            shared=FLOAT64 * threads,
-        )
         width, kernel = self._kernels.widest(inputs[0], out)
+        if self._at_once is not None and (maps := slice_of(shape, width)):
+            self._at_once.widest(inputs[0], out)[1](
+                *((shape.f // maps,), (THREADS_AT_ONCE,), one_input(device, inputs[0]), self._normal, out),
+                *(np.uint64(out_peak), maps, lanes_for(maps, width), each, float(shape.epsilon), *self._weights),
+                shared=_memory(width, THREADS_AT_ONCE),
+            )
+            return
+        count = self._blocks.run(inputs[0], scratch["moments"])
+        threads = _threads(count * each)
+        self._terms(
+            *((shape.groups,), (threads,), scratch["moments"], count, shape.f, each, float(shape.epsilon)),
+            *(*self._weights, scratch["terms"]),
+            shared=SUMS * threads // WARP,
+        )
         lanes = lanes_for(shape.f, width) if self._soft else shape.f // width
         kernel(
-            *grid_of(device, shape.n[2] * lanes, shape.n),
+            *grid_of(device, shape.n[2] * lanes, shape.n, WAVES),
             *(one_input(device, inputs[0]), self._normal, scratch["terms"], out, np.uint64(out_peak)),
             *((lanes,) if self._soft else ()),
         )
@@ -194,13 +224,12 @@ class _PoolStep:
         shape, blocks = self._shape, self._blocks
         halves = int(shape.itemsize == 2)
         if shape.how == "max":
-            blocks.run(inputs[0], scratch["maxima"])
-            arguments = scratch["maxima"], blocks.count, shape.f, out, halves
-            self._small["largest"]((-(-shape.f // 128),), (128,), *arguments)
+            count = blocks.run(inputs[0], scratch["maxima"])
+            self._small["largest"]((-(-shape.f // 128),), (128,), scratch["maxima"], count, shape.f, out, halves)
             return
-        blocks.run(inputs[0], scratch["moments"])
-        threads = _threads(blocks.count)
+        count = blocks.run(inputs[0], scratch["moments"])
+        threads = _threads(count)
         self._small["means"](
-            *((shape.f,), (threads,), scratch["moments"], blocks.count, shape.f, out, halves, np.uint64(out_peak)),
-            shared=FLOAT64 * threads,
+            *((shape.f,), (threads,), scratch["moments"], count, shape.f, out, halves, np.uint64(out_peak)),
+            shared=SUMS * threads // WARP,
         )

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from math import inf, prod
 from typing import NamedTuple
 
 from znnpy.graph_shapes import GraphConvShape
+from znnpy.layers import ONE
 from znnpy.shapes import FLOAT16, FLOAT32, Vec3
 
-ROWS, PIECE, CHUNK, MULTIPLIERS, MOST_REGIONS, MOST_KEPT = 64, 8, 16, 2, 4, 16  # as in regions.cuh
+ROWS, PIECE, STEP, MULTIPLIERS, MOST_REGIONS, MOST_KEPT = 64, 8, 16, 2, 4, 16  # as in regions.cuh
 WARPS = 4 * MULTIPLIERS  # that multiply
-HEADER_BYTES, OFFSETS_BYTES, PLACE_BYTES, ALIGNMENT, STAGED_BYTES = 720, 16, 4, 128, 2048  # as in warpgroup.cu
+HEADER_BYTES, OFFSETS_BYTES, PLACE_BYTES, ALIGNMENT, STAGED_BYTES = 720, 16, 4, 512, 2048  # as in warpgroup.cu
 SHARED = 227 * 1024  # bytes of a block: what cards with these instructions have
 MULTIPROCESSORS = 132  # of these cards, most of them
-TAP_BYTES = CHUNK * ROWS * FLOAT16
+STEP_BYTES = STEP * ROWS * FLOAT16
 MOST_LINES, MOST_COLUMNS = 1 << 10, 1 << 10  # of a region, as in regions.cuh
 LINES = (1, 2, 4)  # voxels of a column
-GROUP = 3  # taps between two barriers, of layers that have more than one
+GROUP = 3  # steps between two barriers, of layers that have more than one: a step is a tap for 16 maps
 ENOUGH_KEPT = 8  # groups whose kernels are kept before more regions are
 MOST_PARTS = 32  # of a sum
 # columns of a product, and products of a warpgroup
@@ -28,8 +29,9 @@ PRODUCTS: tuple[tuple[int, int], ...] = ((128, 2), (128, 1), (64, 4), (64, 2), (
 ALONG: tuple[Vec3, ...] = ((0, 1, 0), (0, 0, 8), (1, 0, 0))  # from 8 columns of a product to the next 8
 # Cycles: of a product of 64 columns to one of its own arithmetic; of a voxel's two pieces in a region; of 8 columns'
 # results; of an item; of a launch; of a value of a part that is added. Bytes that a multiprocessor loads in a cycle.
-NARROW, LOAD_CYCLES, STORE_CYCLES, ITEM_CYCLES, LAUNCH_CYCLES, PART_CYCLES = 1.25, 0.8, 30.0, 1500.0, 5000.0, 0.003
-LOADED_BYTES = 20.0
+NARROW, LOAD_CYCLES, STORE_CYCLES, ITEM_CYCLES, LAUNCH_CYCLES, PART_CYCLES = 1.25, 3.0, 110.0, 3000.0, 3500.0, 0.003
+LOADED_BYTES, WAIT_CYCLES = 20.0, 3000.0  # the latter: of a region that is waited for
+SLOWED = 0.2  # cycles of products that one of loading costs
 
 
 class Columns(NamedTuple):
@@ -43,31 +45,33 @@ class Columns(NamedTuple):
     k: Vec3  # taps of a column
     stride: Vec3  # from column to column
     apart: Vec3  # from tap to tap
+    steps: int  # of 16 maps, of a chunk
     m: Vec3  # columns of the output
     pieces: int  # of 8 maps, of all inputs
     blocks: int  # of maps of the output
 
     @classmethod
-    def of(cls, shape: GraphConvShape) -> Columns:
+    def of(cls, shape: GraphConvShape, lines: int, steps: int) -> Columns:
         (kz, ky, kx), (sz, sy, sx), (_, mz, my, mx, _) = shape.k, shape.stride, shape.out_shape
-        lines, across = lines_of(shape), across_of(shape)
+        across = across_of(shape)
         k = (kz, reach_of(ky, sy, lines), kx // across)
         pieces = sum(-(-maps * across // PIECE) for maps in shape.fins)
         blocks = -(-shape.fout // (ROWS // lines))
-        return cls(lines, across, k, (sz, sy * lines, sx), shape.dilation, (mz, -(-my // lines), mx), pieces, blocks)
+        m = mz, -(-my // lines), mx
+        return cls(lines, across, k, (sz, sy * lines, sx), shape.dilation, steps, m, pieces, blocks)
 
     @property
     def chunks(self) -> int:
-        return -(-self.pieces // 2)
+        return -(-self.pieces // (2 * self.steps))
 
     @property
     def group(self) -> int:
-        """Return the taps between two barriers."""
-        return min(prod(self.k), GROUP)
+        """Return the steps between two barriers."""
+        return min(prod(self.k) * self.steps, GROUP)
 
     @property
     def groups(self) -> int:
-        return -(-prod(self.k) // self.group)
+        return -(-prod(self.k) * self.steps // self.group)
 
 
 def reach_of(ky: int, stride: int, lines: int) -> int:
@@ -75,16 +79,27 @@ def reach_of(ky: int, stride: int, lines: int) -> int:
     return ky + (lines - 1) * stride
 
 
-def lines_of(shape: GraphConvShape) -> int:
-    """Return how many voxels make a column, so that the fewest products are needed."""
+@lru_cache(maxsize=4096)
+def columns_of(shape: GraphConvShape) -> tuple[Columns, ...]:
+    """Return the columns with which the fewest products are needed, and then the fewest rows are empty.
+
+    With chunks of 16 maps and, if no maps are padded for it, of 32: they are loaded faster, but there are fewer to cut
+    a sum into parts. Whether a tile fits shared memory does not depend on the size of the input, so all sizes have the
+    same columns.
+    """
     ky, sy = shape.k[1], shape.stride[1]
-    fitting = [lines for lines in LINES if lines == 1 or (shape.dilation[1] == 1 and ky >= sy)]
-    return min(fitting, key=lambda lines: -(-shape.fout // (ROWS // lines)) * reach_of(ky, sy, lines) / lines)
+    some = [lines for lines in LINES if lines == 1 or (shape.dilation[1] == 1 and ky >= sy)]
+    some.sort(key=lambda lines: (-(-shape.fout // (ROWS // lines)) * reach_of(ky, sy, lines) / lines, -lines))
+    found = [Columns.of(shape, lines, 1) for lines in some]
+    fitting = next((columns for columns in found if _divisions(columns)), found[-1])
+    wide = Columns.of(shape, fitting.lines, 2)
+    small = shape.stride == ONE and (fitting.lines == 1 or ky == 1)  # two regions have room
+    return (fitting, wide) if small and fitting.chunks % 2 == 0 and _divisions(wide) else (fitting,)
 
 
 def across_of(shape: GraphConvShape) -> int:
     """Return the taps along x that become maps: all of them, if a chunk has room."""
-    fits = len(shape.fins) == 1 and not shape.upsampled and shape.fin * shape.k[2] <= CHUNK
+    fits = len(shape.fins) == 1 and not shape.upsampled and shape.fin * shape.k[2] <= STEP
     return shape.k[2] if fits else 1
 
 
@@ -121,11 +136,15 @@ class Plan:
         return prod(self.tiles) * self.columns.blocks * self.parts
 
     @property
+    def region_bytes(self) -> int:
+        """Return the bytes of a buffer for a region."""
+        return -(-prod(self.extent) * self.columns.steps * STEP * FLOAT16 // ALIGNMENT) * ALIGNMENT
+
+    @property
     def shared_bytes(self) -> int:
-        rows = prod(self.extent)
-        tables = HEADER_BYTES + OFFSETS_BYTES * self.columns.groups + PLACE_BYTES * rows
-        regions = self.regions * rows * CHUNK * FLOAT16
-        kernels = self.kept * self.columns.group * TAP_BYTES
+        tables = HEADER_BYTES + OFFSETS_BYTES * self.columns.groups + PLACE_BYTES * prod(self.extent)
+        regions = self.regions * self.region_bytes
+        kernels = self.kept * self.columns.group * STEP_BYTES
         return -(-tables // ALIGNMENT) * ALIGNMENT + regions + kernels + WARPS * STAGED_BYTES
 
     @property
@@ -133,9 +152,9 @@ class Plan:
         """Return the cycles of the whole layer on a card with MULTIPROCESSORS."""
         c, rows = self.columns, prod(self.extent)
         multiply = c.groups * c.group * MULTIPLIERS * self.products * self.n / 2 * (NARROW if self.n == 64 else 1.0)
-        nbytes = rows * CHUNK * FLOAT16 + c.groups * c.group * TAP_BYTES
-        load = max(rows * LOAD_CYCLES, nbytes / LOADED_BYTES)
-        chunk = max(multiply, load) + load / 10 if self.regions > 1 else multiply + load
+        nbytes = self.region_bytes + c.groups * c.group * STEP_BYTES
+        load = max(rows * (c.steps + 1) / 2 * LOAD_CYCLES, nbytes / LOADED_BYTES)
+        chunk = max(multiply, load) + load * SLOWED if self.regions > 1 else multiply + load + WAIT_CYCLES
         chunks = -(-c.chunks // self.parts)
         item = chunks * chunk + ITEM_CYCLES + STORE_CYCLES * self.n / 8 * self.products
         rounds = -(-self.items // MULTIPROCESSORS)
@@ -143,19 +162,17 @@ class Plan:
 
 
 @lru_cache(maxsize=4096)
-def plan_of(shape: GraphConvShape) -> Plan | None:
-    """Return the plan of least cost; None if no tile fits."""
+def plan_of(shape: GraphConvShape, steps: int) -> Plan | None:
+    """Return the plan of least cost with chunks of so many 16 maps; None if no tile fits."""
     best, least = None, inf
-    columns = Columns.of(shape)
-    values = prod(shape.out_shape)
+    columns = next(columns for columns in columns_of(shape) if columns.steps == steps)
     for plan in _divisions(columns):
         most = min(columns.chunks, MOST_PARTS, max(1, 2 * MULTIPROCESSORS // plan.items))
         for parts in range(1, most + 1):
-            if -(-columns.chunks // parts) == -(-columns.chunks // (parts - 1)) if parts > 1 else False:
+            if parts > 1 and -(-columns.chunks // parts) == -(-columns.chunks // (parts - 1)):
                 continue  # no part is shorter
-            divided = Plan(**{**_fields(plan), "parts": parts})
-            cost = divided.cycles + (values * parts * PART_CYCLES if parts > 1 else 0.0)
-            if cost < least:
+            divided = replace(plan, parts=parts)
+            if (cost := cycles_of(shape, divided)) < least:
                 best, least = divided, cost
     return best
 
@@ -163,10 +180,6 @@ def plan_of(shape: GraphConvShape) -> Plan | None:
 def cycles_of(shape: GraphConvShape, plan: Plan) -> float:
     """Return the cycles of a layer, with those that add parts."""
     return plan.cycles + (prod(shape.out_shape) * plan.parts * PART_CYCLES if plan.parts > 1 else 0.0)
-
-
-def _fields(plan: Plan) -> dict[str, object]:
-    return {name: getattr(plan, name) for name in plan.__slots__}
 
 
 @lru_cache(maxsize=256)
@@ -187,11 +200,11 @@ def _with_buffers(plan: Plan) -> Plan | None:
     """Return the plan with as many buffers as shared memory has room for; None if it has too little."""
     _, lines, width = plan.extent
     apart = abs(plan.along[0] * plan.columns.stride[0] * lines + plan.along[1] * plan.columns.stride[1]) * width
-    if lines > MOST_LINES or width > MOST_COLUMNS or max(prod(plan.extent), apart) >= 1 << 14:
+    if lines > MOST_LINES or width > MOST_COLUMNS or apart * 2 * plan.columns.steps >= 1 << 14:
         return None
-    region_bytes, group_bytes = prod(plan.extent) * CHUNK * FLOAT16, plan.columns.group * TAP_BYTES
+    region_bytes, group_bytes = plan.region_bytes, plan.columns.group * STEP_BYTES
     for regions in (2, 1):
-        filled = Plan(**{**_fields(plan), "regions": regions, "kept": 2})
+        filled = replace(plan, regions=regions, kept=2)
         room = SHARED - filled.shared_bytes
         if room < 0:
             continue
@@ -199,7 +212,7 @@ def _with_buffers(plan: Plan) -> Plan | None:
         room -= (kept - 2) * group_bytes
         more = min(MOST_REGIONS - regions, room // region_bytes) if regions > 1 else 0
         kept = min(MOST_KEPT, kept + (room - more * region_bytes) // group_bytes)
-        return Plan(**{**_fields(filled), "kept": kept, "regions": regions + more})
+        return replace(filled, kept=kept, regions=regions + more)
     return None
 
 
@@ -211,8 +224,7 @@ def _boxes(count: int) -> Iterator[Vec3]:
                 yield z, y, count // (z * y)
 
 
-def resident_bytes(shape: GraphConvShape) -> int:
+def resident_bytes(columns: Columns) -> int:
     """Return the bytes of weights on the device."""
-    columns = Columns.of(shape)
     maps = columns.blocks * (ROWS // columns.lines)
-    return columns.blocks * columns.chunks * columns.groups * columns.group * TAP_BYTES + FLOAT32 * maps
+    return columns.blocks * columns.chunks * columns.groups * columns.group * STEP_BYTES + FLOAT32 * maps

@@ -8,7 +8,7 @@
 
 constexpr int ROWS = 64;                               // of a product: maps of out, for one or several lines
 constexpr int PIECE = 8;                               // maps that are copied at once
-constexpr int TAP = 2 * ROWS * PIECE;                  // half values of the kernels of a tap, for a chunk of 16 maps
+constexpr int STEP = 2 * ROWS * PIECE;                 // half values of the kernels of a tap, for 16 maps
 constexpr int MULTIPLIERS = 2;                         // warpgroups that multiply
 constexpr int THREADS = (1 + MULTIPLIERS) * WARPGROUP; // and one that loads
 constexpr int LOADERS = WARPGROUP - WARP;              // threads of it that bring inputs; a warp brings kernels
@@ -33,7 +33,7 @@ struct Corner {  // the first column of a product in its tile
 /* n / d for 0 <= n < 2^20, by 1 / d. */
 DEVICE int quotient(int n, float reciprocal) { return (int)((n + 0.5f) * reciprocal); }
 
-/* What does not depend on the block. Sizes of tiles are in columns: a column is `lines_at_once` voxels of out, one above
+/* The sizes of a layer and of its division. Those of tiles are in columns: a column is `lines_at_once` voxels of out, one above
  * the other along y.
  */
 struct Layer {
@@ -45,9 +45,9 @@ struct Layer {
     int tz, ty, tx;                       // a tile, in columns
     int tiles_y, tiles_x, blocks, parts;  // blocks of maps; parts of the sum
     int lines, width, residue;            // the region: lines of a plane, voxels of a line, and of each residue of x
-    int rows;                             // its voxels
+    int rows, row_bytes, region_bytes;    // its voxels, the bytes of a voxel's chunk of maps, the bytes of a buffer
     int along_z, along_y, along_x;        // from 8 columns of a product to the next 8
-    int groups;                           // of taps, of a chunk
+    int groups;                           // of steps, of a chunk: its taps, for each 16 maps
     int regions, kept;                    // buffers of regions, and of the kernels of groups
     int across;                           // taps along x whose inputs are maps of one voxel, one tap after the other
     int lines_at_once, maps;              // voxels of a column; maps of a block
@@ -70,14 +70,14 @@ struct Item {
 /* The start of shared memory. */
 struct alignas(16) Shared {
     Barrier region_filled[MOST_REGIONS], region_read[MOST_REGIONS], kernels_filled[MOST_GROUPS],
-        kernels_read[MOST_GROUPS], ahead[2];  // ahead[0]: the first warpgroup multiplied for a while
+        kernels_read[MOST_GROUPS], ahead[2];  // ahead[0]: the first warpgroup multiplied for a while; [1] only fills
     Input inputs[MOST_INPUTS];
     Corner corners[2 * MOST_PRODUCTS];
 
     template <class T> DEVICE T* at(int bytes) {
         return reinterpret_cast<T*>(reinterpret_cast<unsigned char*>(this) + bytes);
     }
-    DEVICE half* region(const Layer& n, int slot) { return at<half>(n.region) + slot * 2 * n.rows * PIECE; }
+    DEVICE unsigned char* region(const Layer& n, int slot) { return at<unsigned char>(n.region + slot * n.region_bytes); }
 };
 static_assert(sizeof(Shared) == 720, "plan.py");
 
@@ -89,9 +89,9 @@ struct Ring {
     }
 };
 
-/* Brings the kernels of all items of this block, GROUP taps at once, one thread. */
+/* Brings the kernels of all items of this block, GROUP steps at once, one thread. */
 template <int GROUP> DEVICE void bring_kernels(Shared& shared, const Layer& n, const half* kernels, int items) {
-    constexpr int VALUES = GROUP * TAP;
+    constexpr int VALUES = GROUP * STEP;
     half* const to = shared.at<half>(n.kernels);
     Ring ring;
 #pragma unroll 1
@@ -124,22 +124,28 @@ struct Loader {
                ((x + in.first_x) >> in.by_x) * in.x;
     }
 
-    DEVICE void load(half* to, int chunk, int z, int y, int x) const {
-        const bool lone = 2 * chunk + 1 == n.pieces;  // all threads load the first piece
-        int piece = 2 * chunk + (lone ? 0 : thread % 2), input = 0;
+    /* The place of a piece of a voxel in a buffer. */
+    DEVICE uint4* piece_of(unsigned char* to, int row, int piece) const {
+        return reinterpret_cast<uint4*>(to + swizzled(row * n.row_bytes + piece * 16, n.row_bytes));
+    }
+
+    DEVICE void load(unsigned char* to, int chunk, int z, int y, int x) const {
+        const int together = n.row_bytes / 16, begin = together * chunk;  // pieces of a voxel
+        const bool lone = together == 2 & begin + 1 == n.pieces;          // all threads load the first piece
+        const int mine = lone ? 0 : thread % together, first = lone ? thread : thread / together;
+        const int step = lone ? LOADERS : LOADERS / together;
+        if (lone | begin + mine >= n.pieces) {
+#pragma unroll 1
+            for (int row = first; row < n.rows; row += step) *piece_of(to, row, lone ? 1 : mine) = make_uint4(0, 0, 0, 0);
+            if (!lone) return;
+        }
+        int piece = begin + mine, input = 0;
         for (; input < n.inputs - 1; ++input) {
             const int pieces = (shared.inputs[input].maps + PIECE - 1) / PIECE;
             if (piece < pieces) break;
             piece -= pieces;
         }
         Input in = shared.inputs[input];
-        const int first = lone ? thread : thread / 2, step = lone ? LOADERS : LOADERS / 2;
-        if (lone)
-#pragma unroll 1
-            for (int row = first; row < n.rows; row += step)
-                *reinterpret_cast<uint4*>(to + (n.rows + row) * PIECE) = make_uint4(0, 0, 0, 0);
-        else
-            to += thread % 2 * n.rows * PIECE;
         const int maps = min(in.maps * n.across - piece * PIECE, PIECE);
         if (in.wide) {
             const int* const places = shared.at<const int>(n.places);
@@ -157,14 +163,14 @@ struct Loader {
 #pragma unroll
                 for (int i = 0; i < COPIES; ++i)
                     if (row + i * step < n.rows)
-                        cp_async<16>(to + (row + i * step) * PIECE, there[i] ? from[i] : in.values, there[i]);
+                        cp_async<16>(piece_of(to, row + i * step, mine), there[i] ? from[i] : in.values, there[i]);
             }
         } else if (maps <= 1) {
-            load_maps<1>(to, in, piece * PIECE, maps, first, step, z, y, x);
+            load_maps<1>(to, mine, in, piece * PIECE, maps, first, step, z, y, x);
         } else if (maps <= 4) {
-            load_maps<4>(to, in, piece * PIECE, maps, first, step, z, y, x);
+            load_maps<4>(to, mine, in, piece * PIECE, maps, first, step, z, y, x);
         } else {
-            load_maps<8>(to, in, piece * PIECE, maps, first, step, z, y, x);
+            load_maps<8>(to, mine, in, piece * PIECE, maps, first, step, z, y, x);
         }
     }
 
@@ -172,7 +178,8 @@ struct Loader {
      * further along x.
      */
     template <int MAPS>
-    DEVICE void load_maps(half* to, const Input& in, int from_map, int maps, int first, int step, int z, int y, int x) const {
+    DEVICE void load_maps(unsigned char* to, int piece, const Input& in, int from_map, int maps, int first, int step, int z,
+                          int y, int x) const {
         constexpr int TOGETHER = AT_ONCE / MAPS;
         const int* const places = shared.at<const int>(n.places);
         const int begin = n.across > 1 ? from_map / in.maps : 0;  // tap of the first map
@@ -201,8 +208,7 @@ struct Loader {
 #pragma unroll
                 for (int m = 0; m < MAPS; ++m) both[m / 2] |= (unsigned)values[i][m] << 16 * (m % 2);
                 if (row + i * step < n.rows)
-                    *reinterpret_cast<uint4*>(to + (row + i * step) * PIECE) =
-                        make_uint4(both[0], both[1], both[2], both[3]);
+                    *piece_of(to, row + i * step, piece) = make_uint4(both[0], both[1], both[2], both[3]);
             }
         }
     }

@@ -6,13 +6,13 @@
  *            is (j + first) / factor. With several parts: the sums of each part, float [part][voxel][map], without
  *            the rest; sums.cu adds them.
  * Shapes     inputs (z, y, x, f) half, each with its own strides; addend as out; out (z, y, x, f') half in C order. Pieces
- *            of 8 maps of all inputs, each padded with zeros, two of which are a chunk; kernels [block of maps][chunk][tap]
- *            [2][64][8] half, taps up to a multiple of GROUP, bias (blocks * maps of a block) float.
+ *            of 8 maps of all inputs, each padded with zeros, two or four of which are a chunk; kernels [block of
+ *            maps][chunk][step][2][64][8] half, steps up to a multiple of GROUP, bias (blocks * maps of a block) float.
  * Method     A product is 64 x 16 by 16 x N: kernels of 64 maps, and N columns, 8 along x and the others along any axis. A
- *            tile's input for a chunk, its region, is stored piece after piece, in each voxel after voxel, those with
- *            the same residue of x modulo the stride together: any 8 columns are a core of a factor (wgmma.cuh), so
+ *            tile's input for a chunk, its region, is stored voxel after voxel, those with the same residue of x modulo
+ *            the stride together: any 8 columns are a core of a factor (wgmma.cuh), so
  *            a tap is an offset and the lowered matrix is never built. One warpgroup loads (regions.cuh): a warp the
- *            kernels, GROUP taps at once, three the regions. Two multiply, each its own columns, and hand
+ *            kernels, GROUP steps at once, three the regions; a step is a tap for 16 maps. Two multiply, each its own columns, and hand
  *            buffers back. A block computes every gridDim.x-th item, a tile's block of maps or a part of its sum.
  * Few maps   The 64 rows are those of 2 or 4 lines of out: a column is so many voxels, its kernels are as often shifted
  *            along y, with zeros around them: a NaN in the input at these zeros reaches the sums.
@@ -23,7 +23,7 @@
 #include "graph/functions.cuh"
 #include "regions.cuh"
 
-/* What follows the sums. */
+/* The last pass: bias, addend, function, and where results go. */
 struct End {
     const float* bias;
     const half* addend;
@@ -39,7 +39,7 @@ struct End {
 template <int N, int PRODUCTS, int GROUP> struct Multiplier {
     static constexpr int SUMS = N / 2, SLOT = 16 * 16;  // sums of a thread for a product; values staged for 16 columns
     static constexpr int BATCHES = N / 64 * PRODUCTS;   // of 64 columns, whose results are written together
-    static constexpr int LAG = 6;                       // groups of taps that one warpgroup is behind the other
+    static constexpr int LAG = 6;                       // groups of steps that one warpgroup is behind the other
     Shared& shared;
     const Layer& n;
     const End& end;
@@ -50,12 +50,13 @@ template <int N, int PRODUCTS, int GROUP> struct Multiplier {
      */
     DEVICE void multiply(float (&sums)[PRODUCTS][SUMS], const Item& item, Ring& region, Ring& kernels, int& lag) const {
         unsigned long long columns[PRODUCTS];
+        const int together = n.row_bytes / 16;  // pieces of a voxel
         const int apart = (n.along_z * n.stride_z * n.lines + n.along_y * n.stride_y) * n.width + n.along_x;
 #pragma unroll
         for (int i = 0; i < PRODUCTS; ++i) {
             const Corner at = shared.corners[group * PRODUCTS + i];
             const int offset = (at.z * n.stride_z * n.lines + at.y * n.stride_y) * n.width + at.x;
-            columns[i] = wgmma_factor(shared.region(n, 0) + offset * PIECE, n.rows, apart);
+            columns[i] = wgmma_swizzled(shared.region(n, 0) + offset * n.row_bytes, n.row_bytes, apart * together);
         }
         const unsigned long long rows = wgmma_factor(shared.at<half>(n.kernels), ROWS, PIECE);
         const int4* const offsets = shared.at<const int4>(n.offsets);
@@ -64,19 +65,19 @@ template <int N, int PRODUCTS, int GROUP> struct Multiplier {
 #pragma unroll 1
         for (int chunk = item.begin; chunk < item.end; ++chunk) {
             barrier_wait(shared.region_filled + region.slot, region.parity);
-            const int begin = region.slot * 2 * n.rows;
+            const int begin = region.slot * (n.region_bytes / 16);
 #pragma unroll 1
-            for (int taps = 0; taps < n.groups; ++taps) {
-                const int4 four = offsets[taps];
+            for (int steps = 0; steps < n.groups; ++steps) {
+                const int4 four = offsets[steps];
                 const int offset[4] = {begin + four.x, begin + four.y, begin + four.z, begin + four.w};
                 barrier_wait(shared.kernels_filled + kernels.slot, kernels.parity);
-                const unsigned long long factor = rows + kernels.slot * (GROUP * TAP / PIECE);
+                const unsigned long long factor = rows + kernels.slot * (GROUP * STEP / PIECE);
                 wgmma_begin(sums);  // with its end in one block of instructions: else the compiler waits for more
 #pragma unroll
-                for (int tap = 0; tap < GROUP; ++tap)
+                for (int step = 0; step < GROUP; ++step)
 #pragma unroll
                     for (int i = 0; i < PRODUCTS; ++i)
-                        wgmma_half<N>(sums[i], factor + tap * (TAP / PIECE), columns[i] + offset[tap], tap > 0 || adds);
+                        wgmma_half<N>(sums[i], factor + step * (STEP / PIECE), columns[i] + offset[step], step > 0 || adds);
                 wgmma_end();
                 wgmma_wait_but_last();
                 adds = 1;
@@ -87,6 +88,10 @@ template <int N, int PRODUCTS, int GROUP> struct Multiplier {
             }
             region_before = region.slot;
             region.next(n.regions);
+            if (n.regions > 1) continue;
+            wgmma_wait();  // the next region has no other buffer
+            give_back(kernels_before, region_before);
+            kernels_before = region_before = -1;
         }
 #pragma unroll
         for (int i = 0; i < PRODUCTS; ++i) wgmma_wait(sums[i]);
@@ -317,32 +322,33 @@ __global__ void __launch_bounds__(THREADS, 1) convolve_by_warpgroups(
     INPUT(0), INPUT(1), INPUT(2), INPUT(3), const half* addend, long long addend_z, long long addend_y,
     long long addend_x, half* out, float* sums, float* out_peak, const half* kernels, const float* bias, long long inputs,
     long long first_z, long long first_y, long long first_x, long long nz, long long ny, long long nx, long long mz,
-    long long my, long long mx, long long fout, long long pieces, long long kz, long long ky, long long kx,
+    long long my, long long mx, long long fout, long long pieces, long long steps, long long kz, long long ky, long long kx,
     long long stride_z, long long stride_y, long long stride_x, long long apart_z, long long apart_y, long long apart_x,
     long long pz, long long py, long long px, long long tz, long long ty, long long tx, long long tiles_z,
     long long tiles_y, long long tiles_x, long long blocks, long long parts, long long planes, long long lines,
     long long width, long long along_z, long long along_y, long long along_x, long long regions,
     long long kept, long long across, long long lines_at_once, long long step, long long wide, long long function, float a, float b) {
-    EXTERN_SHARED(Shared, start);  // then offsets of taps, places of the region's voxels, regions, kernels, staged results
+    EXTERN_SHARED_AT(1024, Shared, start);  // then offsets of taps, places of the region's voxels, regions, kernels, staged results
     Shared& shared = *start;
     Layer n;
     n.nz = (int)nz, n.ny = (int)ny, n.nx = (int)nx, n.mz = (int)mz, n.my = (int)my, n.mx = (int)mx, n.fout = (int)fout;
-    n.inputs = (int)inputs, n.pieces = (int)pieces, n.chunks = (n.pieces + 1) / 2, n.across = (int)across;
+    n.inputs = (int)inputs, n.pieces = (int)pieces, n.row_bytes = 32 * (int)steps, n.chunks = (n.pieces + 2 * (int)steps - 1) / (2 * (int)steps);
+    n.across = (int)across;
     n.kz = (int)kz, n.ky = (int)ky, n.kx = (int)kx;
-    n.groups = (n.kz * n.ky * n.kx + GROUP - 1) / GROUP;
+    n.groups = (n.kz * n.ky * n.kx * (int)steps + GROUP - 1) / GROUP;
     n.stride_z = (int)stride_z, n.stride_y = (int)stride_y, n.stride_x = (int)stride_x;
     n.apart_z = (int)apart_z, n.apart_y = (int)apart_y, n.apart_x = (int)apart_x;
     n.pz = (int)pz, n.py = (int)py, n.px = (int)px, n.tz = (int)tz, n.ty = (int)ty, n.tx = (int)tx;
     n.tiles_y = (int)tiles_y, n.tiles_x = (int)tiles_x, n.blocks = (int)blocks, n.parts = (int)parts;
     n.lines = (int)lines, n.width = (int)width, n.residue = n.width / n.stride_x;
-    n.rows = (int)(planes * lines * width);
+    n.rows = (int)(planes * lines * width), n.region_bytes = (n.rows * n.row_bytes + 511) / 512 * 512;
     n.along_z = (int)along_z, n.along_y = (int)along_y, n.along_x = (int)along_x;
     n.regions = (int)regions, n.kept = (int)kept, n.lines_at_once = (int)lines_at_once;
     n.maps = ROWS / n.lines_at_once;
     n.offsets = sizeof(Shared), n.places = n.offsets + n.groups * (int)sizeof(int4);
-    n.region = (n.places + n.rows * 4 + 127) / 128 * 128;
-    n.kernels = n.region + n.regions * 2 * n.rows * PIECE * (int)sizeof(half);
-    n.staged = n.kernels + n.kept * GROUP * TAP * (int)sizeof(half);
+    n.region = (n.places + n.rows * 4 + 511) / 512 * 512;
+    n.kernels = n.region + n.regions * n.region_bytes;
+    n.staged = n.kernels + n.kept * GROUP * STEP * (int)sizeof(half);
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < n.regions; ++i) {
@@ -365,10 +371,10 @@ __global__ void __launch_bounds__(THREADS, 1) convolve_by_warpgroups(
     }
 #pragma unroll 1
     for (int number = threadIdx.x; number < n.groups * 4; number += THREADS) {
-        const int tap = min(number / 4 * GROUP + number % 4, n.kz * n.ky * n.kx - 1);  // behind the last: zeros
+        const int all = number / 4 * GROUP + number % 4, tap = min(all / (int)steps, n.kz * n.ky * n.kx - 1);
         const int dx = tap % n.kx * n.apart_x, dy = tap / n.kx % n.ky * n.apart_y, dz = tap / (n.kx * n.ky) * n.apart_z;
-        shared.at<int>(n.offsets)[number] =
-            (dz * n.lines + dy) * n.width + dx % n.stride_x * n.residue + dx / n.stride_x;
+        const int row = (dz * n.lines + dy) * n.width + dx % n.stride_x * n.residue + dx / n.stride_x;
+        shared.at<int>(n.offsets)[number] = (row * (int)steps + all % (int)steps) * 2;  // kernels behind the last are zeros
     }
     const float by_width = 1.0f / n.width, by_lines = 1.0f / n.lines, by_residue = 1.0f / n.residue;
 #pragma unroll 1
@@ -393,7 +399,7 @@ __global__ void __launch_bounds__(THREADS, 1) convolve_by_warpgroups(
         const int warp = threadIdx.x / WARP % 4;
         const Works works = {shared, n, end, group_of - 1, warp, (int)threadIdx.x % WARP, warp * 16 / n.maps};
         const int map = warp * 16 % n.maps;  // the first of this warp's rows, in a block
-        const int least = n.chunks / n.parts * n.groups;  // groups of taps of an item
+        const int least = n.chunks / n.parts * n.groups;  // groups of steps of an item
         const int lagging = min(min(Works::LAG, (least + 1) / 2), min(n.kept - 1, n.regions * n.groups));
         Ring region, taps;
         int lag = group_of == 1 ? lagging : 0;

@@ -23,18 +23,17 @@ from znnpy.graph_shapes import GraphConvShape
 from znnpy.kernels.contract import Footprint, Kind, Scratch, Variant, Work, why_not_pooled
 from znnpy.kernels.gpu.graph.functions import numbers_of
 from znnpy.kernels.gpu.graph_gemm.plan import (
-    CHUNK,
     GROUP,
     MULTIPROCESSORS,
     PIECE,
     PRODUCTS,
     ROWS,
     SHARED,
+    STEP,
     Columns,
     Plan,
-    across_of,
+    columns_of,
     cycles_of,
-    lines_of,
     plan_of,
     reach_of,
     resident_bytes,
@@ -57,18 +56,17 @@ INPUTS = 4  # as in regions.cuh
 FACTORS = (1, 2, 4, 8)  # of upsampled inputs
 FLOPS_OF_CYCLE = 2867  # 0.7 of the rate of 64 x N x 16 products in N / 2 cycles, limited by a GPU's power
 AT_ONCE, SUMS_THREADS = 4, 256  # maps of a thread of sums.cu, and threads of its blocks
-STACK_BYTES, SPILLED_BYTES = 0, 0
+STACK_BYTES, SPILLED_BYTES = 128, 704  # per thread, outside of the loop around products
 
 
 def instances() -> list[KernelInstance]:
-    """Return all kernels: each has its own number of registers."""
-    return [
-        *(
-            KernelInstance(SOURCE, kernel_of(n, count, taps), 168, stack_bytes=STACK_BYTES, spilled_bytes=SPILLED_BYTES)
-            for (n, count), taps in product(PRODUCTS, (1, 2, GROUP))
-        ),
-        *(KernelInstance(SUMS, f"add_parts<{count}>", 64) for count in (1, AT_ONCE)),
-    ]
+    """Return all kernels: those with 128 sums of a thread spill others while they write."""
+    found = [KernelInstance(SUMS, f"add_parts<{count}>", 64) for count in (1, AT_ONCE)]
+    for (n, count), taps in product(PRODUCTS, (1, 2, GROUP)):
+        stack, spilled = (STACK_BYTES, SPILLED_BYTES) if n * count == max(a * b for a, b in PRODUCTS) else (0, 0)
+        name = kernel_of(n, count, taps)
+        found.append(KernelInstance(SOURCE, name, 168, stack_bytes=stack, spilled_bytes=spilled))
+    return found
 
 
 def kernel_of(n: int, products: int, taps: int) -> str:
@@ -108,35 +106,43 @@ class GraphConvWarpgroup:
             return f"repeats voxels of upsampled inputs {', '.join(map(str, FACTORS))} times, not as often as here"
         if reason := why_not_pooled(shape):
             return reason
-        if plan_of(shape) is None:
+        if plan_of(shape, 1) is None:
             return f"the input of a tile does not fit the {SHARED:,} bytes of shared memory that a block has"
         return None
 
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
-        """Return the one that fits: weights are stored for the division into inputs and for columns of some lines."""
+        """Return the fastest first; weights are stored for the inputs, columns of some lines, and chunks."""
         del machine
         assert isinstance(shape, GraphConvShape)
         inputs = "+".join(map(str, shape.fins))
-        return (Variant.of(inputs=inputs, across=across_of(shape), lines=lines_of(shape), stride=shape.stride[1]),)
+        found = [
+            (cycles_of(shape, plan), c) for c in columns_of(shape) if (plan := plan_of(shape, c.steps)) is not None
+        ]
+        return tuple(
+            Variant.of(inputs=inputs, across=c.across, lines=c.lines, stride=shape.stride[1], steps=c.steps)
+            for _, c in sorted(found, key=lambda pair: pair[0])
+        )
 
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
-        del variant, threads
-        shape, plan = _planned(shape)
+        del threads
+        shape, plan = _planned(shape, variant)
         nbytes = plan.parts * prod(shape.out_shape) * FLOAT32
         scratch = (Scratch("sums", nbytes),) if plan.parts > 1 else ()
-        return Footprint(resident=resident_bytes(shape), scratch=scratch, raises_peak=True)
+        return Footprint(resident=resident_bytes(plan.columns), scratch=scratch, raises_peak=True)
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
-        del variant
-        shape, plan = _planned(shape)
+        shape, plan = _planned(shape, variant)
         flops = FLOPS_OF_CYCLE * MULTIPROCESSORS * cycles_of(shape, plan)
-        return (Work("gpu_wgmma_half", flops, float(shape.in_bytes + shape.out_bytes + resident_bytes(shape))),)
+        nbytes = shape.in_bytes + shape.out_bytes + resident_bytes(plan.columns)
+        return (Work("gpu_wgmma_half", flops, float(nbytes)),)
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, device: Device) -> Weights:
         assert weights is not None
         fins = tuple(map(int, variant.text("inputs").split("+")))
         lines = variant.count("lines")
-        kernels = arranged(weights.weight, fins, variant.count("across"), lines, variant.count("stride"))
+        kernels = arranged(
+            weights.weight, fins, variant.count("across"), lines, variant.count("stride"), variant.count("steps")
+        )
         maps = len(kernels) * (ROWS // lines)
         bias = np.pad(weights.bias, (0, maps - len(weights.bias))).astype(np.float32)
         return Weights(
@@ -145,8 +151,7 @@ class GraphConvWarpgroup:
         )
 
     def bind(self, resident: Weights, shape: LayerShape, variant: Variant, device: Device) -> _Step:
-        del variant
-        return _Step(resident, *_planned(shape), device)
+        return _Step(resident, *_planned(shape, variant), device)
 
 
 class Weights(NamedTuple):
@@ -156,42 +161,42 @@ class Weights(NamedTuple):
     bias: Any
 
 
-def _planned(shape: LayerShape) -> tuple[GraphConvShape, Plan]:
+def _planned(shape: LayerShape, variant: Variant) -> tuple[GraphConvShape, Plan]:
     assert isinstance(shape, GraphConvShape)
-    plan = plan_of(shape)
+    plan = plan_of(shape, variant.count("steps"))
     assert plan is not None, f"no tile of {shape} fits {SHARED} bytes of shared memory"
     return shape, plan
 
 
 def arranged(
-    weight: npt.NDArray[np.float32], fins: tuple[int, ...], across: int, lines: int, stride: int
+    weight: npt.NDArray[np.float32], fins: tuple[int, ...], across: int, lines: int, stride: int, steps: int
 ) -> npt.NDArray[np.float16]:
-    """Return kernels as [block of maps][chunk][tap][2][64][8], shifted along y for each line of a column.
+    """Return kernels as [block of maps][chunk][step][2][64][8], shifted along y for each line of a column.
 
-    Taps are filled up with zeros to a multiple of GROUP, if there are more.
+    A step is a tap for 16 maps; they are filled up with zeros to a multiple of GROUP, if there are more.
     """
     if across > 1:  # the taps along x are maps
         weight = np.moveaxis(weight, 4, 1).reshape(len(weight), -1, *weight.shape[2:4], 1)
         fins = (fins[0] * across,)
     fout, _, kz, ky, kx = weight.shape
     maps, pieces = ROWS // lines, [-(-fin // PIECE) for fin in fins]
-    blocks, chunks = -(-fout // maps), -(-sum(pieces) // 2)
-    padded = np.zeros((blocks * maps, chunks * CHUNK, kz, ky, kx), np.float32)
+    blocks, chunks = -(-fout // maps), -(-sum(pieces) // (2 * steps))
+    padded = np.zeros((blocks * maps, chunks * steps * STEP, kz, ky, kx), np.float32)
     to, of = 0, 0
     for fin, count in zip(fins, pieces, strict=True):
         padded[:fout, to : to + fin] = weight[:, of : of + fin]
         to, of = to + count * PIECE, of + fin
     reach = reach_of(ky, stride, lines)
-    rows = np.zeros((blocks, lines, maps, chunks * CHUNK, kz, reach, kx), np.float32)
+    rows = np.zeros((blocks, lines, maps, chunks * steps * STEP, kz, reach, kx), np.float32)
     for line in range(lines):
         shift = line * stride
         rows[:, line, :, :, :, shift : shift + ky] = padded.reshape(blocks, maps, *padded.shape[1:])
     with np.errstate(over="ignore", invalid="ignore"):  # NaN and infinity show in the result
         halves = rows.astype(np.float16)
-    cut = halves.reshape(blocks, ROWS, chunks, 2, PIECE, kz, reach, kx)
-    taps = kz * reach * kx
-    missing = -taps % min(taps, GROUP)
-    ordered = cut.transpose(0, 2, 5, 6, 7, 3, 1, 4).reshape(blocks, chunks, taps, 2, ROWS, PIECE)
+    cut = halves.reshape(blocks, ROWS, chunks, steps, 2, PIECE, kz * reach * kx)
+    count = kz * reach * kx * steps
+    missing = -count % min(count, GROUP)
+    ordered = cut.transpose(0, 2, 6, 3, 4, 1, 5).reshape(blocks, chunks, count, 2, ROWS, PIECE)
     return np.pad(ordered, ((0, 0), (0, 0), (0, missing), *[(0, 0)] * 3))
 
 
@@ -211,7 +216,17 @@ class _Step:
         self._sizes = tuple(
             np.int64(size)
             for size in (
-                *(len(shape.fins), *shape.first, *shape.n, *shape.out_shape[1:], c.pieces, *c.k, *c.stride, *c.apart),
+                *(
+                    len(shape.fins),
+                    *shape.first,
+                    *shape.n,
+                    *shape.out_shape[1:],
+                    c.pieces,
+                    c.steps,
+                    *c.k,
+                    *c.stride,
+                    *c.apart,
+                ),
                 *(*shape.before, *plan.tile, *plan.tiles, c.blocks, plan.parts, planes, lines, width, *plan.along),
                 *(plan.regions, plan.kept, c.across, c.lines, 2 * step),
             )

@@ -159,7 +159,7 @@ def test_strides_of_one_image_are_those_of_its_part(
     """Strides of the whole layer would exceed 2^31 values, which cuDNN refuses."""
     offers[:] = [Offer(refuses=lambda problem: problem.batch == 1 and not _is_dense(problem))]
     shape = replace(SHAPE, batch=1)
-    monkeypatch.setattr(conv_cudnn, "MOST_VALUES", 5 * 7 * 9 * 8)
+    monkeypatch.setattr(cudnn_plans, "MOST_VALUES", 5 * 7 * 9 * 8)
     x, weights = random_input(shape), random_weights(shape)
     assert_close(run(device, shape, x, weights), x, weights, shape)
     assert max(parts_tried(device)) < shape.n[0]
@@ -175,7 +175,7 @@ def test_smaller_parts_are_used_if_larger_ones_have_only_the_naive_plan(
     device: Any, offers: list[Offer], monkeypatch: pytest.MonkeyPatch, refuses: str
 ) -> None:
     plane = 7 * 9 * 8
-    monkeypatch.setattr(conv_cudnn, "LESS_VALUES", (1 + 4 * plane, 1 + 3 * plane))
+    monkeypatch.setattr(cudnn_plans, "LESS_VALUES", (1 + 4 * plane, 1 + 3 * plane))
     device.libraries.asked.clear()
     if refuses == "to run":
         offers[:] = [Offer("good", refuses=lambda problem: problem.n[0] > 4), Offer("eng0", fault=1.0)]
@@ -190,7 +190,7 @@ def test_naive_plan_runs_the_whole_layer_if_smaller_parts_do_not_help(
     device: Any, offers: list[Offer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plane = 7 * 9 * 8
-    monkeypatch.setattr(conv_cudnn, "LESS_VALUES", (1 + 5 * plane, plane))
+    monkeypatch.setattr(cudnn_plans, "LESS_VALUES", (1 + 5 * plane, plane))
     device.libraries.asked.clear()
     offers[:] = [Offer("eng0")]
     x, weights = random_input(SHAPE), random_weights(SHAPE)
@@ -199,7 +199,7 @@ def test_naive_plan_runs_the_whole_layer_if_smaller_parts_do_not_help(
     offers[:] = [Offer("eng0", refuses=lambda problem: problem.n[0] in (5, 6))]
     with pytest.raises(DeviceError, match=r"no plan for 2x8->16 @6x7x9 .*; refused to run: eng0, eng0; choose"):
         run(device, SHAPE, x, weights)
-    monkeypatch.setattr(conv_cudnn, "MOST_VALUES", plane)
+    monkeypatch.setattr(cudnn_plans, "MOST_VALUES", plane)
     with pytest.raises(
         DeviceError, match=r"one plane of .* is more than cuDNN convolves at once: plan smaller patches"
     ):
@@ -233,7 +233,7 @@ def test_infinite_values_do_not_reject_a_plan(device: Any) -> None:
 
 @pytest.mark.parametrize("most", [1 + 6 * 7 * 9 * 8, 4 * 7 * 9 * 8, 2 * 6 * 7 * 9 * 8])
 def test_large_tensors_are_computed_in_parts(device: Any, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    monkeypatch.setattr(conv_cudnn, "MOST_VALUES", most)
+    monkeypatch.setattr(cudnn_plans, "MOST_VALUES", most)
     shape = replace(SHAPE, precision="tf32")
     x, weights = random_input(shape), random_weights(shape)
     out = run(device, shape, x, weights)

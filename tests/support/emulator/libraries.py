@@ -11,7 +11,6 @@ import numpy as np
 
 from znnpy.kernels import reference
 from znnpy.kernels.gpu.libraries import Convolution, Kind, RefusedError, work_bytes
-from znnpy.shapes import valid
 
 
 class HasStream(Protocol):
@@ -30,6 +29,7 @@ class Offer:
     finishes: bool = True  # it does bias and activation too
     fault: float = 0.0  # relative error of its results, of those that
     faulty: Callable[[Convolution], bool] = lambda problem: True
+    clamps: bool = False  # results are finite: the least one where they would be -infinity
     refuses: Callable[[Convolution], bool] = lambda problem: False  # to run
     takes: Callable[[Convolution], bool] = lambda problem: True
 
@@ -92,14 +92,19 @@ class NumpyConvolution:
         self.name, self.workspace_bytes = offer.name, offer.workspace_bytes
 
     def run(self, x: Any, kernels: Any, bias: Any, out: Any, workspace: Any) -> None:
-        p, m = self._problem, valid(self._problem.n, self._problem.k)
+        p = self._problem
         assert x.shape == (p.batch, *p.n, p.fin)
-        assert out.shape == (p.batch, *m, p.fout)
+        assert out.shape == (p.batch, *p.m, p.fout)
         assert kernels.shape == (p.fout, *p.k, p.fin)
         assert p.batch == 1 or (x.strides[0], out.strides[0]) == (p.x_step * x.itemsize, p.out_step * out.itemsize)
-        for array in (x, out):  # an image has no gaps
-            assert array[0].flags.c_contiguous
+        steps = (*p.steps, p.fin, 1)
+        for step, stride, size in zip(steps, x.strides[1:], x.shape[1:], strict=True):
+            assert stride == step * x.itemsize or size == 1
+        assert out[0].flags.c_contiguous
+        for array in (x, out):
+            assert array.ctypes.data % 16 == 0, "plans expect arrays aligned to 16 bytes"
             assert prod(array.shape) < 2**31
+        assert p.n[0] * p.steps[0] < 2**31
         if self.offer.refuses(p):
             raise RefusedError("too large")
         fault = self.offer.fault if self.offer.faulty(p) else 0.0
@@ -109,7 +114,19 @@ class NumpyConvolution:
             if self.workspace_bytes:
                 workspace[: self.workspace_bytes].fill(0x7F)
             with np.errstate(over="ignore", invalid="ignore"):
-                sums = reference.convolve(x, kernels.transpose(0, 4, 1, 2, 3), np.zeros_like(bias)) * (1 + fault)
-                out[...] = sums if p.finish is None else reference.activate(sums + bias, p.finish)
+                sums = _sums(p, x, kernels) * (1 + fault)
+                found = sums if p.finish is None else reference.activate(sums + bias, p.finish)
+                out[...] = np.maximum(found, np.finfo(out.dtype).min) if self.offer.clamps else found
 
         self._device.stream.queue(work)
+
+
+def _sums(p: Convolution, x: Any, kernels: Any) -> Any:
+    """Convolution without bias in float64: of the image with its zeros, by the kernel with zeros between its taps."""
+    around = np.pad(x, ((0, 0), *zip(p.before, p.behind, strict=True), (0, 0)))
+    reach = [d * (k - 1) + 1 for d, k in zip(p.dilation, p.k, strict=True)]
+    spread = np.zeros((p.fout, *reach, p.fin))
+    dz, dy, dx = p.dilation
+    spread[:, ::dz, ::dy, ::dx] = kernels
+    sz, sy, sx = p.stride
+    return reference.convolve(around, spread.transpose(0, 4, 1, 2, 3), np.zeros(p.fout))[:, ::sz, ::sy, ::sx]

@@ -14,7 +14,7 @@ from tests.support.graph_on_gpu import WITH_GPU, among_nan, cases, check, in_pre
 from znnpy.graph_shapes import GraphConvShape, PadShape, Pooled
 from znnpy.kernels import definition
 from znnpy.kernels.contract import Variant
-from znnpy.kernels.gpu.graph.conv import GraphConvDirect, is_depthwise, is_flat
+from znnpy.kernels.gpu.graph.conv import FEWEST_BLOCKS, GraphConvDirect, is_depthwise, is_flat
 from znnpy.kernels.gpu.graph.products import TILES
 from znnpy.network import ConvWeights
 
@@ -98,9 +98,12 @@ def test_work_counts_whole_tiles() -> None:
     shape = GraphConvShape((5, 9), 20, (4, 5, 6), (3, 2, 1))  # 48 voxels; maps in eights: 8 and 16
     (work,) = DIRECT.work(shape, Variant.of(tile="32"))
     assert (work.unit, work.nbytes) == ("gpu_direct", shape.in_bytes + shape.out_bytes)
-    assert work.flops == 2 * 128 * 32 * 6 * 24 * TILES["32"].slower
+    assert work.flops == 2 * FEWEST_BLOCKS * 128 * 32 * 6 * 24 * TILES["32"].slower  # one block takes as long as many
     (soft,) = DIRECT.work(replace(shape, activation="softmax"), Variant.of(tile="16"))
-    assert soft.flops == 2 * 2 * 256 * 32 * 6 * 24 * TILES["16"].slower  # two rounds over two blocks of maps
+    assert soft.flops == 2 * 2 * FEWEST_BLOCKS * 256 * 16 * 6 * 24 * TILES["16"].slower  # two rounds
+    large = replace(shape, n=(64, 65, 66))
+    (work,) = DIRECT.work(large, Variant.of(tile="32"))
+    assert work.flops == 2 * -(-62 * 64 * 66 // 128) * 128 * 32 * 6 * 24 * TILES["32"].slower
     (depthwise,) = DIRECT.work(MORE[9], Variant.of(tile="maps"))
     assert depthwise.unit == "gpu_stream"
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.kernels.gpu.graph.running import cases, check, in_precision
 from tests.support.closeness import MACHINE
 from tests.support.emulator import EMULATED_GPU
 from tests.support.graph_cases import with_parameters
+from tests.support.graph_on_gpu import cases, check, in_precision
 from znnpy.graph_shapes import GraphConvShape
 from znnpy.kernels.gpu.graph.few_maps import GraphConvFewMaps
 

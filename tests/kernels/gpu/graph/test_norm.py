@@ -9,10 +9,10 @@ import pytest
 
 from tests.support.closeness import MACHINE
 from tests.support.graph_cases import NORMS, weights_for, with_parameters
-from tests.support.graph_on_gpu import WITH_GPU, cases, check, in_precision, rounded_inputs, run
+from tests.support.graph_on_gpu import WITH_GPU, cases, check, in_precision, rounded_inputs, run, side_by_side
 from znnpy.graph_shapes import GlobalPoolShape, GraphShape, NormShape
 from znnpy.kernels import definition
-from znnpy.kernels.gpu.graph.norm import MOST_BLOCKS, GlobalPoolPasses, NormPasses, blocks_of
+from znnpy.kernels.gpu.graph.norm import MOST_BLOCKS, GlobalPoolPasses, NormPasses, blocks_of, slice_of
 
 if TYPE_CHECKING:
     from znnpy.kernels.contract import Primitive
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 TABLE: tuple[Primitive, ...] = (NormPasses(), GlobalPoolPasses())
 MORE: list[GraphShape] = [
     NormShape(24, (3, 20, 41), 4, 1e-5, True, "relu"),
+    NormShape(48, (5, 6, 7), 3, 1e-5, True, "elu"),  # at once: groups as large as a block's maps
+    NormShape(24, (3, 5, 11), 12, activation="leaky_relu"),  # and several of them in a block
+    NormShape(16, (16, 16, 16), 16, 1e-5, True, "leaky_relu"),  # as many voxels as a block holds
+    NormShape(40, (17, 31, 33), 40, affine=True),  # several slices, and batches that are not full
     GlobalPoolShape(24, (3, 20, 41)),
     GlobalPoolShape(16, (3, 20, 41), "max"),
 ]
@@ -30,8 +34,15 @@ def primitives_for(shape: GraphShape) -> list[Primitive]:
     return [p for p in TABLE if p.why_not(shape, WITH_GPU) is None]
 
 
-USUAL = [(EACH[5], None, "fp16"), (MORE[1], None, "fp32"), (MORE[2], None, "fp16")]
+USUAL = [
+    (EACH[5], None, "fp16"),
+    (EACH[-5], None, "fp16"),
+    (EACH[-6], side_by_side, "fp16"),
+    (EACH[-2], None, "fp32"),
+    (EACH[-1], None, "fp16"),
+]
 LARGE = (16, 48, 64)  # several blocks, and several parts of each thread
+AT_ONCE = (8, 9, 11)
 
 
 @pytest.mark.parametrize(("shape", "place", "precision"), cases(EACH, USUAL))
@@ -40,26 +51,28 @@ def test_output_equals_the_definition(device: Any, shape: Any, place: Any, preci
     check(device, primitive, in_precision(shape, precision), place)
 
 
-def values(f: int, mean: float, std: float = 1.0) -> Any:
-    return (mean + std * np.random.default_rng(7).standard_normal((*LARGE, f))).astype(np.float32)
+def values(f: int, mean: float, std: float = 1.0, size: Any = LARGE) -> Any:
+    return (mean + std * np.random.default_rng(7).standard_normal((*size, f))).astype(np.float32)
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("size", [LARGE, AT_ONCE])
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("mean", [100.0, -1e4, 1e6])
-def test_large_means_do_not_cancel(device: Any, mean: float, groups: int) -> None:
+def test_large_means_do_not_cancel(device: Any, mean: float, groups: int, size: Any) -> None:
     """The values themselves are float32, so that those of the largest mean are few and far between."""
-    shape = NormShape(4, LARGE, groups, affine=True)
-    x = values(4, mean) + np.float32(mean / 10) * np.arange(4, dtype=np.float32) * (groups != 4)
+    shape = NormShape(4, size, groups, affine=True)
+    x = values(4, mean, size=size) + np.float32(mean / 10) * np.arange(4, dtype=np.float32) * (groups != 4)
     exact = definition.norm(shape, weights_for(shape), x)
     out, _ = run(device, NormPasses(), shape, [x])
     assert np.abs(out - exact).max() <= 1e-6 * np.abs(exact).max()
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("place", [0, 5000, -1])
-def test_one_value_far_from_all_others_costs_no_digits(device: Any, place: int) -> None:
-    shape, x = NormShape(3, LARGE, 3), values(3, 100.0)
+@pytest.mark.parametrize("size", [LARGE, AT_ONCE])
+@pytest.mark.parametrize("place", [0, 700, -1])
+def test_one_value_far_from_all_others_costs_no_digits(device: Any, place: int, size: Any) -> None:
+    shape, x = NormShape(3, size, 3), values(3, 100.0, size=size)
     x.reshape(-1, 3)[place] = -3e5
     out, _ = run(device, NormPasses(), shape, [x])
     np.testing.assert_allclose(out, definition.norm(shape, None, x), rtol=1e-5, atol=2e-6)
@@ -111,6 +124,20 @@ def test_memory_of_moments_is_bounded() -> None:
     assert footprint.raises_peak
     (work,) = NormPasses().work(shape, NormPasses().variants(shape, WITH_GPU)[0])
     assert (work.unit, work.nbytes) == ("gpu_stream", 3 * shape.in_bytes)
+
+
+def test_small_images_are_read_once() -> None:
+    assert slice_of(NormShape(320, (8, 8, 8), 320), 8) == 8
+    assert slice_of(NormShape(256, (16, 16, 16), 256), 8) == 8
+    assert slice_of(NormShape(256, (16, 16, 17), 256), 8) == 0  # more voxels than threads hold
+    assert slice_of(NormShape(24, (4, 4, 4), 4), 8) == 24
+    assert slice_of(NormShape(256, (2, 4, 16), 1), 8) == 256
+    assert slice_of(NormShape(256, (2, 4, 17), 1), 8) == 0
+    assert slice_of(NormShape(264, (1, 1, 1), 1), 8) == 0  # more maps than lanes of a warp hold
+    assert slice_of(NormShape(8, (4, 4, 4), 8, activation="softmax"), 8) == 0
+    shape = in_precision(NormShape(320, (8, 8, 8), 320), "fp16")
+    (work,) = NormPasses().work(shape, NormPasses().variants(shape, WITH_GPU)[0])
+    assert (work.unit, work.nbytes) == ("gpu_stream", 2 * shape.in_bytes)
 
 
 def test_unsupported_shape_gets_a_reason() -> None:

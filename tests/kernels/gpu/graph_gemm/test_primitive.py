@@ -11,13 +11,17 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests.kernels.cpu.test_graph_operators import CONVS, with_parameters
 from tests.support.closeness import MACHINE
 from tests.support.emulator import EMULATED_GPU, EmulatedDevice
-from znnpy.graph_shapes import GraphConvShape
+from tests.support.graph_cases import CONVS, with_parameters
+from znnpy.graph_shapes import GraphConvShape, GraphShape, PointShape, Pooled
 from znnpy.kernels import definition
-from znnpy.kernels.contract import ConvWeights
+from znnpy.kernels.contract import ConvWeights, Variant
+from znnpy.kernels.gpu.graph_gemm import plan as plans
+from znnpy.kernels.gpu.graph_gemm import warpgroup
+from znnpy.kernels.gpu.graph_gemm.plan import plan_of
 from znnpy.kernels.gpu.graph_gemm.warpgroup import GraphConvWarpgroup
+from znnpy.layers import FUNCTIONS, Function
 
 CONV = GraphConvWarpgroup()
 WITH_GPU = replace(MACHINE, gpu=EMULATED_GPU)
@@ -40,8 +44,6 @@ SHAPES = [
     GraphConvShape((96,), 72, (3, 4, 5), (1, 2, 2), activation="tanh"),  # parts of the sum
     GraphConvShape((64, 40), 66, (3, 4, 5), (3, 1, 1), (1, 0, 0), (1, 0, 0), addend=True, activation="elu"),
 ]
-USUAL = [*SHAPES, *(shape for shape in CONVS if shape.groups == 1 and shape.activation != "softmax")]
-LONG = {"2100", "40x41x39", "20x31x39"}  # words of shapes that the emulator takes long for
 
 
 @pytest.fixture(params=["emulated", pytest.param("real", marks=pytest.mark.gpu)])
@@ -58,7 +60,8 @@ def device(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 def in_halves(shape: GraphConvShape) -> GraphConvShape:
-    return replace(with_parameters(shape), precision="fp16")
+    halves: GraphConvShape = replace(with_parameters(shape), precision="fp16")
+    return halves
 
 
 def weights_for(shape: GraphConvShape) -> ConvWeights:
@@ -94,10 +97,11 @@ def run(
     inputs: Sequence[npt.NDArray[Any]],
     weights: ConvWeights,
     gaps: Sequence[int] | None = None,
+    variant: Variant | None = None,
 ) -> tuple[npt.NDArray[Any], float]:
     """Return the output and its peak, from poisoned memory; fail if the device keeps other bytes than promised."""
     assert CONV.why_not(shape, replace(MACHINE, gpu=device.gpu)) is None
-    (variant,) = CONV.variants(shape, WITH_GPU)
+    variant = variant or CONV.variants(shape, WITH_GPU)[0]
     promised, held = CONV.footprint(shape, variant, 1), device.allocated
     resident = CONV.prepare(weights, variant, device)
     assert device.allocated - held == promised.resident
@@ -121,12 +125,117 @@ def assert_near(shape: GraphConvShape, out: Any, peak: float, inputs: Sequence[A
 @pytest.mark.parametrize(
     "shape",
     [
-        pytest.param(shape, marks=[pytest.mark.long] if any(word in str(shape) for word in LONG) else [], id=str(shape))
-        for shape in map(in_halves, USUAL)
+        *(pytest.param(in_halves(shape), id=str(shape)) for shape in SHAPES),
+        *(
+            pytest.param(in_halves(shape), id=str(shape), marks=pytest.mark.long)
+            for shape in CONVS
+            if shape.groups == 1 and shape.activation != "softmax"
+        ),
     ],
 )
 def test_output_equals_the_definition(device: Any, shape: GraphConvShape, gaps: Sequence[int] | None) -> None:
     """Inputs lie as they are, in larger arrays whose pieces can be copied at once, and in others."""
     inputs, weights = inputs_for(shape), weights_for(shape)
-    out, peak = run(device, shape, inputs, weights, gaps)
+    for variant in CONV.variants(shape, WITH_GPU):
+        out, peak = run(device, shape, inputs, weights, gaps, variant)
+        assert_near(shape, out, peak, inputs, weights)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("regions", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("n", "products"),
+    [pytest.param(*pair, marks=[] if pair in ((128, 2), (64, 1)) else pytest.mark.long) for pair in plans.PRODUCTS],
+)
+def test_every_division_equals_the_definition(
+    device: Any, monkeypatch: pytest.MonkeyPatch, n: int, products: int, regions: int, parts: int
+) -> None:
+    """A block computes all tiles, parts and blocks of maps, one after the other."""
+    monkeypatch.setattr(device, "gpu", replace(device.gpu, multiprocessors=1))
+    shape = in_halves(GraphConvShape((40,), 70, (2, 5, 9), (1, 2, 3), (0, 1, 1), (0, 0, 1), activation="relu"))
+    divisions = plans._divisions(plans.columns_of(shape)[0])
+    found = [plan for plan in divisions if (plan.n, plan.products) == (n, products)]
+    plan = replace(found[parts % len(found)], regions=regions, parts=parts, kept=2 + regions)
+    monkeypatch.setattr(warpgroup, "plan_of", lambda *_: plan)
+    assert plan.items > 1
+    inputs, weights = inputs_for(shape), weights_for(shape)
+    out, peak = run(device, shape, inputs, weights)
     assert_near(shape, out, peak, inputs, weights)
+
+
+@pytest.mark.parametrize("function", [name for name in FUNCTIONS if name not in ("none", "prelu", "softmax")])
+def test_every_function_equals_the_definition(device: Any, function: Function) -> None:
+    shape = in_halves(GraphConvShape((8,), 16, (2, 3, 9), (1, 1, 1), activation=function))
+    inputs, weights = inputs_for(shape), weights_for(shape)
+    out, peak = run(device, shape, inputs, weights)
+    assert_near(shape, out, peak, inputs, weights)
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_values_that_are_not_finite_show_in_the_peak(device: Any, value: float) -> None:
+    shape = in_halves(GraphConvShape((8,), 16, (2, 3, 9), (3, 3, 3), (1, 1, 1), (1, 1, 1), activation="relu"))
+    inputs = inputs_for(shape)
+    inputs[0][1, 1, 4, 3] = value
+    _, peak = run(device, shape, inputs, weights_for(shape))
+    assert not np.isfinite(peak)
+
+
+def test_largest_result_is_that_before_rounding(device: Any) -> None:
+    shape = in_halves(GraphConvShape((8,), 3, (2, 3, 4), (1, 1, 1)))
+    weights = ConvWeights(np.zeros((3, 8, 1, 1, 1), np.float32), np.array([1, -1e6, 2], np.float32))
+    out, peak = run(device, shape, inputs_for(shape), weights)
+    assert peak == 1e6
+    assert np.isneginf(out[..., 1]).all()
+
+
+@pytest.mark.parametrize("shape", [in_halves(SHAPES[2]), in_halves(SHAPES[11])], ids=str)
+def test_repeated_runs_give_equal_bits(device: Any, shape: GraphConvShape) -> None:
+    """The second of these shapes adds up parts of its sums."""
+    inputs, weights = inputs_for(shape), weights_for(shape)
+    first, second = (run(device, shape, inputs, weights)[0] for _ in range(2))
+    np.testing.assert_array_equal(first, second)
+
+
+REFUSED: list[tuple[GraphShape, dict[str, Any], str]] = [
+    (PointShape("add", (3, 3), (3, 4, 5)), {}, "computes convolutions of graphs, not point"),
+    (SHAPES[0], {"capability": (8, 9)}, "needs compute capability 9.0, that of an H100 or H200, not 8.9"),
+    (SHAPES[0], {"shared_block_bytes": 99 << 10}, "needs 232,448 bytes of shared memory for a block, not 101,376"),
+    (replace(SHAPES[0], precision="tf32"), {}, "computes in fp16, not in tf32"),
+    (replace(SHAPES[1], groups=2), {}, "computes one group of maps, not 2"),
+    (replace(SHAPES[0], activation="softmax"), {}, "applies no softmax"),
+    (GraphConvShape((1,) * 5, 2, (3, 3, 3), (1, 1, 1)), {}, "reads up to 4 inputs, not 5"),
+    (GraphConvShape((1,), 2, (3, 3, 3), (1, 1, 1), factors=((1, 1, 3),)), {}, "repeats voxels of upsampled inputs"),
+    (replace(SHAPES[0], pooled=Pooled((1, 2, 2), (0, 0, 0), (3, 2, 2))), {}, "takes no maxima of its output"),
+    (GraphConvShape((8,), 2, (99, 99, 99), (30, 30, 30)), {}, "the input of a tile does not fit the 232,448 bytes"),
+]
+
+
+@pytest.mark.parametrize(("shape", "about", "reason"), REFUSED, ids=lambda value: str(value)[:40])
+def test_what_it_does_not_compute_is_refused(shape: GraphShape, about: dict[str, Any], reason: str) -> None:
+    if isinstance(shape, GraphConvShape) and "fp16, not" not in reason:
+        shape = replace(shape, precision="fp16")
+    gpu = replace(EMULATED_GPU, **about)
+    assert str(CONV.why_not(shape, replace(MACHINE, gpu=gpu))).startswith(reason)
+
+
+def test_a_machine_without_a_gpu_is_refused() -> None:
+    assert CONV.why_not(in_halves(SHAPES[0]), replace(MACHINE, gpu=None)) == "needs a CUDA device"
+
+
+@pytest.mark.parametrize("side", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize("maps", [1, 32, 64, 256, 320, 512])
+def test_divisions_keep_their_promises(maps: int, side: int) -> None:
+    """Shared memory has room, weights do not depend on the size, and work is counted."""
+    shape = GraphConvShape((maps,), maps, (side,) * 3, (3, 3, 3), (1, 1, 1), (1, 1, 1), precision="fp16")
+    variants = CONV.variants(shape, WITH_GPU)
+    assert set(variants) == set(CONV.variants(shape.of_size((5, 6, 7)), WITH_GPU))
+    costs = [CONV.work(shape, variant)[0].flops for variant in variants]
+    assert costs == sorted(costs)
+    for variant in variants:
+        plan = plan_of(shape, variant.count("steps"))
+        assert plan is not None
+        assert plan.shared_bytes <= plans.SHARED
+        assert 1 <= plan.parts <= plan.columns.chunks
+        (work,) = CONV.work(shape, variant)
+        assert work.flops >= 2 * prod(shape.out_shape) * maps * 27 * 0.6
+        assert work.nbytes > shape.in_bytes + shape.out_bytes
