@@ -21,6 +21,7 @@ from znnpy.network import Network
 from znnpy.option_values import Border
 from znnpy.planner.modes import make_plan
 from znnpy.run.session import Session
+from znnpy.volume.source import Source
 
 
 def volumes(network: Network, count: int) -> list[np.ndarray[Any, Any]]:
@@ -229,6 +230,28 @@ def test_session_for_any_shape_prepares_each_shape_once(prepared: list[tuple[int
         run(of_shapes()[0])
     with run:
         np.testing.assert_array_equal(run(of_shapes()[0]), net(of_shapes()[0], plan=plans[0], device="cpu"))
+
+
+def test_what_is_read_is_found_once_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For graphs this takes as long as a tenth of the computing."""
+    found = []
+    make = Source.__init__
+
+    def counting(source: Source, volume: Any, **given: Any) -> None:
+        found.append(volume.shape[1:])
+        make(source, volume, **given)
+
+    monkeypatch.setattr(Source, "__init__", counting)
+    monkeypatch.setattr("znnpy.array_session.MOST_SOURCES", 2)
+    net, (a, b, c) = trained(NETWORKS[0]), of_shapes()
+    floats = a.astype(np.float32) + np.float32(0.25)
+    with net.session(threads=1, device="cpu") as run:
+        for array in (a, b, floats, b, a.astype(np.int8)):
+            np.testing.assert_allclose(run(array), definition(net, array[None]), atol=1e-5)
+        assert found == [a.shape, b.shape]
+        for array in (c, b, a):
+            run.output_shape_of(array.shape)
+    assert found == [a.shape, b.shape, c.shape, a.shape]
 
 
 def test_session_for_any_shape_has_no_shape_of_its_own() -> None:

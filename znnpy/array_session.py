@@ -41,6 +41,7 @@ from znnpy.volume.statistics import with_statistics
 _log = logging.getLogger(__name__)
 
 MOST_SHAPES = 8  # that stay prepared, each with threads of its own
+MOST_SOURCES = 64  # shapes of which it is known what is read and predicted
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,8 @@ class ArraySession:
             self._voxel = np.zeros((), dtype)
         except TypeError:
             raise ValueError(f"dtype is a type that numpy knows, such as 'uint8', not {excerpt(repr(dtype))}") from None
+        self._sources: dict[tuple[int, ...], Source] = {}  # of arrays of these shapes
+        self._finding = threading.Lock()
         self._shape = None if shape is None else self._source_like(shape).volume.shape
         self._turn = threading.Lock()
         self._open = ExitStack()  # the devices
@@ -360,10 +363,20 @@ class ArraySession:
         return self._source_of(ArrayVolume(np.broadcast_to(self._voxel, shape)), self._network)
 
     def _source_of(self, volume: ArrayVolume, network: Network) -> Source:
-        """Return the source of an array; ShapeError if network and array do not fit, or outputs differ in size."""
-        source = Source(volume, roi=None, border=self._border, network=network, allow_nan=False)
-        source.check_one_size(network, "call znnpy.infer with a path")
-        return source
+        """Return the source of an array; ShapeError if network and array do not fit, or outputs differ in size.
+
+        Of graphs it takes tens of milliseconds to find, so that it is found once for each shape.
+        """
+        found = self._sources.get(volume.shape)
+        if found is None:
+            like = ArrayVolume(np.broadcast_to(self._voxel, volume.shape))  # the array itself is not kept
+            found = Source(like, roi=None, border=self._border, network=network, allow_nan=False)
+            found.check_one_size(network, "call znnpy.infer with a path")
+            with self._finding:
+                self._sources[volume.shape] = found
+                while len(self._sources) > MOST_SOURCES:
+                    del self._sources[next(iter(self._sources))]
+        return found.of(volume, network)
 
 
 def _stays(plan: RunPlan) -> int:

@@ -12,6 +12,7 @@ A region names the output voxels whose centres lie in it, and next to a face tho
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, floor
@@ -120,6 +121,13 @@ class Source:
         self.area = area_of(self.volume.size, self.outputs)
         self.field_of_view = seen_by_one(network)
         self.domain, self._how = Box((0, 0, 0), geometry.volume), network.pad_to_period
+
+    def of(self, volume: Volume, network: Network) -> Source:
+        """Return the source of another volume of the same shape, for the same network up to its normalisation."""
+        made = copy(self)
+        made.volume, made.dtype, made._layers = volume, volume.dtype, ChunkLayers(volume)
+        made._mean = _representable(network, volume)
+        return made
 
     def keep_chunks(self, most_bytes: int) -> None:
         """Keep the chunks that the next step needs too, in at most so many bytes."""
