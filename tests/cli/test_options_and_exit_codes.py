@@ -51,7 +51,10 @@ from znnpy.volume.journal import Journal, JournalHeader, journal_path
         (("plan", "--roi", ":,:,:"), "--roi is a part of a volume: give --volume too"),
         (("plan", "--mask", "m.h5"), "--mask lies on a volume: give --volume too"),
         (("plan", "--dataset", "raw"), "--dataset is a part of a volume: give --volume too"),
-        (("plan", "--overwrite"), "--overwrite replaces the files given as --out and --plot: give one of them too"),
+        (
+            ("plan", "--overwrite"),
+            "--overwrite replaces the files given as --out, --plot and --report: give one of them",
+        ),
         (("plan", "--ram", "9" * 400), "is beyond any memory: give a size such as 600M or 2G"),
         (("plan", "--shape", "9" * 5000 + ",9,9"), "...999999,9,9' is too large: axes of up to 10,000,000 voxels"),
         (("plan", "--patch", "10000001,4,4"), "'10000001,4,4' is too large"),

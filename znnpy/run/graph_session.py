@@ -1,8 +1,7 @@
 """A session of a graph: a plan with its arena, prepared weights and kept planes, which turns input into output.
 
 A step runs the operations in the order of the network's layers, each for the planes between the frontiers before and
-after it. A tensor that keeps planes lies in the arena with a copy of these planes beside it, or wholly beside the
-arena, where its planes are moved to the front when there is no room behind them.
+after it (`KeptTensor`).
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from znnpy.geometry import Interval
 from znnpy.graph_columns import GraphStep
 from znnpy.graph_operations import Operation, Region, box_of, input_region, voxels_of
 from znnpy.kernels.contract import ConvWeights, Primitive
-from znnpy.kernels.dtypes import kept_dtype
 from znnpy.kernels.table import TABLE, find
 from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.layer_shapes import LayerShape
@@ -35,67 +33,14 @@ from znnpy.planner.plan import Choice, Plan
 from znnpy.run.arena import Arena
 from znnpy.run.backend import Voxels
 from znnpy.run.graph_backend import Arrays, GraphBackend, GraphOnCpu
+from znnpy.run.kept_tensor import Array, KeptTensor
 from znnpy.shapes import turn, turned_back
 
 if TYPE_CHECKING:
     from znnpy.kernels.gpu.device import Device
     from znnpy.run.trace import Spans
 
-Array = Any  # numpy's, or on a GPU those of its Device, in the dtype of the precision
-
 KEPT_STEPS = 32  # shapes of an operation whose steps are kept: columns away from the faces have few
-
-
-class _Tensor:
-    """The planes of one tensor that are in memory, (planes, y, x, maps)."""
-
-    def __init__(self, tiling: GraphTiling, tensor: int, maps: int) -> None:
-        self.storage = tiling.storage(tensor)
-        self.maps = maps
-        self.nbytes = tiling.beside(tensor) * tiling.plane_bytes(tensor)
-        self.dtype = kept_dtype(tiling.graph.precision)
-        self.beside: Array = np.empty(0, self.dtype)  # what stays from step to step
-        self.block: Array = np.empty(0, self.dtype)  # where the planes of a step lie
-        self.held = Interval(0, 0)
-        self.planes: Array = np.empty((0, 0, 0, maps), self.dtype)  # those of `held`
-        self._size = (0, 0)  # y, x
-        self._first = 0  # plane at the front of a resident block
-
-    def begin(self, size: tuple[int, int], first: int, lacking: int, backend: GraphBackend) -> None:
-        """Prepare for a column in which the tensor has `size` voxels across, and begins with plane `first`.
-
-        lacking  planes that the first step needs and does not compute, since the column begins in its midst: zeros
-        """
-        self._size, self._first = size, first
-        self.held = Interval(first, first)
-        kept = self.beside if self.storage == "carried" else self.block
-        if zeros := lacking * size[0] * size[1] * self.maps:
-            backend.clear(kept[:zeros])
-
-    def advance(self, held: Interval, new: Interval, backend: GraphBackend) -> None:
-        """Make room for the planes of a step; those that were kept are in front of the new ones."""
-        plane = self._size[0] * self._size[1] * self.maps
-        kept = max(0, new.lo - held.lo)
-        if self.storage == "resident":
-            if (held.hi - self._first) * plane > self.block.size:
-                start = held.lo - self._first
-                if kept and start:
-                    backend.move(self.block[: kept * plane], self.block[start * plane : (start + kept) * plane])
-                self._first = held.lo
-            offset = held.lo - self._first
-        else:
-            offset = 0
-            if kept:
-                backend.move(self.block[: kept * plane], self.beside[: kept * plane])
-        self.held = held
-        part = self.block[offset * plane : (offset + held.size) * plane]
-        self.planes = part.reshape(held.size, *self._size, self.maps)
-
-    def keep(self, first: int, backend: GraphBackend) -> None:
-        """Save the planes from `first` on for the next step, if they would be lost."""
-        if self.storage == "carried" and first < self.held.hi:
-            kept = self.planes[max(0, first - self.held.lo) :]
-            backend.move(self.beside[: kept.size], kept.reshape(-1))
 
 
 @dataclass(slots=True)
@@ -141,7 +86,7 @@ class GraphSession:
         self._operations = self._graph.computing(choice.shape for choice in plan.choices)
         self._members: tuple[tuple[_Bound, ...], ...] = ()  # the operations with the weights of each member
         self._bound: tuple[_Bound, ...] = ()  # those of the member that is computed
-        self._tensors: dict[int, _Tensor] = {}
+        self._tensors: dict[int, KeptTensor] = {}
         self._across: tuple[tuple[Interval, ...], tuple[Interval, ...]] = ((), ())
         self._image: StepPlanes | None = None  # of `image`, which always computes the same
         self._image_voxels: list[int] = []  # that it writes, by choice
@@ -218,8 +163,8 @@ class GraphSession:
             prepared.append(_Bound(operation, choice, primitive, resident, {}, OrderedDict(), name))
         return prepared
 
-    def _allocated(self, tensor: int, arena: Arena) -> _Tensor:
-        found = _Tensor(self._tiling, tensor, self._graph.network.maps[tensor])
+    def _allocated(self, tensor: int, arena: Arena) -> KeptTensor:
+        found = KeptTensor(self._tiling, tensor, self._graph.network.maps[tensor])
         beside = self.backend.block(found.nbytes // found.dtype.itemsize, found.dtype)
         if found.storage == "resident":
             found.block = beside
@@ -301,7 +246,7 @@ class GraphSession:
         return self._view(tensor, box_of((z, y, x)))
 
     def warm_up(self) -> None:
-        """Compute an image of zeros by each member and forget it, so that no later one waits for checks of a library."""
+        """Compute an image of zeros by each member and forget it: no later one waits for checks of a library."""
         raw = np.zeros((self.network.input_channels, 1, 1, 1), np.float32)
         self.backend.begin_step(raw, None, begins=True)
         for member in range(self.network.members):

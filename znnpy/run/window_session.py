@@ -20,7 +20,8 @@ from znnpy.network import Network
 from znnpy.planner.plan import Plan
 from znnpy.run.backend import Voxels
 from znnpy.run.graph_backend import GraphOnCpu
-from znnpy.run.graph_session import Array, GraphSession
+from znnpy.run.graph_session import GraphSession
+from znnpy.run.kept_tensor import Array
 from znnpy.run.sum_arrays import SumArrays, SumsOnCpu
 from znnpy.run.window_sums import WindowSums
 from znnpy.shapes import turn
