@@ -42,7 +42,7 @@ SECTIONS = {  # of a long help page: the parameters in each; all others come las
         *("network", "weights", "volume", "shape", "dataset", "scale", "time", "roi", "mask", "border", "meaning"),
         *("missing_chunks", "fill_missing", "allow_nan"),
     ),
-    "Output": ("out", "output_dtype", "overwrite", "resume", "plot"),
+    "Output": ("out", "output_dtype", "overwrite", "resume", "record", "plot", "report"),
     "Limits": ("ram", "vram", "threads"),
     "Devices": ("device", "gpus", "precision", "mode"),
     "Plan": ("plan", "cover", "patch", "depth_first", "only", "why", "dry_run"),

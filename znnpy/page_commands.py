@@ -113,12 +113,12 @@ def _serve(scene: Scene, port: int | None, as_json: bool) -> None:
 
     with served(scene, port or 0) as viewer:
         link = viewer.get_viewer_url()
-        if as_json:
-            print_json({"link": link, **_as_json(scene, [])})
-        else:
-            said = [f"viewer     {link}", *_tunnel(link), *_layers(scene)]
-            print_lines([*said, *(f"note       {note}" for note in scene.notes), "Ctrl-C ends it"])
         try:
+            if as_json:
+                print_json({"link": link, **_as_json(scene, [])})
+            else:
+                said = [f"viewer     {link}", *_tunnel(link), *_layers(scene)]
+                print_lines([*said, *(f"note       {note}" for note in scene.notes), "Ctrl-C ends it"])
             while True:
                 time.sleep(HOURS)
         except Terminated:
