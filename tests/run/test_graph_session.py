@@ -50,7 +50,7 @@ from znnpy.planner.graph_tilings import GraphTiling
 from znnpy.shapes import Vec3
 
 ONES = ((1, 1, 1), (1, 1, 1))
-SEEDS = range(400)
+SEEDS = range(200)
 SPLITS = 3  # of each case
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -106,11 +105,15 @@ def assert_near(out: Any, exact: Any, shape: Any) -> None:
 
 
 def cases(shapes: Sequence[Any], usual: Sequence[tuple[Any, Any, str]]) -> list[Any]:
-    """Return every shape in some places and all precisions; only `usual` ones are not marked `long`."""
-    ways: list[tuple[Any, Precision]] = [(None, precision) for precision in GPU_PRECISIONS]
-    ways += [(among_nan, "fp32"), (side_by_side, "fp32"), (side_by_side, "fp16")]
+    """Return every shape in one precision in order, and in one place; others follow with the next shapes.
+
+    `usual` cases are among them, and only these are not marked `long`.
+    """
+    plain: list[tuple[Any, Precision]] = [(None, precision) for precision in GPU_PRECISIONS]
+    placed: list[tuple[Any, Precision]] = [(among_nan, "fp32"), (side_by_side, "fp32"), (side_by_side, "fp16")]
+    chosen = [(shape, *way) for number, shape in enumerate(shapes) for way in (plain[number % 3], placed[number % 3])]
     found = []
-    for shape, (place, precision) in product(shapes, ways):
+    for shape, place, precision in dict.fromkeys((*chosen, *usual)):
         marks = () if (shape, place, precision) in usual else pytest.mark.long
         name = f"{shape} {precision} {'in order' if place is None else place.__name__}"
         found.append(pytest.param(shape, place, precision, id=name, marks=marks))
