@@ -14,6 +14,7 @@ from znnpy.planner.found_plan import choice_of
 from znnpy.planner.graph_search import RUNNERS_UP, GraphSearch, GraphSolution
 from znnpy.planner.graph_tilings import GraphTiling
 from znnpy.planner.layer_options import OptionTable
+from znnpy.planner.memory import run_memory
 from znnpy.planner.plan import Plan, Stage
 from znnpy.planner.request import CostModel, PlanRequest
 from znnpy.planner.run_plan import RunnerUp, RunPlan
@@ -59,7 +60,7 @@ def _nearest(search: GraphSearch) -> str:
     if search.smallest is None:
         return f"{name}: no patch and no column is allowed; drop {option('cover')} or {option('patch')}"
     memory, limits = search.smallest.memory, search.request.limits
-    needed, limit, word = memory.peak, limits.ram_bytes, "ram"
+    needed, limit, word = run_memory(memory, search.request.target.devices, ()).peak, limits.ram_bytes, "ram"
     if on_gpu and memory.vram > (limits.vram_bytes or 0):
         needed, limit, word = memory.vram, limits.vram_bytes or 0, "vram"
     where = " of the GPU" if word == "vram" else ""

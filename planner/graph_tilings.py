@@ -169,13 +169,14 @@ class GraphTiling:
     def footprint(self, operation: Operation, primitive: Primitive, variant: Variant, threads: int) -> Footprint:
         """Return the bytes that a primitive needs at most, over all shapes of an operation."""
         whole = primitive.footprint(self.shape(operation), variant, threads)
-        most, allowance = {one.name: one.nbytes for one in whole.scratch}, whole.allowance
+        most, allowance = {one.name: one for one in whole.scratch}, whole.allowance
         for shape in self.shapes(operation):
             one = primitive.footprint(shape, variant, threads)
             allowance = max(allowance, one.allowance)
-            for part in one.scratch:
-                most[part.name] = max(most[part.name], part.nbytes)
-        scratch = tuple(one._replace(nbytes=most[one.name]) for one in whole.scratch)
+            for part in one.scratch:  # a small shape may have some that the largest lacks
+                if part.name not in most or part.nbytes > most[part.name].nbytes:
+                    most[part.name] = part
+        scratch = tuple(most.values())
         if copied := self._copied(operation):
             scratch = (*scratch, Scratch(COPIED, copied, last=whole.stages - 1))
         return replace(whole, scratch=scratch, allowance=allowance)

@@ -25,7 +25,6 @@ def test_a_line_finishes_each_voxel_after_its_last_window(starts: tuple[int, ...
         finished = [index for index in range(len(line)) if line.done(index).lo <= at < line.done(index).hi]
         assert finished == [windows[-1]]
         assert [i for i in range(len(line)) if line.covered(i).lo <= at < line.covered(i).hi] == windows
-        assert [i for i in range(len(line)) if line.new(i).lo <= at < line.new(i).hi] == windows[:1]
         kept = [i for i in range(len(line)) if line.kept(i).lo <= at < line.kept(i).hi]
         assert kept == [i for i in range(len(line)) if windows[0] <= i < windows[-1]]
     assert line.done(line.first).size

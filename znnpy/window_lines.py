@@ -44,10 +44,6 @@ class Line:
         """Return the voxels of this window, and of those before it, that windows behind it cover too."""
         return Interval(self.done(index).hi, self.covered(index).hi)
 
-    def new(self, index: int) -> Interval:
-        """Return the voxels that this window is the first to cover."""
-        return Interval(self.covered(index - 1).hi if index else self.lo, self.covered(index).hi)
-
     @cached_property
     def _ends(self) -> tuple[int, ...]:
         """The voxel with which each window begins to finish some; the last one is `hi`."""

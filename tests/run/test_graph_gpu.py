@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.run.test_graph_session import decoder, unet
+from tests.run.test_graph_session import decoder, made, same, unet
 from tests.support.emulator import EMULATED_GPU, EmulatedDevice, compiler
 from tests.support.graph_runs import (
     MACHINE,
@@ -24,12 +24,15 @@ from tests.support.graph_runs import (
 )
 from tests.support.seeded_graphs import case
 from tests.support.tiers import one_in
-from znnpy.errors import NoPlanError, ValuesOverflowError
+from znnpy.errors import ValuesOverflowError
+from znnpy.formats.wiring import Given, network_of
 from znnpy.kernels.table import TABLE
 from znnpy.kernels.thread_pool import ThreadPool
+from znnpy.layers import Conv
+from znnpy.measure.gpu_layers import _layers_of_graph
 from znnpy.planner.request import Target
 from znnpy.run.graph_session import GraphSession
-from znnpy.shapes import Precision
+from znnpy.shapes import Precision, Vec3
 
 GPU = tuple(primitive for primitive in TABLE if primitive.name.startswith("gpu."))
 SEEDS = range(100)
@@ -56,13 +59,10 @@ def test_columns_of_a_unet_equal_the_definition(gpu: Any, axis: int, precision: 
     one = unet((17, 14, 12))
     exact = reference(one)
     for patch, column in (((2, 2, 2), 4), ((1, 1, 3), 6), ((9, 9, 9), 0)):
-        try:
-            plan = planned(
-                one.network, one.size, whole_region(one), patch,
-                axis=axis, column=column, table=GPU, target=target(precision),
-            )  # fmt: skip
-        except NoPlanError:
-            continue
+        plan = planned(
+            one.network, one.size, whole_region(one), patch,
+            axis=axis, column=column, table=GPU, target=target(precision),
+        )  # fmt: skip
         found = ran(plan, one, gpu).out
         assert abs(found - exact).max() <= CLOSE[precision] * abs(exact).max()
         assert not gpu.allocated, "a session gives back what it took"
@@ -107,3 +107,18 @@ def test_overflow_names_the_node(gpu: Any) -> None:
     plan = planned(one.network, one.size, whole_region(one), (9, 9, 9), table=GPU, target=target("fp16"))
     with pytest.raises(ValuesOverflowError, match="node top: its largest result is 1e"):
         ran(plan, replace(one, weights=weights), gpu)
+
+
+def test_small_steps_may_have_scratch_that_the_largest_lacks() -> None:
+    one = made([Given(same(128), "first"), Given(same(128), "second")], (66, 64, 64))
+    plan = planned(one.network, one.size, whole_region(one), (64, 64, 64), table=GPU, target=target("fp16"))
+    assert {choice.primitive for choice in plan.choices} & {"gpu.graph_conv.warpgroup"}
+    assert any(tensor.name.endswith(".sums") for tensor in plan.stages[0].tensors)
+
+
+@pytest.mark.parametrize("kernel", [(65, 65, 65), (3, 3, 3)])
+def test_layers_are_timed_in_volumes_that_suit_the_network(kernel: Vec3) -> None:
+    """A network that takes no volume of 64 voxels along a side is timed in larger ones."""
+    network = network_of("given", 1, [Given(Conv(kernel, 2), "wide"), Given(Conv((1, 1, 1), 2), "last")], None, None)
+    spans = list(_layers_of_graph(replace(network, asked_meaning="whole"), "fp32"))
+    assert [len(shapes) for shapes, _ in spans] == [2 if kernel[0] > 64 else 3] * 2

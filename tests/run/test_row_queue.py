@@ -36,11 +36,15 @@ def taken(queue: RowQueue, user: User) -> tuple[int, bool, int]:
     return lease.indices[0], lease.goes_on, len(column.steps)
 
 
-def test_one_worker_takes_all_rows_in_sequence() -> None:
-    queue, user, rows = RowQueue(cover()), User("a"), len(cover())
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_one_worker_takes_all_rows_in_sequence(parts: int) -> None:
+    there, user = cover(parts=parts), User("a")
+    queue = RowQueue(there)
     queue.join(user)
-    row = len(cover()[0].steps)
-    assert [taken(queue, user) for _ in range(rows)] == [(0, False, row), *((n, True, row) for n in range(1, rows))]
+    found = [taken(queue, user) for _ in range(len(there))]
+    assert [number for number, _, _ in found] == list(range(len(there)))
+    assert [goes_on for _, goes_on, _ in found] == [there.goes_on(number) for number in range(len(there))]
+    assert sum(windows for _, _, windows in found) == there.computed, "no window is computed again"
     assert queue.take(user) is None
 
 

@@ -18,6 +18,7 @@ import logging
 import platform
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from math import inf
@@ -28,7 +29,7 @@ import numpy as np
 from znnpy.costs.cost_file import MOST_REASON, Costs, Measurement, Refusal
 from znnpy.costs.model import Rate, Rates, layer_key
 from znnpy.costs.store import CostStore
-from znnpy.errors import DeviceError, VramError
+from znnpy.errors import DeviceError, ShapeError, VramError
 from znnpy.graph_columns import GraphCover, TurnedGraph
 from znnpy.kernels.contract import Primitive, Unit, Variant, device_of
 from znnpy.layer_shapes import LayerShape
@@ -191,7 +192,10 @@ def _layers(network: Network, precision: Precision) -> Iterator[tuple[tuple[Laye
 def _layers_of_graph(network: Network, precision: Precision) -> Iterator[tuple[tuple[LayerShape, ...], float]]:
     """Yield every operation of a graph that differs from those before."""
     volumes = [network.windows.size] if network.windows is not None else [_cube(side) for side in GRAPH_SIDES]
-    tilings = [_whole_tiling(network, volume, precision) for volume in volumes]
+    tilings = []
+    for volume in volumes:
+        with suppress(ShapeError):  # a network takes no volumes that are too small for it, or that it refuses to pad
+            tilings.append(_whole_tiling(network, volume, precision))
     each = ([one.shape(operation) for operation in one.graph.operations] for one in tilings)
     yield from ((span, LONG_SECONDS) for span in dict.fromkeys(zip(*each, strict=True)))
 

@@ -147,9 +147,10 @@ class GraphSession:
         self._bound = self._members[0]
         for tensor in self._tiling.stored:
             self._tensors[tensor] = self._allocated(tensor, arena)
-        if self.plan.device == "gpu":  # kernels are compiled, and cuDNN plans, before the first step
+        if self.plan.device == "gpu":  # kernels are compiled, and libraries plan, before the first step
             for bound in (bound for some in self._members for bound in some):
-                bound.steps[bound.choice.shape] = self._step(bound, bound.choice.shape)
+                for shape in (bound.choice.shape, *self._tiling.shapes(bound.operation))[:KEPT_STEPS]:
+                    bound.steps[shape] = self._step(bound, shape)
 
     def _with_weights(self, weights: Sequence[ConvWeights]) -> list[_Bound]:
         """Return the operations with their weights prepared, and no scratch yet."""
@@ -244,15 +245,6 @@ class GraphSession:
         tensor = self._graph.network.outputs[0]
         z, y, x = self._region(tensor, self._image)
         return self._view(tensor, box_of((z, y, x)))
-
-    def warm_up(self) -> None:
-        """Compute an image of zeros by each member and forget it: no later one waits for checks of a library."""
-        raw = np.zeros((self.network.input_channels, 1, 1, 1), np.float32)
-        self.backend.begin_step(raw, None, begins=True)
-        for member in range(self.network.members):
-            self.image(self.backend.clear, member)
-        self.backend.wait(self.backend.end_step())
-        self.written = [0] * len(self.written)
 
     def _computed(self, step: GraphStep, load: Callable[[Array], None], *, begins: bool) -> StepPlanes:
         """Run the operations of a step, and return the planes of its tensors; `load` writes the new ones of the input.

@@ -84,8 +84,6 @@ class WindowSession:
                 self._sums = WindowSums(self._cover, plan.sums, self.network.blended_maps, self._arrays)
                 weights = window_weights(self.network.windows).transpose(turn(plan.axis))
                 self._weights = self._arrays.weights(weights)
-                if plan.device == "gpu":
-                    self._images.warm_up()
             except VramError as error:
                 clear_frames(error.__traceback__)  # who plans again with less needs what they refer to
                 raise

@@ -220,7 +220,8 @@ class RowQueue(ColumnQueue):
         ends = [i for i, (a, b) in enumerate(pairwise(self._open), start=1) if b != a + 1]
         runs = [self._open[lo:hi] for lo, hi in pairwise((0, *ends, len(self._open)))]
         rows = max(runs, key=len)
-        awaited = rows[0] - 1 in self._latest.values()  # somebody goes on with them
+        before = {self._latest.get(worker) for worker in self._workers}
+        awaited = self._rows.goes_on(rows[0]) and rows[0] - 1 in before  # somebody goes on with them
         return rows[len(rows) // 2] if awaited else rows[0]
 
     def _give_back(self, numbers: Iterable[int]) -> None:
