@@ -121,7 +121,9 @@ def last_drawn(err: str) -> str:
 def test_progress_lines_come_at_intervals_and_at_the_end(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert progress.SECONDS_OF_RUNS == 60, "a line a minute"
     clock = 100.0
+    monkeypatch.setattr(progress, "SECONDS_OF_RUNS", 10.0)
     monkeypatch.setattr("time.monotonic", lambda: clock)
     with progress.show() as callback:
         for done in range(4, 21):  # 4 columns were there before this run
@@ -191,6 +193,7 @@ def test_preparing_is_shown_and_counts_in_the_speed(
 ) -> None:
     """The speed is that of the whole run, as in the report; the time left is what computing takes."""
     clock = 100.0
+    monkeypatch.setattr(progress, "SECONDS_OF_RUNS", 10.0)
     monkeypatch.setattr("time.monotonic", lambda: clock)
     with progress.show() as callback:
         for seconds, touched in ((1.0, 2**30), (11.0, 2**31)):
