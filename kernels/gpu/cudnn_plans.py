@@ -171,7 +171,7 @@ def _key(problem: Convolution, plan: ConvolutionPlan) -> tuple[object, ...]:
 
 
 class _Gaps(NamedTuple):
-    """Whether there are several images, and what there are gaps between: in the input, and images of the output."""
+    """The gaps of a problem: between images, planes and lines of the input, and between images of the output."""
 
     several: bool
     images: bool
