@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from znnpy.kernels.gpu.load_store import LoadStore
 from znnpy.network import Network, Pool
 from znnpy.planner.memory import PINNED, STAGED
 from znnpy.planner.plan import Choice, Plan, Tensor
@@ -54,16 +53,15 @@ class GpuBackend(GpuSteps):
         lane: str = "GPU",
     ) -> None:
         self._plan, self._network = plan, network
-        self._windows = [layer.window for layer in network.turned(plan.axis).layers if isinstance(layer, Pool)]
+        windows = [layer.window for layer in network.turned(plan.axis).layers if isinstance(layer, Pool)]
         own = enumerate(plan.stages[-1].choices, plan.offloaded)
         self._convolutions = [index for index, choice in own if choice.shape.kind == "conv"]
-        super().__init__(pool, device, trace, lane)
+        values = dtype_of(plan.choices[-1].shape)
+        super().__init__(pool, device, trace, lane, values=values, normalise=network.normalise, windows=windows)
 
     def _release(self) -> None:
         super()._release()
         self._arena = Arena((), _no_view)
-        self._moves: LoadStore | None = None
-        self._types: tuple[np.dtype[Any], np.dtype[Any]] | None = None  # of raw patches and of the output
         self._layers: list[_Layer] = []
         self._handed: deque[tuple[Any, Any]] = deque()  # slots for handed-over parts, and events of their last use
 
@@ -157,28 +155,6 @@ class GpuBackend(GpuSteps):
         if layer.looked_at is not None:
             self._moving.peak(out, words + layer.looked_at)
         self._note_queued(layer.seconds)
-
-    @property
-    def _moving(self) -> LoadStore:
-        if self._moves is None:
-            raise RuntimeError("nothing is moved before the first step begins")
-        return self._moves
-
-    def _compile(self, raw: np.dtype[Any], out: np.dtype[Any] | None) -> None:
-        """Compile transfer kernels for these dtypes; the first steps of a column do not know the output's."""
-        known = self._types
-        wanted = (raw, out or (known[1] if known else np.dtype(np.float32)))
-        if wanted != known:
-            values = dtype_of(self._plan.choices[-1].shape)
-            self._moves = LoadStore(
-                self.executor,
-                raw=wanted[0],
-                values=values,
-                out=wanted[1],
-                windows=self._windows,
-                normalise=self._network.normalise,
-            )
-            self._types = wanted
 
     def _check(self, ticket: Ticket, peaks: Sequence[float]) -> None:
         """Raise ValuesOverflowError if a peak of the column so far exceeds the dtype of its values."""

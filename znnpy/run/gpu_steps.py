@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -23,11 +24,13 @@ import numpy.typing as npt
 
 from znnpy.errors import DeviceError, OutputError, ValuesOverflowError
 from znnpy.kernels.gpu.device import Device, find_gpu
+from znnpy.kernels.gpu.load_store import LoadStore
 from znnpy.messages import option
+from znnpy.network import Normalise
 from znnpy.planner.memory import STAGED
 from znnpy.run.backend import UNTRACED, Voxels
 from znnpy.run.gpu_trace import GpuTrace
-from znnpy.shapes import FLOAT32
+from znnpy.shapes import FLOAT32, Vec3
 
 if TYPE_CHECKING:
     from znnpy.run.trace import Spans
@@ -64,7 +67,7 @@ class Checks(Protocol):
     def check(self) -> None: ...
 
 
-class GpuSteps:
+class GpuSteps(ABC):
     """The common part of sessions on a GPU. It opens a device unless it is given one.
 
     One thread may begin and end steps while another waits.
@@ -74,14 +77,28 @@ class GpuSteps:
 
     max_in_flight = 1
 
-    def __init__(self, pool: Checks, device: Device | None, trace: Spans | None, lane: str) -> None:
+    def __init__(
+        self,
+        pool: Checks,
+        device: Device | None,
+        trace: Spans | None,
+        lane: str,
+        *,
+        values: np.dtype[Any],
+        normalise: Normalise | None,
+        windows: Sequence[Vec3] = (),
+    ) -> None:
         self._pool, self._device, self._trace, self._lane = pool, device, trace, lane
+        self._kept: np.dtype[Any] = values
+        self._moved: dict[str, Any] = {"windows": windows, "normalise": normalise}
         self._lock = threading.Lock()  # protects what steps use of the device
         self._release()
 
     def _release(self) -> None:
         """Let go of every array, which gives its memory back."""
         self.executor: Any = None
+        self._moves: LoadStore | None = None
+        self._types: tuple[np.dtype[Any], np.dtype[Any]] | None = None  # of raw patches and of the output
         self._raw_slots: list[Any] = []  # free slots
         self._out_slots: list[Any] = []
         self._words: deque[tuple[Any, npt.NDArray[np.float32]]] = deque()  # free peaks, on the device and on the host
@@ -93,13 +110,23 @@ class GpuSteps:
         self._traced: GpuTrace | None = None
         self._open = ExitStack()
 
-    def _compile(self, raw: np.dtype[Any], out: np.dtype[Any] | None) -> None:
-        """Compile what moves data of these dtypes; None: the step gives no output."""
-        raise NotImplementedError
+    @property
+    def _moving(self) -> LoadStore:
+        if self._moves is None:
+            raise RuntimeError("nothing is moved before the first step begins")
+        return self._moves
 
+    def _compile(self, raw: np.dtype[Any], out: np.dtype[Any] | None) -> None:
+        """Compile what moves data of these dtypes; the first steps of a column do not know the output's."""
+        known = self._types
+        wanted = (raw, out or (known[1] if known else np.dtype(np.float32)))
+        if wanted != known:
+            self._moves = LoadStore(self.executor, raw=wanted[0], values=self._kept, out=wanted[1], **self._moved)
+            self._types = wanted
+
+    @abstractmethod
     def _check(self, ticket: Ticket, peaks: Sequence[float]) -> None:
         """Raise ValuesOverflowError if a peak of the step exceeds the dtype of its values."""
-        raise NotImplementedError
 
     def __enter__(self) -> Self:
         self.executor = self._device or self._open.enter_context(Device(find_gpu()))

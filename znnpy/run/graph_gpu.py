@@ -15,7 +15,6 @@ import numpy.typing as npt
 
 from znnpy.kernels.dtypes import kept_dtype
 from znnpy.kernels.gpu import ops
-from znnpy.kernels.gpu.load_store import LoadStore
 from znnpy.network import Network
 from znnpy.planner.memory import PINNED, STAGED
 from znnpy.planner.plan import Plan, Tensor
@@ -52,12 +51,10 @@ class GraphOnGpu(GpuSteps):
     ) -> None:
         self._plan, self._network, self._subjects, self._values = plan, network, subjects, values
         self._dtype = kept_dtype(plan.precision)
-        super().__init__(pool, device, trace, lane or "GPU")
+        super().__init__(pool, device, trace, lane or "GPU", values=self._dtype, normalise=network.normalise)
 
     def _release(self) -> None:
         super()._release()
-        self._moves: LoadStore | None = None
-        self._types: tuple[np.dtype[Any], np.dtype[Any]] | None = None  # of raw patches and of the output
         self._raises: tuple[bool, ...] = ()  # whether an operation raises its peak
         self._recordings: dict[tuple[int, int], Recording] = {}  # by key and address of the peaks
         self._records = False  # what is queued is recorded
@@ -147,21 +144,6 @@ class GraphOnGpu(GpuSteps):
         self._compile(native, out.dtype)
         raws = (pinned(raw.shape, native) for _ in range(min(PINNED, reads)))
         return raws, (pinned(out.shape, out.dtype) for _ in range(min(PINNED, writes)))
-
-    @property
-    def _moving(self) -> LoadStore:
-        if self._moves is None:
-            raise RuntimeError("nothing is moved before the first step begins")
-        return self._moves
-
-    def _compile(self, raw: np.dtype[Any], out: np.dtype[Any] | None) -> None:
-        known = self._types
-        wanted = (raw, out or (known[1] if known else np.dtype(np.float32)))
-        if wanted != known:
-            self._moves = LoadStore(
-                self.executor, raw=wanted[0], values=self._dtype, out=wanted[1], normalise=self._network.normalise
-            )
-            self._types = wanted
 
     def _check(self, ticket: Ticket, peaks: Sequence[float]) -> None:
         end = FLOAT16_END if self._dtype == np.float16 else np.inf
