@@ -178,12 +178,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[Any]:
     if request.param == "cuda":
         yield request.getfixturevalue("cuda_device")
         return
-    from tests.support.emulator import EmulatedDevice, compiler
-
-    if compiler() is None:
-        pytest.skip("the emulator needs a C++ compiler")
-    with EmulatedDevice() as emulated:
-        yield emulated
+    yield request.getfixturevalue("gpu")
 
 
 TINY: tuple[Layer, ...] = (  # field of view 6x8x7, period 2x2x1: no two axes alike
@@ -212,3 +207,14 @@ def place(tmp_path: Path, tiny_network: Callable[..., Network]) -> Place:
     from tests.support.cli import Place
 
     return Place.furnish(tmp_path, tiny_network())
+
+
+@pytest.fixture
+def gpu() -> Iterator[Any]:
+    """Open an emulated Device."""
+    from tests.support.emulator import EmulatedDevice, compiler
+
+    if compiler() is None:
+        pytest.skip("the emulator needs a C++ compiler")
+    with EmulatedDevice() as emulated:
+        yield emulated

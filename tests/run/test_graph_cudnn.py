@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 
 from tests.run import test_window_session as windows_on_cpu
 from tests.run.test_graph_session import made
-from tests.support.emulator import EMULATED_GPU, EmulatedDevice, compiler
+from tests.support.emulator import EMULATED_GPU
 from tests.support.graph_runs import MACHINE, assert_equal, planned, ran, reference, whole_region
 from tests.support.seeded_graphs import weights_of
 from znnpy.formats.wiring import Given
@@ -52,14 +51,6 @@ class Direct(GraphConvDirect):
 
 LAYERS_OF_GPU = tuple(p for p in TABLE if p.name.startswith("gpu.") and p.kind != "graph_conv")
 GPU: tuple[Primitive, ...] = (Direct(), GraphConvCudnn(), *LAYERS_OF_GPU)
-
-
-@pytest.fixture(name="gpu")
-def emulated() -> Iterator[Any]:
-    if compiler() is None:
-        pytest.skip("the emulator needs a C++ compiler")
-    with EmulatedDevice() as device:
-        yield device
 
 
 def by_cudnn(plan: Plan) -> int:

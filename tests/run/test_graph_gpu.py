@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.run.test_graph_session import decoder, made, same, unet
-from tests.support.emulator import EMULATED_GPU, EmulatedDevice, compiler
+from tests.support.emulator import EMULATED_GPU
 from tests.support.graph_runs import (
     MACHINE,
     assert_equal,
@@ -43,14 +42,6 @@ pytestmark = pytest.mark.slow
 
 def target(precision: Precision = "fp32") -> Target:
     return Target(replace(MACHINE, gpu=EMULATED_GPU), "gpu", precision=precision, mode="gpu")
-
-
-@pytest.fixture(name="gpu")
-def emulated() -> Iterator[Any]:
-    if compiler() is None:
-        pytest.skip("the emulator needs a C++ compiler")
-    with EmulatedDevice() as device:
-        yield device
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

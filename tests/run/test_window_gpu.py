@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 
 from tests.run.test_graph_gpu import CLOSE, GPU, target
 from tests.run.test_window_session import NETWORKS, VOLUME, exact, network, planned, ran, volume_of
-from tests.support.emulator import EmulatedDevice, compiler
 from tests.support.graph_runs import assert_equal
 from tests.support.seeded_graphs import weights_of
 from tests.support.tiers import one_in
@@ -30,14 +28,6 @@ CASES = [
     Windows((32, 12, 12), (0.75, 0.5, 0.0), mirror=(1,)),  # higher than the volume
     Windows((16, 20, 26), (0.5, 0.5, 0.5), rule="nnunet"),
 ]
-
-
-@pytest.fixture(name="gpu")
-def emulated() -> Iterator[Any]:
-    if compiler() is None:
-        pytest.skip("the emulator needs a C++ compiler")
-    with EmulatedDevice() as device:
-        yield device
 
 
 @pytest.mark.parametrize("precision", CLOSE)
