@@ -17,7 +17,7 @@ struct Few {  // as in few_maps.py
 };
 
 template <class T, int WIDTH, int OUT>
-__global__ void __launch_bounds__(256, 4)
+__global__ void __launch_bounds__(256, 3)
     few_maps(const __grid_constant__ Inputs inputs, const __grid_constant__ Few p, const float* __restrict__ weight,
              const float* __restrict__ bias, const __grid_constant__ Input addend, T* __restrict__ out, float* peak) {
     EXTERN_SHARED(float, factors);  // [maps][OUT]

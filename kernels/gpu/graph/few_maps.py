@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 SOURCE = "graph/few_maps.cu"
 OUTS = (1, 2, 4, 8)  # maps of a thread; fewer are padded
 MOST_MAPS = 1024  # of the inputs: their weights are in shared memory
-REGISTERS = 64
+REGISTERS = 80
 NUMBERS = ("inputs", "maps", "out", "function", "softmax")
 FEW = np.dtype([("n", TRIPLE), *((name, "i4") for name in NUMBERS), ("a", "f4"), ("b", "f4")], align=True)
 
