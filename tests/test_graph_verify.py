@@ -121,7 +121,7 @@ def predicted(folder: Path, **words: object) -> Path:
     """Predict the volume of a small U-Net."""
     out = folder / "out.h5"
     network = written(folder)
-    znnpy.infer(folder / "volume.npy", network, out=out, ram="1G", calibrate=False, device="cpu", **words)  # type: ignore[arg-type]
+    znnpy.infer(folder / "volume.npy", network, out=out, ram="4G", calibrate=False, device="cpu", **words)  # type: ignore[arg-type]
     return out
 
 
@@ -181,7 +181,7 @@ def test_patches_are_checked_before_they_are_written(tmp_path: Path, monkeypatch
 
 def test_layers_are_checked_before_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = written(tmp_path)
-    plan(file, shape=SIZE, ram="1G", calibrate=False, device="cpu", paranoid=True)
+    plan(file, shape=SIZE, ram="4G", calibrate=False, device="cpu", paranoid=True)
     right = graph_check.compared
 
     def off(*given: object) -> object:
@@ -190,7 +190,7 @@ def test_layers_are_checked_before_a_run(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(self_check, "compared", off)
     with pytest.raises(VerifyError, match=r"^node enter \+ batch_norm \+ relu \(conv 3x3x3 -> 4 relu padding 1x1x1\)"):
-        plan(file, shape=SIZE, ram="1G", calibrate=False, device="cpu", paranoid=True)
+        plan(file, shape=SIZE, ram="4G", calibrate=False, device="cpu", paranoid=True)
 
 
 class _Exact:

@@ -331,7 +331,7 @@ def test_this_machine_is_calibrated_within_the_memory_limit(place: Place, monkey
     monkeypatch.setattr(calibrate, "SECONDS", 0.5)
     monkeypatch.setattr(calibrate, "TOUCHED_BYTES", 2**24)
     said: list[str] = []
-    words: dict[str, Any] = {"shape": (80, 81, 82), "device": "cpu", "ram": "1G", "threads": 2}
+    words: dict[str, Any] = {"shape": (80, 81, 82), "device": "cpu", "ram": "4G", "threads": 2}
     made = znnpy.plan("fib25_boundary", **words, tell=said.append)
     assert len(said) == 1
     assert said[0].startswith(f"calibrated {this_machine().processor} for ")

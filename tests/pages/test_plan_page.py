@@ -38,7 +38,7 @@ def page_of(options: PlanOptions, *notes: str) -> tuple[str, RunPlan]:
 
 
 def test_page_of_columns() -> None:
-    html, run = page_of(asked(cover="columns", ram="1G"), "a note")
+    html, run = page_of(asked(cover="columns", ram="4G"), "a note")
     page = Page.of(html)
     assert page.ids == SECTIONS
     assert len(page.pictures) == 3
@@ -71,11 +71,11 @@ def test_parts_of_memory_add_up_to_the_promise() -> None:
 def test_commands_make_the_plan_and_run_it(tmp_path: Path) -> None:
     network = written(tmp_path)
     volume = tmp_path / "volume.npy"
-    html, _ = page_of(asked(network=str(network), shape=None, volume=str(volume), ram="1G", roi="0:20,0:20,0:20"))
+    html, _ = page_of(asked(network=str(network), shape=None, volume=str(volume), ram="4G", roi="0:20,0:20,0:20"))
     plan, infer = (line for line in Page.of(html).text.splitlines() if line.startswith("znnpy "))
     command, options = shlex.split(plan)[:5], shlex.split(plan)[5:]
     assert command == ["znnpy", "plan", str(network), "--volume", str(volume)]
-    expected = "--ram 1G --threads 1 --device cpu --no-calibrate --roi 0:20,0:20,0:20 --out plan.json"
+    expected = "--ram 4G --threads 1 --device cpu --no-calibrate --roi 0:20,0:20,0:20 --out plan.json"
     assert sorted(options) == sorted(expected.split())
     assert shlex.split(infer) == [
         *("znnpy", "infer", str(volume), "--network", str(network), "--roi", "0:20,0:20,0:20"),
@@ -86,7 +86,7 @@ def test_commands_make_the_plan_and_run_it(tmp_path: Path) -> None:
 @needs_browser
 def test_a_browser_draws_the_page(tmp_path: Path) -> None:
     page, picture = tmp_path / "plan.html", tmp_path / "plan.png"
-    page.write_text(page_of(asked(cover="columns", ram="1G"))[0])
+    page.write_text(page_of(asked(cover="columns", ram="4G"))[0])
     assert page_screenshot(page, picture, (1000, 2200)) == ()
     with Image.open(picture) as opened:
         pixels = np.asarray(opened.convert("RGB")).astype(int)

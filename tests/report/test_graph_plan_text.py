@@ -47,7 +47,7 @@ def columns(tmp_path_factory: pytest.TempPathFactory) -> RunPlan:
 
 def planned(folder: Path, cover: Cover) -> RunPlan:
     file = written(folder)
-    return plan(file, shape=SIZE, cover=cover, patch=(4, 20, 26), ram="1G", calibrate=False, device="cpu")
+    return plan(file, shape=SIZE, cover=cover, patch=(4, 20, 26), ram="4G", calibrate=False, device="cpu")
 
 
 def printed(made: RunPlan, network: Network | None, width: int = 120) -> str:
@@ -105,7 +105,7 @@ def test_a_convolution_names_what_it_adds(tmp_path: Path) -> None:
     ]
     file = tmp_path / "net.yaml"
     file.write_text(json.dumps({"name": "small", "input_channels": 1, "layers": layers}))
-    made = plan(file, shape=SIZE, ram="1G", calibrate=False, device="cpu")
+    made = plan(file, shape=SIZE, ram="4G", calibrate=False, device="cpu")
     graph = made.main.graph
     assert graph is not None
     assert [(node.name, node.layer, node.reads) for node in graph.nodes[1:]] == [
@@ -148,7 +148,7 @@ def test_a_changed_description_is_refused(columns: RunPlan, unet: Network) -> No
 def test_every_primitive_of_a_node_is_told_of(tmp_path: Path, unet: Network) -> None:
     rows: list[Considered] = []
     file = written(tmp_path)
-    made = plan(file, shape=SIZE, ram="1G", calibrate=False, device="cpu", tell_why=rows.extend)
+    made = plan(file, shape=SIZE, ram="4G", calibrate=False, device="cpu", tell_why=rows.extend)
     stream = io.StringIO()
     Console(width=160, file=stream).print(why_table(rows, unet))
     for choice in made.choices:
