@@ -81,6 +81,17 @@ def test_figures_of_a_long_run_take_no_more_room() -> None:
     assert figures.of_layers == {("CPU", layer): pytest.approx(steps * seconds / 4) for layer in (0, 1)}
 
 
+@pytest.mark.parametrize("jump", [10.3, 41.0, 1000.0])
+def test_a_value_that_doubles_the_intervals_is_kept(jump: float) -> None:
+    figures = Figures()
+    figures.add_voxels(5.0, 50)
+    figures.add_voxels(jump, 100)
+    figures.add_memory(5.0, 7)
+    figures.add_memory(50.0 * jump, 9)
+    found = figures.over_time()
+    assert (found.voxels[-1], found.memory[-1]) == (100, 9)
+
+
 def test_figures_take_spans_from_many_threads() -> None:
     figures = Figures()
 

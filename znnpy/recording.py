@@ -54,12 +54,14 @@ class Figures:
     def add_memory(self, at: float, nbytes: int) -> None:
         """Add the memory of the process at a time."""
         with self._lock:
-            _raise_to(self._memory, self._interval(at), nbytes)
+            number = self._interval(at)  # first, as it may replace the series
+            _raise_to(self._memory, number, nbytes)
 
     def add_voxels(self, at: float, done: int) -> None:
         """Add the voxels that are written at a time."""
         with self._lock:
-            _raise_to(self._voxels, self._interval(at), done)
+            number = self._interval(at)  # first, as it may replace the series
+            _raise_to(self._voxels, number, done)
 
     def add_span(self, track: str, begin: float, end: float, layer: int | None) -> None:
         """Add what a device or thread did from `begin` to `end`, for a layer if it is one's work."""
