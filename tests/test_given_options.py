@@ -33,6 +33,12 @@ def test_places_are_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.Mo
     assert held_place("zarr2://v.h5") == f"zarr2://{tmp_path}/v.h5"
     assert held_place("s3://bucket/v.zarr") == "s3://bucket/v.zarr"
     assert held_place("gone.h5") == "gone.h5"
+    for name in ("a", "zarr", "my data", "e::f"):
+        (tmp_path / name).mkdir()
+    assert held_place("zarr://a") == f"zarr://{tmp_path}/a"
+    assert held_place("zarr://zarr::raw/0") == f"zarr://{tmp_path}/zarr::raw/0"
+    assert held_place(f"file://{tmp_path}/my%20data::raw") == f"{tmp_path}/my data::raw"
+    assert held_place("e::f") == f"{tmp_path}/e::f"
     assert held_place("fib25_boundary") == "fib25_boundary"
 
 

@@ -51,7 +51,9 @@ def held_place(place: object) -> str:
     location = volume_location(words)
     if not location.is_local or not os.path.lexists(location.place):
         return one_line(words)
-    return one_line(words.replace(location.place, os.path.abspath(location.place), 1))
+    prefix = "" if location.prefix is None else f"{location.prefix}://"
+    inside = "" if location.dataset is None else f"::{location.dataset}"
+    return one_line(f"{prefix}{os.path.abspath(location.place)}{inside}")
 
 
 def _plain(value: str | Path | float) -> Value:
