@@ -56,11 +56,12 @@ def test_a_command_line_is_quoted() -> None:
         "depth_first": False,
         "sharded": True,
         "ram": "2G",
+        "only": ("cpu.conv.direct", "cpu.pool.fragments"),
     }
     line = command_line("infer", ["my volume.h5"], given)
     assert shlex.split(line) == [
         *("znnpy", "infer", "my volume.h5", "--network", "a b.yaml", "--network", "c.yaml", "--patch", "4,4,4"),
-        *("--no-depth-first", "--sharded", "--ram", "2G"),
+        *("--no-depth-first", "--sharded", "--ram", "2G", "--only", "cpu.conv.direct", "--only", "cpu.pool.fragments"),
     ]
 
 
@@ -68,7 +69,7 @@ def test_a_command_line_is_quoted() -> None:
 def test_a_command_line_runs(place: Place) -> None:
     asked = InferOptions(
         str(place.volume), str(place.folder / "net.yaml"), out=str(place.out), device="cpu", calibrate=False,
-        patch=(4, 4, 4), roi="0:20,0:20,0:20", threads=1, only=("cpu.conv.direct",), overlap=None,
+        patch=(4, 4, 4), roi="0:20,0:20,0:20", threads=1, only=("cpu.conv.direct", "cpu.pool.fragments"), overlap=None,
     )  # fmt: skip
     given, _ = given_options(asked)
     line = command_line("infer", [str(given.pop("volume"))], given)

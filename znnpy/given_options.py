@@ -15,6 +15,7 @@ from znnpy.volume.location import volume_location
 Value = str | int | float | bool | None
 Given = Mapping[str, Value | tuple[Value, ...]]
 
+REPEATED = ("network", "only")  # options that a command takes once for each of several values
 PLACES = ("volume", "network", "weights", "mask", "plan", "costs", "machine", "out")  # options that may be paths
 
 
@@ -60,17 +61,14 @@ def _plain(value: str | Path | float) -> Value:
     return one_line(str(value)) if isinstance(value, str | Path) else value
 
 
-def command_line(command: str, places: Sequence[str], given: Given, repeated: Collection[str] = ("network",)) -> str:
-    """Return a command of the shell: its places, and then its options.
-
-    repeated  options that are given once for each of several values
-    """
+def command_line(command: str, places: Sequence[str], given: Given) -> str:
+    """Return a command of the shell: its places, and then its options."""
     words = ["znnpy", command, *places]
     with speaking_to_command_line():
         for name, value in given.items():
             if isinstance(value, bool):
                 words.append(option(name, value))
-            elif isinstance(value, tuple) and name in repeated:
+            elif isinstance(value, tuple) and name in REPEATED:
                 words += [word for one in value for word in (option(name), str(one))]
             else:
                 words += [option(name), ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]

@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 
 FIRST_SECONDS = 0.02  # of an interval at first
 SAMPLE_SECONDS = 0.1  # between looks at the memory of the process
-NOT_OF_THE_JOB = ("record", "progress", "trace", "overwrite", "resume")  # options that a second run does not need
+NOT_OF_THE_JOB = (  # options that a second run does not need
+    *("record", "progress", "trace", "overwrite", "resume", "as_json", "dry_run"),
+)
 
 
 class Figures:

@@ -37,6 +37,15 @@ def test_a_run_becomes_a_page(place: Place, record: Path) -> None:
     assert document == {"page": str(page), "bytes": page.stat().st_size}
 
 
+def test_what_only_prints_is_not_of_the_job(place: Place) -> None:
+    path, page = place.folder / "run.json", place.folder / "report.html"
+    words = (*WORDS, "--only", "cpu.conv.direct", "--only", "cpu.pool.fragments")
+    assert place.infer(*words, "--record", path, "--json").exit_code == 0
+    place.run("report", path, "--out", page)
+    infer = next(line for line in Page.of(page.read_text()).text.splitlines() if line.startswith("znnpy infer "))
+    assert infer.endswith("--device cpu --patch 4,4,4 --only cpu.conv.direct --only cpu.pool.fragments")
+
+
 def test_the_printed_commands_give_the_same_output(place: Place, record: Path) -> None:
     page = place.folder / "report.html"
     place.run("report", record, "--out", page)
