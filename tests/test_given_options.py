@@ -49,6 +49,17 @@ def test_objects_of_the_caller_are_described() -> None:
     assert python_call("infer", given) == "znnpy.infer(volume=<ndarray>, network=('a.yaml', 'b.yaml'))"
 
 
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_numbers_that_json_lacks_are_kept_as_text(value: str) -> None:
+    given, has_objects = given_options(InferOptions("v.h5", fill_missing=float(value)))
+    assert (given, has_objects) == ({"volume": "v.h5", "fill_missing": value}, False)
+    assert command_line("infer", [], {"fill_missing": value}) == f"znnpy infer --fill-missing {value}"
+    assert python_call("infer", {"fill_missing": value}) == f"znnpy.infer(fill_missing=float('{value}'))"
+    assert python_call("infer", {"fill_missing": 0.5, "dataset": value}) == (
+        f"znnpy.infer(fill_missing=0.5, dataset='{value}')"
+    )
+
+
 def test_a_command_line_is_quoted() -> None:
     given: Given = {
         "network": ("a b.yaml", "c.yaml"),

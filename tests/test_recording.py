@@ -18,6 +18,7 @@ from tests.support.small_unet import written
 from znnpy.errors import OutputError, PlanFileError
 from znnpy.inference import infer
 from znnpy.options import InferOptions
+from znnpy.pages.run_page import run_page
 from znnpy.recording import FIRST_SECONDS, Figures, Recorder
 from znnpy.report.trace_reader import Span, read_spans
 from znnpy.run_record import INTERVALS, RunRecord
@@ -158,6 +159,13 @@ def test_record_of_a_run(place: Place) -> None:
     assert record.lines[0].startswith(str(place.out))
     assert "predicted: " in "\n".join(record.plan)
     assert record.machine.cores >= 1
+
+
+@pytest.mark.slow
+def test_a_record_keeps_that_missing_voxels_are_nan(place: Place) -> None:
+    record = record_of(place, fill_missing=float("nan"))
+    assert record.arguments["fill_missing"] == "nan"
+    assert "--fill-missing nan" in run_page(str(place.folder / "run.json"))
 
 
 @pytest.mark.slow

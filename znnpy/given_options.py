@@ -6,6 +6,7 @@ import os
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, fields
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,10 @@ def held_place(place: object) -> str:
 
 
 def _plain(value: str | Path | float) -> Value:
-    return one_line(str(value)) if isinstance(value, str | Path) else value
+    """Return a value as JSON holds it: NaN and infinity are text, as the command line reads them."""
+    if isinstance(value, str | Path):
+        return one_line(str(value))
+    return str(value) if isinstance(value, float) and not isfinite(value) else value
 
 
 def command_line(command: str, places: Sequence[str], given: Given) -> str:
@@ -77,8 +81,10 @@ def command_line(command: str, places: Sequence[str], given: Given) -> str:
 
 def python_call(function: str, given: Given) -> str:
     """Return a call of a function of znnpy; objects of the caller's are described in angle brackets."""
-    words = [
-        f"{name}={value if isinstance(value, str) and value.startswith('<') else repr(value)}"
-        for name, value in given.items()
-    ]
-    return f"znnpy.{function}({', '.join(words)})"
+    return f"znnpy.{function}({', '.join(f'{name}={_in_python(name, value)}' for name, value in given.items())})"
+
+
+def _in_python(name: str, value: Value | tuple[Value, ...]) -> str:
+    if isinstance(value, str) and value.startswith("<"):
+        return value
+    return f"float({value!r})" if isinstance(value, str) and name == "fill_missing" else repr(value)
