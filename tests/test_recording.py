@@ -9,17 +9,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 
 from tests.support.cli import Place
 from tests.support.messages import assert_holds
 from tests.support.small_unet import written
+from znnpy.computation import trace_of
+from znnpy.dry_run import dry_run
 from znnpy.errors import OutputError, PlanFileError
 from znnpy.inference import infer
+from znnpy.opened_run import named_run
 from znnpy.options import InferOptions
 from znnpy.pages.run_page import run_page
-from znnpy.recording import FIRST_SECONDS, Figures, Recorder
+from znnpy.recording import FIRST_SECONDS, Figures, Recorder, recorder_of
 from znnpy.report.trace_reader import Span, read_spans
 from znnpy.run_record import INTERVALS, RunRecord
 
@@ -245,6 +249,35 @@ def test_existing_files_are_replaced_only_with_overwrite(place: Place) -> None:
         record_of(place)
     assert (place.folder / "run.json").read_bytes() == before
     assert record_of(place, overwrite=True).format == 1
+
+
+@pytest.mark.parametrize("role", ["volume", "source of the volume", "network", "weights", "plan", "costs", "mask"])
+@pytest.mark.parametrize("file", ["record", "trace"])
+def test_what_a_run_reads_is_not_replaced(place: Place, file: str, role: str) -> None:
+    path = place.folder / "input.json"
+    path.write_text("{}")
+    asked = InferOptions(place.volume, place.folder / "net.yaml", overwrite=True, mask=path, **{file: path})
+    named = named_run(asked)
+    assert named.inputs["mask"] == path
+    named.inputs.clear()
+    named.inputs[role] = [path] if role in ("weights", "source of the volume") else path
+    with pytest.raises(OutputError, match=f"is the {role} .* itself; give another name as `{file}`"):
+        (recorder_of if file == "record" else trace_of)(named)
+
+
+def test_files_that_only_the_opened_volume_names_are_not_replaced(place: Place) -> None:
+    """A volume whose voxels are in a file of their own."""
+    raw = place.folder / "voxels.json"
+    raw.write_bytes(np.random.default_rng(3).integers(0, 256, (20, 23, 25), np.uint8).tobytes())
+    with h5py.File(place.volume, "w") as written_anew:
+        external = [(str(raw), 0, h5py.h5f.UNLIMITED)]
+        written_anew.create_dataset("raw", (20, 23, 25), np.uint8, external=external)
+    before = raw.read_bytes()
+    for run in (infer, lambda *given, **options: dry_run(InferOptions(*given, **options))):
+        with pytest.raises(OutputError, match="is the source of the volume .* itself; give another name as `record`"):
+            run(place.volume, place.folder / "net.yaml", out=place.out, record=raw, overwrite=True, device="cpu")
+        assert raw.read_bytes() == before
+        assert not place.out.exists()
 
 
 @pytest.mark.parametrize("way", [{"cluster": "local:2"}, {"part": "1/2"}, {"finish": True}])

@@ -19,7 +19,7 @@ from znnpy.measure.fftw_wisdom import wisdom_begun, wisdom_kept
 from znnpy.measure.storage_plans import suited_plan
 from znnpy.measure.transfers import Transfers, transfers_of, worth_measuring
 from znnpy.messages import option
-from znnpy.opened_run import OpenedRun
+from znnpy.opened_run import NamedRun, OpenedRun
 from znnpy.option_values import Device
 from znnpy.options import InferOptions
 from znnpy.patches import Box
@@ -80,17 +80,26 @@ class Computed:
     above: tuple[str, ...]
 
 
-def trace_at(path: str | Path | None, overwrite: bool, output: Path | Location) -> AbstractContextManager[Trace | None]:
-    """Open the trace of the run, or no trace without a path; raise OutputError if the path may not be written."""
-    if path is None:
-        return nullcontext()
-    target = regular_file(Path(path), overwrite, "trace")
-    if isinstance(output, Location):
-        return Trace(target)
-    names = Names(output)
-    if target in {Path(os.path.realpath(name)) for name in (output, names.partial, names.journal, names.lock)}:
-        raise OutputError(f"{path} is the output or a file that it needs; give another {option('trace')}")
-    return Trace(target)
+def trace_of(named: NamedRun) -> Trace | None:
+    """Return the trace of a run, which is not open yet, or None; OutputError if its file may not be written."""
+    asked, output = named.asked, named.destination
+    if asked.trace is None:
+        return None
+    path = Path(asked.trace)
+    inputs = {role: read for role, read in named.inputs.items() if role != "trace"}
+    target = regular_file(path, asked.overwrite, "trace", inputs=inputs)
+    if not isinstance(output, Location):
+        names = Names(output)
+        if target in {Path(os.path.realpath(name)) for name in (output, names.partial, names.journal, names.lock)}:
+            raise OutputError(f"{path} is the output or a file that it needs; give another {option('trace')}")
+    trace = Trace(target)
+    trace.check()
+    return trace
+
+
+def traced(named: NamedRun) -> AbstractContextManager[Trace | None]:
+    """Return a context in which the trace of a run is open, if one is asked for; OutputError as from `trace_of`."""
+    return trace_of(named) or nullcontext()
 
 
 def planned(run: OpenedRun, output: RunOutput) -> RunPlan:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from znnpy.computation import Done, computed, trace_at
+from znnpy.computation import Done, computed, traced
 from znnpy.job import roi_text
 from znnpy.machine import Machine, peak_bytes, this_machine
 from znnpy.nnunet.names import model_of
@@ -17,7 +17,7 @@ from znnpy.opened_run import OpenedRun, named_run, opened_run
 from znnpy.option_declarations import function_of
 from znnpy.options import InferOptions
 from znnpy.planner.run_plan import RunPlan
-from znnpy.recording import recorder_of
+from znnpy.recording import check_files, recorder_of
 from znnpy.report.run_report import Report
 from znnpy.run.masked import MaskedColumns, work_items
 from znnpy.run.masked_windows import MaskedWindows
@@ -80,16 +80,17 @@ def _infer_here(asked: InferOptions) -> Report:
     started, earlier = time.perf_counter(), peak_bytes()
     named = named_run(asked)
     destination = named.destination
-    recorder = recorder_of(asked, destination)
+    recorder = recorder_of(named)
     if recorder is not None:
         named = replace(named, asked=replace(asked, progress=recorder.progress(asked.progress)))
     with ExitStack() as stack:
-        traced: Spans | None = stack.enter_context(trace_at(asked.trace, asked.overwrite, destination))
+        spans: Spans | None = stack.enter_context(traced(named))
         if recorder is not None:
             stack.enter_context(recorder.watching_memory())
-            traced = recorder.tracing(traced)
+            spans = recorder.tracing(spans)
         needs = named.trained.network.statistics is not None and asked.resume
         run = stack.enter_context(opened_run(named, statistics_kept(destination) if needs else None))
+        check_files(named)  # once more: the volume and the mask have named their files
         for doubt in run.doubts:
             _log.warning("%s", doubt)
         output = stack.enter_context(run.output())
@@ -99,7 +100,7 @@ def _infer_here(asked: InferOptions) -> Report:
             if recorder is not None:
                 recorder.write(report, this_machine(), run.trained.network, run.job)
             return report
-        result = computed(run, output, traced, started)
+        result = computed(run, output, spans, started)
     done, chunks = result.done, run.volume.chunks
     doubts = (*run.doubts, *result.above, *half_missing(chunks))
     report = _report(run, started, done.plan, result.target.machine, done, result.target.sentences, doubts, chunks)

@@ -85,6 +85,7 @@ def named_run(asked: InferOptions) -> NamedRun:
         else Path(asked.weights),
         "plan": Path(asked.plan) if isinstance(asked.plan, str | Path) else None,
         "costs": costs.file,
+        "mask": path_of(asked.mask),
         "trace": None if asked.trace is None else Path(asked.trace),
     }
     destination = target_of(asked.volume, asked.out, trained.network.name)

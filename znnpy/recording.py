@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import znnpy
+from znnpy.computation import trace_of
 from znnpy.errors import OutputError
 from znnpy.files import regular_file, write_asked
 from znnpy.given_options import given_options, held_place
 from znnpy.machine import Machine, process_bytes
 from znnpy.messages import one_line, option
 from znnpy.network import Network
+from znnpy.opened_run import NamedRun
 from znnpy.options import InferOptions
 from znnpy.planner.run_plan import PlannedWorker, RunPlan
 from znnpy.report.layer_names import layer_name
@@ -30,7 +32,6 @@ from znnpy.report.run_report import Report
 from znnpy.run.stoppable_thread import Thread
 from znnpy.run.trace import Spans
 from znnpy.run_record import FORMAT, INTERVALS, OverTime, RecordedLayer, RecordedMachine, RecordedReport, RunRecord
-from znnpy.volume.location import Location
 
 if TYPE_CHECKING:
     from znnpy.run.pipeline import Event
@@ -179,19 +180,22 @@ class Recorder(Spans):
         write_asked(self._path, record.to_json(), "record", "the record ", overwrite=self._asked.overwrite)
 
 
-def recorder_of(asked: InferOptions, output: Path | Location) -> Recorder | None:
+def recorder_of(named: NamedRun) -> Recorder | None:
     """Return a recorder of the run, or None if none is asked for; OutputError if its file may not be written."""
+    asked, output = named.asked, named.destination
     if asked.record is None:
         return None
     path = Path(asked.record)
     if path.suffix.lower() != ".json":
         raise OutputError(f"{path} does not end in .json: give a {option('record')} that does")
-    inputs = {
-        "volume": Path(asked.volume) if isinstance(asked.volume, str | Path) else None,
-        "output": output if isinstance(output, Path) else None,
-        "trace": None if asked.trace is None else Path(asked.trace),
-    }
+    inputs = {**named.inputs, "output": output if isinstance(output, Path) else None}
     return Recorder(regular_file(path, asked.overwrite, "record", inputs=inputs), asked)
+
+
+def check_files(named: NamedRun) -> None:
+    """Raise OutputError if the record or the trace of a run may not be written; nothing is."""
+    recorder_of(named)
+    trace_of(named)
 
 
 def layers_of(report: Report, network: Network, measured: Mapping[tuple[str, int], float]) -> tuple[RecordedLayer, ...]:

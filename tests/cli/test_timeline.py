@@ -94,9 +94,14 @@ def test_trace_is_replaced_only_with_overwrite(place: Place, trace: Path) -> Non
 
 def test_unwritable_trace_is_refused_before_the_run(place: Place) -> None:
     """One sentence, before anything is done; --overwrite is for the output and a trace, and for no other file."""
-    for name in ("volume.h5", "net.yaml", "net.npz"):
+    for name, role in (("volume.h5", "volume"), ("net.yaml", "network"), ("net.npz", "weights")):
         sentence = place.refusal(*place.arguments, "--overwrite", "--trace", place.folder / name)
-        assert sentence.endswith(f"{name} is no trace, and nothing else is replaced by one; give another --trace")
+        path = place.folder / name
+        assert sentence == f"the output {path} is the {role} {path} itself; give another name as --trace"
+    other = place.folder / "other.json"
+    other.write_text("{}")
+    sentence = place.refusal(*place.arguments, "--overwrite", "--trace", other)
+    assert sentence.endswith("other.json is no trace, and nothing else is replaced by one; give another --trace")
     for ending in ("", ".partial", ".journal", ".lock"):
         beside = place.out.with_name(f"out.h5{ending}")
         sentence = place.refusal(*place.arguments, "--trace", beside)
@@ -104,7 +109,8 @@ def test_unwritable_trace_is_refused_before_the_run(place: Place) -> None:
     assert "is not a folder; give another --trace" in place.refusal(
         *place.arguments, "--trace", place.folder / "no" / "t.json"
     )
-    assert "is a folder; give another --trace" in place.refusal(*place.arguments, "--trace", place.folder)
+    (place.folder / "inner").mkdir()
+    assert "is a folder; give another --trace" in place.refusal(*place.arguments, "--trace", place.folder / "inner")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

@@ -16,7 +16,7 @@ from znnpy.cluster.job import Job, JobRecord
 from znnpy.cluster.preparing import LEAST_ITEMS, join, prepared
 from znnpy.cluster.report import ClusterReport, WorkerReport
 from znnpy.cluster.running import Limits, release, run_items
-from znnpy.computation import trace_at
+from znnpy.computation import traced
 from znnpy.machine import limits_of, parse_bytes, peak_bytes, this_machine
 from znnpy.options import InferOptions, part_of
 from znnpy.planner.run_plan import RunPlan
@@ -47,7 +47,7 @@ def infer_on_cluster(asked: InferOptions) -> ClusterReport | None:
         made = stack.enter_context(prepared(asked, max(LEAST_ITEMS, ITEMS_A_WORKER * workers)))
         if made.grid is None:
             return None
-        trace = stack.enter_context(trace_at(asked.trace, asked.overwrite, made.run.named.destination))
+        trace = stack.enter_context(traced(made.run.named))
         record = JobRecord.load(made.job)
         before = finished_items(made.job.files, record.count)
         told = _Told(asked.progress, record, len(before), began)
@@ -75,7 +75,7 @@ def infer_part(asked: InferOptions) -> ClusterReport | None:
             record = JobRecord.load(made.job)
             before = len(finished_items(made.job.files, record.count))
             told = _Told(asked.progress, record, before, began)
-            with trace_at(asked.trace, asked.overwrite, made.run.named.destination) as trace:
+            with traced(made.run.named) as trace:
                 records = completed(made, told.item, trace, attempt=attempt, limits=limits)
             here = [one for one in records if one.attempt == attempt]
             return _report(made.job, record, began, before, {HERE: _of_records(here)}, complete=True)

@@ -71,15 +71,21 @@ class Trace(Spans):
         self._zero = 0.0
         self._failed: OutputError | None = None
 
-    def __enter__(self) -> Self:
+    def check(self) -> None:
+        """Raise OutputError if there is another file, which a trace does not replace."""
         try:
-            if os.path.lexists(self._path) and not _is_trace(self._path):
-                raise OutputError(
-                    f"{self._path} is no trace, and nothing else is replaced by one; give another {option('trace')}"
-                )
+            replaces = os.path.lexists(self._path) and not _is_trace(self._path)
+        except OSError as error:
+            raise self._refused(error) from error
+        if replaces:
+            raise OutputError(
+                f"{self._path} is no trace, and nothing else is replaced by one; give another {option('trace')}"
+            )
+
+    def __enter__(self) -> Self:
+        self.check()
+        try:
             self._draft, self._file = create_draft(self._path)
-        except OutputError:
-            raise
         except OSError as error:
             raise self._refused(error) from error
         self._zero = time.perf_counter()
