@@ -17,6 +17,7 @@ from znnpy.nnunet.names import model_of
 from znnpy.opened_run import named_run, opened_run
 from znnpy.options import InferOptions
 from znnpy.planner.run_plan import RunPlan
+from znnpy.recording import check_files
 from znnpy.run.resume import statistics_kept
 from znnpy.units import human_bytes, human_seconds
 from znnpy.volume.location import Location
@@ -99,6 +100,7 @@ def dry_run(asked: InferOptions) -> DryRun:
     with ExitStack() as stack:
         needs = named.trained.network.statistics is not None and asked.resume
         run = stack.enter_context(opened_run(named, statistics_kept(named.destination) if needs else None))
+        check_files(named)
         output = stack.enter_context(run.output())
         network, dtype = run.trained.network, run.dtype
         folder = output.folder

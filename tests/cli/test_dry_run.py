@@ -74,6 +74,34 @@ def test_a_run_that_would_be_refused_is_refused(place: Place, monkeypatch: pytes
         assert "--dry-run is of a run by this process: omit --cluster, --part and --finish" in said
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--record", "run.txt"), "run.txt does not end in .json: give a --record that does"),
+        (("--record", "there.json"), "there.json exists already; give another --record, or --overwrite to replace it"),
+        (("--record", "net.json", "--overwrite"), "net.yaml itself; give another name as --record"),
+        (("--trace", "there.json"), "there.json exists already; give another --trace, or --overwrite to replace it"),
+        (("--trace", "there.json", "--overwrite"), "there.json is no trace, and nothing else is replaced by one"),
+        (("--trace", "gone/trace.json"), "gone is not a folder; give another --trace"),
+        (("--trace", "out.h5.journal"), "out.h5.journal is the output or a file that it needs; give another --trace"),
+    ],
+)
+def test_files_that_the_run_could_not_write_are_refused(
+    place: Place, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], said: str
+) -> None:
+    monkeypatch.chdir(place.folder)
+    (place.folder / "there.json").write_text("{}")
+    (place.folder / "net.json").symlink_to(place.folder / "net.yaml")
+    assert said in place.refusal(*place.arguments, "--dry-run", *words)
+    assert said in place.refusal(*place.arguments, *words)
+
+
+def test_files_of_a_run_are_not_begun(place: Place) -> None:
+    before = sorted(place.folder.iterdir())
+    told(place, "--record", place.folder / "run.json", "--trace", place.folder / "trace.json")
+    assert sorted(place.folder.iterdir()) == before
+
+
 def test_a_resumed_run_tells_what_is_left(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     import znnpy
 
