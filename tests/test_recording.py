@@ -274,7 +274,7 @@ def test_files_that_only_the_opened_volume_names_are_not_replaced(place: Place) 
         written_anew.create_dataset("raw", (20, 23, 25), np.uint8, external=external)
     before = raw.read_bytes()
     for run in (infer, lambda *given, **options: dry_run(InferOptions(*given, **options))):
-        with pytest.raises(OutputError, match="is the source of the volume .* itself; give another name as `record`"):
+        with pytest.raises(OutputError, match=r"is the source of the volume .* itself; give another name as `record`"):
             run(place.volume, place.folder / "net.yaml", out=place.out, record=raw, overwrite=True, device="cpu")
         assert raw.read_bytes() == before
         assert not place.out.exists()

@@ -81,4 +81,4 @@ def _entry(of: click.Parameter, name: str, value: object) -> Any:
     if not values or not all(isinstance(one, str | int | float) and not isinstance(one, bool) for one in values):
         raise ValueError(f"{name} is a word or a number, or a list of them, not {excerpt(value, 60)}")
     words = [str(one) for one in values]
-    return words if isinstance(of, click.Option) and of.multiple else ",".join(words)
+    return words if of.nargs != 1 or of.multiple else ",".join(words)

@@ -44,6 +44,19 @@ def test_options_of_every_kind_are_read_as_on_the_command_line(tmp_path: Path) -
     assert read("infer", content, tmp_path) == main.commands["infer"].make_context("infer", list(words)).params
 
 
+def test_what_takes_several_words_is_read_as_such(tmp_path: Path) -> None:
+    found = read("view", "prediction: p.h5\nvolume: v.h5\nlabels: ['a,b.h5', c.h5]\n", tmp_path)
+    assert (found["prediction"], found["volume"], found["labels"]) == ("p.h5", "v.h5", ("a,b.h5", "c.h5"))
+    assert read("view", "prediction: p.h5\nvolume: v.h5\nlabels: a.h5\n", tmp_path)["labels"] == ("a.h5",)
+    assert read("graph", "network: a.yaml\nmaps: [4, 5]\n", tmp_path)["maps"] == (4, 5)
+
+
+@pytest.mark.parametrize(("value", "count"), [("[4]", "1 was"), ("5", "1 was"), ("[4, 5, 6]", "3 were")])
+def test_as_many_values_as_an_option_takes_are_needed(tmp_path: Path, value: str, count: str) -> None:
+    with pytest.raises(click.BadParameter, match=f"Takes 2 values but {count} given"):
+        read("graph", f"network: a.yaml\nmaps: {value}\n", tmp_path)
+
+
 def test_options_that_are_given_win(tmp_path: Path) -> None:
     content = "volume: v.h5\nthreads: 4\nnetwork: a.yaml\npatch: [8, 16, 16]\n"
     found = read("infer", content, tmp_path, "w.h5", "--threads", "2", "--network", "b.yaml")
