@@ -148,21 +148,27 @@ class Command(PrintingCommand):
         path: Path | None = ctx.params.pop("log")
         log: LogFile | None = None
         try:
-            if quiet() and verbose:
-                raise click.UsageError("--quiet prints less and --verbose more: give one of them")
             if path is not None:
                 log = ctx.with_resource(closing(LogFile(path, f"znnpy {znnpy.__version__}: {ctx.meta[WORDS]}")))
+            if quiet() and verbose:
+                raise click.UsageError("--quiet prints less and --verbose more: give one of them")
             with _logging(verbose, log):
                 super().invoke(ctx)
             return
         except click.UsageError as error:
+            if log is not None:
+                log.say(f"Error: {error.format_message()}")
             _print_error(error.format_message(), as_json)
             raise
         except (ZnnpyError, MemoryError, KeyboardInterrupt) as error:
             expected: BaseException = error
-        except (RuntimeError, ImportError) as error:
+        except (click.exceptions.Exit, click.Abort):  # which are no errors
+            raise
+        except Exception as error:
             refused = _refused(error)
             if refused is None:
+                if log is not None:
+                    log.say(f"Error: {type(error).__name__}: {error}".removesuffix(": "))
                 raise
             refused.__cause__ = error
             expected = refused
@@ -190,8 +196,10 @@ class Command(PrintingCommand):
                 return f"Error: out of memory: {error or 'the system refused more'}; give a smaller --ram or --patch", 1
 
 
-def _refused(error: RuntimeError | ImportError) -> ThreadError | MemoryError | None:
+def _refused(error: Exception) -> ThreadError | MemoryError | None:
     """Return the error behind a library's error if the system refused a thread or address space; else None."""
+    if not isinstance(error, RuntimeError | ImportError):
+        return None
     if str(error) == ThreadError.REFUSED:
         return ThreadError.refused()
     if "failed to map segment" in str(error):

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import click
 import numpy as np
 import pytest
 
@@ -54,6 +55,52 @@ def test_errors_and_warnings_are_logged_behind_the_lines_that_are_there(place: P
     assert lines[: len(before)] == before
     assert lines[len(before)].endswith("--quiet")
     assert lines[-1].startswith(f"Error: the output {place.out} exists")
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("an odd\nthing"), "Error: ValueError: an odd\\nthing"),
+        (RuntimeError("odd"), "Error: RuntimeError: odd"),
+        (AssertionError(), "Error: AssertionError"),
+    ],
+)
+def test_errors_that_nobody_expected_are_logged(
+    place: Place, monkeypatch: pytest.MonkeyPatch, error: Exception, line: str
+) -> None:
+    log = place.folder / "run.log"
+
+    def fail(asked: object) -> None:
+        raise error
+
+    monkeypatch.setattr("znnpy.inference.infer_as_asked", fail)
+    with pytest.raises(type(error)):
+        place.infer("--log", log)
+    assert said(log)[1:] == [line]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--overwrite", "--resume"), "--overwrite starts again and --resume continues: give one of them"),
+        (("--quiet", "--verbose"), "--quiet prints less and --verbose more: give one of them"),
+    ],
+)
+def test_options_that_a_command_refuses_are_logged(place: Place, words: tuple[str, ...], sentence: str) -> None:
+    log = place.folder / "run.log"
+    assert place.infer("--log", log, *words).exit_code == 2
+    assert said(log)[1:] == [f"Error: {sentence}"]
+
+
+def test_the_end_of_a_command_is_no_error(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = place.folder / "run.log"
+
+    def end(asked: object) -> None:
+        click.get_current_context().exit(3)
+
+    monkeypatch.setattr("znnpy.inference.infer_as_asked", end)
+    assert place.infer("--log", log).exit_code == 3
+    assert len(said(log)) == 1
 
 
 def event(done: int) -> Event:
