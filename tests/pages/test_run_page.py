@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,38 @@ def test_page_of_a_record_shows_all_of_it(place: Place, record: Path) -> None:
     assert all(layer["name"] in page.text for layer in document["layers"])
     assert len(page.pictures) == 4 + 4  # slices of two planes; layers, devices, memory, progress
     assert all(picture.width > 100 for picture in pngs(page))
+
+
+def verifying(text: str) -> list[str]:
+    """Return the words of the printed command that verifies."""
+    return next(shlex.split(line) for line in text.splitlines() if line.startswith("znnpy verify "))
+
+
+def test_what_verifying_needs_is_carried_over(place: Place) -> None:
+    path = place.folder / "run.json"
+    mask = np.zeros((20, 23, 25), np.uint8)
+    mask[:, :12] = 1
+    weights = place.folder / "moved.npz"
+    (place.folder / "net.npz").rename(weights)
+    infer(
+        place.volume, place.folder / "net.yaml", weights=weights, mask=place.write_volume(mask, "mask.h5"),
+        fill_missing=float("nan"), out=place.out, record=path, device="cpu", calibrate=False, patch=(4, 4, 4),
+    )  # fmt: skip
+    words = verifying(Page.of(run_page(str(path))).text)
+    assert words == [
+        *("znnpy", "verify", str(place.out), str(place.volume), "--network", f"{place.folder}/net.yaml"),
+        *("--weights", str(weights), "--mask", f"{place.folder}/mask.h5", "--fill-missing", "nan"),
+    ]
+    assert place.run(*words[1:]).exit_code == 0
+
+
+def test_a_run_is_verified_in_the_precision_that_it_had(record: Path) -> None:
+    """A plan may state it, and a CPU computes in fp32 where tf32 is asked for."""
+    document = json.loads(record.read_text())
+    arguments = {**document["arguments"], "precision": "tf32"}
+    assert "--precision" not in verifying(Page.of(run_page(str(changed(record, arguments=arguments)))).text)
+    report = {**document["report"], "precision": "fp16"}
+    assert verifying(Page.of(run_page(str(changed(record, report=report)))).text)[-2:] == ["--precision", "fp16"]
 
 
 def test_page_loads_nothing(record: Path, place: Place) -> None:

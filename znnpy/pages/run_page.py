@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from znnpy.errors import PlanFileError, VolumeError, ZnnpyError
-from znnpy.given_options import command_line, python_call
+from znnpy.given_options import Value, command_line, python_call
 from znnpy.messages import excerpt, one_line, option
 from znnpy.pages.page import Picture, figure_picture, filled, png_picture, threads_text
 from znnpy.planner.run_plan import RunPlan
@@ -24,6 +24,7 @@ from znnpy.volume.written import attributes_of
 
 Pairs = list[tuple[str, str]]
 
+VERIFIED_WITH = ("network", "weights", "mask", "fill_missing")  # options of a run that `verify` needs too
 SHOWN_AXES = (0, 1)  # of slices: across z, and across y
 
 
@@ -141,13 +142,18 @@ def _machine(record: RunRecord) -> Pairs:
 
 def _commands(record: RunRecord, given: dict[str, Any]) -> str:
     """Return what computes the prediction again, and what checks it."""
-    network = given.get("network")
-    checked = {} if network is None else {"network": network}
+    checked = {name: given[name] for name in VERIFIED_WITH if name in given}
+    checked |= _precision(record.report.precision)
     if record.in_python:
         return f"{python_call('infer', given)}\n"
     volume = str(given.pop("volume"))
     infer = command_line("infer", [volume], given)
     return f"{infer}\n{command_line('verify', [record.output, volume], checked)}\n"
+
+
+def _precision(name: str) -> dict[str, Value]:
+    """Return the option of a precision; nothing for that without which every command works."""
+    return {} if name == "fp32" else {"precision": name}
 
 
 # --- a prediction without a record ---
