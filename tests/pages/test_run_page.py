@@ -10,20 +10,26 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from PIL import Image
 
 from tests.support.browser import needs_browser
 from tests.support.cli import Place
 from tests.support.messages import assert_holds
 from tests.support.pages import Page, outside
+from tests.support.small_unet import written as small_unet
 from tests.support.viewed_files import written
+from znnpy.cli import main
 from znnpy.errors import MissingExtraError, PlanFileError, VolumeError
 from znnpy.inference import infer
 from znnpy.pages.page import require_report
 from znnpy.pages.run_page import run_page
 from znnpy.view.browser import page_screenshot
+from znnpy.volume.location import Location
+from znnpy.volume.written import attributes_of
 
 pytestmark = pytest.mark.slow
 
@@ -202,13 +208,76 @@ def test_page_of_a_prediction_alone(place: Place, record: Path) -> None:
 def test_options_of_a_prediction_are_those_of_its_job(place: Place) -> None:
     infer(
         place.volume, place.folder / "net.yaml", out=place.out, device="cpu", calibrate=False, roi="0:18,:,2:23",
-        border="reflect", output_dtype="float16", dataset="raw",
+        border="reflect", output_dtype="float16", dataset="raw", allow_nan=True,
     )  # fmt: skip
+    assert (
+        "znnpy infer VOLUME --network tiny --dataset raw --roi 0:18,0:23,2:23 --border reflect --output-dtype float16 "
+        "--meaning sliding --allow-nan --out OUTPUT.h5\n"
+    ) in Page.of(run_page(str(place.out))).text
+
+
+def job_in(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(str(attributes_of(Location.of(str(path)))["job"]))
+    return found
+
+
+WINDOWS = {"window": (16, 16, 16), "overlap": (0.25, 0.5, 0.5), "windows_like": "nnunet", "mirror": "z,x"}
+
+
+@pytest.mark.parametrize(
+    ("options", "printed"),
+    [
+        (
+            {**WINDOWS, "sigma": 0.25, "output": "above", "threshold": (0.5, 0.25), "ensemble": "probabilities"},
+            "--window 16,16,16 --overlap 0.25,0.5,0.5 --blend gaussian --sigma 0.25 --mirror z,x --windows-like nnunet "
+            "--output above --threshold 0.5,0.25 --ensemble probabilities",
+        ),
+        (
+            {**WINDOWS, "overlap": 0.25, "mirror": "none", "blend": "constant", "output": "labels", "fill_missing": -1},
+            "--window 16,16,16 --overlap 0.25,0.25,0.25 --blend constant --mirror none --windows-like nnunet "
+            "--output labels --fill-missing -1",
+        ),
+        ({**WINDOWS, "mask": "mask.npy"}, "--windows-like nnunet --mask MASK --out OUTPUT.zarr"),
+        (
+            {"meaning": "whole", "multiscale": 2, "sharded": True, "fill_missing": float("nan")},
+            "--meaning whole --fill-missing nan --multiscale 2 --sharded --out OUTPUT.zarr",
+        ),
+        ({"out": "zarr2://out.zarr", "output_dtype": "float16"}, "--meaning whole --out zarr2://OUTPUT.zarr"),
+    ],
+)
+def test_the_command_of_a_prediction_alone_does_the_same_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], printed: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    network = small_unet(tmp_path)
+    with h5py.File("volume.h5", "w") as file:
+        file["raw"] = np.load("volume.npy")
+    np.save("mask.npy", np.tri(23 * 20, 25, dtype=np.uint8).reshape(23, 20, 25))
+    infer("volume.h5", network, **{"out": "out.zarr", "device": "cpu", "calibrate": False, **options})
+    text = Page.of(run_page("out.zarr", "volume.h5")).text
+    assert printed in text
+    assert ("that of the mask" in text) == ("mask" in options)
+    files = {"small": str(network), "MASK": "mask.npy"}
+    infer_again, verify = (shlex.split(line)[1:] for line in text.splitlines() if line.startswith("znnpy "))
+    words = [files.get(word, word).replace("OUTPUT", "again") for word in infer_again]
+    result = CliRunner().invoke(main, [*words, "--device", "cpu", "--no-calibrate"], catch_exceptions=False)
+    assert result.exit_code == 0, result.stderr
+    assert job_in(tmp_path / "again.zarr") == job_in(tmp_path / "out.zarr")
+    result = CliRunner().invoke(main, [files.get(word, word) for word in verify], catch_exceptions=False)
+    assert result.exit_code == 0, result.stderr
+
+
+def test_place_in_a_series_and_precision_are_stated(place: Place, record: Path) -> None:
+    job = job_in(place.out)
+    job["volume"] |= {"dataset": "", "scale": 2, "time": 0}
+    with h5py.File(place.out, "r+") as file:
+        file["prediction"].attrs["job"] = json.dumps(job)
+        file["prediction"].attrs["precision"] = "bf16"
     text = Page.of(run_page(str(place.out))).text
     assert (
-        "znnpy infer VOLUME --network tiny --dataset raw --roi 0:18,0:23,2:23 --border reflect --output-dtype float16"
-        in text
+        "znnpy infer VOLUME --network tiny --scale 2 --time 0 --precision bf16 --device cpu --meaning sliding" in text
     )
+    assert verifying(text)[4:] == ["--network", "tiny", "--precision", "bf16"]
 
 
 def test_what_is_no_run_is_refused(place: Place) -> None:
@@ -223,8 +292,6 @@ def test_what_is_no_run_is_refused(place: Place) -> None:
 
 
 def test_damaged_plan_of_a_prediction_is_refused(place: Place, record: Path) -> None:
-    import h5py
-
     with h5py.File(place.out, "r+") as file:
         file["prediction"].attrs["plan"] = '{"format": 13}'
     with pytest.raises(PlanFileError, match=f"the plan in {re.escape(str(place.out))}"):

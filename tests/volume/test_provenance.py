@@ -63,6 +63,32 @@ def test_written_attributes_are_read_back(tmp_path: Path, suffix: str) -> None:
     assert Provenance.of(Location(str(written(tmp_path, suffix, precision=None)))).precision == "fp32"
 
 
+def test_how_an_output_is_stored_is_read_where_it_is_stated(tmp_path: Path) -> None:
+    job = Provenance.of(Location(str(written(tmp_path, ".h5")))).job
+    assert (job.allow_nan, job.fill_missing, job.format, job.sharded, job.multiscale) == (False, None, None, False, 0)
+    stated = {"allow_nan": True, "fill_missing": "nan", "format": "zarr2", "sharded": True, "multiscale": 3}
+    job = Provenance.of(Location(str(written(tmp_path, ".h5", job=json.dumps({**JOB, **stated}))))).job
+    assert {name: getattr(job, name) for name in stated} == stated
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"allow_nan": 1},
+        {"fill_missing": 5},
+        {"fill_missing": "5 --out x"},
+        {"format": "../x"},
+        {"sharded": "yes"},
+        {"multiscale": -1},
+        {"multiscale": 2**40},
+    ],
+    ids=str,
+)
+def test_odd_statements_on_how_an_output_is_stored_are_refused(tmp_path: Path, odd: dict[str, Any]) -> None:
+    said = refusal(written(tmp_path, ".h5", job=json.dumps({**JOB, **odd})))
+    assert f"is damaged: {next(iter(odd))}: " in said
+
+
 @pytest.mark.parametrize("suffix", [".h5", ".zarr"])
 def test_offset_in_voxels_comes_first(tmp_path: Path, suffix: str) -> None:
     """Once a resolution is known, `offset` is in its units; outputs of early versions have `offset` alone."""

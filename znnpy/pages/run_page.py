@@ -9,21 +9,25 @@ from typing import Any
 from znnpy.errors import PlanFileError, VolumeError, ZnnpyError
 from znnpy.given_options import Value, command_line, python_call
 from znnpy.messages import excerpt, one_line, option
+from znnpy.network_result import INTEGER_DTYPE, MAPS
 from znnpy.pages.page import Picture, figure_picture, filled, png_picture, threads_text
 from znnpy.planner.run_plan import RunPlan
 from znnpy.plots.run_figures import devices_figure, layers_figure, limit_note, memory_figure, progress_figure
 from znnpy.report.plan_text import explain
 from znnpy.run_record import RunRecord, is_record
 from znnpy.shapes import text
+from znnpy.shared_options import NO_AXES, USUAL_DTYPE
 from znnpy.units import human_bytes, human_seconds
 from znnpy.view.scene import Scene, opened_scene
 from znnpy.view.slices import left_out, png, slices
 from znnpy.volume.location import volume_location
 from znnpy.volume.provenance import Provenance, array_names
 from znnpy.volume.written import attributes_of
+from znnpy.windows.settings import Windows
 
 Pairs = list[tuple[str, str]]
 
+VOLUME, MASK = "VOLUME", "MASK"  # names in commands, for what is not named
 VERIFIED_WITH = ("network", "weights", "mask", "fill_missing")  # options of a run that `verify` needs too
 SHOWN_AXES = (0, 1)  # of slices: across z, and across y
 
@@ -175,15 +179,6 @@ def _page_of_prediction(prediction: str, volume: str | None) -> str:
         raise error.with_context(f"the plan in {prediction}") from None
     job = claim.job
     shown = _shown(prediction, volume)
-    options = {
-        "network": claim.network,
-        **({"dataset": job.volume.dataset} if job.volume.dataset else {}),
-        **({"roi": job.roi} if job.roi else {}),
-        **({"border": job.border} if job.border != "valid" else {}),
-        **({"output_dtype": job.output_dtype} if job.output_dtype != "float32" else {}),
-        **({"meaning": job.meaning} if job.meaning not in (None, "sliding") else {}),
-    }
-    name = volume or "VOLUME"
     return filled(
         "run.html",
         title=f"{excerpt(claim.network)} over {text(job.volume.shape[1:])} voxels",
@@ -200,8 +195,13 @@ def _page_of_prediction(prediction: str, volume: str | None) -> str:
         slices=shown.rows,
         slice_notes=shown.notes,
         measured=False,
-        commands=f"{command_line('infer', [name], options)}\n{command_line('verify', [prediction, name], {})}\n",
-        reproduce_notes=["A prediction holds no names of files: put in those of the volume and the network."],
+        commands=_stated_commands(prediction, volume or VOLUME, claim, plan),
+        reproduce_notes=[
+            "A prediction holds no names of files: put in that of the network, of its weights where the network's file "
+            f"does not name them{', that of the volume' if volume is None else ''}"
+            f"{'' if job.mask is None else ', that of the mask'}, and that of the new output.",
+            "It does not hold either how much of the machine the run might use, nor which methods were left out.",
+        ],
         identities=[
             ("network, SHA-256", job.network),
             ("weights, SHA-256", job.weights),
@@ -211,6 +211,56 @@ def _page_of_prediction(prediction: str, volume: str | None) -> str:
         lines="",
         plan=explained,
     )
+
+
+def _stated_commands(prediction: str, volume: str, claim: Provenance, plan: RunPlan) -> str:
+    """Return what does the job again that a prediction states, and what checks it."""
+    job = claim.job
+    out = f"OUTPUT{Path(volume_location(prediction).name).suffix}"
+    precision = _precision(claim.precision)
+    needed: dict[str, Value] = {"fill_missing": job.fill_missing, "mask": None if job.mask is None else MASK}
+    usual = INTEGER_DTYPE if job.result.is_integer else USUAL_DTYPE
+    stated: dict[str, Value | tuple[Value, ...]] = {
+        "network": claim.network,
+        "dataset": job.volume.dataset or None,
+        "scale": job.volume.scale,
+        "time": job.volume.time,
+        "roi": job.roi or None,
+        "border": None if job.border == "valid" else job.border,
+        "output_dtype": None if job.output_dtype == usual else job.output_dtype,
+        **precision,
+        "device": plan.device if precision else None,  # not every device has each precision
+        "meaning": job.meaning,
+        **({} if job.windows is None else _windows(job.windows)),
+        "output": None if job.result.kind == MAPS.kind else job.result.kind,
+        "threshold": job.result.above or None,
+        "ensemble": "probabilities" if job.result.apart else None,
+        "allow_nan": job.allow_nan or None,
+        **needed,
+        "multiscale": job.multiscale or None,
+        "sharded": job.sharded or None,
+        "out": out if job.format is None else f"{job.format}://{out}",
+    }
+    infer = command_line("infer", [volume], _given(stated))
+    checked = _given({"network": claim.network, **needed, **precision})
+    return f"{infer}\n{command_line('verify', [prediction, volume], checked)}\n"
+
+
+def _windows(windows: Windows) -> dict[str, Value | tuple[Value, ...]]:
+    """Return the options that give windows, all of them, since the file of the network may state others."""
+    return {
+        "window": windows.size,
+        "overlap": windows.overlap,
+        "blend": windows.blend,
+        "sigma": windows.sigma if windows.blend == "gaussian" else None,
+        "mirror": ",".join("zyx"[axis] for axis in windows.mirror) or NO_AXES,
+        "windows_like": windows.rule,
+    }
+
+
+def _given(options: dict[str, Value | tuple[Value, ...]]) -> dict[str, Value | tuple[Value, ...]]:
+    """Return the options that have a value."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 # --- slices ---

@@ -72,6 +72,11 @@ class JobClaim(_Checked):
     statistics: dict[str, Any] | None = None  # of the volume, where the network normalises by them
     windows: Windows | None = None  # in which the network was computed
     result: NetworkResult = MAPS  # what is written of its maps
+    allow_nan: bool = False
+    fill_missing: Annotated[str, Field(pattern=r"^[0-9A-Za-z.+-]{1,400}$")] | None = None  # a number, NaN too
+    format: Annotated[str, Field(pattern="^[a-z0-9]{1,20}$")] | None = None  # where its name did not tell it
+    sharded: bool = False
+    multiscale: Annotated[int, Field(ge=0, lt=2**7)] = 0
 
 
 @dataclass(frozen=True, slots=True)
