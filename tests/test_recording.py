@@ -19,7 +19,7 @@ from tests.support.small_unet import written
 from znnpy.computation import trace_of
 from znnpy.dry_run import dry_run
 from znnpy.errors import OutputError, PlanFileError
-from znnpy.inference import infer
+from znnpy.inference import infer, infer_as_asked
 from znnpy.opened_run import named_run
 from znnpy.options import InferOptions
 from znnpy.pages.run_page import run_page
@@ -256,8 +256,8 @@ def test_existing_files_are_replaced_only_with_overwrite(place: Place) -> None:
 def test_what_a_run_reads_is_not_replaced(place: Place, file: str, role: str) -> None:
     path = place.folder / "input.json"
     path.write_text("{}")
-    asked = InferOptions(place.volume, place.folder / "net.yaml", overwrite=True, mask=path, **{file: path})
-    named = named_run(asked)
+    written_there: dict[str, Any] = {file: path}
+    named = named_run(InferOptions(place.volume, place.folder / "net.yaml", overwrite=True, mask=path, **written_there))
     assert named.inputs["mask"] == path
     named.inputs.clear()
     named.inputs[role] = [path] if role in ("weights", "source of the volume") else path
@@ -273,9 +273,10 @@ def test_files_that_only_the_opened_volume_names_are_not_replaced(place: Place) 
         external = [(str(raw), 0, h5py.h5f.UNLIMITED)]
         written_anew.create_dataset("raw", (20, 23, 25), np.uint8, external=external)
     before = raw.read_bytes()
-    for run in (infer, lambda *given, **options: dry_run(InferOptions(*given, **options))):
+    asked = InferOptions(place.volume, place.folder / "net.yaml", out=place.out, record=raw, overwrite=True)
+    for run in (infer_as_asked, dry_run):
         with pytest.raises(OutputError, match=r"is the source of the volume .* itself; give another name as `record`"):
-            run(place.volume, place.folder / "net.yaml", out=place.out, record=raw, overwrite=True, device="cpu")
+            run(asked)
         assert raw.read_bytes() == before
         assert not place.out.exists()
 
