@@ -210,7 +210,7 @@ def test_another_array_of_the_predicted_file_is_drawn_by_its_type(place: Place, 
     with h5py.File(out, "r+") as file:
         file["cells"] = np.zeros((4, 5, 6), np.uint64)
     _, (_, layer) = scene_of(f"{out}::cells", place.volume)
-    assert (layer.kind, layer.volume.dtype) == ("labels", np.uint64)
+    assert (layer.kind, layer.volume.dtype) == ("labels", np.dtype(np.uint64))
 
 
 @pytest.mark.slow
