@@ -27,9 +27,10 @@ with znnpy.stream(asked.volume, "fib25_unet", ram=asked.ram) as blocks:
     coarse = np.zeros([size // FACTOR for size in blocks.shape[1:]], np.float32)
     whole = np.prod(blocks.shape)
     for box, block in blocks:  # (maps, z, y, x) of one map
-        means = ops.average_pool(block[..., None], (FACTOR,) * 3)[0, ..., 0]
-        first = [low // FACTOR for low in box.lo]
-        coarse[tuple(slice(low, low + size) for low, size in zip(first, means.shape, strict=True))] = means
+        if min(box.size) >= FACTOR:  # the last block may be thinner than one value of the map
+            means = ops.average_pool(block[..., None], (FACTOR,) * 3)[0, ..., 0]
+            first = [low // FACTOR for low in box.lo]
+            coarse[tuple(slice(low, low + size) for low, size in zip(first, means.shape, strict=True))] = means
         voxels, boundaries = voxels + block.size, boundaries + np.count_nonzero(block >= SURE)
         print(f"{voxels / whole:4.0%} of the volume: {boundaries / voxels:.1%} boundaries so far", flush=True)
 np.save(asked.out, coarse)

@@ -159,6 +159,16 @@ def test_run_ends_with_the_loop(place: Place) -> None:
     assert stream_threads() == []
 
 
+def test_thread_of_a_run_may_collect_a_stream(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a thread must not wait for its own end."""
+    streams = [znnpy.stream(place.volume, place.folder / "net.yaml", threads=1, device="cpu")]
+    monkeypatch.setattr("znnpy.streaming.computed", lambda *given, **more: streams.pop().close())
+    thread = streams[0]._thread
+    thread.start()
+    assert thread.wait(10)
+    assert not streams
+
+
 def test_errors_of_the_run_are_raised_by_the_loop(place: Place) -> None:
     volume = np.zeros((1, 40, 23, 25), np.float32)
     volume[0, 30, 5, 5] = np.nan

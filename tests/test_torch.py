@@ -177,8 +177,37 @@ def test_several_outputs_and_images_come_as_the_module_gives_them() -> None:
     assert list(found) == list(expected)
     for name, one in found.items():
         assert_equal(one, expected[name].detach())
+    for wrapped in (lambda y: (y,), lambda y: [y]):  # a list comes as a tuple
+        module.forward = lambda x, wrapped=wrapped: wrapped(module.conv(x))
+        (one,) = dense(module)(x)
+        assert_equal(one, module(x)[0].detach())
     flat, images = nn.Conv2d(1, 2, 3).eval(), tensor(4, 1, 9, 11)
     assert_equal(dense(flat)(images), flat(images).detach())
+
+
+def test_an_example_counts_also_when_weights_have_changed() -> None:
+    """No array without an example suits: the first convolution has another number of channels than the module."""
+    import torch
+    from torch import nn
+
+    class Sides(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv3d(1, 2, 1)
+
+        def forward(self, x: Any) -> Any:
+            return self.conv(x[:, 4:5])
+
+    module, x = Sides().eval(), tensor(1, 5, 7, 9, 11)
+    ours = dense(module, example=torch.empty(1, 5, 7, 9, 11))
+    assert_equal(ours(x), module(x).detach())
+    module.conv.weight.data.mul_(1.5)
+    assert_equal(copy.deepcopy(ours)(x), module(x).detach())
+
+
+def test_a_batch_of_none_is_refused() -> None:
+    with pytest.raises(VolumeError, match="holds nothing"):
+        dense(chain())(tensor(0, 2, 7, 9, 11))
 
 
 def test_options_are_those_of_a_session() -> None:

@@ -254,7 +254,7 @@ class ArraySession:
             return self._prepared_by(plan, network, source, target)
         if found.network != network:  # its normalisation followed from another array
             self._forget(shape)
-            return self._prepare(found.plan, network, source, target)
+            return self._prepared_by(found.plan, network, source, target)
         self._kept.move_to_end(shape)
         return found
 

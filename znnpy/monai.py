@@ -130,11 +130,13 @@ class ZnnpyInferer(Inferer):  # type: ignore[misc]
         if runner is None:
             runner = self._runners[network] = ModuleRunner("refuse", self.options)
         example = torch.empty((1, inputs.shape[1], z, y, x), device="meta")
-        words = runner.read(network, example).words
+        compiled = runner.read(network, example)
+        words = compiled.words
         if words != ("0",):
             raise ShapeError(
                 f"{type(network).__name__} gives {excerpt(', '.join(words), 60)}, and the inferer returns one tensor; "
                 "give a module that returns one, without deep supervision"
             )
         found = runner(network, inputs, example, window=(z, y, x))
-        return cast(torch.Tensor, convert_to_dst_type(found, inputs)[0])
+        tensor = found if compiled.is_alone else found[0]  # of a tuple of one, as MONAI's inferer returns it
+        return cast(torch.Tensor, convert_to_dst_type(tensor, inputs)[0])

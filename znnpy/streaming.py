@@ -30,7 +30,7 @@ from znnpy.patches import Box
 from znnpy.planner.run_plan import RunPlan
 from znnpy.run.choice import given_plan
 from znnpy.run.pipeline import Event
-from znnpy.run.stoppable_thread import Thread
+from znnpy.run.stoppable_thread import Thread, is_of_a_run
 from znnpy.volume.sliceable import BlockOutput
 from znnpy.volume.source import Predicted
 
@@ -253,10 +253,20 @@ def _compute(run: OpenedRun, output: _StreamedOutput, handover: _Handover) -> No
 
 
 def _end(handover: _Handover, thread: Thread, open_files: ExitStack) -> None:
-    """Stop a run, wait for it, and close its volume."""
+    """Stop a run, wait for it, and close its volume.
+
+    A stream in a cycle of references is collected by any thread, also by one that the run waits for.
+    """
     handover.close()
-    thread.wait()
-    open_files.close()
+
+    def close() -> None:
+        thread.wait()
+        open_files.close()
+
+    if is_of_a_run(threading.current_thread()):
+        threading.Thread(target=close, name="end of a stream", daemon=True).start()
+    else:
+        close()
 
 
 def _check_one_device(asked: StreamOptions) -> None:

@@ -47,8 +47,9 @@ class Dense(torch.nn.Module):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self.module = module
+        self.example = None if example is None else torch.empty(tuple(example.shape), device="meta")
         self.runner = ModuleRunner(pad_to_period, options)
-        self.runner.read(module, example)
+        self.runner.read(module, self.example)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, volume: torch.Tensor) -> Any:
@@ -62,7 +63,7 @@ class Dense(torch.nn.Module):  # type: ignore[misc]
 
         VolumeError for other tensors, ShapeError and NoPlanError as from a session.
         """
-        return self.runner(self.module, volume)
+        return self.runner(self.module, volume, self.example)
 
     def close(self) -> None:
         """Give back what was prepared; the next tensor prepares it again."""

@@ -71,16 +71,18 @@ def from_torch(
 class CompiledModule:
     """A PyTorch module that znnpy computes. Calling it takes and gives what the module does.
 
-    network  layers and weights
-    words    names of the module's outputs: numbers if it gives one array or several, keys if it gives a dictionary
-    planar   the module is over images, (batch, channels, y, x)
-    options  of each call, such as `ram` and `threads`
+    network   layers and weights
+    words     names of the module's outputs: numbers if it gives one array or several, keys if it gives a dictionary
+    planar    the module is over images, (batch, channels, y, x)
+    options   of each call, such as `ram` and `threads`
+    is_alone  the module gives one array, and no tuple or dictionary of it
     """
 
     network: TrainedNetwork
     words: tuple[str, ...]
     planar: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
+    is_alone: bool = True
 
     def __call__(self, volume: Any) -> Any:
         """Return what the module gives for a volume.
@@ -88,9 +90,9 @@ class CompiledModule:
         volume  (z, y, x), (channels, z, y, x) or (batch, channels, z, y, x), and (batch, channels, y, x) for a module
                 over images: a tensor of PyTorch, or anything that numpy makes an array of, such as a Zarr array
 
-        Returns float32 of as many dimensions, with maps in place of channels: a tensor on the device of the input for a
-        tensor, and else a numpy array. Each call makes a plan: for many, `znnpy.torch.Dense` keeps a session open. For
-        a volume larger than memory use `znnpy.infer`.
+        Returns float32, or uint8 of labels, with maps in place of channels; (maps, z, y, x) for (z, y, x): a tensor on
+        the device of the input for a tensor, and else a numpy array. Each call makes a plan: for many,
+        `znnpy.torch.Dense` keeps a session open. For a volume larger than memory use `znnpy.infer`.
 
         ShapeError, NoPlanError, VolumeError: as from TrainedNetwork.
         """
@@ -113,6 +115,8 @@ class CompiledModule:
             raise VolumeError(
                 f"the volume has the shape {excerpt(given.shape)}; give (batch, channels, z, y, x), or fewer"
             )
+        if not given.size:
+            raise VolumeError(f"the volume has the shape {given.shape}, which holds nothing; give at least one voxel")
         if self.planar and given.ndim == 4:  # (batch, channels, y, x): each image is a plane of a volume
             return [
                 np.moveaxis(one, 0, 1) for one in self._split(predict(np.ascontiguousarray(np.moveaxis(given, 0, 1))))
@@ -127,8 +131,8 @@ class CompiledModule:
         return self._split(found)
 
     def named(self, outputs: Sequence[Any]) -> Any:
-        """Return outputs as the module gives them: one, a tuple, or a dictionary."""
-        if self.words == ("0",):
+        """Return outputs as the module gives them: one, a tuple, which also stands for a list, or a dictionary."""
+        if self.is_alone:
             return outputs[0]
         if all(word.isdecimal() for word in self.words):
             return tuple(outputs)
@@ -166,4 +170,4 @@ def compile(
             "flat tuple or a dictionary, or choose outputs by name with znnpy.from_torch"
         )
     network = replace(made.network, asked_meaning="whole")  # of which a chain would give another result than the module
-    return CompiledModule(TrainedNetwork(network, made.weights), made.words, made.planar, options)
+    return CompiledModule(TrainedNetwork(network, made.weights), made.words, made.planar, options, made.is_alone)

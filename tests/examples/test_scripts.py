@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import h5py
 import numpy as np
+import numpy.typing as npt
 import pytest
 from skimage import measure
 
 import znnpy
+from znnpy import Box
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
@@ -118,6 +123,22 @@ def test_blocks_of_a_stream_become_a_coarse_map(part: Path, tmp_path: Path) -> N
     coarse = boundary.reshape(15, 4, 15, 4, 15, 4).mean((1, 3, 5))
     assert np.abs(np.load(tmp_path / "coarse.npy") - coarse).max() < 1e-5
     assert last == f"100% of the volume: {np.mean(boundary >= 0.5):.1%} boundaries so far"
+
+
+def test_a_block_thinner_than_a_voxel_of_the_map_counts_in_the_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Blocks(ExitStack):
+        shape = (1, 10, 8, 8)
+
+        def __iter__(self) -> Iterator[tuple[Box, npt.NDArray[np.float32]]]:
+            for low, high in ((0, 8), (8, 10)):
+                yield Box((low, 0, 0), (high, 8, 8)), np.ones((1, high - low, 8, 8), np.float32)
+
+    monkeypatch.setattr(znnpy, "stream", lambda *given, **options: Blocks())
+    monkeypatch.setattr(sys, "argv", ["stream.py", "volume.h5", "--out", str(tmp_path / "coarse.npy")])
+    runpy.run_path(str(EXAMPLES / "stream.py"))
+    np.testing.assert_array_equal(np.load(tmp_path / "coarse.npy"), np.ones((2, 2, 2)))
 
 
 @pytest.mark.torch

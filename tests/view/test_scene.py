@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 
@@ -15,7 +16,8 @@ from tests.support.messages import assert_holds
 from tests.support.viewed_files import RESOLUTION, grey, written
 from znnpy.errors import VolumeError
 from znnpy.inference import infer
-from znnpy.view.scene import Layer, Scene, opened_scene
+from znnpy.view.scene import Layer, Scene, _between, opened_scene
+from znnpy.volume.space import Space
 
 
 def scene_of(*paths: Path | str | None) -> tuple[Scene, list[Layer]]:
@@ -54,6 +56,19 @@ def test_units_of_both_files_count(tmp_path: Path, volume: Path) -> None:
     low, high = layer.corners  # its voxels have the centres 0.5, 2.5, .. and are two wide: from 0 to 8
     assert low.tolist() == pytest.approx([0.0, 0.0, 0.0])
     assert high.tolist() == pytest.approx([8.0, 10.0, 12.0])
+
+
+def test_each_axis_of_the_volume_may_have_a_unit_of_its_own() -> None:
+    mixed = Space((0.04, 8.0, 8.0), (0.4, 80.0, 16.0), ("micrometer", "nanometer", "nanometer"))
+    plain = Space((80.0, 8.0, 16.0), (440.0, 80.0, 32.0), ("nanometer",) * 3)
+    for below, above, steps, position in (
+        (mixed, plain, [2.0, 1.0, 2.0], [1.0, 0.0, 2.0]),
+        (plain, mixed, [0.5, 1.0, 0.5], [-0.5, 0.0, -1.0]),
+    ):
+        place = _between(below, above)
+        assert place is not None
+        np.testing.assert_allclose(np.diag(place)[:3], steps)
+        np.testing.assert_allclose(place[:3, 3], position)
 
 
 def test_a_size_without_a_unit_is_taken_to_be_in_nanometers(tmp_path: Path) -> None:
@@ -187,6 +202,15 @@ def test_larger_voxels_of_an_output_are_placed_by_themselves_as_in_the_volume(tm
         scene, layers_of_scene = scene_of(out, below)
         assert scene.scale == pytest.approx((40e-9, 8e-9, 8e-9))
         assert placed(layers_of_scene[-1]) == ([0.5] * 3, [2.0] * 3)
+
+
+@pytest.mark.slow
+def test_another_array_of_the_predicted_file_is_drawn_by_its_type(place: Place, predicted: Callable[..., Path]) -> None:
+    out = predicted()
+    with h5py.File(out, "r+") as file:
+        file["cells"] = np.zeros((4, 5, 6), np.uint64)
+    _, (_, layer) = scene_of(f"{out}::cells", place.volume)
+    assert (layer.kind, layer.volume.dtype) == ("labels", np.dtype(np.uint64))
 
 
 @pytest.mark.slow

@@ -64,7 +64,7 @@ def walked(program: Program, size: Vec3) -> Walk:
             what = "is the indices of maxima" if found is None else "does not depend on its input"
             raise NetworkFileError(f"output {excerpt(word, 60)} of the network {what}; leave it out and export again")
         outputs[word] = found
-    return Walk(size, builder, outputs, order)
+    return Walk(size, builder, outputs, order, program.is_alone)
 
 
 def _call(builder: Builder, evaluation: Evaluation, call: Call, values: dict[str, _Box]) -> None:

@@ -44,6 +44,7 @@ class Walk:
     builder: Builder
     outputs: dict[str, Tensor]
     order: str = "nczyx"  # of the dimensions of the input
+    is_alone: bool = True  # the framework gives one array, and no tuple or dictionary of it
 
     @property
     def planar(self) -> bool:
@@ -110,7 +111,7 @@ def imported(
     )
     words = tuple(first.outputs if wanted is None else wanted)
     only = size if fixed else None
-    return Imported(network, weights, words, first.planar, only, first.order, folded, source)
+    return Imported(network, weights, words, first.planar, only, first.order, folded, source, first.is_alone)
 
 
 def _larger(walk: Callable[[Vec3], Walk], size: Vec3, period: Vec3, growing: Vec3) -> Walk:

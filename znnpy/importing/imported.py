@@ -35,6 +35,7 @@ class Imported:
     order    of the letters n, c, z, y, x: dimensions of the framework's input
     folded   what was left out or joined with another layer, and how often
     source   what it was read from, such as `ONNX, opset 20, by pytorch 2.9`
+    is_alone the framework gives one array, and no tuple or dictionary of it
 
     Of a description of bioimage.io alone:
 
@@ -51,6 +52,7 @@ class Imported:
     order: str = "nczyx"
     folded: Mapping[str, int] = field(default_factory=Counter)
     source: str = ""
+    is_alone: bool = True
     file: Path | None = None
     processing: Processing | None = None
     tested: Callable[[], Tested | None] | None = None

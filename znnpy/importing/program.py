@@ -40,9 +40,11 @@ class Program:
     inputs     names and shapes of the arrays that a caller gives
     constants  parameters, buffers and other arrays by the names of their values
     outputs    names of the values that are given back, by the words for them: a key of a dictionary, or 0, 1, ..
+    is_alone   it gives one array, and no tuple or dictionary of it
     """
 
     calls: Sequence[Call]
     inputs: Sequence[tuple[str, tuple[int, ...]]]
     constants: Mapping[str, npt.NDArray[np.generic]]
     outputs: Mapping[str, str]
+    is_alone: bool = True

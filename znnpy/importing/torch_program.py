@@ -47,7 +47,7 @@ def program_of(exported: torch.export.ExportedProgram) -> Program:
             case kind:
                 raise shared.refused(f"its input {excerpt(name, SHOWN)} ({excerpt(kind, SHOWN)})")
     calls = [call for node in exported.graph.nodes if (call := reader.call(node)) is not None]
-    return shared.checked(Program(calls, inputs, constants, reader.outputs()), unreadable)
+    return shared.checked(Program(calls, inputs, constants, reader.outputs(), reader.is_alone), unreadable)
 
 
 class _Reader:
@@ -89,6 +89,11 @@ class _Reader:
                 case kind:
                     raise shared.refused(f"its output {excerpt(kind, SHOWN)}")
         return shared.named_outputs(values, self._output_words())
+
+    @property
+    def is_alone(self) -> bool:
+        """Return whether it gives one array, and no tuple or dictionary of it."""
+        return bool(self._exported.call_spec.out_spec.is_leaf())
 
     def _output_words(self) -> list[str] | None:
         from torch.utils import _pytree as pytree

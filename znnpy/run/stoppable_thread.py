@@ -7,6 +7,13 @@ from collections.abc import Callable
 
 from znnpy.errors import ThreadError
 
+PREFIX = "znnpy-"  # of the names of all threads that a run has, those of `ThreadPool` too
+
+
+def is_of_a_run(thread: threading.Thread) -> bool:
+    """Return whether a thread belongs to a run, which waits for it."""
+    return thread.name.startswith(PREFIX)
+
 
 class Thread(threading.Thread):
     """A daemon thread, so that a second Ctrl-C ends the process even if the thread hangs in a read.
@@ -15,7 +22,7 @@ class Thread(threading.Thread):
     """
 
     def __init__(self, name: str, work: Callable[[], None]) -> None:
-        super().__init__(target=work, name=f"znnpy-{name}", daemon=True)
+        super().__init__(target=work, name=f"{PREFIX}{name}", daemon=True)
         self._ended = threading.Event()
 
     def start(self) -> None:

@@ -154,9 +154,9 @@ def _arrays(location: Location, stack: ExitStack) -> tuple[Provenance | None, li
         if location.dataset is None or location.dataset in (name, dataset):
             volume = stack.enter_context(open_volume(replace(whole, dataset=dataset)))
             found.append(_Array(name.rpartition("/")[2] or "prediction", volume, attributes_of(whole, name)))
-    if not found:  # the whole of another array in the same file
-        found = [_Array("prediction", stack.enter_context(open_volume(location)), {})]
-    return claim, found
+    if found:
+        return claim, found
+    return None, [_Array("prediction", stack.enter_context(open_volume(location)), {})]  # another array of the file
 
 
 def _coarser(volume: Volume, stack: ExitStack) -> tuple[tuple[Vec3, Volume], ...]:
@@ -230,8 +230,8 @@ def _between(scene: Space | None, own: Space | None) -> Matrix | None:
     if scene is None or own is None or (scene.affine is None) != (own.affine is None):
         return None
     unit = scene.units[0]
-    if unit is not None and own.units != scene.units:
-        own = in_unit(own, unit) or own  # without a unit it is taken to be the same
+    if unit is not None and own.units != scene.units:  # without a unit it is taken to be the same
+        scene, own = in_unit(scene, unit) or scene, in_unit(own, unit) or own
     found: Matrix = np.linalg.inv(_matrix(scene)) @ _matrix(own)
     return found
 
