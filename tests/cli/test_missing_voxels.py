@@ -12,6 +12,8 @@ import pytest
 
 from tests.support.cli import Place
 from tests.support.messages import assert_holds
+from znnpy.patches import Box
+from znnpy.view.scene import opened_scene
 
 pytestmark = pytest.mark.slow
 
@@ -54,6 +56,17 @@ def test_missing_source_file_is_refused_or_filled(place: Place) -> None:
     place.write_volume(voxels)
     assert place.infer("--overwrite").exit_code == 0
     np.testing.assert_array_equal(place.prediction(), filled)
+
+
+def test_a_prediction_of_a_volume_with_missing_files_is_looked_at_over_it(place: Place) -> None:
+    voxels = in_two_files(place)
+    assert place.infer("--fill-missing", "50").exit_code == 0
+    np.save(place.folder / "copy.npy", voxels)
+    for volume in (place.volume, place.folder / "copy.npy"):
+        found = np.zeros((1, *voxels.shape), np.uint8)
+        with opened_scene(str(place.out), str(volume)) as scene:
+            scene.layers[0].volume.read(Box((0, 0, 0), (20, 23, 25)), found)
+        np.testing.assert_array_equal(found[0], voxels)
 
 
 def test_fill_value_without_a_number_is_refused(place: Place) -> None:

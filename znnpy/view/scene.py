@@ -7,7 +7,7 @@ as the volume counts them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -19,7 +19,7 @@ import numpy.typing as npt
 from znnpy.errors import VolumeError
 from znnpy.messages import excerpt
 from znnpy.shapes import Vec3, text
-from znnpy.volume.base import Volume
+from znnpy.volume.base import MissingVoxels, Volume
 from znnpy.volume.lengths import meters
 from znnpy.volume.location import Location, volume_location
 from znnpy.volume.provenance import Provenance, array_names
@@ -131,13 +131,18 @@ def _predicted(location: Location, claim: Provenance | None) -> Volume:
     """Open the volume below a prediction: where it holds several arrays, that which the prediction names."""
     if claim is None:
         return open_volume(location)
-    named = claim.job.volume
+    named, fill = claim.job.volume, claim.job.fill_missing
+    where: dict[str, Any] = {"scale": named.scale, "time": named.time}
+    if fill is not None:
+        with suppress(VolumeError):  # a copy of the volume may be in a format of which no part can be missing
+            dataset = None if location.dataset else named.dataset
+            return open_volume(location, dataset, MissingVoxels(float(fill)), **where)
     try:
-        return open_volume(location, scale=named.scale, time=named.time)
+        return open_volume(location, **where)
     except VolumeError:
         if location.dataset is not None or not named.dataset:
             raise
-        return open_volume(location, named.dataset, scale=named.scale, time=named.time)
+        return open_volume(location, named.dataset, **where)
 
 
 def _arrays(location: Location, stack: ExitStack) -> tuple[Provenance | None, list[_Array]]:
