@@ -31,4 +31,6 @@ def test_advice_for_an_uninstalled_copy_names_the_extra(monkeypatch: pytest.Monk
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "requires", missing)
+    install.cache_clear()
     assert install("io") == "pip install '.[io]'"
+    install.cache_clear()
