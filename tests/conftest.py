@@ -28,6 +28,11 @@ ON_REQUEST = frozenset({"long", "torch", "gpu"})  # markers of tests that run on
 DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the last: under Windows
 
 
+def pytest_collection_finish() -> None:
+    """Let collections of garbage pass over the tests: each run collects before it counts memory, and they are many."""
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def repository() -> Path:
     """Return the folder that holds pyproject.toml."""
