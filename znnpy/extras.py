@@ -12,8 +12,8 @@ _REQUIREMENT = re.compile(r"""(?P<package>[^;]+?)\s*;.*\bextra\s*==\s*['"](?P<ex
 def install(extra: str) -> str:
     """Return the `pip` command for the packages of an extra, such as `pip install 'nibabel>=5.3'`.
 
-    It names the packages and not `znnpy[medical]`, which pip finds only if znnpy itself came from a package index. Planning
-    asks for it often, and reading what is required takes milliseconds.
+    It names the packages and not `znnpy[medical]`, which pip finds only if znnpy itself came from a package index.
+    Planning asks for it often, and reading what is required takes milliseconds.
     """
     from importlib.metadata import PackageNotFoundError, requires
 
