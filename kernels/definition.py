@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
-from math import erfc
+from math import erfc, prod
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.stride_tricks import sliding_window_view
 
 from znnpy.graph_shapes import (
     GlobalPoolShape,
@@ -70,20 +71,18 @@ def convolve(shape: GraphConvShape, weights: ConvWeights, inputs: Sequence[AnyRe
     x = np.pad(x, [*zip(shape.before, shape.behind, strict=True), (0, 0)])
     weight, out = weights.weight.astype(np.float64), np.zeros(shape.out_shape[1:])
     fin, fout = shape.fin // shape.groups, shape.fout // shape.groups
-    taps = list(product(*map(range, shape.k)))
-    rows = max(1, WINDOW_VALUES // (out.shape[2] * len(taps) * fin))
-    for i, first, group in product(range(out.shape[0]), range(0, out.shape[1], rows), range(shape.groups)):
+    reaches = [(k - 1) * dilation + 1 for k, dilation in zip(shape.k, shape.dilation, strict=True)]
+    (sz, sy, sx), (dz, dy, dx) = shape.stride, shape.dilation
+    windows = sliding_window_view(x, reaches, axis=(0, 1, 2))[::sz, ::sy, ::sx, :, ::dz, ::dy, ::dx]
+    values = fin * prod(shape.k)  # of a window
+    rows = max(1, min(out.shape[1], WINDOW_VALUES // (out.shape[2] * values)))
+    planes = max(1, WINDOW_VALUES // (out.shape[1] * out.shape[2] * values)) if rows == out.shape[1] else 1
+    starts = product(range(0, out.shape[0], planes), range(0, out.shape[1], rows), range(shape.groups))
+    for plane, row, group in starts:
         maps, outs = slice(group * fin, (group + 1) * fin), slice(group * fout, (group + 1) * fout)
-        size = min(rows, out.shape[1] - first), out.shape[2]
-        begin = (i * shape.stride[0], first * shape.stride[1], 0)
-        windows = []
-        for d in taps:
-            z, y, x_ = (at + tap * dilation for at, tap, dilation in zip(begin, d, shape.dilation, strict=True))
-            across = slice(x_, x_ + (size[1] - 1) * shape.stride[2] + 1, shape.stride[2])
-            windows.append(x[z, y : y + (size[0] - 1) * shape.stride[1] + 1 : shape.stride[1], across, maps])
-        matrix = np.concatenate([weight[outs, :, d[0], d[1], d[2]].T for d in taps])
-        values = np.concatenate(windows, axis=-1).reshape(-1, len(taps) * fin) @ matrix
-        out[i, first : first + rows, :, outs] = values.reshape(*size, fout)
+        part = windows[plane : plane + planes, row : row + rows, :, maps]
+        sums = part.reshape(-1, values) @ weight[outs].reshape(fout, values).T
+        out[plane : plane + planes, row : row + rows, :, outs] = sums.reshape(*part.shape[:3], fout)
     return activate(shape.activation, shape.parameters, out + weights.bias + addend)
 
 
