@@ -30,7 +30,7 @@ def volume(tmp_path: Path) -> Path:
 def test_network_in_memory_is_planned_run_resumed_and_verified(net: znnpy.TrainedNetwork, volume: Path) -> None:
     out = volume.with_name("out.h5")
     assert znnpy.plan(net, volume=volume, calibrate=False).output == (19, 22, 25)
-    znnpy.infer(volume, net, out=out, ram="1G", calibrate=False)
+    znnpy.infer(volume, net, out=out, ram="4G", calibrate=False)
     with h5py.File(volume) as given, h5py.File(out) as found:
         expected = net(given["raw"][()], calibrate=False)
         assert np.abs(found["prediction"][()] - expected).max() <= 1e-5 * np.abs(expected).max()

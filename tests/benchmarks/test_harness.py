@@ -220,7 +220,7 @@ def test_a_slower_tree_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str
         against.report([*rows, *within])
 
 
-@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("alone", [pytest.param(False, marks=pytest.mark.long), True])
 def test_two_trees_are_compared(alone: bool, repository: Path, tmp_path: Path) -> None:
     cases = [("tiny", against.session_request(tmp_path, "tiny", 12, device="cpu", ram="1G")),
              ("too small", against.session_request(tmp_path, "tiny", 2, device="cpu"))]  # fmt: skip

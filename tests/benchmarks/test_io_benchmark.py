@@ -75,7 +75,7 @@ def test_a_stored_volume_is_what_znnpy_reads(how: Stored, tmp_path: Path) -> Non
     voxels = grey_values((66, 70, 65))
     path, network = store(tmp_path, how, voxels), copying_network(tmp_path, 2)
     out = np.zeros((2, 65, 69, 64), np.float32)
-    znnpy.infer(path, network, out=out, device="cpu", ram="1G", patch=(40, 40, 40), cover="patches", threads=1)
+    znnpy.infer(path, network, out=out, device="cpu", ram="4G", patch=(40, 40, 40), cover="patches", threads=1)
     for copy in out:
         np.testing.assert_array_equal(copy, voxels[:-1, :-1, :-1] / np.float32(256))
 

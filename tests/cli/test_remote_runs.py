@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ import pytest
 
 from tests.support.bucket_runs import FORMS, SUFFIXES, expected, furnish, infer, read, refusal, start, store_volume
 from tests.support.object_stores import behind_proxy, gcs_store, http_store, s3_store
+from tests.support.tiers import one_in
 from znnpy.errors import VolumeError
 from znnpy.volume import object_store, open_volume
 from znnpy.volume.bucket import Bucket
@@ -59,8 +61,7 @@ def after(proxy: FaultyProxy, requests: int, seconds: float = 60) -> Iterator[bo
 
 
 class TestReading:
-    @pytest.mark.parametrize("form", FORMS)
-    @pytest.mark.parametrize("kind", ["s3", "gcs", "http"])
+    @pytest.mark.parametrize(("form", "kind"), one_in(2, product(FORMS, ["s3", "gcs", "http"])))
     def test_volumes_give_the_same_prediction_whatever_fails(
         self,
         stores: dict[str, ObjectStore],
@@ -145,7 +146,7 @@ class TestKills:
         ("kind", "form", "suffix"),
         [
             ("s3", "zarr3", ".zarr"),
-            ("gcs", "n5", ".n5"),
+            pytest.param("gcs", "n5", ".n5", marks=pytest.mark.long),
             ("gcs", "precomputed", ".precomputed"),
             pytest.param("s3", "zarr2", ".n5", marks=pytest.mark.long),
             pytest.param("s3", "sharded", ".precomputed", marks=pytest.mark.long),

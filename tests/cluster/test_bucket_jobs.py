@@ -53,17 +53,20 @@ def _released() -> Iterator[None]:
     release()
 
 
-@pytest.mark.parametrize("name", ["job.zarr", "job.n5", "sharded.zarr"])
+@pytest.mark.parametrize(
+    "name",
+    ["sharded.zarr", pytest.param("job.zarr", marks=pytest.mark.long), pytest.param("job.n5", marks=pytest.mark.long)],
+)
 def test_items_are_computed_and_finished(store: ObjectStore, place: Path, name: str) -> None:
     out = store.url(name)
     sharded = name.startswith("sharded")
-    job = prepare(place / "v.npy", place / "n.yaml", out=out, items=ITEMS, ram="1G", calibrate=False, sharded=sharded)
+    job = prepare(place / "v.npy", place / "n.yaml", out=out, items=ITEMS, ram="4G", calibrate=False, sharded=sharded)
     assert JobRecord.load(job).count == COUNT
     for item in (7, 3, 11):
         run_items(job, [item], worker="first")
         release()
     assert finished_items(job.files, COUNT) == [3, 7, 11]
-    again = prepare(place / "v.npy", place / "n.yaml", out=out, resume=True, ram="1G", calibrate=False, sharded=sharded)
+    again = prepare(place / "v.npy", place / "n.yaml", out=out, resume=True, ram="4G", calibrate=False, sharded=sharded)
     assert again == job
     with pytest.raises(VolumeError):
         read(out)
@@ -77,7 +80,7 @@ def test_items_are_computed_and_finished(store: ObjectStore, place: Path, name: 
 
 
 def test_voxels_of_late_writes_are_computed_again(store: ObjectStore, place: Path) -> None:
-    job = prepare(place / "v.npy", place / "n.yaml", out=store.url("late.zarr"), items=ITEMS, ram="1G", calibrate=False)
+    job = prepare(place / "v.npy", place / "n.yaml", out=store.url("late.zarr"), items=ITEMS, ram="4G", calibrate=False)
     run_items(job, range(COUNT), attempt="winner")
     before = record_of(job.files, 4)
     job.files.write("begun/000000004/late", b"")
@@ -96,7 +99,7 @@ def test_a_bucket_whose_requests_fail_now_and_then(place: Path) -> None:
         store = stack.enter_context(s3_store())
         proxied, _ = stack.enter_context(behind_proxy(store))
         out = proxied.url("faulty.zarr")
-        job = prepare(place / "v.npy", place / "n.yaml", out=out, items=ITEMS, ram="1G", calibrate=False)
+        job = prepare(place / "v.npy", place / "n.yaml", out=out, items=ITEMS, ram="4G", calibrate=False)
         run_items(job, range(0, COUNT, 2))
         finish(job)
         assert close(out, place)
@@ -104,7 +107,7 @@ def test_a_bucket_whose_requests_fail_now_and_then(place: Path) -> None:
 
 def test_one_call_does_it_all(store: ObjectStore, place: Path) -> None:
     out = store.url("called.zarr")
-    report = znnpy.infer(place / "v.npy", place / "n.yaml", out=out, part="1/1", ram="1G", calibrate=False)
+    report = znnpy.infer(place / "v.npy", place / "n.yaml", out=out, part="1/1", ram="4G", calibrate=False)
     assert not report.computed < report.voxels
-    znnpy.infer(place / "v.npy", place / "n.yaml", out=out, finish=True, ram="1G", calibrate=False)
+    znnpy.infer(place / "v.npy", place / "n.yaml", out=out, finish=True, ram="4G", calibrate=False)
     assert close(out, place)

@@ -18,6 +18,7 @@ from tests.support.odd_networks import NETWORKS, ODDER, Poisoned, assert_dense, 
 from tests.support.offloaded_plans import EVERY, WITH_GPU, WITH_HOST, backs, fronts, offloaded_plan
 from tests.support.offloaded_sessions import SMALL, a_plan, emulated_device, no_feeder_is_left, session_for
 from tests.support.reference_primitives import STAND_INS
+from tests.support.tiers import one_in
 from znnpy.errors import PlanFileError, ValuesOverflowError
 from znnpy.kernels.aligned import aligned_bytes
 from znnpy.kernels.contract import Variant
@@ -84,7 +85,7 @@ def parts_of(network: Network, theta: int, seed: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overlaps", [True, False], ids=["side by side", "in turn"])
-@pytest.mark.parametrize(("network", "theta"), CUTS, ids=ids)
+@pytest.mark.parametrize(("network", "theta"), one_in(2, CUTS), ids=ids)
 def test_patches_equal_the_definition(device: EmulatedDevice, network: Network, theta: int, overlaps: bool) -> None:
     net, volume = trained(network), some_volume(network, seed=71)
     period, output = network.period, network.dense_size(volume.shape[1:])
@@ -99,7 +100,7 @@ def test_patches_equal_the_definition(device: EmulatedDevice, network: Network, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overlaps", [True, False], ids=["side by side", "in turn"])
-@pytest.mark.parametrize(("network", "theta"), CUTS, ids=ids)
+@pytest.mark.parametrize(("network", "theta"), one_in(2, CUTS), ids=ids)
 def test_columns_equal_the_definition(device: EmulatedDevice, network: Network, theta: int, overlaps: bool) -> None:
     """Columns of two steps run along each axis; both stages keep planes."""
     axis = (theta + len(network.layers)) % 3

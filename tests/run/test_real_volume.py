@@ -47,7 +47,7 @@ def test_every_patch_shape_gives_the_same_prediction(
     assert np.abs(net(grey, patch=patch, threads=threads) - exact).max() <= 1e-5
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [2, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("primitive", [p.name for p in TABLE if p.kind == "conv" and p.name.startswith("cpu.")])
 def test_every_primitive_gives_the_same_prediction(
     net: TrainedNetwork, grey: np.ndarray, exact: np.ndarray, primitive: str, threads: int

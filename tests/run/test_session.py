@@ -7,6 +7,7 @@ import pytest
 
 from tests.support.flat_requests import make_plan
 from tests.support.odd_networks import NETWORKS, ODDER, assert_dense, definition, small, some_volume
+from tests.support.tiers import one_in
 from znnpy.errors import ShapeError, ValuesOverflowError, VolumeError
 from znnpy.formats.weights import random_weights
 from znnpy.kernels.contract import ConvWeights, Primitive
@@ -21,7 +22,7 @@ from znnpy.trained import TrainedNetwork, load_network
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("network", NETWORKS + ODDER, ids=lambda n: n.name)
+@pytest.mark.parametrize("network", one_in(2, NETWORKS + ODDER), ids=lambda n: n.name)
 def test_equals_the_sliding_window_for_any_patch(network: Network) -> None:
     trained = TrainedNetwork(network, random_weights(network, seed=3))
     volume = some_volume(network, seed=11)
@@ -39,7 +40,7 @@ def test_equals_the_sliding_window_for_any_patch(network: Network) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [2, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("primitive", [p.name for p in TABLE if p.kind == "conv" and p.name.startswith("cpu.")])
 def test_every_primitive_gives_the_same_prediction(primitive: str, threads: int) -> None:
     network = NETWORKS[0]

@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.graph_runs import CPU, HERE, MACHINE, assert_equal
 from tests.support.seeded_graphs import weights_of
+from tests.support.tiers import one_in
 from znnpy.errors import NoPlanError, PlanFileError, ShapeError, ValuesOverflowError, VerifyError
 from znnpy.formats.wiring import Given, network_of
 from znnpy.graph_columns import Area, cover_of_window
@@ -170,8 +171,8 @@ CASES = [
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize("axis", [0, 1, 2])
-@pytest.mark.parametrize("windows", CASES, ids=lambda windows: f"{windows.size}-{windows.rule}")
+@pytest.mark.parametrize("axis", [0, pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize("windows", one_in(2, CASES), ids=lambda windows: f"{windows.size}-{windows.rule}")
 def test_equal_to_the_definition(name: str, windows: Windows, axis: int) -> None:
     net = network(name, windows)
     weights, volume = weights_of(net, 7), volume_of(VOLUME)

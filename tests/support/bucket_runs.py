@@ -60,7 +60,7 @@ def infer(place: Path, out: Any, progress: Callable[[Any], None] | None = None, 
         more.pop("volume", place / "v.npy"),
         place / "n.yaml",
         out=out,
-        ram="1G",
+        ram="4G",
         device="cpu",
         calibrate=False,
         cover="columns",
@@ -87,7 +87,7 @@ def start(place: Path, volume: str, out: str, *more: str, environment: Mapping[s
     """Start `znnpy infer` in a process of its own."""
     options = [
         "--ram",
-        "1G",
+        "4G",
         "--device",
         "cpu",
         "--no-calibrate",

@@ -114,7 +114,7 @@ def as_precomputed(folder: Path) -> Path:
         pytest.param(as_precomputed, id="compressed segmentation"),
     ],
 )
-@pytest.mark.parametrize("slab", [8, 64])
+@pytest.mark.parametrize("slab", [8, pytest.param(64, marks=pytest.mark.long)])
 def test_reading_takes_no_more_memory_than_promised(tmp_path: Path, store: Store, slab: int) -> None:
     path = store(tmp_path)
     done = subprocess.run(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support.footprint_promise import smallest
+from tests.support.tiers import one_in
 from znnpy.kernels.table import TABLE
 from znnpy.machine import AMX, AVX512_BF16, this_machine
 
@@ -31,7 +32,7 @@ PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
 EACH = [(p, precision) for p in ON_CPU for precision in PRECISIONS if precision == "fp32" or smallest(p, precision)]
 
 
-@pytest.mark.parametrize(("primitive", "precision"), EACH, ids=lambda value: getattr(value, "name", value))
+@pytest.mark.parametrize(("primitive", "precision"), one_in(3, EACH), ids=lambda value: getattr(value, "name", value))
 def test_system_counts_no_more_bytes_than_the_footprint(
     primitive: Primitive, precision: Precision, repository: Path, tmp_path: Path
 ) -> None:
