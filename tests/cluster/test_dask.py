@@ -124,8 +124,10 @@ def test_a_worker_that_is_killed_loses_its_items_only(ground: Place, client: Cli
     assert "lost" in str(report)
 
 
-def test_a_worker_that_stands_still_is_replaced_by_others(ground: Place, client: Client) -> None:
+@pytest.mark.parametrize("seconds", [1, pytest.param(60, marks=pytest.mark.long)])
+def test_a_worker_that_stands_still_is_replaced_by_others(ground: Place, client: Client, seconds: float) -> None:
     victim = next(iter(processes(client).values()))
+    until = time.monotonic() + seconds
     try:
         infer(
             ground,
@@ -134,9 +136,10 @@ def test_a_worker_that_stands_still_is_replaced_by_others(ground: Place, client:
             items=ITEM,
             progress=after(10, lambda: os.kill(victim, signal.SIGSTOP)),
         )
+        time.sleep(max(0.0, until - time.monotonic()))
     finally:
         os.kill(victim, signal.SIGCONT)
-    time.sleep(1)
+    time.sleep(1)  # it goes on with its item, which others have finished
     assert close(ground, "paused.zarr")
 
 
@@ -162,9 +165,6 @@ def test_items_that_always_fail_are_named(ground: Place, client: Client, tmp_pat
     ) as caught:
         infer(place, "out.zarr", client=client, items=ITEM)
     assert "resume=True" in str(caught.value)
-    volume[20, 20, 20] = 0
-    report = infer(place, "out.zarr", client=client, items=ITEM, resume=True, overwrite=False) if False else None
-    assert report is None
     assert (tmp_path / "out.zarr.partial").exists()
 
 
