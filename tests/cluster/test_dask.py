@@ -127,11 +127,11 @@ def test_a_worker_that_is_killed_loses_its_items_only(ground: Place, client: Cli
 @pytest.mark.parametrize("seconds", [1, pytest.param(60, marks=pytest.mark.long)])
 def test_a_worker_that_stands_still_is_replaced_by_others(ground: Place, client: Client, seconds: float) -> None:
     victim = next(iter(processes(client).values()))
-    until = time.monotonic() + seconds
+    out, until = f"paused-{seconds}.zarr", time.monotonic() + seconds
     try:
         infer(
             ground,
-            "paused.zarr",
+            out,
             client=client,
             items=ITEM,
             progress=after(10, lambda: os.kill(victim, signal.SIGSTOP)),
@@ -140,7 +140,7 @@ def test_a_worker_that_stands_still_is_replaced_by_others(ground: Place, client:
     finally:
         os.kill(victim, signal.SIGCONT)
     time.sleep(1)  # it goes on with its item, which others have finished
-    assert close(ground, "paused.zarr")
+    assert close(ground, out)
 
 
 def test_a_disk_that_is_full_for_one_worker(ground: Place, client: Client) -> None:
