@@ -5,7 +5,7 @@
  *            kernels[g, f, d]), where x holds the maps of all inputs one after the other; voxel j of an upsampled input
  *            is (j + first) / factor. With several parts: the sums of each part, float [part][voxel][map], without
  *            the rest; sums.cu adds them.
- * Shapes     inputs (z, y, x, f) half, each with its own strides; addend as out; out (z, y, x, f') half in C order. Pieces
+ * Shapes     inputs (z, y, x, f) half, addend and out (z, y, x, f') half, each with its own strides. Pieces
  *            of 8 maps of all inputs, each padded with zeros, two or four of which are a chunk; kernels [block of
  *            maps][chunk][step][2][64][8] half, steps up to a multiple of GROUP, bias (blocks * maps of a block) float.
  * Method     A product is 64 x 16 by 16 x N: kernels of 64 maps, and N columns, 8 along x and the others along any axis. A
@@ -29,6 +29,7 @@ struct End {
     const half* addend;
     long long addend_z, addend_y, addend_x;  // values from plane to plane, ..
     half* out;
+    long long out_z, out_y, out_x;
     float* sums;  // null, unless there are several parts
     long long step;  // values of out from 16 columns to the next 16
     int function;
@@ -286,7 +287,7 @@ template <int N, int PRODUCTS, int GROUP> struct Multiplier {
             }
             sync_warp();
             const int3 at = own(first);
-            half* const to = end.out + (((long long)at.x * n.my + at.y) * n.mx + at.z) * n.fout + map;
+            half* const to = end.out + at.x * end.out_z + at.y * end.out_y + at.z * end.out_x + map;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 if (WHOLE || exists(further(at, 2 * i))) write<WHOLE>(to + i * end.step, mine + i * SLOT, maps);
@@ -320,7 +321,7 @@ template <int N, int PRODUCTS, int GROUP> struct Multiplier {
 template <int N, int PRODUCTS, int GROUP>
 __global__ void __launch_bounds__(THREADS, 1) convolve_by_warpgroups(
     INPUT(0), INPUT(1), INPUT(2), INPUT(3), const half* addend, long long addend_z, long long addend_y,
-    long long addend_x, half* out, float* sums, float* out_peak, const half* kernels, const float* bias, long long inputs,
+    long long addend_x, half* out, long long out_z, long long out_y, long long out_x, float* sums, float* out_peak, const half* kernels, const float* bias, long long inputs,
     long long first_z, long long first_y, long long first_x, long long nz, long long ny, long long nx, long long mz,
     long long my, long long mx, long long fout, long long pieces, long long steps, long long kz, long long ky, long long kx,
     long long stride_z, long long stride_y, long long stride_x, long long apart_z, long long apart_y, long long apart_x,
@@ -394,7 +395,8 @@ __global__ void __launch_bounds__(THREADS, 1) convolve_by_warpgroups(
         if (threadIdx.x >= WARP) Loader{shared, n, (int)threadIdx.x - WARP}.bring_regions(items);
     } else {
         registers_raise<MULTIPLIERS_REGISTERS>();
-        const End end = {bias, addend, addend_z, addend_y, addend_x, out, sums, step, (int)function, a, b, (int)wide};
+        const End end = {bias,  addend, addend_z, addend_y, addend_x, out, out_z, out_y,
+                         out_x, sums,   step,     (int)function, a, b,  (int)wide};
         using Works = Multiplier<N, PRODUCTS, GROUP>;
         const int warp = threadIdx.x / WARP % 4;
         const Works works = {shared, n, end, group_of - 1, warp, (int)threadIdx.x % WARP, warp * 16 / n.maps};

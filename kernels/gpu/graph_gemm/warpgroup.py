@@ -211,8 +211,6 @@ class _Step:
         self._function = numbers_of(shape.activation, shape.parameters)
         planes, lines, width = plan.extent
         c: Columns = plan.columns
-        _, _, my, mx, fout = shape.out_shape
-        step = ((plan.along[0] * my + plan.along[1] * c.lines) * mx + plan.along[2]) * fout  # 8 columns further
         self._sizes = tuple(
             np.int64(size)
             for size in (
@@ -228,7 +226,7 @@ class _Step:
                     *c.apart,
                 ),
                 *(*shape.before, *plan.tile, *plan.tiles, c.blocks, plan.parts, planes, lines, width, *plan.along),
-                *(plan.regions, plan.kept, c.across, c.lines, 2 * step),
+                *(plan.regions, plan.kept, c.across, c.lines),
             )
         )
 
@@ -237,6 +235,9 @@ class _Step:
         shape, plan, device = self._shape, self._plan, self._device
         addend = inputs[-1] if shape.addend else None
         steps = [0, 0, 0] if addend is None else [step // FLOAT16 for step in addend.strides[:3]]
+        out_steps = [step // FLOAT16 for step in out.strides[:3]]
+        z, y, x = plan.along  # from 8 columns to the next 8
+        further = 2 * (z * out_steps[0] + y * plan.columns.lines * out_steps[1] + x * out_steps[2])
         whole = shape.fout % PIECE == 0
         wide = whole and self._is_wide(out) and (addend is None or self._is_wide(addend))
         sums = scratch["sums"] if plan.parts > 1 else None
@@ -245,18 +246,20 @@ class _Step:
             (min(plan.items, device.gpu.multiprocessors),),
             (THREADS,),
             *self._arguments(inputs[: len(shape.fins)]),
-            *(kernel_addend, *steps, out, sums, np.uint64(0 if plan.parts > 1 else out_peak), *self._weights),
-            *(*self._sizes, int(wide), *self._function),
+            *(kernel_addend, *steps, out, *out_steps, sums, np.uint64(0 if plan.parts > 1 else out_peak)),
+            *(*self._weights, *self._sizes, np.int64(further), int(wide), *self._function),
             shared=plan.shared_bytes,
         )
         if plan.parts == 1:
             return
-        count = AT_ONCE if shape.fout % AT_ONCE == 0 and device.address(out) % (AT_ONCE * FLOAT16) == 0 else 1
+        at_once = AT_ONCE * FLOAT16
+        together = [shape.fout * FLOAT16, device.address(out), *out.strides[:3]]
+        count = AT_ONCE if all(nbytes % at_once == 0 for nbytes in together) else 1
         blocks = -(-prod(out.shape) // (count * SUMS_THREADS))
         self._sums[f"add_parts<{count}>"](
             (blocks,),
             (SUMS_THREADS,),
-            *(sums, self._weights.bias, addend, *steps, out, np.uint64(out_peak)),
+            *(sums, self._weights.bias, addend, *steps, out, *out_steps, np.uint64(out_peak)),
             *(plan.parts, *out.shape, *self._function),
         )
 

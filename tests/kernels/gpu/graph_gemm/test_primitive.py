@@ -98,18 +98,19 @@ def run(
     weights: ConvWeights,
     gaps: Sequence[int] | None = None,
     variant: Variant | None = None,
+    primitive: Any = CONV,
 ) -> tuple[npt.NDArray[Any], float]:
     """Return the output and its peak, from poisoned memory; fail if the device keeps other bytes than promised."""
-    assert CONV.why_not(shape, replace(MACHINE, gpu=device.gpu)) is None
-    variant = variant or CONV.variants(shape, WITH_GPU)[0]
-    promised, held = CONV.footprint(shape, variant, 1), device.allocated
-    resident = CONV.prepare(weights, variant, device)
+    assert primitive.why_not(shape, replace(MACHINE, gpu=device.gpu)) is None
+    variant = variant or primitive.variants(shape, WITH_GPU)[0]
+    promised, held = primitive.footprint(shape, variant, 1), device.allocated
+    resident = primitive.prepare(weights, variant, device)
     assert device.allocated - held == promised.resident
     arrays = [on(device, array, gaps) for array in inputs]
     out = device.put(np.full(shape.out_shape[1:], np.nan, np.float16), "out")
     peak = device.put(np.zeros(1, np.float32), "peak")
     scratch = {s.name: device.put(np.full(s.nbytes, 0xFF, np.uint8), s.name) for s in promised.scratch}
-    step = CONV.bind(resident, shape, variant, device)
+    step = primitive.bind(resident, shape, variant, device)
     step.run(arrays, out, scratch, out_peak=device.address(peak))
     return device.get(out), float(device.get(peak)[0])
 
