@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -25,13 +26,18 @@ from tests.support.seeded_graphs import case
 from tests.support.tiers import one_in
 from znnpy.errors import ValuesOverflowError
 from znnpy.formats.wiring import Given, network_of
+from znnpy.kernels.gpu.graph_gemm.phases import GraphConvPhases
 from znnpy.kernels.table import TABLE
 from znnpy.kernels.thread_pool import ThreadPool
-from znnpy.layers import Conv
+from znnpy.layers import Concat, Conv, Pool, Upsample
 from znnpy.measure.gpu_layers import _layers_of_graph
 from znnpy.planner.request import Target
 from znnpy.run.graph_session import GraphSession
 from znnpy.shapes import Precision, Vec3
+
+if TYPE_CHECKING:
+    from znnpy.kernels.contract import Variant, Work
+    from znnpy.layer_shapes import LayerShape
 
 GPU = tuple(primitive for primitive in TABLE if primitive.name.startswith("gpu."))
 SEEDS = range(100)
@@ -76,6 +82,37 @@ def test_convolutions_repeat_the_voxels_of_upsamplings(gpu: Any, seed: int) -> N
     exact, region = reference(one), whole_region(one)
     plan = some_plan(one, region, rng, target=target(), table=GPU)
     assert_equal(ran(plan, one, gpu).out, exact, f"{one}")
+
+
+class Chosen(GraphConvPhases):
+    """Phases that planning takes wherever they apply."""
+
+    def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
+        return [one._replace(flops=0.0, nbytes=0.0) for one in super().work(shape, variant)]
+
+
+@pytest.mark.parametrize("column", [0, 4])
+def test_upsamplings_are_computed_by_phases(gpu: Any, column: int) -> None:
+    """Steps of columns begin in the middle of repeated voxels, and at the faces of the volume."""
+    one = made(
+        [
+            Given(same(16), "top"),
+            Given(Pool((2, 2, 2)), "down"),
+            Given(same(24), "bottom"),
+            Given(Upsample((2, 2, 2)), "up"),
+            Given(Concat(), "joined", ("top", "up")),
+            Given(same(16), "decoded"),
+            Given(same(16), "further"),
+            Given(same(2), "last"),
+        ],
+        (18, 12, 10),
+    )
+    table = (Chosen(), *(primitive for primitive in GPU if primitive.name != Chosen().name))
+    patch = (2, 2, 2) if column else (9, 3, 5)
+    plan = planned(one.network, one.size, whole_region(one), patch, column=column, table=table, target=target("fp16"))
+    assert [choice.primitive for choice in plan.choices].count(Chosen().name) == 1
+    exact = reference(one)
+    assert abs(ran(plan, one, gpu).out - exact).max() <= CLOSE["fp16"] * abs(exact).max()
 
 
 def test_a_session_holds_the_planned_bytes(gpu: Any) -> None:
