@@ -1,9 +1,9 @@
 """Convolutions of upsampled inputs by phases: each voxel is multiplied once, and not once for every repetition of it.
 
 Method   Where an input repeats voxels twice along an axis, the three taps of an output voxel fall on two voxels of it:
-         for even voxels the first two taps on one, for odd ones the last two. So the output has two phases along such an
-         axis, each the convolution of the small input with two taps, and up to eight in all. warpgroup.cu computes each
-         into its voxels, and then the other inputs with what is there as the addend.
+         for even voxels the first two taps on one, for odd ones the last two. So the output has two phases along such
+         an axis, each the convolution of the small input with two taps, and up to eight in all. warpgroup.cu computes
+         each into its voxels, and then the other inputs with what is there as the addend.
 Memory   Kernels of all phases and of the other inputs; sums of the parts of one of these.
 Bound    Arithmetic: 2 (2^3 f1 + 3^3 f2) f' flops a voxel, where f1 maps are upsampled, in place of 2 3^3 (f1 + f2) f'.
 Exact    What the upsampled input gives is rounded to float16 before the rest is added.
@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from znnpy.geometry import vector
 from znnpy.graph_shapes import GraphConvShape
 from znnpy.kernels.contract import ConvWeights, Footprint, Kind, Scratch, Variant, Work
 from znnpy.kernels.gpu.graph_gemm.warpgroup import GraphConvWarpgroup, Weights
-from znnpy.geometry import vector
 from znnpy.layers import ONE
 from znnpy.shapes import Vec3
 
@@ -176,7 +176,7 @@ def rest_of(shape: GraphConvShape) -> list[GraphConvShape]:
 
 
 def phases_of(shape: GraphConvShape) -> list[Phase]:
-    """Return the convolutions of the upsampled input, of which each gives other voxels; at least one of them has some."""
+    """Return the convolutions of the upsampled input, each of which gives other voxels; those without any are not there."""
     which = next(index for index, factor in enumerate(shape.factors) if factor != ONE)
     factor, sizes = shape.factors[which], shape.size_of(which)
     axes = zip(shape.n, shape.out_shape[1:4], shape.before, shape.behind, shape.first, sizes, factor, strict=True)
