@@ -176,7 +176,7 @@ def rest_of(shape: GraphConvShape) -> list[GraphConvShape]:
 
 
 def phases_of(shape: GraphConvShape) -> list[Phase]:
-    """Return the convolutions of the upsampled input, each of which gives other voxels; those without any are not there."""
+    """Return the convolutions of the upsampled input that give some voxels of the output, each others."""
     which = next(index for index, factor in enumerate(shape.factors) if factor != ONE)
     factor, sizes = shape.factors[which], shape.size_of(which)
     axes = zip(shape.n, shape.out_shape[1:4], shape.before, shape.behind, shape.first, sizes, factor, strict=True)
