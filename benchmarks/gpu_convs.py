@@ -59,6 +59,10 @@ LAYERS = (
     _conv((32,), 32, 64, 5),
     replace(_conv((32,), 32, 128), addend=True, activation="leaky_relu"),
     replace(_conv((64,), 32, 128), factors=((2, 2, 2),)),
+    *(  # decoders of a U-Net, by phases and not
+        replace(_conv((maps, 2 * maps), maps, side), factors=((1, 1, 1), (2, 2, 2)))
+        for maps, side in ((32, 128), (64, 64), (128, 32))
+    ),
 )
 QUICK = (_conv((8,), 8, 4),)
 
