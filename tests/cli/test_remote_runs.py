@@ -141,7 +141,7 @@ def looks_finished(store: ObjectStore, name: str) -> bool:
 
 
 class TestKills:
-    @pytest.mark.parametrize("kills", [4, pytest.param(25, marks=pytest.mark.long)])
+    @pytest.mark.parametrize("kills", [4, pytest.param(12, marks=pytest.mark.long)])
     @pytest.mark.parametrize(
         ("kind", "form", "suffix"),
         [

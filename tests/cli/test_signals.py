@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 PROGRAM = Path(sys.executable).with_name("znnpy")
 ANSWERS = {signal.SIGINT: (130, "interrupted"), signal.SIGTERM: (143, "stopped by SIGTERM")}
-FEW, MANY = 16, 400
+FEW, MANY = 16, 150
 LATEST = 1.5  # seconds from the first handler on; a small run takes about one
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads /proc/PID/status")
