@@ -192,7 +192,7 @@ def test_output_survives_a_hundred_kills(ground: Ground, tmp_path: Path) -> None
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("suffix", "replaces"), zip(SUFFIXES, cycle((False, True))))
+@pytest.mark.parametrize(("suffix", "replaces"), list(zip(SUFFIXES, cycle((False, True)), strict=False)))
 def test_output_survives_a_kill_before_each_final_change(
     ground: Ground, tmp_path: Path, suffix: str, replaces: bool
 ) -> None:
