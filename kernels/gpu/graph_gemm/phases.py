@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -100,15 +101,14 @@ class GraphConvPhases:
         """Return the fastest first: a variant for phases with one for the other inputs, if there are any."""
         assert isinstance(shape, GraphConvShape)
         inputs = "+".join(map(str, shape.fins))
-        factor = next(factor for factor in shape.factors if factor != ONE)
-        which = next(index for index, one in enumerate(shape.factors) if one != ONE)
+        which = upsampled_of(shape)
         first = PRODUCTS.variants(phases_of(shape)[0].shape, machine)
         others = [PRODUCTS.variants(rest, machine) for rest in rest_of(shape)]
         found = []
         for by_phase, *rest in product(first, *others):
             settings = {f"phase_{name}": by_phase.count(name) for name in SETTINGS}
             settings |= {f"rest_{name}": one.count(name) for one in rest for name in SETTINGS}
-            found.append(Variant.of(inputs=inputs, upsampled=which, factor=factor, **settings))
+            found.append(Variant.of(inputs=inputs, upsampled=which, factor=shape.factors[which], **settings))
         return tuple(found)
 
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
@@ -116,7 +116,7 @@ class GraphConvPhases:
         known = [PRODUCTS.footprint(part, how, threads) for part, how in parts]
         # Weights are those of all phases, also where the output is so small that some have no voxel.
         assert isinstance(shape, GraphConvShape)
-        count = 2 ** sum(factor > 1 for factor in variant.size("factor"))
+        count = prod(variant.size("factor"))
         resident = known[0].resident * count + sum(one.resident for one in known[len(phases_of(shape)) :])
         sums = max((scratch.nbytes for one in known for scratch in one.scratch), default=0)
         return Footprint(resident=resident, scratch=(Scratch("sums", sums),) if sums else (), raises_peak=True)
@@ -169,6 +169,11 @@ def _parts(shape: LayerShape, variant: Variant) -> list[tuple[GraphConvShape, Va
     return [*((one.shape, phase) for one in phases_of(shape)), *((one, rest) for one in rest_of(shape))]
 
 
+def upsampled_of(shape: GraphConvShape) -> int:
+    """Return which of the inputs is upsampled."""
+    return next(index for index, factor in enumerate(shape.factors) if factor != ONE)
+
+
 def rest_of(shape: GraphConvShape) -> list[GraphConvShape]:
     """Return the convolution of the inputs that are not upsampled, which adds what is there; none if there are none."""
     fins = tuple(maps for maps, factor in zip(shape.fins, shape.factors, strict=True) if factor == ONE)
@@ -176,8 +181,8 @@ def rest_of(shape: GraphConvShape) -> list[GraphConvShape]:
 
 
 def phases_of(shape: GraphConvShape) -> list[Phase]:
-    """Return the convolutions of the upsampled input that give some voxels of the output, each others."""
-    which = next(index for index, factor in enumerate(shape.factors) if factor != ONE)
+    """Return the convolutions of the upsampled input, one for each phase of which the output has a voxel."""
+    which = upsampled_of(shape)
     factor, sizes = shape.factors[which], shape.size_of(which)
     axes = zip(shape.n, shape.out_shape[1:4], shape.before, shape.behind, shape.first, sizes, factor, strict=True)
     parts = [list(_parts_of_axis(*axis)) for axis in axes]
@@ -226,7 +231,7 @@ class _Step:
 
     def __init__(self, weights: Prepared, shape: GraphConvShape, variant: Variant, device: Device) -> None:
         self._shape = shape
-        self._which = next(index for index, factor in enumerate(shape.factors) if factor != ONE)
+        self._which = upsampled_of(shape)
         phase, rest = _split(variant)
         self._phases = [
             (PRODUCTS.bind(weights.phases[one.which], one.shape, phase, device), one) for one in phases_of(shape)
