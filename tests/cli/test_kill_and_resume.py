@@ -141,12 +141,13 @@ class Case:
 
 
 def kill(ground: Ground, folder: Path, times: int) -> None:
-    """Kill so many runs, over all formats, with and without an output to replace."""
+    """Kill so many runs, over all formats, with and without an output to replace; each output some times at most."""
     rng, kills, number = random.Random(20261123), 0, 0
+    each = min(KILLS_OF_AN_OUTPUT, times // len(SUFFIXES))
     while kills < times:
         suffix = SUFFIXES[number % len(SUFFIXES)]
         case = Case(ground, folder / str(number), suffix, replaces=number // len(SUFFIXES) % 2 > 0)
-        for _ in range(min(KILLS_OF_AN_OUTPUT, times - kills)):
+        for _ in range(min(each, times - kills)):
             at_change = rng.random() < 0.5
             change, moment = rng.randint(1, ground.changes[suffix]), rng.uniform(0.1, 1) * ground.seconds
             if not case.run(**({"changes": change} if at_change else {"seconds": moment})):
@@ -155,11 +156,11 @@ def kill(ground: Ground, folder: Path, times: int) -> None:
         case.end()
         shutil.rmtree(case.folder)
         number += 1
-    assert number >= 4
+    assert number >= len(SUFFIXES)
 
 
 def test_output_survives_some_kills(ground: Ground, tmp_path: Path) -> None:
-    kill(ground, tmp_path, 5)
+    kill(ground, tmp_path, 8)
 
 
 def test_masked_output_survives_some_kills(ground: Ground, tmp_path: Path) -> None:
@@ -183,7 +184,7 @@ def test_masked_output_survives_some_kills(ground: Ground, tmp_path: Path) -> No
         )
         changes[suffix], seconds = ended.changes, max(seconds, ended.seconds)
     masked = replace(ground, expected=expected, changes=changes, seconds=seconds, options=("--mask", path))
-    kill(masked, tmp_path, 5)
+    kill(masked, tmp_path, 8)
 
 
 @pytest.mark.long
