@@ -5,6 +5,7 @@ PyTorch has channels last and `cudnn.benchmark`, which measures cuDNN's algorith
 
 The limits are those of the vendor for products, and a measured copy for memory. A layer's least time is that of its
 multiply-adds or of its bytes, read and written once, whichever is longer; its share is that time in the measured one.
+Where a norm follows, it is measured with the convolution: in one primitive, and by one of its own.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from benchmarks.harness import options
 from benchmarks.harness.machine import copy_rate, header, machine_name, torch_sees_a_gpu
 from benchmarks.harness.results import Result, Row
 from benchmarks.harness.timing import Budget, DeviceClock, Entry, TorchClock, interleave
-from znnpy.graph_shapes import GraphConvShape
+from znnpy.graph_shapes import GraphConvShape, Normed
 from znnpy.kernels.contract import ConvWeights
+from znnpy.kernels.gpu.graph.norm import NormPasses
 from znnpy.kernels.table import of_kind
 from znnpy.machine import this_machine
 
@@ -63,8 +65,12 @@ LAYERS = (
         replace(_conv((maps, 2 * maps), maps, side), factors=((1, 1, 1), (2, 2, 2)))
         for maps, side in ((32, 128), (64, 64), (128, 32))
     ),
+    *(  # encoders with instance norm
+        replace(_conv((maps_in,), maps, side), normed=Normed(maps, 1e-5, True, "leaky_relu", (0.01,)))
+        for maps_in, maps, side in ((1, 32, 128), (32, 32, 128), (64, 64, 64), (128, 128, 32))
+    ),
 )
-QUICK = (_conv((8,), 8, 4),)
+QUICK = (_conv((8,), 8, 4), replace(_conv((8,), 8, 4), normed=Normed(8, 1e-5, True)))
 
 
 def flops_of(shape: GraphConvShape) -> float:
@@ -91,7 +97,9 @@ class Bench:
         block = np.random.default_rng(5).standard_normal(BLOCK, np.float32).astype(np.float16)
         scale = np.float32(1 / np.sqrt(shape.fin * prod(shape.k)))
         weight = scale * np.resize(block[::-1], (shape.fout, shape.fin, *shape.k)).astype(np.float32)
-        weights = ConvWeights(weight.astype(np.float16).astype(np.float32), np.zeros(shape.fout, np.float32))
+        ones, zeros = np.ones(shape.fout, np.float32), np.zeros(shape.fout, np.float32)
+        norm = ConvWeights(ones, zeros) if shape.normed is not None else None
+        weights = ConvWeights(weight.astype(np.float16).astype(np.float32), zeros, norm)
         sizes = [(*shape.size_of(index), maps) for index, maps in enumerate(shape.fins)]
         sizes += [shape.out_shape[1:]] if shape.addend else []
         arrays = [np.resize(block, size) for size in sizes]
@@ -124,23 +132,38 @@ class Bench:
 
     def _methods(self, shape: GraphConvShape, weights: ConvWeights, arrays: list[npt.NDArray[Any]]) -> Iterator[Any]:
         """Yield name, clock, run, how many runs it is, result and facts of each method; ours come first."""
-        for primitive in of_kind("graph_conv"):
-            if primitive.name.startswith("gpu.") and primitive.why_not(shape, self._machine) is None:
-                yield self._own(primitive, shape, weights, arrays)
+        for primitive in self._applying(shape):
+            yield self._own([(primitive, shape, weights)], arrays)
+        if (norm := shape.norm_shape) is not None:
+            alone = replace(shape, normed=None)
+            for primitive in self._applying(alone):
+                yield self._own([(primitive, alone, weights), (NormPasses(), norm, weights.norm)], arrays)
         if self._peers and not shape.upsampled:
             yield self._torch(shape, weights, arrays)
 
-    def _own(self, primitive: Any, shape: GraphConvShape, weights: ConvWeights, arrays: list[npt.NDArray[Any]]) -> Any:
-        device, variant = self._device, primitive.variants(shape, self._machine)[0]
+    def _applying(self, shape: GraphConvShape) -> list[Any]:
+        """Return the primitives of GPUs that compute a layer here."""
+        known = [primitive for primitive in of_kind("graph_conv") if primitive.name.startswith("gpu.")]
+        return [primitive for primitive in known if primitive.why_not(shape, self._machine) is None]
+
+    def _own(self, layers: list[tuple[Any, Any, ConvWeights | None]], arrays: list[npt.NDArray[Any]]) -> Any:
+        """Return a method of ours: primitives, each of which reads what the one before it gave."""
+        device, steps, variants = self._device, [], []
         inputs = [device.put(array, "an input") for array in arrays]
-        out = device.put(np.full(shape.out_shape[1:], np.nan, np.float16), "the output")
         peak = device.put(np.zeros(1, np.float32), "a peak")
-        asked = primitive.footprint(shape, variant, 1).scratch
-        scratch = {one.name: device.allocate(one.nbytes, one.name) for one in asked}
-        step = primitive.bind(primitive.prepare(weights, variant, device), shape, variant, device)
+        for primitive, shape, weights in layers:
+            variant = primitive.variants(shape, self._machine)[0]
+            out = device.put(np.full(shape.out_shape[1:], np.nan, np.float16), "an output")
+            asked = primitive.footprint(shape, variant, 1).scratch
+            scratch = {one.name: device.allocate(one.nbytes, one.name) for one in asked}
+            step = primitive.bind(primitive.prepare(weights, variant, device), shape, variant, device)
+            steps.append((step, inputs, out, scratch))
+            variants.append(str(variant))
+            inputs = [out]
 
         def run() -> None:
-            step.run(inputs, out, scratch, out_peak=device.address(peak))
+            for step, given, to, scratch in steps:
+                step.run(given, to, scratch, out_peak=device.address(peak))
 
         clock = DeviceClock(device)
         run()
@@ -156,12 +179,12 @@ class Bench:
                 graph.launch(device.stream)
 
         return (
-            primitive.name,
+            " and ".join(primitive.name for primitive, _, _ in layers),
             clock,
             launch,
             many,
-            lambda: device.get(out[:COMPARED]).astype(np.float32),
-            {"variant": str(variant)},
+            lambda: device.get(inputs[0][:COMPARED]).astype(np.float32),
+            {"variant": " and ".join(variants)},
         )
 
     def _torch(self, shape: GraphConvShape, weights: ConvWeights, arrays: list[npt.NDArray[Any]]) -> Any:
@@ -173,6 +196,7 @@ class Bench:
         x = torch.from_numpy(whole).cuda().permute(3, 0, 1, 2)[None]
         weight = torch.from_numpy(weights.weight).cuda().half().to(memory_format=torch.channels_last_3d)
         bias = torch.from_numpy(weights.bias).cuda().half()
+        scales = torch.ones_like(bias)
         kept: list[Any] = []
 
         def run() -> None:
@@ -180,7 +204,9 @@ class Bench:
                 out = torch.nn.functional.conv3d(x, weight, bias, shape.stride, shape.before)
                 if addend is not None:
                     out += addend
-                if shape.activation == "leaky_relu":
+                if shape.normed is not None:
+                    out = torch.nn.functional.instance_norm(out, weight=scales, bias=bias, eps=shape.normed.epsilon)
+                if "leaky_relu" in (shape.activation, shape.normed and shape.normed.activation):
                     out = torch.nn.functional.leaky_relu_(out)
                 kept[:] = [out]
 

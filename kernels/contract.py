@@ -4,7 +4,7 @@ The planner calls `why_not`, `variants`, `footprint` and `work`: arithmetic on s
 `prepare` once per layer, `bind` once per shape, and the step's `run` once per patch. The session owns all arrays.
 
 A convolution whose shape has a `pool` is two layers in one; primitives that cannot fuse them refuse (`why_not_plain`).
-So is one of a graph whose shape is `pooled`: it gives two outputs (`why_not_pooled`).
+So is one of a graph whose shape is `pooled`, which gives two outputs, or `normed` (`why_not_two`).
 """
 
 from __future__ import annotations
@@ -381,6 +381,17 @@ def why_not_pooled(shape: Sized) -> str | None:
     """Return None unless `shape` is a convolution of a graph with a second output, its maxima over windows."""
     two = isinstance(shape, GraphConvShape) and shape.pooled is not None
     return "takes no maxima of its output: see cpu.graph_conv.amx" if two else None
+
+
+def why_not_normed(shape: Sized) -> str | None:
+    """Return None unless `shape` is a convolution of a graph that gives a norm of its output."""
+    normed = isinstance(shape, GraphConvShape) and shape.normed is not None
+    return "does not normalise its output: see gpu.graph_conv.normed" if normed else None
+
+
+def why_not_two(shape: Sized) -> str | None:
+    """Return None unless `shape` is a convolution of a graph in one with the pooling or the norm behind it."""
+    return why_not_pooled(shape) or why_not_normed(shape)
 
 
 def why_not_on_gpu(shape: LayerShape, machine: Machine, *, softmax: bool = True) -> str | None:

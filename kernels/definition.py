@@ -41,7 +41,8 @@ def layer(shape: GraphShape, weights: ConvWeights | None, inputs: Sequence[AnyRe
     match shape:
         case GraphConvShape():
             assert weights is not None, "a convolution has weights"
-            return convolve(shape, weights, inputs)
+            out = convolve(shape, weights, inputs)
+            return out if shape.norm_shape is None else norm(shape.norm_shape, weights.norm, out)
         case TransposeShape():
             assert weights is not None, "a convolution has weights"
             return transpose(shape, weights, inputs[0])

@@ -1,4 +1,4 @@
-"""The options of every operation of a graph in steps of one size, and of convolutions with the poolings behind them."""
+"""The options of every operation of a graph in steps of one size, and of convolutions with what is behind them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from znnpy.planner.pareto import LayerOption, LayerRun, ParetoFront, in_sequence
 class Fronts(NamedTuple):
     """The options of all operations in steps of one size.
 
-    groups  the options of an operation, or of a convolution and the pooling behind it if some primitive computes both
+    groups  the options of an operation, or of a convolution and what is behind it if some primitive computes both
     parts   the options of each operation alone, and those that compute two in one
-    spent   the least seconds of each operation; of a pooling that is grouped none, they count for the convolution
+    spent   the least seconds of each operation; of the second of a group none, they count for the convolution
     """
 
     groups: list[ParetoFront]
@@ -59,14 +59,17 @@ def _alone(tiling: GraphTiling, options: OptionTable, number: int, live: Sequenc
 
 
 def _in_one(tiling: GraphTiling, options: OptionTable, number: int, live: Sequence[int]) -> ParetoFront:
-    """Return the options that compute an operation and the pooling behind it in one, if there are any."""
-    both = tiling.graph.with_poolings.get(number)
+    """Return the options that compute an operation and the one behind it, if there are any.
+
+    A norm takes the place of what it normalises, the tensor of a pooling lies beside it.
+    """
+    both = tiling.graph.pairs.get(number)
     if both is None:
         return ()
-    conv, pool = tiling.graph.operations[number : number + 2]
-    elsewhere = live[number] + tiling.arena_bytes(pool.tensor)
+    conv, behind = tiling.graph.operations[number : number + 2]
+    elsewhere = live[number] + (0 if both.pool is None else tiling.arena_bytes(behind.tensor))
     context = LayerContext(live_elsewhere=elsewhere, steps=(tiling.executions(conv),))
-    front = options.in_one((tiling.shape(conv), tiling.shape(pool)), tiling.shape(both), context)
+    front = options.in_one((tiling.shape(conv), tiling.shape(behind)), tiling.shape(both), context)
     return _with_moving(tiling, options, both, front)
 
 

@@ -125,7 +125,7 @@ class GraphTiling:
 
     def shapes(self, operation: Operation) -> tuple[LayerShape, ...]:
         """Return all shapes of an operation: those at faces of the volume differ in padding and size."""
-        found = (self._distinct(along)[operation.tensor] for along in range(3))
+        found = (self._distinct(along)[operation.result] for along in range(3))
         return tuple(dict.fromkeys(self.graph.shape_of(operation, (z, y, x)) for z, y, x in product(*found)))
 
     def _distinct(self, along: int) -> dict[int, list[Interval]]:
@@ -221,11 +221,6 @@ class GraphTiling:
         A resident tensor has room for so many that in every other step they need not be moved.
         """
         return int(self.axis_planes.beside[tensor])
-
-    @property
-    def stored(self) -> tuple[int, ...]:
-        """The tensors in memory: the input, and what operations give."""
-        return self.graph.stored
 
     @cached_property
     def carries(self) -> int:

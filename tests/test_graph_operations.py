@@ -1,4 +1,4 @@
-"""A convolution whose result is only added to another tensor is one operation with the sum."""
+"""A convolution whose result is only added to another tensor, pooled or normalised, is one operation with that."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from znnpy.formats.wiring import Given, network_of
 from znnpy.geometry import Interval
 from znnpy.graph_columns import TurnedGraph
-from znnpy.graph_shapes import GraphConvShape, Pooled
-from znnpy.layers import ONE, Add, AveragePool, Concat, Conv, Crop, Function, Pool, Upsample
+from znnpy.graph_shapes import GraphConvShape, Normed, Pooled
+from znnpy.layers import ONE, Add, AveragePool, Concat, Conv, Crop, Function, Norm, Pool, Upsample
 from znnpy.planner.graph_extents import Figures
 from znnpy.shapes import Vec3
 
@@ -105,7 +105,7 @@ def test_a_convolution_and_the_pooling_behind_it_may_be_one_operation() -> None:
     )
     assert computed(graph)[:2] == ["sum of input + input", "down of sum"]
     both = replace(graph.operations[0], pool=2)
-    assert graph.with_poolings == {0: both}
+    assert graph.pairs == {0: both}
     assert (both.layers, both.tensors, both.tensor) == ((0, 2), (2, 3), 2)
     merged = (both, *graph.operations[2:])
     last = len(graph.operations)
@@ -118,16 +118,48 @@ def test_a_convolution_and_the_pooling_behind_it_may_be_one_operation() -> None:
     "pool", [Pool((2, 2, 2), (1, 1, 1)), Pool((2, 2, 2), padding=(ONE, ONE)), Pool((3, 3, 3), ceil=True)], ids=str
 )
 def test_poolings_whose_windows_are_not_side_by_side_stay(pool: Pool) -> None:
-    assert not graph_of(Given(CONV, "conv"), Given(pool, "down")).with_poolings
+    assert not graph_of(Given(CONV, "conv"), Given(pool, "down")).pairs
 
 
 def test_poolings_of_other_tensors_stay() -> None:
     crop = Given(Crop((1, 0, 0), (1, 0, 0)), "crop")
-    assert not graph_of(Given(CONV, "conv"), crop, Given(POOL, "down")).with_poolings
+    assert not graph_of(Given(CONV, "conv"), crop, Given(POOL, "down")).pairs
     skip, down = Given(CONV, "skip"), Given(POOL, "down", ("conv",))
-    assert not graph_of(Given(CONV, "conv"), skip, down, output=["skip", "down"]).with_poolings, "not the next one"
-    assert not graph_of(Given(CONV, "conv"), Given(AveragePool((2, 2, 2)), "down")).with_poolings
-    assert not graph_of(Given(POOL, "down")).with_poolings
+    assert not graph_of(Given(CONV, "conv"), skip, down, output=["skip", "down"]).pairs, "not the next one"
+    assert not graph_of(Given(CONV, "conv"), Given(AveragePool((2, 2, 2)), "down")).pairs
+    assert not graph_of(Given(POOL, "down")).pairs
+
+
+NORM = Norm("instance_norm", affine=True, activation="leaky_relu", parameters=(0.01,))
+
+
+def test_a_convolution_and_the_norm_behind_it_may_be_one_operation() -> None:
+    graph = graph_of(
+        Given(CONV, "conv"), Given(NORM, "norm"), Given(CONV, "deep"), Given(Concat(), "last", ("norm", "deep"))
+    )
+    both = replace(graph.operations[0], norm=1)
+    assert graph.pairs == {0: both}
+    assert (both.layers, both.tensors, both.tensor, both.result) == ((0, 1), (2,), 2, 1)
+    assert 1 not in graph.spans_of((both, *graph.operations[2:])), "what the convolution gives is in no memory"
+    region = (Interval(0, 8),) * 3
+    shape = graph.shape_of(both, region)
+    assert isinstance(shape, GraphConvShape)
+    maps = graph.network.maps[2]
+    assert shape.normed == Normed(maps, 1e-5, True, "leaky_relu", (0.01,))
+    assert shape.norm_shape == graph.shape_of(graph.operations[1], region)
+    assert replace(shape, normed=None) == graph.shape_of(graph.operations[0], region)
+    assert shape.weight_bytes - replace(shape, normed=None).weight_bytes == 4 * 2 * maps
+    assert str(shape).endswith(f"none and norm groups {maps} affine leaky_relu")
+    assert graph.computing([shape])[:2] == (both, graph.operations[2])
+
+
+def test_norms_of_other_tensors_stay() -> None:
+    conv, norm = Given(CONV, "conv"), Given(NORM, "norm")
+    assert not graph_of(conv, norm, output=["conv", "norm"]).pairs, "an output is kept"
+    assert not graph_of(conv, norm, Given(Concat(), "both", ("conv", "norm"))).pairs, "another reads it"
+    assert not graph_of(Given(replace(CONV, activation="relu"), "conv"), norm).pairs, "a function is between"
+    assert not graph_of(conv, Given(Add(), "sum", ("conv", "input")), norm).pairs, "an addend is between"
+    assert not graph_of(Given(POOL, "down"), norm).pairs
 
 
 def test_windows_of_a_region_are_whole() -> None:
@@ -137,16 +169,16 @@ def test_windows_of_a_region_are_whole() -> None:
         (None, (0, 1, 1), (0, 0, 0)),
         ((Interval(4, 6), Interval(2, 4), Interval(1, 1)), (0, 1, 1), (0, 0, 0)),
     ):
-        shape = graph.shape_of(graph.with_poolings[0], region, wanted)
+        shape = graph.shape_of(graph.pairs[0], region, wanted)
         assert isinstance(shape, GraphConvShape)
         assert shape.pooled == Pooled((1, 2, 3), first, m)
     region = Interval(3, 7), Interval(3, 8), Interval(2, 7)
-    shape = graph.shape_of(graph.with_poolings[0], region)
+    shape = graph.shape_of(graph.pairs[0], region)
     assert isinstance(shape, GraphConvShape)
     assert shape.pooled == Pooled((1, 2, 3), (0, 1, 1), (4, 2, 1))
     assert shape.pooled_bytes == 4 * 2 * 4 * 2 * 1
     assert str(shape).endswith("none and its maxima 1x2x3")
-    fewer = graph.shape_of(graph.with_poolings[0], region, (Interval(4, 6), Interval(3, 4), Interval(1, 2)))
+    fewer = graph.shape_of(graph.pairs[0], region, (Interval(4, 6), Interval(3, 4), Interval(1, 2)))
     assert isinstance(fewer, GraphConvShape)
     assert fewer.pooled == Pooled((1, 2, 3), (1, 3, 1), (2, 1, 1))
 

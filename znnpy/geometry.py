@@ -225,7 +225,11 @@ class AxisGeometry:
 
     def voxels(self, tensor: int) -> int:
         """Return the voxels of a tensor in a period."""
-        return int(self.period / self.steps[tensor])
+        return self._voxels[tensor]
+
+    @cached_property
+    def _voxels(self) -> tuple[int, ...]:
+        return tuple(int(self.period / step) for step in self.steps)
 
     def regions(self, wanted: Sequence[Interval]) -> tuple[Interval, ...]:
         """Return the voxels of every tensor that those wanted of the outputs need, within the volume.

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from znnpy.admissible import admissible
 from znnpy.errors import ShapeError
 from znnpy.geometry import Geometry, Interval, vector
-from znnpy.graph_operations import Operation, Region, operations, shape_of, with_poolings
+from znnpy.graph_operations import Operation, Region, operations, pairs_of, shape_of
 from znnpy.graph_shapes import GraphConvShape
 from znnpy.layer_shapes import LayerShape
 from znnpy.layers import Pool
@@ -88,18 +88,22 @@ class TurnedGraph:
         return shape_of(self.geometry, operation, region, self.precision, windows)
 
     @cached_property
-    def with_poolings(self) -> dict[int, Operation]:
-        """The operations that convolutions and the poolings behind them may be merged into, by their numbers."""
-        return with_poolings(self.network, self.operations)
+    def pairs(self) -> dict[int, Operation]:
+        """The operations that convolutions and what is behind them may be merged into, by their numbers."""
+        return pairs_of(self.network, self.operations)
 
     def computing(self, shapes: Iterable[LayerShape]) -> tuple[Operation, ...]:
-        """Return the operations of a plan, merged where one of the shapes of its choices has two outputs."""
+        """Return the operations of a plan, merged where a shape of its choices is that of two in one."""
         found, number, given = list[Operation](), 0, iter(shapes)
         while number < len(self.operations):
-            shape, merged = next(given, None), self.with_poolings.get(number)
-            pools = merged is not None and isinstance(shape, GraphConvShape) and shape.pooled is not None
-            found.append(merged if merged is not None and pools else self.operations[number])
-            number += 2 if pools else 1
+            shape, merged = next(given, None), self.pairs.get(number)
+            two = isinstance(shape, GraphConvShape) and (shape.pooled or shape.normed) is not None
+            if merged is not None and two:
+                found.append(merged)
+                number += 2
+            else:
+                found.append(self.operations[number])
+                number += 1
         return tuple(found)
 
     @property
@@ -215,7 +219,7 @@ class TurnedGraph:
         known = known_after_steps(voxels, [axis.sizes[tensor] for tensor in self.network.outputs], begin, end, thick)
         ahead = [begin * one for one in voxels], [thick * one for one in voxels]
         poolings = []
-        for source, tensor in (one.tensors for one in self.with_poolings.values()):
+        for source, tensor in (one.tensors for one in self.pairs.values() if one.pool is not None):
             pool = self.network.layers[tensor - 1]
             assert isinstance(pool, Pool), pool
             poolings.append(Pooling(source, tensor, pool.window[0]))
@@ -280,6 +284,9 @@ class GraphCover(Columns):
     @cached_property
     def periods(self) -> tuple[Vec3, Vec3]:
         """The first period of the regions, and that behind the last, with the axis of columns first."""
+        return self.graph.remembered(("periods", self.regions), self._periods)
+
+    def _periods(self) -> tuple[Vec3, Vec3]:
         begins, ends = [], []
         for tensor, region in zip(self.graph.network.outputs, self.regions, strict=True):
             voxels, axis = self.graph.geometry.voxels(tensor), self.graph.axis

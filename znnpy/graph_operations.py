@@ -5,8 +5,9 @@ inputs. Nor is an upsampling that repeats voxels for convolutions: they repeat t
 result is only added to another tensor adds it itself: the two layers are one operation. Every other layer is an
 operation, and its output a tensor in memory.
 
-A convolution and the max-pooling behind it are two operations, which may be merged into one that gives two tensors:
-whether they are depends on the primitives, so that the planner decides.
+A convolution and the max-pooling behind it are two operations, which may be merged into one that gives two tensors; a
+convolution and the norm behind it, into one that gives the tensor of the norm. Whether they are depends on the
+primitives, so that the planner decides.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from znnpy.graph_shapes import (
     GlobalPoolShape,
     GraphConvShape,
     GraphShape,
+    Normed,
     NormShape,
     PadShape,
     PointShape,
@@ -79,6 +81,7 @@ class Operation:
     added   the layer that adds the addend to the result; None: there is none
     addend  read at the voxels of the output
     pool    the max-pooling of the result that it computes too; None: there is none
+    norm    the norm of the result that it gives in place of it; None: there is none
     """
 
     layer: int
@@ -86,11 +89,17 @@ class Operation:
     added: int | None = None
     addend: Read | None = None
     pool: int | None = None
+    norm: int | None = None
+
+    @property
+    def result(self) -> int:
+        """The tensor of the layer itself, or of the sum with the addend; with a norm behind it, it is not kept."""
+        return (self.layer if self.added is None else self.added) + 1
 
     @property
     def tensor(self) -> int:
         """The tensor that it gives; of two, that which is not pooled."""
-        return (self.layer if self.added is None else self.added) + 1
+        return self.result if self.norm is None else self.norm + 1
 
     @property
     def tensors(self) -> tuple[int, ...]:
@@ -100,7 +109,7 @@ class Operation:
     @property
     def layers(self) -> tuple[int, int]:
         """The layer, and the last one that it computes with it, but for a sum."""
-        return self.layer, self.layer if self.pool is None else self.pool
+        return self.layer, next(behind for behind in (self.pool, self.norm, self.layer) if behind is not None)
 
     @property
     def sources(self) -> tuple[int, ...]:
@@ -133,17 +142,22 @@ def operations(network: Network) -> tuple[Operation, ...]:
     )
 
 
-def with_poolings(network: Network, found: Sequence[Operation]) -> dict[int, Operation]:
-    """Return what a convolution becomes with the pooling that is the next operation, by the number of the first.
+def pairs_of(network: Network, found: Sequence[Operation]) -> dict[int, Operation]:
+    """Return what a convolution becomes with the pooling or norm that is the next operation, by number.
 
-    Windows lie side by side, so that each is within the result of the convolution.
+    Windows of a pooling lie side by side, so that each is within the result of the convolution; of a norm no other
+    operation reads what it normalises.
     """
     merged = {}
     for number, (operation, behind) in enumerate(pairwise(found)):
-        layer = network.layers[behind.layer]
-        alone = behind.reads == (Read(operation.tensor, ZERO, network.maps[operation.tensor]),)
-        if isinstance(network.layers[operation.layer], Conv) and isinstance(layer, Pool) and layer.slides and alone:
+        layer, tensor = network.layers[behind.layer], operation.tensor
+        alone = behind.reads == (Read(tensor, ZERO, network.maps[tensor]),)
+        if not isinstance(network.layers[operation.layer], Conv) or not alone:
+            continue
+        if isinstance(layer, Pool) and layer.slides:
             merged[number] = replace(operation, pool=behind.layer)
+        elif isinstance(layer, Norm) and operation.addend is None and _is_open(network, tensor):
+            merged[number] = replace(operation, norm=behind.layer)
     return merged
 
 
@@ -265,7 +279,17 @@ def shape_of(
     if operation.pool is not None:
         assert isinstance(shape, GraphConvShape), "only convolutions have two outputs"
         shape = replace(shape, pooled=_pooled(geometry.network.layers[operation.pool], region, windows))
+    if operation.norm is not None:
+        assert isinstance(shape, GraphConvShape), "only convolutions are normalised in one"
+        assert shape.out == geometry.size(operation.tensor), "a norm is computed for a whole image"
+        shape = replace(shape, normed=_normed(geometry.network.layers[operation.norm], shape.fout))
     return shape if precision == "fp32" else replace(shape, precision=precision)
+
+
+def _normed(layer: Layer, maps: int) -> Normed:
+    """Return the norm of so many maps."""
+    assert isinstance(layer, Norm), layer
+    return Normed(layer.groups_of(maps), layer.epsilon, layer.affine, layer.activation, layer.parameters)
 
 
 def _pooled(layer: Layer, region: Region, windows: Region | None) -> Pooled:

@@ -60,11 +60,22 @@ class Pooled:
 
 
 @dataclass(frozen=True, slots=True)
+class Normed:
+    """A norm over the whole image of what a convolution gives, in its place; see `NormShape`."""
+
+    groups: int
+    epsilon: float
+    affine: bool
+    activation: Function = "none"
+    parameters: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class GraphConvShape(_OneImage):
     """One convolution of a graph, of the maps of all its inputs one after the other, with zeros as padding.
 
     With an addend it has one more input, which is as large as the output and is added before the activation. It may
-    give two outputs: its own, and the one that a max-pooling gives of it.
+    give two outputs: its own, and the one that a max-pooling gives of it. Or it gives a norm of its own output alone.
     """
 
     fins: tuple[int, ...]  # maps of each input; together f
@@ -84,6 +95,7 @@ class GraphConvShape(_OneImage):
     factors: tuple[Vec3, ...] = ()  # how often each voxel of each input counts along each axis; (): once
     first: Vec3 = ZERO  # voxels of upsampled inputs that precede the first one of `n`
     pooled: Pooled | None = None
+    normed: Normed | None = None
 
     def __post_init__(self) -> None:
         if self.factors and len(self.factors) != len(self.fins):
@@ -160,9 +172,26 @@ class GraphConvShape(_OneImage):
         return replace(other, pooled=replace(pooled, m=(z, y, x)))
 
     @property
+    def norm_shape(self) -> NormShape | None:
+        """Return the norm of the output as a layer of its own, if there is one."""
+        if (norm := self.normed) is None:
+            return None
+        return NormShape(
+            self.fout,
+            self.out,
+            norm.groups,
+            norm.epsilon,
+            norm.affine,
+            norm.activation,
+            norm.parameters,
+            self.precision,
+        )
+
+    @property
     def weight_bytes(self) -> int:
-        """Bytes of kernels and biases in float32, before any preparation."""
-        return FLOAT32 * (self.fout * (self.fin // self.groups) * prod(self.k) + self.fout)
+        """Bytes of kernels and biases in float32, and of the norm's weights, before any preparation."""
+        affine = self.normed is not None and self.normed.affine
+        return FLOAT32 * self.fout * ((self.fin // self.groups) * prod(self.k) + 1 + 2 * affine)
 
     def __str__(self) -> str:
         maps = "+".join(map(str, self.fins))
@@ -176,6 +205,8 @@ class GraphConvShape(_OneImage):
         words += ["+ addend"] if self.addend else []
         words += [self.activation]
         words += [f"and its maxima {text(self.pooled.window)}"] if self.pooled is not None else []
+        if (norm := self.normed) is not None:
+            words += [f"and norm groups {norm.groups}{' affine' if norm.affine else ''} {norm.activation}"]
         return " ".join(words) + self._in_precision
 
 

@@ -70,6 +70,7 @@ class ConvWeights:
 
     weight: npt.NDArray[np.float32]  # (f', f / groups, kz, ky, kx); transposed (f, f' / groups, kz, ky, kx); (f,)
     bias: npt.NDArray[np.float32]  # (f',)
+    norm: ConvWeights | None = None  # those of the norm of a convolution that is computed with it
 
     def __repr__(self) -> str:
         return f"<ConvWeights {self.weight.shape}>"

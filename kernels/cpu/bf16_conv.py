@@ -26,7 +26,16 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from znnpy.graph_shapes import GraphConvShape, TransposeShape
-from znnpy.kernels.contract import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work, why_not_fp32_or_bf16
+from znnpy.kernels.contract import (
+    ALIGNMENT,
+    Footprint,
+    Kind,
+    Scratch,
+    Variant,
+    Work,
+    why_not_fp32_or_bf16,
+    why_not_normed,
+)
 from znnpy.kernels.cpu.bf16_division import STEP, STEP_CYCLES, WIDTH, Division, division, folds, products_of
 from znnpy.kernels.cpu.bf16_kernels import AT_ONCE, Resident, folds_taps, packed_kernels
 from znnpy.kernels.cpu.bf16_problem import (
@@ -183,7 +192,9 @@ def _why_not(shape: AnyConv, machine: Machine, unit: str) -> str | None:
         return f"takes kernels of up to {MOST_TAPS} taps, not {prod(shape.k)}"
     if not isinstance(shape, ConvShape) and max(shape.stride) > MOST_SIDES:
         return f"takes strides of up to {MOST_SIDES}, not {max(shape.stride)}"
-    if isinstance(shape, GraphConvShape) and (reason := why_not_repeated(shape) or _why_not_kept(shape)):
+    if isinstance(shape, GraphConvShape) and (
+        reason := why_not_repeated(shape) or _why_not_kept(shape) or why_not_normed(shape)
+    ):
         return reason
     return why_not_bf16(machine, unit)
 

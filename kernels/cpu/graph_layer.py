@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
-from znnpy.kernels.contract import Variant, why_not_fp32, why_not_fp32_or_bf16, why_not_pooled
+from znnpy.kernels.contract import Variant, why_not_fp32, why_not_fp32_or_bf16, why_not_two
 from znnpy.shapes import FLOAT32, Sized
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def why_not_kind(shape: Sized, kind: type[Shape], what: str, *, bf16: bool = Fal
     """Return None if `shape` is of this kind and in fp32, or with `bf16` in bf16, else a reason; `what`: in words."""
     if not isinstance(shape, kind):
         return f"computes {what}, not {shape}"
-    return why_not_pooled(shape) or (why_not_fp32_or_bf16(shape) if bf16 else why_not_fp32(shape))
+    return why_not_two(shape) or (why_not_fp32_or_bf16(shape) if bf16 else why_not_fp32(shape))
 
 
 def block_of(m: Vec3, voxels: int) -> Vec3:

@@ -20,10 +20,14 @@ def test_a_layer_is_measured_and_compared(tmp_path: Path) -> None:
     with EmulatedDevice() as device:
         gpu_convs.command_on(device, path, quick=True, peers=False, graphs=False)
     found = read(path)
-    (shape,) = gpu_convs.QUICK
-    assert {(row.group, row.subject) for row in found.rows} == {
+    shape, normed = gpu_convs.QUICK
+    one, two = ({(row.group, row.subject) for row in found.rows if row.case == str(each)} for each in (shape, normed))
+    assert one == {
         (group, f"gpu.graph_conv.{name}") for group in ("layers", "errors") for name in ("direct", "warpgroup")
     }
+    both = [f"gpu.graph_conv.{name} and gpu.norm.passes" for name in ("direct", "warpgroup")]
+    assert two == {(group, name) for group in ("layers", "errors") for name in ("gpu.graph_conv.normed", *both)}
+    assert all(max(row.values) < 2e-3 for row in found.of_group("errors"))
     (row,) = (row for row in found.of_group("layers") if row.subject == "gpu.graph_conv.warpgroup")
     assert row.case == str(shape)
     assert row.facts["bytes"] == 2 * (2 * 8 * 64 + 8 * 8 * 27)

@@ -96,7 +96,7 @@ def everything(name: str) -> list[Known]:
         region = Box((0, 0, 0), _output(network, volume))
         for tiling in () if axis and not streams else tilings(graph, Area(volume, region), streams=streams):
             every = [graph.operations]
-            for number, both in graph.with_poolings.items():  # a network has one at most
+            for number, both in graph.pairs.items():  # a network has one at most
                 every.append((*graph.operations[:number], both, *graph.operations[number + 2 :]))
             for operations in every:
                 choices = [ways(tiling.shape(operation), table) for operation in operations]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -14,12 +15,19 @@ from tests.support.graph_runs import assert_equal
 from tests.support.seeded_graphs import weights_of
 from tests.support.tiers import one_in
 from znnpy.errors import ValuesOverflowError
+from znnpy.graph_shapes import GraphConvShape
+from znnpy.kernels.gpu.graph_gemm.normed import GraphConvNormed
+from znnpy.measure.gpu_layers import _layers_of_graph
 from znnpy.network_result import NetworkResult
 from znnpy.patches import Box
 from znnpy.planner.plan import Sums
 from znnpy.shapes import Precision, Vec3
 from znnpy.window_cover import WindowCover
 from znnpy.windows.settings import Windows
+
+if TYPE_CHECKING:
+    from znnpy.kernels.contract import Variant, Work
+    from znnpy.layer_shapes import LayerShape
 
 pytestmark = pytest.mark.slow
 CASES = [
@@ -46,6 +54,32 @@ def test_equal_to_the_definition(gpu: Any, name: str, windows: Windows, axis: in
         found = ran(plan, net, weights, volume, anew, gpu)
         assert_equal(found, wanted, windows, close=CLOSE[precision])
     assert not gpu.allocated, "a session gives back what it took"
+
+
+class Chosen(GraphConvNormed):
+    """Convolutions in one with their norms, which planning takes wherever they apply."""
+
+    def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
+        return [one._replace(flops=0.0, nbytes=0.0) for one in super().work(shape, variant)]
+
+
+@pytest.mark.parametrize("axis", [0, pytest.param(2, marks=pytest.mark.long)])
+def test_norms_are_computed_with_their_convolutions(gpu: Any, axis: int) -> None:
+    windows = CASES[1]
+    net = network("norms", windows)
+    weights, volume = weights_of(net, 7), volume_of(VOLUME)
+    separate = tuple(primitive for primitive in GPU if primitive.name != Chosen().name)
+    table = Chosen(), *separate
+    plan, apart = (planned(net, VOLUME, axis, Sums(), target=target("fp16"), table=one) for one in (table, separate))
+    assert [choice.primitive for choice in plan.choices].count(Chosen().name) == 2
+    assert plan.memory.last.arena <= apart.memory.last.arena
+    assert_equal(ran(plan, net, weights, volume, (0,), gpu), exact(net, weights, volume), windows, close=CLOSE["fp16"])
+    assert not gpu.allocated, "a session gives back what it took"
+    timed = [shape for (shape,), _ in _layers_of_graph(net, "fp16") if isinstance(shape, GraphConvShape)]
+    assert sum(shape.normed is not None for shape in timed) == 2, "a card is asked how long they take"
+    large = (replace(weights[0], bias=np.full_like(weights[0].bias, 1e6)), *weights[1:])
+    with pytest.raises(ValuesOverflowError, match="node enter with bend: its largest result is 1e"):
+        ran(plan, net, large, volume, device=gpu)
 
 
 @pytest.mark.parametrize("kind", ["softmax", "sigmoid", "labels", "above"])

@@ -9,7 +9,7 @@ from typing import Any
 
 from znnpy.costs.model import Rate, Rates
 from znnpy.graph_shapes import GraphConvShape
-from znnpy.kernels.contract import Footprint, Kind, Scratch, Step, Unit, Variant, Work, why_not_plain, why_not_pooled
+from znnpy.kernels.contract import Footprint, Kind, Scratch, Step, Unit, Variant, Work, why_not_plain, why_not_two
 from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.layer_shapes import LayerShape
 from znnpy.machine import Gpu, Limits, Machine
@@ -49,7 +49,7 @@ class Fake:
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
         if self.pools:
             return self.refuse
-        return self.refuse or (why_not_plain(shape) if isinstance(shape, ConvShape) else why_not_pooled(shape))
+        return self.refuse or (why_not_plain(shape) if isinstance(shape, ConvShape) else why_not_two(shape))
 
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
         return tuple(Variant.of(scale=scale) for scale in self.scale)

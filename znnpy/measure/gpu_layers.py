@@ -44,6 +44,7 @@ from znnpy.sliding_layers import extent, layer_shape
 from znnpy.units import human_seconds
 
 if TYPE_CHECKING:
+    from znnpy.graph_operations import Operation
     from znnpy.kernels.gpu.device import Device
 
 _log = logging.getLogger(__name__)
@@ -190,14 +191,19 @@ def _layers(network: Network, precision: Precision) -> Iterator[tuple[tuple[Laye
 
 
 def _layers_of_graph(network: Network, precision: Precision) -> Iterator[tuple[tuple[LayerShape, ...], float]]:
-    """Yield every operation of a graph that differs from those before."""
+    """Yield every operation of a graph that differs from those before, and those of convolutions with norms in one."""
     volumes = [network.windows.size] if network.windows is not None else [_cube(side) for side in GRAPH_SIDES]
     tilings = []
     for volume in volumes:
         with suppress(ShapeError):  # a network takes no volumes that are too small for it, or that it refuses to pad
             tilings.append(_whole_tiling(network, volume, precision))
-    each = ([one.shape(operation) for operation in one.graph.operations] for one in tilings)
+    each = ([one.shape(operation) for operation in _timed(one.graph)] for one in tilings)
     yield from ((span, LONG_SECONDS) for span in dict.fromkeys(zip(*each, strict=True)))
+
+
+def _timed(graph: TurnedGraph) -> tuple[Operation, ...]:
+    """Return the operations of a graph, and those that some primitive of a GPU computes in pairs."""
+    return (*graph.operations, *(pair for pair in graph.pairs.values() if pair.norm is not None))
 
 
 def _whole_tiling(network: Network, volume: Vec3, precision: Precision) -> GraphTiling:

@@ -176,7 +176,8 @@ def _weights(shape: LayerShape, rng: np.random.Generator) -> ConvWeights | None:
     match shape:
         case GraphConvShape():
             kernels = rng.standard_normal((shape.fout, shape.fin // shape.groups, *shape.k), np.float32)
-            return ConvWeights(kernels / np.float32(np.sqrt(kernels[0].size)), np.zeros(shape.fout, np.float32))
+            norm = None if shape.norm_shape is None else _weights(shape.norm_shape, rng)
+            return ConvWeights(kernels / np.float32(np.sqrt(kernels[0].size)), np.zeros(shape.fout, np.float32), norm)
         case TransposeShape():
             kernels = rng.standard_normal((shape.fin, shape.fout // shape.groups, *shape.k), np.float32)
             return ConvWeights(kernels / np.float32(np.sqrt(shape.fin)), np.zeros(shape.fout, np.float32))

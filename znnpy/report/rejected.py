@@ -121,7 +121,7 @@ class _Plan:
         graph = self.tiling.graph
         for number, operation in enumerate(graph.operations):
             yield from self._of(operation.layers, self.tiling.shape(operation))
-            if (both := graph.with_poolings.get(number)) is not None:
+            if (both := graph.pairs.get(number)) is not None:
                 rows = self._of(both.layers, self.tiling.shape(both))
                 yield from (row for row in rows if row.seconds is not None)
 
@@ -152,7 +152,7 @@ class _Plan:
         moved = 0.0
         if self.tiling is not None:
             graph = self.tiling.graph
-            found = next(one for one in (*graph.operations, *graph.with_poolings.values()) if one.layers == layers)
+            found = next(one for one in (*graph.operations, *graph.pairs.values()) if one.layers == layers)
             moved = sum(map(self.tiling.carry_traffic, found.tensors))
         elif self.plan.streams:
             apart = self._footprint(primitive, shape, variant).reads_carried

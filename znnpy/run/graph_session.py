@@ -110,7 +110,9 @@ class GraphSession:
 
     def _subject(self, operation: Operation) -> str:
         """Name an operation in errors."""
-        return f"node {self._graph.network.names[operation.tensor - 1]}"
+        names = self._graph.network.names
+        norm = "" if operation.norm is None else f" with {names[operation.norm]}"
+        return f"node {names[operation.result - 1]}{norm}"
 
     @property
     def max_in_flight(self) -> int:
@@ -145,7 +147,7 @@ class GraphSession:
             tuple(replace(bound, scratch=arena.scratch(index)) for index, bound in enumerate(some)) for some in prepared
         )
         self._bound = self._members[0]
-        for tensor in self._tiling.stored:
+        for tensor in (0, *(tensor for operation in self._operations for tensor in operation.tensors)):
             self._tensors[tensor] = self._allocated(tensor, arena)
         if self.plan.device == "gpu":  # kernels are compiled, and libraries plan, before the first step
             for bound in (bound for some in self._members for bound in some):
@@ -158,6 +160,8 @@ class GraphSession:
         for operation, choice in zip(self._operations, self.plan.choices, strict=True):
             primitive = find(choice.primitive, self._table)
             own = graph.lowered.weights(operation.layer, weights, graph.axis)
+            if own is not None and operation.norm is not None:
+                own = replace(own, norm=graph.lowered.weights(operation.norm, weights))
             resident = primitive.prepare(own, choice.variant, self.backend.executor)
             del own  # of one layer at a time
             name = _name(choice, graph.network)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from znnpy.graph_shapes import GraphConvShape
-from znnpy.kernels.contract import Footprint, Variant, Work
+from znnpy.kernels.contract import Footprint, Variant, Work, why_not_normed
 from znnpy.shapes import GPU_PRECISIONS, Sized
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def why_not_here(shape: Sized, machine: Machine, kind: type[Any], what: str) -> 
         return f"computes in fp32, tf32 and fp16, not in {shape.precision}"
     if isinstance(shape, GraphConvShape) and shape.pooled is not None:
         return "takes no maxima of its output: a pooling of its own does"
-    return None
+    return why_not_normed(shape)
 
 
 def value_type(shape: Sized) -> str:

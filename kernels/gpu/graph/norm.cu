@@ -2,7 +2,7 @@
  *
  * Computes   moments    for each block and map: mean and sum of squared deviations of the block's voxels, and their number
  *            terms      shift, factor and offset of each map, from the moments of its group of maps
- *            normalise  out[i, f] = function((x[i, f] - shift[f]) * factor[f] + offset[f])
+ *            normalise  out[i, f] = function((x[i, f] - shift[f]) * factor[f] + offset[f]); out may be x
  *            at_once    all three for an image whose voxels the threads of a block hold, BATCH voxels each
  *            means      out[f] = the mean of a map; from moments
  *            maxima     for each block and map: the maximum of the block's voxels; largest: of all blocks
@@ -283,8 +283,8 @@ template <int WIDTH> struct Terms {
 
 template <class T, int WIDTH>
 __global__ void __launch_bounds__(256, 4)
-    normalise(const __grid_constant__ Input x, const __grid_constant__ Normal p, const float* __restrict__ from,
-              T* __restrict__ out, float* peak) {
+    normalise(const __grid_constant__ Input x, const __grid_constant__ Normal p, const float* __restrict__ from, T* out,
+              float* peak) {
     const int vectors = p.maps / WIDTH;
     const Line line = Line::of_thread(p.n.x * vectors, p.n.y);
     const int i = line.e / vectors, f = line.e % vectors * WIDTH;

@@ -60,8 +60,14 @@ def blocks_of(shape: NormShape | GlobalPoolShape) -> int:
     return max(1, min(most, prod(shape.n) * shape.f // BLOCK_VALUES))
 
 
-def _moments(shape: NormShape | GlobalPoolShape) -> Scratch:
-    return Scratch("moments", FLOAT64 * blocks_of(shape) * (2 * shape.f + 1))
+def moments_scratch(maps: int, blocks: int) -> Scratch:
+    """Return the memory for the moments of so many maps in so many blocks of an image, as in norm.cu."""
+    return Scratch("moments", FLOAT64 * blocks * (2 * maps + 1))
+
+
+def terms_scratch(maps: int) -> Scratch:
+    """Return the memory for what is computed from moments: a shift, a factor and an offset of each map."""
+    return Scratch("terms", 3 * FLOAT32 * maps)
 
 
 def _memory(width: int, threads: int) -> int:
@@ -126,7 +132,7 @@ class NormPasses(GpuLayer):
     def footprint(self, shape: Sized, variant: Variant, threads: int) -> Footprint:
         del variant, threads
         shape = given(shape, NormShape)
-        scratch = (_moments(shape), Scratch("terms", 3 * FLOAT32 * shape.f))
+        scratch = (moments_scratch(shape.f, blocks_of(shape)), terms_scratch(shape.f))
         return Footprint(resident=2 * FLOAT32 * shape.f if shape.affine else 0, scratch=scratch, raises_peak=True)
 
     def work(self, shape: Sized, variant: Variant) -> Sequence[Work]:
@@ -145,46 +151,63 @@ class NormPasses(GpuLayer):
         return _NormStep(resident, given(shape, NormShape), device)
 
 
+class SecondPass:
+    """What follows once the moments of an image are known: they are joined, and its values are normalised."""
+
+    def __init__(self, resident: Resident | None, shape: NormShape, device: Device) -> None:
+        self._shape, self._device = shape, device
+        self.weights = (None, None) if resident is None else resident
+        self._soft = shape.activation == "softmax"
+        self._kernels = Widths(device, SOURCE, "softmax" if self._soft else "normalise", shape, [shape.f])
+        self._terms = device.kernels(SOURCE, SMALL)["terms"]
+        found = np.zeros((), NORMAL)
+        found["n"], found["maps"] = shape.n, shape.f
+        found["function"], found["a"], found["b"] = numbers_of(shape.activation, shape.parameters)
+        self.normal = found[()]
+
+    def run(self, x: Any, count: int, scratch: Mapping[str, Any], out: Any, out_peak: int) -> None:
+        """Queue the kernels; `count`: blocks whose moments are known. `out` may be `x`, but for a softmax."""
+        shape, device = self._shape, self._device
+        each = shape.f // shape.groups
+        threads = _threads(count * each)
+        self._terms(
+            *((shape.groups,), (threads,), scratch["moments"], count, shape.f, each, float(shape.epsilon)),
+            *(*self.weights, scratch["terms"]),
+            shared=SUMS * threads // WARP,
+        )
+        width, kernel = self._kernels.widest(x, out)
+        lanes = lanes_for(shape.f, width) if self._soft else shape.f // width
+        kernel(
+            *grid_of(device, shape.n[2] * lanes, shape.n, WAVES),
+            *(one_input(device, x), self.normal, scratch["terms"], out, np.uint64(out_peak)),
+            *((lanes,) if self._soft else ()),
+        )
+
+
 class _NormStep:
     """A GraphDeviceStep."""
 
     def __init__(self, resident: Resident | None, shape: NormShape, device: Device) -> None:
         self._shape, self._device = shape, device
-        self._weights = (None, None) if resident is None else resident
         self._blocks = _Blocks(shape, "moments", device)
-        self._soft = shape.activation == "softmax"
-        self._kernels = Widths(device, SOURCE, "softmax" if self._soft else "normalise", shape, [shape.f])
-        self._terms = device.kernels(SOURCE, SMALL)["terms"]
-        self._at_once = None if self._soft else Widths(device, SOURCE, "at_once", shape, [shape.f])
-        found = np.zeros((), NORMAL)
-        found["n"], found["maps"] = shape.n, shape.f
-        found["function"], found["a"], found["b"] = numbers_of(shape.activation, shape.parameters)
-        self._normal = found[()]
+        self._second = SecondPass(resident, shape, device)
+        soft = shape.activation == "softmax"
+        self._at_once = None if soft else Widths(device, SOURCE, "at_once", shape, [shape.f])
 
     def run(self, inputs: Sequence[Any], out: Any, scratch: Mapping[str, Any], *, out_peak: int = 0) -> None:
-        shape, device = self._shape, self._device
-        each = shape.f // shape.groups
-        width, kernel = self._kernels.widest(inputs[0], out)
-        if self._at_once is not None and (maps := slice_of(shape, width)):
-            self._at_once.widest(inputs[0], out)[1](
-                *((shape.f // maps,), (THREADS_AT_ONCE,), one_input(device, inputs[0]), self._normal, out),
-                *(np.uint64(out_peak), maps, lanes_for(maps, width), each, float(shape.epsilon), *self._weights),
-                shared=_memory(width, THREADS_AT_ONCE),
-            )
-            return
+        shape, device, second = self._shape, self._device, self._second
+        if self._at_once is not None:
+            width, kernel = self._at_once.widest(inputs[0], out)
+            if maps := slice_of(shape, width):
+                each = shape.f // shape.groups
+                kernel(
+                    *((shape.f // maps,), (THREADS_AT_ONCE,), one_input(device, inputs[0]), second.normal, out),
+                    *(np.uint64(out_peak), maps, lanes_for(maps, width), each, float(shape.epsilon), *second.weights),
+                    shared=_memory(width, THREADS_AT_ONCE),
+                )
+                return
         count = self._blocks.run(inputs[0], scratch["moments"])
-        threads = _threads(count * each)
-        self._terms(
-            *((shape.groups,), (threads,), scratch["moments"], count, shape.f, each, float(shape.epsilon)),
-            *(*self._weights, scratch["terms"]),
-            shared=SUMS * threads // WARP,
-        )
-        lanes = lanes_for(shape.f, width) if self._soft else shape.f // width
-        kernel(
-            *grid_of(device, shape.n[2] * lanes, shape.n, WAVES),
-            *(one_input(device, inputs[0]), self._normal, scratch["terms"], out, np.uint64(out_peak)),
-            *((lanes,) if self._soft else ()),
-        )
+        second.run(inputs[0], count, scratch, out, out_peak)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +228,7 @@ class GlobalPoolPasses(MovingLayer):
         shape = given(shape, GlobalPoolShape)
         if shape.how == "max":
             return Footprint(scratch=(Scratch("maxima", FLOAT32 * blocks_of(shape) * shape.f),))
-        return Footprint(scratch=(_moments(shape),), raises_peak=True)
+        return Footprint(scratch=(moments_scratch(shape.f, blocks_of(shape)),), raises_peak=True)
 
     def bind(self, resident: None, shape: Sized, variant: Variant, device: Device) -> _PoolStep:
         del resident, variant

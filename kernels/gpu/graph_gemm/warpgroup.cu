@@ -4,10 +4,13 @@
  * Computes   out[i, g] = function(bias[g] + addend[i, g] + sum over d, f of x[i stride - padding + d dilation, f] *
  *            kernels[g, f, d]), where x holds the maps of all inputs one after the other; voxel j of an upsampled input
  *            is (j + first) / factor. With several parts: the sums of each part, float [part][voxel][map], without
- *            the rest; sums.cu adds them.
+ *            the rest; sums.cu adds them. With moments: for each part of the voxels and each map also the mean and the
+ *            squared deviations of out, where there is no function and no addend, and the number of its voxels.
  * Shapes     inputs (z, y, x, f) half, addend and out (z, y, x, f') half, each with its own strides. Pieces
  *            of 8 maps of all inputs, each padded with zeros, two or four of which are a chunk; kernels [block of
- *            maps][chunk][step][2][64][8] half, steps up to a multiple of GROUP, bias (blocks * maps of a block) float.
+ *            maps][chunk][step][2][64][8] half, steps up to a multiple of GROUP, bias (blocks * maps of a block) float;
+ *            moments [2][maps][parts] double, then [parts] double, as in norm.cu: a part is the lines of a tile that one
+ *            warpgroup computes, those with the same place in a column.
  * Method     A product is 64 x 16 by 16 x N: kernels of 64 maps, and N columns, 8 along x and the others along any axis. A
  *            tile's input for a chunk, its region, is stored voxel after voxel, those with the same residue of x modulo
  *            the stride together: any 8 columns are a core of a factor (wgmma.cuh), so
@@ -135,6 +138,79 @@ template <int N, int PRODUCTS, int GROUP> struct Multiplier {
         return make_int3(at.x + j * n.along_z, at.y + j * n.along_y * n.lines_at_once, at.z + j * n.along_x);
     }
     DEVICE bool exists(int3 at) const { return (at.x < n.mz) & (at.y < n.my) & (at.z < n.mx); }
+
+    /* Writes the moments of part `number` of `parts` of the voxels, for this warp's maps: of values as they are stored, so
+     * that those of an image of one value are exact. `whole`: all voxels exist.
+     */
+    DEVICE void gather(const float (&sums)[PRODUCTS][SUMS], const Item& item, int from, float low, float high, bool whole,
+                       double* moments, int number, int parts) const {
+        float mean[2] = {}, squares[2] = {}, count = 0.0f;  // of two maps, and the same voxels
+#pragma unroll
+        for (int batch = 0; batch < BATCHES; ++batch) {
+            unsigned there = 0xffff;  // a bit for each of 16 voxels
+            float known = 16.0f;
+            if (!whole) {
+                int3 first = voxel_of(item, batch);
+                first.z += lane % 4 * 2;
+                there = 0, known = 0.0f;
+#pragma unroll
+                for (int i = 0; i < 16; ++i) {
+                    const int3 at = further(first, i / 2);
+                    const bool one = exists(make_int3(at.x, at.y, at.z + i % 2));
+                    there |= (unsigned)one << i, known += one ? 1.0f : 0.0f;
+                }
+            }
+            const float share = known > 0.0f ? 1.0f / known : 0.0f;
+            const float all = count + known, part = all > 0.0f ? known / all : 0.0f;
+#pragma unroll
+            for (int row = 0; row < 2; ++row) {
+                const float add = row == 0 ? low : high;
+                float values[16], sum = 0.0f, of_batch = 0.0f;
+#pragma unroll
+                for (int i = 0; i < 16; i += 2) {
+                    const int e = batch % (N / 64) * 32 + i * 2 + row * 2;
+                    const float* const two = sums[batch / (N / 64)] + e;
+                    const float2 rounded = to_float2(to_half2(two[0] + add, two[1] + add));
+                    values[i] = rounded.x, values[i + 1] = rounded.y;
+                }
+#pragma unroll
+                for (int i = 0; i < 16; ++i)
+                    if (there >> i & 1) sum += values[i];
+                const float middle = sum * share;
+#pragma unroll
+                for (int i = 0; i < 16; ++i) {
+                    const float away = values[i] - middle;
+                    if (there >> i & 1) of_batch += away * away;
+                }
+                join(mean[row], squares[row], middle, of_batch, count, part);
+            }
+            count = all;
+        }
+#pragma unroll
+        for (int mask = 1; mask < 4; mask *= 2) {  // four lanes have the same maps
+            const float known = shuffle_xor(count, mask), all = count + known, part = all > 0.0f ? known / all : 0.0f;
+#pragma unroll
+            for (int row = 0; row < 2; ++row)
+                join(mean[row], squares[row], shuffle_xor(mean[row], mask), shuffle_xor(squares[row], mask), count, part);
+            count = all;
+        }
+        if (lane % 4 != 0) return;
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            const int map = from + lane / 4 + row * 8;
+            if (map >= n.fout) continue;
+            double* const to = moments + (long long)map * parts + number;
+            to[0] = mean[row];
+            to[(long long)n.fout * parts] = squares[row];
+            if (map == 0) moments[2LL * n.fout * parts + number] = count;
+        }
+    }
+    /* Joins those of `count` values with others, which are `part` of them all. */
+    DEVICE static void join(float& mean, float& squares, float other, float others, float count, float part) {
+        const float away = other - mean;
+        mean += away * part;
+        squares += others + away * away * count * part;
+    }
 
     /* Writes the sums of one part. `from`: the warp's first map. */
     DEVICE void store_sums(const float (&sums)[PRODUCTS][SUMS], const Item& item, int from) const {
@@ -321,7 +397,7 @@ template <int N, int PRODUCTS, int GROUP> struct Multiplier {
 template <int N, int PRODUCTS, int GROUP>
 __global__ void __launch_bounds__(THREADS, 1) convolve_by_warpgroups(
     INPUT(0), INPUT(1), INPUT(2), INPUT(3), const half* addend, long long addend_z, long long addend_y,
-    long long addend_x, half* out, long long out_z, long long out_y, long long out_x, float* sums, float* out_peak, const half* kernels, const float* bias, long long inputs,
+    long long addend_x, half* out, long long out_z, long long out_y, long long out_x, float* sums, double* moments, float* out_peak, const half* kernels, const float* bias, long long inputs,
     long long first_z, long long first_y, long long first_x, long long nz, long long ny, long long nx, long long mz,
     long long my, long long mx, long long fout, long long pieces, long long steps, long long kz, long long ky, long long kx,
     long long stride_z, long long stride_y, long long stride_x, long long apart_z, long long apart_y, long long apart_x,
@@ -423,6 +499,11 @@ __global__ void __launch_bounds__(THREADS, 1) convolve_by_warpgroups(
             }
             const bool whole = simple & end.wide & from + 16 <= n.fout & item.z + n.tz <= n.mz &
                                (item.y + n.ty) * n.lines_at_once <= n.my & item.x + n.tx <= n.mx;
+            if (moments != nullptr) {
+                const int at = number / n.blocks * MULTIPLIERS + works.group;
+                works.gather(all, item, from, low, high, whole, moments, at * n.lines_at_once + works.line,
+                             items / n.blocks * MULTIPLIERS * n.lines_at_once);
+            }
             float most;
             if (!whole)
                 most = works.template store<false, true>(all, item, from, low, high);

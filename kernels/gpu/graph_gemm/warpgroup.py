@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from znnpy.graph_shapes import GraphConvShape
-from znnpy.kernels.contract import Footprint, Kind, Scratch, Variant, Work, why_not_pooled
+from znnpy.kernels.contract import Footprint, Kind, Scratch, Variant, Work, why_not_two
 from znnpy.kernels.gpu.graph.functions import numbers_of
 from znnpy.kernels.gpu.graph_gemm.plan import (
     GROUP,
@@ -104,7 +104,7 @@ class GraphConvWarpgroup:
             return f"reads up to {INPUTS} inputs, not {len(shape.fins)}"
         if any(factor not in FACTORS for factors in shape.factors for factor in factors):
             return f"repeats voxels of upsampled inputs {', '.join(map(str, FACTORS))} times, not as often as here"
-        if reason := why_not_pooled(shape):
+        if reason := why_not_two(shape):
             return reason
         if plan_of(shape, 1) is None:
             return f"the input of a tile does not fit the {SHARED:,} bytes of shared memory that a block has"
@@ -230,8 +230,13 @@ class _Step:
             )
         )
 
-    def run(self, inputs: Sequence[Any], out: Any, scratch: Mapping[str, Any], *, out_peak: int = 0) -> None:
-        """Compute the layer; see GraphDeviceStep."""
+    def run(
+        self, inputs: Sequence[Any], out: Any, scratch: Mapping[str, Any], *, out_peak: int = 0, moments: Any = None
+    ) -> None:
+        """Compute the layer; see GraphDeviceStep.
+
+        moments  memory for those of the output, as in warpgroup.cu, if they are wanted: only of whole sums
+        """
         shape, plan, device = self._shape, self._plan, self._device
         addend = inputs[-1] if shape.addend else None
         steps = [0, 0, 0] if addend is None else [step // FLOAT16 for step in addend.strides[:3]]
@@ -241,12 +246,14 @@ class _Step:
         whole = shape.fout % PIECE == 0
         wide = whole and self._is_wide(out) and (addend is None or self._is_wide(addend))
         sums = scratch["sums"] if plan.parts > 1 else None
+        assert moments is None or (plan.parts == 1 and addend is None), "moments are those of whole sums, and no addend"
         kernel_addend = None if plan.parts > 1 else addend
         self._kernel(
             (min(plan.items, device.gpu.multiprocessors),),
             (THREADS,),
             *self._arguments(inputs[: len(shape.fins)]),
-            *(kernel_addend, *steps, out, *out_steps, sums, np.uint64(0 if plan.parts > 1 else out_peak)),
+            *(kernel_addend, *steps, out, *out_steps, sums, moments),
+            *(np.uint64(0 if plan.parts > 1 else out_peak),),
             *(*self._weights, *self._sizes, np.int64(further), int(wide), *self._function),
             shared=plan.shared_bytes,
         )
