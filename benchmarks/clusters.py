@@ -6,8 +6,8 @@ scale  A scheduler, and 100 workers that share another process, with 10,000 item
        worker in 20 takes twice as long. Kept are the processor time of the scheduler for an item, the share of the
        workers' time in which they computed nothing, and the growth of the scheduler's memory in the second half.
 speed  Two workers with one thread each, and one process with two threads, alternate, from file to file. Both compute
-       the output of the case. `borders` is the share of the workers' work that is lost because items are computed by
-       themselves, counted by the plans; the workers reach at most the rest of the speed of one process.
+       the output of the case. `borders` is the share of the workers' work that one plan for the whole output would
+       save, counted by the plans of one worker; the workers reach at most the rest of the speed of one process.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from tests.cli.test_graph_infer import COARSE, FINE, graph
 from tests.cli.test_several_outputs import deep
 from tests.support import normed_unet
 from tests.support.cli import Place
-from znnpy.cluster.items import ItemGrid, halved, sizes
+from znnpy.cluster import preparing
+from znnpy.cluster.items import ItemGrid, divided, unit_of
 from znnpy.errors import ShapeError
-from znnpy.opened_run import named_run, opened_run
+from znnpy.opened_run import OpenedRun, named_run, opened_run
 from znnpy.options import InferOptions
 from znnpy.shapes import Vec3
 from znnpy.volume import store
@@ -109,14 +111,46 @@ def test_chunks_of_further_outputs_are_not_cut(place: Place) -> None:
 
 def test_items_are_as_large_as_their_number_allows(place: Place) -> None:
     with opened_run(named_run(asked_for(place, border="reflect"))) as run:
-        assert run.source.output == (20, 23, 25)
-        assert sizes(run, 1) == (32, 32, 32)
-        assert sizes(run, 8) == (16, 16, 16)
-        assert sizes(run, 9) == (16, 16, 8)
-        assert sizes(run, 10**6) == (4, 4, 4)
+        output, unit = run.source.output, unit_of(run)
+    assert (output, unit) == ((20, 23, 25), (4, 4, 4))
+    assert divided(output, unit, 1) == (20, 24, 28)
+    assert divided(output, unit, 2) == (20, 24, 16)
+    assert divided(output, unit, 8) == (12, 12, 16)
+    assert divided(output, unit, 10**6) == (4, 4, 4)
+    assert divided((384, 384, 384), (64, 64, 64), 8) == (192, 192, 192)
+    assert divided((10, 10**6, 10), (64, 64, 64), 1000) == (64, 960, 64)
 
 
-def test_items_are_halved_along_their_longest_axis() -> None:
-    assert halved((16, 32, 8), (4, 4, 4)) == (16, 16, 8)
-    assert halved((4, 12, 4), (4, 4, 4)) == (4, 8, 4)
-    assert halved((4, 4, 4), (4, 4, 4)) is None
+class Timed:
+    """A plan of an item that takes so long."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+
+@pytest.mark.parametrize(
+    ("workers", "seconds", "count"),
+    [
+        (2, lambda n: 1000 / n, 18),  # without borders, until they are short
+        (2, lambda n: 20000 / n + 2.0 * n, 60),  # larger ones take too long, smaller ones compute more of their borders
+        (2, lambda n: 4000 / n + 10.0 * n, 8),
+        (4, lambda n: 1e9, 210),  # one chunk each is the least there is
+        (1, lambda n: 100 / n, 4),
+    ],
+)
+def test_items_let_the_job_end_soonest(
+    place: Place, monkeypatch: pytest.MonkeyPatch, workers: int, seconds: Callable[[int], float], count: int
+) -> None:
+    asked = []
+
+    def planned(run: OpenedRun, grid: ItemGrid, index: int) -> Any:
+        assert index == len(grid) // 2
+        asked.append(len(grid))
+        return Timed(seconds(len(grid)))
+
+    monkeypatch.setattr(preparing, "_plan_of_item", planned)
+    with opened_run(named_run(asked_for(place, border="reflect"))) as run:
+        grid, plan = preparing._divided(run, workers, is_fixed=False)
+    assert len(grid) == count
+    assert plan.seconds == seconds(count)
+    assert len(asked) <= preparing.MOST_SIZES

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from znnpy.cluster.claims import AttemptLostError, ItemRecord, finished_items, new_attempt
 from znnpy.cluster.finishing import completed, reopened
 from znnpy.cluster.job import Job, JobRecord
-from znnpy.cluster.preparing import LEAST_ITEMS, join, prepared
+from znnpy.cluster.preparing import UNKNOWN_WORKERS, join, prepared
 from znnpy.cluster.report import ClusterReport, WorkerReport
 from znnpy.cluster.running import Limits, release, run_items
 from znnpy.computation import traced
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-ITEMS_A_WORKER = 8  # at least, so that all workers end at about the same time
 HERE = "this process"
 
 
@@ -43,8 +42,7 @@ def infer_on_cluster(asked: InferOptions) -> ClusterReport | None:
         client, ram = stack.enter_context(_client(asked))
         from znnpy.cluster.dask_workers import Coordinator
 
-        workers = max(1, len(client.nthreads()))
-        made = stack.enter_context(prepared(asked, max(LEAST_ITEMS, ITEMS_A_WORKER * workers)))
+        made = stack.enter_context(prepared(asked, len(client.nthreads()) or UNKNOWN_WORKERS))
         if made.grid is None:
             return None
         trace = stack.enter_context(traced(made.run.named))
@@ -80,7 +78,7 @@ def infer_part(asked: InferOptions) -> ClusterReport | None:
             here = [one for one in records if one.attempt == attempt]
             return _report(made.job, record, began, before, {HERE: _of_records(here)}, complete=True)
     number, parts = part_of(asked.part or "")
-    job = join(asked, max(LEAST_ITEMS, ITEMS_A_WORKER * parts))
+    job = join(asked, parts)
     if not job.run:
         return None
     record = JobRecord.load(job)

@@ -156,30 +156,18 @@ def unit_of(run: OpenedRun) -> Vec3:
     return chunk_of(run.source.output)
 
 
-def sizes(run: OpenedRun, least: int) -> Vec3:
-    """Return the largest size of items of which an output has at least so many; as nearly cubes as chunks allow.
+def divided(output: Vec3, unit: Vec3, least: int) -> Vec3:
+    """Return a size of items of which an output has at least so many, as equal and as nearly cubes as chunks allow.
+
+    unit  voxels of a chunk, of which items have a whole number along each axis
 
     The size is that of a chunk where even those are fewer.
     """
-    output, unit = run.source.output, unit_of(run)
-    size = unit
-    while True:
-        for axis in sorted((axis for axis in range(3) if size[axis] < output[axis]), key=lambda axis: size[axis]):
-            z, y, x = (2 * n if other == axis else n for other, n in enumerate(size))
-            tried = z, y, x
-            if prod(ceil_divide(output, tried)) >= least:
-                size = tried
-                break
-        else:
-            return size
-
-
-def halved(size: Vec3, unit: Vec3) -> Vec3 | None:
-    """Return items of about half the voxels: the axis with the most chunks is cut; None for single chunks."""
-    counts = [n // each for n, each in zip(size, unit, strict=True)]
-    axis = max(range(3), key=lambda one: (counts[one] > 1, size[one]))
-    if counts[axis] < 2:
-        return None
-    found = list(size)
-    found[axis] = -(-counts[axis] // 2) * unit[axis]
-    return found[0], found[1], found[2]
+    counts, size = [1, 1, 1], list(multiply(ceil_divide(output, unit), unit))
+    while prod(ceil_divide(output, (size[0], size[1], size[2]))) < least:
+        axis = max(range(3), key=lambda one: (size[one] > unit[one], size[one]))
+        if size[axis] == unit[axis]:
+            break
+        counts[axis] += 1
+        size[axis] = -(-output[axis] // (counts[axis] * unit[axis])) * unit[axis]
+    return size[0], size[1], size[2]

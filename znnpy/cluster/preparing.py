@@ -9,13 +9,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from math import prod
+from math import ceil, prod
 from pathlib import Path
 from typing import Any
 
 from znnpy.cluster.claims import OPEN
 from znnpy.cluster.item_output import ItemOutput
-from znnpy.cluster.items import ItemGrid, halved, sizes, unit_of
+from znnpy.cluster.items import NOWHERE, ItemGrid, divided, unit_of
 from znnpy.cluster.job import FORMAT, NETWORK, PLAN, Job, JobRecord, kept, plan_of, stated
 from znnpy.cluster.job_files import JOB, job_files
 from znnpy.computation import planned
@@ -29,7 +29,7 @@ from znnpy.patches import Box
 from znnpy.planner.run_plan import RunPlan
 from znnpy.run.resume import statistics_kept
 from znnpy.run_log import log_phase
-from znnpy.shapes import Vec3, text
+from znnpy.shapes import text
 from znnpy.units import human_seconds
 from znnpy.volume.bucket_output import BucketOutput
 from znnpy.volume.journal import JournalHeader
@@ -40,9 +40,10 @@ from znnpy.volume.output_target import place_of
 
 _log = logging.getLogger(__name__)
 
-ITEM_SECONDS = 180.0  # that an item takes at most on the machine that prepares the job
-LEAST_ITEMS = 32  # of a job whose workers are not known; fewer only where the output has fewer chunks
-
+ITEM_SECONDS, SHORT_SECONDS = 600.0, 60.0  # that an item takes at most on this machine; that are short enough
+ITEMS_A_WORKER = 4  # at least, so that workers end at about the same time; fewer only where there are fewer chunks
+UNKNOWN_WORKERS = 8  # of a job whose workers are not known
+MOST_SIZES, SMALLER = 6, 1.5  # sizes of items that are planned; how many times as many items each has
 JOIN_SECONDS = 600.0  # that a process waits for another one which prepares the job
 LOOK_SECONDS = 1.0
 
@@ -61,19 +62,19 @@ class PreparedJob:
     grid: ItemGrid | None
 
 
-def prepare(asked: InferOptions, least: int = LEAST_ITEMS) -> Job:
+def prepare(asked: InferOptions, workers: int = UNKNOWN_WORKERS) -> Job:
     """Create the output of a job, or continue it; return its name, for `run_items` and `finish`.
 
-    least  number of work items that are wanted at least
+    workers  that are expected, for which items are divided
 
     Errors are those of `znnpy.infer`; ShapeError where items cannot be made of the output.
     """
-    with prepared(asked, least) as made:
+    with prepared(asked, workers) as made:
         return made.job
 
 
 @contextmanager
-def prepared(asked: InferOptions, least: int = LEAST_ITEMS) -> Iterator[PreparedJob]:
+def prepared(asked: InferOptions, workers: int = UNKNOWN_WORKERS) -> Iterator[PreparedJob]:
     """Prepare a job as `prepare` does, and hold the lock of its output."""
     asked = absolute(asked)
     named = named_run(asked)
@@ -108,7 +109,7 @@ def prepared(asked: InferOptions, least: int = LEAST_ITEMS) -> Iterator[Prepared
                 if (record := JobRecord.find(out)) is not None:
                     _check_options(record, asked, out)
             else:
-                grid, plan = _divided(run, least, is_fixed=output.gathered_bytes == 0)
+                grid, plan = _divided(run, workers, is_fixed=output.gathered_bytes == 0)
                 _begin(run, output, grid, plan)
                 _remove_files(out)  # of an earlier job, whose output is replaced
             assert output.header is not None
@@ -128,7 +129,7 @@ def _remove_files(out: str) -> None:
         files.remove("")
 
 
-def join(asked: InferOptions, least: int = LEAST_ITEMS) -> Job:
+def join(asked: InferOptions, workers: int = UNKNOWN_WORKERS) -> Job:
     """Return the job of an output, which this process prepares unless another one did, or does.
 
     ResumeError if it began with other options.
@@ -141,7 +142,7 @@ def join(asked: InferOptions, least: int = LEAST_ITEMS) -> Job:
             _check_options(record, asked, out)
             return Job(out, record.run)
         try:
-            return prepare(replace(asked, resume=True), least)
+            return prepare(replace(asked, resume=True), workers)
         except OutputLockedError:
             if time.monotonic() > until:
                 raise
@@ -194,28 +195,34 @@ def _absolute(name: Any) -> Any:
     return name if rest.startswith("file:") else f"{prefix}{os.path.abspath(rest)}"
 
 
-def _divided(run: OpenedRun, least: int, *, is_fixed: bool) -> tuple[ItemGrid, RunPlan]:
-    """Return the work items of a new job, of the size that is asked for, or so that each takes some minutes here.
+def _divided(run: OpenedRun, workers: int, *, is_fixed: bool) -> tuple[ItemGrid, RunPlan]:
+    """Return the work items of a new job, of the size that is asked for, or that lets the job end soonest.
 
-    Returns the plan of an item too.
+    Returns the plan of an item too. Small items compute more of their borders twice; of large ones, the last keep some
+    workers busy while others have none.
     """
     if run.asked.items is not None:
         grid = ItemGrid.of(run, run.asked.items)
         grid.check(is_fixed=is_fixed)
         return grid, _plan_of_item(run, grid, len(grid) // 2)
-    size: Vec3 | None = sizes(run, least)
-    while size is not None:
+    found: dict[tuple[bool, float], tuple[ItemGrid, RunPlan]] = {}  # by whether an item takes too long, and the end
+    least, size = ITEMS_A_WORKER * workers, NOWHERE
+    for _ in range(MOST_SIZES):
+        before, size = size, divided(run.source.output, unit_of(run), least)
+        if size == before:
+            break
         grid = ItemGrid.of(run, size)
         grid.check(is_fixed=is_fixed)
         plan = _plan_of_item(run, grid, len(grid) // 2)
-        seconds = plan.seconds
-        if seconds <= ITEM_SECONDS:
+        too_long = plan.seconds > ITEM_SECONDS
+        end = plan.seconds if too_long else plan.seconds * (ceil(len(grid) / workers) + 0.5)
+        is_best = not found or (too_long, end) < min(found)
+        found[too_long, end] = grid, plan
+        if not too_long and (plan.seconds <= SHORT_SECONDS or not is_best):
             break
-        smaller = size
-        for _ in range(max(1, int(seconds / ITEM_SECONDS).bit_length())):
-            smaller = halved(smaller, unit_of(run)) or smaller
-        size = smaller if smaller != size else None
-    log_phase("planned", f"{len(grid)} work items of {text(grid.size)} voxels, {human_seconds(seconds)} each here")
+        least = ceil(len(grid) * max(SMALLER, plan.seconds / ITEM_SECONDS))
+    grid, plan = found[min(found)]
+    log_phase("planned", f"{len(grid)} work items of {text(grid.size)} voxels, {human_seconds(plan.seconds)} each here")
     return grid, plan
 
 
@@ -264,13 +271,11 @@ def _write_record(job: Job, run: OpenedRun, grid: ItemGrid, plan: RunPlan) -> No
     record.save(job.out)
 
 
-def _lost(run: OpenedRun, grid: ItemGrid, plan: RunPlan) -> float | None:
-    """Return the share of the work that is lost where items are computed by themselves; None where plans do not tell.
+def _lost(run: OpenedRun, grid: ItemGrid, plan: RunPlan) -> float:
+    """Return the share of the work that one plan of this machine for the whole output would not have.
 
     plan  of an item
     """
-    if plan.sharing is not None or plan.main.area is not None:
-        return None
-    whole = plan.main.for_output(run.source.output, run.trained.network)
-    of_items = plan.main.seconds * prod(run.source.output) / grid.box(len(grid) // 2).voxels
+    whole = _plan_of_item(run, ItemGrid.of(run, run.source.output), 0)
+    of_items = plan.seconds * prod(run.source.output) / grid.box(len(grid) // 2).voxels
     return max(0.0, 1 - whole.seconds / of_items)
