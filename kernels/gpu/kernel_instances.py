@@ -9,8 +9,8 @@ from znnpy.kernels.gpu.block import primitive as block
 from znnpy.kernels.gpu.cuconv import primitive as cuconv
 from znnpy.kernels.gpu.fft_tiled import kernel_instances as fft_tiled
 from znnpy.kernels.gpu.graph import conv as graph_conv
-from znnpy.kernels.gpu.graph import cudnn as graph_cudnn
 from znnpy.kernels.gpu.graph import few_maps as graph_few_maps
+from znnpy.kernels.gpu.graph import finish as graph_finish
 from znnpy.kernels.gpu.graph import norm as graph_norm
 from znnpy.kernels.gpu.graph import pad as graph_pad
 from znnpy.kernels.gpu.graph import point as graph_point
@@ -44,8 +44,8 @@ def instances() -> tuple[KernelInstance, ...]:
         ops.instances,
         pool.instances,
         graph_conv.instances,
-        graph_cudnn.instances,
         graph_few_maps.instances,
+        graph_finish.instances,
         graph_norm.instances,
         graph_pad.instances,
         graph_point.instances,

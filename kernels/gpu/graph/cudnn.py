@@ -2,7 +2,7 @@
 
 Method   cuDNN's implicit matrix product; plans are chosen and checked as for gpu.conv.cudnn (cudnn_plans.py).
          finish=cudnn  cuDNN adds the bias if a plan can, and applies relu where nothing comes between; a kernel of
-                       ours does the rest in place and looks for the peak. cudnn.cu
+                       ours does the rest in place and looks for the peak. finish.cu
          finish=own    That kernel adds the bias and applies relu too.
 Layout   Inputs may be parts of larger images, with gaps between lines and planes; for these, cuDNN 9.19 on an H200 has
          fast plans only in fp16 and only with a bias, hence as for finish=cudnn. A layer of 2^31 values or more is
@@ -21,8 +21,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
 
 from znnpy.graph_shapes import GraphConvShape
 from znnpy.kernels.contract import Footprint, Kind, Scratch, Variant, Work
@@ -47,44 +45,24 @@ from znnpy.kernels.gpu.cudnn_plans import (
     refuse,
     reject,
 )
-from znnpy.kernels.gpu.graph.functions import numbers_of
-from znnpy.kernels.gpu.graph.inputs import INPUT, TRIPLE, one_input, steps_of
+from znnpy.kernels.gpu.graph.finish import Finish, is_done
+from znnpy.kernels.gpu.graph.inputs import steps_of
 from znnpy.kernels.gpu.graph.layer import given, why_not_here
-from znnpy.kernels.gpu.graph.lines import Widths, grid_of, line_instances
 from znnpy.kernels.gpu.libraries import Convolution, RefusedError
 from znnpy.shapes import text
 
 if TYPE_CHECKING:
     from znnpy.kernels.contract import ConvWeights
     from znnpy.kernels.gpu.device import Device
-    from znnpy.kernels.gpu.kernel_source import KernelInstance
     from znnpy.machine import Machine
     from znnpy.shapes import Activation, Sized
 
-SOURCE = "graph/cudnn.cu"
-FINISH = np.dtype(  # as in cudnn.cu
-    [
-        ("n", TRIPLE),
-        *((name, "i4") for name in ("maps", "writes", "biased", "adds", "function")),
-        *((name, "f4") for name in ("a", "b")),
-    ]
-)
 GAPS = (1, 1, 1)  # voxels that the small layer which is tried may have between images, planes and lines
-
-
-def instances() -> list[KernelInstance]:
-    """Return all kernels."""
-    return line_instances(SOURCE, "finish", 64)
 
 
 def fused(shape: GraphConvShape) -> Activation:
     """Return the activation that cuDNN applies after the bias, if it adds that."""
     return "relu" if shape.activation == "relu" and not shape.addend else "none"
-
-
-def is_done(shape: GraphConvShape, finish: Activation | None) -> bool:
-    """Return whether nothing is left to do after a convolution that finishes so."""
-    return finish == shape.activation and not shape.addend
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +195,7 @@ class _Step:
         self._alone = variant.text("finish") == "own"  # the sums are all that is asked of cuDNN
         self._calls: dict[tuple[int, int], tuple[_Call, ...]] = {}  # by values from plane to plane and line to line
         self._seen: set[tuple[int, int]] = set()  # those for which results were checked
-        self._kernels = Widths(device, SOURCE, "finish", shape, (shape.fout,))
+        self._finish = Finish(shape, device)
 
     def run(self, inputs: Sequence[Any], out: Any, scratch: Mapping[str, Any], *, out_peak: int = 0) -> None:
         x, *addend = inputs
@@ -230,7 +208,8 @@ class _Step:
                 del self._calls[apart]
             self._seen.add(apart)
         for call in self._planned(apart):
-            self._finish(call, out[call.slab.planes], [one[call.slab.planes] for one in addend], out_peak)
+            more = [one[call.slab.planes] for one in addend]
+            self._finish.run(out[call.slab.planes], self._resident.bias, more, call.by.problem.finish, out_peak)
 
     def _apart(self, x: Any, out: Any) -> tuple[int, int]:
         """Return the values from plane to plane and from line to line of the input; ValueError if they do not do."""
@@ -266,22 +245,6 @@ class _Step:
         if not right:
             reject(problem, plan)
         return right
-
-    def _finish(self, call: _Call, out: Any, addend: Sequence[Any], out_peak: int) -> None:
-        """Do what the plan has not done."""
-        shape, finish = self._shape, call.by.problem.finish
-        if is_done(shape, finish) and not out_peak:
-            return
-        found = np.zeros((), FINISH)
-        found["n"], found["maps"], found["adds"] = out.shape[:3], shape.fout, len(addend)
-        found["writes"], found["biased"] = not is_done(shape, finish), finish is not None
-        found["function"], found["a"], found["b"] = numbers_of(shape.activation, shape.parameters)
-        width, kernel = self._kernels.widest(out, *addend)
-        more = one_input(self._device, addend[0]) if addend else np.zeros((), INPUT)[()]
-        kernel(
-            *grid_of(self._device, shape.out[2] * (shape.fout // width), out.shape[:3]),
-            *(out, self._resident.bias, more, found[()], np.uint64(out_peak)),
-        )
 
     def _planned(self, apart: tuple[int, int]) -> tuple[_Call, ...]:
         """Return the calls for an input with these steps, planned once."""

@@ -13,12 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from znnpy.graph_shapes import PadShape
 from znnpy.kernels.contract import Kind, Variant
 from znnpy.kernels.gpu.graph.inputs import one_input, triple
 from znnpy.kernels.gpu.graph.layer import MovingLayer, given, why_not_here
 from znnpy.kernels.gpu.graph.lines import Widths, grid_of, line_instances
-from znnpy.layers import PAD_MODES
+from znnpy.layers import PAD_MODES, ZERO
 
 if TYPE_CHECKING:
     from znnpy.kernels.gpu.device import Device
@@ -66,6 +68,6 @@ class _Step:
         kernel(
             *grid_of(self._device, shape.m[2] * shape.f // width, shape.m),
             one_input(self._device, inputs[0]),
-            *(triple(size) for size in (shape.first, shape.low, shape.high, shape.m)),
-            *(PAD_MODES.index(shape.how), out),
+            *(triple(size) for size in (shape.first, shape.low, shape.high, shape.m, ZERO)),
+            *(PAD_MODES.index(shape.how), out, shape.f, np.uint64(0)),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from znnpy.kernels.gpu.graph.conv import GraphConvDirect
+from znnpy.kernels.gpu.graph.copied import COPIED_CONVOLUTIONS
 from znnpy.kernels.gpu.graph.cudnn import GraphConvCudnn, GraphConvCudnnWorkspace
 from znnpy.kernels.gpu.graph.few_maps import GraphConvFewMaps
 from znnpy.kernels.gpu.graph.norm import GlobalPoolPasses, NormPasses
@@ -23,6 +24,7 @@ GPU_GRAPH_OPERATORS: tuple[Primitive, ...] = (
     GraphConvCudnn(),
     GraphConvCudnnWorkspace(),
     GraphConvFewMaps(),
+    *COPIED_CONVOLUTIONS,
     TransposeDirect(),
     TransposeTensor(),
     WindowPoolDirect(),

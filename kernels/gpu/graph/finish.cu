@@ -1,8 +1,8 @@
-/* Epilogue for convolutions of cuDNN in graphs: bias, addend, function and peak, in place.
+/* What other kernels leave to do of convolutions in graphs: bias, addend, function and peak, in place.
  *
  * Computes   with `writes`: out[i, g] = function(out[i, g] + bias[g] + addend[i, g]); `biased`: the bias is in it already;
  *            `adds`: there is an addend. The largest |out| raises the peak. The largest finite value that was in out counts
- *            as infinite.
+ *            as infinite, since some kernels of cuDNN give it instead.
  * Shapes     out (z, y, x, f) float or half in C order; addend the same, any steps between voxels; bias (f) float. A
  *            thread has WIDTH maps of a voxel.
  * Launch     lines.cuh
@@ -12,7 +12,7 @@
  */
 #include "graph/lines.cuh"
 
-struct Finish {  // as in cudnn.py
+struct Finish {  // as in finish.py
     Triple n;
     int maps, writes, biased, adds, function;
     float a, b;
