@@ -303,7 +303,7 @@ def test_skips_hold_planes_until_they_are_joined(axis: int) -> None:
             one.network, one.size, whole_region(one), (thick, 2, 3), axis=axis, column=up(graph.periods[0], thick)
         )
         tiling = GraphTiling(plan.graph_cover(one.network))
-        storages |= {tiling.storage(tensor) for tensor in tiling.stored}
+        storages |= {tiling.storage(tensor) for tensor in tiling.graph.stored}
         assert_equal(ran(plan, one).out, reference(one), one)
     assert storages == {"arena", "carried", "resident"}
 

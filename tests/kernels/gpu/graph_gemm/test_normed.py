@@ -26,16 +26,21 @@ NORMED, CONV, NORM = GraphConvNormed(), GraphConvWarpgroup(), NormPasses()
 THREE, ONES = (3, 3, 3), (1, 1, 1)
 SAME = (THREE, ONES, ONES)
 ALLOWED = 4e-3  # what rounding to float16 costs, of the values and of the result
-LEAKY = {"activation": "leaky_relu", "parameters": (0.01,)}
+
+
+def leaky(groups: int, epsilon: float, affine: bool) -> Normed:
+    return Normed(groups, epsilon, affine, "leaky_relu", (0.01,))
+
+
 CASES = [
-    GraphConvShape((1,), 24, (6, 9, 21), *SAME, normed=Normed(24, 1e-5, True, **LEAKY)),  # taps along x are maps
+    GraphConvShape((1,), 24, (6, 9, 21), *SAME, normed=leaky(24, 1e-5, True)),  # taps along x are maps
     GraphConvShape((16,), 8, (5, 13, 18), *SAME, normed=Normed(8, 1e-5, True, "relu")),  # four lines a column
-    GraphConvShape((32,), 32, (5, 11, 19), *SAME, normed=Normed(32, 1e-3, False, **LEAKY)),  # two
+    GraphConvShape((32,), 32, (5, 11, 19), *SAME, normed=leaky(32, 1e-3, False)),  # two
     GraphConvShape(
         (16,), 72, (3, 10, 17), (1, 3, 3), (0, 1, 2), (0, 1, 0), normed=Normed(12, 1e-5, True)
     ),  # one; groups
     GraphConvShape((8, 5), 20, (4, 7, 9), *SAME, normed=Normed(1, 1e-5, True, "silu")),  # two inputs; a layer norm
-    GraphConvShape((16,), 40, (9, 11, 13), *SAME, stride=(2, 2, 1), normed=Normed(40, 1e-5, True, **LEAKY)),
+    GraphConvShape((16,), 40, (9, 11, 13), *SAME, stride=(2, 2, 1), normed=leaky(40, 1e-5, True)),
     GraphConvShape((16, 8), 16, (4, 6, 8), *SAME, factors=((2, 2, 2), ONES), normed=Normed(4, 1e-5, False, "elu")),
     GraphConvShape((16,), 24, (1, 1, 2), ONES, normed=Normed(24, 1e-5, True)),
     GraphConvShape((16,), 9, THREE, THREE, normed=Normed(3, 1e-5, True)),  # one voxel
