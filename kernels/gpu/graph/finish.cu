@@ -1,4 +1,4 @@
-/* What other kernels leave to do of convolutions in graphs: bias, addend, function and peak, in place.
+/* The rest of convolutions in graphs that other kernels computed: bias, addend, function and peak, in place.
  *
  * Computes   with `writes`: out[i, g] = function(out[i, g] + bias[g] + addend[i, g]); `biased`: the bias is in it already;
  *            `adds`: there is an addend. The largest |out| raises the peak. The largest finite value that was in out counts

@@ -42,7 +42,7 @@ def is_done(shape: GraphConvShape, finish: Activation | None) -> bool:
 
 
 class Finish:
-    """What is left to do of a layer, once its sums are in its output."""
+    """The rest of a layer, once its sums are in its output."""
 
     def __init__(self, shape: GraphConvShape, device: Device) -> None:
         self._shape, self._device = shape, device

@@ -152,7 +152,7 @@ class NormPasses(GpuLayer):
 
 
 class SecondPass:
-    """What follows once the moments of an image are known: they are joined, and its values are normalised."""
+    """The kernels that run once the moments of an image are known: one joins them, one normalises its values."""
 
     def __init__(self, resident: Resident | None, shape: NormShape, device: Device) -> None:
         self._shape, self._device = shape, device

@@ -4,7 +4,7 @@ Method   warpgroup.cu computes the convolution, and mean and squared deviations 
          The kernels of norm.cu join these, and normalise the output where it is.
 Memory   Kernels; the moments of all parts; a shift, a factor and an offset of each map.
 Bound    Arithmetic as for the convolution, then memory: the output is read once, and by a norm of its own twice.
-Exact    Moments are those of the values as they are stored. 16 values give mean and deviations in float32 in two
+Exact    Moments are those of the values as they are stored. 8 values give mean and deviations in float32 in two
          rounds; those of a part are joined in float32, parts in double.
 Source   Chan, Golub and LeVeque 1979 (joining parts).
 Tested   tests/kernels/gpu/graph_gemm/test_normed.py
@@ -22,7 +22,7 @@ from znnpy.kernels.contract import Footprint, Kind, Variant, Work
 from znnpy.kernels.gpu.graph.norm import SecondPass, moments_scratch, terms_scratch
 from znnpy.kernels.gpu.graph.point import Resident, upload_terms
 from znnpy.kernels.gpu.graph_gemm.plan import MULTIPLIERS, Plan, plan_of
-from znnpy.kernels.gpu.graph_gemm.warpgroup import GraphConvWarpgroup, Weights
+from znnpy.kernels.gpu.graph_gemm.warpgroup import GraphConvWarpgroup, WarpgroupStep, Weights
 from znnpy.shapes import FLOAT32
 
 if TYPE_CHECKING:
@@ -121,11 +121,12 @@ class _Step:
     """A GraphDeviceStep."""
 
     def __init__(self, resident: Prepared, shape: GraphConvShape, variant: Variant, device: Device) -> None:
-        self._conv = PRODUCTS.bind(resident.conv, _conv(shape), variant, device)
-        self._parts = _parts(_plan(shape, variant))
+        plan = _plan(shape, variant)
+        self._conv = WarpgroupStep(resident.conv, _conv(shape), plan, device, moments=True)
+        self._parts = _parts(plan)
         self._norm = SecondPass(resident.norm, _norm(shape), device)
 
     def run(self, inputs: Sequence[Any], out: Any, scratch: Mapping[str, Any], *, out_peak: int = 0) -> None:
         """Compute the layer; see GraphDeviceStep."""
-        self._conv.run(inputs, out, scratch, out_peak=out_peak, moments=scratch["moments"])
+        self._conv.run(inputs, out, scratch, out_peak=out_peak)
         self._norm.run(out, self._parts, scratch, out, out_peak)

@@ -144,72 +144,60 @@ template <int N, int PRODUCTS, int GROUP> struct Multiplier {
      */
     DEVICE void gather(const float (&sums)[PRODUCTS][SUMS], const Item& item, int from, float low, float high, bool whole,
                        double* moments, int number, int parts) const {
-        float mean[2] = {}, squares[2] = {}, count = 0.0f;  // of two maps, and the same voxels
 #pragma unroll
-        for (int batch = 0; batch < BATCHES; ++batch) {
-            unsigned there = 0xffff;  // a bit for each of 16 voxels
-            float known = 16.0f;
-            if (!whole) {
-                int3 first = voxel_of(item, batch);
-                first.z += lane % 4 * 2;
-                there = 0, known = 0.0f;
+        for (int row = 0; row < 2; ++row) {  // two maps of the same voxels, one after the other for the sake of registers
+            const float add = row == 0 ? low : high;
+            float mean = 0.0f, squares = 0.0f, count = 0.0f;
 #pragma unroll
-                for (int i = 0; i < 16; ++i) {
-                    const int3 at = further(first, i / 2);
-                    const bool one = exists(make_int3(at.x, at.y, at.z + i % 2));
-                    there |= (unsigned)one << i, known += one ? 1.0f : 0.0f;
+            for (int some = 0; some < 2 * BATCHES; ++some) {  // 8 voxels: two neighbours in each of four groups of 8
+                unsigned there = 0xff;  // a bit for each of them
+                float known = 8.0f;
+                if (!whole) {
+                    int3 first = further(voxel_of(item, some / 2), some % 2 * 4);
+                    first.z += lane % 4 * 2;
+                    there = 0, known = 0.0f;
+#pragma unroll
+                    for (int i = 0; i < 8; ++i) {
+                        const int3 at = further(first, i / 2);
+                        const bool one = exists(make_int3(at.x, at.y, at.z + i % 2));
+                        there |= (unsigned)one << i, known += one ? 1.0f : 0.0f;
+                    }
                 }
-            }
-            const float share = known > 0.0f ? 1.0f / known : 0.0f;
-            const float all = count + known, part = all > 0.0f ? known / all : 0.0f;
+                float values[8], sum = 0.0f, of_some = 0.0f;
 #pragma unroll
-            for (int row = 0; row < 2; ++row) {
-                const float add = row == 0 ? low : high;
-                float values[16], sum = 0.0f, of_batch = 0.0f;
-#pragma unroll
-                for (int i = 0; i < 16; i += 2) {
-                    const int e = batch % (N / 64) * 32 + i * 2 + row * 2;
-                    const float* const two = sums[batch / (N / 64)] + e;
+                for (int i = 0; i < 8; i += 2) {
+                    const int e = some / 2 % (N / 64) * 32 + some % 2 * 16 + i * 2 + row * 2;
+                    const float* const two = sums[some / 2 / (N / 64)] + e;
                     const float2 rounded = to_float2(to_half2(two[0] + add, two[1] + add));
                     values[i] = rounded.x, values[i + 1] = rounded.y;
                 }
 #pragma unroll
-                for (int i = 0; i < 16; ++i)
+                for (int i = 0; i < 8; ++i)
                     if (there >> i & 1) sum += values[i];
-                const float middle = sum * share;
+                const float middle = known > 0.0f ? sum / known : 0.0f;
 #pragma unroll
-                for (int i = 0; i < 16; ++i) {
+                for (int i = 0; i < 8; ++i) {
                     const float away = values[i] - middle;
-                    if (there >> i & 1) of_batch += away * away;
+                    if (there >> i & 1) of_some += away * away;
                 }
-                join(mean[row], squares[row], middle, of_batch, count, part);
+                join(mean, squares, count, middle, of_some, known);
             }
-            count = all;
-        }
 #pragma unroll
-        for (int mask = 1; mask < 4; mask *= 2) {  // four lanes have the same maps
-            const float known = shuffle_xor(count, mask), all = count + known, part = all > 0.0f ? known / all : 0.0f;
-#pragma unroll
-            for (int row = 0; row < 2; ++row)
-                join(mean[row], squares[row], shuffle_xor(mean[row], mask), shuffle_xor(squares[row], mask), count, part);
-            count = all;
-        }
-        if (lane % 4 != 0) return;
-#pragma unroll
-        for (int row = 0; row < 2; ++row) {
+            for (int mask = 1; mask < 4; mask *= 2)  // four lanes have the same maps
+                join(mean, squares, count, shuffle_xor(mean, mask), shuffle_xor(squares, mask), shuffle_xor(count, mask));
             const int map = from + lane / 4 + row * 8;
-            if (map >= n.fout) continue;
+            if (lane % 4 != 0 || map >= n.fout) continue;
             double* const to = moments + (long long)map * parts + number;
-            to[0] = mean[row];
-            to[(long long)n.fout * parts] = squares[row];
+            to[0] = mean, to[(long long)n.fout * parts] = squares;
             if (map == 0) moments[2LL * n.fout * parts + number] = count;
         }
     }
-    /* Joins those of `count` values with others, which are `part` of them all. */
-    DEVICE static void join(float& mean, float& squares, float other, float others, float count, float part) {
-        const float away = other - mean;
+    /* Joins the moments of `count` values with those of `known` others. */
+    DEVICE static void join(float& mean, float& squares, float& count, float other, float others, float known) {
+        const float all = count + known, part = all > 0.0f ? known / all : 0.0f, away = other - mean;
         mean += away * part;
         squares += others + away * away * count * part;
+        count = all;
     }
 
     /* Writes the sums of one part. `from`: the warp's first map. */
@@ -394,7 +382,7 @@ template <int N, int PRODUCTS, int GROUP> struct Multiplier {
             by_x_##i ? (int)first_x : 0, (int)by_z_##i, (int)by_y_##i, (int)by_x_##i, (int)wide_##i                   \
     }
 
-template <int N, int PRODUCTS, int GROUP>
+template <int N, int PRODUCTS, int GROUP, bool MOMENTS>
 __global__ void __launch_bounds__(THREADS, 1) convolve_by_warpgroups(
     INPUT(0), INPUT(1), INPUT(2), INPUT(3), const half* addend, long long addend_z, long long addend_y,
     long long addend_x, half* out, long long out_z, long long out_y, long long out_x, float* sums, double* moments, float* out_peak, const half* kernels, const float* bias, long long inputs,
@@ -499,7 +487,7 @@ __global__ void __launch_bounds__(THREADS, 1) convolve_by_warpgroups(
             }
             const bool whole = simple & end.wide & from + 16 <= n.fout & item.z + n.tz <= n.mz &
                                (item.y + n.ty) * n.lines_at_once <= n.my & item.x + n.tx <= n.mx;
-            if (moments != nullptr) {
+            if constexpr (MOMENTS) {
                 const int at = number / n.blocks * MULTIPLIERS + works.group;
                 works.gather(all, item, from, low, high, whole, moments, at * n.lines_at_once + works.line,
                              items / n.blocks * MULTIPLIERS * n.lines_at_once);

@@ -64,14 +64,15 @@ def instances() -> list[KernelInstance]:
     found = [KernelInstance(SUMS, f"add_parts<{count}>", 64) for count in (1, AT_ONCE)]
     for (n, count), taps in product(PRODUCTS, (1, 2, GROUP)):
         stack, spilled = (STACK_BYTES, SPILLED_BYTES) if n * count == max(a * b for a, b in PRODUCTS) else (0, 0)
-        name = kernel_of(n, count, taps)
-        found.append(KernelInstance(SOURCE, name, 168, stack_bytes=stack, spilled_bytes=spilled))
+        for moments in (False, True) if taps == GROUP else (False,):
+            name = kernel_of(n, count, taps, moments=moments)
+            found.append(KernelInstance(SOURCE, name, 168, stack_bytes=stack, spilled_bytes=spilled))
     return found
 
 
-def kernel_of(n: int, products: int, taps: int) -> str:
-    """Return the C++ name of the kernel."""
-    return f"convolve_by_warpgroups<{n}, {products}, {taps}>"
+def kernel_of(n: int, products: int, taps: int, *, moments: bool) -> str:
+    """Return the C++ name of the kernel, of that which finds moments too or of the other."""
+    return f"convolve_by_warpgroups<{n}, {products}, {taps}, {str(moments).lower()}>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +151,8 @@ class GraphConvWarpgroup:
             device.put(bias, f"biases of {self.name}"),
         )
 
-    def bind(self, resident: Weights, shape: LayerShape, variant: Variant, device: Device) -> _Step:
-        return _Step(resident, *_planned(shape, variant), device)
+    def bind(self, resident: Weights, shape: LayerShape, variant: Variant, device: Device) -> WarpgroupStep:
+        return WarpgroupStep(resident, *_planned(shape, variant), device)
 
 
 class Weights(NamedTuple):
@@ -200,12 +201,19 @@ def arranged(
     return np.pad(ordered, ((0, 0), (0, 0), (0, missing), *[(0, 0)] * 3))
 
 
-class _Step:
-    """A GraphDeviceStep."""
+class WarpgroupStep:
+    """A GraphDeviceStep.
 
-    def __init__(self, weights: Weights, shape: GraphConvShape, plan: Plan, device: Device) -> None:
+    moments  whether those of the output are found too, as in warpgroup.cu: only of whole sums, and without an addend
+    """
+
+    def __init__(
+        self, weights: Weights, shape: GraphConvShape, plan: Plan, device: Device, *, moments: bool = False
+    ) -> None:
         self._weights, self._shape, self._plan, self._device = weights, shape, plan, device
-        name = kernel_of(plan.n, plan.products, plan.columns.group)
+        assert not moments or (plan.parts == 1 and not shape.addend)
+        self._moments = moments
+        name = kernel_of(plan.n, plan.products, plan.columns.group, moments=moments)
         self._kernel = device.kernels(SOURCE, [name])[name]
         self._sums = device.kernels(SUMS, [f"add_parts<{count}>" for count in (1, AT_ONCE)]) if plan.parts > 1 else {}
         self._function = numbers_of(shape.activation, shape.parameters)
@@ -230,13 +238,8 @@ class _Step:
             )
         )
 
-    def run(
-        self, inputs: Sequence[Any], out: Any, scratch: Mapping[str, Any], *, out_peak: int = 0, moments: Any = None
-    ) -> None:
-        """Compute the layer; see GraphDeviceStep.
-
-        moments  memory for those of the output, as in warpgroup.cu, if they are wanted: only of whole sums
-        """
+    def run(self, inputs: Sequence[Any], out: Any, scratch: Mapping[str, Any], *, out_peak: int = 0) -> None:
+        """Compute the layer; see GraphDeviceStep. Moments go to the scratch of that name."""
         shape, plan, device = self._shape, self._plan, self._device
         addend = inputs[-1] if shape.addend else None
         steps = [0, 0, 0] if addend is None else [step // FLOAT16 for step in addend.strides[:3]]
@@ -246,7 +249,7 @@ class _Step:
         whole = shape.fout % PIECE == 0
         wide = whole and self._is_wide(out) and (addend is None or self._is_wide(addend))
         sums = scratch["sums"] if plan.parts > 1 else None
-        assert moments is None or (plan.parts == 1 and addend is None), "moments are those of whole sums, and no addend"
+        moments = scratch["moments"] if self._moments else None
         kernel_addend = None if plan.parts > 1 else addend
         self._kernel(
             (min(plan.items, device.gpu.multiprocessors),),
