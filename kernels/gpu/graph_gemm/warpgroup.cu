@@ -140,64 +140,53 @@ template <int N, int PRODUCTS, int GROUP> struct Multiplier {
     DEVICE bool exists(int3 at) const { return (at.x < n.mz) & (at.y < n.my) & (at.z < n.mx); }
 
     /* Writes the moments of part `number` of `parts` of the voxels, for this warp's maps: of values as they are stored, so
-     * that those of an image of one value are exact. `whole`: all voxels exist.
+     * that those of an image of one value are exact. WHOLE: all voxels exist.
      */
-    DEVICE void gather(const float (&sums)[PRODUCTS][SUMS], const Item& item, int from, float low, float high, bool whole,
+    template <bool WHOLE>
+    DEVICE void gather(const float (&sums)[PRODUCTS][SUMS], const Item& item, int from, float low, float high,
                        double* moments, int number, int parts) const {
+        float first[2] = {}, sum[2] = {}, squares[2] = {}, count = 0.0f;  // of two maps, as differences from the first value
 #pragma unroll
-        for (int row = 0; row < 2; ++row) {  // two maps of the same voxels, one after the other for the sake of registers
-            const float add = row == 0 ? low : high;
-            float mean = 0.0f, squares = 0.0f, count = 0.0f;
+        for (int batch = 0; batch < BATCHES; ++batch) {
 #pragma unroll
-            for (int some = 0; some < 2 * BATCHES; ++some) {  // 8 voxels: two neighbours in each of four groups of 8
-                unsigned there = 0xff;  // a bit for each of them
-                float known = 8.0f;
-                if (!whole) {
-                    int3 first = further(voxel_of(item, some / 2), some % 2 * 4);
-                    first.z += lane % 4 * 2;
-                    there = 0, known = 0.0f;
-#pragma unroll
-                    for (int i = 0; i < 8; ++i) {
-                        const int3 at = further(first, i / 2);
-                        const bool one = exists(make_int3(at.x, at.y, at.z + i % 2));
-                        there |= (unsigned)one << i, known += one ? 1.0f : 0.0f;
-                    }
-                }
-                float values[8], sum = 0.0f, of_some = 0.0f;
-#pragma unroll
-                for (int i = 0; i < 8; i += 2) {
-                    const int e = some / 2 % (N / 64) * 32 + some % 2 * 16 + i * 2 + row * 2;
-                    const float* const two = sums[some / 2 / (N / 64)] + e;
-                    const float2 rounded = to_float2(to_half2(two[0] + add, two[1] + add));
-                    values[i] = rounded.x, values[i + 1] = rounded.y;
+            for (int j = 0; j < 8; ++j) {
+                bool there = true, both = true;
+                if constexpr (!WHOLE) {
+                    int3 at = further(voxel_of(item, batch), j);
+                    at.z += lane % 4 * 2;
+                    there = exists(at), both = there & at.z + 1 < n.mx;
                 }
 #pragma unroll
-                for (int i = 0; i < 8; ++i)
-                    if (there >> i & 1) sum += values[i];
-                const float middle = known > 0.0f ? sum / known : 0.0f;
-#pragma unroll
-                for (int i = 0; i < 8; ++i) {
-                    const float away = values[i] - middle;
-                    if (there >> i & 1) of_some += away * away;
+                for (int row = 0; row < 2; ++row) {
+                    const float* const two = sums[batch / (N / 64)] + batch % (N / 64) * 32 + 4 * j + 2 * row;
+                    const float add = row == 0 ? low : high;
+                    const float2 values = to_float2(to_half2(two[0] + add, two[1] + add));
+                    if (count == 0.0f) first[row] = values.x;
+                    const float one = values.x - first[row], other = values.y - first[row];
+                    if (there) sum[row] += one, squares[row] += one * one;
+                    if (both) sum[row] += other, squares[row] += other * other;
                 }
-                join(mean, squares, count, middle, of_some, known);
+                count += (there ? 1.0f : 0.0f) + (both ? 1.0f : 0.0f);
             }
+        }
+        const float share = count > 0.0f ? 1.0f / count : 0.0f, own = count;
 #pragma unroll
-            for (int mask = 1; mask < 4; mask *= 2)  // four lanes have the same maps
-                join(mean, squares, count, shuffle_xor(mean, mask), shuffle_xor(squares, mask), shuffle_xor(count, mask));
+        for (int row = 0; row < 2; ++row) {
+            float mean = first[row] + sum[row] * share;
+            squares[row] -= sum[row] * sum[row] * share, count = own;
+            if (squares[row] < 0.0f) squares[row] = 0.0f;  // it was rounded
+#pragma unroll
+            for (int mask = 1; mask < 4; mask *= 2) {  // four lanes have the same maps
+                const float known = shuffle_xor(count, mask), all = count + known, part = all > 0.0f ? known / all : 0.0f;
+                const float away = shuffle_xor(mean, mask) - mean, others = shuffle_xor(squares[row], mask);
+                mean += away * part, squares[row] += others + away * away * count * part, count = all;
+            }
             const int map = from + lane / 4 + row * 8;
             if (lane % 4 != 0 || map >= n.fout) continue;
             double* const to = moments + (long long)map * parts + number;
-            to[0] = mean, to[(long long)n.fout * parts] = squares;
+            to[0] = mean, to[(long long)n.fout * parts] = squares[row];
             if (map == 0) moments[2LL * n.fout * parts + number] = count;
         }
-    }
-    /* Joins the moments of `count` values with those of `known` others. */
-    DEVICE static void join(float& mean, float& squares, float& count, float other, float others, float known) {
-        const float all = count + known, part = all > 0.0f ? known / all : 0.0f, away = other - mean;
-        mean += away * part;
-        squares += others + away * away * count * part;
-        count = all;
     }
 
     /* Writes the sums of one part. `from`: the warp's first map. */
@@ -489,8 +478,12 @@ __global__ void __launch_bounds__(THREADS, 1) convolve_by_warpgroups(
                                (item.y + n.ty) * n.lines_at_once <= n.my & item.x + n.tx <= n.mx;
             if constexpr (MOMENTS) {
                 const int at = number / n.blocks * MULTIPLIERS + works.group;
-                works.gather(all, item, from, low, high, whole, moments, at * n.lines_at_once + works.line,
-                             items / n.blocks * MULTIPLIERS * n.lines_at_once);
+                const int part = at * n.lines_at_once + works.line;
+                const int parts = items / n.blocks * MULTIPLIERS * n.lines_at_once;
+                if (whole)
+                    works.template gather<true>(all, item, from, low, high, moments, part, parts);
+                else
+                    works.template gather<false>(all, item, from, low, high, moments, part, parts);
             }
             float most;
             if (!whole)

@@ -56,7 +56,7 @@ INPUTS = 4  # as in regions.cuh
 FACTORS = (1, 2, 4, 8)  # of upsampled inputs
 FLOPS_OF_CYCLE = 2867  # 0.7 of the rate of 64 x N x 16 products in N / 2 cycles, limited by a GPU's power
 AT_ONCE, SUMS_THREADS = 4, 256  # maps of a thread of sums.cu, and threads of its blocks
-STACK_BYTES, SPILLED_BYTES = 128, 704  # per thread, outside of the loop around products
+STACK_BYTES, SPILLED_BYTES = 144, 704  # per thread, outside of the loop around products
 
 
 def instances() -> list[KernelInstance]:
