@@ -4,8 +4,8 @@ Method   warpgroup.cu computes the convolution, and mean and squared deviations 
          The kernels of norm.cu join these, and normalise the output where it is.
 Memory   Kernels; the moments of all parts; a shift, a factor and an offset of each map.
 Bound    Arithmetic as for the convolution, then memory: the output is read once, and by a norm of its own twice.
-Exact    Moments are those of the values as they are stored. A thread sums up to 64 differences from its first value, and
-         their squares, in float32; threads of a part are joined in float32, parts in double.
+Exact    Moments are those of the values as they are stored. A thread sums up to 64 differences from its first value,
+         and their squares, in float32; threads of a part are joined in float32, parts in double.
 Source   Chan, Golub and LeVeque 1979 (joining parts).
 Tested   tests/kernels/gpu/graph_gemm/test_normed.py
 """
