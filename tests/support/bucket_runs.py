@@ -16,7 +16,7 @@ import znnpy
 from znnpy.patches import Box
 from znnpy.volume import open_volume
 
-SIZE = (40, 50, 60)
+SIZE = (26, 34, 42)
 PATCH = (8, 16, 20)
 SUFFIXES = {"zarr2": ".zarr", "zarr3": ".zarr", "sharded": ".zarr", "n5": ".n5", "precomputed": ".precomputed"}
 FORMS = tuple(SUFFIXES)
