@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
-ITEMS = (12, 16, 20)
+ITEMS = (12, 18, 21)
 COUNT = 8
 
 
