@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from operator import mul
 from typing import Any
 
 from znnpy.planner.pareto import ParetoFront, knapsack_bound, least_cost
@@ -80,10 +81,9 @@ class Bounds:
         best = self._best.get(planes)
         if best is None:
             best = self._best[planes] = [FASTER * learnt.at(planes)[0][0] for learnt in self._learnt]
-        return sum(
-            count * costs.get(index, seconds_per_voxel)
-            for index, (seconds_per_voxel, count) in enumerate(zip(best, voxels, strict=True))
-        )
+        if costs:
+            best = [costs.get(index, seconds_per_voxel) for index, seconds_per_voxel in enumerate(best)]
+        return sum(map(mul, voxels, best))
 
     def unknown(self, planes: int) -> list[int]:
         """Return the groups with nothing learnt from steps as thick."""

@@ -18,6 +18,7 @@ from operator import lt
 
 from znnpy.errors import NoPlanError
 from znnpy.messages import option
+from znnpy.planner.layer_options import OptionTable
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import CostModel, PlanRequest
 from znnpy.planner.run_plan import RunPlan
@@ -35,8 +36,9 @@ def plan_on_devices(request: PlanRequest, costs: CostModel) -> RunPlan:
         return plan_on_device(request, costs)
     each = replace(limits, ram_bytes=baseline + (limits.ram_bytes - baseline) // devices)
     one = replace(request.without_alternatives(), limits=each)
+    options = costs.options(one)
     try:
-        alone = plan_on_device(one, costs)
+        alone = plan_on_device(one, costs, options)
     except NoPlanError as error:
         more = NoPlanError(
             f"{error}; each of {devices} GPUs has {each.ram_bytes:,} bytes of RAM here, {baseline:,} of them the "
@@ -45,7 +47,9 @@ def plan_on_devices(request: PlanRequest, costs: CostModel) -> RunPlan:
         more.needed_bytes = error.needed_bytes
         raise more from None
     network, output, masks = request.network, request.output, request.masks
-    plans = [plan.covering(output, network, masks=masks) for plan in (alone.main, *_plans_of_parts(one, costs))]
+    plans = [
+        plan.covering(output, network, masks=masks) for plan in (alone.main, *_plans_of_parts(one, costs, options))
+    ]
     found = [
         RunPlan.of(network, request.target.machine, replace(plan, limits=limits)).on_devices(devices) for plan in plans
     ]
@@ -53,19 +57,22 @@ def plan_on_devices(request: PlanRequest, costs: CostModel) -> RunPlan:
     return replace(min(fitting, key=lambda plan: plan.seconds), single_device_seconds=alone.seconds)
 
 
-def _plans_of_parts(request: PlanRequest, costs: CostModel) -> Iterator[Plan]:
+def _plans_of_parts(request: PlanRequest, costs: CostModel, options: OptionTable) -> Iterator[Plan]:
     """Yield the best plan of a part for every way to cut; columns are no longer than a part is along their axis."""
     devices, output = request.target.devices, request.output
     for counts in product(range(1, devices + 1), range(1, devices + 1), range(1, devices + 1)):
         if prod(counts) != devices or any(map(lt, output, counts)):
             continue
         part = ceil_divide(output, counts)
-        if (plan := plan_of_part(request, costs, part)) is not None:
+        if (plan := plan_of_part(request, costs, options, part)) is not None:
             yield plan.in_columns_of(min(plan.column_planes, part[plan.axis]))
 
 
-def plan_of_part(request: PlanRequest, costs: CostModel, output: Vec3) -> Plan | None:
-    """Return the best plan of one device for a part of the output; None where the part is too thin for any."""
+def plan_of_part(request: PlanRequest, costs: CostModel, options: OptionTable, output: Vec3) -> Plan | None:
+    """Return the best plan of one device for a part of the output; None where the part is too thin for any.
+
+    options  what `costs.options` gave for the request
+    """
     with suppress(NoPlanError):
-        return plan_on_device(replace(request, output=output), costs).main
+        return plan_on_device(replace(request, output=output), costs, options).main
     return None

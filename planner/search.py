@@ -30,7 +30,7 @@ def plan_on_device(
 ) -> RunPlan:
     """Return the fastest plan for one device of a target, whatever the target's mode and number of devices.
 
-    options  what `costs.options` gave for a request that differs in limits of memory, patch or cover alone
+    options  what `costs.options` gave for a request that differs in output, limits of memory, patch or cover alone
     scheme   plan patches by this scheme alone
 
     NoPlanError names the nearest miss in bytes when nothing fits.

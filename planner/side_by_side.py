@@ -25,6 +25,7 @@ from znnpy.messages import option
 from znnpy.network import Network
 from znnpy.patches import with_size
 from znnpy.planner.co_execution import CoExecution
+from znnpy.planner.layer_options import OptionTable
 from znnpy.planner.layer_search import MAX_COLUMN_SECONDS
 from znnpy.planner.memory import MIB
 from znnpy.planner.multi_gpu import plan_of_part
@@ -51,10 +52,12 @@ class CpuPlanner:
 
     request  is for the CPU alone, with a baseline of 0: the GPUs' plan counts the process itself
     costs    are those of the threads that do not feed GPUs
+    options  are those of all plans: each shape of a layer is worked out once
     """
 
     request: PlanRequest
     costs: CostModel
+    options: OptionTable
 
     @classmethod
     def of(cls, request: PlanRequest, costs: CostModel, ram_bytes: int) -> CpuPlanner:
@@ -64,12 +67,14 @@ class CpuPlanner:
         on_cpu = request.on("cpu")
         without_gpu = replace(on_cpu.target, machine=replace(target.machine, gpu=None), devices=1, mode="cpu")
         alone = replace(on_cpu, limits=there, target=without_gpu, baseline=0)
-        return cls(alone, costs.slowed("cpu", limits.threads / there.threads))
+        slowed = costs.slowed("cpu", limits.threads / there.threads)
+        return cls(alone, slowed, slowed.options(alone))
 
     def plan(self, output: Vec3, patch: Vec3 | None = None) -> Plan:
         """Return the best plan for an output (z, y, x), by this patch if one is given."""
         wanted = replace(self.request.constraints, patch=patch)
-        return plan_on_device(replace(self.request, output=output, constraints=wanted), self.costs).main
+        request = replace(self.request, output=output, constraints=wanted)
+        return plan_on_device(request, self.costs, self.options).main
 
 
 def plan_side_by_side(alone: RunPlan, request: PlanRequest, costs: CostModel) -> RunPlan:
@@ -188,11 +193,12 @@ def _plans_of_parts(alone: RunPlan, request: PlanRequest, costs: CostModel, shar
     """Yield the best plans of the GPU for parts of the output, each extended to all of it."""
     network, masks = request.network, request.masks
     one = replace(request.on_one_device().without_alternatives(), limits=alone.limits)
+    options = costs.options(one)
     for count in PARTS:
         side = (share * prod(alone.output) / count) ** (1 / 3)
         sizes = zip(alone.output, network.period, strict=True)
         z, y, x = (min(size, _even(size, side, step)) for size, step in sizes)
-        if (part := plan_of_part(one, costs, (z, y, x))) is not None:
+        if (part := plan_of_part(one, costs, options, (z, y, x))) is not None:
             gpu = _in_one_column(part, alone.output, network)  # from cell to cell
             yield alone.with_main(replace(gpu, limits=alone.limits).with_transfers(network, masks=masks))
 

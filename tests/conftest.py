@@ -25,6 +25,7 @@ NO_CALIBRATION = "ZNNPY_NO_CALIBRATE"  # set to anything: runs measure nothing b
 COMPILED = "ZNNPY_COMPILED_KERNELS"  # names a folder; see tests/support: emulator/compiling.py and nvrtc.py
 KEPT_DAYS = 14
 ON_REQUEST = frozenset({"long", "torch", "gpu"})  # markers of tests that run only if `-m` names them
+SEARCH_ONCE = ("api", "cli", "cluster", "frameworks", "nnunet", "pages", "report", "view", "volume")  # folders
 DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the last: under Windows
 
 
@@ -80,6 +81,16 @@ def _gpus_are_measured(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
     """Let tests on a real GPU measure the layers of their networks, as the runs of users do."""
     if request.node.get_closest_marker("gpu"):
         monkeypatch.delenv(NO_CALIBRATION)
+
+
+@pytest.fixture(autouse=True)
+def _plans_are_kept(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let runs in this process search for a plan once: in folders whose tests are about other things than plans."""
+    folder = request.path.relative_to(REPOSITORY / "tests").parts[0]
+    if folder in SEARCH_ONCE and not request.node.get_closest_marker("gpu"):
+        from tests.support import kept_plans
+
+        monkeypatch.setattr(kept_plans.ASKED, kept_plans.KEPT.make_plan)
 
 
 @pytest.fixture(scope="session")

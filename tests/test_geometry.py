@@ -55,7 +55,7 @@ def some(draw: Draw, size: int) -> range:
 
 
 @pytest.mark.slow
-@settings(max_examples=400, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=150, deadline=None, suppress_health_check=SLOW)
 @given(geometries())
 def test_sizes_are_those_of_the_definition(geometry: Geometry) -> None:
     for axis, along in enumerate(geometry.axes):
@@ -63,7 +63,7 @@ def test_sizes_are_those_of_the_definition(geometry: Geometry) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=400, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=150, deadline=None, suppress_health_check=SLOW)
 @given(geometries(), st.data(), st.integers(0, 2))
 def test_regions_hold_what_outputs_depend_on(geometry: Geometry, data: st.DataObject, axis: int) -> None:
     along = geometry.axes[axis]
@@ -78,7 +78,7 @@ def test_regions_hold_what_outputs_depend_on(geometry: Geometry, data: st.DataOb
 
 
 @pytest.mark.slow
-@settings(max_examples=200, suppress_health_check=SLOW)
+@settings(max_examples=100, suppress_health_check=SLOW)
 @given(geometries(), st.data(), st.integers(0, 2))
 def test_regions_of_many_intervals_are_those_of_each(geometry: Geometry, data: st.DataObject, axis: int) -> None:
     along, count = geometry.axes[axis], 5
@@ -131,7 +131,7 @@ def test_a_pooling_and_what_it_pools_advance_together(geometry: Geometry, data: 
 
 
 @pytest.mark.slow
-@settings(max_examples=400, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=150, deadline=None, suppress_health_check=SLOW)
 @given(geometries(), st.data(), st.integers(0, 2))
 def test_frontiers_divide_regions_into_steps(geometry: Geometry, data: st.DataObject, axis: int) -> None:
     """Each step computes what is needed up to its end, of what steps before it computed or it computes itself."""
@@ -159,7 +159,7 @@ def test_frontiers_divide_regions_into_steps(geometry: Geometry, data: st.DataOb
 
 
 @pytest.mark.slow
-@settings(max_examples=400, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=150, deadline=None, suppress_health_check=SLOW)
 @given(geometries(), st.integers(0, 2))
 def test_reach_is_the_largest_span_that_a_voxel_depends_on(geometry: Geometry, axis: int) -> None:
     """Along an axis that is long enough, some voxel has the whole of it before it, and none has more."""

@@ -38,7 +38,7 @@ def outputs(network: Network, weights: Sequence[ConvWeights], size: Vec3) -> lis
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=100, deadline=None, suppress_health_check=SLOW)
 @given(graphs(), sizes(1, 6), st.integers(0, 99))
 def test_random_graphs_give_the_same_when_lowered(network: Network, size: Vec3, seed: int) -> None:
     try:

@@ -232,8 +232,8 @@ class Cover(Columns):
 
 def with_size(v: Vec3, axis: int, size: int) -> Vec3:
     """Return `v` with another size along `axis`."""
-    z, y, x = (size if i == axis else other for i, other in enumerate(v))
-    return z, y, x
+    z, y, x = v
+    return (size, y, x) if axis == 0 else (z, size, x) if axis == 1 else (z, y, size)
 
 
 def cover(size: Vec3, patch: Vec3) -> Cover:

@@ -19,20 +19,45 @@ Bytes    A plan follows from the sizes and the wisdom of that very transform alo
 
 from __future__ import annotations
 
+import importlib
 import mmap
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Literal, Self
+from importlib.util import find_spec, module_from_spec
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
-import pyfftw
 
 from znnpy.kernels.aligned import aligned_bytes
 from znnpy.kernels.contract import ALIGNMENT
+
+
+def _bindings() -> Any:
+    """Return pyFFTW's bindings to FFTW alone, unless the package is there already.
+
+    The package itself imports all of SciPy's and dask's transforms where these are installed, which takes half a second
+    of every process. Whoever imports it later gets all of it.
+    """
+    name = "pyfftw"
+    spec = find_spec(name)
+    if name in sys.modules or spec is None:
+        return importlib.import_module(name)
+    sys.modules[name] = module_from_spec(spec)  # it is not executed
+    try:
+        return importlib.import_module(f"{name}.{name}")
+    finally:
+        del sys.modules[name]
+
+
+if TYPE_CHECKING:
+    import pyfftw
+else:
+    pyfftw = _bindings()
 
 Direction = Literal["FFTW_FORWARD", "FFTW_BACKWARD"]
 

@@ -243,7 +243,7 @@ def test_resolution_and_point_of_time_are_part_of_the_job(place: Place) -> None:
         assert file["prediction"].attrs["resolution"].tolist() == [16.0] * 3
     assert job["volume"]["dataset"] == "s1"
     assert "time" not in job["volume"]
-    assert place.run("verify", out, path, "--network", network).exit_code == 0
+    assert place.run("verify", out, path, "--network", network, "--samples", 100).exit_code == 0
     assert place.run(*arguments, "--scale", 1, "--resume").exit_code == 0
     refused = place.run(*arguments, "--resume")
     assert "belongs to another job: volume." in refused.stderr
@@ -264,7 +264,7 @@ def test_point_of_time_is_named_in_the_job_and_read_by_verify(place: Place, monk
     assert asked == [2]
     with h5py.File(place.out) as file:
         assert json.loads(file["prediction"].attrs["job"])["volume"]["time"] == 2
-    assert place.run("verify", place.out, place.volume, *net(place)).exit_code == 0
+    assert place.run("verify", place.out, place.volume, *net(place), "--samples", 100).exit_code == 0
     assert asked[-1] == 2
     refused = place.infer("--resume", "--time", 1)
     assert "volume.time was 2 and is 1 now" in refused.stderr

@@ -302,12 +302,12 @@ def test_verify_needs_the_mask_and_checks_both_sides(place: Place) -> None:
         kept = file["prediction"][:]
         file["prediction"][:, :20] = 1e-9
     with pytest.raises(VerifyError, match=r"0.00000000 by definition"):
-        verify(place.out, place.volume, network=network, mask=path)
+        verify(place.out, place.volume, network=network, mask=path, samples=200)
     with h5py.File(place.out, "r+") as file:
         file["prediction"][...] = kept
         file["prediction"][:, 40:50] = 0
     with pytest.raises(VerifyError, match="voxels are wrong"):
-        verify(place.out, place.volume, network=network, mask=path)
+        verify(place.out, place.volume, network=network, mask=path, samples=200)
     other = write_mask(place, ends(SIZE))
     with pytest.raises(VerifyError, match=r"is not the mask .* was predicted with"):
         verify(place.out, place.volume, network=network, mask=other)

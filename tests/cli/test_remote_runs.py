@@ -115,7 +115,7 @@ class TestReading:
         out = str(tmp_path / "out.h5")
         with behind_proxy(stores[kind], every=0) as (near, proxy):
             process = start(place, volume_of(near, "zarr3"), out)
-            with after(proxy, 200) as came:
+            with after(proxy, 80) as came:
                 assert came
                 proxy.vanish(how)
             sentence = refusal(process)
@@ -162,7 +162,7 @@ class TestKills:
             for number in range(4 * kills):
                 process = start(place, volume_of(near, form), near.url(name), "--resume")
                 # Most kills come early, so that much is left for the next run.
-                wanted = proxy.requests + rng.randint(1, 60 if number % 3 else 500)
+                wanted = proxy.requests + rng.randint(1, 25 if number % 3 else 200)
                 while process.poll() is None and (killed >= kills or proxy.requests < wanted):
                     time.sleep(0.002)
                 process.kill()

@@ -73,7 +73,7 @@ def test_run_uses_as_many_threads_as_requested(tmp_path: Path, threads: int) -> 
     """The system counts them; reading and writing beside them takes next to no time."""
     layers = Conv((3, 3, 3), 32, "tanh"), Conv((3, 3, 3), 32, "tanh"), Conv((1, 1, 1), 2, "tanh")
     place = Place.furnish(tmp_path, Network("wide", 1, layers, None))
-    volume = place.write_volume(np.random.default_rng(3).integers(0, 256, (204, 104, 104), np.uint8))
+    volume = place.write_volume(np.random.default_rng(3).integers(0, 256, (74, 104, 104), np.uint8))
     words: dict[str, Any] = {"patch": (10, 100, 100), "threads": threads, "only": "cpu.conv.direct"}
 
     def run(look: Callable[[Event], None]) -> None:

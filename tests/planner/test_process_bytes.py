@@ -52,7 +52,7 @@ def test_baseline_covers_the_libraries_of_a_run() -> None:
         "import znnpy.inference\n"
         "from znnpy.planner.memory import baseline_bytes\n"
         "baseline = baseline_bytes()\n"
-        "import h5py, numpy, pyfftw, ruamel.yaml, rich, psutil\n"
+        "import h5py, numpy, ruamel.yaml, rich, psutil, znnpy.kernels.cpu.fft\n"
         "from znnpy.machine import process_bytes\n"
         "print(baseline, process_bytes())\n"
     )

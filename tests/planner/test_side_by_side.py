@@ -302,7 +302,7 @@ def test_columns_are_narrower_if_wide_ones_do_not_fit() -> None:
     of = cpu_planner(0.5, MIXED, LITTLE, columns=True)
     alone = on(1.0, MIXED, OUTPUT, LITTLE, patch=(4, 4, 4), columns=True)
     speed = of.plan(OUTPUT).voxels_per_second
-    trials = _Trials(alone, alone.seconds, speed, Narrow(of.request, of.costs))
+    trials = _Trials(alone, alone.seconds, speed, Narrow(of.request, of.costs, of.options))
     trials.run()
     best = trials.best(1)[0]
     assert best[1:] == (4, 4)

@@ -77,14 +77,14 @@ def as_zarr(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("store", "out", "ram", "words"),
     [
-        (as_wide_hdf5, "out.h5", 200, []),
+        (as_wide_hdf5, "out.h5", 170, []),
         pytest.param(as_npy, "out.h5", 400, ["--roi", "0:1000,0:800,0:80"], marks=pytest.mark.long),
-        (as_nan, "out.h5", 240, ["--allow-nan"]),
-        pytest.param(as_gzip, "out.h5", 200, [], marks=pytest.mark.long),
-        pytest.param(as_zarr, "out.zarr", 240, [], marks=pytest.mark.long),
-        (as_wide_hdf5, "out.zarr", 240, ["--sharded", "--multiscale", "2"]),
-        pytest.param(as_wide_hdf5, "out.n5", 240, [], marks=pytest.mark.long),
-        pytest.param(as_wide_hdf5, "out.precomputed", 240, [], marks=pytest.mark.long),
+        (as_nan, "out.h5", 210, ["--allow-nan"]),
+        pytest.param(as_gzip, "out.h5", 170, [], marks=pytest.mark.long),
+        pytest.param(as_zarr, "out.zarr", 210, [], marks=pytest.mark.long),
+        (as_wide_hdf5, "out.zarr", 210, ["--sharded", "--multiscale", "2"]),
+        pytest.param(as_wide_hdf5, "out.n5", 210, [], marks=pytest.mark.long),
+        pytest.param(as_wide_hdf5, "out.precomputed", 210, [], marks=pytest.mark.long),
     ],
     ids=["HDF5", "npy", "NaN", "gzip", "Zarr", "shards", "N5", "precomputed"],
 )

@@ -6,9 +6,9 @@ import shutil
 import subprocess
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import TYPE_CHECKING
 
+from tests.support.emulator.compiling import digest, kept_folder, one_process
 from znnpy.kernels.cpu.native import library
 from znnpy.machine import AMX, AVX512_BF16, this_machine
 
@@ -30,14 +30,19 @@ def compiler() -> str | None:
 
 @cache
 def twin(unit: str) -> ctypes.CDLL:
-    """Return the library of a unit without its instructions; it is compiled once for each process of the tests."""
+    """Return the library of a unit without its instructions; it is compiled once for all processes of the tests."""
     found = compiler()
     assert found is not None, "ask `compiler` first"
-    folder, sources = Path(mkdtemp(prefix="znnpy-twin-")), Path(library.__file__).parent
-    target = folder / f"{unit}.so"
-    flags = ("-O2", "-std=gnu++17", "-fno-exceptions", "-fno-rtti", "-fPIC", "-shared")
+    folder = Path(library.__file__).parent
+    # -O2 takes twice as long to compile
+    flags = ("-O1", "-std=gnu++17", "-fno-exceptions", "-fno-rtti", "-fPIC", "-shared")
     command = [found, *flags, *VECTORS[this_machine().simd], DEFINES[unit]]
-    subprocess.run([*command, *(str(sources / name) for name in SOURCES), "-o", str(target)], check=True)
-    loaded = library.loaded_unit(target)
-    shutil.rmtree(folder)  # what is loaded stays
-    return loaded
+    texts = [path.read_text() for path in (*(folder / name for name in SOURCES), *sorted(folder.glob("*.hpp")))]
+    target = kept_folder() / f"{digest(*texts, *command)}.so"
+    with one_process(target):
+        if not target.exists():
+            built = target.with_suffix(".building")
+            subprocess.run([*command, *(str(folder / name) for name in SOURCES), "-o", str(built)], check=True)
+            built.replace(target)
+        target.touch()  # it is in use
+    return library.loaded_unit(target)

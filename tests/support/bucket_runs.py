@@ -16,8 +16,8 @@ import znnpy
 from znnpy.patches import Box
 from znnpy.volume import open_volume
 
-SIZE = (40, 50, 60)
-PATCH = (8, 16, 20)
+SIZE = (26, 38, 44)
+PATCH = (8, 12, 14)
 SUFFIXES = {"zarr2": ".zarr", "zarr3": ".zarr", "sharded": ".zarr", "n5": ".n5", "precomputed": ".precomputed"}
 FORMS = tuple(SUFFIXES)
 
@@ -94,7 +94,7 @@ def start(place: Path, volume: str, out: str, *more: str, environment: Mapping[s
         "--cover",
         "columns",
         "--patch",
-        "8,16,20",
+        "8,12,14",
         "--threads",
         "1",
     ]

@@ -1,7 +1,7 @@
 """Measures whether primitives of the CPU keep to their footprints: what the system counts while one runs.
 
     python -m tests.support.footprint_promise --only NAME [--precision bf16] [--shapes 3] [--threads 1 3]
-        [--most-mib 80] --out RESULT.json
+        [--most-mib 80] [--out RESULT.json]
 
 For every primitive of the table, random shapes that it takes, each with a random variant, in a process of its own:
 input, output and scratch lie in an arena as in a run, placed as a plan places them. Measured is how far the resident
@@ -20,19 +20,24 @@ libraries decide, and what a plan adds for the process holds them.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
+import io
 import json
 import multiprocessing
 import os
 import re
 import statistics
+import subprocess
+import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
@@ -75,6 +80,7 @@ LOOSE = {  # of small layers on three threads, whose temporaries of numpy and BL
 }
 MOST_SECONDS = 0.4  # predicted, of one run
 MOST_TRIES = 20_000
+SERVE = "serve"  # the word with which the program answers requests
 
 
 class EvenPool(ThreadPool):
@@ -292,7 +298,7 @@ def show(rows: list[Row]) -> None:
             print(f"    {row.ratio:.3f} {sizes} MiB {row.shape} {row.variant}")
 
 
-def main() -> None:
+def options_of(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", type=int, default=30)
     parser.add_argument("--threads", type=int, nargs="*", default=[1, 2, 16])
@@ -300,8 +306,12 @@ def main() -> None:
     parser.add_argument("--precision", choices=CPU_PRECISIONS, default="fp32")
     parser.add_argument("--most-mib", type=int, default=400, help="that a shape may take")
     parser.add_argument("--seed", type=int, default=20261121)
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
+    parser.add_argument("--out", type=Path, help="where the results go; without it, nowhere")
+    return parser.parse_args(words)
+
+
+def measured(options: argparse.Namespace) -> list[Row]:
+    """Measure what the options ask for, and print it."""
     rows: list[Row] = []
     most = options.most_mib * MIB
     for primitive in TABLE:
@@ -317,8 +327,56 @@ def main() -> None:
             of_primitive = [measure(case) for case in found]
             show(of_primitive)
             rows += of_primitive
-    written = [asdict(row) | {"ratio": row.ratio, "kept": row.kept} for row in rows]
-    options.out.write_text(json.dumps({"rows": written}, indent=1) + "\n")
+    return rows
+
+
+class Measurements:
+    """A context manager: a process that measures on request. It starts once, and Python and znnpy with it."""
+
+    def __enter__(self) -> Self:
+        command = [sys.executable, "-m", "tests.support.footprint_promise", SERVE]
+        repository = Path(__file__).parents[2]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=repository
+        )
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._process.communicate()  # its standard input ends, and so does it
+
+    def ask(self, *words: str) -> tuple[list[Row], str]:
+        """Return the rows for these options, and what was printed; RuntimeError tells what went wrong."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(words) + "\n")
+        self._process.stdin.flush()
+        answer = json.loads(self._process.stdout.readline())
+        if answer["failure"]:
+            raise RuntimeError(answer["failure"])
+        return [Row(**row) for row in answer["rows"]], answer["said"]
+
+
+def serve() -> None:
+    """Answer requests, each a line of options as JSON, until there are no more."""
+    for line in sys.stdin:
+        rows, failure, said = list[Row](), "", io.StringIO()
+        try:
+            with contextlib.redirect_stdout(said):
+                rows = measured(options_of(json.loads(line)))
+        except Exception:  # whoever asked raises it
+            failure = traceback.format_exc()
+        answer = {"rows": [asdict(row) for row in rows], "said": said.getvalue(), "failure": failure}
+        print(json.dumps(answer), flush=True)
+
+
+def main() -> None:
+    if sys.argv[1:] == [SERVE]:
+        serve()
+        return
+    options = options_of(sys.argv[1:])
+    written = [asdict(row) | {"ratio": row.ratio, "kept": row.kept} for row in measured(options)]
+    if options.out:
+        options.out.write_text(json.dumps({"rows": written}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

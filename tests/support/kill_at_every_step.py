@@ -46,15 +46,12 @@ def main(path: Path) -> None:
     for name in BYSTANDERS:
         path.with_name(name).write_text("of the user")
     kills = 0
+    expect(forked(partial(run, path, "overwrite", generation=0)), 0)
     for step in range(1000):
-        expect(forked(partial(run, path, "overwrite", generation=0)), 0)
         code = forked(partial(killed_before, step, partial(run, path, "overwrite", generation=1)))
         again = forked(partial(killed_before, step // 2, partial(go_on, path)))
         kills += (code == KILLED) + (again == KILLED)
-        expect(forked(partial(look, path, (0, 1))), 0)
-        expect(forked(partial(go_on, path)), 0)
-        expect(forked(partial(look, path, (1,))), 0)
-        assert {item.name for item in path.parent.iterdir()} == {path.name, *BYSTANDERS}, step
+        expect(forked(partial(settle, path)), 0)
         if code == 0:
             print(kills)
             return
@@ -85,6 +82,15 @@ def go_on(path: Path) -> None:
         if "generation was 0 and is 1 now" not in str(error):
             raise
         run(path, "overwrite", generation=1)
+
+
+def settle(path: Path) -> None:
+    """Look at what is there, go on to the end, look again, and write the first generation anew for the next kill."""
+    look(path, (0, 1))
+    go_on(path)
+    look(path, (1,))
+    assert {item.name for item in path.parent.iterdir()} == {path.name, *BYSTANDERS}
+    run(path, "overwrite", generation=0)
 
 
 def look(path: Path, generations: tuple[int, ...]) -> None:

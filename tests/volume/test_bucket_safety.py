@@ -252,7 +252,7 @@ class TestListsOfGoogle:
         with served(server), gcs_address(server.url):
             infer(place, "gs://there/v.zarr")
             objects = server.buckets["there"].objects
-            whole = Box((0, 0, 0), (38, 48, 58))
+            whole = Box((0, 0, 0), (24, 36, 42))
             with open_volume("gs://there/v.zarr") as volume:
                 lost = next(name for name in objects if "/c/" in name)
                 del objects[lost]

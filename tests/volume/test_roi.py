@@ -86,7 +86,8 @@ def test_report_says_which_voxels_a_region_has(place: Place) -> None:
     assert place.infer("--overwrite", "--roi", "2:18,1:,:24").exit_code == 0
     np.testing.assert_array_equal(place.prediction(), by_position)
     assert place.infer("--resume", "--roi", "80nm:0.72um,1:,:24").exit_code == 0
-    assert place.run("verify", place.out, place.volume, "--network", place.folder / "net.yaml").exit_code == 0
+    checked = place.run("verify", place.out, place.volume, "--network", place.folder / "net.yaml", "--samples", 100)
+    assert checked.exit_code == 0
     planned = ("plan", place.folder / "net.yaml", "--volume", place.volume, "--json", "--roi")
     texts = [place.run(*planned, roi).stdout for roi in ("0.08um:0.72um,1:,0nm:240nm", "2:18,1:,:24")]
     assert [json.loads(text)["plan"]["workers"][0]["plan"]["output"] for text in texts] == [[11, 15, 18]] * 2

@@ -88,6 +88,23 @@ def test_fftw_plans_neither_read_nor_change_wisdom_of_the_process() -> None:
     assert bytes_of("measured") == bytes_of("fresh")
 
 
+BINDINGS_ALONE = """
+import sys
+from znnpy.kernels.cpu import fft
+assert not {"pyfftw", "scipy", "dask"} & {*sys.modules}
+import pyfftw
+assert pyfftw.FFTW is fft.pyfftw.FFTW
+assert pyfftw.interfaces.scipy_fft and pyfftw.__version__
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["", "import pyfftw; from znnpy.kernels.cpu import fft; assert fft.pyfftw is pyfftw"])
+def test_bindings_are_loaded_without_what_the_package_imports(first: str) -> None:
+    """Whoever imports the package, later or before, has all of it."""
+    subprocess.run([sys.executable, "-W", "error", "-c", first or BINDINGS_ALONE], check=True)
+
+
 def test_fftw_planning_is_reentrant_and_survives_a_failure() -> None:
     before = pyfftw.export_wisdom()
     x = _aligned((4, 8), np.complex64)

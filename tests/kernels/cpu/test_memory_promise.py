@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.footprint_promise import smallest
+from tests.support.footprint_promise import Measurements, smallest
 from tests.support.tiers import one_in
 from znnpy.kernels.table import TABLE
 from znnpy.machine import AMX, AVX512_BF16, this_machine
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Iterator
 
     from znnpy.kernels.contract import Primitive
     from znnpy.shapes import Precision
@@ -32,17 +30,19 @@ PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
 EACH = [(p, precision) for p in ON_CPU for precision in PRECISIONS if precision == "fp32" or smallest(p, precision)]
 
 
+@pytest.fixture(scope="module")
+def measurements() -> Iterator[Measurements]:
+    with Measurements() as asked:
+        yield asked
+
+
 @pytest.mark.parametrize(("primitive", "precision"), one_in(3, EACH), ids=lambda value: getattr(value, "name", value))
 def test_system_counts_no_more_bytes_than_the_footprint(
-    primitive: Primitive, precision: Precision, repository: Path, tmp_path: Path
+    measurements: Measurements, primitive: Primitive, precision: Precision
 ) -> None:
     """Random shapes of 24 MiB and more run with one and three threads, each in its own process."""
-    out = tmp_path / "memory.json"
-    words = ["--shapes", "3", "--threads", "1", "3", "--only", primitive.name, "--most-mib", "80", "--out", str(out)]
-    command = [sys.executable, "-m", "tests.support.footprint_promise", "--precision", precision, *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=repository)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(out.read_text())["rows"]
-    missing = "takes no shape here" in done.stdout
-    assert len(rows) == 6 or (missing and this_machine().simd == "other"), done.stdout
-    assert all(row["kept"] for row in rows), done.stdout
+    words = ["--shapes", "3", "--threads", "1", "3", "--only", primitive.name, "--most-mib", "80"]
+    rows, said = measurements.ask("--precision", precision, *words)
+    missing = "takes no shape here" in said
+    assert len(rows) == 6 or (missing and this_machine().simd == "other"), said
+    assert all(row.kept for row in rows), said

@@ -44,8 +44,8 @@ def compiled(source: str, names: tuple[str, ...], defines: tuple[tuple[str, int 
     text = _text(source, names)
     command = [compiler() or "g++", *FLAGS, *(f"-D{name}={value}" for name, value in defines)]
     headers = [path.read_text() for path in sorted(HEADER.parent.glob("*.hpp"))]
-    library = _folder() / f"{_digest(text, *headers, *command)}.so"
-    with _one_process(library):
+    library = kept_folder() / f"{digest(text, *headers, *command)}.so"
+    with one_process(library):
         if not library.exists():
             written = library.with_suffix(".cpp")
             written.write_text(text)
@@ -63,11 +63,11 @@ def _header() -> Path:
     """Return the emulator's header, precompiled once for all kernels, or as text if the compiler cannot."""
     texts = {path.name: path.read_text() for path in sorted(HEADER.parent.glob("*.hpp"))}
     command = [compiler() or "g++", *FLAGS]
-    header = _folder() / _digest(*texts.values(), *command) / HEADER.name
+    header = kept_folder() / digest(*texts.values(), *command) / HEADER.name
     kept = header.with_name(f"{header.name}.gch")
     header.parent.mkdir(exist_ok=True)
     os.utime(header.parent)  # it is in use
-    with _one_process(header):
+    with one_process(header):
         if not (tried := header.with_suffix(".tried")).exists():
             for name, text in texts.items():
                 (header.parent / name).write_text(text)
@@ -78,7 +78,7 @@ def _header() -> Path:
     return header
 
 
-def _digest(*texts: str) -> str:
+def digest(*texts: str) -> str:
     """Return a name for what the compiler makes of these texts on this processor."""
     return hashlib.sha256("\0".join((_target(), *texts)).encode()).hexdigest()[:24]
 
@@ -90,7 +90,7 @@ def _target() -> str:
 
 
 @contextmanager
-def _one_process(made: Path) -> Iterator[None]:
+def one_process(made: Path) -> Iterator[None]:
     """Let one process make the file, while others wait and find `made`."""
     with open(f"{made}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -147,7 +147,7 @@ def _loaded(path: Path) -> ctypes.CDLL:
 
 
 @functools.cache
-def _folder() -> Path:
+def kept_folder() -> Path:
     """Return the folder of compiled kernels: ZNNPY_COMPILED_KERNELS, which conftest.py sets, or one of this process."""
     kept = os.environ.get("ZNNPY_COMPILED_KERNELS")
     if kept:
