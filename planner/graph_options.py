@@ -39,7 +39,10 @@ def fronts_of(tiling: GraphTiling, options: OptionTable) -> Fronts:
         if not all(some):
             missing = graph.operations[number + some.index(())]
             raise NoPlanError(_why_none(tiling, options, missing))
-        groups.append(pareto_front((*in_sequence(some[0], some[1]), *both)) if both else alone)
+        if both and _is_asked_for(tiling, options, number):
+            groups.append(both)
+        else:
+            groups.append(pareto_front((*in_sequence(some[0], some[1]), *both)) if both else alone)
         parts += some
         spent[number] = groups[-1][0].seconds
         number += len(some[:2])
@@ -71,6 +74,13 @@ def _in_one(tiling: GraphTiling, options: OptionTable, number: int, live: Sequen
     context = LayerContext(live_elsewhere=elsewhere, steps=(tiling.executions(conv),))
     front = options.in_one((tiling.shape(conv), tiling.shape(behind)), tiling.shape(both), context)
     return _with_moving(tiling, options, both, front)
+
+
+def _is_asked_for(tiling: GraphTiling, options: OptionTable, number: int) -> bool:
+    """Return whether a primitive is asked for that computes an operation and the one behind it in one only."""
+    conv, behind = tiling.graph.operations[number : number + 2]
+    shapes = tiling.shape(conv), tiling.shape(behind)
+    return bool(options.only) and options.wants_in_one(shapes, tiling.shape(tiling.graph.pairs[number]))
 
 
 def _with_moving(tiling: GraphTiling, options: OptionTable, operation: Operation, front: ParetoFront) -> ParetoFront:

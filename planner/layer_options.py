@@ -1,4 +1,4 @@
-"""Options for each layer, and for each convolution together with the pooling behind it."""
+"""Options for each layer, and for each convolution together with the pooling or the norm behind it."""
 
 from __future__ import annotations
 
@@ -134,6 +134,11 @@ class OptionTable:
         asked = [self._names(layer) & self.only for layer in layers]
         able = frozenset(name for name in self._names(both) if all(name in names or not names for names in asked))
         return self._placed(both, able, context, context.steps[-1])
+
+    def wants_in_one(self, layers: tuple[LayerShape, LayerShape], both: LayerShape) -> bool:
+        """Return whether a requested primitive computes both layers in one, and none computes one of them alone."""
+        alone = any(self._names(layer) & self.only for layer in layers)
+        return not alone and bool(self._names(both) & self.only)
 
     def _placed(self, shape: LayerShape, names: frozenset[str], context: LayerContext, steps: int) -> ParetoFront:
         """Return the non-dominated options of a shape in a context, by the primitives of these names."""

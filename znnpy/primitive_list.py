@@ -13,6 +13,7 @@ from znnpy.errors import DeviceError
 from znnpy.graph_shapes import (
     GlobalPoolShape,
     GraphConvShape,
+    Normed,
     NormShape,
     PadShape,
     PointShape,
@@ -42,6 +43,9 @@ SAMPLES: dict[Kind, tuple[LayerShape, ...]] = {
         GraphConvShape((16,), 16, CUBE, (3, 3, 3), ONE, ONE, activation="relu"),
         GraphConvShape((16,), 16, CUBE, (3, 3, 3), ONE, ONE, stride=TWO, activation="relu"),
         GraphConvShape((16,), 16, CUBE, (3, 3, 3), ONE, ONE, groups=16, activation="relu"),
+        GraphConvShape((16,), 16, CUBE, (3, 3, 3), ONE, ONE, activation="relu", precision="fp16"),
+        GraphConvShape((16,), 16, TWICE, (3, 3, 3), ONE, ONE, factors=(TWO,), precision="fp16"),
+        GraphConvShape((16,), 16, CUBE, (3, 3, 3), ONE, ONE, normed=Normed(16, 1e-5, True), precision="fp16"),
     ),
     "conv_transpose": (TransposeShape(16, 16, CUBE, TWICE, TWO, ZERO, stride=TWO),),
     "window_pool": (WindowPoolShape(16, CUBE, TWO, TWO),),
@@ -70,7 +74,8 @@ def why_not_here(table: Sequence[Primitive] = TABLE) -> dict[str, str]:
         if primitive.name.startswith("gpu.") and no_gpu:
             lacking[primitive.name] = no_gpu
         else:  # a reason that concerns the layer says nothing about this machine
-            lacking[primitive.name] = str(uncompiled if uncompiled in reasons else reasons[-1])
+            needs = [reason for reason in reasons if reason is not None and reason.startswith("needs")]
+            lacking[primitive.name] = str(uncompiled if uncompiled in reasons else (*needs, reasons[-1])[0])
     return lacking
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from tests.cli.test_graph_infer import COARSE, FINE, graph
-from tests.cli.test_several_outputs import deep
+from tests.cli.test_several_outputs import DEEP, deep
 from tests.support import normed_unet
 from tests.support.cli import Place
 from znnpy.cluster import preparing
 from znnpy.cluster.items import ItemGrid, divided, unit_of
-from znnpy.errors import ShapeError
+from znnpy.cluster.job import JobRecord
+from znnpy.errors import NoPlanError, ShapeError
 from znnpy.opened_run import OpenedRun, named_run, opened_run
 from znnpy.options import InferOptions
 from znnpy.shapes import Vec3
@@ -111,7 +112,7 @@ def test_chunks_of_further_outputs_are_not_cut(place: Place) -> None:
 
 def test_items_are_as_large_as_their_number_allows(place: Place) -> None:
     with opened_run(named_run(asked_for(place, border="reflect"))) as run:
-        output, unit = run.source.output, unit_of(run)
+        output, unit = run.source.output, unit_of(run, is_fixed=False)
     assert (output, unit) == ((20, 23, 25), (4, 4, 4))
     assert divided(output, unit, 1) == (20, 24, 28)
     assert divided(output, unit, 2) == (20, 24, 16)
@@ -121,11 +122,12 @@ def test_items_are_as_large_as_their_number_allows(place: Place) -> None:
     assert divided((10, 10**6, 10), (64, 64, 64), 1000) == (64, 960, 64)
 
 
+@dataclass
 class Timed:
     """A plan of an item that takes so long."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    seconds: float
+    inside: float = 1.0
 
 
 @pytest.mark.parametrize(
@@ -154,3 +156,56 @@ def test_items_let_the_job_end_soonest(
     assert len(grid) == count
     assert plan.seconds == seconds(count)
     assert len(asked) <= preparing.MOST_SIZES
+
+
+def test_items_hold_whole_chunks_of_all_outputs(place: Place) -> None:
+    """In a format whose chunks are as they are; the second output has half the resolution."""
+    graph(place, DEEP[:-1], output=["last", "half"])
+    asked = replace(asked_for(place), out=str(place.folder / "several.h5"))
+    with opened_run(named_run(asked)) as run:
+        assert unit_of(run, is_fixed=False) == (4, 4, 4)
+        assert unit_of(run, is_fixed=True) == (8, 8, 8)
+        for least in range(1, 40):
+            ItemGrid.of(run, divided(run.source.output, (8, 8, 8), least)).check(is_fixed=True)
+    job = preparing.prepare(asked)
+    assert all(size % 8 == 0 for size in JobRecord.load(job).size)
+
+
+def test_a_mask_changes_neither_items_nor_what_borders_cost(place: Place) -> None:
+    """The middle item may lie outside of it, and would take no time."""
+    mask = np.zeros((20, 23, 25), np.uint8)
+    mask[:4, :4, :4] = 1
+    np.save(place.folder / "mask.npy", mask)
+    asked = replace(asked_for(place, border="reflect"), items=(8, 8, 8), patch=(4, 4, 4))
+    plain = JobRecord.load(preparing.prepare(asked))
+    masked = replace(asked, mask=str(place.folder / "mask.npy"), overwrite=True)
+    with opened_run(named_run(masked)) as run:
+        grid, plan = preparing._divided(run, 2, is_fixed=False)
+        assert plan.seconds < preparing._unmasked(plan)
+        assert plain.lost is not None
+        assert preparing._lost(run, grid, plan) == pytest.approx(plain.lost, rel=0.01)
+
+
+def test_a_job_whose_whole_output_has_no_plan_is_prepared(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = preparing._plan_of_item
+
+    def planned(run: OpenedRun, grid: ItemGrid, index: int) -> Any:
+        if len(grid) == 1:
+            raise NoPlanError("there are too many patches")
+        return found(run, grid, index)
+
+    monkeypatch.setattr(preparing, "_plan_of_item", planned)
+    assert JobRecord.load(preparing.prepare(asked_for(place, border="reflect"))).lost is None
+
+
+def test_a_smaller_size_that_is_refused_is_left_out(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def planned(run: OpenedRun, grid: ItemGrid, index: int) -> Any:
+        if len(grid) > 8:
+            raise NoPlanError("it has no plan")
+        return Timed(500.0)
+
+    monkeypatch.setattr(preparing, "_plan_of_item", planned)
+    with opened_run(named_run(asked_for(place, border="reflect"))) as run:
+        assert len(preparing._divided(run, 2, is_fixed=False)[0]) == 8
+        with pytest.raises(NoPlanError, match="it has no plan"):
+            preparing._divided(run, 3, is_fixed=False)

@@ -83,6 +83,15 @@ def test_norms_are_computed_with_their_convolutions(gpu: Any, axis: int) -> None
         ran(plan, net, large, volume, device=gpu)
 
 
+def test_norms_are_computed_with_their_convolutions_if_that_is_asked_for() -> None:
+    net = network("norms", CASES[1])
+    names = ("gpu.graph_conv.normed",)
+    plan = planned(net, VOLUME, 0, Sums(), target=target("fp16"), table=GPU, only=names)
+    assert [choice.primitive for choice in plan.choices].count("gpu.graph_conv.normed") == 2
+    plan = planned(net, VOLUME, 0, Sums(), target=target("fp16"), table=GPU, only=(*names, "gpu.graph_conv.direct"))
+    assert "gpu.graph_conv.normed" not in [choice.primitive for choice in plan.choices], "it would replace the other"
+
+
 @pytest.mark.parametrize("kind", ["softmax", "sigmoid", "labels", "above"])
 def test_results(gpu: Any, kind: Any) -> None:
     result = NetworkResult(kind, (0.1, -0.2, 0.0) if kind == "above" else ())

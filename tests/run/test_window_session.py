@@ -30,7 +30,7 @@ from znnpy.patches import Box
 from znnpy.planner.graph_plan import plan_graph, plan_of
 from znnpy.planner.graph_search import GraphSearch
 from znnpy.planner.plan import Plan, Sums
-from znnpy.planner.request import CostModel, PlanRequest, Target
+from znnpy.planner.request import Constraints, CostModel, PlanRequest, Target
 from znnpy.planner.validate import check_plan
 from znnpy.planner.window_tilings import WindowTiling, sums_bytes
 from znnpy.run.sum_arrays import SumsOnCpu
@@ -91,11 +91,12 @@ def planned(
     *,
     target: Target = HERE,
     table: Sequence[Primitive] = CPU,
+    only: tuple[str, ...] = (),
 ) -> Plan:
     """Return the plan with this order of windows and these sums."""
     area = Area(volume, region or Box((0, 0, 0), volume))
     limits = Limits(ram, 2, 2**34 if target.device == "gpu" else None)
-    request = PlanRequest(net, area.region.size, limits, target, area=area)
+    request = PlanRequest(net, area.region.size, limits, target, constraints=Constraints(only=only), area=area)
     search = GraphSearch(request, CostModel(table=tuple(table)).options(request), area)
     assert net.windows is not None
     cover = WindowCover(net.windows, volume, area.region, axis, sums.parts)

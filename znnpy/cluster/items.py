@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
-from math import floor, prod
+from math import floor, lcm, prod
 
 from znnpy.admissible import admissible
 from znnpy.errors import ShapeError
@@ -21,6 +22,7 @@ from znnpy.volume.source import Predicted, Source, predicted
 from znnpy.volume.store import chunk_of
 
 NOWHERE = (0, 0, 0)
+MOST_FACTOR = 1000  # between the sizes of voxels of two outputs
 SMALL = 4  # times as small as usual: chunks of work items are not smaller, unless the items are
 
 
@@ -151,9 +153,18 @@ def _between(box: Box, first: Predicted, region: Box) -> Box:
     return Box((lo[0], lo[1], lo[2]), (hi[0], hi[1], hi[2]))
 
 
-def unit_of(run: OpenedRun) -> Vec3:
-    """Return the voxels of a chunk of the first output, of which items have a whole number along each axis."""
-    return chunk_of(run.source.output)
+def unit_of(run: OpenedRun, *, is_fixed: bool) -> Vec3:
+    """Return voxels of the first output, of which items have a whole number along each axis: those of a chunk.
+
+    is_fixed  items have whole chunks of all outputs, which are as the format has them
+    """
+    first, *others = run.source.outputs
+    unit = list(chunk_of(first.size))
+    for one in others if is_fixed else ():
+        for axis, chunk in enumerate(chunk_of(one.size)):
+            there = chunk * Fraction(one.step[axis] / first.step[axis]).limit_denominator(MOST_FACTOR)
+            unit[axis] = lcm(unit[axis], there.numerator)
+    return unit[0], unit[1], unit[2]
 
 
 def divided(output: Vec3, unit: Vec3, least: int) -> Vec3:

@@ -62,7 +62,8 @@ class JobRecord:
     output      voxels (z, y, x) of the first output
     size        voxels of a work item in it
     count       number of work items
-    lost        share of the work that one plan for the whole output would save, on the machine that prepared the job
+    lost        share of the work that one plan for the whole output would save, on the machine that prepared the job;
+                None: it has no such plan
     plan        of one item, on the machine that prepared the job
     identity    of the run: its network, its weights, its volume; a process that reads others is refused
     statistics  of the volume, where the network asks for them
@@ -77,7 +78,7 @@ class JobRecord:
     output: tuple[int, int, int]
     size: tuple[int, int, int]
     count: int
-    lost: float
+    lost: float | None
     plan: str
     identity: dict[str, Any]
     statistics: Any

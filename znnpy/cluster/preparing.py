@@ -19,7 +19,7 @@ from znnpy.cluster.items import NOWHERE, ItemGrid, divided, unit_of
 from znnpy.cluster.job import FORMAT, NETWORK, PLAN, Job, JobRecord, kept, plan_of, stated
 from znnpy.cluster.job_files import JOB, job_files
 from znnpy.computation import planned
-from znnpy.errors import OutputError, ResumeError
+from znnpy.errors import OutputError, ResumeError, ZnnpyError
 from znnpy.job import attributes_of, settings_of
 from znnpy.machine import this_machine
 from znnpy.messages import option
@@ -206,29 +206,41 @@ def _divided(run: OpenedRun, workers: int, *, is_fixed: bool) -> tuple[ItemGrid,
         grid.check(is_fixed=is_fixed)
         return grid, _plan_of_item(run, grid, len(grid) // 2)
     found: dict[tuple[bool, float], tuple[ItemGrid, RunPlan]] = {}  # by whether an item takes too long, and the end
-    least, size = ITEMS_A_WORKER * workers, NOWHERE
+    least, size, unit = ITEMS_A_WORKER * workers, NOWHERE, unit_of(run, is_fixed=is_fixed)
     for _ in range(MOST_SIZES):
-        before, size = size, divided(run.source.output, unit_of(run), least)
+        before, size = size, divided(run.source.output, unit, least)
         if size == before:
             break
         grid = ItemGrid.of(run, size)
-        grid.check(is_fixed=is_fixed)
-        plan = _plan_of_item(run, grid, len(grid) // 2)
-        too_long = plan.seconds > ITEM_SECONDS
-        end = plan.seconds if too_long else plan.seconds * (ceil(len(grid) / workers) + 0.5)
+        try:
+            grid.check(is_fixed=is_fixed)
+            plan = _plan_of_item(run, grid, len(grid) // 2)
+        except ZnnpyError:
+            if not found:
+                raise
+            break  # a larger size is possible
+        seconds = _unmasked(plan)
+        too_long = seconds > ITEM_SECONDS
+        end = seconds if too_long else seconds * (ceil(len(grid) / workers) + 0.5)
         is_best = not found or (too_long, end) < min(found)
         found[too_long, end] = grid, plan
-        if not too_long and (plan.seconds <= SHORT_SECONDS or not is_best):
+        if not too_long and (seconds <= SHORT_SECONDS or not is_best):
             break
-        least = ceil(len(grid) * max(SMALLER, plan.seconds / ITEM_SECONDS))
+        least = ceil(len(grid) * max(SMALLER, seconds / ITEM_SECONDS))
     grid, plan = found[min(found)]
     log_phase("planned", f"{len(grid)} work items of {text(grid.size)} voxels, {human_seconds(plan.seconds)} each here")
     return grid, plan
 
 
+def _unmasked(plan: RunPlan) -> float:
+    """Return the seconds of a plan without a mask, of which an item may have any share."""
+    return replace(plan, inside=1.0).seconds
+
+
 def _plan_of_item(run: OpenedRun, grid: ItemGrid, index: int) -> RunPlan:
     """Return the plan of this machine for an item."""
-    with opened_run(named_for(run, grid.region_of(index)), run.job.get("statistics")) as one:
+    mask = None if run.wanted is None else run.wanted.mask
+    with opened_run(named_for(run, grid.region_of(index)), run.job.get("statistics"), mask) as one:
         column = grid[index].steps[0]
         boxes = [piece.write for piece in column.pieces]
         place = place_of(str(run.named.destination))
@@ -271,11 +283,15 @@ def _write_record(job: Job, run: OpenedRun, grid: ItemGrid, plan: RunPlan) -> No
     record.save(job.out)
 
 
-def _lost(run: OpenedRun, grid: ItemGrid, plan: RunPlan) -> float:
-    """Return the share of the work that one plan of this machine for the whole output would not have.
+def _lost(run: OpenedRun, grid: ItemGrid, plan: RunPlan) -> float | None:
+    """Return the share of the work that one plan of this machine for the whole output would save; None: it has none.
 
     plan  of an item
     """
-    whole = _plan_of_item(run, ItemGrid.of(run, run.source.output), 0)
-    of_items = plan.seconds * prod(run.source.output) / grid.box(len(grid) // 2).voxels
-    return max(0.0, 1 - whole.seconds / of_items)
+    try:
+        whole = _plan_of_item(run, ItemGrid.of(run, run.source.output), 0)
+    except ZnnpyError as error:  # only the report tells it
+        _log.info("no plan for the whole output: %s", error)
+        return None
+    of_items = _unmasked(plan) * prod(run.source.output) / grid.box(len(grid) // 2).voxels
+    return max(0.0, 1 - _unmasked(whole) / of_items)

@@ -45,7 +45,8 @@ class ClusterReport(Report):
     items        number of work items; `done_before` were finished by earlier runs
     processes    what each process computed, by its name
     failures     tasks that failed, or were lost with their workers
-    lost         share of the work that one plan for the whole output would save, on the machine that prepared the job
+    lost         share of the work that one plan for the whole output would save, on the machine that prepared the job;
+                 None: it has no such plan
     is_complete  whether the output is complete; a part of a job leaves it unfinished
     """
 
@@ -54,7 +55,7 @@ class ClusterReport(Report):
     done_before: int
     processes: Mapping[str, WorkerReport]
     failures: int = 0
-    lost: float = 0.0
+    lost: float | None = None
     is_complete: bool = True
 
     def __repr__(self) -> str:
@@ -72,8 +73,9 @@ class ClusterReport(Report):
             f"computed    {self.computed:,} of {self.voxels:,} voxels in {human_seconds(self.seconds)}, "
             f"{self.voxels_per_second:,.0f} voxels/s",
             f"work items  {self.items} of {text(self.item)} voxels, {self.done_before} of them finished before",
-            f"borders     {self.lost:.1%} of the work, because items are computed by themselves",
         ]
+        if self.lost is not None:
+            found.append(f"borders     {self.lost:.1%} of the work, which one plan for the whole output would save")
         speeds = [one.voxels_per_second for one in self.processes.values() if one.items]
         usual = median(speeds) if speeds else 0.0
         for name, one in sorted(self.processes.items()):

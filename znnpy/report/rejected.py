@@ -49,7 +49,7 @@ class Considered:
 def considered(
     plan: Plan, network: Network, machine: Machine, rates: Rates, table: Sequence[Primitive], only: Collection[str] = ()
 ) -> list[Considered]:
-    """List all primitives of the plan's device for each layer, and for each convolution with the pooling behind it.
+    """List all primitives of the plan's device for each layer, and for each convolution with what is behind it.
 
     machine, rates, table, only  as the plan was made with
     """

@@ -161,7 +161,7 @@ template <int N, int PRODUCTS, int GROUP> struct Multiplier {
                     const float* const two = sums[batch / (N / 64)] + batch % (N / 64) * 32 + 4 * j + 2 * row;
                     const float add = row == 0 ? low : high;
                     const float2 values = to_float2(to_half2(two[0] + add, two[1] + add));
-                    if (count == 0.0f) first[row] = values.x;
+                    if (there & count == 0.0f) first[row] = values.x;
                     const float one = values.x - first[row], other = values.y - first[row];
                     if (there) sum[row] += one, squares[row] += one * one;
                     if (both) sum[row] += other, squares[row] += other * other;
