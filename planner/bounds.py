@@ -83,7 +83,7 @@ class Bounds:
             best = self._best[planes] = [FASTER * learnt.at(planes)[0][0] for learnt in self._learnt]
         if costs:
             best = [costs.get(index, seconds_per_voxel) for index, seconds_per_voxel in enumerate(best)]
-        return sum(map(mul, voxels, best))
+        return sum(map(mul, voxels, best), 0.0)
 
     def unknown(self, planes: int) -> list[int]:
         """Return the groups with nothing learnt from steps as thick."""
