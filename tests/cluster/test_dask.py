@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import re
 import resource
@@ -19,12 +20,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from distributed import Client, LocalCluster
+from distributed.client import AllExit
 
 import znnpy
 from tests.support.cli import Place
 from tests.support.stored_outputs import stored
 from znnpy.cluster import finish
-from znnpy.cluster.dask_workers import Coordinator, limits_of_worker
+from znnpy.cluster.dask_workers import Coordinator, client_of, limits_of_worker
 from znnpy.cluster.job import JobRecord
 from znnpy.cluster.preparing import prepare
 from znnpy.cluster.running import Limits
@@ -281,3 +283,13 @@ def test_options_that_exclude_one_another(ground: Place) -> None:
         infer(ground, "none.zarr", finish=True, part="1/2")
     with pytest.raises(ValueError, match="items are of runs with cluster, client or part"):
         infer(ground, "none.zarr", items=ITEM)
+
+
+def test_tasks_that_dask_ends_itself_are_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    """After an interrupt, asyncio says of them that nobody waited, with a traceback."""
+    told = logging.getLogger("asyncio")
+    with client_of("local:1"):
+        pass
+    for error in (AllExit(), ValueError("another")):
+        told.error("Task exception was never retrieved", exc_info=error)
+    assert [str(record.exc_info[1]) for record in caplog.records if record.exc_info] == ["another"]

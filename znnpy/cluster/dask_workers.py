@@ -31,7 +31,7 @@ from znnpy.units import human_bytes
 try:
     import distributed
     from distributed import Client, Future, LocalCluster, fire_and_forget
-    from distributed.client import ClosedClientError, FutureCancelledError
+    from distributed.client import AllExit, ClosedClientError, FutureCancelledError
     from distributed.utils import silence_logging_cmgr
 except ImportError:
     raise MissingExtraError(f"clusters need the package distributed; `{install('cluster')}`") from None
@@ -111,9 +111,18 @@ def client_of(cluster: str) -> Iterator[Client]:
 
     Inside, dask logs only what is critical: a lost scheduler, which it logs with tracebacks, ends in a ClusterError.
     """
+    logging.getLogger("asyncio").addFilter(unless_dask_ends_a_task)
     with ExitStack() as stack:
         stack.enter_context(silence_logging_cmgr(logging.CRITICAL))
         yield _opened(cluster, stack)
+
+
+def unless_dask_ends_a_task(record: logging.LogRecord) -> bool:
+    """Return whether a message is of anything but AllExit, by which dask ends tasks of its own.
+
+    After an interrupt nobody waits for such a task, and asyncio says so with a traceback, maybe as the process ends.
+    """
+    return record.exc_info is None or not isinstance(record.exc_info[1], AllExit)
 
 
 def _opened(cluster: str, stack: ExitStack) -> Client:
