@@ -40,8 +40,8 @@ from znnpy.kernels.contract import ALIGNMENT
 def _bindings() -> Any:
     """Return pyFFTW's bindings to FFTW alone, unless the package is there already.
 
-    The package itself imports all of SciPy's and dask's transforms where these are installed, which takes half a second
-    of every process. Whoever imports it later gets all of it.
+    The package itself imports all of SciPy's and dask's transforms where these are installed, which every process would
+    wait for. Whoever imports it later gets all of it.
     """
     name = "pyfftw"
     spec = find_spec(name)
